@@ -1,0 +1,33 @@
+"""Training jobs on SLURM that finish: submitted by one command, stopped cleanly, resumed exactly.
+
+The names below are the public interface for own training scripts. They are loaded on first use, so that
+`import slurmtrain` and the command line stay free of torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from slurmtrain.checkpoint import Checkpointer as Checkpointer
+    from slurmtrain.runtime.api import exit_for_requeue as exit_for_requeue
+    from slurmtrain.runtime.api import init as init
+    from slurmtrain.runtime.api import should_stop as should_stop
+
+_PUBLIC = {
+    "init": "slurmtrain.runtime.api",
+    "should_stop": "slurmtrain.runtime.api",
+    "exit_for_requeue": "slurmtrain.runtime.api",
+    "Checkpointer": "slurmtrain.runtime.api",
+}
+__all__ = ["Checkpointer", "__version__", "exit_for_requeue", "init", "should_stop"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_PUBLIC[name]), name)

@@ -1,0 +1,7 @@
+"""`python -m slurmtrain`."""
+
+import sys
+
+from slurmtrain.cli import main
+
+sys.exit(main())

@@ -1,0 +1,221 @@
+"""From live objects to tensors with names and plain JSON, and back.
+
+Optimiser state is keyed by parameter name, not by position, so that it can be read into another layout. It is taken from
+the optimiser as it is: `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` on an optimiser that has not
+stepped yet runs a step to create the state, which moves AdamW's step count (pytorch#164929).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from slurmtrain.errors import CheckpointError
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything with torch's two methods: schedulers, scalers, loaders, a user's own classes."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The user's module under DistributedDataParallel: checkpoints do not depend on how a run was parallel."""
+    return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+
+
+def flatten(objects: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors by dotted name, and the JSON of everything else.
+
+    Raises:
+        CheckpointError: a value that is neither a tensor nor JSON; pickling it would make a checkpoint run code.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {}
+    names = parameter_names(objects)
+    for key, value in objects.items():
+        if isinstance(value, nn.Module):
+            tensors.update({f"{key}.{name}": tensor for name, tensor in unwrap(value).state_dict().items()})
+        elif isinstance(value, Optimizer):
+            flat, groups = _flatten_optimizer(value, names)
+            tensors.update({f"{key}.{name}": tensor for name, tensor in flat.items()})
+            plain[key] = groups
+        else:
+            state = value.state_dict() if isinstance(value, Stateful) else value
+            plain[key] = _encode(state, key, tensors)
+    return tensors, plain
+
+
+def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
+    """Name of every parameter of the given modules, by the parameter's id."""
+    names: dict[int, str] = {}
+    for key, value in objects.items():
+        if isinstance(value, nn.Module):
+            names.update({id(parameter): f"{key}.{name}" for name, parameter in unwrap(value).named_parameters()})
+    return names
+
+
+def _flatten_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    tensors: dict[str, Tensor] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        keys = [_name_of(parameter, names) for parameter in group["params"]]
+        groups.append(_encode({**group, "params": keys}, "optimizer.param_groups", {}))
+        for name, parameter in zip(keys, group["params"], strict=True):
+            for field, value in optimizer.state.get(parameter, {}).items():
+                tensors[f"state.{name}.{field}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+    return tensors, groups
+
+
+def _name_of(parameter: Tensor, names: Mapping[int, str]) -> str:
+    if id(parameter) not in names:
+        raise CheckpointError(
+            f"the optimiser has a parameter of shape {list(parameter.shape)} that no given module has",
+            hint="pass the module and its optimiser together: save(step, model=model, optimizer=optimizer)",
+        )
+    return names[id(parameter)]
+
+
+def templates(objects: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Tensors to load into, for every key of `saved` that belongs to `objects`.
+
+    Modules are loaded in place. A fresh optimiser has no state yet, so its tensors are made here, laid out like their
+    parameters; loading its own empty state would restore nothing, without a word.
+    """
+    targets: dict[str, Tensor] = {}
+    parameters = {name: tensor for key, tensor in _modules(objects) for name, tensor in tensor_items(key, tensor)}
+    for key, value in objects.items():
+        if isinstance(value, nn.Module):
+            targets.update({f"{key}.{name}": tensor for name, tensor in unwrap(value).state_dict().items()})
+    for name, description in saved.items():
+        key = name.partition(".")[0]
+        if name in targets or key not in objects or isinstance(objects[key], nn.Module):
+            continue
+        dtype = getattr(torch, description["dtype"].removeprefix("torch."))
+        shape = tuple(description["shape"])
+        if isinstance(objects[key], Optimizer):
+            parameter = parameters.get(name.removeprefix(f"{key}.state.").rpartition(".")[0])
+            if parameter is not None and tuple(parameter.shape) == shape and shape:
+                targets[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                continue
+        targets[name] = torch.empty(shape, dtype=dtype)
+    return targets
+
+
+def _modules(objects: Mapping[str, Any]) -> list[tuple[str, nn.Module]]:
+    return [(key, value) for key, value in objects.items() if isinstance(value, nn.Module)]
+
+
+def tensor_items(key: str, module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(f"{key}.{name}", parameter) for name, parameter in unwrap(module).named_parameters()]
+
+
+def put_back(objects: Mapping[str, Any], tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+    """Give every object its state. Modules have theirs already."""
+    for key, value in objects.items():
+        if isinstance(value, nn.Module):
+            continue
+        if isinstance(value, Optimizer):
+            _load_optimizer(key, value, parameter_names(objects), tensors, plain[key])
+        elif isinstance(value, Stateful):
+            value.load_state_dict(_decode(plain[key], tensors))
+
+
+def _load_optimizer(
+    key: str, optimizer: Optimizer, names: Mapping[int, str], tensors: Mapping[str, Tensor], groups: list[dict[str, Any]]
+) -> None:
+    state: dict[int, dict[str, Tensor]] = {}
+    param_groups: list[dict[str, Any]] = []
+    saved_groups = [_decode(group, {}) for group in groups]
+    number = 0
+    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+        keys = [_name_of(parameter, names) for parameter in group["params"]]
+        if sorted(keys) != sorted(saved["params"]):
+            raise CheckpointError(f"{key}: a parameter group holds other parameters than in the checkpoint")
+        numbers = []
+        for name in keys:
+            prefix = f"{key}.state.{name}."
+            fields = {field.removeprefix(prefix): tensor for field, tensor in tensors.items() if field.startswith(prefix)}
+            if fields:
+                state[number] = fields
+            numbers.append(number)
+            number += 1
+        param_groups.append({**saved, "params": numbers})
+    optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """JSON for `value`; tensors are moved to `tensors` and leave a reference. Tuples come back as tuples."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Tensor):
+        tensors[path] = value
+        return {"__tensor__": path}
+    if isinstance(value, tuple):
+        return {"__tuple__": [_encode(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]}
+    if isinstance(value, list):
+        return [_encode(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
+    if isinstance(value, dict):
+        pairs = [[_encode(key, path, {}), _encode(item, f"{path}.{key}", tensors)] for key, item in value.items()]
+        return {str(key): item for key, item in pairs} if all(isinstance(key, str) for key in value) else {"__dict__": pairs}
+    raise CheckpointError(
+        f"{path} is a {type(value).__name__}, which is neither a tensor nor JSON",
+        hint="give it state_dict() and load_state_dict() that use tensors, numbers, strings, lists and dicts",
+    )
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if isinstance(value, dict):
+        if "__tensor__" in value:
+            return tensors[value["__tensor__"]]
+        if "__tuple__" in value:
+            return tuple(_decode(item, tensors) for item in value["__tuple__"])
+        if "__dict__" in value:
+            return {_decode(key, tensors): _decode(item, tensors) for key, item in value["__dict__"]}
+        return {key: _decode(item, tensors) for key, item in value.items()}
+    return value
+
+
+class RandomState:
+    """The random number generators of this rank: Python, torch on the CPU, and the current GPU.
+
+    numpy's global generator is included when numpy is loaded. When the world size changes, a rank without saved state
+    keeps the state its seed gave it.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            state["cuda"] = torch.cuda.get_rng_state()
+        numpy = _loaded_numpy()
+        if numpy is not None:
+            name, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+            state["numpy"] = [name, keys.tolist(), position, has_gauss, gauss]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        random.setstate(state["python"])
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+        numpy = _loaded_numpy()
+        if numpy is not None and "numpy" in state:
+            numpy.random.set_state(tuple(state["numpy"]))
+
+
+def _loaded_numpy() -> Any:
+    import sys
+
+    return sys.modules.get("numpy")
+
+

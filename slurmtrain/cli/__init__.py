@@ -1,0 +1,66 @@
+"""The command line: argv -> verb + Hydra overrides. Imports no torch, and nothing that the verb does not need."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from slurmtrain.cli import arguments
+from slurmtrain.cli.verbs import VERBS
+from slurmtrain.errors import SlurmtrainError, UsageError, nearest
+
+HYDRA_ONLY = ("--cfg", "--info", "-i", "--hydra-help", "--shell-completion", "-sc", "--experimental-rerun")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line. Returns its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except SlurmtrainError as error:
+        print(f"slurmtrain: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `status | head`
+        sys.stderr.close()
+        return 141
+
+
+def _run(words: list[str]) -> int:
+    verb = arguments.find_verb(words)
+    if verb is not None and not VERBS[verb].composes:
+        rest = list(words)
+        rest.remove(verb)
+        main_of_verb = importlib.import_module(VERBS[verb].module).main
+        result: int = main_of_verb(rest) if VERBS[verb].module.endswith(("sandbox", "settle")) else main_of_verb(verb, rest)
+        return result
+
+    parsed = arguments.parse(words)
+    if "--help" in parsed.options:
+        from slurmtrain.cli.help import help_text
+
+        print(help_text(parsed.verb))
+        return 0
+    if "--version" in parsed.options:
+        from slurmtrain import __version__
+
+        print(f"slurmtrain {__version__}")
+        return 0
+    if any(option in parsed.options for option in HYDRA_ONLY):
+        from slurmtrain.cli.hydra_options import run_hydra
+
+        return run_hydra(parsed)
+    if parsed.verb is None:
+        if parsed.positionals:
+            raise arguments.unknown_verb(parsed.positionals[0])
+        names = ", ".join(name for name, each in VERBS.items() if not each.hidden)
+        raise UsageError("no verb was given", hint=f"one of: {names}; python -m slurmtrain --help explains them")
+    if "--multirun" in parsed.options:
+        raise UsageError("sweeps (--multirun, -m) are not supported yet", hint="submit the points one by one")
+    if parsed.positionals and parsed.verb != "train":
+        word = parsed.positionals[0]
+        raise UsageError(f"cannot read {word!r}: neither a verb nor an override like key=value", hint=nearest(word, VERBS))
+    code: int = importlib.import_module(VERBS[parsed.verb].module).main(parsed)
+    return code

@@ -1,0 +1,107 @@
+"""argv -> verb, Hydra's options, the verb's own options, overrides. Pure, and without importing Hydra.
+
+The verb may stand anywhere among the overrides. Hydra's own parser wants options first, so they are moved there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from slurmtrain.cli.verbs import VERBS
+from slurmtrain.errors import UsageError, nearest
+
+# hydra._internal.utils.get_args_parser(): option -> whether a value follows ("?": it may).
+HYDRA_OPTIONS = {
+    **dict.fromkeys(("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"), ""),
+    **dict.fromkeys(("--shell-completion", "-sc"), ""),
+    **dict.fromkeys(("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"), "1"),
+    **dict.fromkeys(("--config-dir", "-cd", "--experimental-rerun"), "1"),
+    **dict.fromkeys(("--info", "-i"), "?"),
+}
+LISTED_GROUPS = "cluster model data parallel optim train checkpoint requeue job experiment".split()
+INFO_CHOICES = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+SHORT = {"-h": "--help", "-m": "--multirun", "-c": "--cfg", "-cn": "--config-name", "-cd": "--config-dir", "-o": "--output"}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A command line, taken apart.
+
+    Attributes:
+        hydra: Hydra's own options with their values, as words.
+        options: all options by long name; a flag's value is "".
+        positionals: words that are neither verb, option nor override.
+    """
+
+    verb: str | None
+    overrides: list[str] = field(default_factory=list)
+    hydra: list[str] = field(default_factory=list)
+    options: dict[str, str] = field(default_factory=dict)
+    positionals: list[str] = field(default_factory=list)
+
+
+def parse(argv: Sequence[str]) -> Arguments:
+    """Take a command line of a verb that composes a config apart.
+
+    Raises:
+        UsageError: an unknown option or verb, or an option without its value.
+    """
+    verb = find_verb(argv)
+    own = dict(VERBS[verb].options) if verb else {}
+    result = Arguments(verb)
+    words = iter(argv)
+    seen_verb = False
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word.startswith("-") and word != "-":
+            takes = ("1" if own[name] else "") if name in own else HYDRA_OPTIONS.get(name)
+            if takes is None:
+                raise UsageError(f"there is no option {name!r}", hint=nearest(name, [*own, *HYDRA_OPTIONS]))
+            if takes == "1" and not equals:
+                following = next(words, None)
+                if following is None:
+                    raise UsageError(f"the option {name} needs a value after it")
+                value = following
+            elif takes == "?" and not equals:
+                value = _optional_value(argv, word)
+                if value:
+                    next(words)
+            result.options[SHORT.get(name, name)] = value
+            if name not in own:
+                result.hydra.extend([name, value] if value else [name])
+        elif "=" in word or word.startswith("~"):
+            result.overrides.append(normalise(word))
+        elif word == verb and not seen_verb:
+            seen_verb = True
+        else:
+            result.positionals.append(word)
+    return result
+
+
+def find_verb(argv: Sequence[str]) -> str | None:
+    """The first bare word that is a verb; values of options are not looked at."""
+    skip = False
+    for word in argv:
+        if skip:
+            skip = False
+        elif word.startswith("-"):
+            skip = HYDRA_OPTIONS.get(word) == "1"
+        elif word in VERBS:
+            return word
+    return None
+
+
+def normalise(override: str) -> str:
+    """Both `cluster=a100x4` and `+cluster=a100x4` are accepted: conf/config.yaml lists the group, so Hydra wants no plus."""
+    return re.sub(rf"^\+(?=({'|'.join(LISTED_GROUPS)})=)", "", override)
+
+
+def unknown_verb(word: str) -> UsageError:
+    return UsageError(f"there is no verb {word!r}", hint=nearest(word, [name for name, verb in VERBS.items() if not verb.hidden]))
+
+
+def _optional_value(argv: Sequence[str], word: str) -> str:
+    position = list(argv).index(word) + 1
+    return argv[position] if position < len(argv) and argv[position] in INFO_CHOICES else ""

@@ -1,0 +1,51 @@
+"""`--help`: enough to find everything. Plain text from the verb table and the conf folder; nothing heavy is imported."""
+
+from __future__ import annotations
+
+from slurmtrain.cli.verbs import VERBS
+from slurmtrain.resources import shipped
+
+PROGRAM = "python -m slurmtrain"
+
+
+def help_text(verb: str | None = None) -> str:
+    """The help of everything, or of one verb that composes a config."""
+    if verb is not None:
+        found = VERBS[verb]
+        return f"{PROGRAM} {found.usage}\n\n  {found.help}\n\n{_groups()}\n\n{HYDRA}"
+    verbs = "\n".join(f"  {found.usage}\n      {found.help}" for found in VERBS.values() if not found.hidden)
+    return f"""slurmtrain: training jobs on SLURM that finish: submitted by one command, stopped cleanly, resumed exactly.
+
+{PROGRAM} [overrides] VERB [options]        (the verb may stand anywhere; `slurmtrain` is the same)
+
+Verbs. RUN is a run id, a unique beginning of one, a path, or `last`.
+{verbs}
+
+{_groups()}
+
+{HYDRA}
+
+Examples
+  {PROGRAM} +cluster=local submit                                a run on this machine, one to two minutes
+  {PROGRAM} +cluster=local +experiment=smoke submit              a few seconds
+  {PROGRAM} sandbox up && {PROGRAM} +cluster=sandbox submit --follow
+  {PROGRAM} +cluster=a100x4 cluster.nodes=4 train.steps=100000 submit
+  {PROGRAM} +cluster=a100x4 job=command job.command='python my_train.py --lr 1e-3' submit
+"""
+
+
+def _groups() -> str:
+    root = shipped("conf")
+    lines = [
+        f"  {folder.name + '=':<13}{' '.join(sorted(path.stem for path in folder.glob('*.yaml')))}"
+        for folder in sorted(root.iterdir())
+        if folder.is_dir() and not folder.name.startswith(("_", "."))
+    ]
+    return "Config groups (choose with group=option; single fields with group.field=value)\n" + "\n".join(lines)
+
+
+HYDRA = f"""Hydra
+  {PROGRAM} --cfg job [overrides]          the composed config, with every field there is
+  --config-dir DIR   your own configs (DIR/cluster/mine.yaml -> cluster=mine)      --config-name NAME   another primary config
+  +key=value adds, ~key removes, ++key=value adds or overrides      --info defaults-tree      --hydra-help
+  eval "$(slurmtrain -sc install=bash)"    tab completion"""

@@ -1,0 +1,112 @@
+"""The verb `sandbox`: a real, throwaway SLURM on this machine, to try things before the real cluster."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import time
+from pathlib import Path
+
+from slurmtrain.errors import ClusterError
+from slurmtrain.launch.sandbox import Sandbox, SandboxSpec, default_directory, find, up
+
+PROG = "python -m slurmtrain sandbox"
+
+
+def main(args: list[str]) -> int:
+    options = _parser().parse_args(args)
+    return options.action(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    default = SandboxSpec()
+    parser = argparse.ArgumentParser(prog=PROG, description="A real, throwaway SLURM on this machine. Needs no root.")
+    actions = parser.add_subparsers(required=True, metavar="up | down | status | env")
+    for name, action, what in (
+        ("up", _up, "start one; returns when all nodes are idle"),
+        ("down", _down, "end it: its jobs, its daemons, its directory"),
+        ("status", _status, "say whether it runs, and in which state its nodes are"),
+        ("env", _env, "print the line that points SLURM's commands at it"),
+    ):
+        sub = actions.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".")
+        sub.set_defaults(action=action)
+        sub.add_argument("--name", default="default", help="to have several side by side (default: %(default)s)")
+        sub.add_argument("--dir", type=Path, help="where it lives (default: in the system's temporary directory)")
+        if name == "up":
+            _add_spec_options(sub, default)
+    return parser
+
+
+def _add_spec_options(parser: argparse.ArgumentParser, default: SandboxSpec) -> None:
+    for option, what in (
+        ("nodes", "number of nodes"),
+        ("cpus", "CPUs per node, not necessarily there"),
+        ("gpus", "GPUs per node, for SLURM's eyes only"),
+        ("memory-mb", "memory per node, not enforced"),
+        ("grace-s", "GraceTime of partition low"),
+        ("kill-wait-s", "from SIGTERM to SIGKILL"),
+        ("slurmd-timeout-s", "silence after which a node counts as down"),
+        ("cred-expire-s", "a requeued job waits this long, and 1 s"),
+    ):
+        value = getattr(default, option.replace("-", "_"))
+        parser.add_argument(f"--{option}", type=int, default=value, metavar="N", help=f"{what} (default: %(default)s)")
+    parser.add_argument("--user-signal", action="store_true", help="preemption sends a job's own --signal, not SIGTERM")
+
+
+def _directory(options: argparse.Namespace) -> Path:
+    return options.dir.absolute() if options.dir else default_directory(options.name)
+
+
+def _suffix(options: argparse.Namespace) -> str:
+    """What the next command needs to mean the same sandbox."""
+    if options.dir:
+        return f" --dir {shlex.quote(str(options.dir))}"
+    return "" if options.name == "default" else f" --name {options.name}"
+
+
+def _running(options: argparse.Namespace) -> Sandbox:
+    sandbox = find(_directory(options))
+    if sandbox is None:
+        raise ClusterError(f"no sandbox runs in {_directory(options)}.", hint=f"start one: {PROG} up{_suffix(options)}")
+    return sandbox
+
+
+def _up(options: argparse.Namespace) -> int:
+    fields = SandboxSpec.__dataclass_fields__
+    spec = SandboxSpec(**{name: getattr(options, name) for name in fields})
+    began = time.monotonic()
+    sandbox = up(spec, _directory(options))
+    node = f"{spec.cpus} CPUs" + (f" and {spec.gpus} GPUs" if spec.gpus else "")
+    took = time.monotonic() - began
+    suffix = _suffix(options)
+    print(f"{spec.nodes} nodes with {node} each are idle after {took:.1f} s, in {sandbox.directory}")
+    print("partitions: low (preempted by requeue), high (preempts)")
+    print("  python -m slurmtrain +cluster=sandbox submit")
+    print(f'  eval "$({PROG} env{suffix})"   # then sinfo, sbatch, scancel, ... mean this one')
+    print(f"  {PROG} down{suffix}")
+    return 0
+
+
+def _down(options: argparse.Namespace) -> int:
+    sandbox = find(_directory(options))
+    if sandbox is None:
+        print(f"no sandbox runs in {_directory(options)}")
+        return 0
+    sandbox.down()
+    print(f"{sandbox.directory} is down and removed")
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    sandbox = _running(options)
+    states = sandbox.node_states()
+    print(f"{sandbox.directory}: " + (", ".join(f"{n} {s}" for n, s in states.items()) or "slurmctld does not answer"))
+    jobs = sandbox.run(["squeue", "-h", "-o", "%i %j %P %T %N"]).stdout
+    print(jobs.rstrip() or "no jobs")
+    return 0
+
+
+def _env(options: argparse.Namespace) -> int:
+    for name, value in _running(options).env().items():
+        print(f"export {name}={shlex.quote(value)}")
+    return 0

@@ -1,0 +1,72 @@
+"""submit and render."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from slurmtrain.cli.arguments import Arguments
+from slurmtrain.config.compose import compose
+from slurmtrain.config.schema import Config
+from slurmtrain.config.validate import validate
+from slurmtrain.errors import UsageError
+from slurmtrain.launch.submit import dry_run, preparing, slurm_conf_of, submit
+
+
+def main(arguments: Arguments) -> int:
+    config = compose_and_validate(arguments)
+    if arguments.verb == "render":
+        return _render(config, arguments)
+    if "--dry-run" in arguments.options:
+        print(dry_run(config, Path.cwd()), end="")
+        return 0
+    if config.cluster.backend == "local":
+        return _run_here(config, arguments)
+    return _submit(config, arguments)
+
+
+def compose_and_validate(arguments: Arguments) -> Config:
+    config = compose(
+        arguments.overrides,
+        config_name=arguments.options.get("--config-name", "config"),
+        config_dir=arguments.options.get("--config-dir"),
+    )
+    validate(config)
+    return config
+
+
+def _submit(config: Config, arguments: Arguments) -> int:
+    slurm_conf_of(config)  # a sandbox that is not running: said before anything is made
+    with preparing(config, arguments.overrides, Path.cwd()) as run_dir:
+        job_id = submit([run_dir], config)
+    print(f"submitted run {run_dir.id} as job {job_id}\n  {run_dir.path}")
+    print(f"  status {run_dir.id[:15]}   logs {run_dir.id[:15]} -f   cancel {run_dir.id[:15]}   (or: last)")
+    if "--follow" not in arguments.options:
+        return 0
+    from slurmtrain.cli.runs import follow_to_the_end
+
+    return follow_to_the_end(run_dir)
+
+
+def _run_here(config: Config, arguments: Arguments) -> int:
+    from slurmtrain.launch.local import run_local
+
+    with preparing(config, arguments.overrides, Path.cwd()) as run_dir:
+        pass
+    print(f"run {run_dir.id} in {run_dir.path}", flush=True)
+    return run_local(run_dir, lambda text: print(f"slurmtrain: {text}", flush=True))
+
+
+def _render(config: Config, arguments: Arguments) -> int:
+    target = arguments.options.get("--output")
+    if target is None:
+        print(dry_run(config, Path.cwd()), end="")
+        return 0
+    output = Path(target)
+    if output.is_dir() or not output.resolve().parent.is_dir():
+        raise UsageError(f"cannot write {output}: it is a folder, or its folder does not exist", hint="-o job.sbatch")
+    with preparing(config, arguments.overrides, Path.cwd()) as run_dir:
+        shutil.copyfile(run_dir.script, output)
+    run_dir.event("rendered", file=str(output.resolve()))
+    print(f"wrote {output} for run {run_dir.id} in {run_dir.path}\n  start it with: sbatch {output}")
+    return 0

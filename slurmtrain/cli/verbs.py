@@ -1,0 +1,52 @@
+"""The verbs: what each does, and where its code is. The one list that parsing, help and completion read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Verb:
+    """Attributes:
+    module: its `main(arguments)`; a verb that composes a config gets an `Arguments`, the others a list of words.
+    options: flags of a verb that composes a config -> whether a value follows.
+    """
+
+    usage: str
+    help: str
+    module: str
+    composes: bool = False
+    hidden: bool = False
+    options: tuple[tuple[str, bool], ...] = ()
+
+
+VERBS: dict[str, Verb] = {
+    "submit": Verb(
+        "[+cluster=NAME] [key=value ...] submit [--dry-run] [--follow]",
+        "submit a run, or run it here with cluster=local; --dry-run prints what sbatch would get",
+        "slurmtrain.cli.submit",
+        composes=True,
+        options=(("--dry-run", False), ("--follow", False)),
+    ),
+    "render": Verb(
+        "[+cluster=NAME] [key=value ...] render [-o FILE]",
+        "the same script, to read, edit and hand to sbatch; -o prepares a run for it",
+        "slurmtrain.cli.submit",
+        composes=True,
+        options=(("-o", True), ("--output", True)),
+    ),
+    "train": Verb(
+        "[key=value ...] train [RUN_DIRECTORY]",
+        "what every rank runs; also by hand: python, srun or torchrun -m slurmtrain train",
+        "slurmtrain.cli.train",
+        composes=True,
+    ),
+    "status": Verb("status [RUN]", "all runs, or one: attempts, steps, reasons, what comes next", "slurmtrain.cli.runs"),
+    "logs": Verb("logs RUN [-f] [--rank N] [--attempt N]", "a rank's output; -f follows it", "slurmtrain.cli.runs"),
+    "cancel": Verb("cancel RUN", "stop for good; saves if time allows", "slurmtrain.cli.runs"),
+    "preempt": Verb("preempt RUN", "a drill: the signal of a preemption; it saves, is requeued, resumes", "slurmtrain.cli.runs"),
+    "requeue": Verb("requeue RUN", "save and start again; a waiting or held job starts now", "slurmtrain.cli.runs"),
+    "resume": Verb("resume RUN", "continue a run that has ended, from its newest checkpoint", "slurmtrain.cli.runs"),
+    "sandbox": Verb("sandbox up|down|status|env [--nodes N] ...", "a throwaway SLURM on this machine, no root", "slurmtrain.cli.sandbox"),
+    "settle": Verb("settle RUN_DIRECTORY ...", "for the batch script: judge an attempt", "slurmtrain.cli.settle", hidden=True),
+}

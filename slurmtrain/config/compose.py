@@ -1,0 +1,194 @@
+"""From overrides to a typed `Config`, and from a `Config` to its frozen yaml and back.
+
+Hydra is imported only where something is composed: the job reads its frozen yaml with omegaconf alone, and the verbs
+that look at runs need neither. What Hydra says about a bad override is turned into one sentence with the nearest names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, nearest
+from slurmtrain.resources import shipped
+
+SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL)", re.IGNORECASE)
+
+
+def register_schema() -> None:
+    """Put the schema where conf/config.yaml's defaults list finds it."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="schema", node=Config)
+
+
+def compose(overrides: Sequence[str], *, config_name: str = "config", config_dir: str | None = None) -> Config:
+    """Compose the config that `overrides` describe.
+
+    Args:
+        overrides: Hydra's grammar: `key=value`, `+key=value`, `~key`, `group=option`.
+        config_name: the primary config.
+        config_dir: a folder of the user's own configs, searched besides the shipped ones.
+
+    Raises:
+        UsageError: an unknown key, group or option, or an override that cannot be parsed.
+        ConfigError: a value of the wrong type.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    register_schema()
+    words = list(overrides)
+    if config_dir is not None:
+        own = Path(config_dir).expanduser().resolve()
+        if not own.is_dir():
+            raise UsageError(f"--config-dir {config_dir}: there is no such folder", hint="give a folder with yaml files")
+        words.append(f"hydra.searchpath=[file://{own}]")
+    try:
+        with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
+            composed = hydra_compose(config_name, words)
+        _keep_secrets_unresolved(composed)
+        return to_config(OmegaConf.to_container(composed, resolve=True))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _explain(error, words, config_dir) from None
+
+
+def to_config(values: Any) -> Config:
+    """Check plain values against the schema and build the `Config`.
+
+    Raises:
+        OmegaConfBaseException: an unknown key or a wrong type.
+    """
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
+    assert isinstance(config, Config)
+    return config
+
+
+def to_values(config: Config) -> dict[str, Any]:
+    """The config as plain dicts, lists and scalars, in the schema's order."""
+    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    return values
+
+
+def freeze(config: Config) -> str:
+    """The fully resolved yaml that lies in the run directory. Interpolations of secrets stay what they are."""
+    import yaml
+
+    return yaml.safe_dump(to_values(config), sort_keys=False, default_flow_style=False, allow_unicode=True)
+
+
+def load_frozen(path: Path) -> Config:
+    """Read a frozen config back.
+
+    Raises:
+        ConfigError: it is missing, or is not a config of this version.
+    """
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        values = OmegaConf.to_container(OmegaConf.create(yaml.safe_load(path.read_text())), resolve=True)
+        return to_config(values)
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing", hint="is this a run directory, and is its file system mounted?") from None
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} is not a config of this version: {_first_line(error)}") from None
+
+
+def config_hash(config: Config) -> str:
+    """Identity of an experiment: 12 hex digits over what decides its result, whatever the order of keys.
+
+    Name, run folder and cluster are left out: the same experiment elsewhere is the same experiment.
+    """
+    values = to_values(config)
+    del values["cluster"]
+    for key in ("name", "runs_dir", "snapshot", "snapshot_max_mb"):
+        del values["job"][key]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _keep_secrets_unresolved(node: Any) -> None:
+    """Escape `${oc.env:X}` of secrets, so that resolving leaves the interpolation and no secret reaches the disk."""
+    from omegaconf import DictConfig, ListConfig
+
+    keys = list(node.keys()) if isinstance(node, DictConfig) else range(len(node))
+    for key in keys:
+        raw = node._get_node(key)
+        if isinstance(raw, (DictConfig, ListConfig)):
+            if not raw._is_none() and not raw._is_missing() and not raw._is_interpolation():
+                _keep_secrets_unresolved(raw)
+            continue
+        text = raw._value() if raw is not None else None
+        if isinstance(text, str) and "${oc.env:" in text and (SECRET_NAME.search(text) or SECRET_NAME.search(str(key))):
+            raw._set_value(text.replace("${", "\\${"))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def _explain(error: Exception, overrides: Sequence[str], config_dir: str | None) -> SlurmtrainError:
+    """One sentence for what Hydra or omegaconf refused."""
+    groups = _groups(config_dir)
+    for override in overrides:
+        match = re.match(r"^(\+\+|\+|~)?([A-Za-z_][\w./@]*)(?:=(.*))?$", override, re.DOTALL)
+        if match is None:
+            return UsageError(f"cannot read the override {override!r}", hint="write key=value, +key=value or ~key")
+        sign, key, value = match.group(1) or "", match.group(2), match.group(3)
+        if key.startswith("hydra"):
+            continue
+        if key in groups and value and not value.startswith("{"):
+            if value not in groups[key]:
+                return UsageError(f"there is no {key} called {value!r}", hint=nearest(value, groups[key]))
+            continue
+        unknown = _unknown_key(key, allow_new=bool(sign))
+        if unknown is not None:
+            prefix, word, names = unknown
+            where = f"{prefix} has no field" if prefix else "there is no config key"
+            return UsageError(f"{where} {word!r} (in {override!r})", hint=nearest(word, names))
+    full_key = re.search(r"full_key: (\S+)", str(error))
+    if full_key and "could not be converted" in str(error) or "is not" in str(error) and full_key:
+        return ConfigError(f"{full_key.group(1)}: {_first_line(error)}", hint="python -m slurmtrain --cfg job shows all")
+    return UsageError(_first_line(error), hint="python -m slurmtrain --cfg job shows the composed config")
+
+
+def _groups(config_dir: str | None) -> dict[str, list[str]]:
+    """Config groups and their options, from the shipped folder and the user's own."""
+    groups: dict[str, list[str]] = {}
+    for root in [shipped("conf"), *([Path(config_dir).expanduser()] if config_dir else [])]:
+        for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith((".", "_"))):
+            groups.setdefault(folder.name, []).extend(sorted(file.stem for file in folder.glob("*.yaml")))
+    return groups
+
+
+def config_groups() -> dict[str, list[str]]:
+    """The shipped groups and their options, for `--help`."""
+    return _groups(None)
+
+
+def _unknown_key(key: str, *, allow_new: bool) -> tuple[str, str, list[str]] | None:
+    """Where a dotted key leaves the schema: (path so far, the word, the names there), or None when it does not."""
+    schema: Any = Config
+    path: list[str] = []
+    for word in key.split("."):
+        if not dataclasses.is_dataclass(schema):
+            return None  # an open dict (model, data, env): whatever is added with + is the target's business
+        names = {field.name: field for field in dataclasses.fields(schema)}
+        if word not in names:
+            return (".".join(path), word, list(names) if path else [*names, "experiment"])
+        default = names[word].default_factory
+        schema = default if default is not dataclasses.MISSING and dataclasses.is_dataclass(default) else None
+        path.append(word)
+    return None

@@ -1,0 +1,137 @@
+"""The schema: every field a config may have, its type, its unit and what it is for.
+
+This is the only list of fields there is. Hydra composes into it (an unknown key or a wrong type is refused there),
+`validate` checks what one field alone cannot show, and the job reads its frozen copy back into it.
+It is not the place for defaults that differ between clusters or models: those are the yaml files under `conf/`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class ContainerConfig:
+    kind: str | None = None  # null, "pyxis" (flags on the srun line) or "apptainer" (wraps the task's command)
+    image: str | None = None  # what the runtime accepts: a .sqsh or .sif file, or a registry reference
+    mounts: list[str] = field(default_factory=list)  # host:container[:ro]; the run directory is always mounted
+    args: list[str] = field(default_factory=list)  # further flags, one word each, passed on as they are
+
+
+@dataclass
+class ClusterConfig:
+    """Where the job runs and what it asks for. One yaml a cluster lies under conf/cluster/."""
+
+    backend: str = "slurm"  # "slurm", or "local": the same job as processes of this machine, in the foreground
+    nodes: int = 1
+    tasks_per_node: int = 1  # ranks per node; one rank drives one GPU
+    cpus_per_task: int = 1
+    gpus_per_node: int = 0
+    gpu_type: str | None = None  # as in --gpus-per-node=TYPE:N, when the cluster has several
+    mem_per_node_gb: int | None = None  # at most one of the three mem_* fields; 0 means all of the node's memory
+    mem_per_cpu_gb: int | None = None
+    mem_per_gpu_gb: int | None = None
+    time_limit_min: int = 60
+    signal_lead_s: int = 120  # the early warning (USR2) comes this long before the time limit; SLURM may add 60 s
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    reservation: str | None = None
+    exclude: str | None = None  # node list that the job must not get
+    exclusive: bool = False  # whole nodes
+    sbatch: dict[str, Any] = field(default_factory=dict)  # further sbatch options by their long name; true is a bare flag
+    srun_args: list[str] = field(default_factory=list)  # further srun words, after ours
+    srun_wait_s: int = 60  # after the first rank left, srun kills the others when they stay longer than this
+    modules: list[str] = field(default_factory=list)  # `module load` each, first of all
+    setup: list[str] = field(default_factory=list)  # bash lines after the modules; one that fails stops the job (78)
+    venv: str | None = None  # a virtual environment to activate
+    conda_env: str | None = None  # or a conda environment, by name or path
+    python: str | None = None  # the interpreter of the ranks; null: the one that submits, or `python` of the container
+    container: ContainerConfig = field(default_factory=ContainerConfig)
+    env: dict[str, str] = field(default_factory=dict)  # exported to every rank
+    network_interface: str = "auto"  # for NCCL and gloo: a name, "auto" (the one that reaches rank 0) or "none"
+    rendezvous_timeout_s: int = 300  # how long ranks wait for each other at the start
+    collective_timeout_s: int = 1800  # how long a collective may take before the job is taken for hung
+    slurm_conf: str | None = None  # a slurm.conf other than the machine's own
+    sandbox: str | None = None  # the name of a running sandbox whose slurm.conf is used
+
+
+@dataclass
+class JobConfig:
+    """What is run, under which name, and from which copy of the code."""
+
+    name: str = "train"  # also the folder under runs_dir and the name in squeue
+    kind: str = "train"  # "train": the trainer of this package; "command": job.command on every rank
+    command: str | None = None  # e.g. 'python my_train.py --lr 1e-3'; split into words as a shell would, no shell runs
+    runs_dir: str = "runs"  # shared between login node and compute nodes; relative to where submit is typed
+    snapshot: str = "auto"  # "auto": the git work tree if there is one, else run in place; "cwd": this folder; "none"
+    snapshot_max_mb: int = 64  # a larger work tree is refused: data does not belong into the snapshot
+
+
+@dataclass
+class ParallelConfig:
+    """How ranks are laid over the model. Data parallel; the product of the axes is the world size."""
+
+    dp_replicate: int = -1  # ranks holding a full copy of the model (DDP); -1: all there are
+
+
+@dataclass
+class OptimConfig:
+    """AdamW with linear warm-up and cosine decay."""
+
+    lr: float = 3e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # on matrices only; norms and biases are left alone
+    warmup_steps: int = 20
+    min_lr_ratio: float = 0.1  # the cosine ends at lr * min_lr_ratio
+    grad_clip: float = 1.0  # maximum global gradient norm; 0: no clipping
+
+
+@dataclass
+class TrainConfig:
+    steps: int = 200  # optimiser steps
+    global_batch_size: int = 16  # sequences per step over all ranks; stays when the number of nodes changes
+    micro_batch_size: int | None = None  # sequences per forward pass of one rank; null: as many as there are
+    seed: int = 1234
+    data_workers: int = 0  # loader processes per rank
+    log_every: int = 10  # steps
+    eval_every: int = 100  # steps; 0: at the end only
+    device: str = "auto"  # "auto": a GPU where one is visible; "cpu"; "cuda"
+    tensorboard: bool = True  # needs the extra `tensorboard`; said once when it is missing
+
+
+@dataclass
+class CheckpointConfig:
+    every_steps: int = 50  # 0: only when the job stops and at the end
+    keep_last: int = 2  # complete checkpoints kept; at least 2
+    verify: bool = True  # compare every file with its digest before a tensor is touched
+
+
+@dataclass
+class RequeueConfig:
+    mode: str = "requeue"  # "requeue": SLURM's requeue, same job id; "off": a stopped job stays stopped
+    max_attempts_without_progress: int = 3  # crashes or time limits in a row, no new checkpoint between: then it ends
+    restart_delay_s: int = 8  # SLURM holds a requeued job for about 121 s; it is asked for this delay instead
+
+
+@dataclass
+class Config:
+    """One experiment. `model` and `data` are open: whatever `_target_` takes."""
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    requeue: RequeueConfig = field(default_factory=RequeueConfig)
+    job: JobConfig = field(default_factory=JobConfig)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job: nodes x tasks per node."""
+        return self.cluster.nodes * self.cluster.tasks_per_node

@@ -1,0 +1,201 @@
+"""What one field alone cannot show: checks across the fields of a config, before anything is submitted.
+
+Pure: a `Config` in, nothing out, or a `ConfigError` that names the field, its value and what to write instead.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from slurmtrain.config.schema import ClusterConfig, Config, JobConfig
+from slurmtrain.errors import ConfigError, nearest
+
+# Long options of sbatch that cluster.sbatch may set: those of `man sbatch` that have no field of their own in the
+# schema and do not take over something this package decides (output, signal, array, requeue, chdir, wrap, export).
+SBATCH_OPTIONS = frozenset(
+    "acctg-freq batch bb bbf begin burst-buffer cluster-constraint clusters comment container contiguous core-spec "
+    "cores-per-socket cpu-freq cpus-per-gpu deadline delay-boot dependency distribution extra-node-info "
+    "get-user-env gid gpu-bind gpu-freq gres gres-flags hint kill-on-invalid-dep licenses mail-type mail-user mcs-label "
+    "mem-bind mincpus network nice no-kill nodefile nodelist oversubscribe overcommit power prefer priority profile "
+    "propagate reboot sockets-per-node spread-job switches thread-spec threads-per-core time-min tmp tres-bind "
+    "tres-per-task uid use-min-nodes wait-all-nodes wckey".split()
+)
+SLURM_EARLY_S = 60  # `man sbatch`, --signal: the signal may be sent up to 60 seconds earlier than specified
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
+
+
+def validate(config: Config) -> None:
+    """Raise for the first thing that cannot work.
+
+    Raises:
+        ConfigError: with the field, the value, what was expected and a hint.
+    """
+    _check_job(config.job)
+    _check_cluster(config.cluster)
+    _check_strings(config.cluster)
+    _check_batch(config)
+    _check_ranges(config)
+
+
+def _check_job(job: JobConfig) -> None:
+    if not NAME.fullmatch(job.name):
+        raise ConfigError(
+            f"job.name is {job.name!r}: letters, digits and . _ + - are allowed, 64 at most, the first a letter or digit",
+            hint="the name becomes a folder and is shown by squeue",
+        )
+    _one_of("job.kind", job.kind, ("train", "command"))
+    _one_of("job.snapshot", job.snapshot, ("auto", "cwd", "none"))
+    if job.kind == "command":
+        if not job.command or not job.command.strip():
+            raise ConfigError("job.command is empty", hint="job=command job.command='python my_train.py --lr 1e-3'")
+        try:
+            shlex.split(job.command)
+        except ValueError as error:
+            raise ConfigError(f"job.command is {job.command!r}: {error}", hint="close the quote") from None
+    elif job.command:
+        raise ConfigError(
+            f"job.command is {job.command!r}, but job.kind is 'train', which runs no command", hint="write job=command"
+        )
+
+
+def _check_cluster(cluster: ClusterConfig) -> None:
+    _one_of("cluster.backend", cluster.backend, ("slurm", "local"))
+    _one_of("cluster.container.kind", cluster.container.kind, (None, "pyxis", "apptainer"))
+    for name in ("nodes", "tasks_per_node", "cpus_per_task", "time_limit_min", "rendezvous_timeout_s", "collective_timeout_s"):
+        _at_least(f"cluster.{name}", getattr(cluster, name), 1)
+    for name in ("gpus_per_node", "signal_lead_s", "srun_wait_s"):
+        _at_least(f"cluster.{name}", getattr(cluster, name), 0)
+
+    memory = {name: getattr(cluster, name) for name in ("mem_per_node_gb", "mem_per_cpu_gb", "mem_per_gpu_gb")}
+    given = [f"cluster.{name}={value}" for name, value in memory.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} exclude one another", hint="keep one and set the others to null")
+    for name, value in memory.items():
+        if value is not None:
+            _at_least(f"cluster.{name}", value, 0 if name == "mem_per_node_gb" else 1)
+    if cluster.mem_per_gpu_gb is not None and not cluster.gpus_per_node:
+        raise ConfigError(
+            f"cluster.mem_per_gpu_gb={cluster.mem_per_gpu_gb}, but cluster.gpus_per_node is 0", hint="use mem_per_node_gb"
+        )
+    if cluster.gpu_type and not cluster.gpus_per_node:
+        raise ConfigError(f"cluster.gpu_type={cluster.gpu_type!r}, but cluster.gpus_per_node is 0", hint="set gpus_per_node")
+    if cluster.gpus_per_node and cluster.tasks_per_node > cluster.gpus_per_node:
+        raise ConfigError(
+            f"cluster.tasks_per_node={cluster.tasks_per_node} ranks would share cluster.gpus_per_node="
+            f"{cluster.gpus_per_node} GPUs",
+            hint=f"one rank drives one GPU: set cluster.tasks_per_node={cluster.gpus_per_node}",
+        )
+    if cluster.backend == "local" and cluster.nodes != 1:
+        raise ConfigError(
+            f"cluster.nodes={cluster.nodes}, but cluster.backend=local has this machine only",
+            hint="use cluster.tasks_per_node for more ranks, or a SLURM cluster: +cluster=sandbox tries it here",
+        )
+    if cluster.venv and cluster.conda_env:
+        raise ConfigError(
+            f"cluster.venv={cluster.venv!r} and cluster.conda_env={cluster.conda_env!r} exclude one another",
+            hint="set one of them to null",
+        )
+    if bool(cluster.container.kind) != bool(cluster.container.image):
+        raise ConfigError(
+            f"cluster.container.kind={cluster.container.kind} with cluster.container.image={cluster.container.image}",
+            hint="a container needs both",
+        )
+    if cluster.slurm_conf and cluster.sandbox:
+        raise ConfigError(
+            f"cluster.slurm_conf={cluster.slurm_conf!r} and cluster.sandbox={cluster.sandbox!r} exclude one another",
+            hint="a sandbox has its own slurm.conf",
+        )
+    latest = cluster.time_limit_min * 60 - SLURM_EARLY_S
+    if cluster.backend == "slurm" and cluster.signal_lead_s >= latest:
+        raise ConfigError(
+            f"cluster.signal_lead_s={cluster.signal_lead_s} with cluster.time_limit_min={cluster.time_limit_min}: SLURM may "
+            f"warn {SLURM_EARLY_S} s early, so the warning could come before the first step",
+            hint=f"set cluster.signal_lead_s below {max(latest, 0)} or cluster.time_limit_min above "
+            f"{(cluster.signal_lead_s + SLURM_EARLY_S) // 60 + 1}",
+        )
+    for option in cluster.sbatch:
+        if option not in SBATCH_OPTIONS:
+            own = {"time", "signal", "job-name", "output", "error", "requeue", "array", "nodes", "ntasks", "chdir", "export"}
+            hint = "this one is decided by other fields of cluster, job or requeue" if option in own else nearest(option, SBATCH_OPTIONS)
+            raise ConfigError(f"cluster.sbatch has no option {option!r}", hint=hint)
+
+
+def _check_strings(cluster: ClusterConfig) -> None:
+    """Refuse control characters: a newline in a value would start a line of its own in the batch script."""
+    values: list[tuple[str, object]] = [(f"cluster.{name}", value) for name, value in vars(cluster).items() if name != "setup"]
+    values += [(f"cluster.container.{name}", value) for name, value in vars(cluster.container).items()]
+    for name, value in values:
+        parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else [("", value)]
+        for key, part in parts:
+            for text in (key, part):
+                if isinstance(text, str) and re.search(r"[\x00-\x1f\x7f]", text):
+                    raise ConfigError(f"{name} holds {text!r}: control characters are not allowed", hint="use cluster.setup for code")
+    for name in cluster.env:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ConfigError(f"cluster.env has {name!r}, which is no name of an environment variable", hint="e.g. NCCL_DEBUG")
+
+
+def _check_batch(config: Config) -> None:
+    train, ranks = config.train, config.world_size
+    if config.parallel.dp_replicate not in (-1, ranks):
+        raise ConfigError(
+            f"parallel.dp_replicate={config.parallel.dp_replicate}, but cluster.nodes={config.cluster.nodes} x "
+            f"cluster.tasks_per_node={config.cluster.tasks_per_node} gives {ranks} ranks",
+            hint=f"set parallel.dp_replicate to {ranks} or -1",
+        )
+    _at_least("train.global_batch_size", train.global_batch_size, 1)
+    if train.micro_batch_size is not None:
+        _at_least("train.micro_batch_size", train.micro_batch_size, 1)
+    if config.job.kind != "train":
+        return
+    unit = ranks * (train.micro_batch_size or 1)
+    if train.global_batch_size % unit:
+        below, above = train.global_batch_size // unit * unit, (train.global_batch_size // unit + 1) * unit
+        what = f"{ranks} ranks" + (f" x train.micro_batch_size={train.micro_batch_size}" if train.micro_batch_size else "")
+        near = " or ".join(str(size) for size in (below, above) if size)
+        raise ConfigError(
+            f"train.global_batch_size={train.global_batch_size} does not divide by {what}",
+            hint=f"the nearest that do: {near}",
+        )
+
+
+def _check_ranges(config: Config) -> None:
+    train, optim = config.train, config.optim
+    for name in ("steps", "log_every"):
+        _at_least(f"train.{name}", getattr(train, name), 1)
+    for name in ("eval_every", "data_workers", "seed"):
+        _at_least(f"train.{name}", getattr(train, name), 0)
+    _one_of("train.device", train.device, ("auto", "cpu", "cuda"))
+    if optim.lr <= 0:
+        raise ConfigError(f"optim.lr={optim.lr} must be above 0", hint="for example optim.lr=3e-4")
+    if not 0 <= optim.min_lr_ratio <= 1:
+        raise ConfigError(f"optim.min_lr_ratio={optim.min_lr_ratio} must lie between 0 and 1")
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        raise ConfigError(f"optim.betas={list(optim.betas)} must be two numbers from 0 up to but not 1")
+    for name in ("warmup_steps", "weight_decay", "grad_clip", "eps"):
+        _at_least(f"optim.{name}", getattr(optim, name), 0)
+    if optim.warmup_steps > train.steps:
+        raise ConfigError(
+            f"optim.warmup_steps={optim.warmup_steps} is more than train.steps={train.steps}", hint="the warm-up would never end"
+        )
+    _at_least("checkpoint.every_steps", config.checkpoint.every_steps, 0)
+    _at_least("checkpoint.keep_last", config.checkpoint.keep_last, 2, why="one good checkpoint must be left while the next is checked")
+    _one_of("requeue.mode", config.requeue.mode, ("requeue", "off"))
+    _at_least("requeue.max_attempts_without_progress", config.requeue.max_attempts_without_progress, 1)
+    _at_least("requeue.restart_delay_s", config.requeue.restart_delay_s, 0)
+    if config.job.kind == "train":
+        for group in ("model", "data"):
+            if not getattr(config, group).get("_target_"):
+                raise ConfigError(f"{group}._target_ is missing", hint=f"choose one with {group}=..., or write {group}._target_=my.module.Class")
+
+
+def _one_of(name: str, value: str | None, allowed: tuple[str | None, ...]) -> None:
+    if value not in allowed:
+        words = ", ".join("null" if word is None else word for word in allowed)
+        raise ConfigError(f"{name}={value} is not known", hint=f"one of: {words}")
+
+
+def _at_least(name: str, value: float, least: float, *, why: str | None = None) -> None:
+    if value < least:
+        raise ConfigError(f"{name}={value} must be at least {least}", hint=why)

@@ -1,0 +1,116 @@
+"""The global order of samples: which sample of the data set is the i-th of epoch e, computed and never stored.
+
+Each epoch is a permutation of range(n), and that permutation is a keyed cipher on range(n): nothing has to be shuffled,
+kept in memory, sent between ranks or saved with a checkpoint, for any n. This is not cryptography; six rounds of
+a good mixer are plenty for an order without visible pattern.
+
+Sources: J. Black, P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002: the generalised Feistel network on
+Z_a x Z_b (their third method) with cycle-walking (their second) for the few values of a * b that are not below n.
+Mixer: the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014; constants of D. Stafford's variant 13).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slurmtrain.errors import ConfigError
+
+ROUNDS = 6
+MAX_SAMPLES = 2**62  # the sides of the Feistel square stay below 2^31 + 1, so no sum in it leaves 64 bits
+_GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment: 2^64 / golden ratio, made odd
+_MASK = 2**64 - 1
+
+
+@overload
+def permute(index: int, *, n: int, key: int) -> int: ...
+@overload
+def permute(index: NDArray[np.integer], *, n: int, key: int) -> NDArray[np.int64]: ...
+def permute(index: int | NDArray[np.integer], *, n: int, key: int) -> int | NDArray[np.int64]:
+    """Where the permutation `key` of range(n) sends `index`.
+
+    Args:
+        index: an int, or an array of integers of any shape, each in range(n).
+        n: size of the domain, 1 to 2^62.
+        key: names the permutation; only its low 64 bits count.
+
+    Returns:
+        An int for an int, an int64 array of the same shape for an array.
+
+    Raises:
+        ConfigError: n is out of its range.
+        IndexError: an index is outside range(n).
+    """
+    _check_size(n)
+    flat = np.asarray(index, dtype=np.int64).reshape(-1)
+    if flat.size and (flat.min() < 0 or flat.max() >= n):
+        raise IndexError(f"index {flat.min() if flat.min() < 0 else flat.max()} is outside range({n})")
+    keys = np.full(flat.shape, key & _MASK, dtype=np.uint64)
+    permuted = _permute(flat.astype(np.uint64), keys, n).astype(np.int64)
+    return permuted.reshape(np.shape(index)) if isinstance(index, np.ndarray) else int(permuted[0])
+
+
+def sample_ids(start: int, count: int, *, n: int, seed: int, shuffle: bool = True) -> NDArray[np.int64]:
+    """Data set indices of the global sample numbers start ... start + count - 1, int64 [count].
+
+    Sample number k is sample k % n of epoch k // n; a range may cross any number of epochs.
+
+    Args:
+        start: first global sample number, from 0.
+        count: how many.
+        n: samples in the data set.
+        seed: names the order of the whole run; each epoch has its own permutation.
+        shuffle: False keeps the data set's own order in every epoch.
+
+    Raises:
+        ConfigError: the data set is empty, or larger than 2^62.
+    """
+    _check_size(n)
+    epochs, indices = np.divmod(np.arange(start, start + count, dtype=np.int64), np.int64(n))
+    if not shuffle:
+        return indices
+    seed_key = _mix(np.array([(seed + _GAMMA) & _MASK], dtype=np.uint64))
+    epoch_keys = _mix(seed_key ^ epochs.astype(np.uint64))
+    return _permute(indices.astype(np.uint64), epoch_keys, n).astype(np.int64)
+
+
+def _permute(values: NDArray[np.uint64], keys: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
+    side_a = math.isqrt(n - 1) + 1  # a * b is n or little more: at most about 2 sqrt(n) values lie outside
+    side_b = -(-n // side_a)
+    values = _feistel(values, keys, side_a, side_b)
+    # Cycle-walking: a value outside is sent on until it lands inside. Each cycle of the larger permutation is thereby
+    # shortened to its values below n, so what is left is a permutation of range(n).
+    outside = np.flatnonzero(values >= n)
+    while outside.size:
+        values[outside] = _feistel(values[outside], keys[outside], side_a, side_b)
+        outside = outside[values[outside] >= n]
+    return values
+
+
+def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], side_a: int, side_b: int) -> NDArray[np.uint64]:
+    a, b = np.uint64(side_a), np.uint64(side_b)
+    right, left = np.divmod(values, a)  # left in Z_a, right in Z_b
+    for number in range(ROUNDS):
+        round_keys = _mix(keys + np.uint64((number + 1) * _GAMMA & _MASK))
+        if number % 2 == 0:
+            left = (left + _mix(round_keys ^ right) % a) % a
+        else:
+            right = (right + _mix(round_keys ^ left) % b) % b
+    return right * a + left
+
+
+def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+def _check_size(n: int) -> None:
+    if not 1 <= n <= MAX_SAMPLES:
+        raise ConfigError(
+            f"a data set of {n} samples cannot be ordered",
+            hint="give data with at least one sample" if n < 1 else "give data of at most 2^62 samples",
+        )

@@ -1,0 +1,71 @@
+"""What can go wrong that a person can put right: one sentence, one hint, one exit code.
+
+Anything raised from here is shown without a traceback. Every other exception is a bug of ours, or of the user's own
+training code, and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable
+
+EXIT_USAGE = 2  # a command line that cannot be understood; nothing was done
+EXIT_REQUEUE = os.EX_TEMPFAIL  # 75, sysexits.h: stopped early with what is needed to continue
+EXIT_CONFIG = os.EX_CONFIG  # 78, sysexits.h: the config or the environment is wrong; a retry cannot help
+
+
+class SlurmtrainError(Exception):
+    """Base of all errors meant for a person.
+
+    Args:
+        message: one sentence: what was wrong, where, and the value found.
+        hint: what to write or do instead.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None):
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
+
+
+class UsageError(SlurmtrainError):
+    """The command line cannot be understood: an unknown verb, key, option or run."""
+
+    exit_code = EXIT_USAGE
+
+
+class ConfigError(SlurmtrainError):
+    """A value in the config, alone or together with others, cannot work."""
+
+    exit_code = EXIT_CONFIG
+
+
+class EnvironmentMismatch(SlurmtrainError):
+    """The job's surroundings are not what the config was written for: ranks, nodes, devices."""
+
+    exit_code = EXIT_CONFIG
+
+
+class ClusterError(SlurmtrainError):
+    """SLURM refused, is not there, or did not answer."""
+
+
+class RendezvousError(SlurmtrainError):
+    """The ranks could not find each other in time. A retry on other nodes may help."""
+
+
+class CheckpointError(SlurmtrainError):
+    """A checkpoint cannot be written, or cannot be trusted."""
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """A hint that names what `word` was probably meant to be, or all there is when nothing is near."""
+    known = sorted(names)
+    close = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(close)}?" if close else f"known are: {', '.join(known)}"

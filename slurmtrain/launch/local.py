@@ -1,0 +1,191 @@
+"""cluster=local: the same job as processes of this machine, in the foreground.
+
+Does what srun and the batch script do on a cluster: one process a rank, all of them ended when one fails, an attempt
+settled after the last has left, and started again where the verdict says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+import pty
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import BinaryIO
+
+from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
+from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from slurmtrain.runtime.environment import LAUNCHER_VARIABLE
+from slurmtrain.runtime.judge import Judgement, Verdict
+from slurmtrain.runtime.settle import settle
+from slurmtrain.runtime.slurm import belongs_to_a_job
+
+PR_SET_PDEATHSIG = 1
+
+
+def run_local(run_dir: RunDir, say: Callable[[str], None]) -> int:
+    """Run attempts until one is the last. Returns the exit code: 0 finished, 75 stopped, 78 config, else a crash."""
+    config = load_frozen(run_dir.config_file)
+    while True:
+        attempt = LocalAttempt(run_dir, config)
+        code = attempt.run()
+        if attempt.told_to_stop:  # by Ctrl-C or TERM to this process: nobody wants it to start again
+            config = dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode="off"))
+        judgement = settle(run_dir, attempt.number, code, config, None)
+        say(judgement.sentence + ("" if judgement.verdict is not Verdict.END else f". Continue with: resume {run_dir.id}"))
+        if judgement.verdict is not Verdict.REQUEUE:
+            return _exit_code(judgement, code)
+
+
+def _exit_code(judgement: Judgement, code: int) -> int:
+    if judgement.verdict is Verdict.DONE:
+        return 0
+    return code if code in (EXIT_REQUEUE, EXIT_CONFIG) else 1
+
+
+class LocalAttempt:
+    """One start of all ranks, and the wait for their end."""
+
+    def __init__(self, run_dir: RunDir, config: Config):
+        self.number = run_dir.new_attempt()
+        self.told_to_stop = False
+        self._run_dir, self._config = run_dir, config
+        self._directory = run_dir.attempt(self.number)
+        # SimpleQueue.put may be called from a signal handler; Queue.put may not.
+        self._events: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
+
+    def run(self) -> int:
+        """Returns the highest exit code of all ranks, as srun does; 128 + n for a rank killed by signal n."""
+        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            ranks = [self._start(rank) for rank in range(self._config.cluster.tasks_per_node)]
+            return self._wait(ranks)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._events.put(("signal", number, 0))
+
+    def _wait(self, ranks: list[subprocess.Popen[bytes]]) -> int:
+        codes: dict[int, int] = {}
+        killer: threading.Timer | None = None
+        while len(codes) < len(ranks):
+            kind, subject, value = self._events.get()
+            if kind == "signal":
+                self.told_to_stop = True
+                self._signal(ranks, codes, subject)
+                continue
+            codes[subject] = value if value >= 0 else 128 - value
+            if value != 0 and killer is None:  # srun --kill-on-bad-exit
+                self._signal(ranks, codes, signal.SIGTERM)
+                killer = threading.Timer(self._config.cluster.srun_wait_s, self._signal, [ranks, codes, signal.SIGKILL])
+                killer.daemon = True
+                killer.start()
+        if killer is not None:
+            killer.cancel()
+        for copier in self._copiers:
+            copier.join()
+        return max(codes.values())
+
+    def _signal(self, ranks: list[subprocess.Popen[bytes]], codes: dict[int, int], number: int) -> None:
+        for rank, process in enumerate(ranks):
+            if rank not in codes:
+                with contextlib.suppress(ProcessLookupError):
+                    # As SLURM does: every process of the step, data workers too. Ctrl-C is for the rank alone.
+                    os.kill(process.pid, number) if number == signal.SIGINT else os.killpg(process.pid, number)
+
+    _copiers: list[threading.Thread]
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        if rank == 0:
+            self._copiers = []
+        ours, theirs = _terminal_like_ours() if rank == 0 else os.pipe()
+        workdir = str(self._run_dir.path / self._run_dir.info()["workdir"])
+        process = subprocess.Popen(
+            [self._config.cluster.python or sys.executable, "-u", "-m", "slurmtrain", "train", str(self._run_dir.path)],
+            cwd=workdir,
+            env=self._environment(rank, workdir),
+            stdin=subprocess.DEVNULL,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
+            preexec_fn=_prepare_rank,
+        )
+        os.close(theirs)
+        log = (self._directory / f"rank-{rank}.log").open("wb")
+        copier = threading.Thread(target=_copy, args=(ours, log, rank == 0), daemon=True)
+        copier.start()
+        self._copiers.append(copier)
+        threading.Thread(target=lambda: self._events.put(("left", rank, process.wait())), daemon=True).start()
+        return process
+
+    def _environment(self, rank: int, workdir: str) -> dict[str, str]:
+        cluster = self._config.cluster
+        variables = {name: value for name, value in os.environ.items() if not belongs_to_a_job(name)}
+        roots = [workdir, str(self._run_dir.code), *filter(None, [variables.get("PYTHONPATH")])]
+        size = str(cluster.tasks_per_node)
+        return {
+            **variables,
+            "PYTHONPATH": ":".join(dict.fromkeys(roots)),
+            "OMP_NUM_THREADS": variables.get("OMP_NUM_THREADS", str(cluster.cpus_per_task)),
+            **cluster.env,
+            LAUNCHER_VARIABLE: "local",
+            RUN_DIR_VARIABLE: str(self._run_dir.path),
+            ATTEMPT_VARIABLE: str(self.number),
+            "RANK": str(rank),
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": size,
+        }
+
+
+def _terminal_like_ours() -> tuple[int, int]:
+    """A pseudo terminal of our size where we write to one, so that rank 0 draws its bar; else a pipe."""
+    if not sys.stdout.isatty():
+        return os.pipe()
+    import fcntl
+    import struct
+    import termios
+
+    ours, theirs = pty.openpty()
+    size = shutil.get_terminal_size()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", size.lines, size.columns, 0, 0))
+    return ours, theirs
+
+
+def _copy(source: int, log: BinaryIO, show: bool) -> None:
+    """Copy a rank's output to its log, and rank 0's to the terminal, too."""
+    with log:
+        while True:
+            try:
+                data = os.read(source, 65536)
+            except OSError:  # how a pseudo terminal says that its other end is closed
+                break
+            if not data:
+                break
+            log.write(data)
+            log.flush()
+            if show:
+                sys.stdout.buffer.write(data)
+                sys.stdout.buffer.flush()
+    os.close(source)
+
+
+def _prepare_rank() -> None:
+    """In the new process, before Python starts in it.
+
+    Signals wait until the rank has handlers. One whose launcher was killed saves and leaves, instead of training on
+    for nobody.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2})
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

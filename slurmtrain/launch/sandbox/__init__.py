@@ -1,0 +1,14 @@
+"""A real, throwaway SLURM on one machine: own daemons, own ports, own directory, no root, nothing in /etc.
+
+For users it is the place to try a requeue before the real cluster does it to them; for the test suite it is the fixture.
+
+    sandbox = up(SandboxSpec(nodes=4, gpus=4), default_directory("default"))
+    subprocess.run(["srun", "-N2", "hostname"], env={**os.environ, **sandbox.env()})
+    sandbox.down()
+"""
+
+from slurmtrain.launch.sandbox.control import Sandbox, find, up
+from slurmtrain.launch.sandbox.directory import default_directory
+from slurmtrain.launch.sandbox.spec import SandboxSpec
+
+__all__ = ["Sandbox", "SandboxSpec", "default_directory", "find", "up"]

@@ -1,0 +1,220 @@
+"""Up, down, and what can be done to a sandbox in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmtrain.errors import ClusterError
+from slurmtrain.launch.sandbox.directory import (
+    MARKER,
+    PLAN,
+    PROCESSES,
+    SOCKET,
+    claim_directory,
+    claim_ports,
+    default_directory,
+)
+from slurmtrain.launch.sandbox.files import find_programs, write_files
+from slurmtrain.launch.sandbox.processes import Process, kill_trees, wait_until
+from slurmtrain.launch.sandbox.spec import SandboxSpec
+
+_UP_TIMEOUT_S = 30.0  # usually 2 to 3 s
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """A sandbox that was started, by us or by somebody before us."""
+
+    directory: Path
+    nodes: tuple[str, ...]
+
+    @property
+    def slurm_conf(self) -> Path:
+        return self.directory / "slurm.conf"
+
+    def env(self) -> dict[str, str]:
+        """What a SLURM command needs in its environment to talk to this sandbox."""
+        return {"SLURM_CONF": str(self.slurm_conf)}
+
+    def run(self, command: Sequence[str], *, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """Run a SLURM command in this sandbox; the exit code is the caller's to look at."""
+        return subprocess.run(
+            list(command),
+            env={**os.environ, **self.env()},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def node_states(self) -> dict[str, str]:
+        """Each node's state as sinfo names it (`idle`, `mixed`, `down*`, ...); empty while slurmctld does not answer."""
+        try:
+            done = self.run(["sinfo", "-h", "-N", "-p", "low", "-o", "%N %T"], timeout_s=5.0)
+        except subprocess.TimeoutExpired:
+            return {}
+        return dict(line.split() for line in done.stdout.splitlines()) if done.returncode == 0 else {}
+
+    def kill_node(self, node: str, *, only_daemon: bool = False) -> None:
+        """Let a node lose power: its slurmd, slurmstepds and tasks are gone at one instant.
+
+        Args:
+            only_daemon: kill slurmd and nothing else, as if the node were cut off: SLURM takes it for dead, its tasks run on.
+        """
+        self._request("kill", node, only_daemon=only_daemon)
+
+    def start_node(self, node: str) -> None:
+        """Start the slurmd of a node that was killed. SLURM sees it idle some seconds later."""
+        self._request("start", node)
+
+    def down(self) -> None:
+        """End every process of the sandbox and remove its directory, whatever state they are in."""
+        state = _recorded(self.directory)
+        if state.supervisor:
+            state.supervisor.signal(signal.SIGTERM)
+            wait_until(lambda: not state.supervisor.alive(), timeout_s=20.0)
+        kill_trees(state.processes)  # nobody is left, unless the supervisor was killed or hangs
+        if (self.directory / MARKER).exists():
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _request(self, operation: str, node: str, **more: bool) -> None:
+        try:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(15.0)
+                connection.connect(str(self.directory / SOCKET))
+                with connection.makefile("rw") as stream:
+                    stream.write(json.dumps({"op": operation, "daemon": node, **more}) + "\n")
+                    stream.flush()
+                    error = json.loads(stream.readline())["error"]
+        except (OSError, ValueError) as problem:
+            raise ClusterError(
+                f"the sandbox in {self.directory} does not answer ({problem}).", hint="take it down, then up again"
+            ) from problem
+        if error:
+            raise ClusterError(f"cannot {operation} {node}: {error}.")
+
+
+def up(spec: SandboxSpec, directory: Path) -> Sandbox:
+    """Start a sandbox and return once all its nodes are idle.
+
+    Raises:
+        ClusterError: SLURM is not installed, the place is taken, or a daemon failed (its log's last lines are shown).
+    """
+    programs = find_programs()
+    directory = directory.absolute()
+    lock = claim_directory(directory)
+    sandbox = Sandbox(directory, spec.node_names)
+    ports = None
+    try:
+        _clear_remains(directory)
+        ports = claim_ports(spec.nodes + 1, seed=str(directory))
+        write_files(spec, directory, ports.first, programs)
+        _launch_supervisor(directory, inherit=(lock, ports.claim))
+        _wait_until_idle(sandbox)
+    except BaseException:
+        sandbox.down()
+        raise
+    finally:
+        os.close(lock)
+        if ports:
+            os.close(ports.claim)
+    return sandbox
+
+
+def find(name_or_directory: str | Path) -> Sandbox | None:
+    """The sandbox of that name, or in that directory, if any process of it is alive."""
+    is_name = isinstance(name_or_directory, str) and "/" not in name_or_directory
+    directory = default_directory(str(name_or_directory)) if is_name else Path(name_or_directory).absolute()
+    try:
+        if directory.stat().st_uid not in (os.getuid(), 0):
+            return None
+        nodes = tuple(json.loads((directory / PLAN).read_text())["nodes"])
+    except (OSError, ValueError, KeyError):
+        return None
+    return Sandbox(directory, nodes) if any(p.alive() for p in _recorded(directory).processes) else None
+
+
+@dataclass(frozen=True)
+class _Cell:
+    name: str
+    process: Process
+    exit_status: int | None
+
+
+@dataclass(frozen=True)
+class _State:
+    """What the supervisor has written down, as far as it came."""
+
+    supervisor: Process | None = None
+    cells: tuple[_Cell, ...] = ()
+
+    @property
+    def processes(self) -> list[Process]:
+        """The roots: whatever else belongs to the sandbox is below one of them."""
+        return [p for p in (self.supervisor, *(c.process for c in self.cells)) if p]
+
+
+def _recorded(directory: Path) -> _State:
+    try:
+        state = json.loads((directory / PROCESSES).read_text())
+    except (OSError, ValueError):
+        return _State()
+    cells = tuple(_Cell(c["name"], Process(**c["process"]), c["exit_status"]) for c in state["cells"])
+    return _State(Process(**state["supervisor"]), cells)
+
+
+def _launch_supervisor(directory: Path, *, inherit: tuple[int, ...]) -> None:
+    root = Path(__file__).parents[3]  # so that it runs from a source tree that is not installed, from any directory
+    env = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "slurmtrain.launch.sandbox.supervisor", str(directory)]
+    with open(directory / "log" / "supervisor.out", "ab") as out:
+        subprocess.run(
+            command, env=env, cwd="/", stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=inherit, check=False
+        )
+    if not wait_until(lambda: (directory / PROCESSES).exists(), timeout_s=10.0):
+        raise _failure(directory, "supervisor", "the supervisor of the sandbox did not start")
+
+
+def _wait_until_idle(sandbox: Sandbox) -> None:
+    deadline = time.monotonic() + _UP_TIMEOUT_S
+    states: dict[str, str] = {}
+    while not (len(states) == len(sandbox.nodes) and set(states.values()) == {"idle"}):
+        cells = _recorded(sandbox.directory).cells
+        if failed := [c for c in cells if c.exit_status is not None]:
+            cell = failed[0]
+            what = f"{cell.name} of the sandbox ended at once, with exit code {cell.exit_status}"
+            raise _failure(sandbox.directory, cell.name, what)
+        if time.monotonic() > deadline:
+            silent = [node for node in sandbox.nodes if states.get(node) != "idle"] if states else ["slurmctld"]
+            what = f"the sandbox's nodes are not idle after {_UP_TIMEOUT_S:.0f} s ({states or 'slurmctld does not answer'})"
+            raise _failure(sandbox.directory, silent[0], what)
+        time.sleep(0.05)
+        if {c.name for c in cells} >= set(sandbox.nodes):  # before slurmctld serves, sinfo would keep us for seconds
+            states = sandbox.node_states()
+
+
+def _failure(directory: Path, daemon: str, what: str) -> ClusterError:
+    """An error with the end of a daemon's log in it: the file itself is removed with the sandbox."""
+    try:
+        lines = (directory / "log" / f"{daemon}.out").read_text(errors="replace").splitlines()[-8:]
+    except OSError:
+        lines = []
+    return ClusterError("\n  | ".join([f"{what}. The end of its log:", *(lines or ["(empty)"])]))
+
+
+def _clear_remains(directory: Path) -> None:
+    """Remove what a sandbox that was not taken down has left here: after a reboot, say."""
+    kill_trees(_recorded(directory).processes)
+    for entry in directory.iterdir():
+        if entry.name != MARKER:
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()

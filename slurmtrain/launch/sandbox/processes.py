@@ -1,0 +1,115 @@
+"""Processes named so that a reused pid is never mistaken for them, and trees of them killed without one slipping away."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Process:
+    """A pid with the kernel's start time of its process, in clock ticks since boot."""
+
+    pid: int
+    start: int
+
+    @classmethod
+    def of(cls, pid: int) -> Process | None:
+        stat = _stat(pid)
+        return cls(pid, stat.start) if stat else None
+
+    @classmethod
+    def mine(cls) -> Process:
+        this = cls.of(os.getpid())
+        assert this is not None, "/proc is not mounted"
+        return this
+
+    def alive(self) -> bool:
+        """Whether it still runs; a zombie does not."""
+        stat = _stat(self.pid)
+        return stat is not None and stat.start == self.start and stat.state not in "ZX"
+
+    def signal(self, signum: int) -> None:
+        if self.alive():
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # a job may run a set-uid program
+                os.kill(self.pid, signum)
+
+
+@dataclass(frozen=True)
+class _Stat:
+    state: str
+    parent: int
+    start: int
+
+
+def _stat(pid: int) -> _Stat | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text[text.rindex(")") + 2 :].split()  # the name in parentheses may hold anything, also spaces
+    return _Stat(fields[0], int(fields[1]), int(fields[19]))
+
+
+def descendants(roots: Iterable[Process]) -> set[Process]:
+    """Everything below `roots`, without them, zombies included."""
+    children: dict[int, list[Process]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (stat := _stat(int(entry))):
+            children.setdefault(stat.parent, []).append(Process(int(entry), stat.start))
+    found: set[Process] = set()
+    queue = [p.pid for p in roots]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found.update(below)
+        queue.extend(p.pid for p in below)
+    return found
+
+
+def kill_trees(roots: Iterable[Process]) -> None:
+    """SIGKILL `roots` and all below them, at one instant as seen from outside: like pulling a plug.
+
+    Everybody is stopped first, again and again until nobody new turns up: a child forked between the look and the kill
+    would lose its parent and with it the only trace to it.
+    """
+    doomed = {p for p in roots if p.alive()}
+    for process in doomed:
+        process.signal(signal.SIGSTOP)
+    while newcomers := descendants(doomed) - doomed:
+        for process in newcomers:
+            process.signal(signal.SIGSTOP)
+        doomed |= newcomers
+    for process in doomed:
+        process.signal(signal.SIGKILL)
+    wait_until(lambda: not any(p.alive() for p in doomed), timeout_s=5.0)
+
+
+def wait_until(done: Callable[[], bool], *, timeout_s: float, interval_s: float = 0.02) -> bool:
+    """Poll `done`; False when the time is up before it."""
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(interval_s)
+    return True
+
+
+def become_subreaper() -> None:
+    """Adopt every descendant whose parent ends, so that a daemon's double fork does not take a process out of our tree."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+
+
+def set_name(name: str) -> None:
+    """What `ps -o comm` and `top` show for this process, instead of `python`."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)

@@ -1,0 +1,151 @@
+"""The one source of the sbatch text: `render`, `submit --dry-run` and `submit` all print what `render_script` returns.
+
+Pure: a config and some paths in, text out. The template is jobs/job.sbatch.j2; its renders for the shipped clusters lie
+beside it as golden files.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmtrain import __version__
+from slurmtrain.config.schema import ClusterConfig, Config
+from slurmtrain.resources import shipped
+
+# A rank must survive the signals of a preemption before its handlers are there. Dispositions that are "ignored"
+# survive exec; `env --ignore-signal` would say the same, but needs coreutils 8.31.
+SHIELDED = """bash -c 'trap "" USR2 TERM; exec "$@"' rank"""
+
+
+@dataclass(frozen=True)
+class JobPaths:
+    """What the script needs to know of the file system.
+
+    Attributes:
+        run_dirs: one run directory, or one per array task.
+        workdir: where the ranks run, relative to each run directory ("code", "code/sub"), or absolute.
+        python: the interpreter that submits; the batch shell runs `settle` with it.
+    """
+
+    run_dirs: Sequence[Path]
+    workdir: str
+    python: str
+
+
+def render_script(config: Config, paths: JobPaths) -> str:
+    """The text handed to sbatch."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(shipped("jobs")),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # shell text, not HTML; every value goes through the filter `sh` or shlex.quote
+    )
+    environment.filters["sh"] = lambda value: shlex.quote(str(value))
+    in_place = paths.workdir.startswith("/")
+    workdir = shlex.quote(paths.workdir) if in_place else '"$run_dir"/' + shlex.quote(paths.workdir)
+    roots = [workdir] if paths.workdir == "code" else [workdir, '"$run_dir"/code']
+    return environment.get_template("job.sbatch.j2").render(
+        version=__version__,
+        directives=sbatch_directives(config, paths),
+        run_dirs=paths.run_dirs,
+        setup=setup_lines(config.cluster),
+        env=config.cluster.env,
+        cpus_per_task=config.cluster.cpus_per_task,
+        workdir=workdir,
+        pythonpath=":".join(roots),
+        srun=srun_words(config.cluster, paths),
+        settle=f"{shlex.quote(paths.python)} -m slurmtrain settle",
+        restart_delay_s=config.requeue.restart_delay_s,
+    )
+
+
+def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
+    """The #SBATCH lines, in the order in which a person reads them."""
+    cluster = config.cluster
+    array = len(paths.run_dirs) > 1
+    gpus = f"{cluster.gpu_type}:{cluster.gpus_per_node}" if cluster.gpu_type else cluster.gpus_per_node
+    logs = paths.run_dirs[0].parent / "slurm-%A_%a.log" if array else paths.run_dirs[0] / "slurm-%j.log"
+    options: list[tuple[str, object]] = [
+        ("job-name", config.job.name),
+        ("partition", cluster.partition),
+        ("account", cluster.account),
+        ("qos", cluster.qos),
+        ("nodes", cluster.nodes),
+        ("ntasks-per-node", cluster.tasks_per_node),
+        ("cpus-per-task", cluster.cpus_per_task),
+        ("gpus-per-node", gpus or None),
+        ("mem", None if cluster.mem_per_node_gb is None else f"{cluster.mem_per_node_gb}G"),
+        ("mem-per-cpu", None if cluster.mem_per_cpu_gb is None else f"{cluster.mem_per_cpu_gb}G"),
+        ("mem-per-gpu", None if cluster.mem_per_gpu_gb is None else f"{cluster.mem_per_gpu_gb}G"),
+        ("time", cluster.time_limit_min),
+        ("signal", f"USR2@{cluster.signal_lead_s}" if cluster.signal_lead_s else None),
+        ("constraint", cluster.constraint),
+        ("reservation", cluster.reservation),
+        ("exclude", cluster.exclude),
+        ("exclusive", cluster.exclusive),
+        ("array", f"0-{len(paths.run_dirs) - 1}" if array else None),
+        # Without --requeue a preempted job is cancelled before its first line runs, and a dead node ends it.
+        ("requeue" if config.requeue.mode == "requeue" else "no-requeue", True),
+        # A restart would truncate the log of the attempt before.
+        ("open-mode", "append"),
+        ("output", logs),
+        *sorted(cluster.sbatch.items()),
+    ]
+    return [text for name, value in options if (text := _directive(name, value))]
+
+
+def _directive(name: str, value: object) -> str:
+    if value is None or value is False:
+        return ""
+    return f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}"
+
+
+def setup_lines(cluster: ClusterConfig) -> list[str]:
+    """Modules, then the user's lines, then the environment to activate: each may need the one before."""
+    lines = [f"module load {shlex.quote(module)}" for module in cluster.modules] + list(cluster.setup)
+    if cluster.venv:
+        lines.append(f"source {shlex.quote(cluster.venv + '/bin/activate')}")
+    if cluster.conda_env:
+        lines += ['eval "$(conda shell.bash hook)"', f"conda activate {shlex.quote(cluster.conda_env)}"]
+    return lines
+
+
+def srun_words(cluster: ClusterConfig, paths: JobPaths) -> list[str]:
+    """The srun line, a word or a pair of words an element."""
+    container = cluster.container
+    words = [
+        "srun",
+        f"--cpus-per-task={cluster.cpus_per_task}",
+        "--kill-on-bad-exit=1",
+        f"--wait={cluster.srun_wait_s}",
+        "--unbuffered",
+        '--output="$attempt_dir/rank-%t.log"',
+    ]
+    mounts = ['"$run_dir:$run_dir"', *(shlex.quote(mount) for mount in container.mounts)]
+    if paths.workdir.startswith("/"):
+        mounts.append(shlex.quote(f"{paths.workdir}:{paths.workdir}"))
+    if container.kind == "pyxis":
+        words += [f"--container-image={shlex.quote(str(container.image))}", "--container-mounts=" + ",".join(mounts)]
+        words += [shlex.quote(word) for word in container.args]
+    words += [shlex.quote(word) for word in cluster.srun_args]
+    if container.kind == "apptainer":
+        words += ["apptainer exec", *(f"--bind {mount}" for mount in mounts)]
+        words += [*(shlex.quote(word) for word in container.args), shlex.quote(str(container.image))]
+    words.append(f'{SHIELDED} {rank_python(cluster, paths)} -u -m slurmtrain train "$run_dir"')
+    return words
+
+
+def rank_python(cluster: ClusterConfig, paths: JobPaths) -> str:
+    """The interpreter of the ranks: the config's, the activated environment's, the container's, or the submitting one."""
+    if cluster.python:
+        return shlex.quote(cluster.python)
+    if cluster.venv or cluster.conda_env or cluster.container.kind:
+        return "python"
+    return shlex.quote(paths.python)

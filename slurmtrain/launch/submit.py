@@ -1,0 +1,203 @@
+"""From a config to a job in the queue: prepare the run directory, hand the script to sbatch, remember the id."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import getpass
+import io
+import os
+import re
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from slurmtrain import __version__, rundir
+from slurmtrain.config.compose import config_hash, freeze
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import ClusterError, ConfigError
+from slurmtrain.launch.sbatch import JobPaths, render_script
+from slurmtrain.launch.snapshot import Snapshot, Source, find_source, take_snapshot
+from slurmtrain.rundir import RunDir
+from slurmtrain.runtime.slurm import INSTALL_HINT, belongs_to_a_job
+
+PLACEHOLDER_ID = "RUN_ID"  # stands for the run's id in a dry run, which creates nothing
+
+
+def dry_run(config: Config, cwd: Path) -> str:
+    """The script that `submit` would hand to sbatch. Nothing is created."""
+    run_dir = _runs_dir(config, cwd) / config.job.name / PLACEHOLDER_ID
+    return render_script(config, JobPaths([run_dir], find_source(config.job, cwd).workdir, sys.executable))
+
+
+@contextlib.contextmanager
+def preparing(config: Config, overrides: Sequence[str], cwd: Path) -> Iterator[RunDir]:
+    """Make the run directory: frozen config, snapshot of the code, script. Removed again when the block fails."""
+    config = _with_absolute_paths(config, cwd)
+    source = find_source(config.job, cwd)
+    run_dir = rundir.create(Path(config.job.runs_dir), config.job.name)
+    try:
+        snapshot = take_snapshot(config.job, source, run_dir.code)
+        _write(run_dir, config, overrides, snapshot, source, cwd)
+        yield run_dir
+    except BaseException:
+        shutil.rmtree(run_dir.path, ignore_errors=True)
+        for parent in (run_dir.path.parent, run_dir.path.parent.parent):
+            with contextlib.suppress(OSError):
+                parent.rmdir()  # only if nothing else is in it
+        raise
+
+
+def submit(run_dirs: Sequence[RunDir], config: Config) -> str:
+    """Hand the script of these runs to sbatch: one job, or an array with one task a run.
+
+    Returns:
+        SLURM's job id; of an array, the array's.
+
+    Raises:
+        ClusterError: sbatch is missing or refused; its own words are in the message.
+    """
+    slurm_conf = slurm_conf_of(config)
+    environment = f"SLURM_CONF={slurm_conf}" if slurm_conf else None
+    if shutil.which("sbatch") is None:
+        raise ClusterError("there is no `sbatch` on this machine", hint=INSTALL_HINT)
+    first = run_dirs[0]
+    if len(run_dirs) > 1:
+        paths = JobPaths([run_dir.path for run_dir in run_dirs], first.info()["workdir"], sys.executable)
+        script = render_script(config, paths)
+        for run_dir in run_dirs:
+            run_dir.script.write_text(script)
+    job_id = _sbatch(first.script.read_text(), first, environment)
+    for index, run_dir in enumerate(run_dirs):
+        element = f"{job_id}_{index}" if len(run_dirs) > 1 else job_id
+        run_dir.update_info(job_ids=[*run_dir.info()["job_ids"], element], slurm_conf=slurm_conf)
+        run_dir.event("submitted", job_id=element)
+    return job_id
+
+
+def resubmit(run_dir: RunDir) -> str:
+    """Submit an existing run again, with the script it was first submitted with."""
+    slurm_conf = run_dir.info().get("slurm_conf")
+    if shutil.which("sbatch") is None:
+        raise ClusterError("there is no `sbatch` on this machine", hint=INSTALL_HINT)
+    script = _alone(run_dir, run_dir.script.read_text())
+    job_id = _sbatch(script, run_dir, f"SLURM_CONF={slurm_conf}" if slurm_conf else None)
+    run_dir.update_info(job_ids=[*run_dir.info()["job_ids"], job_id])
+    run_dir.event("submitted", job_id=job_id)
+    return job_id
+
+
+def slurm_conf_of(config: Config) -> str | None:
+    """The slurm.conf that the config's cluster needs, or None for the machine's own.
+
+    Raises:
+        ClusterError: the sandbox that it names is not running.
+    """
+    if config.cluster.slurm_conf:
+        path = Path(config.cluster.slurm_conf)
+        if not path.is_file():
+            raise ConfigError(f"cluster.slurm_conf={path} is not a file", hint="null uses this machine's own SLURM")
+        return str(path)
+    if config.cluster.sandbox is None:
+        return os.environ.get("SLURM_CONF")
+    from slurmtrain.launch import sandbox
+
+    found = sandbox.find(config.cluster.sandbox)
+    if found is None:
+        raise ClusterError(
+            f"the sandbox {config.cluster.sandbox!r} is not running", hint="start it: python -m slurmtrain sandbox up"
+        )
+    return str(found.slurm_conf)
+
+
+def _sbatch(script: str, run_dir: RunDir, environment: str | None) -> str:
+    """sbatch through submitit, with our script and a clean environment."""
+    from submitit.core.utils import FailedJobError
+    from submitit.slurm.slurm import SlurmExecutor
+
+    class ScriptExecutor(SlurmExecutor):
+        """submitit's submission, with the script from our one template instead of its own."""
+
+        def _make_submission_file_text(self, command: str, uid: str) -> str:
+            return script
+
+        def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+            # A job submitted from inside another one must not inherit its layout. SLURM_CONF says which cluster.
+            leaked = [word for name in os.environ if belongs_to_a_job(name) for word in ("-u", name)]
+            settings = [environment] if environment else []
+            return ["env", *leaked, *settings, *super()._make_submission_command(submission_file_path)]
+
+    folder = run_dir.path / "submitit"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    words = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(words):  # submitit prints sbatch's words; they are in our message instead
+            job = ScriptExecutor(folder)._submit_command(f"train {run_dir.path}")
+    except FailedJobError as error:
+        said = re.sub(r"^sbatch: error: ", "", str(error).strip().splitlines()[-1] if str(error).strip() else words.getvalue())
+        raise ClusterError(f"sbatch refused the job: {said}", hint=_advice(said)) from None
+    return str(job.job_id)
+
+
+def _advice(said: str) -> str:
+    """What to change, for what sbatch says most often."""
+    for words, advice in {
+        "partition": "cluster.partition; `sinfo` lists the partitions",
+        "account": "cluster.account; `sacctmgr show associations user=$USER` lists yours",
+        "qos": "cluster.qos; `sacctmgr show qos` lists them",
+        "node configuration": "cluster.nodes, cpus_per_task, gpus_per_node or mem_*: no node has that much; see `sinfo -N -l`",
+        "node count": "cluster.nodes; `sinfo` shows how many there are",
+        "time limit": "cluster.time_limit_min; `sinfo` shows the partition's limit",
+        "controller": "the controller does not answer; try again later",
+    }.items():
+        if words in said.lower():
+            return advice
+    return "see `man sbatch`; `submit --dry-run` prints what it got"
+
+
+def _write(run_dir: RunDir, config: Config, overrides: Sequence[str], snapshot: Snapshot, source: Source, cwd: Path) -> None:
+    rundir.write_json(
+        run_dir.info_file,
+        {
+            "id": run_dir.id,
+            "name": config.job.name,
+            "overrides": list(overrides),
+            "config_hash": config_hash(config),
+            "backend": config.cluster.backend,
+            "code": {"revision": snapshot.revision, "dirty": snapshot.dirty, "from": str(source.root or cwd)},
+            "workdir": snapshot.workdir,
+            "user": getpass.getuser(),
+            "host": socket.gethostname(),
+            "submit_dir": str(cwd),
+            "created": time.time(),
+            "version": __version__,
+            "slurm_conf": None,
+            "job_ids": [],
+        },
+    )
+    run_dir.config_file.write_text(freeze(config))
+    run_dir.config_file.chmod(0o600)
+    run_dir.script.write_text(render_script(config, JobPaths([run_dir.path], snapshot.workdir, sys.executable)))
+
+
+def _with_absolute_paths(config: Config, cwd: Path) -> Config:
+    """The job runs elsewhere; what was relative to the submitting shell must stay what it was."""
+    return dataclasses.replace(config, job=dataclasses.replace(config.job, runs_dir=str(_runs_dir(config, cwd))))
+
+
+def _runs_dir(config: Config, cwd: Path) -> Path:
+    path = Path(config.job.runs_dir).expanduser()
+    return path if path.is_absolute() else cwd.resolve() / path
+
+
+def _alone(run_dir: RunDir, script: str) -> str:
+    """The script of a run that was an array's task, for that run by itself."""
+    if "\n#SBATCH --array=" not in script:
+        return script
+    from slurmtrain.config.compose import load_frozen
+
+    config = load_frozen(run_dir.config_file)
+    return render_script(config, JobPaths([run_dir.path], run_dir.info()["workdir"], sys.executable))

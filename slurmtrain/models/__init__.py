@@ -1,0 +1,5 @@
+"""Models: what is trained. Plain `nn.Module`s that know nothing of ranks; `parallel/` lays them over a mesh."""
+
+from slurmtrain.models.decoder import Decoder
+
+__all__ = ["Decoder"]

@@ -1,0 +1,9 @@
+"""What a run shows of itself: metrics on disk, curves in TensorBoard, progress for a person, speed."""
+
+from slurmtrain.observe.metrics import MetricsLog, read_metrics
+from slurmtrain.observe.progress import Progress, progress
+from slurmtrain.observe.reporter import Reporter, SilentReporter
+from slurmtrain.observe.tensorboard import TensorBoardLog
+from slurmtrain.observe.throughput import Throughput
+
+__all__ = ["MetricsLog", "Progress", "Reporter", "SilentReporter", "TensorBoardLog", "Throughput", "progress", "read_metrics"]

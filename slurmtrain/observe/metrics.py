@@ -1,0 +1,75 @@
+"""metrics.jsonl: one JSON object per line and step, the record of a run that outlives its attempts.
+
+A run that died after its last checkpoint has logged steps that the resumed run does again. They are dropped when the
+log is opened, so that the file of an interrupted run has the same steps, each once, as that of an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Value = float | int | str | bool | None
+
+
+class MetricsLog:
+    """Appends records; each is in the file when `write` returns.
+
+    Args:
+        path: the file; its folder is made if need be.
+        resume_step: the step of the checkpoint that this attempt continues from. Records of later steps, and a last
+            line torn by a kill, are dropped. -1 starts from nothing.
+    """
+
+    def __init__(self, path: Path, resume_step: int):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _keep_until(path, resume_step)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, **values: Value) -> None:
+        """Append one record. Floats are written so that reading them gives the same bits (NaN as `NaN`)."""
+        # One write call for the whole line: a kill then leaves all of it, or at worst a torn last line.
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole records of a metrics file, in order; none when there is no file. Safe while the run goes on."""
+    return [record for _, record in _records(path)]
+
+
+def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    if not path.exists():
+        return
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if line.endswith(b"\n") and isinstance(record, dict) and isinstance(record.get("step"), int):
+            yield line, record
+
+
+def _keep_until(path: Path, last_step: int) -> None:
+    kept = b"".join(line for line, record in _records(path) if record["step"] <= last_step)
+    if not path.exists() or path.stat().st_size == len(kept):
+        return
+    # By way of a second file, so that a kill in the middle loses nothing of what was recorded.
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,59 @@
+"""One place where a run's numbers go in: the metrics file, TensorBoard and the progress line at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slurmtrain.observe.metrics import MetricsLog
+from slurmtrain.observe.progress import Progress, progress
+from slurmtrain.observe.tensorboard import TensorBoardLog
+
+
+class Reporter:
+    """What rank 0 shows. Other ranks have a `SilentReporter`."""
+
+    def __init__(self, *, metrics_file: Path, tensorboard: Path | None, total_steps: int, resume_step: int):
+        self._metrics = MetricsLog(metrics_file, resume_step)
+        self._tensorboard = TensorBoardLog(tensorboard, resume_step) if tensorboard is not None else None
+        self._progress: Progress = progress(total_steps, resume_step)
+
+    def log(self, step: int, **values: float) -> None:
+        """Record one step's numbers and move the progress on."""
+        self._metrics.write(step, **values)
+        if self._tensorboard is not None:
+            self._tensorboard.write(step, **values)
+        self._progress.update(step, **{name: value for name, value in values.items() if name in ("loss", "lr", "tokens_per_s")})
+
+    def record(self, step: int, **values: float) -> None:
+        """Record numbers without moving the progress: an evaluation."""
+        self._metrics.write(step, **values)
+        if self._tensorboard is not None:
+            self._tensorboard.write(step, **values)
+
+    def message(self, text: str) -> None:
+        self._progress.message(text)
+
+    def close(self) -> None:
+        self._progress.close()
+        self._metrics.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+class SilentReporter(Reporter):
+    """For all ranks but 0: nothing is written, nothing is shown."""
+
+    def __init__(self) -> None:
+        pass
+
+    def log(self, step: int, **values: float) -> None:
+        pass
+
+    def record(self, step: int, **values: float) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

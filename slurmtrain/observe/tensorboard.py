@@ -1,0 +1,45 @@
+"""The metrics once more for TensorBoard, where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+
+class TensorBoardLog:
+    """Writes scalars as TensorBoard events; without the `tensorboard` package it says so once and does nothing.
+
+    Args:
+        directory: where the event files go.
+        resume_step: the step of the checkpoint that this attempt continues from; TensorBoard hides what earlier
+            attempts logged for later steps.
+    """
+
+    _said_missing = False
+
+    def __init__(self, directory: Path, resume_step: int):
+        self._writer: Any = None
+        if importlib.util.find_spec("tensorboard") is None:
+            if not TensorBoardLog._said_missing:
+                TensorBoardLog._said_missing = True
+                print("tensorboard is not installed (pip install tensorboard): no event files", file=sys.stderr)
+            return
+        # Imported here: it takes about a second, and only one rank ever needs it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory), purge_step=resume_step + 1)
+
+    def write(self, step: int, **values: Any) -> None:
+        """Add one point at `step` to the curve of each value that is a number."""
+        if self._writer is None:
+            return
+        for name, value in values.items():
+            if isinstance(value, (int, float)):
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+        if self._writer is not None:
+            self._writer.close()

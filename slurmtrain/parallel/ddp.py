@@ -1,0 +1,53 @@
+"""Data parallelism: every rank holds the whole model, gradients are averaged while backward still runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def replicate(model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
+    """Wrap `model` so that gradients are averaged over `group`; a single rank needs no wrapping.
+
+    gradient_as_bucket_view: gradients live in the communication buffers, which saves a copy of all of them.
+    """
+    if group is None:
+        return model
+    device_ids = [device.index] if device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(
+        model, device_ids=device_ids, process_group=group, gradient_as_bucket_view=True
+    )
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Within it, backward only accumulates: all but the last micro batch of a step need no communication."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        context: AbstractContextManager[None] = model.no_sync()
+        return context
+    return nullcontext()
+
+
+def settle_buckets(model: nn.Module, backward: Callable[[], None]) -> None:
+    """Let DDP reach its final buckets before the first step counts.
+
+    DDP reduces in one bucket during its first backward and regroups by arrival order afterwards. A sum over ranks is
+    rounded according to its place in a bucket, so the first step after a restart would differ in its last bits from the
+    same step of a run that was never interrupted. One backward that is thrown away makes all real steps alike; random
+    state and buffers are left as they were.
+
+    Args:
+        backward: one forward and backward pass through `model` on any batch of the usual shape.
+    """
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        return
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        backward()
+    for buffer, before in zip(model.buffers(), buffers, strict=True):
+        buffer.data.copy_(before)
+    model.zero_grad(set_to_none=True)

@@ -1,0 +1,213 @@
+"""The run directory: the one thing that login node and job share.
+
+It is created exclusively at submit, named there once, and never derived again. Every path below it is spelled here
+and nowhere else; every verb works from it alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.errors import ConfigError, UsageError
+
+RUN_DIR_VARIABLE = "SLURMTRAIN_RUN_DIR"
+ATTEMPT_VARIABLE = "SLURMTRAIN_ATTEMPT"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths and small files of one run. Holds no state of its own."""
+
+    path: Path
+
+    # Files and folders, in the order in which a run makes them.
+    @property
+    def id(self) -> str:
+        return self.path.name
+
+    @property
+    def info_file(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
+
+    @property
+    def script(self) -> Path:
+        return self.path / "job.sbatch"
+
+    @property
+    def attempts(self) -> Path:
+        return self.path / "attempts"
+
+    def attempt(self, number: int) -> Path:
+        return self.attempts / f"{number:04d}"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events_file(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def request_file(self) -> Path:
+        """What a person asked of the running job: written by `cancel`, `preempt` and `requeue`."""
+        return self.path / "request.json"
+
+    # What is in them.
+    def info(self) -> dict[str, Any]:
+        """run.json: id, name, overrides, config hash, code revision, user, host, job ids.
+
+        Raises:
+            UsageError: this is not a run directory.
+        """
+        info = read_json(self.info_file)
+        if info is None:
+            raise UsageError(f"{self.path} is not a run directory: it has no readable run.json")
+        return info
+
+    def update_info(self, **changes: Any) -> None:
+        write_json(self.info_file, {**self.info(), **changes})
+
+    def event(self, name: str, **facts: Any) -> None:
+        """Append one line to events.jsonl. O_APPEND keeps lines of several writers whole."""
+        line = json.dumps({"time": round(time.time(), 3), "event": name, **facts}) + "\n"
+        descriptor = os.open(self.events_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+
+    def events(self) -> list[dict[str, Any]]:
+        if not self.events_file.exists():
+            return []
+        return [json.loads(line) for line in self.events_file.read_text().splitlines() if line.endswith("}")]
+
+    def attempt_numbers(self) -> list[int]:
+        if not self.attempts.is_dir():
+            return []
+        return sorted(int(path.name) for path in self.attempts.iterdir() if path.name.isdigit())
+
+    def new_attempt(self) -> int:
+        """Claim the next attempt number by creating its folder. Two claimants never get the same one.
+
+        The batch script does the same in bash, before any Python of ours runs.
+        """
+        self.attempts.mkdir(mode=0o700, exist_ok=True)
+        number = (self.attempt_numbers() or [0])[-1] + 1
+        while True:
+            try:
+                self.attempt(number).mkdir(mode=0o700)
+                return number
+            except FileExistsError:
+                number += 1
+
+
+def new_run_id() -> str:
+    """Sorts by time; the random part keeps runs of the same second apart."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def create(runs_dir: Path, name: str) -> RunDir:
+    """Create a run directory that did not exist before, mode 0700.
+
+    Raises:
+        ConfigError: the folder cannot be created.
+    """
+    try:
+        (runs_dir / name).mkdir(parents=True, exist_ok=True)
+        while True:
+            path = runs_dir / name / new_run_id()
+            try:
+                path.mkdir(mode=0o700)
+                break
+            except FileExistsError:
+                continue
+    except OSError as error:
+        raise ConfigError(
+            f"cannot create a run directory under {runs_dir}: {error.strerror}",
+            hint="set job.runs_dir to a folder that you may write and that the compute nodes see",
+        ) from None
+    run_dir = RunDir(path.resolve())
+    for folder in (run_dir.attempts, run_dir.checkpoints):
+        folder.mkdir(mode=0o700)
+    return run_dir
+
+
+def runs_root() -> Path:
+    """Where verbs look for runs: SLURMTRAIN_RUNS, else ./runs."""
+    return Path(os.environ.get("SLURMTRAIN_RUNS", "runs"))
+
+
+def all_runs(root: Path) -> list[RunDir]:
+    """Every run under `root`, oldest first."""
+    return [RunDir(file.parent.resolve()) for file in sorted(root.glob("*/*/run.json"), key=lambda file: file.parent.name)]
+
+
+def find(reference: str, root: Path) -> RunDir:
+    """The run that a person means: an id, a unique prefix of one, a path, or "last".
+
+    Raises:
+        UsageError: none or several match.
+    """
+    path = Path(reference)
+    if (path / "run.json").is_file():
+        return RunDir(path.resolve())
+    runs = all_runs(root)
+    if not runs:
+        raise UsageError(
+            f"there are no runs under {root.resolve()}",
+            hint="go to the folder where submit was typed, or set SLURMTRAIN_RUNS to its runs folder",
+        )
+    if reference == "last":
+        return runs[-1]
+    matching = [run for run in runs if run.id.startswith(reference)]
+    if len(matching) == 1:
+        return matching[0]
+    if not matching:
+        latest = ", ".join(run.id for run in runs[-3:])
+        raise UsageError(f"no run's id begins with {reference!r}", hint=f"the latest are: {latest}")
+    raise UsageError(
+        f"{len(matching)} runs begin with {reference!r}", hint="write more of the id: " + ", ".join(r.id for r in matching[:5])
+    )
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file, or None when it is missing or torn."""
+    try:
+        value = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Replace a JSON file in one step: a reader sees the old or the new one, never half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(2)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(json.dumps(value, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

@@ -1,0 +1,80 @@
+"""Where a rank can be reached: names, addresses, network interfaces. Needs no torch."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from pathlib import Path
+
+from slurmtrain.errors import EnvironmentMismatch
+from slurmtrain.runtime.environment import Environment
+
+
+def machine() -> str:
+    """Identity of this machine and network namespace: who shares it reaches rank 0 through the loopback."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return f"unknown-{socket.gethostname()}-{os.getpid()}"
+
+
+def own_addresses(environment: Environment, interface: str) -> list[str]:
+    """Names and addresses under which other nodes may reach this one, the likeliest first."""
+    candidates: list[str] = []
+    if interface not in ("auto", "none"):
+        address = interface_addresses().get(interface)
+        if address is None:
+            raise EnvironmentMismatch(
+                f"cluster.network_interface={interface!r}, but node {environment.node} has no such interface with an IPv4 address",
+                hint=f"it has: {', '.join(sorted(interface_addresses()))}",
+            )
+        candidates.append(address)
+    if os.environ.get("MASTER_ADDR"):
+        candidates.append(os.environ["MASTER_ADDR"])
+    candidates += [environment.node, socket.getfqdn(), socket.gethostname()]
+    if os.environ.get("SLURM_LAUNCH_NODE_IPADDR"):
+        candidates.append(os.environ["SLURM_LAUNCH_NODE_IPADDR"])  # the node that ran srun: usually this one
+    candidates += [address for name, address in interface_addresses().items() if name != "lo"]
+    return list(dict.fromkeys(candidates))
+
+
+def interface_addresses() -> dict[str, str]:
+    """IPv4 address of every network interface that has one (SIOCGIFADDR, `man 7 netdevice`)."""
+    addresses: dict[str, str] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue
+            addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses
+
+
+def interface_towards(peer: str, environment: Environment) -> str | None:
+    """The interface through which `peer` is reached (or, on rank 0, was reached)."""
+    if environment.single_node or peer in ("127.0.0.1", "localhost"):
+        return "lo"
+    if not peer:
+        return None
+    try:
+        address = socket.gethostbyname(peer)
+        by_address = {own: name for name, own in interface_addresses().items()}
+        if address in by_address:
+            return by_address[address]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # UDP: nothing is sent, the kernel only chooses the route
+            return by_address.get(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def free_port() -> int:
+    """A port that is free now. Only for programs that must be told a number; ours bind first and publish then."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,176 @@
+"""The public names for an own training loop: `init`, `Checkpointer`, `should_stop`, `exit_for_requeue`.
+
+    run = slurmtrain.init()
+    checkpointer = slurmtrain.Checkpointer()
+    restored = checkpointer.restore(model=model, optimizer=optimizer)
+    for step in range(restored.step if restored else 0, steps):
+        ...
+        if slurmtrain.should_stop():
+            checkpointer.save(step + 1, model=model, optimizer=optimizer)
+            slurmtrain.exit_for_requeue()
+    checkpointer.save(steps, model=model, optimizer=optimizer)
+
+The same script runs by itself, under torchrun, and as `job=command` on a cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from slurmtrain.errors import EXIT_REQUEUE, SlurmtrainError
+from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from slurmtrain.runtime import attempts, place, signals
+
+_stop = signals.arm()  # before torch is imported, if slurmtrain is imported first
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from slurmtrain.checkpoint import Checkpointer as BaseCheckpointer  # noqa: E402
+from slurmtrain.checkpoint import Incarnation, Restored, Saved  # noqa: E402
+from slurmtrain.config.compose import load_frozen  # noqa: E402
+from slurmtrain.config.schema import ClusterConfig  # noqa: E402
+from slurmtrain.runtime.agreement import StopAgreement  # noqa: E402
+from slurmtrain.runtime.environment import Environment  # noqa: E402
+from slurmtrain.runtime.place import Place  # noqa: E402
+from slurmtrain.runtime.world import World, join  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `init` found out.
+
+    Attributes:
+        rank, world_size, local_rank: of this process.
+        device: where this rank's model belongs.
+        directory: the run directory, or the working directory for a script that was not submitted.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    directory: Path
+
+
+_world: World | None = None
+_place: Place | None = None
+_agreement: StopAgreement | None = None
+
+
+def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
+    """Find this rank, meet the others, make torch's default process group (when there are several), watch for signals.
+
+    Import slurmtrain before torch where you can: signals are seen from the first use of it on.
+
+    Args:
+        device: "auto" (a GPU where one is visible), "cpu" or "cuda".
+        rendezvous_timeout_s: how long to wait for the other ranks, unless the job's config says otherwise.
+
+    Raises:
+        EnvironmentMismatch, RendezvousError: as one sentence; the process ends with the right exit code.
+    """
+    global _world, _place, _agreement
+    sys.excepthook = _record_and_show
+    environment = Environment.detect()
+    cluster = ClusterConfig(rendezvous_timeout_s=rendezvous_timeout_s)
+    directory = os.environ.get(RUN_DIR_VARIABLE)
+    if directory and ATTEMPT_VARIABLE in os.environ:
+        _place = Place(RunDir(Path(directory)), int(os.environ[ATTEMPT_VARIABLE]), supervised=True)
+        cluster = load_frozen(_place.run_dir.config_file).cluster
+    meeting = _place.attempt_dir if _place else None
+    if meeting is None and environment.source == "slurm" and environment.world_size > 1:
+        meeting = place.meeting_directory(environment, Path("runs"))
+    _world = join(cluster, device, environment, meeting, _stop)
+    _agreement = StopAgreement(_stop, _world.control)
+    run_path = _place.run_dir.path if _place else Path.cwd()
+    return Run(environment.rank, environment.world_size, environment.local_rank, _world.device, run_path)
+
+
+def should_stop() -> bool:
+    """Was any rank told to stop? The same answer on all ranks; call it once a step, on every rank.
+
+    Costs one small all-reduce on the CPU.
+    """
+    agreement = _initialised()[1]
+    agreement.begin()
+    return agreement.finish()
+
+
+def exit_for_requeue() -> NoReturn:
+    """Leave after a save: all ranks together, with the exit code (75) that makes the job start again."""
+    world = _initialised()[0]
+    world.leave_together()
+    from slurmtrain.runtime.main import leave
+
+    leave(EXIT_REQUEUE)
+
+
+class Checkpointer(BaseCheckpointer):
+    """Checkpoints of this run, in its run directory; see `slurmtrain.checkpoint.Checkpointer` for what it promises.
+
+    Args:
+        directory: another place; default: the run's, or ./checkpoints for a script that was not submitted.
+        keep_last: how many complete checkpoints stay; at least 2.
+    """
+
+    def __init__(self, directory: Path | str | None = None, *, keep_last: int = 2):
+        world = _initialised()[0]
+        if directory is None:
+            directory = _place.run_dir.checkpoints if _place else Path("checkpoints")
+        # Without attempts to count, the clock orders the lives of a script, to a hundredth of a second.
+        order = _place.number if _place else int(time.time() * 100)
+        if world.saving is not None:
+            box = [order]
+            dist.broadcast_object_list(box, src=0, group=world.saving)
+            order = box[0]
+        label = _place.incarnation_label(world.environment) if _place else f"pid {os.getpid()}"
+        run_id = _place.run_dir.id if _place else ""
+        super().__init__(
+            directory, group=world.saving, incarnation=Incarnation(order, label), run_id=run_id, keep_last=keep_last
+        )
+
+    def save(self, step: int, *, per_rank: Any = None, **objects: Any) -> Saved:
+        saved = super().save(step, per_rank=per_rank, **objects)
+        _note(last_step=step)
+        return saved
+
+    def restore(self, *, per_rank: Any = None, **objects: Any) -> Restored | None:
+        restored = super().restore(per_rank=per_rank, **objects)
+        _note(first_step=restored.step if restored else 0, stepping=time.time())
+        return restored
+
+
+def _note(**changes: Any) -> None:
+    if _place is not None and _initialised()[0].environment.rank == 0:
+        place.update_attempt(_place, **changes)
+
+
+def _initialised() -> tuple[World, StopAgreement]:
+    if _world is None or _agreement is None:
+        raise RuntimeError("call slurmtrain.init() first")
+    return _world, _agreement
+
+
+def _record_and_show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """An uncaught error: left in the attempt's record; ours as one sentence, the user's with its traceback."""
+    expected = isinstance(error, SlurmtrainError)
+    if expected:
+        print(f"slurmtrain: error: {error}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(kind, error, trace)
+    code = error.exit_code if isinstance(error, SlurmtrainError) else 1
+    if _place is not None:
+        sentence = error.message if isinstance(error, SlurmtrainError) else f"{kind.__name__}: {error}"
+        rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+        attempts.record_failure(_place.attempt_dir, rank, exit_code=code, sentence=sentence)
+    from slurmtrain.runtime.main import leave
+
+    leave(code)

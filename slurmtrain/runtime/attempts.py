@@ -1,0 +1,173 @@
+"""The ledger of attempts: one folder and one attempt.json for every life of a job.
+
+Rank 0 writes it while the job runs, `settle` completes it after the last rank has left, and the next attempt closes one
+that nobody could complete, because its node was gone. Readers: `status`, and the budget that ends a crash loop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.checkpoint.commit import committed, step_of
+from slurmtrain.rundir import RunDir, read_json, write_json
+from slurmtrain.runtime.judge import Reason, Verdict, counts_as_stall
+from slurmtrain.runtime.slurm import JobFacts
+
+
+@dataclass
+class Attempt:
+    """attempt.json. Times are unix seconds.
+
+    Attributes:
+        first_step: steps done when it began; None until it has restored.
+        last_step: steps done when it ended, as far as is known.
+        committed_step: the newest checkpoint when it ended.
+        said: rank 0's last word: "finished" or "stopped".
+        cause, cause_time: what told the ranks to stop, and when.
+    """
+
+    number: int
+    job_id: str | None = None
+    restart_count: int = 0
+    nodes: list[str] = field(default_factory=list)
+    world_size: int = 0
+    pid: int | None = None
+    host: str = ""
+    started: float = 0.0
+    stepping: float | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    committed_step: int | None = None
+    said: str | None = None
+    cause: str | None = None
+    cause_time: float | None = None
+    seconds_left: float | None = None
+    facts: dict[str, Any] | None = None
+    ended: float | None = None
+    exit_code: int | None = None
+    reason: str | None = None
+    verdict: str | None = None
+    sentence: str | None = None
+
+    @property
+    def progressed(self) -> bool:
+        """A checkpoint newer than the one it started from."""
+        return (self.committed_step or 0) > (self.first_step or 0)
+
+
+def read_attempt(run_dir: RunDir, number: int) -> Attempt:
+    """The record of an attempt; an empty one when it died before it could write any."""
+    values = read_json(run_dir.attempt(number) / "attempt.json") or {}
+    known = {name: value for name, value in values.items() if name in Attempt.__dataclass_fields__}
+    attempt = Attempt(**{**known, "number": number})
+    stop = read_json(run_dir.attempt(number) / "stop.json")
+    if stop is not None:
+        attempt.cause, attempt.cause_time = stop["cause"], stop["time"]
+        attempt.seconds_left, attempt.facts = stop["seconds_left"], stop["facts"]
+    return attempt
+
+
+def write_attempt(run_dir: RunDir, attempt: Attempt) -> None:
+    write_json(run_dir.attempt(attempt.number) / "attempt.json", asdict(attempt))
+
+
+def all_attempts(run_dir: RunDir) -> list[Attempt]:
+    return [read_attempt(run_dir, number) for number in run_dir.attempt_numbers()]
+
+
+def stalled_before(attempts: list[Attempt], number: int) -> int:
+    """Attempts directly before `number` that used up the budget. One with another end does not count, nor does it reset."""
+    count = 0
+    for attempt in reversed([attempt for attempt in attempts if attempt.number < number]):
+        if attempt.progressed or attempt.reason in (Reason.FINISHED, Reason.CANCELLED):
+            break
+        count += counts_as_stall(attempt.reason or "", attempt.progressed)
+    return count
+
+
+def newest_checkpoint_step(run_dir: RunDir) -> int | None:
+    found = committed(run_dir.checkpoints)
+    return step_of(found[-1]) if found else None
+
+
+def last_logged_step(run_dir: RunDir) -> int | None:
+    """The last step in metrics.jsonl: where a crashed attempt had got to, up to train.log_every."""
+    try:
+        lines = run_dir.metrics_file.read_bytes().splitlines()
+    except FileNotFoundError:
+        return None
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return None
+
+
+def close_abandoned(run_dir: RunDir, current: int) -> None:
+    """Complete the records of earlier attempts that ended without a word: their node is gone, or the batch shell died."""
+    for number in run_dir.attempt_numbers():
+        if number >= current:
+            continue
+        attempt = read_attempt(run_dir, number)
+        if attempt.reason is not None or (run_dir.attempt(number) / "setup-failed").exists():
+            continue
+        attempt.committed_step = newest_checkpoint_step(run_dir)
+        attempt.last_step = attempt.last_step or last_logged_step(run_dir)
+        attempt.reason, attempt.verdict = Reason.NODE_FAILURE, Verdict.RESTARTING
+        attempt.sentence = "ended without a word: its node failed, or it was killed; SLURM started it again"
+        if (attempt.facts or {}).get("preempt_time"):
+            attempt.reason, attempt.sentence = Reason.PREEMPTED, "preempted, and killed before it could say so"
+        attempt.ended = time.time()
+        write_attempt(run_dir, attempt)
+        run_dir.event("attempt ended", attempt=number, reason=attempt.reason, sentence=attempt.sentence)
+
+
+def record_stop(attempt_dir: Path, *, cause: str, cause_time: float, seconds_left: float | None, facts: JobFacts | None) -> None:
+    """Why the ranks were told to stop, written at once by a thread of rank 0: the grace time may be too short for more."""
+    record = {"cause": cause, "time": cause_time, "seconds_left": seconds_left, "facts": asdict(facts) if facts else None}
+    write_json(attempt_dir / "stop.json", record)
+
+
+def record_failure(attempt_dir: Path, rank: int, *, exit_code: int, sentence: str, because_of_peer: bool = False) -> None:
+    """A rank's last words. Each rank writes its own file, so nothing has to be agreed on in the error path."""
+    record = {"rank": rank, "exit_code": exit_code, "sentence": sentence, "because_of_peer": because_of_peer}
+    write_json(attempt_dir / f"failed-{rank}.json", {**record, "time": time.time()})
+
+
+def first_failure(attempt_dir: Path) -> tuple[int, str] | None:
+    """The earliest rank that failed by itself: those that fail because a peer is gone come after it, or say so."""
+    records = [record for path in attempt_dir.glob("failed-*.json") if (record := read_json(path))]
+    if not records:
+        return None
+    own = [record for record in records if not record.get("because_of_peer")] or records
+    first = min(own, key=lambda record: float(record["time"]))
+    return int(first["exit_code"]), f"rank {first['rank']}: {first['sentence']}"
+
+
+def killed_tasks(attempt_dir: Path) -> str | None:
+    """srun's own words on a task that was killed: that rank could not leave a record."""
+    try:
+        text = (attempt_dir / "srun.log").read_text(errors="replace")
+    except FileNotFoundError:
+        return None
+    match = re.search(r"srun: error: (\S+: tasks? [\d,-]+: (?:Killed|Segmentation fault|Aborted|Bus error|Out Of Memory).*)", text)
+    return match.group(1).strip() if match else None
+
+
+def request_for(run_dir: RunDir, attempt: Attempt) -> str | None:
+    """What a person asked of this attempt, not of an earlier one."""
+    request = read_json(run_dir.request_file)
+    if request is None or float(request.get("time", 0)) < attempt.started:
+        return None
+    return str(request["action"])
+
+
+def write_request(run_dir: RunDir, action: str) -> None:
+    write_json(run_dir.request_file, {"action": action, "time": time.time(), "by": os.environ.get("USER", "")})

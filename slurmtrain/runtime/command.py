@@ -1,0 +1,139 @@
+"""job=command: any program on every rank, with the same attempts, signals, requeue and status as our own trainer.
+
+This process stands between SLURM and the program: it survives the signals, gives ranks and addresses in the variables
+that torch.distributed's env:// reads, and turns the program's end into the contract's exit codes. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, RendezvousError
+from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, read_json, write_json
+from slurmtrain.runtime import attempts, place
+from slurmtrain.runtime.addresses import free_port, machine, own_addresses
+from slurmtrain.runtime.environment import Environment
+from slurmtrain.runtime.place import Place
+from slurmtrain.runtime.signals import StopSignals
+from slurmtrain.runtime.slurm import SlurmClient
+from slurmtrain.runtime.watch import start_watch
+
+POLL_S = 0.05  # of a file on a shared file system: there is no event to await
+
+
+def run_command(config: Config, environment: Environment, where: Place, stop: StopSignals) -> int:
+    """Run job.command as this rank's program; returns the exit code for this rank.
+
+    0 finished; 75 it ended after a stop signal, or said 75 itself; 78 it said so; anything else is a crash.
+
+    Raises:
+        ConfigError: there is no such program.
+    """
+    if environment.rank == 0:
+        place.open_attempt(where, environment)
+        client = SlurmClient() if environment.source == "slurm" else None
+        start_watch(stop, where.attempt_dir, client, signal_lead_s=config.cluster.signal_lead_s)
+    words = shlex.split(config.job.command or "")
+    variables = {**os.environ, **rank_variables(config, environment, where)}
+    try:
+        # Whatever this process blocks or ignores, the program starts with the defaults and may set its own traps.
+        program = subprocess.Popen(words, env=variables, preexec_fn=_default_signals)
+    except OSError as error:
+        raise ConfigError(f"job.command: cannot start {words[0]!r}: {error.strerror}", hint="is it on the PATH of the nodes?") from None
+    if environment.source != "slurm":
+        _pass_signals_on(stop, program)
+    code = program.wait()
+    if code not in (0, EXIT_REQUEUE, EXIT_CONFIG):
+        if stop.requested:
+            print(f"slurmtrain: the program ended with {_described(code)} after it was told to stop", file=sys.stderr, flush=True)
+            code = EXIT_REQUEUE
+        elif not (where.attempt_dir / f"failed-{environment.rank}.json").exists():
+            attempts.record_failure(
+                where.attempt_dir, environment.rank, exit_code=code, sentence=f"{words[0]} ended with {_described(code)}"
+            )
+    if environment.rank == 0 and code in (0, EXIT_REQUEUE):
+        place.update_attempt(where, said="finished" if code == 0 else "stopped")
+    return code if code >= 0 else 128 - code
+
+
+def rank_variables(config: Config, environment: Environment, where: Place) -> dict[str, str]:
+    """What the program is told: torch.distributed's env:// variables, and ours."""
+    variables = {
+        "RANK": str(environment.rank),
+        "WORLD_SIZE": str(environment.world_size),
+        "LOCAL_RANK": str(environment.local_rank),
+        "LOCAL_WORLD_SIZE": str(environment.local_world_size),
+        "NODE_RANK": str(environment.node_rank),
+        RUN_DIR_VARIABLE: str(where.run_dir.path),
+        ATTEMPT_VARIABLE: str(where.number),
+    }
+    if environment.world_size > 1 and "MASTER_ADDR" not in os.environ:
+        host, port = _master(environment, where.attempt_dir, config.cluster)
+        variables |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    return variables
+
+
+def _master(environment: Environment, directory: Path, cluster: object) -> tuple[str, int]:
+    """Rank 0's address, for programs that rendezvous by themselves: published by rank 0, read by the others."""
+    from slurmtrain.config.schema import ClusterConfig
+
+    assert isinstance(cluster, ClusterConfig)
+    published = directory / "master.json"
+    if environment.rank == 0:
+        address = {"hosts": own_addresses(environment, cluster.network_interface), "port": free_port(), "machine": machine()}
+        write_json(published, address)
+        return "127.0.0.1" if environment.single_node else _reachable(address), int(str(address["port"]))
+    deadline = time.monotonic() + cluster.rendezvous_timeout_s
+    while (found := read_json(published) if published.name in os.listdir(directory) else None) is None:
+        if time.monotonic() > deadline:
+            raise RendezvousError(
+                f"rank 0, expected on node {environment.expected_node(0)}, did not publish its address within "
+                f"{cluster.rendezvous_timeout_s} s",
+                hint="see rank 0's log",
+            )
+        time.sleep(POLL_S)
+    return ("127.0.0.1" if found["machine"] == machine() else _reachable(found)), int(found["port"])
+
+
+def _reachable(address: dict[str, object]) -> str:
+    """The first of the published names that resolves here."""
+    import socket
+
+    hosts = address["hosts"]
+    assert isinstance(hosts, list)
+    for host in hosts:
+        try:
+            socket.getaddrinfo(host, None)
+            return str(host)
+        except OSError:
+            continue
+    return str(hosts[0])
+
+
+def _default_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2, signal.SIGTERM})
+
+
+def _pass_signals_on(stop: StopSignals, program: subprocess.Popen[bytes]) -> None:
+    """Outside of SLURM a signal may be for this process alone; srun signals the whole step by itself."""
+    import threading
+
+    def forward() -> None:
+        stop.wait()
+        if program.poll() is None:
+            program.terminate()
+
+    threading.Thread(target=forward, name="pass-signals-on", daemon=True).start()
+
+
+def _described(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"

@@ -1,0 +1,173 @@
+"""Why did this attempt end, and what next: a pure function from evidence to a judgement.
+
+It runs after every rank has left, in the batch shell (through `settle`) or in the foreground of cluster=local. Facts
+about SLURM below were observed with 22.05 (tests/slurm shows them again):
+
+- A preempted job that leaves within its grace time is not requeued by SLURM (before 24.05): we must.
+- While COMPLETING, SLURM has decided already. `Restarts` one higher than ours: it will start the job again (somebody's
+  `scontrol requeue`, the end of a preemption's grace, a dead node). Unchanged: it will not (scancel, or the time limit).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
+from slurmtrain.runtime.slurm import JobFacts
+
+
+class Reason(StrEnum):
+    """Why an attempt ended."""
+
+    FINISHED = "finished"
+    TIME_LIMIT = "time limit"
+    PREEMPTED = "preempted"
+    CANCELLED = "cancelled"
+    NODE_FAILURE = "node failure"
+    REQUEUED = "requeued"  # by somebody's scontrol requeue
+    ASKED = "asked"  # a person's signal, `preempt RUN` or `requeue RUN`
+    CONFIG = "config"
+    CRASH = "crash"
+    SETUP = "set-up"
+
+
+class Verdict(StrEnum):
+    """What happens next."""
+
+    DONE = "done"
+    REQUEUE = "requeue"  # by us
+    RESTARTING = "restarting"  # SLURM does it already
+    END = "end"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that is known when the last rank has left.
+
+    Attributes:
+        exit_code: of srun, the highest of all ranks; 128 + n for a rank killed by signal n.
+        said: rank 0's last word: "finished", "stopped", or None when it had none.
+        cause: what told the ranks to stop: a signal's name, "deadline", ...; None when nothing did.
+        seconds_left: from the stop request to the time limit; None when unknown.
+        failure: (exit code, sentence) of the first rank that failed by itself.
+        killed: srun's words on tasks that were killed, e.g. "n1: task 3: Killed".
+        request: what a person asked of this attempt: "cancel", "preempt", "requeue".
+        facts: what SLURM says of the job; None outside of SLURM.
+        restart_count: SLURM_RESTART_COUNT of this attempt.
+        progressed: a checkpoint was committed that is newer than what the attempt started from.
+        stalled_before: attempts directly before this one that ended in a crash or at the time limit without progress.
+    """
+
+    exit_code: int
+    said: str | None = None
+    cause: str | None = None
+    seconds_left: float | None = None
+    failure: tuple[int, str] | None = None
+    killed: str | None = None
+    request: str | None = None
+    facts: JobFacts | None = None
+    restart_count: int = 0
+    progressed: bool = False
+    stalled_before: int = 0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The part of the config that decides.
+
+    Attributes:
+        signal_lead_s: how long before the time limit the early warning was asked for.
+    """
+
+    requeue: bool = True
+    max_attempts_without_progress: int = 3
+    signal_lead_s: float = 120.0
+    early_s: float = 90.0  # SLURM may warn 60 s early, and looks every 30 s
+
+
+@dataclass(frozen=True)
+class Judgement:
+    reason: Reason
+    verdict: Verdict
+    sentence: str
+
+
+def judge(evidence: Evidence, policy: Policy) -> Judgement:
+    """Say why the attempt ended and what to do next."""
+    reason, sentence = _reason(evidence, policy)
+    if reason is Reason.FINISHED:
+        return Judgement(reason, Verdict.DONE, sentence)
+    if reason in (Reason.CANCELLED, Reason.CONFIG, Reason.SETUP):
+        return Judgement(reason, Verdict.END, sentence)
+    if _slurm_restarts(evidence):
+        return Judgement(reason, Verdict.RESTARTING, f"{sentence}; SLURM starts it again")
+    if not policy.requeue:
+        return Judgement(reason, Verdict.END, f"{sentence}; it is not requeued (requeue.mode=off)")
+    if counts_as_stall(reason, evidence.progressed) and evidence.stalled_before + 1 >= policy.max_attempts_without_progress:
+        tries = f"{policy.max_attempts_without_progress} attempts in a row without a new checkpoint"
+        if policy.max_attempts_without_progress == 1:
+            tries = "an attempt without a new checkpoint"
+        return Judgement(reason, Verdict.END, f"{sentence}; {tries}: giving up (requeue.max_attempts_without_progress)")
+    return Judgement(reason, Verdict.REQUEUE, f"{sentence}; it is requeued")
+
+
+def counts_as_stall(reason: Reason | str, progressed: bool) -> bool:
+    """Attempts that use up the budget: the run's own fault, and nothing to show for it."""
+    return not progressed and reason in (Reason.CRASH, Reason.TIME_LIMIT)
+
+
+def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
+    if evidence.exit_code == 0 and evidence.said != "stopped":
+        return Reason.FINISHED, "finished"
+    if evidence.failure is not None and evidence.failure[0] == EXIT_CONFIG:
+        return Reason.CONFIG, evidence.failure[1]
+    if evidence.request == "cancel":
+        return Reason.CANCELLED, "cancelled by `cancel RUN`"
+    external = _told_by_slurm(evidence)
+    if external is not None:
+        return external
+    stopped = evidence.said == "stopped" and evidence.exit_code == EXIT_REQUEUE and evidence.failure is None
+    # A command that did not handle the signal died of it: as good a stop as its own checkpoints are.
+    if stopped or (evidence.cause is not None and evidence.failure is None and evidence.killed is None):
+        return _why_told(evidence, policy)
+    if evidence.failure is None and evidence.exit_code == EXIT_CONFIG:
+        return Reason.CONFIG, "the config or the environment is wrong (exit code 78)"
+    what = evidence.failure[1] if evidence.failure else evidence.killed or f"exit code {evidence.exit_code}"
+    return Reason.CRASH, f"crashed: {what}"
+
+
+def _told_by_slurm(evidence: Evidence) -> tuple[Reason, str] | None:
+    """What SLURM's own record says, where it says anything."""
+    facts = evidence.facts
+    if facts is None:
+        return None
+    if facts.preempted:
+        return Reason.PREEMPTED, "preempted"
+    if facts.state not in ("COMPLETING", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "PENDING", "REQUEUED"):
+        return None
+    if _slurm_restarts(evidence):
+        if evidence.request in ("preempt", "requeue"):
+            return Reason.ASKED, f"asked by `{evidence.request} RUN`"
+        if evidence.killed is not None or evidence.said is None and evidence.cause is None:
+            return Reason.NODE_FAILURE, "a node failed"
+        return Reason.REQUEUED, "requeued by SLURM or by `scontrol requeue`"
+    if facts.reason == "TimeLimit" or facts.state == "TIMEOUT":
+        return Reason.TIME_LIMIT, "the time limit was reached before a checkpoint was saved"
+    return Reason.CANCELLED, "cancelled by scancel"
+
+
+def _slurm_restarts(evidence: Evidence) -> bool:
+    return evidence.facts is not None and evidence.facts.restarts > evidence.restart_count
+
+
+def _why_told(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
+    """Nothing in SLURM's record: the clock and the signal have to tell."""
+    if evidence.request in ("preempt", "requeue"):
+        return Reason.ASKED, f"asked by `{evidence.request} RUN`"
+    near_limit = evidence.seconds_left is not None and evidence.seconds_left <= policy.signal_lead_s + policy.early_s
+    if evidence.cause == "deadline" or (evidence.cause in ("SIGUSR2", "another rank") and near_limit):
+        return Reason.TIME_LIMIT, "the time limit is near"
+    if evidence.cause == "SIGINT":
+        return Reason.CANCELLED, "stopped with Ctrl-C"
+    return Reason.ASKED, f"told to stop by {evidence.cause or 'a signal'}"

@@ -1,0 +1,187 @@
+"""What every rank of a training job runs: from its environment to its exit code.
+
+Reads top-down as the life of a rank. The signals are armed before torch is imported, which is why torch and everything
+that needs it are imported inside functions here.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import EXIT_REQUEUE, SlurmtrainError
+from slurmtrain.rundir import RunDir
+from slurmtrain.runtime import attempts, place, signals
+from slurmtrain.runtime.environment import Environment, check_world_size
+from slurmtrain.runtime.place import Place
+from slurmtrain.runtime.settle import settle
+from slurmtrain.runtime.slurm import SlurmClient
+from slurmtrain.runtime.watch import start_watch
+
+if TYPE_CHECKING:
+    from slurmtrain.runtime.world import World
+
+
+def run_submitted(run_dir: RunDir) -> NoReturn:
+    """A rank of a run that has a run directory; its only argument."""
+
+    def find() -> tuple[Config, Callable[[], RunDir]]:
+        return load_frozen(run_dir.config_file), lambda: run_dir
+
+    _run(find, place.given_place(run_dir), strict=True)
+
+
+def run_by_hand(config: Config, create_run_dir: Callable[[], RunDir], *, strict: bool) -> NoReturn:
+    """A rank that srun, torchrun or a person started with overrides.
+
+    Args:
+        create_run_dir: called by rank 0 alone.
+        strict: nodes and tasks were given explicitly, so what runs has to match them.
+    """
+    _run(lambda: (config, create_run_dir), None, strict=strict)
+
+
+def _run(find: Callable[[], tuple[Config, Callable[[], RunDir]]], given: Place | None, *, strict: bool) -> NoReturn:
+    stop = signals.arm()
+    environment: Environment | None = None
+    where = given
+    try:
+        environment = Environment.detect()
+        config, find_or_create = find()
+        if strict:
+            check_world_size(environment, nodes=config.cluster.nodes, tasks_per_node=config.cluster.tasks_per_node)
+        if config.job.kind == "command":
+            from slurmtrain.runtime.command import run_command
+
+            if given is None:
+                given = place.agree_on_place(environment, find_or_create, lambda text: text or "", None)
+            leave(run_command(config, environment, given, stop))
+        if given is not None and environment.rank == 0:
+            _begin(given, environment, config, stop)
+        world, where = _join(config, environment, given, find_or_create, stop)
+        if given is None and environment.rank == 0:
+            _begin(where, environment, config, stop)
+        code = _train(config, world, where, stop)
+        if not where.supervised and environment.rank == 0:
+            _report(settle(where.run_dir, where.number, code, _never_requeue(config), None).sentence, where)
+        leave(code)
+    except _stop_during_start():
+        leave(EXIT_REQUEUE)
+    except SlurmtrainError as error:
+        print(f"slurmtrain: error: {error}", file=sys.stderr, flush=True)
+        _fail(where, environment, error.exit_code, error.message)
+    except BaseException as error:
+        traceback.print_exc()
+        sentence = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+        _fail(where, environment, 1, sentence, because_of_peer=_lost_a_peer(error))
+
+
+def _begin(where: Place, environment: Environment, config: Config, stop: signals.StopSignals) -> None:
+    """Rank 0 opens the attempt's record and starts to watch the clock and SLURM."""
+    place.open_attempt(where, environment)
+    client = SlurmClient() if environment.source == "slurm" else None
+    start_watch(stop, where.attempt_dir, client, signal_lead_s=config.cluster.signal_lead_s)
+
+
+def _join(
+    config: Config,
+    environment: Environment,
+    given: Place | None,
+    find_or_create: Callable[[], RunDir],
+    stop: signals.StopSignals,
+) -> tuple[World, Place]:
+    """Meet the other ranks and learn where this attempt leaves its traces."""
+    from slurmtrain.runtime.world import join
+
+    meeting = None
+    if given is None and environment.source == "slurm" and environment.world_size > 1:
+        meeting = place.meeting_directory(environment, Path(config.job.runs_dir))
+    world = join(config.cluster, config.train.device, environment, given.attempt_dir if given else meeting, stop)
+    if given is not None:
+        return world, given
+    return world, place.agree_on_place(environment, find_or_create, world.tell, meeting)
+
+
+def _train(config: Config, world: World, where: Place, stop: signals.StopSignals) -> int:
+    """Train, and say what rank 0 has to say. Returns the exit code of this rank."""
+    from slurmtrain.runtime.agreement import StopAgreement
+    from slurmtrain.runtime.training_job import build_trainer
+
+    started = time.time()
+    trainer = build_trainer(config, world, where, StopAgreement(stop, world.control))
+    built = time.time()
+    outcome = trainer.fit()
+    if world.environment.rank == 0:
+        said = "finished" if outcome.finished else "stopped"
+        place.update_attempt(where, said=said, last_step=outcome.step)
+        where.run_dir.event(
+            f"training {said}",
+            attempt=where.number,
+            step=outcome.step,
+            save_s=outcome.saved.seconds if outcome.saved else None,
+            build_s=built - started,
+        )
+        if not outcome.finished:
+            first = stop.first
+            print(f"slurmtrain: told to stop ({first.cause if first else '?'}): saved after step {outcome.step}", flush=True)
+    world.leave_together()
+    return 0 if outcome.finished else EXIT_REQUEUE
+
+
+def _never_requeue(config: Config) -> Config:
+    """Ranks started by hand have no batch script that could start them again."""
+    import dataclasses
+
+    return dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode="off"))
+
+
+def _report(sentence: str, where: Place) -> None:
+    print(f"slurmtrain: {sentence}. Run {where.run_dir.id} in {where.run_dir.path}", flush=True)
+
+
+def _fail(
+    where: Place | None, environment: Environment | None, code: int, sentence: str, *, because_of_peer: bool = False
+) -> NoReturn:
+    """Leave a record and go. No collectives: the other ranks may be gone, or wait for something else."""
+    if where is not None:
+        rank = environment.rank if environment else int(os.environ.get("SLURM_PROCID", os.environ.get("RANK", "0")))
+        try:
+            attempts.record_failure(
+                where.attempt_dir, rank, exit_code=code, sentence=sentence, because_of_peer=because_of_peer
+            )
+            if not where.supervised and rank == 0:
+                settle(where.run_dir, where.number, code, _never_requeue(load_frozen(where.run_dir.config_file)), None)
+        except OSError as error:
+            print(f"slurmtrain: cannot record the failure: {error}", file=sys.stderr)
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now: no exit handlers that could hang, no child left behind, no signal that changes the code."""
+    signals.ignore_stop_signals()
+    for child in multiprocessing.active_children():
+        child.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _stop_during_start() -> tuple[type[BaseException], ...]:
+    """The exception class, if its module was ever loaded: naming it here would import torch before the signals are armed."""
+    module = sys.modules.get("slurmtrain.runtime.rendezvous")
+    return (module.StopDuringStart,) if module is not None else ()
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    """True for the errors that gloo and NCCL raise when another rank has gone: somebody else's failure came first."""
+    return isinstance(error, RuntimeError) and any(
+        words in str(error) for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+    )

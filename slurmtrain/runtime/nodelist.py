@@ -1,0 +1,77 @@
+"""SLURM's node lists: `rack[1-2]-node[01-04],gpu7` -> host names. Containers often have no `scontrol` to ask."""
+
+from __future__ import annotations
+
+from slurmtrain.errors import EnvironmentMismatch
+
+
+def expand_nodelist(text: str) -> list[str]:
+    """All host names of a node list, in its order; zero padding is kept, several brackets multiply left to right.
+
+    Raises:
+        EnvironmentMismatch: brackets that do not close, or a range that is none.
+    """
+    hosts: list[str] = []
+    for group in _split(text, text):
+        names = [""]
+        rest = group
+        while rest:
+            head, bracket, tail = rest.partition("[")
+            names = [name + head for name in names]
+            if not bracket:
+                break
+            inside, closing, rest = tail.partition("]")
+            if not closing:
+                raise _unreadable(text)
+            names = [name + item for name in names for item in _expand_range(inside, text)]
+        hosts.extend(names)
+    return hosts
+
+
+def _split(text: str, whole: str) -> list[str]:
+    """Split at the commas outside of brackets."""
+    groups, depth, start = [], 0, 0
+    for position, character in enumerate(text):
+        depth += {"[": 1, "]": -1}.get(character, 0)
+        if depth not in (0, 1):
+            raise _unreadable(whole)
+        if character == "," and depth == 0:
+            groups.append(text[start:position])
+            start = position + 1
+    groups.append(text[start:])
+    if depth or not all(group.strip() for group in groups):
+        raise _unreadable(whole)
+    return [group.strip() for group in groups]
+
+
+def _expand_range(inside: str, whole: str) -> list[str]:
+    items: list[str] = []
+    for part in inside.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdigit() or (dash and (not last.isdigit() or int(last) < int(first))):
+            raise _unreadable(whole)
+        if dash:
+            items += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+        else:
+            items.append(first)
+    return items
+
+
+def expand_counts(text: str) -> list[int]:
+    """SLURM_TASKS_PER_NODE and the like: `2(x3),1` -> [2, 2, 2, 1].
+
+    Raises:
+        EnvironmentMismatch: not of that form.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        count, _, repeat = part.partition("(x")
+        try:
+            counts += [int(count)] * (int(repeat.rstrip(")")) if repeat else 1)
+        except ValueError:
+            raise EnvironmentMismatch(f"cannot read the task counts {text!r}", hint="expected e.g. 2(x3),1") from None
+    return counts
+
+
+def _unreadable(text: str) -> EnvironmentMismatch:
+    return EnvironmentMismatch(f"cannot read the node list {text!r}", hint="expected e.g. node[01-04,7],gpu3")

@@ -1,0 +1,100 @@
+"""The place where this attempt leaves its traces: which run, which attempt, and who keeps its record.
+
+A job that was submitted is told both by its batch script. Ranks that somebody started by hand (srun, torchrun, plain
+python) have to find out together: they meet first, rank 0 makes the run directory or claims the next attempt, and tells.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmtrain.rundir import ATTEMPT_VARIABLE, RunDir
+from slurmtrain.runtime import attempts
+from slurmtrain.runtime.attempts import Attempt
+from slurmtrain.runtime.environment import Environment
+from slurmtrain.runtime.settle import own_job_id
+
+
+@dataclass(frozen=True)
+class Place:
+    """Attributes:
+    supervised: somebody (the batch script, cluster=local) settles the attempt after the ranks have left; else rank 0 does.
+    """
+
+    run_dir: RunDir
+    number: int
+    supervised: bool
+
+    @property
+    def attempt_dir(self) -> Path:
+        return self.run_dir.attempt(self.number)
+
+    def incarnation_label(self, environment: Environment) -> str:
+        job = f"job {environment.job_id}" if environment.job_id else f"pid {os.getpid()} on {socket.gethostname()}"
+        return f"attempt {self.number}, {job}, restart {environment.restart_count}"
+
+
+def given_place(run_dir: RunDir) -> Place | None:
+    """The place that the batch script or cluster=local has named, or None for ranks started by hand."""
+    number = os.environ.get(ATTEMPT_VARIABLE)
+    return Place(run_dir, int(number), supervised=True) if number else None
+
+
+def meeting_directory(environment: Environment, runs_dir: Path) -> Path:
+    """Where ranks that were started by hand under SLURM publish rank 0's address: one folder a step and restart."""
+    path = runs_dir / ".meetings" / f"{environment.job_id}.{environment.step_id}.{environment.restart_count}"
+    path.mkdir(parents=True, mode=0o700, exist_ok=True)
+    return path
+
+
+def agree_on_place(
+    environment: Environment, find_or_create: Callable[[], RunDir], tell: Callable[[str | None], str], meeting: Path | None
+) -> Place:
+    """Let rank 0 find or create the run directory and claim an attempt, and tell the others.
+
+    Args:
+        tell: broadcasts rank 0's text to all; called with None on the others.
+        meeting: removed afterwards.
+    """
+    text = None
+    if environment.rank == 0:
+        run_dir = find_or_create()
+        text = json.dumps([str(run_dir.path), run_dir.new_attempt()])
+    path, number = json.loads(tell(text))
+    if environment.rank == 0 and meeting is not None:
+        shutil.rmtree(meeting, ignore_errors=True)
+    return Place(RunDir(Path(path)), number, supervised=False)
+
+
+def open_attempt(place: Place, environment: Environment) -> None:
+    """Rank 0 begins the record of this attempt, and closes those that ended without a word."""
+    attempts.close_abandoned(place.run_dir, place.number)
+    attempt = Attempt(
+        number=place.number,
+        job_id=own_job_id() if environment.source == "slurm" else None,
+        restart_count=environment.restart_count,
+        nodes=list(environment.nodes),
+        world_size=environment.world_size,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        started=time.time(),
+    )
+    attempts.write_attempt(place.run_dir, attempt)
+    place.run_dir.event(
+        "attempt started", attempt=place.number, job_id=attempt.job_id, nodes=attempt.nodes, world_size=attempt.world_size
+    )
+
+
+def update_attempt(place: Place, **changes: object) -> None:
+    """Change fields of this attempt's record; rank 0 only, one writer at a time."""
+    attempt = attempts.read_attempt(place.run_dir, place.number)
+    for name, value in changes.items():
+        setattr(attempt, name, value)
+    attempts.write_attempt(place.run_dir, attempt)

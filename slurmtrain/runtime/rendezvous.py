@@ -1,0 +1,156 @@
+"""How ranks find each other: rank 0 binds a port that is free, publishes where it is, the others read and connect.
+
+A port computed from the job id collides when two steps share a node and lies in the range from which the kernel hands
+out ports; a host name taken from the node list need not resolve. A published address has neither problem. The file
+lies in the attempt's directory, so no rank of an older incarnation can be met by mistake; a token proves it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from slurmtrain.errors import RendezvousError
+from slurmtrain.rundir import read_json, write_json
+from slurmtrain.runtime.addresses import interface_towards, machine, own_addresses
+from slurmtrain.runtime.environment import Environment
+
+POLL_S = 0.02  # how often a waiting rank looks up; neither a shared file system nor the store has an event to await
+GRACE_S = 10  # ranks leave after rank 0 did, so that they can repeat what it says
+MISSING_HINT = "their logs say why; cluster.rendezvous_timeout_s is the limit"
+
+
+class StopDuringStart(Exception):
+    """A stop was requested while the ranks were still looking for each other."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The store through which all ranks of this attempt can talk.
+
+    Attributes:
+        store: keys of this attempt only.
+        interface: the network interface that reaches the other ranks, or None when it could not be told.
+    """
+
+    store: dist.Store
+    interface: str | None
+
+
+def meet(
+    environment: Environment, directory: Path, *, timeout_s: float, stop_requested: Callable[[], bool], interface: str = "auto"
+) -> Meeting:
+    """Bring all ranks together.
+
+    Args:
+        directory: shared by all ranks and used by this attempt alone.
+        timeout_s: how long to wait for the last rank.
+        stop_requested: polled while waiting.
+        interface: a name that rank 0 should be reached by, or "auto".
+
+    Raises:
+        RendezvousError: somebody is missing: the message says which ranks on which nodes.
+        StopDuringStart: told to stop before everybody was there.
+    """
+    deadline = time.monotonic() + timeout_s
+    if environment.source == "torchrun":
+        store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+        # torchrun restarts workers against the same store; without a prefix they would read the keys of the last ones.
+        store = dist.PrefixStore(f"restart-{environment.restart_count}", store)
+        via = os.environ.get("MASTER_ADDR", "")
+    elif environment.rank == 0:
+        store, via = _publish(environment, directory, interface, timeout_s), ""
+    else:
+        store, via = _connect(environment, directory, deadline, timeout_s, stop_requested)
+    reached = _gather_presence(store, environment, via, deadline, timeout_s, stop_requested)
+    return Meeting(dist.PrefixStore("ranks", store), interface_towards(reached if environment.rank == 0 else via, environment))
+
+
+def _publish(environment: Environment, directory: Path, interface: str, timeout_s: float) -> dist.Store:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+    token = secrets.token_hex(8)
+    store.set("token", token)
+    address = {"hosts": own_addresses(environment, interface), "port": store.port, "machine": machine(), "token": token}
+    write_json(directory / "rendezvous.json", address)
+    return store
+
+
+def _connect(
+    environment: Environment, directory: Path, deadline: float, timeout_s: float, stop_requested: Callable[[], bool]
+) -> tuple[dist.Store, str]:
+    published = directory / "rendezvous.json"
+    failures: dict[str, str] = {}
+    while True:
+        # Listing the directory makes NFS ask its server; opening a name it remembers as missing does not.
+        address = read_json(published) if published.name in os.listdir(directory) else None
+        if address is not None:
+            hosts = ["127.0.0.1"] if address["machine"] == machine() else address["hosts"]
+            for host in hosts:
+                try:
+                    socket.create_connection((host, address["port"]), timeout=5).close()
+                    store = dist.TCPStore(host, address["port"], None, False, timedelta(seconds=timeout_s))
+                    if store.check(["token"]) and store.get("token").decode() == address["token"]:
+                        return store, host
+                    failures[host] = "somebody else answers there"
+                except (OSError, dist.DistError) as error:
+                    failures[host] = str(error).splitlines()[0]
+        if stop_requested():
+            raise StopDuringStart
+        if time.monotonic() > deadline:
+            tried = "; ".join(f"{host}: {why}" for host, why in failures.items())
+            where = f"rank 0, expected on node {environment.expected_node(0)},"
+            raise RendezvousError(
+                f"rank {environment.rank} on {environment.node}: {where} "
+                + (f"cannot be reached ({tried})" if failures else f"did not publish its address within {timeout_s:.0f} s"),
+                hint="see rank 0's log; cluster.network_interface names the network to use" if failures else "see rank 0's log",
+            )
+        time.sleep(POLL_S)
+
+
+def _gather_presence(
+    store: dist.Store, environment: Environment, via: str, deadline: float, timeout_s: float, stop_requested: Callable[[], bool]
+) -> str:
+    """Wait until every rank is there. Returns, on rank 0, the address by which a rank of another node reached it."""
+    store.set(f"here/{environment.rank}", json.dumps({"node": environment.node, "via": via}))
+    ranks = range(environment.world_size)
+    while True:
+        # Only rank 0 looks at every rank; the others wait for its word, or its complaint.
+        if environment.rank == 0:
+            missing = [] if store.check([f"here/{r}" for r in ranks]) else [r for r in ranks if not store.check([f"here/{r}"])]
+            if not missing:
+                store.set("everybody", "")
+                break
+            if time.monotonic() > deadline:
+                message = _who_is_missing(missing, environment, timeout_s)
+                store.set("everybody", message)
+                raise RendezvousError(message, hint=MISSING_HINT)
+        elif store.check(["everybody"]):
+            message = store.get("everybody").decode()
+            if message:
+                raise RendezvousError(message, hint=MISSING_HINT)
+            break
+        elif time.monotonic() > deadline + GRACE_S:
+            raise RendezvousError(f"rank 0 on {environment.expected_node(0)} fell silent after it had been reached", hint=MISSING_HINT)
+        if stop_requested():
+            raise StopDuringStart
+        # store.wait would be the event, but cannot be interrupted by a stop and writes a warning at every timeout.
+        time.sleep(POLL_S)
+    if environment.rank != 0:
+        return ""
+    others = [json.loads(store.get(f"here/{rank}")) for rank in ranks if environment.expected_node(rank) != environment.node]
+    return next((other["via"] for other in others if other["via"]), "")
+
+
+def _who_is_missing(missing: list[int], environment: Environment, timeout_s: float) -> str:
+    shown = ", ".join(f"{rank} (on {environment.expected_node(rank)})" for rank in missing[:8])
+    more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+    return f"{len(missing)} of {environment.world_size} ranks did not arrive within {timeout_s:.0f} s: rank {shown}{more}"

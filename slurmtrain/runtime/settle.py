@@ -1,0 +1,71 @@
+"""What happens after the last rank has left: gather the evidence, judge, complete the record, print the verdict.
+
+Called by the batch script, outside of srun and of any container. It imports no torch and answers in a blink: in a
+preemption the grace time is still running.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+
+from slurmtrain.config.schema import Config
+from slurmtrain.rundir import RunDir
+from slurmtrain.runtime import attempts
+from slurmtrain.runtime.attempts import Attempt
+from slurmtrain.runtime.judge import Evidence, Judgement, Policy, judge
+from slurmtrain.runtime.slurm import JobFacts, SlurmClient
+
+
+def settle(run_dir: RunDir, number: int, exit_code: int, config: Config, client: SlurmClient | None) -> Judgement:
+    """Judge attempt `number` and complete its record.
+
+    Args:
+        exit_code: of srun, or the highest of the local ranks.
+        client: None outside of SLURM.
+    """
+    attempt = attempts.read_attempt(run_dir, number)
+    facts = client.job(attempt.job_id or own_job_id() or "") if client is not None else None
+    attempt.committed_step = attempts.newest_checkpoint_step(run_dir)
+    if attempt.last_step is None:
+        attempt.last_step = max(attempts.last_logged_step(run_dir) or 0, attempt.committed_step or 0) or attempt.first_step
+    judgement = judge(_evidence(run_dir, attempt, exit_code, facts), policy(config))
+    attempt.ended, attempt.exit_code = time.time(), exit_code
+    attempt.reason, attempt.verdict, attempt.sentence = judgement.reason, judgement.verdict, judgement.sentence
+    attempts.write_attempt(run_dir, attempt)
+    run_dir.request_file.unlink(missing_ok=True)  # it was for this attempt
+    run_dir.event("attempt ended", attempt=number, reason=judgement.reason, verdict=judgement.verdict, sentence=judgement.sentence)
+    return judgement
+
+
+def policy(config: Config) -> Policy:
+    return Policy(
+        requeue=config.requeue.mode == "requeue",
+        max_attempts_without_progress=config.requeue.max_attempts_without_progress,
+        signal_lead_s=config.cluster.signal_lead_s,
+    )
+
+
+def own_job_id() -> str | None:
+    """The id by which SLURM knows this very job or array task."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
+
+
+def _evidence(run_dir: RunDir, attempt: Attempt, exit_code: int, facts: JobFacts | None) -> Evidence:
+    directory = run_dir.attempt(attempt.number)
+    return Evidence(
+        exit_code=exit_code,
+        said=attempt.said,
+        cause=attempt.cause,
+        seconds_left=attempt.seconds_left,
+        failure=attempts.first_failure(directory),
+        killed=attempts.killed_tasks(directory),
+        request=attempts.request_for(run_dir, attempt),
+        facts=facts,
+        restart_count=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        progressed=attempt.progressed,
+        stalled_before=attempts.stalled_before(attempts.all_attempts(run_dir), attempt.number),
+    )
+

@@ -1,0 +1,173 @@
+"""A typed client for the few SLURM commands this package uses. Everything that runs `scontrol` and its kin is here.
+
+Parsing is pure and tested with plain text; running takes the command runner as an argument. It lives on this floor,
+not among the launchers, because the job itself asks SLURM, too: why was I told to stop, when does my time end.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from slurmtrain.errors import ClusterError
+
+Runner = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProcess[str]"]
+
+# scontrol called from inside a job gets the job's own TERM while it works, and may die of it although the controller
+# has done what was asked. Dispositions that are "ignored" survive exec.
+SHIELD = ("bash", "-c", 'trap "" TERM USR2; exec "$@"', "shielded")
+INSTALL_HINT = "is this a login node? For a throwaway SLURM here: apt-get install slurm-wlm munge, then: sandbox up"
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """What `scontrol show job` says of one job. Times are unix seconds, or None."""
+
+    state: str
+    reason: str = ""
+    restarts: int = 0
+    start_time: float | None = None
+    end_time: float | None = None
+    eligible_time: float | None = None
+    preempt_time: float | None = None
+    nodes: str = ""
+
+    @property
+    def preempted(self) -> bool:
+        """SLURM has told this incarnation that it is being preempted."""
+        return self.preempt_time is not None and (self.start_time is None or self.preempt_time >= self.start_time)
+
+
+def run_command(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """The runner that really runs something. 60 s: a controller that is slower is as good as not there."""
+    return subprocess.run(command, env=dict(environment), capture_output=True, text=True, timeout=60, check=False)
+
+
+class SlurmClient:
+    """SLURM as seen from here.
+
+    Args:
+        slurm_conf: path of a slurm.conf other than the machine's own.
+        run: the command runner.
+    """
+
+    def __init__(self, slurm_conf: str | None = None, run: Runner = run_command):
+        self._environment = clean_environment(os.environ)
+        if slurm_conf:
+            self._environment["SLURM_CONF"] = slurm_conf
+        self._run = run
+
+    @property
+    def available(self) -> bool:
+        return shutil.which("scontrol", path=self._environment.get("PATH")) is not None
+
+    def job(self, job_id: str) -> JobFacts | None:
+        """Facts of one job, or None when SLURM does not know it (any more) or cannot be asked."""
+        if not self.available:
+            return None
+        try:
+            answer = self._run([*SHIELD, "scontrol", "show", "job", "-o", job_id], self._environment)
+        except subprocess.TimeoutExpired:
+            return None
+        return parse_show_job(answer.stdout) if answer.returncode == 0 else None
+
+    def queue(self, job_ids: Iterable[str]) -> dict[str, tuple[str, str]]:
+        """State and reason of those jobs that are still in the queue, by id, with one squeue call for all.
+
+        Raises:
+            ClusterError: squeue is missing, or the controller does not answer.
+        """
+        ids = sorted(set(job_ids))
+        if not ids:
+            return {}
+        # All of the user's jobs: a list with one unknown id makes squeue refuse the whole list.
+        answer = self._call(["squeue", "--noheader", "--me", "--array", "--format=%A|%F_%K|%T|%r", "--states=all"])
+        found: dict[str, tuple[str, str]] = {}
+        for line in answer.splitlines():
+            raw, element, state, reason = (line.strip().split("|", 3) + ["", "", ""])[:4]
+            for job_id in (raw, element):
+                if job_id in ids:
+                    found[job_id] = (state, reason)
+        return found
+
+    def cancel(self, job_id: str) -> None:
+        self._call(["scancel", job_id])
+
+    def signal(self, job_id: str, name: str) -> None:
+        """Send a signal to every rank of the job's steps."""
+        self._call(["scancel", f"--signal={name}", job_id])
+
+    def requeue(self, job_id: str) -> None:
+        self._call(["scontrol", "requeue", job_id])
+
+    def release(self, job_id: str) -> None:
+        self._call(["scontrol", "release", job_id])
+
+    def start_now(self, job_id: str) -> None:
+        """Ask a pending job to start at once. SLURM holds a requeued one for about 121 s otherwise."""
+        self._call(["scontrol", "update", f"JobId={job_id}", "StartTime=now"])
+
+    def _call(self, command: Sequence[str]) -> str:
+        if shutil.which(command[0], path=self._environment.get("PATH")) is None:
+            raise ClusterError(f"there is no `{command[0]}` on this machine", hint=INSTALL_HINT)
+        try:
+            answer = self._run(command, self._environment)
+        except subprocess.TimeoutExpired:
+            raise ClusterError(f"SLURM's controller did not answer `{command[0]}` within 60 s", hint="try again later") from None
+        if answer.returncode != 0:
+            words = (answer.stderr or answer.stdout).strip().splitlines()
+            raise ClusterError(f"`{' '.join(command)}` failed: {words[-1] if words else f'exit code {answer.returncode}'}")
+        return answer.stdout
+
+
+def parse_show_job(text: str) -> JobFacts | None:
+    """Read the first line of `scontrol show job -o`.
+
+    Fields are NAME=VALUE with spaces in between, and values with spaces cannot be told from the next field. The ones
+    used here have none; names and comments, which may, are not used.
+    """
+    fields: dict[str, str] = {}
+    for word in text.partition("\n")[0].split():
+        name, equals, value = word.partition("=")
+        if equals:
+            fields.setdefault(name, value)
+    if "JobState" not in fields:
+        return None
+    return JobFacts(
+        state=fields["JobState"],
+        reason=fields.get("Reason", ""),
+        restarts=int(fields.get("Restarts", "0")),
+        start_time=parse_time(fields.get("StartTime", "")),
+        end_time=parse_time(fields.get("EndTime", "")),
+        eligible_time=parse_time(fields.get("EligibleTime", "")),
+        preempt_time=parse_time(fields.get("PreemptTime", "")),
+        nodes=fields.get("NodeList", ""),
+    )
+
+
+def parse_time(text: str) -> float | None:
+    """SLURM's local time stamps; "Unknown", "None" and "N/A" are None."""
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None
+
+
+def clean_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what belongs to the job we may be inside of. SLURM_CONF says which cluster: it stays.
+
+    A leftover SLURM_CPU_BIND or SLURM_MEM_PER_NODE would silently change the job that is submitted.
+    """
+    return {name: value for name, value in variables.items() if not belongs_to_a_job(name)}
+
+
+def belongs_to_a_job(name: str) -> bool:
+    """True for variables of the surrounding job, which a job submitted from inside it must not inherit."""
+    return name.startswith(("SLURM_", "SUBMITIT_", "SLURMTRAIN_", "PMI_", "PMIX_", "SRUN_")) and name not in (
+        "SLURM_CONF",
+        "SLURMTRAIN_RUNS",
+    )

@@ -1,0 +1,41 @@
+"""AdamW and its learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from slurmtrain.config.schema import OptimConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
+    """AdamW (Loshchilov & Hutter 2019) with decay on matrices only, fused into one kernel.
+
+    Norm gains and biases are one-dimensional and are not decayed.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    betas = (config.betas[0], config.betas[1])
+    return AdamW([group for group in groups if group["params"]], lr=config.lr, betas=betas, eps=config.eps, fused=True)
+
+
+def learning_rate(step: int, *, total_steps: int, config: OptimConfig) -> float:
+    """The rate of step `step` (from 0): linear warm-up, then half a cosine down to lr * min_lr_ratio.
+
+    A function of the step alone, so that there is no state to save (cosine: Loshchilov & Hutter 2017, SGDR, eq. 5).
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    low = config.lr * config.min_lr_ratio
+    return low + (config.lr - low) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate

@@ -1,0 +1,282 @@
+"""The training loop: steps until done or told to stop.
+
+Knows no SLURM. Whether to stop is asked of a `StopCheck`; where a checkpoint goes is the checkpointer's business; what a
+person sees goes through the reporter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slurmtrain.checkpoint import Checkpointer, Restored, Saved
+from slurmtrain.config.schema import CheckpointConfig, OptimConfig, TrainConfig
+from slurmtrain.data import IGNORED_TARGET
+from slurmtrain.data.loader import Batch, BatchLoader, MapDataset, eval_batches, fetch
+from slurmtrain.observe import Reporter, Throughput
+from slurmtrain.parallel.ddp import no_sync, settle_buckets
+from slurmtrain.training.optim import build_optimizer, learning_rate, set_learning_rate
+
+
+
+
+class StopCheck(Protocol):
+    """How all ranks learn in the same step that one of them was told to stop."""
+
+    def begin(self) -> None:
+        """Start to ask; returns at once."""
+
+    def finish(self) -> bool:
+        """The answer, the same on all ranks: stop after this step?"""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this rank stands, as far as training needs to know.
+
+    Attributes:
+        device: where the model lives.
+        counts: a gloo group for small sums on the CPU, or None for a single rank.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    counts: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How `fit` ended.
+
+    Attributes:
+        finished: all steps are done; else it was told to stop and has saved.
+        step: steps done over all attempts.
+        first_step: where this attempt began.
+        saved: the checkpoint written last, if any.
+        valid_loss: nats per token of the last evaluation of this attempt.
+    """
+
+    finished: bool
+    step: int
+    first_step: int
+    saved: Saved | None
+    valid_loss: float | None
+
+
+@dataclass
+class Counters:
+    """The part of the state that is the trainer's own."""
+
+    step: int = 0
+    evaluated_at: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "evaluated_at": self.evaluated_at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step, self.evaluated_at = state["step"], state["evaluated_at"]
+
+
+class Trainer:
+    """One model, one data source, one optimiser, from the newest checkpoint to the last step.
+
+    Args:
+        model: already on its device and laid over the ranks; called with tokens [B, S], gives logits [B, S, V].
+        loader: this rank's micro batches.
+        valid: the held-out samples, or None.
+        checkpointer: None: nothing is saved (benchmarks).
+        stop: asked once a step.
+        make_reporter: called with the step that the attempt starts from.
+        on_save: told of every committed checkpoint.
+    """
+
+    def __init__(
+        self,
+        *,
+        train: TrainConfig,
+        optim: OptimConfig,
+        checkpoint: CheckpointConfig,
+        model: nn.Module,
+        loader: BatchLoader,
+        valid: MapDataset | None,
+        ranks: Ranks,
+        checkpointer: Checkpointer | None,
+        stop: StopCheck,
+        make_reporter: Callable[[int], Reporter],
+        on_restore: Callable[[Restored | None], None] = lambda restored: None,
+        on_save: Callable[[Saved], None] = lambda saved: None,
+    ):
+        self._train, self._optim, self._checkpoint = train, optim, checkpoint
+        self._model, self._loader, self._valid = model, loader, valid
+        self._ranks, self._checkpointer, self._stop = ranks, checkpointer, stop
+        self._make_reporter, self._on_restore, self._on_save = make_reporter, on_restore, on_save
+        self._optimizer = build_optimizer(model, optim)
+        self._counters = Counters()
+        self._saved: Saved | None = None
+        self._valid_loss: float | None = None
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def fit(self) -> Outcome:
+        """Restore, then step until done or told to stop; save on the way and at the end."""
+        settle_buckets(self._model, self._any_backward)
+        self._restore()
+        first_step = self._counters.step
+        self._reporter = self._make_reporter(first_step)
+        self._throughput = Throughput()
+        try:
+            # An evaluation that a stop cut short is made up for before anything else.
+            stopping = self._check_stop_now() or (self._evaluation_due() and self._evaluate())
+            while not stopping and self._counters.step < self._train.steps:
+                stopping = self._train_step() and self._counters.step < self._train.steps
+                if not stopping and self._evaluation_due():
+                    stopping = self._evaluate()
+                if not stopping and self._save_due():
+                    self._save()
+                    stopping = self._check_stop_now()
+            finished = not stopping and self._counters.step >= self._train.steps
+            if self._counters.step > first_step or finished:
+                self._save()
+            return Outcome(finished, self._counters.step, first_step, self._saved, self._valid_loss)
+        finally:
+            self._reporter.close()
+            self._loader.close()
+
+    def _train_step(self) -> bool:
+        """One optimiser step over the global batch. True: some rank was told to stop."""
+        micro_batches = next(self._loader)
+        tokens = self._global_tokens(micro_batches)
+        rate = learning_rate(self._counters.step, total_steps=self._train.steps, config=self._optim)
+        set_learning_rate(self._optimizer, rate)
+
+        loss_sum = torch.zeros((), device=self._ranks.device)
+        for index, batch in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            if last:
+                loss_sum += self._backward(batch, tokens)
+            else:
+                with no_sync(self._model):
+                    loss_sum += self._backward(batch, tokens)
+
+        # Asked as late as possible, so that a signal in the middle of a step still stops after it, and answered while
+        # the optimiser works.
+        self._stop.begin()
+        limit = self._optim.grad_clip or float("inf")
+        norm = nn.utils.clip_grad_norm_(self._parameters, limit)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        stopping = self._stop.finish()
+
+        self._counters.step += 1
+        self._throughput.step(tokens)
+        if self._counters.step % self._train.log_every == 0 or self._counters.step == self._train.steps or stopping:
+            (total,) = self._sum_over_ranks(loss_sum.double().cpu())
+            self._reporter.log(
+                self._counters.step,
+                loss=total.item() / tokens,
+                grad_norm=float(norm),
+                lr=rate,
+                tokens_per_s=self._throughput.tokens_per_s,
+                step_time_s=self._throughput.step_time_s,
+            )
+        return stopping
+
+    def _backward(self, batch: Batch, tokens: int) -> Tensor:
+        """Forward and backward of one micro batch; returns the detached sum of its losses, in nats."""
+        loss_sum = self._loss_sum(batch)
+        # DDP averages over ranks; the mean wanted is over all tokens of the global batch.
+        (loss_sum * (self._ranks.world_size / tokens)).backward()
+        return loss_sum.detach()
+
+    def _loss_sum(self, batch: Batch) -> Tensor:
+        device = self._ranks.device
+        inputs, targets = batch["inputs"].to(device, non_blocking=True), batch["targets"].to(device, non_blocking=True)
+        logits = self._model(inputs)
+        return F.cross_entropy(
+            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
+        )
+
+    def _global_tokens(self, micro_batches: list[Batch]) -> int:
+        """Tokens that count in this step, over all ranks and micro batches."""
+        own = sum(int((batch["targets"] != IGNORED_TARGET).sum()) for batch in micro_batches)
+        (total,) = self._sum_over_ranks(torch.tensor(own, dtype=torch.float64))
+        return max(1, int(total.item()))
+
+    def _sum_over_ranks(self, *values: Tensor) -> list[Tensor]:
+        """Sum of each value over all ranks, exact for whole numbers below 2**53."""
+        packed = torch.stack([value.double() for value in values])
+        if self._ranks.counts is not None:
+            dist.all_reduce(packed, group=self._ranks.counts)
+        return list(packed)
+
+    def _any_backward(self) -> None:
+        batch_size = self._loader.micro_batch_size
+        batch = fetch(self._loader.dataset, np.zeros(batch_size, dtype=np.int64))
+        self._backward(batch, tokens=1)
+
+    def _evaluation_due(self) -> bool:
+        step, every = self._counters.step, self._train.eval_every
+        due = step == self._train.steps or (every > 0 and step % every == 0)
+        return self._valid is not None and due and step > self._counters.evaluated_at
+
+    def _evaluate(self) -> bool:
+        """Mean loss over every held-out token, each counted once. True: told to stop before it was done."""
+        assert self._valid is not None
+        batch_size = max(1, self._loader.micro_batch_size)
+        share = -(-len(self._valid) // self._ranks.world_size)
+        batches = eval_batches(self._valid, batch_size, self._ranks.rank, self._ranks.world_size)
+        loss_sum, tokens = torch.zeros((), dtype=torch.float64), 0
+        self._model.eval()
+        with torch.no_grad():
+            # The same number of rounds on all ranks, so that they can agree on stopping in each.
+            for _ in range(-(-share // batch_size)):
+                self._stop.begin()
+                batch = next(batches, None)
+                if batch is not None:
+                    loss_sum += self._loss_sum(batch).double().cpu()
+                    tokens += int((batch["targets"] != IGNORED_TARGET).sum())
+                if self._stop.finish():
+                    self._model.train()
+                    return True
+        self._model.train()
+        total, count = self._sum_over_ranks(loss_sum, torch.tensor(tokens))
+        self._valid_loss = total.item() / max(1, count.item())
+        self._counters.evaluated_at = self._counters.step
+        self._reporter.record(self._counters.step, valid_loss=self._valid_loss, valid_tokens=int(count.item()))
+        self._reporter.message(f"step {self._counters.step}: validation loss {self._valid_loss:.4f} nats per token")
+        self._throughput.start()
+        return False
+
+    def _check_stop_now(self) -> bool:
+        self._stop.begin()
+        return self._stop.finish()
+
+    def _save_due(self) -> bool:
+        every = self._checkpoint.every_steps
+        return every > 0 and self._counters.step % every == 0 and self._counters.step < self._train.steps
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "optimizer": self._optimizer,
+            "loader": self._loader,
+            "trainer": self._counters,
+        }
+
+    def _restore(self) -> None:
+        restored = self._checkpointer.restore(**self._state()) if self._checkpointer is not None else None
+        self._on_restore(restored)
+
+    def _save(self) -> None:
+        if self._checkpointer is None or self._checkpointer.last_step == self._counters.step:
+            return
+        self._saved = self._checkpointer.save(self._counters.step, **self._state())
+        self._on_save(self._saved)
+        self._throughput.start()

@@ -1,0 +1,232 @@
+"""What `python -m slurmtrain sandbox` promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from slurmtrain.cli import sandbox as cli
+from slurmtrain.errors import ClusterError, UsageError
+from slurmtrain.launch.sandbox import Sandbox, SandboxSpec, default_directory, find, up
+from slurmtrain.launch.sandbox.processes import Process, descendants
+
+if TYPE_CHECKING:
+    from conftest import Cluster
+
+SMALL = SandboxSpec(nodes=1, cpus=2, kill_wait_s=10)
+
+# Names the first signal that its task gets, and ends with the TERM after that.
+TELL_SIGNALS = """
+srun bash -c 'trap "echo got TERM; trap exit TERM" TERM; trap "echo got USR2" USR2; echo ready; while :; do sleep 0.1; done' &
+trap : TERM
+wait; wait; wait
+"""
+
+
+def everybody_in(sandbox: Sandbox) -> set[Process]:
+    """Supervisor, daemons, steps and tasks."""
+    supervisor = Process(**json.loads((sandbox.directory / "processes.json").read_text())["supervisor"])
+    return {supervisor} | descendants([supervisor])
+
+
+def test_a_step_runs_on_two_nodes(sandbox: Cluster) -> None:
+    done = sandbox.run(["srun", "-N2", "-n2", "printenv", "SLURMD_NODENAME"])
+    assert len(set(done.stdout.split())) == 2
+
+
+def test_each_job_sees_the_gpus_it_asked_for(sandbox: Cluster) -> None:
+    done = sandbox.run(["srun", "-N2", "-n2", "--gpus-per-node=2", "printenv", "CUDA_VISIBLE_DEVICES"])
+    assert done.stdout.split() == ["0,1", "0,1"]
+    one_each = sandbox.run(["srun", "-n4", "-N1", "--gpus-per-task=1", "printenv", "CUDA_VISIBLE_DEVICES"])
+    assert sorted(one_each.stdout.split()) == ["0", "1", "2", "3"]
+
+
+def test_a_request_that_no_node_can_serve_is_refused(sandbox: Cluster) -> None:
+    for request in ("--gpus-per-node=5", "--cpus-per-task=5", "--mem=5000"):
+        assert sandbox.run(["srun", request, "true"], check=False).returncode != 0
+
+
+def test_preemption_sends_term_and_requeues(sandbox: Cluster, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    job = sandbox.sbatch(
+        "-w", "n0", "-o", str(out), "--signal=USR2@60", "--open-mode=append", script=TELL_SIGNALS, cwd=tmp_path
+    )
+    sandbox.wait_for_text(out, "ready")
+    sandbox.submit_high(nodes=["n0"], seconds=1)
+    assert "got USR2" not in sandbox.wait_for_text(out, "got TERM")
+    sandbox.wait_for(job, lambda j: j["JobState"] == "RUNNING" and j["Restarts"] == "1", timeout_s=90)
+    sandbox.run(["scancel", job])
+
+
+def test_preemption_sends_the_jobs_own_signal_where_so_configured(user_signal_sandbox: Cluster, tmp_path: Path) -> None:
+    cluster, out = user_signal_sandbox, tmp_path / "out"
+    script = TELL_SIGNALS
+    job = cluster.sbatch(
+        "-w", "n0", "-o", str(out), "--signal=USR2@60", "--open-mode=append", script=script, cwd=tmp_path
+    )
+    cluster.wait_for_text(out, "ready")
+    cluster.submit_high(nodes=["n0"], seconds=1)
+    assert "got TERM" not in cluster.wait_for_text(out, "got USR2")
+    cluster.wait_for(job, lambda j: j["JobState"] == "RUNNING" and j["Restarts"] == "1", timeout_s=90)
+    cluster.run(["scancel", job])
+
+
+def test_a_job_whose_node_dies_starts_again_elsewhere(sandbox: Cluster, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    script = f"srun bash -c 'echo $SLURMD_NODENAME $$ >> {started}; sleep 100'"
+    job = sandbox.sbatch("--requeue", script=script, cwd=tmp_path)
+    node, pid = sandbox.wait_for_text(started, "\n").split()
+    task = Process.of(int(pid))
+    assert task and task.alive()
+    sandbox.kill_node(node)
+    try:
+        assert not task.alive(), "a node without power runs nothing"
+        after = sandbox.wait_for(job, lambda j: j["JobState"] == "RUNNING" and j["Restarts"] == "1", timeout_s=60)
+        assert after["NodeList"] != node
+    finally:
+        sandbox.start_node(node)
+        sandbox.run(["scancel", job])
+
+
+def test_a_node_that_is_cut_off_keeps_its_tasks(sandbox: Cluster, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    script = f"exec bash -c 'echo $SLURMD_NODENAME $$ >> {started}; sleep 100'"
+    job = sandbox.sbatch("--requeue", script=script, cwd=tmp_path)
+    node, pid = sandbox.wait_for_text(started, "\n").split()
+    task = Process.of(int(pid))
+    sandbox.kill_node(node, only_daemon=True)
+    try:
+        sandbox.wait_for(job, lambda j: j["Restarts"] == "1", timeout_s=60)
+        assert task and task.alive()
+    finally:
+        sandbox.kill_node(node)
+        assert task and not task.alive()
+        sandbox.start_node(node)
+        sandbox.run(["scancel", job])
+
+
+def test_a_node_that_runs_cannot_be_started(sandbox: Cluster) -> None:
+    with pytest.raises(ClusterError, match="n0 is running"):
+        sandbox.sandbox.start_node("n0")
+    with pytest.raises(ClusterError, match="no n9 here"):
+        sandbox.sandbox.kill_node("n9")
+
+
+def test_two_side_by_side_have_their_own_jobs(sandbox: Cluster, tmp_path: Path) -> None:
+    other = up(SMALL, default_directory(f"other-{os.getpid()}"))
+    try:
+        mine = sandbox.sbatch(script="sleep 60", cwd=tmp_path)
+        assert other.run(["srun", "printenv", "SLURMD_NODENAME"]).stdout == "n0\n"
+        assert "JobName=sbatch" not in other.run(["scontrol", "show", "job"]).stdout
+        assert other.slurm_conf != sandbox.sandbox.slurm_conf
+    finally:
+        other.down()
+    assert sandbox.wait_for(mine, {"RUNNING"})
+    sandbox.run(["scancel", mine])
+
+
+def test_down_leaves_no_process_and_no_directory(tmp_path: Path) -> None:
+    sandbox = up(SMALL, default_directory(f"down-{os.getpid()}"))
+    # Detached and deaf to TERM: what a badly behaved job leaves behind.
+    stubborn = "trap '' TERM; setsid sleep 1234 & sleep 1234"
+    sandbox.run(["sbatch", "-D", str(tmp_path), "-o", "/dev/null", "--wrap", f'bash -c "{stubborn}"'])
+    while not any(b"1234" in cmdline(p) for p in everybody_in(sandbox)):
+        pass
+    everybody = everybody_in(sandbox)
+    sandbox.down()
+    assert not [p for p in everybody if p.alive()]
+    assert not sandbox.directory.exists()
+    assert find(sandbox.directory) is None
+
+
+def cmdline(process: Process) -> bytes:
+    try:
+        return Path(f"/proc/{process.pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_down_works_after_the_supervisor_was_killed() -> None:
+    sandbox = up(SMALL, default_directory(f"orphan-{os.getpid()}"))
+    everybody = everybody_in(sandbox)
+    supervisor = min(everybody, key=lambda p: p.start)
+    os.kill(supervisor.pid, signal.SIGKILL)
+    with pytest.raises(ClusterError, match="already"):
+        up(SMALL, sandbox.directory)
+    found = find(sandbox.directory)
+    assert found == sandbox
+    found.down()
+    assert not [p for p in everybody if p.alive()]
+    assert not sandbox.directory.exists()
+
+
+def test_up_twice_with_one_name_is_an_error_that_says_what_to_do(sandbox: Cluster) -> None:
+    with pytest.raises(ClusterError, match="already") as caught:
+        up(SMALL, sandbox.directory)
+    assert "sandbox down" in str(caught.value.hint)
+    assert sandbox.sandbox.node_states().keys() == set(sandbox.nodes), "and the first one has not noticed"
+
+
+def test_without_slurm_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ClusterError) as caught:
+        cli.main(["up", "--name", "nothing"])
+    assert caught.value.exit_code == 1
+    assert caught.value.hint == "apt-get install slurm-wlm munge"
+    assert "\n" not in caught.value.message
+    assert not default_directory("nothing").exists()
+
+
+def test_a_daemon_that_fails_is_shown_with_its_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "slurmctld"
+    broken.write_text(
+        "#!/bin/sh\n[ $1 = -V ] && echo slurm-wlm 22.05.8 && exit\necho the disk is on fire >&2\nexit 3\n"
+    )
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    directory = default_directory(f"broken-{os.getpid()}")
+    with pytest.raises(ClusterError, match="slurmctld of the sandbox ended at once.*(?s:.*)the disk is on fire"):
+        up(SMALL, directory)
+    assert not directory.exists()
+
+
+def test_a_directory_that_is_not_ours_alone_is_refused(tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "thesis.tex").touch()
+    with pytest.raises(ClusterError, match="not empty"):
+        up(SMALL, full)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    with pytest.raises(ClusterError, match="not a directory of yours"):
+        up(SMALL, link)
+    with pytest.raises(ClusterError, match="too long a path"):
+        up(SMALL, tmp_path / ("x" * 100))
+    assert (full / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize("field", ["nodes", "cpus", "gpus"])
+def test_a_size_that_cannot_be_is_refused_by_name(field: str) -> None:
+    with pytest.raises(UsageError, match=f"{field}=-1"):
+        SandboxSpec(**{field: -1})
+
+
+def test_the_command_line_says_what_to_type_next(capsys: pytest.CaptureFixture[str]) -> None:
+    name = f"cli-{os.getpid()}"
+    try:
+        assert cli.main(["up", "--name", name, "--nodes", "1", "--cpus", "2"]) == 0
+        assert f'eval "$(python -m slurmtrain sandbox env --name {name})"' in capsys.readouterr().out
+        assert cli.main(["env", "--name", name]) == 0
+        assert capsys.readouterr().out == f"export SLURM_CONF={default_directory(name)}/slurm.conf\n"
+        assert cli.main(["status", "--name", name]) == 0
+        assert "n0 idle" in capsys.readouterr().out
+    finally:
+        assert cli.main(["down", "--name", name]) == 0
+    with pytest.raises(ClusterError, match="no sandbox runs"):
+        cli.main(["status", "--name", name])

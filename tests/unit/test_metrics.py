@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmtrain.observe import MetricsLog, TensorBoardLog, Throughput, read_metrics
+
+
+def write_steps(path: Path, first: int, last: int, resume_step: int) -> None:
+    log = MetricsLog(path, resume_step)
+    for step in range(first, last + 1):
+        log.write(step, loss=1 / step)
+    log.close()
+
+
+def test_an_interrupted_run_leaves_the_log_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    write_steps(tmp_path / "whole.jsonl", 1, 10, resume_step=0)
+    write_steps(tmp_path / "parts.jsonl", 1, 7, resume_step=0)  # checkpoint at step 5, died after step 7
+    write_steps(tmp_path / "parts.jsonl", 6, 10, resume_step=5)
+    assert (tmp_path / "parts.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert [record["step"] for record in read_metrics(tmp_path / "parts.jsonl")] == list(range(1, 11))
+
+
+def test_a_line_torn_by_a_kill_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 1, 3, resume_step=0)
+    whole = path.read_bytes()
+    for torn in (b'{"step": 4, "lo', b'{"step": 4, "loss": 0.25}', b"\x00\x00\x00"):
+        path.write_bytes(whole + torn)
+        assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
+        write_steps(path, 4, 4, resume_step=10)
+        assert [record["step"] for record in read_metrics(path)] == [1, 2, 3, 4]
+
+
+def test_a_record_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "run" / "metrics.jsonl", 0)
+    log.write(1, loss=2.5, note="first")
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl") == [{"step": 1, "loss": 2.5, "note": "first"}]
+    log.close()
+
+
+def test_floats_keep_every_bit(tmp_path: Path) -> None:
+    values = [0.1 + 0.2, 1e-320, math.pi * 1e300, -0.0]
+    log = MetricsLog(tmp_path / "m", 0)
+    for value in values:
+        log.write(0, loss=value)
+    log.write(0, loss=math.nan)
+    log.close()
+    read = [record["loss"] for record in read_metrics(tmp_path / "m")]
+    assert [value.hex() for value in read[:-1]] == [value.hex() for value in values]
+    assert math.isnan(read[-1])
+
+
+def test_a_kill_while_dropping_records_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 1, 5, resume_step=0)
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        MetricsLog(path, 3)
+    assert len(read_metrics(path)) == 5
+
+
+def test_there_are_no_metrics_where_there_is_no_file(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for resume_step, last, loss in ((0, 7, 9.0), (5, 8, 1.0)):
+        log = TensorBoardLog(tmp_path, resume_step)
+        for step in range(resume_step + 1, last + 1):
+            log.write(step, loss=loss, note="text is left out")
+        log.close()
+    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    points = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert points == [(step, 9.0) for step in range(1, 6)] + [(step, 1.0) for step in range(6, 9)]
+
+
+def test_without_tensorboard_the_run_goes_on_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(TensorBoardLog, "_said_missing", False)
+    for _ in range(2):
+        log = TensorBoardLog(tmp_path / "tensorboard", 0)
+        log.write(1, loss=2.0)
+        log.close()
+    assert capsys.readouterr().err.count("tensorboard is not installed") == 1
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_throughput_is_taken_over_the_last_steps_and_leaves_pauses_out() -> None:
+    now = 0.0
+    meter = Throughput(window=2, clock=lambda: now)
+    assert meter.tokens_per_s == meter.step_time_s == 0.0
+    for seconds in (100.0, 1.0, 3.0):
+        now += seconds
+        assert meter.step(1000) == seconds
+    assert meter.tokens_per_s == 500.0
+    assert meter.step_time_s == 2.0
+    now += 60.0  # an evaluation
+    meter.start()
+    now += 1.0
+    meter.step(1000)
+    assert meter.step_time_s == 2.0
