@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from slurmtrain.checkpoint import Checkpointer as Checkpointer
+    from slurmtrain.runtime.api import Checkpointer as Checkpointer
     from slurmtrain.runtime.api import exit_for_requeue as exit_for_requeue
     from slurmtrain.runtime.api import init as init
     from slurmtrain.runtime.api import should_stop as should_stop

@@ -162,7 +162,9 @@ def runs_root() -> Path:
 
 def all_runs(root: Path) -> list[RunDir]:
     """Every run under `root`, oldest first."""
-    return [RunDir(file.parent.resolve()) for file in sorted(root.glob("*/*/run.json"), key=lambda file: file.parent.name)]
+    return [
+        RunDir(file.parent.resolve()) for file in sorted(root.glob("*/*/run.json"), key=lambda file: file.parent.name)
+    ]
 
 
 def find(reference: str, root: Path) -> RunDir:
@@ -189,7 +191,8 @@ def find(reference: str, root: Path) -> RunDir:
         latest = ", ".join(run.id for run in runs[-3:])
         raise UsageError(f"no run's id begins with {reference!r}", hint=f"the latest are: {latest}")
     raise UsageError(
-        f"{len(matching)} runs begin with {reference!r}", hint="write more of the id: " + ", ".join(r.id for r in matching[:5])
+        f"{len(matching)} runs begin with {reference!r}",
+        hint="write more of the id: " + ", ".join(r.id for r in matching[:5]),
     )
 
 

@@ -1,6 +1,4 @@
-"""Save, commit, verify, restore. Knows no trainer and no SLURM."""
+"""Save, commit, verify, restore. Knows no trainer and no SLURM.
 
-from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored, Saved
-from slurmtrain.checkpoint.commit import Incarnation
-
-__all__ = ["Checkpointer", "Incarnation", "Restored", "Saved"]
+Nothing is imported here: `commit` needs no torch, and what only looks at checkpoints (status, settle) must not load it.
+"""

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from slurmtrain.checkpoint.commit import FileRecord, Incarnation, Manifest
 from slurmtrain.errors import CheckpointError
 
 T = TypeVar("T")
+ONLY_LIFE = Incarnation(0)
 
 
 @dataclass(frozen=True)
@@ -74,14 +76,16 @@ class Checkpointer:
         directory: Path | str,
         *,
         group: dist.ProcessGroup | None = None,
-        incarnation: Incarnation = Incarnation(0),
+        incarnation: Incarnation = ONLY_LIFE,
         run_id: str = "",
         keep_last: int = 2,
         verify: bool = True,
         say: Callable[[str], None] | None = None,
     ):
         if keep_last < 2:
-            raise CheckpointError(f"keep_last={keep_last}: at least 2, since one has to be left while the next is checked")
+            raise CheckpointError(
+                f"keep_last={keep_last}: at least 2, since one has to be left while the next is checked"
+            )
         self.directory = Path(directory)
         self._group = group
         self._rank = dist.get_rank(group) if group is not None else 0
@@ -139,7 +143,7 @@ class Checkpointer:
             manifest, damage = self._inspect(path)
             if not damage:
                 break
-            self._on_rank_0(lambda path=path: commit.set_aside(path))
+            self._on_rank_0(partial(commit.set_aside, path))
             set_aside.append(f"{path.name}: {damage[0]}")
             if self._rank == 0:
                 self._say(f"{path.name} is damaged and was set aside: {'; '.join(damage)}")
@@ -217,7 +221,10 @@ class Checkpointer:
             targets.update(state.templates(own, own_saved))
         with _failures_as_checkpoint_errors(path):
             dcp.load(
-                targets, storage_reader=dcp.FileSystemReader(path), process_group=self._group, no_dist=self._group is None
+                targets,
+                storage_reader=dcp.FileSystemReader(path),
+                process_group=self._group,
+                no_dist=self._group is None,
             )
         state.put_back(objects, targets, manifest.state)
         if own_plain is not None:
@@ -272,11 +279,15 @@ def _check_coverage(temporary: Path, files: Mapping[str, FileRecord]) -> dict[st
             continue
         covered = sum(chunk.sizes.numel() for chunk in description.chunks)
         if covered != description.size.numel():
-            raise CheckpointError(f"{temporary.name}: {covered} of {description.size.numel()} elements of {name} were written")
+            raise CheckpointError(
+                f"{temporary.name}: {covered} of {description.size.numel()} elements of {name} were written"
+            )
         tensors[name] = {"shape": list(description.size), "dtype": str(description.properties.dtype)}
     for index, place in (metadata.storage_data or {}).items():
         if place.relative_path not in files:
-            raise CheckpointError(f"{temporary.name}: {index.fqn} lies in {place.relative_path}, which no rank handed in")
+            raise CheckpointError(
+                f"{temporary.name}: {index.fqn} lies in {place.relative_path}, which no rank handed in"
+            )
     return tensors
 
 
@@ -292,7 +303,9 @@ def _check_keys(path: Path, objects: Mapping[str, Any], saved: Mapping[str, Any]
     missing += [key for key, value in objects.items() if not isinstance(value, torch.nn.Module) and key not in plain]
     if missing or extra:
         parts = [f"it lacks {_some(missing)}"] * bool(missing) + [f"it has {_some(extra)} besides"] * bool(extra)
-        raise CheckpointError(f"{path} does not fit: {' and '.join(parts)}", hint="was the model changed since it was saved?")
+        raise CheckpointError(
+            f"{path} does not fit: {' and '.join(parts)}", hint="was the model changed since it was saved?"
+        )
 
 
 def _check_shapes(path: Path, targets: Mapping[str, torch.Tensor], saved: Mapping[str, Mapping[str, Any]]) -> None:

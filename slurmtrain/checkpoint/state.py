@@ -29,7 +29,10 @@ class Stateful(Protocol):
 
 def unwrap(module: nn.Module) -> nn.Module:
     """The user's module under DistributedDataParallel: checkpoints do not depend on how a run was parallel."""
-    return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        wrapped: nn.Module = module.module
+        return wrapped
+    return module
 
 
 def flatten(objects: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -63,7 +66,9 @@ def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
     return names
 
 
-def _flatten_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+def _flatten_optimizer(
+    optimizer: Optimizer, names: Mapping[int, str]
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     tensors: dict[str, Tensor] = {}
     groups = []
     for group in optimizer.param_groups:
@@ -91,7 +96,12 @@ def templates(objects: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]]
     parameters; loading its own empty state would restore nothing, without a word.
     """
     targets: dict[str, Tensor] = {}
-    parameters = {name: tensor for key, tensor in _modules(objects) for name, tensor in tensor_items(key, tensor)}
+    parameters = {
+        f"{key}.{name}": parameter
+        for key, module in objects.items()
+        if isinstance(module, nn.Module)
+        for name, parameter in unwrap(module).named_parameters()
+    }
     for key, value in objects.items():
         if isinstance(value, nn.Module):
             targets.update({f"{key}.{name}": tensor for name, tensor in unwrap(value).state_dict().items()})
@@ -110,14 +120,6 @@ def templates(objects: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]]
     return targets
 
 
-def _modules(objects: Mapping[str, Any]) -> list[tuple[str, nn.Module]]:
-    return [(key, value) for key, value in objects.items() if isinstance(value, nn.Module)]
-
-
-def tensor_items(key: str, module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(f"{key}.{name}", parameter) for name, parameter in unwrap(module).named_parameters()]
-
-
 def put_back(objects: Mapping[str, Any], tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
     """Give every object its state. Modules have theirs already."""
     for key, value in objects.items():
@@ -130,7 +132,11 @@ def put_back(objects: Mapping[str, Any], tensors: Mapping[str, Tensor], plain: M
 
 
 def _load_optimizer(
-    key: str, optimizer: Optimizer, names: Mapping[int, str], tensors: Mapping[str, Tensor], groups: list[dict[str, Any]]
+    key: str,
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    tensors: Mapping[str, Tensor],
+    groups: list[dict[str, Any]],
 ) -> None:
     state: dict[int, dict[str, Tensor]] = {}
     param_groups: list[dict[str, Any]] = []
@@ -143,7 +149,9 @@ def _load_optimizer(
         numbers = []
         for name in keys:
             prefix = f"{key}.state.{name}."
-            fields = {field.removeprefix(prefix): tensor for field, tensor in tensors.items() if field.startswith(prefix)}
+            fields = {
+                field.removeprefix(prefix): tensor for field, tensor in tensors.items() if field.startswith(prefix)
+            }
             if fields:
                 state[number] = fields
             numbers.append(number)
@@ -165,7 +173,11 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return [_encode(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
     if isinstance(value, dict):
         pairs = [[_encode(key, path, {}), _encode(item, f"{path}.{key}", tensors)] for key, item in value.items()]
-        return {str(key): item for key, item in pairs} if all(isinstance(key, str) for key in value) else {"__dict__": pairs}
+        return (
+            {str(key): item for key, item in pairs}
+            if all(isinstance(key, str) for key in value)
+            else {"__dict__": pairs}
+        )
     raise CheckpointError(
         f"{path} is a {type(value).__name__}, which is neither a tensor nor JSON",
         hint="give it state_dict() and load_state_dict() that use tensors, numbers, strings, lists and dicts",
@@ -217,5 +229,3 @@ def _loaded_numpy() -> Any:
     import sys
 
     return sys.modules.get("numpy")
-
-

@@ -34,7 +34,9 @@ def _run(words: list[str]) -> int:
         rest = list(words)
         rest.remove(verb)
         main_of_verb = importlib.import_module(VERBS[verb].module).main
-        result: int = main_of_verb(rest) if VERBS[verb].module.endswith(("sandbox", "settle")) else main_of_verb(verb, rest)
+        result: int = (
+            main_of_verb(rest) if VERBS[verb].module.endswith(("sandbox", "settle")) else main_of_verb(verb, rest)
+        )
         return result
 
     parsed = arguments.parse(words)
@@ -61,6 +63,8 @@ def _run(words: list[str]) -> int:
         raise UsageError("sweeps (--multirun, -m) are not supported yet", hint="submit the points one by one")
     if parsed.positionals and parsed.verb != "train":
         word = parsed.positionals[0]
-        raise UsageError(f"cannot read {word!r}: neither a verb nor an override like key=value", hint=nearest(word, VERBS))
+        raise UsageError(
+            f"cannot read {word!r}: neither a verb nor an override like key=value", hint=nearest(word, VERBS)
+        )
     code: int = importlib.import_module(VERBS[parsed.verb].module).main(parsed)
     return code

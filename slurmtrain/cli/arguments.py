@@ -20,9 +20,16 @@ HYDRA_OPTIONS = {
     **dict.fromkeys(("--config-dir", "-cd", "--experimental-rerun"), "1"),
     **dict.fromkeys(("--info", "-i"), "?"),
 }
-LISTED_GROUPS = "cluster model data parallel optim train checkpoint requeue job experiment".split()
+LISTED_GROUPS = ["cluster", "model", "data", "parallel", "optim", "train", "checkpoint", "requeue", "job", "experiment"]
 INFO_CHOICES = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-SHORT = {"-h": "--help", "-m": "--multirun", "-c": "--cfg", "-cn": "--config-name", "-cd": "--config-dir", "-o": "--output"}
+SHORT = {
+    "-h": "--help",
+    "-m": "--multirun",
+    "-c": "--cfg",
+    "-cn": "--config-name",
+    "-cd": "--config-dir",
+    "-o": "--output",
+}
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,9 @@ def normalise(override: str) -> str:
 
 
 def unknown_verb(word: str) -> UsageError:
-    return UsageError(f"there is no verb {word!r}", hint=nearest(word, [name for name, verb in VERBS.items() if not verb.hidden]))
+    return UsageError(
+        f"there is no verb {word!r}", hint=nearest(word, [name for name, verb in VERBS.items() if not verb.hidden])
+    )
 
 
 def _optional_value(argv: Sequence[str], word: str) -> str:

@@ -15,7 +15,8 @@ PROG = "python -m slurmtrain sandbox"
 
 def main(args: list[str]) -> int:
     options = _parser().parse_args(args)
-    return options.action(options)
+    exit_code: int = options.action(options)
+    return exit_code
 
 
 def _parser() -> argparse.ArgumentParser:

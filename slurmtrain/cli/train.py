@@ -7,6 +7,7 @@ from pathlib import Path
 from slurmtrain.cli.arguments import Arguments
 from slurmtrain.errors import UsageError
 from slurmtrain.runtime import signals
+from slurmtrain.runtime.environment import Environment
 
 
 def main(arguments: Arguments) -> int:
@@ -27,21 +28,26 @@ def main(arguments: Arguments) -> int:
 
     from slurmtrain.cli.submit import compose_and_validate
     from slurmtrain.launch.submit import preparing
-    from slurmtrain.runtime.environment import Environment
 
-    cluster_given = [word for word in arguments.overrides if word.split("=")[0] in ("cluster.nodes", "cluster.tasks_per_node")]
-    if not cluster_given:
-        environment = Environment.detect()
-        counts = set(environment.tasks_per_node)
-        arguments.overrides.append(f"cluster.nodes={len(environment.nodes) if len(counts) == 1 else 1}")
-        tasks = environment.tasks_per_node[0] if len(counts) == 1 else environment.world_size
-        arguments.overrides.append(f"cluster.tasks_per_node={tasks}")
-        if environment.world_size > 1 and not any(word.startswith("cluster=") for word in arguments.overrides):
-            arguments.overrides += ["cluster.backend=slurm", "cluster.network_interface=auto"]
+    explicit = any(word.split("=")[0] in ("cluster.nodes", "cluster.tasks_per_node") for word in arguments.overrides)
+    if not explicit:
+        arguments.overrides.extend(_overrides_from(Environment.detect(), arguments.overrides))
     config = compose_and_validate(arguments)
 
     def create() -> rundir.RunDir:
         with preparing(config, arguments.overrides, Path.cwd()) as run_dir:
             return run_dir
 
-    runtime.run_by_hand(config, create, strict=bool(cluster_given))
+    runtime.run_by_hand(config, create, strict=explicit)
+
+
+def _overrides_from(environment: Environment, given: list[str]) -> list[str]:
+    """What is running, as overrides: by hand, the number of ranks is srun's or torchrun's business."""
+    even = len(set(environment.tasks_per_node)) == 1
+    found = [
+        f"cluster.nodes={len(environment.nodes) if even else 1}",
+        f"cluster.tasks_per_node={environment.tasks_per_node[0] if even else environment.world_size}",
+    ]
+    if environment.world_size > 1 and not any(word.startswith("cluster=") for word in given):
+        found += ["cluster.backend=slurm", "cluster.network_interface=auto"]
+    return found

@@ -41,12 +41,22 @@ VERBS: dict[str, Verb] = {
         "slurmtrain.cli.train",
         composes=True,
     ),
-    "status": Verb("status [RUN]", "all runs, or one: attempts, steps, reasons, what comes next", "slurmtrain.cli.runs"),
+    "status": Verb(
+        "status [RUN]", "all runs, or one: attempts, steps, reasons, what comes next", "slurmtrain.cli.runs"
+    ),
     "logs": Verb("logs RUN [-f] [--rank N] [--attempt N]", "a rank's output; -f follows it", "slurmtrain.cli.runs"),
     "cancel": Verb("cancel RUN", "stop for good; saves if time allows", "slurmtrain.cli.runs"),
-    "preempt": Verb("preempt RUN", "a drill: the signal of a preemption; it saves, is requeued, resumes", "slurmtrain.cli.runs"),
+    "preempt": Verb(
+        "preempt RUN", "a drill: the signal of a preemption; it saves, is requeued, resumes", "slurmtrain.cli.runs"
+    ),
     "requeue": Verb("requeue RUN", "save and start again; a waiting or held job starts now", "slurmtrain.cli.runs"),
     "resume": Verb("resume RUN", "continue a run that has ended, from its newest checkpoint", "slurmtrain.cli.runs"),
-    "sandbox": Verb("sandbox up|down|status|env [--nodes N] ...", "a throwaway SLURM on this machine, no root", "slurmtrain.cli.sandbox"),
-    "settle": Verb("settle RUN_DIRECTORY ...", "for the batch script: judge an attempt", "slurmtrain.cli.settle", hidden=True),
+    "sandbox": Verb(
+        "sandbox up|down|status|env [--nodes N] ...",
+        "a throwaway SLURM on this machine, no root",
+        "slurmtrain.cli.sandbox",
+    ),
+    "settle": Verb(
+        "settle RUN_DIRECTORY ...", "for the batch script: judge an attempt", "slurmtrain.cli.settle", hidden=True
+    ),
 }

@@ -51,7 +51,9 @@ def compose(overrides: Sequence[str], *, config_name: str = "config", config_dir
     if config_dir is not None:
         own = Path(config_dir).expanduser().resolve()
         if not own.is_dir():
-            raise UsageError(f"--config-dir {config_dir}: there is no such folder", hint="give a folder with yaml files")
+            raise UsageError(
+                f"--config-dir {config_dir}: there is no such folder", hint="give a folder with yaml files"
+            )
         words.append(f"hydra.searchpath=[file://{own}]")
     try:
         with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
@@ -102,7 +104,9 @@ def load_frozen(path: Path) -> Config:
         values = OmegaConf.to_container(OmegaConf.create(yaml.safe_load(path.read_text())), resolve=True)
         return to_config(values)
     except FileNotFoundError:
-        raise ConfigError(f"{path} is missing", hint="is this a run directory, and is its file system mounted?") from None
+        raise ConfigError(
+            f"{path} is missing", hint="is this a run directory, and is its file system mounted?"
+        ) from None
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is not a config of this version: {_first_line(error)}") from None
 
@@ -158,9 +162,14 @@ def _explain(error: Exception, overrides: Sequence[str], config_dir: str | None)
             prefix, word, names = unknown
             where = f"{prefix} has no field" if prefix else "there is no config key"
             return UsageError(f"{where} {word!r} (in {override!r})", hint=nearest(word, names))
-    full_key = re.search(r"full_key: (\S+)", str(error))
-    if full_key and "could not be converted" in str(error) or "is not" in str(error) and full_key:
-        return ConfigError(f"{full_key.group(1)}: {_first_line(error)}", hint="python -m slurmtrain --cfg job shows all")
+    cause: BaseException = error
+    while cause.__cause__ is not None:  # Hydra wraps omegaconf's words in "Error merging override"
+        cause = cause.__cause__
+    full_key = re.search(r"full_key: (\S+)", str(cause))
+    if full_key and full_key.group(1):
+        return ConfigError(
+            f"{full_key.group(1)}: {_first_line(cause)}", hint="python -m slurmtrain --cfg job shows all fields"
+        )
     return UsageError(_first_line(error), hint="python -m slurmtrain --cfg job shows the composed config")
 
 

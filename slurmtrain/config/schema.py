@@ -41,7 +41,9 @@ class ClusterConfig:
     reservation: str | None = None
     exclude: str | None = None  # node list that the job must not get
     exclusive: bool = False  # whole nodes
-    sbatch: dict[str, Any] = field(default_factory=dict)  # further sbatch options by their long name; true is a bare flag
+    sbatch: dict[str, Any] = field(
+        default_factory=dict
+    )  # further sbatch options by their long name; true is a bare flag
     srun_args: list[str] = field(default_factory=list)  # further srun words, after ours
     srun_wait_s: int = 60  # after the first rank left, srun kills the others when they stay longer than this
     modules: list[str] = field(default_factory=list)  # `module load` each, first of all

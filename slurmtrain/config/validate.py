@@ -14,12 +14,12 @@ from slurmtrain.errors import ConfigError, nearest
 # Long options of sbatch that cluster.sbatch may set: those of `man sbatch` that have no field of their own in the
 # schema and do not take over something this package decides (output, signal, array, requeue, chdir, wrap, export).
 SBATCH_OPTIONS = frozenset(
-    "acctg-freq batch bb bbf begin burst-buffer cluster-constraint clusters comment container contiguous core-spec "
-    "cores-per-socket cpu-freq cpus-per-gpu deadline delay-boot dependency distribution extra-node-info "
-    "get-user-env gid gpu-bind gpu-freq gres gres-flags hint kill-on-invalid-dep licenses mail-type mail-user mcs-label "
-    "mem-bind mincpus network nice no-kill nodefile nodelist oversubscribe overcommit power prefer priority profile "
-    "propagate reboot sockets-per-node spread-job switches thread-spec threads-per-core time-min tmp tres-bind "
-    "tres-per-task uid use-min-nodes wait-all-nodes wckey".split()
+    """acctg-freq batch bb bbf begin burst-buffer cluster-constraint clusters comment container contiguous core-spec
+    cores-per-socket cpu-freq cpus-per-gpu deadline delay-boot dependency distribution extra-node-info
+    get-user-env gid gpu-bind gpu-freq gres gres-flags hint kill-on-invalid-dep licenses mail-type mail-user mcs-label
+    mem-bind mincpus network nice no-kill nodefile nodelist oversubscribe overcommit power prefer priority profile
+    propagate reboot sockets-per-node spread-job switches thread-spec threads-per-core time-min tmp tres-bind
+    tres-per-task uid use-min-nodes wait-all-nodes wckey""".split()
 )
 SLURM_EARLY_S = 60  # `man sbatch`, --signal: the signal may be sent up to 60 seconds earlier than specified
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
@@ -62,7 +62,14 @@ def _check_job(job: JobConfig) -> None:
 def _check_cluster(cluster: ClusterConfig) -> None:
     _one_of("cluster.backend", cluster.backend, ("slurm", "local"))
     _one_of("cluster.container.kind", cluster.container.kind, (None, "pyxis", "apptainer"))
-    for name in ("nodes", "tasks_per_node", "cpus_per_task", "time_limit_min", "rendezvous_timeout_s", "collective_timeout_s"):
+    for name in (
+        "nodes",
+        "tasks_per_node",
+        "cpus_per_task",
+        "time_limit_min",
+        "rendezvous_timeout_s",
+        "collective_timeout_s",
+    ):
         _at_least(f"cluster.{name}", getattr(cluster, name), 1)
     for name in ("gpus_per_node", "signal_lead_s", "srun_wait_s"):
         _at_least(f"cluster.{name}", getattr(cluster, name), 0)
@@ -76,10 +83,13 @@ def _check_cluster(cluster: ClusterConfig) -> None:
             _at_least(f"cluster.{name}", value, 0 if name == "mem_per_node_gb" else 1)
     if cluster.mem_per_gpu_gb is not None and not cluster.gpus_per_node:
         raise ConfigError(
-            f"cluster.mem_per_gpu_gb={cluster.mem_per_gpu_gb}, but cluster.gpus_per_node is 0", hint="use mem_per_node_gb"
+            f"cluster.mem_per_gpu_gb={cluster.mem_per_gpu_gb}, but cluster.gpus_per_node is 0",
+            hint="use mem_per_node_gb",
         )
     if cluster.gpu_type and not cluster.gpus_per_node:
-        raise ConfigError(f"cluster.gpu_type={cluster.gpu_type!r}, but cluster.gpus_per_node is 0", hint="set gpus_per_node")
+        raise ConfigError(
+            f"cluster.gpu_type={cluster.gpu_type!r}, but cluster.gpus_per_node is 0", hint="set gpus_per_node"
+        )
     if cluster.gpus_per_node and cluster.tasks_per_node > cluster.gpus_per_node:
         raise ConfigError(
             f"cluster.tasks_per_node={cluster.tasks_per_node} ranks would share cluster.gpus_per_node="
@@ -116,24 +126,48 @@ def _check_cluster(cluster: ClusterConfig) -> None:
         )
     for option in cluster.sbatch:
         if option not in SBATCH_OPTIONS:
-            own = {"time", "signal", "job-name", "output", "error", "requeue", "array", "nodes", "ntasks", "chdir", "export"}
-            hint = "this one is decided by other fields of cluster, job or requeue" if option in own else nearest(option, SBATCH_OPTIONS)
+            own = {
+                "time",
+                "signal",
+                "job-name",
+                "output",
+                "error",
+                "requeue",
+                "array",
+                "nodes",
+                "ntasks",
+                "chdir",
+                "export",
+            }
+            hint = (
+                "this one is decided by other fields of cluster, job or requeue"
+                if option in own
+                else nearest(option, SBATCH_OPTIONS)
+            )
             raise ConfigError(f"cluster.sbatch has no option {option!r}", hint=hint)
 
 
 def _check_strings(cluster: ClusterConfig) -> None:
     """Refuse control characters: a newline in a value would start a line of its own in the batch script."""
-    values: list[tuple[str, object]] = [(f"cluster.{name}", value) for name, value in vars(cluster).items() if name != "setup"]
+    values: list[tuple[str, object]] = [
+        (f"cluster.{name}", value) for name, value in vars(cluster).items() if name != "setup"
+    ]
     values += [(f"cluster.container.{name}", value) for name, value in vars(cluster.container).items()]
     for name, value in values:
-        parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else [("", value)]
+        parts = (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else [("", value)]
+        )
         for key, part in parts:
             for text in (key, part):
                 if isinstance(text, str) and re.search(r"[\x00-\x1f\x7f]", text):
-                    raise ConfigError(f"{name} holds {text!r}: control characters are not allowed", hint="use cluster.setup for code")
+                    raise ConfigError(
+                        f"{name} holds {text!r}: control characters are not allowed", hint="use cluster.setup for code"
+                    )
     for name in cluster.env:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ConfigError(f"cluster.env has {name!r}, which is no name of an environment variable", hint="e.g. NCCL_DEBUG")
+            raise ConfigError(
+                f"cluster.env has {name!r}, which is no name of an environment variable", hint="e.g. NCCL_DEBUG"
+            )
 
 
 def _check_batch(config: Config) -> None:
@@ -152,7 +186,9 @@ def _check_batch(config: Config) -> None:
     unit = ranks * (train.micro_batch_size or 1)
     if train.global_batch_size % unit:
         below, above = train.global_batch_size // unit * unit, (train.global_batch_size // unit + 1) * unit
-        what = f"{ranks} ranks" + (f" x train.micro_batch_size={train.micro_batch_size}" if train.micro_batch_size else "")
+        what = f"{ranks} ranks" + (
+            f" x train.micro_batch_size={train.micro_batch_size}" if train.micro_batch_size else ""
+        )
         near = " or ".join(str(size) for size in (below, above) if size)
         raise ConfigError(
             f"train.global_batch_size={train.global_batch_size} does not divide by {what}",
@@ -177,17 +213,26 @@ def _check_ranges(config: Config) -> None:
         _at_least(f"optim.{name}", getattr(optim, name), 0)
     if optim.warmup_steps > train.steps:
         raise ConfigError(
-            f"optim.warmup_steps={optim.warmup_steps} is more than train.steps={train.steps}", hint="the warm-up would never end"
+            f"optim.warmup_steps={optim.warmup_steps} is more than train.steps={train.steps}",
+            hint="the warm-up would never end",
         )
     _at_least("checkpoint.every_steps", config.checkpoint.every_steps, 0)
-    _at_least("checkpoint.keep_last", config.checkpoint.keep_last, 2, why="one good checkpoint must be left while the next is checked")
+    _at_least(
+        "checkpoint.keep_last",
+        config.checkpoint.keep_last,
+        2,
+        why="one good checkpoint must be left while the next is checked",
+    )
     _one_of("requeue.mode", config.requeue.mode, ("requeue", "off"))
     _at_least("requeue.max_attempts_without_progress", config.requeue.max_attempts_without_progress, 1)
     _at_least("requeue.restart_delay_s", config.requeue.restart_delay_s, 0)
     if config.job.kind == "train":
         for group in ("model", "data"):
             if not getattr(config, group).get("_target_"):
-                raise ConfigError(f"{group}._target_ is missing", hint=f"choose one with {group}=..., or write {group}._target_=my.module.Class")
+                raise ConfigError(
+                    f"{group}._target_ is missing",
+                    hint=f"choose one with {group}=..., or write {group}._target_=my.module.Class",
+                )
 
 
 def _one_of(name: str, value: str | None, allowed: tuple[str | None, ...]) -> None:

@@ -197,8 +197,10 @@ def fetch(dataset: MapDataset, indices: NDArray[np.int64]) -> Batch:
     """The samples `indices` [B] as one batch: by the data set's own `get_batch`, else collated by torch."""
     get_batch = getattr(dataset, "get_batch", None)
     if get_batch is not None:
-        return get_batch(indices)
-    return default_collate([dataset[int(index)] for index in indices])
+        batch: Batch = get_batch(indices)
+        return batch
+    collated: Batch = default_collate([dataset[int(index)] for index in indices])
+    return collated
 
 
 def ignore_stop_signals(worker_id: int) -> None:

@@ -41,7 +41,10 @@ def run_local(run_dir: RunDir, say: Callable[[str], None]) -> int:
         if attempt.told_to_stop:  # by Ctrl-C or TERM to this process: nobody wants it to start again
             config = dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode="off"))
         judgement = settle(run_dir, attempt.number, code, config, None)
-        say(judgement.sentence + ("" if judgement.verdict is not Verdict.END else f". Continue with: resume {run_dir.id}"))
+        say(
+            judgement.sentence
+            + ("" if judgement.verdict is not Verdict.END else f". Continue with: resume {run_dir.id}")
+        )
         if judgement.verdict is not Verdict.REQUEUE:
             return _exit_code(judgement, code)
 

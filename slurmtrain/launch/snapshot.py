@@ -90,7 +90,11 @@ def _files_of(source: Source, runs: Path) -> list[Path]:
         listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard") or ""
         names = [Path(name) for name in dict.fromkeys(listed.split("\0")) if name]
     else:
-        names = [path.relative_to(root) for path in root.rglob("*") if not any(part.startswith(".") for part in path.relative_to(root).parts)]
+        names = [
+            path.relative_to(root)
+            for path in root.rglob("*")
+            if not any(part.startswith(".") for part in path.relative_to(root).parts)
+        ]
     runs = runs if runs.is_absolute() else Path.cwd() / runs
     files = []
     for name in names:

@@ -137,7 +137,9 @@ def _sbatch(script: str, run_dir: RunDir, environment: str | None) -> str:
         with contextlib.redirect_stderr(words):  # submitit prints sbatch's words; they are in our message instead
             job = ScriptExecutor(folder)._submit_command(f"train {run_dir.path}")
     except FailedJobError as error:
-        said = re.sub(r"^sbatch: error: ", "", str(error).strip().splitlines()[-1] if str(error).strip() else words.getvalue())
+        said = re.sub(
+            r"^sbatch: error: ", "", str(error).strip().splitlines()[-1] if str(error).strip() else words.getvalue()
+        )
         raise ClusterError(f"sbatch refused the job: {said}", hint=_advice(said)) from None
     return str(job.job_id)
 
@@ -158,7 +160,9 @@ def _advice(said: str) -> str:
     return "see `man sbatch`; `submit --dry-run` prints what it got"
 
 
-def _write(run_dir: RunDir, config: Config, overrides: Sequence[str], snapshot: Snapshot, source: Source, cwd: Path) -> None:
+def _write(
+    run_dir: RunDir, config: Config, overrides: Sequence[str], snapshot: Snapshot, source: Source, cwd: Path
+) -> None:
     rundir.write_json(
         run_dir.info_file,
         {

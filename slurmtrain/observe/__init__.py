@@ -6,4 +6,13 @@ from slurmtrain.observe.reporter import Reporter, SilentReporter
 from slurmtrain.observe.tensorboard import TensorBoardLog
 from slurmtrain.observe.throughput import Throughput
 
-__all__ = ["MetricsLog", "Progress", "Reporter", "SilentReporter", "TensorBoardLog", "Throughput", "progress", "read_metrics"]
+__all__ = [
+    "MetricsLog",
+    "Progress",
+    "Reporter",
+    "SilentReporter",
+    "TensorBoardLog",
+    "Throughput",
+    "progress",
+    "read_metrics",
+]

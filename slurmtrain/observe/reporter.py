@@ -22,7 +22,9 @@ class Reporter:
         self._metrics.write(step, **values)
         if self._tensorboard is not None:
             self._tensorboard.write(step, **values)
-        self._progress.update(step, **{name: value for name, value in values.items() if name in ("loss", "lr", "tokens_per_s")})
+        self._progress.update(
+            step, **{name: value for name, value in values.items() if name in ("loss", "lr", "tokens_per_s")}
+        )
 
     def record(self, step: int, **values: float) -> None:
         """Record numbers without moving the progress: an evaluation."""

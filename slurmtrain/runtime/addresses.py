@@ -28,7 +28,7 @@ def own_addresses(environment: Environment, interface: str) -> list[str]:
         address = interface_addresses().get(interface)
         if address is None:
             raise EnvironmentMismatch(
-                f"cluster.network_interface={interface!r}, but node {environment.node} has no such interface with an IPv4 address",
+                f"cluster.network_interface={interface!r}, but {environment.node} has no such interface with an IPv4 address",
                 hint=f"it has: {', '.join(sorted(interface_addresses()))}",
             )
         candidates.append(address)

@@ -33,8 +33,9 @@ _stop = signals.arm()  # before torch is imported, if slurmtrain is imported fir
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from slurmtrain.checkpoint import Checkpointer as BaseCheckpointer  # noqa: E402
-from slurmtrain.checkpoint import Incarnation, Restored, Saved  # noqa: E402
+from slurmtrain.checkpoint.checkpointer import Checkpointer as BaseCheckpointer  # noqa: E402
+from slurmtrain.checkpoint.checkpointer import Restored, Saved  # noqa: E402
+from slurmtrain.checkpoint.commit import Incarnation  # noqa: E402
 from slurmtrain.config.compose import load_frozen  # noqa: E402
 from slurmtrain.config.schema import ClusterConfig  # noqa: E402
 from slurmtrain.runtime.agreement import StopAgreement  # noqa: E402

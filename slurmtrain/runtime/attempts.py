@@ -129,13 +129,22 @@ def close_abandoned(run_dir: RunDir, current: int) -> None:
         run_dir.event("attempt ended", attempt=number, reason=attempt.reason, sentence=attempt.sentence)
 
 
-def record_stop(attempt_dir: Path, *, cause: str, cause_time: float, seconds_left: float | None, facts: JobFacts | None) -> None:
+def record_stop(
+    attempt_dir: Path, *, cause: str, cause_time: float, seconds_left: float | None, facts: JobFacts | None
+) -> None:
     """Why the ranks were told to stop, written at once by a thread of rank 0: the grace time may be too short for more."""
-    record = {"cause": cause, "time": cause_time, "seconds_left": seconds_left, "facts": asdict(facts) if facts else None}
+    record = {
+        "cause": cause,
+        "time": cause_time,
+        "seconds_left": seconds_left,
+        "facts": asdict(facts) if facts else None,
+    }
     write_json(attempt_dir / "stop.json", record)
 
 
-def record_failure(attempt_dir: Path, rank: int, *, exit_code: int, sentence: str, because_of_peer: bool = False) -> None:
+def record_failure(
+    attempt_dir: Path, rank: int, *, exit_code: int, sentence: str, because_of_peer: bool = False
+) -> None:
     """A rank's last words. Each rank writes its own file, so nothing has to be agreed on in the error path."""
     record = {"rank": rank, "exit_code": exit_code, "sentence": sentence, "because_of_peer": because_of_peer}
     write_json(attempt_dir / f"failed-{rank}.json", {**record, "time": time.time()})
@@ -157,7 +166,9 @@ def killed_tasks(attempt_dir: Path) -> str | None:
         text = (attempt_dir / "srun.log").read_text(errors="replace")
     except FileNotFoundError:
         return None
-    match = re.search(r"srun: error: (\S+: tasks? [\d,-]+: (?:Killed|Segmentation fault|Aborted|Bus error|Out Of Memory).*)", text)
+    match = re.search(
+        r"srun: error: (\S+: tasks? [\d,-]+: (?:Killed|Segmentation fault|Aborted|Bus error|Out Of Memory).*)", text
+    )
     return match.group(1).strip() if match else None
 
 

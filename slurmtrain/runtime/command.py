@@ -46,17 +46,26 @@ def run_command(config: Config, environment: Environment, where: Place, stop: St
         # Whatever this process blocks or ignores, the program starts with the defaults and may set its own traps.
         program = subprocess.Popen(words, env=variables, preexec_fn=_default_signals)
     except OSError as error:
-        raise ConfigError(f"job.command: cannot start {words[0]!r}: {error.strerror}", hint="is it on the PATH of the nodes?") from None
+        raise ConfigError(
+            f"job.command: cannot start {words[0]!r}: {error.strerror}", hint="is it on the PATH of the nodes?"
+        ) from None
     if environment.source != "slurm":
         _pass_signals_on(stop, program)
     code = program.wait()
     if code not in (0, EXIT_REQUEUE, EXIT_CONFIG):
         if stop.requested:
-            print(f"slurmtrain: the program ended with {_described(code)} after it was told to stop", file=sys.stderr, flush=True)
+            print(
+                f"slurmtrain: the program ended with {_described(code)} after it was told to stop",
+                file=sys.stderr,
+                flush=True,
+            )
             code = EXIT_REQUEUE
         elif not (where.attempt_dir / f"failed-{environment.rank}.json").exists():
             attempts.record_failure(
-                where.attempt_dir, environment.rank, exit_code=code, sentence=f"{words[0]} ended with {_described(code)}"
+                where.attempt_dir,
+                environment.rank,
+                exit_code=code,
+                sentence=f"{words[0]} ended with {_described(code)}",
             )
     if environment.rank == 0 and code in (0, EXIT_REQUEUE):
         place.update_attempt(where, said="finished" if code == 0 else "stopped")
@@ -87,7 +96,11 @@ def _master(environment: Environment, directory: Path, cluster: object) -> tuple
     assert isinstance(cluster, ClusterConfig)
     published = directory / "master.json"
     if environment.rank == 0:
-        address = {"hosts": own_addresses(environment, cluster.network_interface), "port": free_port(), "machine": machine()}
+        address = {
+            "hosts": own_addresses(environment, cluster.network_interface),
+            "port": free_port(),
+            "machine": machine(),
+        }
         write_json(published, address)
         return "127.0.0.1" if environment.single_node else _reachable(address), int(str(address["port"]))
     deadline = time.monotonic() + cluster.rendezvous_timeout_s

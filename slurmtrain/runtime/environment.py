@@ -109,7 +109,9 @@ class Environment:
         return cls(
             source="slurm",
             rank=_number(variables, "SLURM_PROCID"),
-            world_size=_number(variables, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"),
+            world_size=_number(
+                variables, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"
+            ),
             local_rank=_number(variables, "SLURM_LOCALID"),
             local_world_size=tasks[node_rank] if node_rank < len(tasks) else 1,
             node_rank=node_rank,
@@ -128,7 +130,9 @@ class Environment:
                 hint="variables of another job may be left over in this shell",
             )
         if not 0 <= self.rank < self.world_size or not 0 <= self.node_rank < len(self.nodes):
-            raise EnvironmentMismatch(f"{self.source} gives rank {self.rank} of {self.world_size} on node {self.node_rank}")
+            raise EnvironmentMismatch(
+                f"{self.source} gives rank {self.rank} of {self.world_size} on node {self.node_rank}"
+            )
         return self
 
 

@@ -104,7 +104,10 @@ def judge(evidence: Evidence, policy: Policy) -> Judgement:
         return Judgement(reason, Verdict.RESTARTING, f"{sentence}; SLURM starts it again")
     if not policy.requeue:
         return Judgement(reason, Verdict.END, f"{sentence}; it is not requeued (requeue.mode=off)")
-    if counts_as_stall(reason, evidence.progressed) and evidence.stalled_before + 1 >= policy.max_attempts_without_progress:
+    if (
+        counts_as_stall(reason, evidence.progressed)
+        and evidence.stalled_before + 1 >= policy.max_attempts_without_progress
+    ):
         tries = f"{policy.max_attempts_without_progress} attempts in a row without a new checkpoint"
         if policy.max_attempts_without_progress == 1:
             tries = "an attempt without a new checkpoint"
@@ -149,7 +152,7 @@ def _told_by_slurm(evidence: Evidence) -> tuple[Reason, str] | None:
     if _slurm_restarts(evidence):
         if evidence.request in ("preempt", "requeue"):
             return Reason.ASKED, f"asked by `{evidence.request} RUN`"
-        if evidence.killed is not None or evidence.said is None and evidence.cause is None:
+        if evidence.killed is not None or (evidence.said is None and evidence.cause is None):
             return Reason.NODE_FAILURE, "a node failed"
         return Reason.REQUEUED, "requeued by SLURM or by `scontrol requeue`"
     if facts.reason == "TimeLimit" or facts.state == "TIMEOUT":

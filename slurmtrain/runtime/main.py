@@ -131,7 +131,10 @@ def _train(config: Config, world: World, where: Place, stop: signals.StopSignals
         )
         if not outcome.finished:
             first = stop.first
-            print(f"slurmtrain: told to stop ({first.cause if first else '?'}): saved after step {outcome.step}", flush=True)
+            print(
+                f"slurmtrain: told to stop ({first.cause if first else '?'}): saved after step {outcome.step}",
+                flush=True,
+            )
     world.leave_together()
     return 0 if outcome.finished else EXIT_REQUEUE
 
@@ -183,5 +186,6 @@ def _stop_during_start() -> tuple[type[BaseException], ...]:
 def _lost_a_peer(error: BaseException) -> bool:
     """True for the errors that gloo and NCCL raise when another rank has gone: somebody else's failure came first."""
     return isinstance(error, RuntimeError) and any(
-        words in str(error) for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+        words in str(error)
+        for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
     )

@@ -55,7 +55,10 @@ def meeting_directory(environment: Environment, runs_dir: Path) -> Path:
 
 
 def agree_on_place(
-    environment: Environment, find_or_create: Callable[[], RunDir], tell: Callable[[str | None], str], meeting: Path | None
+    environment: Environment,
+    find_or_create: Callable[[], RunDir],
+    tell: Callable[[str | None], str],
+    meeting: Path | None,
 ) -> Place:
     """Let rank 0 find or create the run directory and claim an attempt, and tell the others.
 
@@ -88,7 +91,11 @@ def open_attempt(place: Place, environment: Environment) -> None:
     )
     attempts.write_attempt(place.run_dir, attempt)
     place.run_dir.event(
-        "attempt started", attempt=place.number, job_id=attempt.job_id, nodes=attempt.nodes, world_size=attempt.world_size
+        "attempt started",
+        attempt=place.number,
+        job_id=attempt.job_id,
+        nodes=attempt.nodes,
+        world_size=attempt.world_size,
     )
 
 

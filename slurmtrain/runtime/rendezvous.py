@@ -47,7 +47,12 @@ class Meeting:
 
 
 def meet(
-    environment: Environment, directory: Path, *, timeout_s: float, stop_requested: Callable[[], bool], interface: str = "auto"
+    environment: Environment,
+    directory: Path,
+    *,
+    timeout_s: float,
+    stop_requested: Callable[[], bool],
+    interface: str = "auto",
 ) -> Meeting:
     """Bring all ranks together.
 
@@ -72,7 +77,9 @@ def meet(
     else:
         store, via = _connect(environment, directory, deadline, timeout_s, stop_requested)
     reached = _gather_presence(store, environment, via, deadline, timeout_s, stop_requested)
-    return Meeting(dist.PrefixStore("ranks", store), interface_towards(reached if environment.rank == 0 else via, environment))
+    return Meeting(
+        dist.PrefixStore("ranks", store), interface_towards(reached if environment.rank == 0 else via, environment)
+    )
 
 
 def _publish(environment: Environment, directory: Path, interface: str, timeout_s: float) -> dist.Store:
@@ -110,14 +117,25 @@ def _connect(
             where = f"rank 0, expected on node {environment.expected_node(0)},"
             raise RendezvousError(
                 f"rank {environment.rank} on {environment.node}: {where} "
-                + (f"cannot be reached ({tried})" if failures else f"did not publish its address within {timeout_s:.0f} s"),
-                hint="see rank 0's log; cluster.network_interface names the network to use" if failures else "see rank 0's log",
+                + (
+                    f"cannot be reached ({tried})"
+                    if failures
+                    else f"did not publish its address within {timeout_s:.0f} s"
+                ),
+                hint="see rank 0's log; cluster.network_interface names the network to use"
+                if failures
+                else "see rank 0's log",
             )
         time.sleep(POLL_S)
 
 
 def _gather_presence(
-    store: dist.Store, environment: Environment, via: str, deadline: float, timeout_s: float, stop_requested: Callable[[], bool]
+    store: dist.Store,
+    environment: Environment,
+    via: str,
+    deadline: float,
+    timeout_s: float,
+    stop_requested: Callable[[], bool],
 ) -> str:
     """Wait until every rank is there. Returns, on rank 0, the address by which a rank of another node reached it."""
     store.set(f"here/{environment.rank}", json.dumps({"node": environment.node, "via": via}))
@@ -125,7 +143,11 @@ def _gather_presence(
     while True:
         # Only rank 0 looks at every rank; the others wait for its word, or its complaint.
         if environment.rank == 0:
-            missing = [] if store.check([f"here/{r}" for r in ranks]) else [r for r in ranks if not store.check([f"here/{r}"])]
+            missing = (
+                []
+                if store.check([f"here/{r}" for r in ranks])
+                else [r for r in ranks if not store.check([f"here/{r}"])]
+            )
             if not missing:
                 store.set("everybody", "")
                 break
@@ -139,18 +161,24 @@ def _gather_presence(
                 raise RendezvousError(message, hint=MISSING_HINT)
             break
         elif time.monotonic() > deadline + GRACE_S:
-            raise RendezvousError(f"rank 0 on {environment.expected_node(0)} fell silent after it had been reached", hint=MISSING_HINT)
+            raise RendezvousError(
+                f"rank 0 on {environment.expected_node(0)} fell silent after it had been reached", hint=MISSING_HINT
+            )
         if stop_requested():
             raise StopDuringStart
         # store.wait would be the event, but cannot be interrupted by a stop and writes a warning at every timeout.
         time.sleep(POLL_S)
     if environment.rank != 0:
         return ""
-    others = [json.loads(store.get(f"here/{rank}")) for rank in ranks if environment.expected_node(rank) != environment.node]
+    others = [
+        json.loads(store.get(f"here/{rank}")) for rank in ranks if environment.expected_node(rank) != environment.node
+    ]
     return next((other["via"] for other in others if other["via"]), "")
 
 
 def _who_is_missing(missing: list[int], environment: Environment, timeout_s: float) -> str:
     shown = ", ".join(f"{rank} (on {environment.expected_node(rank)})" for rank in missing[:8])
     more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-    return f"{len(missing)} of {environment.world_size} ranks did not arrive within {timeout_s:.0f} s: rank {shown}{more}"
+    return (
+        f"{len(missing)} of {environment.world_size} ranks did not arrive within {timeout_s:.0f} s: rank {shown}{more}"
+    )

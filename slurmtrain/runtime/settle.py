@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict
 
 from slurmtrain.config.schema import Config
 from slurmtrain.rundir import RunDir
@@ -29,13 +28,17 @@ def settle(run_dir: RunDir, number: int, exit_code: int, config: Config, client:
     facts = client.job(attempt.job_id or own_job_id() or "") if client is not None else None
     attempt.committed_step = attempts.newest_checkpoint_step(run_dir)
     if attempt.last_step is None:
-        attempt.last_step = max(attempts.last_logged_step(run_dir) or 0, attempt.committed_step or 0) or attempt.first_step
+        attempt.last_step = (
+            max(attempts.last_logged_step(run_dir) or 0, attempt.committed_step or 0) or attempt.first_step
+        )
     judgement = judge(_evidence(run_dir, attempt, exit_code, facts), policy(config))
     attempt.ended, attempt.exit_code = time.time(), exit_code
     attempt.reason, attempt.verdict, attempt.sentence = judgement.reason, judgement.verdict, judgement.sentence
     attempts.write_attempt(run_dir, attempt)
     run_dir.request_file.unlink(missing_ok=True)  # it was for this attempt
-    run_dir.event("attempt ended", attempt=number, reason=judgement.reason, verdict=judgement.verdict, sentence=judgement.sentence)
+    run_dir.event(
+        "attempt ended", attempt=number, reason=judgement.reason, verdict=judgement.verdict, sentence=judgement.sentence
+    )
     return judgement
 
 
@@ -68,4 +71,3 @@ def _evidence(run_dir: RunDir, attempt: Attempt, exit_code: int, facts: JobFacts
         progressed=attempt.progressed,
         stalled_before=attempts.stalled_before(attempts.all_attempts(run_dir), attempt.number),
     )
-

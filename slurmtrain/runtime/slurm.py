@@ -88,7 +88,7 @@ class SlurmClient:
         answer = self._call(["squeue", "--noheader", "--me", "--array", "--format=%A|%F_%K|%T|%r", "--states=all"])
         found: dict[str, tuple[str, str]] = {}
         for line in answer.splitlines():
-            raw, element, state, reason = (line.strip().split("|", 3) + ["", "", ""])[:4]
+            raw, element, state, reason = [*line.strip().split("|", 3), "", "", ""][:4]
             for job_id in (raw, element):
                 if job_id in ids:
                     found[job_id] = (state, reason)
@@ -117,10 +117,14 @@ class SlurmClient:
         try:
             answer = self._run(command, self._environment)
         except subprocess.TimeoutExpired:
-            raise ClusterError(f"SLURM's controller did not answer `{command[0]}` within 60 s", hint="try again later") from None
+            raise ClusterError(
+                f"SLURM's controller did not answer `{command[0]}` within 60 s", hint="try again later"
+            ) from None
         if answer.returncode != 0:
             words = (answer.stderr or answer.stdout).strip().splitlines()
-            raise ClusterError(f"`{' '.join(command)}` failed: {words[-1] if words else f'exit code {answer.returncode}'}")
+            raise ClusterError(
+                f"`{' '.join(command)}` failed: {words[-1] if words else f'exit code {answer.returncode}'}"
+            )
         return answer.stdout
 
 

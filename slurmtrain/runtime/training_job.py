@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from slurmtrain.checkpoint import Checkpointer, Incarnation, Restored, Saved
+from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored, Saved
+from slurmtrain.checkpoint.commit import Incarnation
 from slurmtrain.config.schema import Config
 from slurmtrain.data import BatchLoader
 from slurmtrain.errors import ConfigError, SlurmtrainError
@@ -103,7 +104,9 @@ class _Record:
         )
 
     def on_save(self, saved: Saved) -> None:
-        self._where.run_dir.event("checkpoint", attempt=self._where.number, step=saved.step, seconds=round(saved.seconds, 3))
+        self._where.run_dir.event(
+            "checkpoint", attempt=self._where.number, step=saved.step, seconds=round(saved.seconds, 3)
+        )
 
 
 def build(group: str, values: dict[str, Any]) -> Any:

@@ -19,7 +19,9 @@ def start_watch(signals: StopSignals, attempt_dir: Path, client: SlurmClient | N
     A signal that came before Python had handlers was ignored. What it meant is still on record, so SLURM is asked
     once at the start; and should the early warning never come, the clock gives it.
     """
-    watch = threading.Thread(target=_watch, args=(signals, attempt_dir, client, signal_lead_s), name="watch", daemon=True)
+    watch = threading.Thread(
+        target=_watch, args=(signals, attempt_dir, client, signal_lead_s), name="watch", daemon=True
+    )
     watch.start()
 
 

@@ -16,15 +16,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slurmtrain.checkpoint import Checkpointer, Restored, Saved
+from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored, Saved
 from slurmtrain.config.schema import CheckpointConfig, OptimConfig, TrainConfig
 from slurmtrain.data import IGNORED_TARGET
 from slurmtrain.data.loader import Batch, BatchLoader, MapDataset, eval_batches, fetch
 from slurmtrain.observe import Reporter, Throughput
 from slurmtrain.parallel.ddp import no_sync, settle_buckets
 from slurmtrain.training.optim import build_optimizer, learning_rate, set_learning_rate
-
-
 
 
 class StopCheck(Protocol):

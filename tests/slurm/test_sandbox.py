@@ -22,7 +22,7 @@ SMALL = SandboxSpec(nodes=1, cpus=2, kill_wait_s=10)
 
 # Names the first signal that its task gets, and ends with the TERM after that.
 TELL_SIGNALS = """
-srun bash -c 'trap "echo got TERM; trap exit TERM" TERM; trap "echo got USR2" USR2; echo ready; while :; do sleep 0.1; done' &
+srun bash -c 'trap "echo got TERM; trap exit TERM" TERM; trap "echo got USR2" USR2; echo ready; while :; do sleep .1; done' &
 trap : TERM
 wait; wait; wait
 """
@@ -82,7 +82,8 @@ def test_a_job_whose_node_dies_starts_again_elsewhere(sandbox: Cluster, tmp_path
     job = sandbox.sbatch("--requeue", script=script, cwd=tmp_path)
     node, pid = sandbox.wait_for_text(started, "\n").split()
     task = Process.of(int(pid))
-    assert task and task.alive()
+    assert task is not None
+    assert task.alive()
     sandbox.kill_node(node)
     try:
         assert not task.alive(), "a node without power runs nothing"
@@ -99,13 +100,14 @@ def test_a_node_that_is_cut_off_keeps_its_tasks(sandbox: Cluster, tmp_path: Path
     job = sandbox.sbatch("--requeue", script=script, cwd=tmp_path)
     node, pid = sandbox.wait_for_text(started, "\n").split()
     task = Process.of(int(pid))
+    assert task is not None
     sandbox.kill_node(node, only_daemon=True)
     try:
         sandbox.wait_for(job, lambda j: j["Restarts"] == "1", timeout_s=60)
-        assert task and task.alive()
+        assert task.alive()
     finally:
         sandbox.kill_node(node)
-        assert task and not task.alive()
+        assert not task.alive()
         sandbox.start_node(node)
         sandbox.run(["scancel", job])
 
@@ -190,7 +192,7 @@ def test_a_daemon_that_fails_is_shown_with_its_log(monkeypatch: pytest.MonkeyPat
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     directory = default_directory(f"broken-{os.getpid()}")
-    with pytest.raises(ClusterError, match="slurmctld of the sandbox ended at once.*(?s:.*)the disk is on fire"):
+    with pytest.raises(ClusterError, match=r"slurmctld of the sandbox ended at once.*(?s:.*)the disk is on fire"):
         up(SMALL, directory)
     assert not directory.exists()
 

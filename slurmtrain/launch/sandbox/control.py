@@ -80,9 +80,9 @@ class Sandbox:
     def down(self) -> None:
         """End every process of the sandbox and remove its directory, whatever state they are in."""
         state = _recorded(self.directory)
-        if state.supervisor:
-            state.supervisor.signal(signal.SIGTERM)
-            wait_until(lambda: not state.supervisor.alive(), timeout_s=20.0)
+        if supervisor := state.supervisor:
+            supervisor.signal(signal.SIGTERM)
+            wait_until(lambda: not supervisor.alive(), timeout_s=20.0)
         kill_trees(state.processes)  # nobody is left, unless the supervisor was killed or hangs
         if (self.directory / MARKER).exists():
             shutil.rmtree(self.directory, ignore_errors=True)

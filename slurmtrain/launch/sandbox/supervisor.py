@@ -21,6 +21,7 @@ import subprocess
 import sys
 import traceback
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 from slurmtrain.launch.sandbox.directory import PLAN, PROCESSES, SOCKET, is_free
@@ -106,9 +107,12 @@ class Supervisor:
         """Start the daemons in order, each when the one before serves. Whoever waits for us will see it if one does not."""
         for daemon in self.daemons.values():
             cell = self._start(daemon)
-            wait_until(lambda d=daemon, c=cell: d.is_ready() or self._stopping or not c.daemon.alive(), timeout_s=10.0)
+            wait_until(partial(self._need_not_wait, daemon, cell), timeout_s=10.0)
             if self._stopping or not cell.daemon.alive():
                 return
+
+    def _need_not_wait(self, daemon: Daemon, cell: Cell) -> bool:
+        return daemon.is_ready() or self._stopping or not cell.daemon.alive()
 
     def _start(self, daemon: Daemon) -> Cell:
         read, write = os.pipe()
@@ -119,7 +123,7 @@ class Supervisor:
             self._listener.close()
             try:
                 _live_in_cell(daemon, self.env, self.directory, write)
-            except BaseException:  # noqa: BLE001 - whatever it was, a forked child must not run on in its parent's code
+            except BaseException:  # whatever it was: a forked child must not run on in its parent's code
                 traceback.print_exc()  # into the supervisor's log
             finally:
                 os._exit(127)
@@ -197,10 +201,14 @@ class Supervisor:
         return [c for c in self.cells if c.name == name][-1]
 
     def _end(self) -> None:
-        """Kill everything below us, after a word to SLURM: an srun in somebody's terminal should hear that its job is over."""
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        """Kill everything below us, but first have SLURM tell every srun in somebody's terminal that its job is over."""
         served = {c.name for c in self.cells} == self.daemons.keys()
-        last_words = [subprocess.Popen(command, env=self.env, **quiet) for command in self.stop_commands if served]
+        null = subprocess.DEVNULL
+        last_words = [
+            subprocess.Popen(command, env=self.env, stdout=null, stderr=null)
+            for command in self.stop_commands
+            if served
+        ]
         wait_until(lambda: all(p.poll() is not None for p in last_words), timeout_s=2.0)
         kill_trees(descendants([self._me]))
         with contextlib.suppress(ChildProcessError):  # an init that is slow to reap would show our dead for minutes
