@@ -5,9 +5,11 @@ The verb may stand anywhere among the overrides. Hydra's own parser wants option
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import UsageError, nearest
@@ -47,6 +49,25 @@ class Arguments:
     hydra: list[str] = field(default_factory=list)
     options: dict[str, str] = field(default_factory=dict)
     positionals: list[str] = field(default_factory=list)
+
+
+class Parser(argparse.ArgumentParser):
+    """For the verbs that compose no config: what argparse refuses becomes one sentence and a hint, as everywhere."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: (-\S*)", message)
+        if unknown is None:
+            raise UsageError(message, hint=" ".join(self.format_usage().split()))
+        option = unknown.group(1).partition("=")[0]
+        raise UsageError(f"there is no option {option!r}", hint=nearest(option, self._known_options()))
+
+    def _known_options(self) -> set[str]:
+        """Own ones and those of the actions below: argparse lets the uppermost parser complain."""
+        known = set(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                known.update(*(parser._option_string_actions for parser in action.choices.values()))
+        return known
 
 
 def parse(argv: Sequence[str]) -> Arguments:
@@ -89,12 +110,13 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 def find_verb(argv: Sequence[str]) -> str | None:
     """The first bare word that is a verb; values of options are not looked at."""
+    own_with_value = {name for verb in VERBS.values() for name, takes_value in verb.options if takes_value}
     skip = False
     for word in argv:
         if skip:
             skip = False
         elif word.startswith("-"):
-            skip = HYDRA_OPTIONS.get(word) == "1"
+            skip = HYDRA_OPTIONS.get(word) == "1" or word in own_with_value
         elif word in VERBS:
             return word
     return None

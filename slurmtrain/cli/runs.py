@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from slurmtrain import rundir
+from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.launch.state import RunState, state, states
@@ -22,7 +22,7 @@ FOLLOW_POLL_S = 0.2  # of a log on a shared file system: there is no event to aw
 
 
 def main(verb: str, words: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog=f"python -m slurmtrain {verb}", description=VERBS[verb].help)
+    parser = Parser(prog=f"python -m slurmtrain {verb}", description=VERBS[verb].help)
     if verb == "status":
         parser.add_argument("run", nargs="?", metavar="RUN")
     else:

@@ -7,6 +7,7 @@ import shlex
 import time
 from pathlib import Path
 
+from slurmtrain.cli.arguments import Parser
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.sandbox import Sandbox, SandboxSpec, default_directory, find, up
 
@@ -21,7 +22,7 @@ def main(args: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     default = SandboxSpec()
-    parser = argparse.ArgumentParser(prog=PROG, description="A real, throwaway SLURM on this machine. Needs no root.")
+    parser = Parser(prog=PROG, description="A real, throwaway SLURM on this machine. Needs no root.")
     actions = parser.add_subparsers(required=True, metavar="up | down | status | env")
     for name, action, what in (
         ("up", _up, "start one; returns when all nodes are idle"),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
+from slurmtrain.cli.arguments import Parser
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.settle import settle
@@ -13,13 +13,14 @@ from slurmtrain.runtime.slurm import SlurmClient
 
 
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m slurmtrain settle", description=__doc__)
+    parser = Parser(prog="python -m slurmtrain settle", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--exit-code", type=int, required=True)
     options = parser.parse_args(words)
     run_dir = RunDir(options.run_dir)
-    judgement = settle(run_dir, options.attempt, options.exit_code, load_frozen(run_dir.config_file), SlurmClient())
+    config = load_frozen(run_dir.config_file, secrets=False)
+    judgement = settle(run_dir, options.attempt, options.exit_code, config, SlurmClient())
     print(f"slurmtrain: attempt {options.attempt}: {judgement.sentence}", file=sys.stderr)
     print(judgement.verdict)
     return 0

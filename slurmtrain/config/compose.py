@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, nearest
 from slurmtrain.resources import shipped
 
 SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL)", re.IGNORECASE)
+SECRET_REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")  # what stands for a secret on disk; without a default
 
 
 def register_schema() -> None:
@@ -59,20 +61,22 @@ def compose(overrides: Sequence[str], *, config_name: str = "config", config_dir
         with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
             composed = hydra_compose(config_name, words)
         _keep_secrets_unresolved(composed)
-        return to_config(OmegaConf.to_container(composed, resolve=True))
+        values = OmegaConf.to_container(composed, resolve=True)
+        resolve_secrets(values)  # said here when one is not set, not by every rank later
+        return to_config(values)
     except (HydraException, OmegaConfBaseException) as error:
         raise _explain(error, words, config_dir) from None
 
 
 def to_config(values: Any) -> Config:
-    """Check plain values against the schema and build the `Config`.
+    """Check plain values against the schema and build the `Config`. Text is taken as it is, `${...}` of bash too.
 
     Raises:
         OmegaConfBaseException: an unknown key or a wrong type.
     """
     from omegaconf import OmegaConf
 
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), _literal(values)))
     assert isinstance(config, Config)
     return config
 
@@ -90,19 +94,21 @@ def freeze(config: Config) -> str:
     return yaml.safe_dump(to_values(config), sort_keys=False, default_flow_style=False, allow_unicode=True)
 
 
-def load_frozen(path: Path) -> Config:
+def load_frozen(path: Path, *, secrets: bool = True) -> Config:
     """Read a frozen config back.
 
+    Args:
+        secrets: put the values of secrets in; without, they stay `${oc.env:X}`, as what is written to disk wants them.
+
     Raises:
-        ConfigError: it is missing, or is not a config of this version.
+        ConfigError: it is missing, is not a config of this version, or a secret is not in the environment.
     """
     import yaml
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        values = OmegaConf.to_container(OmegaConf.create(yaml.safe_load(path.read_text())), resolve=True)
-        return to_config(values)
+        values = yaml.safe_load(path.read_text())
+        return to_config(resolve_secrets(values) if secrets else values)
     except FileNotFoundError:
         raise ConfigError(
             f"{path} is missing", hint="is this a run directory, and is its file system mounted?"
@@ -135,8 +141,49 @@ def _keep_secrets_unresolved(node: Any) -> None:
                 _keep_secrets_unresolved(raw)
             continue
         text = raw._value() if raw is not None else None
-        if isinstance(text, str) and "${oc.env:" in text and (SECRET_NAME.search(text) or SECRET_NAME.search(str(key))):
-            raw._set_value(text.replace("${", "\\${"))
+        if isinstance(text, str) and (SECRET_NAME.search(text) or SECRET_NAME.search(str(key))):
+            kept = SECRET_REFERENCE.sub(lambda match: "\\" + match.group(), text)
+            if "${oc.env:" in re.sub(r"\\\$", "", kept):
+                raise ConfigError(
+                    f"{raw._get_full_key(None)} is {text!r}: a secret is taken from the environment without a default",
+                    hint="write ${oc.env:NAME}",
+                )
+            raw._set_value(kept)
+
+
+def resolve_secrets(values: Any, where: str = "") -> Any:
+    """Plain values with every `${oc.env:X}` that was left in them replaced by the variable's value.
+
+    Raises:
+        ConfigError: the variable is not set.
+    """
+    if isinstance(values, dict):
+        return {key: resolve_secrets(value, f"{where}.{key}".lstrip(".")) for key, value in values.items()}
+    if isinstance(values, list):
+        return [resolve_secrets(value, f"{where}[{index}]") for index, value in enumerate(values)]
+    if not isinstance(values, str):
+        return values
+
+    def value_of(match: re.Match[str]) -> str:
+        if match.group(1) not in os.environ:
+            raise ConfigError(
+                f"{where} is {values!r}, but the environment variable {match.group(1)} is not set",
+                hint=f"export {match.group(1)}=... in the shell that submits; the job inherits it",
+            )
+        return os.environ[match.group(1)]
+
+    return SECRET_REFERENCE.sub(value_of, values)
+
+
+def _literal(values: Any) -> Any:
+    """Escape what omegaconf would take for an interpolation. Backslashes count in front of one only."""
+    if isinstance(values, dict):
+        return {key: _literal(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [_literal(value) for value in values]
+    if isinstance(values, str):
+        return re.sub(r"(\\*)\$\{", lambda match: match.group(1) * 2 + r"\${", values)
+    return values
 
 
 def _first_line(error: BaseException) -> str:

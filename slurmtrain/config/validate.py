@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 
+from slurmtrain.config.compose import SECRET_REFERENCE
 from slurmtrain.config.schema import ClusterConfig, Config, JobConfig
 from slurmtrain.errors import ConfigError, nearest
 
@@ -162,6 +163,11 @@ def _check_strings(cluster: ClusterConfig) -> None:
                 if isinstance(text, str) and re.search(r"[\x00-\x1f\x7f]", text):
                     raise ConfigError(
                         f"{name} holds {text!r}: control characters are not allowed", hint="use cluster.setup for code"
+                    )
+                if isinstance(text, str) and name != "cluster.env" and SECRET_REFERENCE.search(text):
+                    raise ConfigError(
+                        f"{name} holds the secret {text!r}, which would have to be written into the batch script",
+                        hint="put it into cluster.env",
                     )
     for name in cluster.env:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):

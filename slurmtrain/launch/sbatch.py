@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain import __version__
+from slurmtrain.config.compose import SECRET_REFERENCE
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.resources import shipped
 
@@ -48,6 +49,7 @@ def render_script(config: Config, paths: JobPaths) -> str:
         autoescape=False,  # shell text, not HTML; every value goes through the filter `sh` or shlex.quote
     )
     environment.filters["sh"] = lambda value: shlex.quote(str(value))
+    environment.filters["sh_secret"] = _quote_secret
     in_place = paths.workdir.startswith("/")
     workdir = shlex.quote(paths.workdir) if in_place else '"$run_dir"/' + shlex.quote(paths.workdir)
     roots = [workdir] if paths.workdir == "code" else [workdir, '"$run_dir"/code']
@@ -99,6 +101,17 @@ def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
         *sorted(cluster.sbatch.items()),
     ]
     return [text for name, value in options if (text := _directive(name, value))]
+
+
+def _quote_secret(value: str) -> str:
+    """A quoted value, in which `${oc.env:X}` becomes "$X": the job inherits the secret, and the script never holds it."""
+    literals_and_names = SECRET_REFERENCE.split(value)
+    words = [
+        f'"${{{part}}}"' if index % 2 else shlex.quote(part)
+        for index, part in enumerate(literals_and_names)
+        if part or len(literals_and_names) == 1
+    ]
+    return "".join(words)
 
 
 def _directive(name: str, value: object) -> str:

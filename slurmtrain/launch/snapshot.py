@@ -119,7 +119,10 @@ def _check_size(files: list[Path], root: Path, max_mb: int) -> None:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        answer = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+        # surrogateescape: a file name need not be UTF-8, and os functions take it back as it was.
+        answer = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, errors="surrogateescape", check=False
+        )
     except FileNotFoundError:
         return None
     return answer.stdout if answer.returncode == 0 else None

@@ -74,7 +74,7 @@ def latest_job_id(run_dir: RunDir) -> str | None:
 def _queue(slurm_conf: str | None, job_ids: list[str]) -> dict[str, tuple[str, str]] | None:
     """squeue's answer, or None when it cannot be had: then the run's own files are all there is."""
     if slurm_conf and not Path(slurm_conf).exists():
-        return None
+        return {}  # a sandbox that is down, and its jobs with it
     client = SlurmClient(slurm_conf)
     return client.queue(job_ids) if client.available else None
 

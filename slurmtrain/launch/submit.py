@@ -203,5 +203,5 @@ def _alone(run_dir: RunDir, script: str) -> str:
         return script
     from slurmtrain.config.compose import load_frozen
 
-    config = load_frozen(run_dir.config_file)
+    config = load_frozen(run_dir.config_file, secrets=False)  # a script on disk
     return render_script(config, JobPaths([run_dir.path], run_dir.info()["workdir"], sys.executable))

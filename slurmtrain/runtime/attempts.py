@@ -29,6 +29,8 @@ class Attempt:
         last_step: steps done when it ended, as far as is known.
         committed_step: the newest checkpoint when it ended.
         said: rank 0's last word: "finished" or "stopped".
+        stepping: when it began to train; None until then.
+        start_up_s: seconds of each stage from the start of rank 0's process until then.
         cause, cause_time: what told the ranks to stop, and when.
     """
 
@@ -41,6 +43,7 @@ class Attempt:
     host: str = ""
     started: float = 0.0
     stepping: float | None = None
+    start_up_s: dict[str, float] = field(default_factory=dict)
     first_step: int | None = None
     last_step: int | None = None
     committed_step: int | None = None
@@ -150,13 +153,13 @@ def record_failure(
     write_json(attempt_dir / f"failed-{rank}.json", {**record, "time": time.time()})
 
 
-def first_failure(attempt_dir: Path) -> tuple[int, str] | None:
-    """The earliest rank that failed by itself: those that fail because a peer is gone come after it, or say so."""
+def first_failure(attempt_dir: Path, *, because_of_peer: bool = False) -> tuple[int, str] | None:
+    """Exit code and words of the earliest rank that failed: by itself, or because a peer was gone."""
     records = [record for path in attempt_dir.glob("failed-*.json") if (record := read_json(path))]
-    if not records:
+    chosen = [record for record in records if bool(record.get("because_of_peer")) == because_of_peer]
+    if not chosen:
         return None
-    own = [record for record in records if not record.get("because_of_peer")] or records
-    first = min(own, key=lambda record: float(record["time"]))
+    first = min(chosen, key=lambda record: float(record["time"]))
     return int(first["exit_code"]), f"rank {first['rank']}: {first['sentence']}"
 
 

@@ -23,7 +23,7 @@ from slurmtrain.runtime.environment import Environment
 from slurmtrain.runtime.place import Place
 from slurmtrain.runtime.signals import StopSignals
 from slurmtrain.runtime.slurm import SlurmClient
-from slurmtrain.runtime.watch import start_watch
+from slurmtrain.runtime.watch import Watch
 
 POLL_S = 0.05  # of a file on a shared file system: there is no event to await
 
@@ -36,10 +36,11 @@ def run_command(config: Config, environment: Environment, where: Place, stop: St
     Raises:
         ConfigError: there is no such program.
     """
+    watch: Watch | None = None
     if environment.rank == 0:
         place.open_attempt(where, environment)
         client = SlurmClient() if environment.source == "slurm" else None
-        start_watch(stop, where.attempt_dir, client, signal_lead_s=config.cluster.signal_lead_s)
+        watch = Watch(stop, where.attempt_dir, client, signal_lead_s=config.cluster.signal_lead_s)
     words = shlex.split(config.job.command or "")
     variables = {**os.environ, **rank_variables(config, environment, where)}
     try:
@@ -67,6 +68,8 @@ def run_command(config: Config, environment: Environment, where: Place, stop: St
                 exit_code=code,
                 sentence=f"{words[0]} ended with {_described(code)}",
             )
+    if watch is not None and stop.requested:
+        watch.wait_for_record()
     if environment.rank == 0 and code in (0, EXIT_REQUEUE):
         place.update_attempt(where, said="finished" if code == 0 else "stopped")
     return code if code >= 0 else 128 - code

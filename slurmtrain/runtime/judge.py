@@ -130,9 +130,8 @@ def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
     external = _told_by_slurm(evidence)
     if external is not None:
         return external
-    stopped = evidence.said == "stopped" and evidence.exit_code == EXIT_REQUEUE and evidence.failure is None
-    # A command that did not handle the signal died of it: as good a stop as its own checkpoints are.
-    if stopped or (evidence.cause is not None and evidence.failure is None and evidence.killed is None):
+    told = evidence.exit_code == EXIT_REQUEUE or evidence.cause is not None
+    if told and evidence.failure is None and evidence.killed is None:
         return _why_told(evidence, policy)
     if evidence.failure is None and evidence.exit_code == EXIT_CONFIG:
         return Reason.CONFIG, "the config or the environment is wrong (exit code 78)"

@@ -6,10 +6,10 @@ that needs it are imported inside functions here.
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,8 @@ from slurmtrain.runtime.environment import Environment, check_world_size
 from slurmtrain.runtime.place import Place
 from slurmtrain.runtime.settle import settle
 from slurmtrain.runtime.slurm import SlurmClient
-from slurmtrain.runtime.watch import start_watch
+from slurmtrain.runtime.timeline import Timeline
+from slurmtrain.runtime.watch import Watch
 
 if TYPE_CHECKING:
     from slurmtrain.runtime.world import World
@@ -51,8 +52,10 @@ def run_by_hand(config: Config, create_run_dir: Callable[[], RunDir], *, strict:
 
 def _run(find: Callable[[], tuple[Config, Callable[[], RunDir]]], given: Place | None, *, strict: bool) -> NoReturn:
     stop = signals.arm()
+    timeline = Timeline()
     environment: Environment | None = None
     where = given
+    watch: Watch | None = None
     try:
         environment = Environment.detect()
         config, find_or_create = find()
@@ -61,19 +64,22 @@ def _run(find: Callable[[], tuple[Config, Callable[[], RunDir]]], given: Place |
         if config.job.kind == "command":
             from slurmtrain.runtime.command import run_command
 
-            if given is None:
-                given = place.agree_on_place(environment, find_or_create, lambda text: text or "", None)
-            leave(run_command(config, environment, given, stop))
+            where = given or place.alone(environment, find_or_create)
+            _settle_by_hand(config, environment, where, code := run_command(config, environment, where, stop))
+            leave(code)
         if given is not None and environment.rank == 0:
-            _begin(given, environment, config, stop)
-        world, where = _join(config, environment, given, find_or_create, stop)
+            watch = _begin(given, environment, config, stop)
+        world, where = _join(config, environment, given, find_or_create, stop, timeline)
         if given is None and environment.rank == 0:
-            _begin(where, environment, config, stop)
-        code = _train(config, world, where, stop)
-        if not where.supervised and environment.rank == 0:
-            _report(settle(where.run_dir, where.number, code, _never_requeue(config), None).sentence, where)
+            watch = _begin(where, environment, config, stop)
+        code = _train(config, world, where, stop, timeline)
+        if watch is not None and code == EXIT_REQUEUE:
+            watch.wait_for_record()
+        _settle_by_hand(config, environment, where, code)
         leave(code)
     except _stop_during_start():
+        if watch is not None:
+            watch.wait_for_record()
         leave(EXIT_REQUEUE)
     except SlurmtrainError as error:
         print(f"slurmtrain: error: {error}", file=sys.stderr, flush=True)
@@ -84,11 +90,11 @@ def _run(find: Callable[[], tuple[Config, Callable[[], RunDir]]], given: Place |
         _fail(where, environment, 1, sentence, because_of_peer=_lost_a_peer(error))
 
 
-def _begin(where: Place, environment: Environment, config: Config, stop: signals.StopSignals) -> None:
+def _begin(where: Place, environment: Environment, config: Config, stop: signals.StopSignals) -> Watch:
     """Rank 0 opens the attempt's record and starts to watch the clock and SLURM."""
     place.open_attempt(where, environment)
     client = SlurmClient() if environment.source == "slurm" else None
-    start_watch(stop, where.attempt_dir, client, signal_lead_s=config.cluster.signal_lead_s)
+    return Watch(stop, where.attempt_dir, client, signal_lead_s=config.cluster.signal_lead_s)
 
 
 def _join(
@@ -97,27 +103,28 @@ def _join(
     given: Place | None,
     find_or_create: Callable[[], RunDir],
     stop: signals.StopSignals,
+    timeline: Timeline,
 ) -> tuple[World, Place]:
     """Meet the other ranks and learn where this attempt leaves its traces."""
     from slurmtrain.runtime.world import join
 
+    timeline.mark("interpreter and imports")
     meeting = None
     if given is None and environment.source == "slurm" and environment.world_size > 1:
         meeting = place.meeting_directory(environment, Path(config.job.runs_dir))
     world = join(config.cluster, config.train.device, environment, given.attempt_dir if given else meeting, stop)
+    timeline.mark("rendezvous")
     if given is not None:
         return world, given
     return world, place.agree_on_place(environment, find_or_create, world.tell, meeting)
 
 
-def _train(config: Config, world: World, where: Place, stop: signals.StopSignals) -> int:
+def _train(config: Config, world: World, where: Place, stop: signals.StopSignals, timeline: Timeline) -> int:
     """Train, and say what rank 0 has to say. Returns the exit code of this rank."""
     from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.training_job import build_trainer
 
-    started = time.time()
-    trainer = build_trainer(config, world, where, StopAgreement(stop, world.control))
-    built = time.time()
+    trainer = build_trainer(config, world, where, StopAgreement(stop, world.control), timeline)
     outcome = trainer.fit()
     if world.environment.rank == 0:
         said = "finished" if outcome.finished else "stopped"
@@ -127,27 +134,22 @@ def _train(config: Config, world: World, where: Place, stop: signals.StopSignals
             attempt=where.number,
             step=outcome.step,
             save_s=outcome.saved.seconds if outcome.saved else None,
-            build_s=built - started,
         )
-        if not outcome.finished:
-            first = stop.first
-            print(
-                f"slurmtrain: told to stop ({first.cause if first else '?'}): saved after step {outcome.step}",
-                flush=True,
-            )
+    if not outcome.finished:
+        first = stop.first
+        cause = first.cause if first else "another rank"
+        print(f"slurmtrain: told to stop ({cause}): leaving after step {outcome.step}", flush=True)
     world.leave_together()
     return 0 if outcome.finished else EXIT_REQUEUE
 
 
-def _never_requeue(config: Config) -> Config:
-    """Ranks started by hand have no batch script that could start them again."""
-    import dataclasses
-
-    return dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode="off"))
-
-
-def _report(sentence: str, where: Place) -> None:
-    print(f"slurmtrain: {sentence}. Run {where.run_dir.id} in {where.run_dir.path}", flush=True)
+def _settle_by_hand(config: Config, environment: Environment, where: Place, code: int) -> None:
+    """Ranks started by hand have no batch script that judges the attempt, nor one that could start them again."""
+    if where.supervised or environment.rank != 0:
+        return
+    never = dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode="off"))
+    judgement = settle(where.run_dir, where.number, code, never, None)
+    print(f"slurmtrain: {judgement.sentence}. Run {where.run_dir.id} in {where.run_dir.path}", flush=True)
 
 
 def _fail(
@@ -160,8 +162,8 @@ def _fail(
             attempts.record_failure(
                 where.attempt_dir, rank, exit_code=code, sentence=sentence, because_of_peer=because_of_peer
             )
-            if not where.supervised and rank == 0:
-                settle(where.run_dir, where.number, code, _never_requeue(load_frozen(where.run_dir.config_file)), None)
+            if environment is not None and not where.supervised:
+                _settle_by_hand(load_frozen(where.run_dir.config_file), environment, where, code)
         except OSError as error:
             print(f"slurmtrain: cannot record the failure: {error}", file=sys.stderr)
     leave(code)

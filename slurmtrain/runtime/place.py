@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurmtrain.errors import EnvironmentMismatch
 from slurmtrain.rundir import ATTEMPT_VARIABLE, RunDir
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.attempts import Attempt
@@ -74,6 +75,20 @@ def agree_on_place(
     if environment.rank == 0 and meeting is not None:
         shutil.rmtree(meeting, ignore_errors=True)
     return Place(RunDir(Path(path)), number, supervised=False)
+
+
+def alone(environment: Environment, find_or_create: Callable[[], RunDir]) -> Place:
+    """For a program that was started by hand: nobody here could tell other ranks which attempt it is.
+
+    Raises:
+        EnvironmentMismatch: there are other ranks.
+    """
+    if environment.world_size > 1:
+        raise EnvironmentMismatch(
+            f"job=command was started by hand with {environment.world_size} ranks", hint="let `submit` start it"
+        )
+    run_dir = find_or_create()
+    return Place(run_dir, run_dir.new_attempt(), supervised=False)
 
 
 def open_attempt(place: Place, environment: Environment) -> None:

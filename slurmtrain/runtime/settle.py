@@ -58,13 +58,17 @@ def own_job_id() -> str | None:
 
 def _evidence(run_dir: RunDir, attempt: Attempt, exit_code: int, facts: JobFacts | None) -> Evidence:
     directory = run_dir.attempt(attempt.number)
+    killed = attempts.killed_tasks(directory)
+    failure = attempts.first_failure(directory)
+    if failure is None and killed is None:  # nobody saw the cause, only what it did to the others
+        failure = attempts.first_failure(directory, because_of_peer=True)
     return Evidence(
         exit_code=exit_code,
         said=attempt.said,
         cause=attempt.cause,
         seconds_left=attempt.seconds_left,
-        failure=attempts.first_failure(directory),
-        killed=attempts.killed_tasks(directory),
+        failure=failure,
+        killed=killed,
         request=attempts.request_for(run_dir, attempt),
         facts=facts,
         restart_count=int(os.environ.get("SLURM_RESTART_COUNT", "0")),

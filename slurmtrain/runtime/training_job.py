@@ -17,12 +17,13 @@ from slurmtrain.observe import Reporter, SilentReporter
 from slurmtrain.parallel.ddp import replicate
 from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.place import Place, update_attempt
+from slurmtrain.runtime.timeline import Timeline
 from slurmtrain.runtime.world import World
 from slurmtrain.training.seeds import seed_everything
 from slurmtrain.training.trainer import Ranks, Trainer
 
 
-def build_trainer(config: Config, world: World, where: Place, stop: StopAgreement) -> Trainer:
+def build_trainer(config: Config, world: World, where: Place, stop: StopAgreement, timeline: Timeline) -> Trainer:
     """Everything that `fit` needs.
 
     Raises:
@@ -52,7 +53,8 @@ def build_trainer(config: Config, world: World, where: Place, stop: StopAgreemen
         keep_last=config.checkpoint.keep_last,
         verify=config.checkpoint.verify,
     )
-    record = _Record(config, where, source, model) if rank == 0 else None
+    timeline.mark("model and data")
+    record = _Record(config, where, source, model, timeline) if rank == 0 else None
     return Trainer(
         train=train,
         optim=config.optim,
@@ -72,13 +74,15 @@ def build_trainer(config: Config, world: World, where: Place, stop: StopAgreemen
 class _Record:
     """What rank 0 writes down and shows about the training."""
 
-    def __init__(self, config: Config, where: Place, source: Any, model: nn.Module):
+    def __init__(self, config: Config, where: Place, source: Any, model: nn.Module, timeline: Timeline):
         self._config, self._where, self._source, self._model = config, where, source, model
-        self._began = time.time()
+        self._timeline = timeline
 
     def make_reporter(self, first_step: int) -> Reporter:
-        update_attempt(self._where, first_step=first_step, stepping=time.time())
-        self._where.run_dir.event("training started", attempt=self._where.number, step=first_step)
+        self._timeline.mark("restore")
+        seconds = self._timeline.seconds
+        update_attempt(self._where, first_step=first_step, stepping=time.time(), start_up_s=seconds)
+        self._where.run_dir.event("training started", attempt=self._where.number, step=first_step, start_up_s=seconds)
         run_dir = self._where.run_dir
         reporter = Reporter(
             metrics_file=run_dir.metrics_file,

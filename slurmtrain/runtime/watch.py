@@ -12,37 +12,50 @@ from slurmtrain.runtime.settle import own_job_id
 from slurmtrain.runtime.signals import StopSignals
 from slurmtrain.runtime.slurm import JobFacts, SlurmClient
 
+RECORD_TIMEOUT_S = 5.0
 
-def start_watch(signals: StopSignals, attempt_dir: Path, client: SlurmClient | None, *, signal_lead_s: float) -> None:
-    """Watch over rank 0 until a stop is requested, then record it.
+
+class Watch:
+    """Watches over rank 0 until a stop is requested, then records it.
 
     A signal that came before Python had handlers was ignored. What it meant is still on record, so SLURM is asked
     once at the start; and should the early warning never come, the clock gives it.
     """
-    watch = threading.Thread(
-        target=_watch, args=(signals, attempt_dir, client, signal_lead_s), name="watch", daemon=True
-    )
-    watch.start()
 
+    def __init__(self, signals: StopSignals, attempt_dir: Path, client: SlurmClient | None, *, signal_lead_s: float):
+        self._signals, self._attempt_dir, self._client = signals, attempt_dir, client
+        self._signal_lead_s = signal_lead_s
+        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._thread.start()
 
-def _watch(signals: StopSignals, attempt_dir: Path, client: SlurmClient | None, signal_lead_s: float) -> None:
-    end_time: float | None = None
-    if client is not None:
-        facts = client.job(own_job_id() or "")
-        end_time = _end_time(facts)
+    def wait_for_record(self) -> None:
+        """Before rank 0 leaves: give the record of a stop that was just requested the time to reach the disk."""
+        self._thread.join(timeout=RECORD_TIMEOUT_S)
+
+    def _watch(self) -> None:
+        end_time = self._ask_once()
+        # Half of the lead: SLURM's own signal, which may be up to 60 s early but never late, should come first.
+        deadline = end_time - self._signal_lead_s / 2 if end_time is not None and self._signal_lead_s else None
+        if not self._signals.wait(None if deadline is None else max(0.0, deadline - time.time())):
+            self._signals.request("deadline")
+        first = self._signals.first
+        assert first is not None
+        facts = self._client.job(own_job_id() or "") if self._client is not None else None
+        left = None if end_time is None else end_time - first.time
+        attempts.record_stop(
+            self._attempt_dir, cause=first.cause, cause_time=first.time, seconds_left=left, facts=facts
+        )
+
+    def _ask_once(self) -> float | None:
+        """When the job's time ends. Requests a stop when SLURM has ended or preempted the job already."""
+        if self._client is None:
+            return None
+        facts = self._client.job(own_job_id() or "")
         if facts is not None and facts.preempted:
-            signals.request("preempted before the start")
+            self._signals.request("preempted before the start")
         elif facts is not None and facts.state == "COMPLETING":
-            signals.request("ended before the start")
-    # Half of the lead: SLURM's own signal, which may be up to 60 s early but never late, should come first.
-    deadline = None if end_time is None or not signal_lead_s else end_time - signal_lead_s / 2
-    if not signals.wait(None if deadline is None else max(0.0, deadline - time.time())):
-        signals.request("deadline")
-    first = signals.first
-    assert first is not None
-    facts = client.job(own_job_id() or "") if client is not None else None
-    left = None if end_time is None else end_time - first.time
-    attempts.record_stop(attempt_dir, cause=first.cause, cause_time=first.time, seconds_left=left, facts=facts)
+            self._signals.request("ended before the start")
+        return _end_time(facts)
 
 
 def _end_time(facts: JobFacts | None) -> float | None:

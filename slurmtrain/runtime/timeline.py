@@ -1,0 +1,28 @@
+"""Where the time of a start goes: from the interpreter's first instruction to the first step."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+
+class Timeline:
+    """Seconds between marks, the first one counted from the start of this process."""
+
+    def __init__(self) -> None:
+        self._last = time.time() - process_age_s()
+        self.seconds: dict[str, float] = {}
+
+    def mark(self, name: str) -> None:
+        """The stage `name` ends now."""
+        now = time.time()
+        self.seconds[name] = round(now - self._last, 3)
+        self._last = now
+
+
+def process_age_s() -> float:
+    """Seconds since the kernel started this process (`man 5 proc`, starttime of /proc/pid/stat)."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started

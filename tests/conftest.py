@@ -1,0 +1,102 @@
+"""What all tests share: a project folder to type commands in, and stand-ins for SLURM's commands."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.runtime.slurm import belongs_to_a_job
+
+Cli = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-goldens", action="store_true", help="write jobs/golden/*.sbatch anew instead of comparing"
+    )
+
+
+@dataclass(frozen=True)
+class FakeSlurm:
+    """A folder, first on PATH, with an sbatch that keeps what it gets, and other commands that a test may script.
+
+    Attributes:
+        directory: the folder; what the commands note down lies beside them.
+    """
+
+    directory: Path
+
+    @property
+    def submitted(self) -> list[str]:
+        """The scripts that sbatch got, in order."""
+        return [path.read_text() for path in sorted(self.directory.glob("script-*"))]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment in which sbatch ran last."""
+        pairs = (self.directory / "environment").read_text().split("\0")
+        return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+    def command(self, name: str, body: str) -> None:
+        """Put a command there; `body` is bash, `$here` this folder."""
+        path = self.directory / name
+        path.write_text(f"#!/bin/bash\nhere={self.directory}\n{body}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+    def refuse(self, words: str) -> None:
+        self.command("sbatch", f"echo '{words}' >&2; exit 1")
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder: empty, outside of git, and outside of any job."""
+    for name in list(os.environ):
+        if belongs_to_a_job(name) or name in ("SLURM_CONF", "SLURMTRAIN_RUNS"):
+            monkeypatch.delenv(name)
+    folder = tmp_path / "project"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """sbatch accepts everything as job 4711; scontrol and squeue fail, as without a controller."""
+    fake = FakeSlurm(tmp_path / "fake-slurm")
+    fake.directory.mkdir()
+    fake.command(
+        "sbatch",
+        'n=$(ls "$here" | grep -c "^script-"); cp "${!#}" "$here/script-$n"; env -0 >"$here/environment"\n'
+        'echo "Submitted batch job 4711"',
+    )
+    for name in ("scontrol", "squeue", "scancel", "srun"):
+        fake.command(name, f'echo "{name}: error: Unable to contact slurm controller" >&2; exit 1')
+    monkeypatch.setenv("PATH", f"{fake.directory}:{os.environ['PATH']}")
+    return fake
+
+
+@pytest.fixture
+def cli(project: Path) -> Cli:
+    """Run `python -m slurmtrain` with these words in the project folder."""
+
+    def run(
+        *words: str, program: tuple[str, ...] = ("-m", "slurmtrain"), **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *program, *words],
+            cwd=project,
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    return run

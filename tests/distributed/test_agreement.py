@@ -1,0 +1,54 @@
+"""One rank that is told is enough, and all stop at the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from slurmtrain.runtime import signals
+from slurmtrain.runtime.agreement import StopAgreement
+from slurmtrain.runtime.world import World
+from tests.distributed.conftest import GlooRanks
+
+
+def step_until_told(world: World, told_rank: int, told_at: int, between: bool) -> tuple[int, str]:
+    stop = signals.arm()
+    agreement = StopAgreement(stop, world.control)
+
+    def tell() -> None:
+        if world.environment.rank == told_rank and step == told_at:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert stop.wait(10)
+
+    for step in range(100):
+        if not between:
+            tell()
+        agreement.begin()
+        if between:
+            tell()
+        if agreement.finish():
+            break
+    first = stop.first
+    assert first is not None
+    return step, first.cause
+
+
+def test_when_one_rank_is_told_all_stop_after_the_same_step(gloo_ranks: GlooRanks) -> None:
+    answers = gloo_ranks(4, step_until_told, 2, 7, False)
+    assert answers == [(7, "another rank"), (7, "another rank"), (7, "SIGUSR2"), (7, "another rank")]
+
+
+def test_a_signal_after_the_ranks_have_handed_in_their_flags_stops_all_one_step_later(gloo_ranks: GlooRanks) -> None:
+    assert [step for step, _ in gloo_ranks(2, step_until_told, 0, 3, True)] == [4, 4]
+
+
+def test_a_single_process_stops_at_the_step_in_which_it_was_told() -> None:
+    stop = signals.StopSignals()
+    agreement = StopAgreement(stop, None)
+    agreement.begin()
+    assert not agreement.finish()
+    stop.request("deadline")
+    agreement.begin()
+    assert agreement.finish()
+    assert stop.first is not None
+    assert stop.first.cause == "deadline"

@@ -1,0 +1,135 @@
+"""Ranks find each other, say who is missing, and take nobody else for one of theirs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slurmtrain.errors import RendezvousError
+from slurmtrain.rundir import write_json
+from slurmtrain.runtime import signals
+from slurmtrain.runtime.addresses import machine
+from slurmtrain.runtime.environment import Environment
+from slurmtrain.runtime.rendezvous import StopDuringStart
+from slurmtrain.runtime.world import World, join
+from tests.distributed.conftest import GlooRanks, cluster_config, wait_until
+
+
+def sums(world: World) -> list[float]:
+    """Each of the three groups adds up every rank's number."""
+    answers = []
+    for group in (world.group, world.control, world.saving):
+        value = torch.tensor([float(world.environment.rank + 1)])
+        dist.all_reduce(value, group=group)
+        answers.append(value.item())
+    return answers
+
+
+def hear(world: World, word: str) -> str:
+    return world.tell(word if world.environment.rank == 0 else None)
+
+
+def try_to_join(directory: Path, timeout_s: int) -> tuple[str, float]:
+    """What became of it, and how long that took in seconds."""
+    environment, stop = Environment.detect(), signals.arm()
+    started = time.monotonic()
+    (directory / f"looking-{environment.rank}").touch()
+    try:
+        world = join(cluster_config(timeout_s), "cpu", environment, directory, stop)
+        return hear(world, "met"), time.monotonic() - started
+    except (RendezvousError, StopDuringStart) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - started
+
+
+def test_all_ranks_meet_in_three_groups(gloo_ranks: GlooRanks) -> None:
+    assert gloo_ranks(3, sums) == [[6.0, 6.0, 6.0]] * 3
+
+
+def test_two_worlds_on_one_machine_do_not_mix(gloo_ranks: GlooRanks) -> None:
+    one, other = gloo_ranks.start_joined(2, hear, "one"), gloo_ranks.start_joined(2, hear, "other")
+    assert one.results() == ["one", "one"]
+    assert other.results() == ["other", "other"]
+
+
+def test_when_a_rank_is_missing_every_rank_names_it_and_its_node(gloo_ranks: GlooRanks) -> None:
+    answers = gloo_ranks.start(4, try_to_join, 2, ranks=[0, 1, 3]).results(timeout_s=30)
+    for answer, took in answers:
+        assert answer.startswith("RendezvousError")
+        assert "rank 2" in answer
+        assert socket.gethostname() in answer
+        assert 1.5 < took < 15
+
+
+def test_when_rank_0_is_missing_the_others_name_it_and_its_node(gloo_ranks: GlooRanks) -> None:
+    answers = gloo_ranks.start(3, try_to_join, 2, ranks=[1, 2]).results(timeout_s=30)
+    for rank, (answer, took) in zip((1, 2), answers, strict=True):
+        assert answer.startswith(f"RendezvousError: rank {rank} on {socket.gethostname()}: rank 0")
+        assert f"node {socket.gethostname()}" in answer
+        assert 1.5 < took < 15
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stop_request_ends_the_wait_at_once(gloo_ranks: GlooRanks, rank: int) -> None:
+    waiting = gloo_ranks.start(3, try_to_join, 60, ranks=[0, 1])
+    wait_until(
+        lambda: (waiting.directory / f"looking-{rank}").exists() and (waiting.directory / "rendezvous.json").exists(),
+        "looking",
+    )
+    told = time.monotonic()
+    os.kill(waiting.pid(rank), signal.SIGTERM)
+    other = 1 - rank
+    wait_until(lambda: not Path(f"/proc/{waiting.pid(rank)}/cwd").exists(), "out", timeout_s=10)
+    assert time.monotonic() - told < 5
+    os.kill(waiting.pid(other), signal.SIGTERM)
+    assert [answer.partition(":")[0] for answer, _ in waiting.results(timeout_s=10)] == ["StopDuringStart"] * 2
+
+
+@pytest.fixture
+def stranger(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The port of a service that is not ours."""
+    if request.param == "another world's store":
+        store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+        store.set("token", "theirs")
+        yield store.port
+        return
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def hang_up() -> None:
+            while True:
+                try:
+                    server.accept()[0].close()
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=hang_up, daemon=True)
+        if request.param == "a service that hangs up":
+            thread.start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    "stranger", ["another world's store", "a service that hangs up", "a service that is silent"], indirect=True
+)
+def test_a_stranger_on_the_published_port_is_not_taken_for_rank_0(
+    gloo_ranks: GlooRanks, tmp_path: Path, stranger: int
+) -> None:
+    directory = tmp_path / "meeting"
+    directory.mkdir()
+    published = directory / "rendezvous.json"
+    address = {"hosts": ["127.0.0.1"], "port": stranger, "machine": machine(), "token": "ours"}
+    write_json(published, address)
+    early = gloo_ranks.start(2, try_to_join, 30, ranks=[1], directory=directory)
+    wait_until(lambda: (directory / "looking-1").exists(), "looking")
+    late = gloo_ranks.start(2, try_to_join, 30, ranks=[0], directory=directory)
+    assert [late.results()[0][0], early.results()[0][0]] == ["met", "met"]

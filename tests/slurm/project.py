@@ -1,0 +1,224 @@
+"""A user's project in a temporary folder, and runs submitted from it: what the tests of whole jobs are made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slurmtrain.checkpoint.commit import committed, read_manifest
+from slurmtrain.observe import read_metrics
+from slurmtrain.rundir import RunDir, read_json
+from slurmtrain.runtime import attempts
+from slurmtrain.runtime.attempts import Attempt
+from tests.slurm.conftest import Cluster
+
+# A model of the user's own. The pause gives tests the time to interfere; it does not change a single bit.
+PACED_MODEL = """
+import time
+from slurmtrain.models import Decoder
+
+class Paced(Decoder):
+    def __init__(self, *, pause_s=0.0, **arguments):
+        super().__init__(**arguments)
+        self.pause_s = pause_s
+
+    def forward(self, tokens):
+        time.sleep(self.pause_s)
+        return super().forward(tokens)
+"""
+
+SMALL = [
+    "+experiment=smoke",
+    "model._target_=paced.Paced",
+    "model.dropout=0.1",  # so that the random state matters
+    "train.log_every=1",
+    "train.eval_every=20",
+    "train.tensorboard=false",
+    "checkpoint.every_steps=10",
+    "requeue.restart_delay_s=0",
+]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One submitted run, seen through its run directory."""
+
+    run_dir: RunDir
+    cluster: Cluster
+    project: Path
+
+    @property
+    def job_id(self) -> str:
+        return str(self.run_dir.info()["job_ids"][-1])
+
+    def attempts(self) -> list[Attempt]:
+        return attempts.all_attempts(self.run_dir)
+
+    def cli(self, *words: str, check: bool = True) -> str:
+        done = self.cluster.run([sys.executable, "-m", "slurmtrain", *words], cwd=self.project, check=check)
+        return done.stdout + done.stderr
+
+    def status(self) -> str:
+        return self.cli("status", self.run_dir.id)
+
+    def losses(self) -> list[dict[str, Any]]:
+        """metrics.jsonl without what depends on the clock."""
+        timing = ("tokens_per_s", "step_time_s")
+        return [{k: v for k, v in r.items() if k not in timing} for r in read_metrics(self.run_dir.metrics_file)]
+
+    def step(self) -> int:
+        return max((int(record["step"]) for record in read_metrics(self.run_dir.metrics_file)), default=0)
+
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 90) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                pytest.fail(f"not {what} after {timeout_s} s\n{self.status()}\n{self.logs()}")
+            time.sleep(0.05)
+
+    def wait_for_step(self, step: int, timeout_s: float = 90) -> None:
+        self.wait_until(lambda: self.step() >= step, f"at step {step}", timeout_s)
+
+    def wait_for_attempt(self, number: int, timeout_s: float = 90) -> None:
+        """Until attempt `number` trains."""
+        self.wait_until(
+            lambda: len(self.attempts()) >= number and self.attempts()[number - 1].stepping is not None,
+            f"in attempt {number}",
+            timeout_s,
+        )
+
+    def wait_for_end(self, timeout_s: float = 180) -> Attempt:
+        """Until the last attempt is settled for good; that attempt."""
+        self.wait_until(
+            lambda: bool(self.attempts()) and self.attempts()[-1].verdict in ("done", "end"), "ended", timeout_s
+        )
+        self.cluster.wait_for(self.job_id, {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}, timeout_s=30)
+        return self.attempts()[-1]
+
+    def finish(self, timeout_s: float = 180) -> None:
+        last = self.wait_for_end(timeout_s)
+        assert last.reason == "finished", f"{self.status()}\n{self.logs()}"
+
+    def preempt_by_high(self) -> None:
+        """Let a job in partition `high` take this run's nodes, as a colleague would."""
+        number = len(self.attempts())
+        self.cluster.submit_high(nodes=self.attempts()[-1].nodes, seconds=0.1)
+        self.wait_until(lambda: self.attempts()[number - 1].verdict is not None, "preempted")
+
+    def rank_pids(self) -> list[int]:
+        """Processes of this run's ranks: told by their command line, on all nodes of the sandbox, which are one machine."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                variables = dict(v.split(b"=", 1) for v in (entry / "environ").read_bytes().split(b"\0") if b"=" in v)
+            except OSError:
+                continue
+            is_rank = b"train" in words and str(self.run_dir.path).encode() in words and b"srun" not in words[0]
+            if is_rank and b"python" in words[0] and b"SLURM_PROCID" in variables:
+                rank = int(variables[b"SLURM_PROCID"])
+                found[rank] = min(found.get(rank, 1 << 30), int(entry.name))  # data workers are later children
+        return [found[rank] for rank in sorted(found)]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the newest checkpoint: weights, optimiser, random state."""
+        return checkpoint_tensors(self.run_dir.checkpoints)
+
+    def logs(self) -> str:
+        parts = []
+        for path in sorted([*self.run_dir.path.glob("slurm-*.log"), *self.run_dir.attempts.glob("*/*.log")]):
+            parts.append(f"--- {path.relative_to(self.run_dir.path)}\n{path.read_text(errors='replace')[-3000:]}")
+        return "\n".join(parts)
+
+
+def checkpoint_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    import torch.distributed.checkpoint as dcp
+
+    newest = committed(directory)[-1]
+    described = read_manifest(newest).tensors
+    tensors = {
+        name: torch.empty(d["shape"], dtype=getattr(torch, d["dtype"].removeprefix("torch.")))
+        for name, d in described.items()
+    }
+    dcp.load(tensors, storage_reader=dcp.FileSystemReader(newest), no_dist=True)
+    return tensors
+
+
+def assert_same_bits(one: Run, other: Run) -> None:
+    """Loss log, weights, optimiser and random state of two finished runs are equal to the last bit."""
+    assert one.losses() == other.losses()
+    left, right = one.tensors(), other.tensors()
+    assert left.keys() == right.keys()
+    different = [name for name in left if not torch.equal(left[name], right[name])]
+    assert not different
+
+
+def assert_steps_join(run: Run, *, total: int) -> None:
+    """Every attempt began where the one before had ended: no step was lost, none was done twice."""
+    tries = run.attempts()
+    ends = [0, *(attempt.last_step for attempt in tries)]
+    assert [attempt.first_step for attempt in tries] == ends[:-1]
+    assert ends[-1] == total
+
+
+@dataclass(frozen=True)
+class Project:
+    """A git work tree with the user's model in it."""
+
+    path: Path
+    cluster: Cluster
+
+    def submit(self, *overrides: str, nodes: str | None = None, small: bool = True) -> Run:
+        """Submit as a person would. `nodes` pins the run, so that tests do not disturb each other."""
+        words = [
+            "+cluster=sandbox",
+            "cluster.sandbox=null",
+            f"cluster.slurm_conf={self.cluster.sandbox.slurm_conf}",
+            *(SMALL if small else []),
+            *([f"+cluster.sbatch.nodelist='{nodes}'"] if nodes else []),
+            *overrides,
+            "submit",
+        ]
+        done = self.cluster.run([sys.executable, "-m", "slurmtrain", *words], cwd=self.path)
+        assert "submitted run" in done.stdout, done.stdout + done.stderr
+        path = next(line.strip() for line in done.stdout.splitlines() if line.startswith("  /"))
+        return Run(RunDir(Path(path)), self.cluster, self.path)
+
+
+def make_project(path: Path, cluster: Cluster) -> Project:
+    path.mkdir()
+    (path / "paced.py").write_text(PACED_MODEL)
+    (path / ".gitignore").write_text("runs/\n__pycache__/\n")
+    for command in (["git", "init", "-q"], ["git", "add", "-A"]):
+        subprocess.run(command, cwd=path, check=True)
+    subprocess.run(
+        ["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "mine"],
+        cwd=path,
+        check=True,
+        env=os.environ,
+    )
+    return Project(path, cluster)
+
+
+def events(run: Run, name: str) -> list[dict[str, Any]]:
+    return [event for event in run.run_dir.events() if event["event"] == name]
+
+
+def read_attempt_json(run: Run, number: int) -> dict[str, Any]:
+    return read_json(run.run_dir.attempt(number) / "attempt.json") or {}
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value)

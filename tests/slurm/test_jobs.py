@@ -1,0 +1,233 @@
+"""Jobs of every shape on a real SLURM: arrays, own programs, by hand, side by side, edited meanwhile, wrongly started."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.config.compose import compose
+from slurmtrain.launch.submit import preparing, submit
+from slurmtrain.rundir import RunDir, all_runs
+from tests.slurm.conftest import Cluster
+from tests.slurm.project import PACED_MODEL, SMALL, Project, Run, assert_steps_join, make_project
+
+ONE = ["cluster.nodes=1", "cluster.tasks_per_node=1"]
+PYTHON = sys.executable
+
+
+@pytest.fixture
+def project(sandbox: Cluster, tmp_path: Path) -> Project:
+    return make_project(tmp_path / "project", sandbox)
+
+
+def test_an_array_task_is_requeued_alone(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project.path)
+    words = ["cluster=sandbox", "cluster.sandbox=null", f"cluster.slurm_conf={project.cluster.sandbox.slurm_conf}"]
+    overrides = [*words, *(word.removeprefix("+") if word.startswith("+exp") else word for word in SMALL), *ONE]
+    config = compose([*overrides, "train.steps=40", "+model.pause_s=0.15"])
+    run_dirs: list[RunDir] = []
+    for _ in range(3):
+        with preparing(config, overrides, project.path) as run_dir:
+            run_dirs.append(run_dir)
+    submit(run_dirs, config)
+    runs = [Run(run_dir, project.cluster, project.path) for run_dir in run_dirs]
+    # The last one: its SLURM_JOB_ID is the array's own id, and requeueing that would requeue all of them.
+    last = runs[-1]
+    last.wait_for_step(5)
+    last.cli("preempt", last.run_dir.id)
+    for run in runs:
+        run.finish()
+    assert [[attempt.reason for attempt in run.attempts()] for run in runs] == [
+        ["finished"],
+        ["finished"],
+        ["asked", "finished"],
+    ]
+    assert_steps_join(last, total=40)
+    assert runs[0].losses() == last.losses()
+
+
+def test_two_runs_share_their_nodes(project: Project) -> None:
+    runs = [project.submit("train.steps=20", "+model.pause_s=0.05", nodes="n0,n1") for _ in range(2)]
+    for run in runs:
+        run.finish()
+    started = [(run.attempts()[0].started, run.attempts()[0].ended) for run in runs]
+    assert max(start for start, _ in started) < min(end for _, end in started), "they did not run side by side"
+    assert runs[0].losses() == runs[1].losses()
+
+
+def test_editing_the_work_tree_changes_nothing_for_a_submitted_run(project: Project) -> None:
+    run = project.submit("train.steps=40", "+model.pause_s=0.1", *ONE)
+    (project.path / "paced.py").write_text("raise SystemExit('edited')")
+    run.wait_for_step(3)
+    run.cli("preempt", run.run_dir.id)  # the second attempt imports everything again
+    run.finish()
+    assert len(run.attempts()) == 2
+
+
+def test_any_program_gets_ranks_requeue_and_status(project: Project) -> None:
+    """A program that knows nothing of us keeps its own count in a file and dies of the signal, as programs do."""
+    (project.path / "count.py").write_text(
+        "import os, pathlib, socket, sys, time\n"
+        "rank, world = os.environ['RANK'], os.environ['WORLD_SIZE']\n"
+        "socket.create_server(('', int(os.environ['MASTER_PORT']))) if rank == '0' else None\n"
+        "state = pathlib.Path(os.environ['SLURMTRAIN_RUN_DIR']) / f'count-{rank}'\n"
+        "count = int(state.read_text()) if state.exists() else 0\n"
+        "while count < 40:\n"
+        "    count += 1; state.write_text(str(count)); time.sleep(0.1)\n"
+        "print('counted to', count, 'as', rank, 'of', world, sys.argv[1:])\n"
+    )
+    run = project.submit("job=command", f"job.command='{PYTHON} count.py --greeting \"two words\"'", small=False)
+    run.wait_until(lambda: (run.run_dir.path / "count-3").exists(), "counting")
+    run.preempt_by_high()
+    run.finish()
+    assert [attempt.reason for attempt in run.attempts()] == ["preempted", "finished"]
+    logs = [(run.run_dir.attempt(2) / f"rank-{rank}.log").read_text() for rank in range(4)]
+    assert [log.strip().splitlines()[-1] for log in logs] == [
+        f"counted to 40 as {rank} of 4 ['--greeting', 'two words']" for rank in range(4)
+    ]
+
+
+def test_a_program_that_fails_is_a_crash_with_its_exit_code(project: Project) -> None:
+    run = project.submit(
+        "job=command", "job.command='bash -c \"exit 3\"'", "requeue.max_attempts_without_progress=1", *ONE, small=False
+    )
+    last = run.wait_for_end()
+    assert (last.reason, last.verdict) == ("crash", "end")
+    assert "exit code 3" in run.status()
+
+
+def test_an_own_loop_resumes_where_it_stopped(project: Project) -> None:
+    example = (Path(__file__).parents[2] / "jobs" / "own_loop.py").read_text()
+    (project.path / "own_loop.py").write_text(example)
+    plain = project.submit("job=command", f"job.command='{PYTHON} own_loop.py'", small=False, nodes="n0,n1")
+    paced = project.submit(
+        "job=command", f"job.command='{PYTHON} own_loop.py --pause-s 0.1'", small=False, nodes="n2,n3"
+    )
+    paced.wait_for_attempt(1)
+    paced.cli("preempt", paced.run_dir.id)
+    plain.finish()
+    paced.finish()
+    assert len(paced.attempts()) == 2
+    left, right = plain.tensors(), paced.tensors()
+    assert left.keys() == right.keys()
+    assert all(bool((left[name] == right[name]).all()) for name in left)
+
+
+def test_a_rendered_script_can_be_handed_to_sbatch(project: Project) -> None:
+    words = ["+cluster=sandbox", "cluster.sandbox=null", *SMALL, "train.steps=20", *ONE]
+    project.cluster.run([PYTHON, "-m", "slurmtrain", *words, "render", "-o", "job.sbatch"], cwd=project.path)
+    (run_dir,) = all_runs(project.path / "runs")
+    job_id = project.cluster.run(["sbatch", "--parsable", "job.sbatch"], cwd=project.path).stdout.strip()
+    run = Run(run_dir, project.cluster, project.path)
+    run.wait_until(lambda: bool(run.attempts()) and run.attempts()[-1].verdict == "done", "finished")
+    assert run.attempts()[0].job_id == job_id
+
+
+def test_a_job_with_other_ranks_than_configured_says_both_and_is_not_retried(project: Project) -> None:
+    words = ["+cluster=sandbox", "cluster.sandbox=null", *SMALL, *ONE]
+    project.cluster.run([PYTHON, "-m", "slurmtrain", *words, "render", "-o", "job.sbatch"], cwd=project.path)
+    (run_dir,) = all_runs(project.path / "runs")
+    run = Run(run_dir, project.cluster, project.path)
+    project.cluster.run(["sbatch", "--parsable", "--ntasks-per-node=2", "job.sbatch"], cwd=project.path)
+    run.wait_until(lambda: bool(run.attempts()) and run.attempts()[-1].verdict is not None, "ended")
+    (attempt,) = run.attempts()
+    assert (attempt.reason, attempt.verdict) == ("config", "end")
+    assert "started 2 ranks" in (attempt.sentence or "")
+    assert "cluster.nodes=1 x cluster.tasks_per_node=1" in (attempt.sentence or "")
+
+
+def test_a_set_up_line_that_fails_stops_the_job_and_says_which(project: Project) -> None:
+    run = project.submit(*ONE, "cluster.setup=['export FINE=1','ls /no/such/folder']")
+    run.cluster.wait_for(run.job_id, "FAILED")
+    assert "ls /no/such/folder" in run.status()
+    assert run.cluster.job(run.job_id)["ExitCode"] == "78:0"
+
+
+def test_setup_lines_and_variables_reach_the_ranks(project: Project) -> None:
+    run = project.submit(
+        "job=command",
+        "job.command='bash -c \"echo $FROM_SETUP $FROM_ENV\"'",
+        "cluster.setup=['export FROM_SETUP=one']",
+        "+cluster.env.FROM_ENV='two  $(words)'",
+        *ONE,
+        small=False,
+    )
+    run.finish()
+    assert (run.run_dir.attempt(1) / "rank-0.log").read_text() == "one two $(words)\n"
+
+
+def test_submitting_from_inside_a_job_inherits_nothing_of_it(project: Project) -> None:
+    inner = [
+        "+cluster=sandbox",
+        "cluster.sandbox=null",
+        *SMALL,
+        "train.steps=10",
+        "cluster.nodes=2",
+        "submit",
+        "--follow",
+    ]
+    quoted = " ".join(f"'{word}'" for word in inner)
+    job_id = project.cluster.sbatch(
+        *("-N1", "-n1", "--mem=100", "-o", "outer.log"),
+        script=f"srun {PYTHON} -m slurmtrain {quoted}\n",
+        cwd=project.path,
+    )
+    project.cluster.wait_for(job_id, {"COMPLETED", "FAILED"}, timeout_s=90)
+    (run_dir,) = all_runs(project.path / "runs")
+    run = Run(run_dir, project.cluster, project.path)
+    run.finish()
+    assert run.attempts()[0].world_size == 4
+    assert "finished" in (project.path / "outer.log").read_text()
+
+
+def test_in_a_shell_of_salloc_it_is_one_process(project: Project) -> None:
+    words = " ".join(["+experiment=smoke", "train.steps=5", "train"])
+    done = project.cluster.run(
+        ["salloc", "-N2", "--ntasks-per-node=2", "bash", "-c", f"{PYTHON} -m slurmtrain {words}"], cwd=project.path
+    )
+    (run_dir,) = all_runs(project.path / "runs")
+    attempt = json.loads((run_dir.attempt(1) / "attempt.json").read_text())
+    assert (attempt["world_size"], attempt["reason"]) == (1, "finished"), done.stdout + done.stderr
+
+
+def test_srun_by_hand_makes_one_run_of_all_its_ranks(project: Project) -> None:
+    words = ["+experiment=smoke", "train.steps=5", "train"]
+    command = ["salloc", "-N2", "--ntasks-per-node=2", "srun", PYTHON, "-m", "slurmtrain", *words]
+    done = project.cluster.run(command, cwd=project.path)
+    (run_dir,) = all_runs(project.path / "runs")
+    attempt = json.loads((run_dir.attempt(1) / "attempt.json").read_text())
+    assert (attempt["world_size"], attempt["reason"]) == (4, "finished"), done.stdout + done.stderr
+    assert attempt["nodes"] == ["n0", "n1"]
+    assert run_dir.attempt_numbers() == [1]
+
+
+def test_a_refused_submission_says_sbatchs_words_and_leaves_nothing(project: Project) -> None:
+    words = ["+cluster=sandbox", "cluster.sandbox=null", "cluster.partition=nope", "submit"]
+    done = project.cluster.run([PYTHON, "-m", "slurmtrain", *words], cwd=project.path, check=False)
+    assert done.returncode == 1
+    assert "invalid partition specified: nope" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (project.path / "runs").exists()
+
+
+def test_a_model_of_the_users_own_comes_from_a_config_folder(project: Project) -> None:
+    own = project.path / "my_conf" / "model"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text(
+        "_target_: paced.Paced\nvocab_size: 256\nwidth: 16\nlayers: 1\nheads: 2\nmax_seq_len: 64\n"
+    )
+    assert "class Paced" in PACED_MODEL
+    run = project.submit(
+        "--config-dir",
+        "my_conf",
+        "+experiment=smoke",
+        "model=mine",
+        "train.steps=5",
+        "train.eval_every=0",
+        *ONE,
+        small=False,
+    )
+    run.finish()

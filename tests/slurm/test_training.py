@@ -1,0 +1,292 @@
+"""Whole training jobs on a real SLURM: submitted, interrupted in every way there is, and finished with the same bits."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.conftest import Cluster
+from tests.slurm.project import Project, Run, assert_same_bits, assert_steps_join, events, make_project
+
+STEPS = 60
+LONG = [f"train.steps={STEPS}", "+model.pause_s=0.15"]
+
+
+@pytest.fixture(scope="module")
+def project(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    return make_project(tmp_path_factory.mktemp("work") / "project", sandbox)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def time_limited(project: Project) -> Run:
+    """Runs into its time limit on a node of its own, which takes minutes: submitted first, looked at last."""
+    return project.submit(
+        "cluster.nodes=1",
+        "cluster.tasks_per_node=2",
+        "cluster.time_limit_min=2",
+        "cluster.signal_lead_s=30",
+        "train.steps=150",
+        "+model.pause_s=1.0",
+        "train.eval_every=0",
+        "checkpoint.every_steps=0",
+        nodes="n3",
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(project: Project) -> Run:
+    """The run that all others are compared with: 2 nodes x 2 ranks, never interrupted."""
+    run = project.submit(f"train.steps={STEPS}", nodes="n0,n1")
+    run.finish()
+    return run
+
+
+@pytest.fixture
+def interrupted(project: Project) -> Iterator[Run]:
+    """The same run, slow enough to interfere with."""
+    run = project.submit(*LONG, nodes="n0,n1")
+    yield run
+    project.cluster.run(["scancel", run.job_id], check=False)
+
+
+def test_four_ranks_on_two_nodes_learn_what_one_process_learns(undisturbed: Run, project: Project) -> None:
+    """Same global batch, same samples: the losses differ by the order of float additions only.
+
+    A float32 sum of n terms in another order differs by up to about sqrt(n) * 2**-24 relative; n is at most the 512
+    tokens of a batch here, so 1.4e-6 a step, and every step feeds the difference of the one before on. Without dropout,
+    whose masks depend on the rank, 20 steps stay within 20 times that.
+    """
+    same = ["train.steps=20", "model.dropout=0.0", "cluster.time_limit_min=10"]
+    four = project.submit(*same, nodes="n0,n1")
+    one = project.submit(*same, "cluster.nodes=1", "cluster.tasks_per_node=1", nodes="n2")
+    four.finish()
+    one.finish()
+    single = {record["step"]: record["loss"] for record in one.losses() if "loss" in record}
+    spread = {record["step"]: record["loss"] for record in four.losses() if "loss" in record}
+    assert single.keys() == spread.keys() == set(range(1, 21))
+    tolerance = 20 * 512**0.5 * 2**-24
+    assert all(abs(spread[step] - loss) <= tolerance * loss for step, loss in single.items())
+    assert spread != single or spread[20] < spread[1]
+
+
+def test_preempted_three_times_it_finishes_with_the_same_bits(undisturbed: Run, interrupted: Run) -> None:
+    dice = random.Random(str(os.getpid()))
+    for number in (1, 2, 3):
+        interrupted.wait_for_attempt(number)
+        start = interrupted.attempts()[-1].first_step or 0
+        interrupted.wait_for_step(start + dice.randint(1, 12))
+        interrupted.preempt_by_high()
+    interrupted.finish()
+    assert [attempt.reason for attempt in interrupted.attempts()] == ["preempted"] * 3 + ["finished"]
+    assert_steps_join(interrupted, total=STEPS)
+    assert_same_bits(interrupted, undisturbed)
+
+
+def test_one_signalled_rank_stops_all_at_the_same_step(undisturbed: Run, interrupted: Run) -> None:
+    interrupted.wait_for_step(5)
+    os.kill(interrupted.rank_pids()[3], signal.SIGUSR2)
+    interrupted.wait_for_attempt(2)
+    first = interrupted.attempts()[0]
+    said = [(interrupted.run_dir.attempt(1) / f"rank-{rank}.log").read_text() for rank in range(4)]
+    assert all(f"leaving after step {first.last_step}" in log for log in said)
+    assert first.exit_code == 75
+    interrupted.finish()
+    assert_steps_join(interrupted, total=STEPS)
+    assert_same_bits(interrupted, undisturbed)
+
+
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_no_more(
+    undisturbed: Run, interrupted: Run
+) -> None:
+    interrupted.wait_for_step(13)
+    os.kill(interrupted.rank_pids()[1], signal.SIGKILL)
+    interrupted.wait_for_attempt(2)
+    first, second = interrupted.attempts()[:2]
+    assert first.reason == "crash"
+    assert "Killed" in (first.sentence or "")
+    assert second.first_step == 10
+    interrupted.finish()
+    assert_same_bits(interrupted, undisturbed)
+
+
+def test_all_ranks_killed_during_a_save_resume_from_the_checkpoint_before(
+    undisturbed: Run, project: Project, tmp_path: Path
+) -> None:
+    """The model's module, which is the user's, holds the second save just before its commit."""
+    held = tmp_path / "held"
+    (project.path / "holding.py").write_text(
+        "import os, pathlib, time\n"
+        "from paced import Paced\n"
+        "from slurmtrain.checkpoint import commit\n"
+        "original = commit.commit\n"
+        f"held = pathlib.Path({str(held)!r})\n"
+        "def hold(temporary, manifest, incarnation):\n"
+        "    if manifest.step == 20 and not held.exists():\n"
+        "        held.write_text(str(temporary))\n"
+        "        time.sleep(600)\n"
+        "    return original(temporary, manifest, incarnation)\n"
+        "commit.commit = hold\n"
+    )
+    run = project.submit(f"train.steps={STEPS}", "model._target_=holding.Paced", nodes="n0,n1")
+    run.wait_until(held.exists, "saving")
+    for pid in run.rank_pids():
+        os.kill(pid, signal.SIGKILL)
+    run.finish()
+    tries = run.attempts()
+    assert (tries[0].committed_step, tries[1].first_step) == (10, 10)
+    assert not Path(held.read_text()).exists()  # what the kill left behind is gone
+    assert_same_bits(run, undisturbed)
+
+
+def test_a_dead_node_is_survived_on_other_nodes(undisturbed: Run, project: Project) -> None:
+    # time_limited has n3; n0 to n2 are free, and two of them are enough after one has died.
+    run = project.submit(*LONG, "cluster.exclude=n3")
+    run.wait_for_step(13)
+    dead = run.attempts()[0].nodes[1]
+    run.cluster.kill_node(dead)
+    try:
+        run.wait_for_attempt(2, timeout_s=120)
+        first, second = run.attempts()[:2]
+        assert first.reason == "node failure"
+        assert dead not in second.nodes
+        assert second.first_step == 10
+        run.finish()
+    finally:
+        run.cluster.start_node(dead)
+    assert_same_bits(run, undisturbed)
+
+
+def test_scancel_saves_ends_and_does_not_come_back(interrupted: Run) -> None:
+    interrupted.wait_for_step(13)
+    interrupted.cluster.run(["scancel", interrupted.job_id])
+    last = interrupted.wait_for_end()
+    assert interrupted.cluster.job(interrupted.job_id)["JobState"] == "CANCELLED"
+    assert last.reason == "cancelled"
+    assert last.committed_step == last.last_step
+    assert last.last_step >= 13
+    assert len(interrupted.attempts()) == 1
+    assert "resume" in interrupted.status()
+    interrupted.cli("resume", interrupted.run_dir.id)
+    interrupted.wait_for_attempt(2)
+    assert interrupted.attempts()[1].first_step == last.last_step
+
+
+def test_cancel_by_verb_saves_and_ends(interrupted: Run) -> None:
+    interrupted.wait_for_step(3)
+    interrupted.cli("cancel", interrupted.run_dir.id)
+    last = interrupted.wait_for_end()
+    assert (last.reason, last.verdict) == ("cancelled", "end")
+    assert last.committed_step == last.last_step
+
+
+def test_a_crash_loop_ends_after_the_budget_and_says_why(project: Project) -> None:
+    (project.path / "broken.py").write_text(
+        "from paced import Paced\n"
+        "class Broken(Paced):\n"
+        "    def forward(self, tokens):\n"
+        "        raise ValueError('the seventh seal')\n"
+    )
+    run = project.submit(
+        "model._target_=broken.Broken",
+        "cluster.nodes=1",
+        "cluster.tasks_per_node=1",
+        "requeue.max_attempts_without_progress=2",
+        nodes="n2",
+    )
+    run.wait_for_end()
+    assert [attempt.reason for attempt in run.attempts()] == ["crash", "crash"]
+    assert run.cluster.job(run.job_id)["JobState"] == "FAILED"
+    status = run.status()
+    assert "the seventh seal" in status
+    assert "2 attempts in a row without a new checkpoint" in status
+
+
+def test_requeue_by_verb_saves_and_starts_again(undisturbed: Run, interrupted: Run) -> None:
+    interrupted.wait_for_step(3)
+    interrupted.cli("requeue", interrupted.run_dir.id)
+    interrupted.finish()
+    assert [attempt.reason for attempt in interrupted.attempts()] == ["asked", "finished"]
+    assert_steps_join(interrupted, total=STEPS)
+    assert_same_bits(interrupted, undisturbed)
+
+
+def test_a_requeue_from_outside_is_a_stop_like_any_other(undisturbed: Run, interrupted: Run) -> None:
+    interrupted.wait_for_step(3)
+    interrupted.cluster.run(["scontrol", "requeue", interrupted.job_id])
+    interrupted.finish()
+    assert [attempt.reason for attempt in interrupted.attempts()] == ["requeued", "finished"]
+    assert_steps_join(interrupted, total=STEPS)
+    assert_same_bits(interrupted, undisturbed)
+
+
+def test_data_workers_live_through_the_signals(undisturbed: Run, project: Project) -> None:
+    run = project.submit(*LONG, "train.data_workers=2", nodes="n0,n1")
+    run.wait_for_step(3)
+    workers = {pid: child for pid in run.rank_pids() for child in children(pid)}
+    assert len(set(workers.values())) >= 4
+    found = [child for pid in run.rank_pids() for child in children(pid)]
+    for pid in found:
+        os.kill(pid, signal.SIGUSR2)
+        os.kill(pid, signal.SIGTERM)
+    here = run.step()
+    run.wait_for_step(here + 5)
+    assert all(Path(f"/proc/{pid}").exists() for pid in found)
+    assert len(run.attempts()) == 1  # the ranks were not told to stop: the signals were the workers'
+    run.preempt_by_high()  # the whole step is signalled, workers too
+    run.finish()
+    assert [attempt.reason for attempt in run.attempts()] == ["preempted", "finished"]
+    assert_steps_join(run, total=STEPS)
+    assert_same_bits(run, undisturbed)
+
+
+def test_a_rank_without_handlers_yet_survives_the_signal_and_obeys_it(project: Project, tmp_path: Path) -> None:
+    """The interpreter of the first attempt takes its time, as one on a slow file system does."""
+    slow = tmp_path / "slow-python"
+    started = tmp_path / "started"
+    slow.write_text(
+        f"#!/bin/bash\nif [ ! -e {started}.$SLURM_PROCID ]; then touch {started}.$SLURM_PROCID; sleep 3; fi\n"
+        f'exec {sys.executable} "$@"\n'
+    )
+    slow.chmod(0o755)
+    run = project.submit("train.steps=20", f"cluster.python={slow}", nodes="n0,n1")
+    run.wait_until(lambda: all(Path(f"{started}.{rank}").exists() for rank in range(4)), "started")
+    run.cluster.submit_high(nodes=["n0", "n1"], seconds=0.1)
+    run.finish()
+    assert [attempt.reason for attempt in run.attempts()] == ["preempted", "finished"]
+    assert events(run, "restored") == []  # told to stop before the first step: nothing to save, nothing lost
+
+
+def test_where_the_jobs_own_signal_announces_preemption_it_works_the_same(
+    user_signal_sandbox: Cluster, undisturbed: Run, tmp_path: Path
+) -> None:
+    project = make_project(tmp_path / "project", user_signal_sandbox)
+    run = project.submit(*LONG)
+    run.wait_for_step(7)
+    run.preempt_by_high()
+    run.finish()
+    assert [attempt.reason for attempt in run.attempts()] == ["preempted", "finished"]
+    assert run.attempts()[0].cause == "SIGUSR2"
+    assert_steps_join(run, total=STEPS)
+    assert_same_bits(run, undisturbed)
+
+
+def test_the_time_limit_saves_requeues_and_finishes(time_limited: Run) -> None:
+    time_limited.finish(timeout_s=400)
+    assert [attempt.reason for attempt in time_limited.attempts()[:-1]] == ["time limit"] * (
+        len(time_limited.attempts()) - 1
+    )
+    assert len(time_limited.attempts()) >= 2
+    assert_steps_join(time_limited, total=150)
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += [int(word) for word in (task / "children").read_text().split()]
+    return found

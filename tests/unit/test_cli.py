@@ -1,0 +1,301 @@
+"""The command line: what a person may type, and what is said when it cannot be understood."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurmtrain import __version__
+from slurmtrain.cli import main
+from slurmtrain.cli.arguments import parse
+from slurmtrain.cli.verbs import VERBS
+from slurmtrain.config.compose import config_groups
+from tests.conftest import Cli, FakeSlurm
+
+VISIBLE_VERBS = [name for name, verb in VERBS.items() if not verb.hidden]
+
+
+# What may be typed.
+
+
+def test_the_verb_may_stand_anywhere() -> None:
+    words = ["+cluster=a100x4", "submit", "train.steps=3", "--dry-run"]
+    for order in itertools.permutations(words):
+        parsed = parse(order)
+        assert parsed.verb == "submit"
+        assert sorted(parsed.overrides) == ["cluster=a100x4", "train.steps=3"]
+        assert parsed.options == {"--dry-run": ""}
+        assert parsed.positionals == []
+
+
+def test_options_may_stand_between_overrides_and_keep_their_values() -> None:
+    parsed = parse(["a=1", "-cn", "mine", "submit", "--config-dir=own", "~b", "-m", "++c=d=e"])
+    assert parsed.overrides == ["a=1", "~b", "++c=d=e"]
+    assert parsed.options == {"--config-name": "mine", "--config-dir": "own", "--multirun": ""}
+
+
+@pytest.mark.parametrize("words", [["-cn", "status", "submit"], ["--config-dir", "status", "submit"]])
+def test_a_value_that_looks_like_a_verb_is_a_value(words: list[str]) -> None:
+    assert parse(words).verb == "submit"
+
+
+def test_the_output_file_of_render_may_be_called_like_a_verb(project: Path) -> None:
+    assert main(["-o", "status", "render", "+cluster=a100x4"]) == 0
+    assert (project / "status").read_text().startswith("#!/bin/bash")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["submit", "--dry-run", "+cluster=a100x4", "cluster.nodes=2"],
+        ["+cluster=a100x4", "--dry-run", "submit", "cluster.nodes=2"],
+        ["cluster=a100x4", "cluster.nodes=2", "submit", "--dry-run"],
+        ["render", "cluster.nodes=2", "cluster=a100x4"],
+    ],
+)
+def test_any_order_and_cluster_with_or_without_plus_mean_the_same(
+    words: list[str], project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert main(["cluster=a100x4", "submit", "cluster.nodes=2", "--dry-run"]) == 0
+    assert printed == capsys.readouterr().out
+    assert "#SBATCH --nodes=2\n" in printed and "#SBATCH --gpus-per-node=a100:4\n" in printed
+
+
+def test_plus_tilde_and_double_plus_add_remove_and_override(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["+cluster.env.A=1", "++cluster.env.B=2", "++cluster.nodes=4", "~data.max_bytes"]
+    assert main(["submit", "--dry-run", "cluster=a100x4", *words]) == 0
+    script = capsys.readouterr().out
+    assert "export A=1\n" in script and "export B=2\n" in script and "#SBATCH --nodes=4\n" in script
+
+
+def test_cfg_job_prints_the_composed_config_with_and_without_a_verb(cli: Cli) -> None:
+    plain = cli("--cfg", "job", "+cluster=h100x8", "train.steps=7")
+    assert plain.returncode == 0, plain.stderr
+    assert "gpu_type: h100" in plain.stdout and "steps: 7" in plain.stdout and "betas:" in plain.stdout
+    among = cli("+cluster=h100x8", "submit", "--cfg", "job", "train.steps=7")
+    assert among.stdout == plain.stdout
+
+
+def test_a_config_dir_brings_clusters_models_and_a_primary_config(cli: Cli, project: Path) -> None:
+    own = project / "own"
+    for name, text in {
+        "cluster/mine.yaml": "partition: my-gpus\nnodes: 2\ntasks_per_node: 4\ngpus_per_node: 4\n",
+        "model/net.yaml": "_target_: my_models.Net\nwidth: 5\n",
+        "mine.yaml": "defaults: [config, _self_]\ntrain: {steps: 31}\n",
+    }.items():
+        (own / name).parent.mkdir(parents=True, exist_ok=True)
+        (own / name).write_text(text)
+    shown = cli("submit", "--dry-run", "+cluster=mine", "model=net", "--config-dir", "own")
+    assert shown.returncode == 0, shown.stderr
+    assert "#SBATCH --partition=my-gpus\n" in shown.stdout
+    config = cli("--config-dir", "own", "-cn", "mine", "--cfg", "job", "model=net", "cluster=mine")
+    assert config.returncode == 0, config.stderr
+    assert "_target_: my_models.Net" in config.stdout and "steps: 31" in config.stdout
+    assert cli("submit", "--dry-run", "cluster=mine", "-cn", "mine", "-cd", "own").returncode == 0
+
+
+def test_an_own_cluster_is_among_the_nearest_names(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "own/cluster").mkdir(parents=True)
+    (project / "own/cluster/jupiter.yaml").write_text("nodes: 1\n")
+    assert main(["submit", "cluster=jupitr", "--config-dir", "own"]) == 2
+    assert "did you mean jupiter" in capsys.readouterr().err
+
+
+# Help, version, completion.
+
+
+def test_help_names_every_verb_and_every_option_of_every_group(cli: Cli) -> None:
+    text = cli("--help").stdout
+    for verb in VISIBLE_VERBS:
+        assert f"\n  {VERBS[verb].usage}\n" in text
+    for group, names in config_groups().items():
+        line = next(line for line in text.splitlines() if line.strip().startswith(f"{group}="))
+        assert set(names) <= set(line.split()[1:])
+    assert cli("-h").stdout == text
+
+
+@pytest.mark.parametrize("verb", VISIBLE_VERBS)
+def test_every_verb_has_its_help(verb: str, cli: Cli) -> None:
+    shown = cli(verb, "--help")
+    assert shown.returncode == 0
+    assert verb in shown.stdout
+    assert shown.stderr == ""
+
+
+def test_version(cli: Cli) -> None:
+    assert cli("--version").stdout == f"slurmtrain {__version__}\n"
+
+
+def test_the_console_script_is_the_same_thing(cli: Cli, project: Path) -> None:
+    script = Path(sys.executable).parent / "slurmtrain"
+    for words in (["--help"], ["submt"], ["submit", "--dry-run", "cluster=a100x4"]):
+        ours = cli(*words)
+        theirs = subprocess.run([script, *words], cwd=project, capture_output=True, text=True, check=False)
+        assert (theirs.returncode, theirs.stdout, theirs.stderr) == (ours.returncode, ours.stdout, ours.stderr)
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("slurmtrain cluster=", {"cluster=a100x4", "cluster=local", "cluster=sandbox"}),
+        ("slurmtrain submit cluster=a", {"cluster=a100x4", "cluster=a100x8"}),
+        ("slurmtrain submit +cluster=a100x4 mod", {"model="}),
+        ("slurmtrain cluster=a100x4 submit train.st", {"train.steps="}),
+        ("slurmtrain su", {"submit"}),
+        ("slurmtrain re", {"render", "requeue", "resume", "requeue="}),
+    ],
+)
+def test_tab_completes_verbs_groups_options_and_fields(line: str, offered: set[str], cli: Cli) -> None:
+    # As the shell function that `-sc install=bash` prints calls it.
+    answer = cli("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
+    assert offered <= set(answer.stdout.split()), answer
+
+
+def test_completion_for_bash_can_be_installed(cli: Cli) -> None:
+    installed = cli("-sc", "install=bash")
+    assert installed.returncode == 0
+    assert "complete" in installed.stdout and "slurmtrain" in installed.stdout
+    assert subprocess.run(["bash", "-n"], input=installed.stdout, text=True, check=False).returncode == 0
+
+
+# What cannot be understood: exit code 2, one sentence, a hint, no traceback.
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence", "hint"),
+    [
+        ([], "no verb was given", "submit, render, train, status"),
+        (["train.steps=3"], "no verb was given", "--help"),
+        (["submt"], "there is no verb 'submt'", "submit"),
+        (["stauts", "last"], "there is no verb 'stauts'", "status"),
+        (["submit", "more"], "cannot read 'more'", "known are"),
+        (["submit", "train.stepz=3"], "train has no field 'stepz'", "did you mean steps"),
+        (["submit", "trian.steps=3"], "there is no config key 'trian'", "did you mean train"),
+        (["submit", "+cluster.node=3"], "cluster has no field 'node'", "nodes"),
+        (["submit", "cluster.container.imag=x"], "cluster.container has no field 'imag'", "did you mean image"),
+        (["submit", "cluster=a100"], "there is no cluster called 'a100'", "a100x4"),
+        (["submit", "+cluster=lokal"], "there is no cluster called 'lokal'", "did you mean local"),
+        (["submit", "+experiment=smok"], "there is no experiment called 'smok'", "did you mean smoke"),
+        (["submit", "train.steps"], "cannot read 'train.steps'", ""),
+        (["--dryrun", "submit"], "there is no option '--dryrun'", "--dry-run"),
+        (["submit", "--folow"], "there is no option '--folow'", "--follow"),
+        (["status", "--foo"], "there is no option '--foo'", "--help"),
+        (["logs", "last", "--rnk", "1"], "there is no option '--rnk'", "--rank"),
+        (["sandbox", "up", "--nods", "3"], "there is no option '--nods'", "--nodes"),
+        (["sandbox", "upp"], "invalid choice: 'upp'", "sandbox"),
+        (["logs"], "required: RUN", "logs"),
+        (["submit", "--config-name"], "--config-name needs a value", ""),
+        (["submit", "--config-dir", "nowhere"], "there is no such folder", ""),
+        (["submit", "-cn", "nothing"], "nothing", ""),
+        (["submit", "=3"], "cannot read the override '=3'", "key=value"),
+        (["--multirun", "submit", "train.steps=1,2"], "sweeps", ""),
+    ],
+)
+def test_what_cannot_be_understood_gets_one_sentence_and_the_nearest_name(
+    words: list[str], sentence: str, hint: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    said = capsys.readouterr()
+    first, *rest = said.err.splitlines()
+    assert first.startswith("slurmtrain: error: ") and sentence in first
+    assert len(rest) <= 1 and hint in "".join(rest)
+    assert said.out == ""
+    assert list(project.iterdir()) == []
+
+
+def test_a_reader_that_leaves_early_is_no_error(cli: Cli, project: Path) -> None:
+    command = f"{sys.executable} -m slurmtrain --help | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=project, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 141)
+    assert "Traceback" not in done.stderr
+
+
+# What is imported: a login node must answer at once.
+
+REPORT = """
+import sys
+from slurmtrain.cli import main
+try:
+    code = main(sys.argv[2:])
+except SystemExit as end:
+    code = end.code
+heavy = [name for name in sys.argv[1].split(",") if name in sys.modules]
+print("\\nHEAVY", code, ",".join(heavy))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "not_imported"),
+    [
+        (["--help"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml"),
+        (["--version"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml"),
+        (["submt"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml"),
+        (["submit", "--dry-run", "cluster=a100x4"], "torch,numpy,submitit,rich"),
+        (["render", "cluster=a100x4"], "torch,numpy,submitit,rich"),
+        (["status"], "torch,numpy,submitit,hydra,omegaconf"),
+        (["status", "last"], "torch,numpy,submitit,hydra,omegaconf"),
+        (["settle", "RUN", "--attempt", "1", "--exit-code", "1"], "torch,numpy,submitit,hydra"),
+    ],
+    ids=lambda value: value[0] + str(len(value)) if isinstance(value, list) else "",
+)
+def test_a_verb_imports_only_what_it_needs(
+    words: list[str], not_imported: str, cli: Cli, project: Path, fake_slurm: FakeSlurm
+) -> None:
+    assert main(["render", "+cluster=a100x4", "-o", "job.sbatch"]) == 0
+    run_dir = next(project.glob("runs/train/*"))
+    (run_dir / "attempts" / "0001").mkdir()
+    words = [str(run_dir) if word == "RUN" else word for word in words]
+    done = cli(not_imported, *words, program=("-c", REPORT))
+    expected = 2 if words == ["submt"] else 0
+    assert done.stdout.splitlines()[-1] == f"HEAVY {expected} ", done
+
+
+# Runs are found by id, beginning, path and `last`.
+
+
+def test_a_run_is_meant_by_id_beginning_path_or_last(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        assert main(["render", "+cluster=a100x4", "-o", "job.sbatch"]) == 0
+    older, newer = sorted(project.glob("runs/train/*"), key=lambda path: path.stat().st_mtime_ns)
+    # Two runs of one second are told apart by their random ends, not by their order.
+    capsys.readouterr()
+    last = max(older.name, newer.name)
+    for reference, run_id in [
+        (newer.name, newer.name),
+        (older.name[:-1], older.name),
+        (str(older), older.name),
+        (f"runs/train/{newer.name}/", newer.name),
+        ("last", last),
+    ]:
+        if reference == older.name[:-1] and newer.name.startswith(reference):
+            continue
+        assert main(["status", reference]) == 0
+        assert f"run {run_id} (train): prepared" in capsys.readouterr().out
+
+
+def test_runs_elsewhere_are_found_through_slurmtrain_runs(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["render", "+cluster=a100x4", "-o", "job.sbatch", f"job.runs_dir={tmp_path}/elsewhere"]) == 0
+    assert main(["status", "last"]) == 2
+    monkeypatch.setenv("SLURMTRAIN_RUNS", f"{tmp_path}/elsewhere")
+    assert main(["status", "last"]) == 0
+    assert "prepared" in capsys.readouterr().out
+
+
+def test_status_of_a_submitted_run_says_its_job_even_without_a_controller(
+    project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["+cluster=a100x4", "submit"]) == 0
+    assert "as job 4711" in capsys.readouterr().out
+    run_dir = next(project.glob("runs/train/*"))
+    assert json.loads((run_dir / "run.json").read_text())["job_ids"] == ["4711"]
+    assert os.stat(run_dir).st_mode & 0o777 == 0o700
