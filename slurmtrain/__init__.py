@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from slurmtrain.data.loader import ignore_stop_signals as ignore_stop_signals
+    from slurmtrain.parallel.ddp import settle_buckets as settle_buckets
     from slurmtrain.runtime.api import Checkpointer as Checkpointer
     from slurmtrain.runtime.api import exit_for_requeue as exit_for_requeue
     from slurmtrain.runtime.api import init as init
@@ -21,8 +23,18 @@ _PUBLIC = {
     "should_stop": "slurmtrain.runtime.api",
     "exit_for_requeue": "slurmtrain.runtime.api",
     "Checkpointer": "slurmtrain.runtime.api",
+    "settle_buckets": "slurmtrain.parallel.ddp",
+    "ignore_stop_signals": "slurmtrain.data.loader",
 }
-__all__ = ["Checkpointer", "__version__", "exit_for_requeue", "init", "should_stop"]
+__all__ = [
+    "Checkpointer",
+    "__version__",
+    "exit_for_requeue",
+    "ignore_stop_signals",
+    "init",
+    "settle_buckets",
+    "should_stop",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,8 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from slurmtrain.runtime.slurm import belongs_to_a_job
+
+# A loaded machine is no failure.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 

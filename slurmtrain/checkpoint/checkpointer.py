@@ -134,6 +134,8 @@ class Checkpointer:
         while True:
             path = self._on_rank_0(self._newest)
             if path is None:
+                # An attempt before this one may have set them aside and failed; this one must not start afresh either.
+                set_aside = set_aside or self._on_rank_0(lambda: commit.damaged(self.directory))
                 if set_aside:
                     raise CheckpointError(
                         f"every checkpoint in {self.directory} is damaged: {'; '.join(set_aside)}",
@@ -233,7 +235,10 @@ class Checkpointer:
     def _on_rank_0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and give every rank its result, or its failure."""
         if self._group is None:
-            return work()
+            try:
+                return work()
+            except OSError as error:
+                raise CheckpointError(str(error)) from None
         answer: list[Any] = [None, None]
         if self._rank == 0:
             try:

@@ -161,9 +161,13 @@ def commit(temporary: Path, manifest: Manifest, incarnation: Incarnation) -> Pat
     """
     directory = temporary.parent
     text = json.dumps({**asdict(manifest)}, indent=1)
-    write_synced(temporary / "manifest.json", text)
-    write_synced(temporary / "COMPLETE", hashlib.sha256(text.encode()).hexdigest() + "\n")
-    fsync_directory(temporary)
+    try:
+        write_synced(temporary / "manifest.json", text)
+        write_synced(temporary / "COMPLETE", hashlib.sha256(text.encode()).hexdigest() + "\n")
+        fsync_directory(temporary)
+    except FileNotFoundError:
+        check_fence(directory, incarnation)  # a newer incarnation removes what older ones were writing
+        raise
     final = directory / checkpoint_name(manifest.step)
     check_fence(directory, incarnation)
     if final.exists():
@@ -196,7 +200,7 @@ def read_manifest(path: Path) -> Manifest:
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: manifest.json cannot be read: {error}") from None
     for name in files:
-        if Path(name).name != name:
+        if name in ("", "..") or Path(name).name != name:
             raise CheckpointError(f"{path}: manifest.json names {name!r}, which is not a plain file name")
     return Manifest(files=files, **values)
 
@@ -225,6 +229,11 @@ def set_aside(path: Path) -> Path:
     path.rename(target)
     fsync_directory(path.parent)
     return target
+
+
+def damaged(directory: Path) -> list[str]:
+    """Names of the checkpoints that were set aside and are still there."""
+    return sorted(path.name for path in directory.glob("checkpoint_*.damaged-*"))
 
 
 def prune(directory: Path, *, keep_last: int, incarnation: Incarnation) -> None:

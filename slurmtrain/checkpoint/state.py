@@ -71,9 +71,9 @@ def _flatten_optimizer(
 ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     tensors: dict[str, Tensor] = {}
     groups = []
-    for group in optimizer.param_groups:
+    for index, group in enumerate(optimizer.param_groups):
         keys = [_name_of(parameter, names) for parameter in group["params"]]
-        groups.append(_encode({**group, "params": keys}, "optimizer.param_groups", {}))
+        groups.append(_encode({**group, "params": keys}, f"param_groups.{index}", tensors))
         for name, parameter in zip(keys, group["params"], strict=True):
             for field, value in optimizer.state.get(parameter, {}).items():
                 tensors[f"state.{name}.{field}"] = value if isinstance(value, Tensor) else torch.tensor(value)
@@ -140,7 +140,8 @@ def _load_optimizer(
 ) -> None:
     state: dict[int, dict[str, Tensor]] = {}
     param_groups: list[dict[str, Any]] = []
-    saved_groups = [_decode(group, {}) for group in groups]
+    own = {name.removeprefix(f"{key}."): tensor for name, tensor in tensors.items() if name.startswith(f"{key}.")}
+    saved_groups = [_decode(group, own) for group in groups]
     number = 0
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
         keys = [_name_of(parameter, names) for parameter in group["params"]]
@@ -165,6 +166,8 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Tensor):
+        while path in tensors:  # {"a.b": ...} beside {"a": {"b": ...}}
+            path += "'"
         tensors[path] = value
         return {"__tensor__": path}
     if isinstance(value, tuple):
@@ -175,7 +178,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         pairs = [[_encode(key, path, {}), _encode(item, f"{path}.{key}", tensors)] for key, item in value.items()]
         return (
             {str(key): item for key, item in pairs}
-            if all(isinstance(key, str) for key in value)
+            if all(isinstance(key, str) and not key.startswith("__") for key in value)
             else {"__dict__": pairs}
         )
     raise CheckpointError(

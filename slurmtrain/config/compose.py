@@ -49,22 +49,31 @@ def compose(overrides: Sequence[str], *, config_name: str = "config", config_dir
     from omegaconf.errors import OmegaConfBaseException
 
     register_schema()
-    words = list(overrides)
+    words, first = list(overrides), shipped("conf")
     if config_dir is not None:
         own = Path(config_dir).expanduser().resolve()
         if not own.is_dir():
             raise UsageError(
                 f"--config-dir {config_dir}: there is no such folder", hint="give a folder with yaml files"
             )
-        words.append(f"hydra.searchpath=[file://{own}]")
+        # Hydra looks for the primary config in the first folder only.
+        if (own / f"{config_name}.yaml").is_file():
+            first, other = own, first
+        else:
+            other = own
+        words.append(f"hydra.searchpath=[file://{other}]")
     try:
-        with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
+        with initialize_config_dir(str(first), version_base="1.3"):
             composed = hydra_compose(config_name, words)
         _keep_secrets_unresolved(composed)
         values = OmegaConf.to_container(composed, resolve=True)
         resolve_secrets(values)  # said here when one is not set, not by every rank later
         return to_config(values)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (
+        HydraException,
+        OmegaConfBaseException,
+        ValueError,
+    ) as error:  # ValueError: Hydra's, for `=3` or `cluster=3`
         raise _explain(error, words, config_dir) from None
 
 
@@ -91,7 +100,8 @@ def freeze(config: Config) -> str:
     """The fully resolved yaml that lies in the run directory. Interpolations of secrets stay what they are."""
     import yaml
 
-    return yaml.safe_dump(to_values(config), sort_keys=False, default_flow_style=False, allow_unicode=True)
+    # Without allow_unicode: with it, PyYAML writes Unicode's own line ends as they are and reads them back as a space.
+    return yaml.safe_dump(to_values(config), sort_keys=False, default_flow_style=False)
 
 
 def load_frozen(path: Path, *, secrets: bool = True) -> Config:
@@ -192,9 +202,15 @@ def _first_line(error: BaseException) -> str:
 
 def _explain(error: Exception, overrides: Sequence[str], config_dir: str | None) -> SlurmtrainError:
     """One sentence for what Hydra or omegaconf refused."""
+    unreadable = getattr(error, "override", None)  # Hydra's grammar refused it: OverrideParseException
+    if unreadable is not None:
+        return UsageError(
+            f"cannot read the override {unreadable!r}",
+            hint="write key=value, +key=value or ~key; quote a value with other characters: key='\"a=b#c\"'",
+        )
     groups = _groups(config_dir)
     for override in overrides:
-        match = re.match(r"^(\+\+|\+|~)?([A-Za-z_][\w./@]*)(?:=(.*))?$", override, re.DOTALL)
+        match = re.match(r"^(\+\+|\+|~)?([A-Za-z_][\w./@-]*)(?:=(.*))?$", override, re.DOTALL)
         if match is None:
             return UsageError(f"cannot read the override {override!r}", hint="write key=value, +key=value or ~key")
         sign, key, value = match.group(1) or "", match.group(2), match.group(3)

@@ -5,6 +5,7 @@ Pure: a `Config` in, nothing out, or a `ConfigError` that names the field, its v
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 
@@ -209,7 +210,7 @@ def _check_ranges(config: Config) -> None:
     for name in ("eval_every", "data_workers", "seed"):
         _at_least(f"train.{name}", getattr(train, name), 0)
     _one_of("train.device", train.device, ("auto", "cpu", "cuda"))
-    if optim.lr <= 0:
+    if not 0 < optim.lr < math.inf:  # written so that nan is refused, too; as below
         raise ConfigError(f"optim.lr={optim.lr} must be above 0", hint="for example optim.lr=3e-4")
     if not 0 <= optim.min_lr_ratio <= 1:
         raise ConfigError(f"optim.min_lr_ratio={optim.min_lr_ratio} must lie between 0 and 1")
@@ -248,5 +249,5 @@ def _one_of(name: str, value: str | None, allowed: tuple[str | None, ...]) -> No
 
 
 def _at_least(name: str, value: float, least: float, *, why: str | None = None) -> None:
-    if value < least:
+    if not value >= least:
         raise ConfigError(f"{name}={value} must be at least {least}", hint=why)

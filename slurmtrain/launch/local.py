@@ -25,7 +25,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
 from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime.environment import LAUNCHER_VARIABLE
-from slurmtrain.runtime.judge import Judgement, Verdict
+from slurmtrain.runtime.judge import Judgement, Reason, Verdict
 from slurmtrain.runtime.settle import settle
 from slurmtrain.runtime.slurm import belongs_to_a_job
 
@@ -52,7 +52,10 @@ def run_local(run_dir: RunDir, say: Callable[[str], None]) -> int:
 def _exit_code(judgement: Judgement, code: int) -> int:
     if judgement.verdict is Verdict.DONE:
         return 0
-    return code if code in (EXIT_REQUEUE, EXIT_CONFIG) else 1
+    if judgement.reason is Reason.CONFIG:
+        return EXIT_CONFIG
+    # After a crash of one rank the others may have saved and left with 75; it was a crash all the same.
+    return EXIT_REQUEUE if code == EXIT_REQUEUE and judgement.reason is not Reason.CRASH else 1
 
 
 class LocalAttempt:

@@ -145,8 +145,9 @@ def _process_lives(attempt: Attempt) -> bool:
         return False
     try:
         os.kill(attempt.pid, 0)
-        return True
-    except ProcessLookupError:
+        # One whose launcher was killed stays as a zombie where nobody collects orphans, as in many containers.
+        return Path(f"/proc/{attempt.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
         return False
     except PermissionError:
         return True

@@ -137,9 +137,8 @@ def _sbatch(script: str, run_dir: RunDir, environment: str | None) -> str:
         with contextlib.redirect_stderr(words):  # submitit prints sbatch's words; they are in our message instead
             job = ScriptExecutor(folder)._submit_command(f"train {run_dir.path}")
     except FailedJobError as error:
-        said = re.sub(
-            r"^sbatch: error: ", "", str(error).strip().splitlines()[-1] if str(error).strip() else words.getvalue()
-        )
+        lines = (str(error).strip() or words.getvalue().strip()).splitlines()
+        said = "; ".join(re.sub(r"^sbatch: (error: )?", "", line) for line in lines) or "without a word"
         raise ClusterError(f"sbatch refused the job: {said}", hint=_advice(said)) from None
     return str(job.job_id)
 
@@ -147,8 +146,8 @@ def _sbatch(script: str, run_dir: RunDir, environment: str | None) -> str:
 def _advice(said: str) -> str:
     """What to change, for what sbatch says most often."""
     for words, advice in {
-        "partition": "cluster.partition; `sinfo` lists the partitions",
         "account": "cluster.account; `sacctmgr show associations user=$USER` lists yours",
+        "partition": "cluster.partition; `sinfo` lists the partitions",
         "qos": "cluster.qos; `sacctmgr show qos` lists them",
         "node configuration": "cluster.nodes, cpus_per_task, gpus_per_node or mem_*: no node has that much; see `sinfo -N -l`",
         "node count": "cluster.nodes; `sinfo` shows how many there are",

@@ -82,11 +82,13 @@ class Environment:
     def _from_torchrun(cls, variables: Mapping[str, str]) -> Environment:
         rank, world_size = _number(variables, "RANK"), _number(variables, "WORLD_SIZE")
         local_rank, local_world_size = _number(variables, "LOCAL_RANK"), _number(variables, "LOCAL_WORLD_SIZE")
+        if local_world_size < 1:
+            raise EnvironmentMismatch(f"LOCAL_WORLD_SIZE is {local_world_size}", hint="start ranks with torchrun")
         nodes = max(1, world_size // local_world_size)
         node_rank = _number(variables, "GROUP_RANK") if "GROUP_RANK" in variables else rank // local_world_size
         local = variables.get(LAUNCHER_VARIABLE) == "local"
-        names = [f"node{index}" for index in range(nodes)]
-        names[node_rank] = socket.gethostname()
+        # Of the other nodes torchrun tells the number, not the names.
+        names = [socket.gethostname() if index == node_rank else f"node{index}" for index in range(nodes)]
         return cls(
             source="local" if local else "torchrun",
             rank=rank,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from slurmtrain.errors import EnvironmentMismatch
 
 
@@ -65,11 +67,10 @@ def expand_counts(text: str) -> list[int]:
     """
     counts: list[int] = []
     for part in text.split(","):
-        count, _, repeat = part.partition("(x")
-        try:
-            counts += [int(count)] * (int(repeat.rstrip(")")) if repeat else 1)
-        except ValueError:
-            raise EnvironmentMismatch(f"cannot read the task counts {text!r}", hint="expected e.g. 2(x3),1") from None
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise EnvironmentMismatch(f"cannot read the task counts {text!r}", hint="expected e.g. 2(x3),1")
+        counts += [int(match.group(1))] * int(match.group(2) or 1)
     return counts
 
 

@@ -25,7 +25,9 @@ from slurmtrain.runtime.addresses import interface_towards, machine, own_address
 from slurmtrain.runtime.environment import Environment
 
 POLL_S = 0.02  # how often a waiting rank looks up; neither a shared file system nor the store has an event to await
-GRACE_S = 10  # ranks leave after rank 0 did, so that they can repeat what it says
+GRACE_S = 10  # ranks leave after rank 0 did, so that they can repeat what it says; it waits no longer for them
+CONNECT_S = 5  # a stranger on a port must not hold a rank for long
+STOP = "stop"  # rank 0's word when a rank was told to stop before all had met
 MISSING_HINT = "their logs say why; cluster.rendezvous_timeout_s is the limit"
 
 
@@ -104,8 +106,9 @@ def _connect(
             for host in hosts:
                 try:
                     socket.create_connection((host, address["port"]), timeout=5).close()
-                    store = dist.TCPStore(host, address["port"], None, False, timedelta(seconds=timeout_s))
+                    store = dist.TCPStore(host, address["port"], None, False, timedelta(seconds=CONNECT_S))
                     if store.check(["token"]) and store.get("token").decode() == address["token"]:
+                        store.set_timeout(timedelta(seconds=timeout_s))
                         return store, host
                     failures[host] = "somebody else answers there"
                 except (OSError, dist.DistError) as error:
@@ -139,41 +142,70 @@ def _gather_presence(
 ) -> str:
     """Wait until every rank is there. Returns, on rank 0, the address by which a rank of another node reached it."""
     store.set(f"here/{environment.rank}", json.dumps({"node": environment.node, "via": via}))
+    if environment.rank != 0:
+        _await_word(store, environment, deadline, stop_requested)
+        return ""
     ranks = range(environment.world_size)
     while True:
-        # Only rank 0 looks at every rank; the others wait for its word, or its complaint.
-        if environment.rank == 0:
-            missing = (
-                []
-                if store.check([f"here/{r}" for r in ranks])
-                else [r for r in ranks if not store.check([f"here/{r}"])]
-            )
-            if not missing:
-                store.set("everybody", "")
-                break
-            if time.monotonic() > deadline:
-                message = _who_is_missing(missing, environment, timeout_s)
-                store.set("everybody", message)
-                raise RendezvousError(message, hint=MISSING_HINT)
-        elif store.check(["everybody"]):
-            message = store.get("everybody").decode()
-            if message:
-                raise RendezvousError(message, hint=MISSING_HINT)
+        missing = (
+            [] if store.check([f"here/{r}" for r in ranks]) else [r for r in ranks if not store.check([f"here/{r}"])]
+        )
+        if not missing:
+            store.set("everybody", "")
             break
-        elif time.monotonic() > deadline + GRACE_S:
-            raise RendezvousError(
-                f"rank 0 on {environment.expected_node(0)} fell silent after it had been reached", hint=MISSING_HINT
-            )
-        if stop_requested():
+        if stop_requested() or store.check(["told to stop"]):
+            _tell_and_linger(store, STOP, present=[r for r in ranks if r not in missing])
             raise StopDuringStart
+        if time.monotonic() > deadline:
+            message = _who_is_missing(missing, environment, timeout_s)
+            _tell_and_linger(store, message, present=[r for r in ranks if r not in missing])
+            raise RendezvousError(message, hint=MISSING_HINT)
         # store.wait would be the event, but cannot be interrupted by a stop and writes a warning at every timeout.
         time.sleep(POLL_S)
-    if environment.rank != 0:
-        return ""
     others = [
         json.loads(store.get(f"here/{rank}")) for rank in ranks if environment.expected_node(rank) != environment.node
     ]
     return next((other["via"] for other in others if other["via"]), "")
+
+
+def _await_word(
+    store: dist.Store, environment: Environment, deadline: float, stop_requested: Callable[[], bool]
+) -> None:
+    """Wait for rank 0's word that everybody is there, or why not.
+
+    A rank that is told to stop passes that on instead of leaving: were it gone when rank 0 has just counted it, the
+    others would wait for it in their first collective.
+    """
+    try:
+        while not store.check(["everybody"]):
+            if stop_requested():
+                store.set("told to stop", "")
+            if time.monotonic() > deadline + GRACE_S:
+                raise RendezvousError(
+                    f"rank 0 on {environment.expected_node(0)} fell silent after it had been reached", hint=MISSING_HINT
+                )
+            time.sleep(POLL_S)
+        word = store.get("everybody").decode()
+        store.set(f"heard/{environment.rank}", "")
+    except dist.DistError:  # the store lives in rank 0
+        if stop_requested():
+            raise StopDuringStart from None
+        raise RendezvousError(
+            f"rank 0 on {environment.expected_node(0)} left before all ranks had met", hint="see rank 0's log"
+        ) from None
+    if word == STOP:
+        raise StopDuringStart
+    if word:
+        raise RendezvousError(word, hint=MISSING_HINT)
+
+
+def _tell_and_linger(store: dist.Store, word: str, *, present: list[int]) -> None:
+    """Rank 0's word to those that are there. The store ends with this process, so they get the time to read it."""
+    store.set("everybody", word)
+    enough = time.monotonic() + GRACE_S
+    heard = [f"heard/{rank}" for rank in present if rank != 0]
+    while heard and not store.check(heard) and time.monotonic() < enough:
+        time.sleep(POLL_S)
 
 
 def _who_is_missing(missing: list[int], environment: Environment, timeout_s: float) -> str:

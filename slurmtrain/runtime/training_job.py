@@ -62,6 +62,7 @@ def build_trainer(config: Config, world: World, where: Place, stop: StopAgreemen
         model=model,
         loader=loader,
         valid=getattr(source, "valid", None),
+        baseline=("byte-unigram entropy", source.unigram_entropy) if hasattr(source, "unigram_entropy") else None,
         ranks=Ranks(rank, world_size, world.device, world.control),
         checkpointer=checkpointer,
         stop=stop,
@@ -93,9 +94,6 @@ class _Record:
         parameters = sum(parameter.numel() for parameter in self._model.parameters())
         described = getattr(self._source, "description", self._config.data["_target_"])
         reporter.message(f"model: {parameters:,} parameters; data: {described}")
-        entropy = getattr(self._source, "unigram_entropy", None)
-        if entropy is not None:
-            reporter.message(f"byte-unigram entropy of the validation text: {entropy:.4f} nats per token")
         return reporter
 
     def on_restore(self, restored: Restored | None) -> None:

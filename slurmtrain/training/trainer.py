@@ -90,6 +90,7 @@ class Trainer:
         model: already on its device and laid over the ranks; called with tokens [B, S], gives logits [B, S, V].
         loader: this rank's micro batches.
         valid: the held-out samples, or None.
+        baseline: (name, nats per token) of a simple model on the same text, shown beside every validation loss.
         checkpointer: None: nothing is saved (benchmarks).
         stop: asked once a step.
         make_reporter: called with the step that the attempt starts from.
@@ -105,6 +106,7 @@ class Trainer:
         model: nn.Module,
         loader: BatchLoader,
         valid: MapDataset | None,
+        baseline: tuple[str, float] | None = None,
         ranks: Ranks,
         checkpointer: Checkpointer | None,
         stop: StopCheck,
@@ -115,6 +117,7 @@ class Trainer:
         self._train, self._optim, self._checkpoint = train, optim, checkpoint
         self._model, self._loader, self._valid = model, loader, valid
         self._ranks, self._checkpointer, self._stop = ranks, checkpointer, stop
+        self._baseline = baseline
         self._make_reporter, self._on_restore, self._on_save = make_reporter, on_restore, on_save
         self._optimizer = build_optimizer(model, optim)
         self._counters = Counters()
@@ -150,7 +153,7 @@ class Trainer:
     def _train_step(self) -> bool:
         """One optimiser step over the global batch. True: some rank was told to stop."""
         micro_batches = next(self._loader)
-        tokens = self._global_tokens(micro_batches)
+        count = self._begin_token_count(micro_batches)
         rate = learning_rate(self._counters.step, total_steps=self._train.steps, config=self._optim)
         set_learning_rate(self._optimizer, rate)
 
@@ -158,10 +161,11 @@ class Trainer:
         for index, batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             if last:
-                loss_sum += self._backward(batch, tokens)
+                loss_sum += self._backward(batch, count)
             else:
                 with no_sync(self._model):
-                    loss_sum += self._backward(batch, tokens)
+                    loss_sum += self._backward(batch, count)
+        tokens = count()
 
         # Asked as late as possible, so that a signal in the middle of a step still stops after it, and answered while
         # the optimiser works.
@@ -186,11 +190,11 @@ class Trainer:
             )
         return stopping
 
-    def _backward(self, batch: Batch, tokens: int) -> Tensor:
+    def _backward(self, batch: Batch, count: Callable[[], int]) -> Tensor:
         """Forward and backward of one micro batch; returns the detached sum of its losses, in nats."""
         loss_sum = self._loss_sum(batch)
         # DDP averages over ranks; the mean wanted is over all tokens of the global batch.
-        (loss_sum * (self._ranks.world_size / tokens)).backward()
+        (loss_sum * (self._ranks.world_size / count())).backward()
         return loss_sum.detach()
 
     def _loss_sum(self, batch: Batch) -> Tensor:
@@ -201,11 +205,26 @@ class Trainer:
             logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
         )
 
-    def _global_tokens(self, micro_batches: list[Batch]) -> int:
-        """Tokens that count in this step, over all ranks and micro batches."""
+    def _begin_token_count(self, micro_batches: list[Batch]) -> Callable[[], int]:
+        """Count the tokens of this step over all ranks and micro batches while the first forward pass runs.
+
+        Returns:
+            A function that waits for the count: the number of targets that are not ignored.
+        """
         own = sum(int((batch["targets"] != IGNORED_TARGET).sum()) for batch in micro_batches)
-        (total,) = self._sum_over_ranks(torch.tensor(own, dtype=torch.float64))
-        return max(1, int(total.item()))
+        total = torch.tensor(own, dtype=torch.int64)
+        work = None
+        if self._ranks.counts is not None:
+            work = dist.all_reduce(total, group=self._ranks.counts, async_op=True)
+
+        def count() -> int:
+            nonlocal work
+            if work is not None:
+                work.wait()
+                work = None
+            return max(1, int(total.item()))
+
+        return count
 
     def _sum_over_ranks(self, *values: Tensor) -> list[Tensor]:
         """Sum of each value over all ranks, exact for whole numbers below 2**53."""
@@ -217,7 +236,7 @@ class Trainer:
     def _any_backward(self) -> None:
         batch_size = self._loader.micro_batch_size
         batch = fetch(self._loader.dataset, np.zeros(batch_size, dtype=np.int64))
-        self._backward(batch, tokens=1)
+        self._backward(batch, count=lambda: 1)
 
     def _evaluation_due(self) -> bool:
         step, every = self._counters.step, self._train.eval_every
@@ -248,7 +267,10 @@ class Trainer:
         self._valid_loss = total.item() / max(1, count.item())
         self._counters.evaluated_at = self._counters.step
         self._reporter.record(self._counters.step, valid_loss=self._valid_loss, valid_tokens=int(count.item()))
-        self._reporter.message(f"step {self._counters.step}: validation loss {self._valid_loss:.4f} nats per token")
+        beside = f" ({self._baseline[0]}: {self._baseline[1]:.4f})" if self._baseline is not None else ""
+        self._reporter.message(
+            f"step {self._counters.step}: validation loss {self._valid_loss:.4f} nats per token{beside}"
+        )
         self._throughput.start()
         return False
 

@@ -90,7 +90,8 @@ class Ranks:
         """What the function returned on each rank; the first failure fails the test with that rank's traceback."""
         endings = self.endings(timeout_s)
         for rank, ending in enumerate(endings):
-            assert ending.error is None, f"rank {rank}:\n{ending.error}"
+            if ending.error is not None:
+                pytest.fail(f"rank {rank}:\n{ending.error}", pytrace=False)
             assert ending.exit_code == 0, f"rank {rank} ended with {ending.exit_code}"
         return [ending.value for ending in endings]
 
@@ -191,18 +192,21 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 60) -
     return value
 
 
-# A model of the user's own, found because the working directory is on the path of the ranks. While a file called
-# `pause` is there, each of its training forward passes waits: tests get the time to interfere. No bit changes by it.
+# A model of the user's own, found because the working directory is on the path of the ranks. While a file `pause` lies
+# beside it, each training forward pass takes longer, and while a file `hold` does, none ends: tests get the time to
+# interfere. No bit changes by it.
 PACED_MODEL = """
 import pathlib, time
 from slurmtrain.models import Decoder
 
+HERE = pathlib.Path(__file__).parent
+
 class Paced(Decoder):
     def forward(self, tokens):
-        while self.training and (pathlib.Path(__file__).parent / 'pause').exists():
+        if self.training and (HERE / 'pause').exists():
+            time.sleep(0.05)
+        while self.training and (HERE / 'hold').exists():
             time.sleep(0.01)
-            if not (pathlib.Path(__file__).parent / 'hold').exists():
-                break
         return super().forward(tokens)
 """
 
@@ -279,8 +283,7 @@ class LocalRun:
 
     def wait(self, timeout_s: float = 90) -> int:
         """The launcher's exit code."""
-        text, _ = self.process.communicate(timeout=timeout_s)
-        self.output += text
+        self.output += self.process.communicate(timeout=timeout_s)[0]
         return self.process.returncode
 
     def finish(self, timeout_s: float = 90) -> LocalRun:
@@ -337,8 +340,10 @@ class Project:
 
     def reap(self) -> None:
         for run in self.runs:
-            if run.process.poll() is None:
-                run.process.kill()
+            run.process.terminate()  # torchrun ends its workers, a launcher its ranks
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.process.wait(20)
+            run.process.kill()
             run.process.wait()
             if run.process.stdout is not None:
                 run.process.stdout.close()

@@ -15,19 +15,21 @@ def step_until_told(world: World, told_rank: int, told_at: int, between: bool) -
     stop = signals.arm()
     agreement = StopAgreement(stop, world.control)
 
-    def tell() -> None:
+    def tell(step: int) -> None:
         if world.environment.rank == told_rank and step == told_at:
             os.kill(os.getpid(), signal.SIGUSR2)
             assert stop.wait(10)
 
-    for step in range(100):
+    step = 0
+    while step < 100:
         if not between:
-            tell()
+            tell(step)
         agreement.begin()
         if between:
-            tell()
+            tell(step)
         if agreement.finish():
             break
+        step += 1
     first = stop.first
     assert first is not None
     return step, first.cause

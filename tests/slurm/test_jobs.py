@@ -104,7 +104,7 @@ def test_an_own_loop_resumes_where_it_stopped(project: Project) -> None:
     (project.path / "own_loop.py").write_text(example)
     plain = project.submit("job=command", f"job.command='{PYTHON} own_loop.py'", small=False, nodes="n0,n1")
     paced = project.submit(
-        "job=command", f"job.command='{PYTHON} own_loop.py --pause-s 0.1'", small=False, nodes="n2,n3"
+        "job=command", f"job.command='{PYTHON} own_loop.py --pause 0.1'", small=False, nodes="n2,n3"
     )
     paced.wait_for_attempt(1)
     paced.cli("preempt", paced.run_dir.id)

@@ -1,0 +1,448 @@
+"""Save and restore by several ranks: whatever is damaged, missing or killed, all ranks go on from the same sound state."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slurmtrain.checkpoint import commit
+from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.commit import Incarnation, committed
+from slurmtrain.data import BatchLoader
+from slurmtrain.errors import CheckpointError
+from slurmtrain.parallel.ddp import replicate
+from slurmtrain.runtime.world import World
+from tests.distributed.conftest import GlooRanks
+
+
+class Numbers:
+    """Sample i is the number i."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.tensor([float(index)])}
+
+
+class Rank:
+    """A small training state of one rank."""
+
+    def __init__(self, world: World | None, directory: Path, incarnation: int = 1, *, seed: int = 0, **options: Any):
+        self.rank = world.environment.rank if world else 0
+        size = world.environment.world_size if world else 1
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        self.model = replicate(model, torch.device("cpu"), world.group if world else None)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.loader = BatchLoader(
+            Numbers(), seed=3, global_batch_size=12, micro_batch_size=1, dp_rank=self.rank, dp_size=size
+        )
+        torch.manual_seed(100 + 10 * seed + self.rank)  # each rank draws its own masks
+        self.said: list[str] = []
+        self.checkpointer = Checkpointer(
+            directory,
+            group=world.saving if world else None,
+            incarnation=Incarnation(incarnation, f"life {incarnation}"),
+            say=self.said.append,
+            **options,
+        )
+
+    def steps(self, count: int) -> list[float]:
+        losses = []
+        for _ in range(count):
+            for batch in next(self.loader):
+                loss = self.model(batch["x"] / 100).square().mean()
+                loss.backward()
+                losses.append(loss.item())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return losses
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "loader": self.loader}
+
+    def save(self, step: int) -> Path:
+        return self.checkpointer.save(step, **self.objects).path
+
+    def restore(self) -> int | None:
+        restored = self.checkpointer.restore(**self.objects)
+        return restored.step if restored else None
+
+    def weights(self) -> list[float]:
+        return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()]).tolist()
+
+
+def save_and_go_on(world: World | None, directory: Path) -> list[float]:
+    rank = Rank(world, directory)
+    rank.steps(3)
+    rank.save(3)
+    return [*rank.steps(3), *rank.weights(), random.random(), torch.rand(()).item()]
+
+
+def restore_and_go_on(world: World | None, directory: Path) -> list[float]:
+    random.seed(99)
+    rank = Rank(world, directory, incarnation=2, seed=5)
+    assert rank.restore() == 3
+    assert rank.loader.samples_consumed == 36
+    return [*rank.steps(3), *rank.weights(), random.random(), torch.rand(()).item()]
+
+
+def test_four_ranks_continue_with_the_same_bits(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    """Weights, optimiser, sample order and each rank's own random numbers."""
+    one_after_another = gloo_ranks(4, save_and_go_on, tmp_path)
+    assert gloo_ranks(4, restore_and_go_on, tmp_path) == one_after_another
+    assert len({answer[-1] for answer in one_after_another}) == 4
+
+
+def test_a_single_process_continues_with_the_same_bits(tmp_path: Path) -> None:
+    expected = save_and_go_on(None, tmp_path)
+    assert restore_and_go_on(None, tmp_path) == expected
+
+
+def just_restore(world: World | None, directory: Path) -> tuple[int | None, list[float], float]:
+    rank = Rank(world, directory, incarnation=2, seed=5)
+    return rank.restore(), rank.weights(), torch.rand(()).item()
+
+
+def test_another_number_of_ranks_reads_the_same_weights(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    gloo_ranks(2, save_and_go_on, tmp_path)
+    alone = just_restore(None, tmp_path)
+    three = gloo_ranks(3, just_restore, tmp_path)
+    assert [step for step, _, _ in three] == [3, 3, 3]
+    assert all(weights == alone[1] for _, weights, _ in three)
+    # Ranks 0 and 1 go on with their saved random state; rank 2 has none and keeps that of its seed.
+    assert len({drawn for _, _, drawn in three}) == 3
+
+
+def save_own(world: World, directory: Path) -> list[Any]:
+    rank = Rank(world, directory)
+    own = {"counter": Counter(rank.rank * 10)}
+    rank.checkpointer.save(1, per_rank=own, model=rank.model)
+    fresh = Counter(-1)
+    Rank(world, directory, incarnation=2).checkpointer.restore(per_rank={"counter": fresh}, model=rank.model)
+    return [fresh.value, fresh.tensor.tolist()]
+
+
+class Counter:
+    def __init__(self, value: int):
+        self.value, self.tensor = value, torch.tensor([float(value)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "tensor": self.tensor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value, self.tensor = state["value"], state["tensor"]
+
+
+def test_each_rank_gets_its_own_objects_back(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    assert gloo_ranks(3, save_own, tmp_path) == [[0, [0.0]], [10, [10.0]], [20, [20.0]]]
+
+
+# Damage. Two checkpoints are there; what is done to the newer one must make all ranks take the older.
+
+
+def save_two(world: World | None, directory: Path) -> list[float]:
+    """Saves step 1 and step 2; returns the weights of step 1."""
+    rank = Rank(world, directory)
+    rank.steps(1)
+    rank.save(1)
+    weights = rank.weights()
+    rank.steps(1)
+    rank.save(2)
+    return weights
+
+
+def restore_and_tell(world: World | None, directory: Path) -> tuple[int | None, list[float], list[str]]:
+    rank = Rank(world, directory, incarnation=2, seed=5)
+    return rank.restore(), rank.weights(), rank.said
+
+
+def shard(path: Path, rank: int = 1) -> Path:
+    return next(path.glob(f"__{rank}_*"))
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(shard(path).read_bytes())
+    content[len(content) // 2] ^= 1
+    shard(path).write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(shard(path), shard(path).stat().st_size - 1)
+
+
+def swap(path: Path) -> None:
+    older = committed(path.parent)[0]
+    shutil.copy(shard(older, 0), shard(path, 0))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a flipped bit in a shard": (flip_a_bit, "its digest differs"),
+    "a truncated shard": (truncate, "bytes instead of"),
+    "a missing shard": (lambda path: shard(path).unlink(), "cannot be read"),
+    "a shard of another step": (swap, "its digest differs"),
+    "missing metadata": (lambda path: (path / ".metadata").unlink(), ".metadata cannot be read"),
+    "a damaged own file of a rank": (lambda path: (path / "rank00001.json").write_text("{"), "rank00001.json has 1"),
+    "a damaged manifest": (lambda path: (path / "manifest.json").write_text("{}"), "manifest.json is damaged"),
+    "a missing manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json cannot be read"),
+    "an empty COMPLETE": (lambda path: (path / "COMPLETE").write_text(""), "manifest.json is damaged"),
+}
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    directory = tmp_path_factory.mktemp("two") / "checkpoints"
+    ranks = GlooRanks(directory.parent)
+    weights = ranks(2, save_two, directory)
+    for started in ranks.started:
+        started.reap()
+    return directory, weights[0]
+
+
+@pytest.fixture
+def copy_of_two(two_checkpoints: tuple[Path, list[float]], tmp_path: Path) -> tuple[Path, list[float]]:
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints[0], directory)
+    return directory, two_checkpoints[1]
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_set_aside_loudly_and_all_ranks_take_the_older(
+    gloo_ranks: GlooRanks, copy_of_two: tuple[Path, list[float]], kind: str
+) -> None:
+    (directory, weights), (damage, sentence) = copy_of_two, DAMAGE[kind]
+    damage(committed(directory)[-1])
+    answers = gloo_ranks(2, restore_and_tell, directory)
+    assert [(step, found) for step, found, _ in answers] == [(1, weights)] * 2
+    said = answers[0][2]
+    assert "checkpoint_0000002 is damaged and was set aside" in said[0]
+    assert sentence in said[0]
+    assert said[1].startswith("resuming at step 1 from checkpoint_0000001")
+    assert answers[1][2] == []  # one line, from one rank
+    assert (directory / "checkpoint_0000002.damaged-1").is_dir()
+
+
+def test_without_complete_the_older_checkpoint_is_the_newest(
+    gloo_ranks: GlooRanks, copy_of_two: tuple[Path, list[float]]
+) -> None:
+    directory, weights = copy_of_two
+    (directory / "checkpoint_0000002" / "COMPLETE").unlink()
+    assert [answer[:2] for answer in gloo_ranks(2, restore_and_tell, directory)] == [(1, weights)] * 2
+
+
+def refused(world: World | None, directory: Path) -> str:
+    try:
+        return f"restored {Rank(world, directory, incarnation=2).restore()}"
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_when_all_are_damaged_no_rank_starts_afresh(
+    gloo_ranks: GlooRanks, copy_of_two: tuple[Path, list[float]]
+) -> None:
+    directory, _ = copy_of_two
+    for path in committed(directory):
+        flip_a_bit(path)
+    for answer in gloo_ranks(2, refused, directory):
+        assert "every checkpoint in" in answer
+        assert "is damaged: checkpoint_0000002" in answer
+        assert "delete them to start afresh" in answer
+    # Nor does the next attempt, which finds nothing but what was set aside.
+    assert "damaged" in refused(None, directory)
+
+
+def test_a_manifest_that_names_a_path_outside_is_not_followed(copy_of_two: tuple[Path, list[float]]) -> None:
+    directory, _ = copy_of_two
+    newest = committed(directory)[-1]
+    values = json.loads((newest / "manifest.json").read_text())
+    values["files"]["../../secret"] = {"size": 1, "sha256": "0"}
+    text = json.dumps(values)
+    (newest / "manifest.json").write_text(text)
+    (newest / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest())
+    step, _, said = restore_and_tell(None, directory)
+    assert step == 1
+    assert "'../../secret', which is not a plain file name" in said[0]
+
+
+def test_nothing_saved_is_a_fresh_start(tmp_path: Path) -> None:
+    assert Rank(None, tmp_path).restore() is None
+
+
+# Death and failure in the middle of a save.
+
+
+def die_in_second_save(world: World, directory: Path, function: str, call: int, rank_to_die: int) -> None:
+    rank = Rank(world, directory)
+    rank.steps(1)
+    rank.save(1)
+    if rank.rank == rank_to_die:
+        original, calls = getattr(commit, function), []
+
+        def counted(*args: Any, **options: Any) -> Any:
+            calls.append(function)
+            if len(calls) == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **options)
+
+        setattr(commit, function, counted)
+    rank.steps(1)
+    rank.save(2)
+
+
+STAGES = {
+    "while a rank writes": ("write_synced", 1, 1),
+    "before a rank hands in": ("digest", 1, 1),
+    "before the manifest": ("write_synced", 2, 0),
+    "before COMPLETE": ("write_synced", 3, 0),
+    "before the rename": ("check_fence", 2, 0),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_kill_during_a_save_leaves_the_older_checkpoint_the_newest(
+    gloo_ranks: GlooRanks, tmp_path: Path, stage: str
+) -> None:
+    directory = tmp_path / "checkpoints"
+    endings = gloo_ranks.start_joined(2, die_in_second_save, directory, *STAGES[stage]).endings()
+    assert -signal.SIGKILL in [ending.exit_code for ending in endings]
+    assert [path.name for path in committed(directory)] == ["checkpoint_0000001"]
+    assert list(directory.glob("checkpoint_0000002.tmp-1"))
+    assert [answer[0] for answer in gloo_ranks(2, restore_and_tell, directory)] == [1, 1]
+    assert not list(directory.glob("checkpoint_0000002*"))  # the next life has cleaned up
+
+
+def fail_on_one_rank(world: World, directory: Path, failing: int) -> tuple[str, list[str]]:
+    rank = Rank(world, directory)
+    rank.steps(1)
+    rank.save(1)
+    original = commit.write_synced
+    if rank.rank == failing:
+
+        def full(*args: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        commit.write_synced = full
+    try:
+        rank.save(2)
+        error = "saved"
+    except CheckpointError as failure:
+        error = str(failure)
+    dist.barrier(group=world.control)
+    there = [path.name for path in committed(directory)]
+    commit.write_synced = original
+    rank.save(3)  # there is space again
+    return error, there
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_full_disk_on_one_rank_is_everybodys_error_and_the_older_checkpoint_stays(
+    gloo_ranks: GlooRanks, tmp_path: Path, failing: int
+) -> None:
+    directory = tmp_path / "checkpoints"
+    for error, there in gloo_ranks(3, fail_on_one_rank, directory, failing):
+        assert f"rank {failing}" in error
+        assert "No space left on device" in error
+        assert there == ["checkpoint_0000001"]
+    assert [path.name for path in committed(directory)] == ["checkpoint_0000001", "checkpoint_0000003"]
+
+
+def test_an_older_life_is_fenced_off_while_a_newer_one_runs(tmp_path: Path) -> None:
+    old = Rank(None, tmp_path, incarnation=1)
+    old.steps(1)
+    old.save(1)
+    new = Rank(None, tmp_path, incarnation=2)
+    with pytest.raises(CheckpointError, match=r"incarnation 1 .* may not commit"):
+        old.save(2)
+    new.restore()
+    new.steps(1)
+    new.save(2)
+    with pytest.raises(CheckpointError, match="has started"):
+        Rank(None, tmp_path, incarnation=1)
+    assert [path.name for path in committed(tmp_path)] == ["checkpoint_0000001", "checkpoint_0000002"]
+
+
+def test_a_life_that_is_overtaken_during_its_save_does_not_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = Rank(None, tmp_path, incarnation=1)
+    original = commit.write_synced
+
+    def overtaken(path: Path, text: str) -> None:
+        original(path, text)
+        if path.name == "COMPLETE":
+            commit.claim(tmp_path, Incarnation(2, "life 2"))
+
+    monkeypatch.setattr(commit, "write_synced", overtaken)
+    with pytest.raises(CheckpointError, match=r"incarnation 1 \(life 1\) may not commit"):
+        old.save(1)
+    assert committed(tmp_path) == []
+
+
+def test_only_the_newest_are_kept_and_never_fewer_than_two(tmp_path: Path) -> None:
+    rank = Rank(None, tmp_path, keep_last=3)
+    for step in range(1, 6):
+        rank.save(step)
+    assert [commit.step_of(path) for path in committed(tmp_path)] == [3, 4, 5]
+    with pytest.raises(CheckpointError, match="at least 2"):
+        Checkpointer(tmp_path, keep_last=1)
+
+
+# Another model than the one that was saved.
+
+
+def model(**changes: nn.Module | None) -> nn.Module:
+    layers: dict[str, nn.Module | None] = {"first": nn.Linear(2, 3), "second": nn.Linear(3, 1), **changes}
+    return nn.ModuleDict({name: layer for name, layer in layers.items() if layer is not None})
+
+
+CHANGES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "one more": (lambda: model(third=nn.Linear(1, 1)), ["it lacks model.third.bias, model.third.weight"]),
+    "one less": (lambda: model(second=None), ["it has model.second.bias, model.second.weight besides"]),
+    "another name": (
+        lambda: model(second=None, zweite=nn.Linear(3, 1)),
+        ["it lacks model.zweite.bias", "it has model.second.bias"],
+    ),
+    "another shape": (
+        lambda: model(second=nn.Linear(3, 2)),
+        ["model.second.", "torch.float32 [1", "torch.float32 [2"],
+    ),
+    "another dtype": (
+        lambda: model(second=nn.Linear(3, 1).bfloat16()),
+        ["model.second.", "torch.float32", "torch.bfloat16"],
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_is_refused_with_the_names_and_left_as_it_was(tmp_path: Path, change: str) -> None:
+    Checkpointer(tmp_path).save(1, model=model())
+    make, words = CHANGES[change]
+    changed = make()
+    before = {name: tensor.clone() for name, tensor in changed.state_dict().items()}
+    with pytest.raises(CheckpointError, match="does not fit") as caught:
+        Checkpointer(tmp_path).restore(model=changed)
+    assert all(word in caught.value.message for word in words), caught.value.message
+    assert "was the model changed" in (caught.value.hint or "")
+    assert all(torch.equal(before[name], tensor) for name, tensor in changed.state_dict().items())
+    assert committed(tmp_path)  # it is sound, only not for this model
+
+
+def test_an_object_that_was_not_saved_is_refused_by_name(tmp_path: Path) -> None:
+    Checkpointer(tmp_path).save(1, model=model())
+    with pytest.raises(CheckpointError, match="it lacks counter"):
+        Checkpointer(tmp_path).restore(model=model(), counter=Counter(1))

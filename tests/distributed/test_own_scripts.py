@@ -1,0 +1,201 @@
+"""Programs of somebody's own: a loop with a few added lines, and a command that knows nothing of slurmtrain."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slurmtrain.checkpoint.commit import committed
+from tests.distributed.conftest import (
+    LocalRun,
+    Project,
+    assert_same_tensors,
+    checkpoint_tensors,
+    clean_environment,
+    wait_until,
+)
+
+JOBS = Path(__file__).parents[2] / "jobs"
+STEPS = 60
+LOOP = ["jobs/own_loop.py", "--steps", str(STEPS), "--batch", "16"]
+SLOWLY = ["--pause", "0.02"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+class Program:
+    """A started program whose output can be read while it runs."""
+
+    def __init__(self, folder: Path, *words: str):
+        self.log = folder / "output.txt"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *words], cwd=folder, env=clean_environment(), stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def wait_for(self, text: str) -> None:
+        try:
+            wait_until(lambda: text in self.log.read_text() or self.process.poll() is not None, f"saying {text!r}")
+            assert text in self.log.read_text()
+        except AssertionError:
+            self.stop()
+            raise
+
+    def wait(self) -> int:
+        try:
+            return self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """TERM first: torchrun then ends its workers."""
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(20)
+        self.process.kill()
+        self.process.wait()
+
+    def finish(self) -> None:
+        assert self.wait() == 0, self.log.read_text()
+
+
+def folder_with_jobs(path: Path) -> Path:
+    path.mkdir()
+    shutil.copytree(JOBS, path / "jobs")
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return folder_with_jobs(tmp_path / "folder")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The last checkpoint's tensors of the own loop on so many ranks."""
+
+    @cache
+    def tensors(ranks: int) -> dict[str, torch.Tensor]:
+        folder = folder_with_jobs(tmp_path_factory.mktemp("undisturbed") / "folder")
+        Program(folder, *(TORCHRUN if ranks == 2 else []), *LOOP).finish()
+        return checkpoint_tensors(folder / "checkpoints")
+
+    return tensors
+
+
+def added_lines() -> list[str]:
+    return [line for line in (JOBS / "own_loop.py").read_text().splitlines()[8:] if "# +" in line]
+
+
+def test_fewer_than_15_lines_are_added_to_the_own_loop() -> None:
+    assert 5 < len(added_lines()) < 15
+    unmarked = [line for line in (JOBS / "own_loop.py").read_text().splitlines()[8:] if line not in added_lines()]
+    for word in ("slurmtrain", "checkpointer", "restored"):
+        assert not [line for line in unmarked if word in line], f"{word} is used in a line that is not marked"
+
+
+def test_alone_it_leaves_with_75_and_goes_on_when_it_is_started_again(folder: Path, undisturbed: Any) -> None:
+    for signalled in (signal.SIGTERM, signal.SIGUSR2):
+        program = Program(folder, *LOOP, *SLOWLY)
+        program.wait_for("step 20/" if signalled == signal.SIGTERM else "step 40/")
+        program.process.send_signal(signalled)
+        assert program.wait() == 75, program.log.read_text()
+    stopped_at = [int(path.name.rpartition("_")[2]) for path in committed(folder / "checkpoints")]
+    assert 20 <= stopped_at[0] < stopped_at[1] < STEPS
+    last = Program(folder, *LOOP)
+    last.finish()
+    assert f"resuming at step {stopped_at[1]}" in last.log.read_text()
+    assert_same_tensors(checkpoint_tensors(folder / "checkpoints"), undisturbed(1))
+
+
+def test_under_torchrun_one_signalled_rank_stops_both_and_torchrun_starts_them_again(
+    folder: Path, undisturbed: Any
+) -> None:
+    program = Program(folder, *TORCHRUN, "--max-restarts", "1", *LOOP, *SLOWLY)
+    program.wait_for("step 20/")
+    children = Path(f"/proc/{program.process.pid}/task/{program.process.pid}/children")
+    os.kill(int(children.read_text().split()[1]), signal.SIGTERM)
+    program.finish()
+    assert "resuming at step" in program.log.read_text()
+    assert_same_tensors(checkpoint_tensors(folder / "checkpoints"), undisturbed(2))
+
+
+def submit_command(project: Project, words: list[str], *overrides: str) -> LocalRun:
+    shutil.copytree(JOBS, project.path / "jobs")
+    command = shlex.join([sys.executable, *words])
+    return project.submit(
+        "+cluster=local",
+        "job=command",
+        f"job.command={json.dumps(command)}",
+        "cluster.tasks_per_node=2",
+        "cluster.cpus_per_task=1",
+        *overrides,
+        small=False,
+    )
+
+
+def rank_0_said(run: LocalRun, attempt: int, text: str) -> bool:
+    log = run.run_dir.attempt(attempt) / "rank-0.log"
+    return log.exists() and text in log.read_text()
+
+
+def test_submitted_it_is_preempted_requeued_resumed_and_finished_with_the_same_bits(
+    project: Project, undisturbed: Any
+) -> None:
+    run = submit_command(project, [*LOOP, *SLOWLY])
+    wait_until(lambda: rank_0_said(run, 1, "step 20/"), "at step 20")
+    told = project.cli("preempt", "last")
+    assert told.returncode == 0, told.stdout
+    run.finish()
+    assert len(run.attempts()) == 2, run.output
+    first, second = run.attempts()
+    assert (first.reason, first.exit_code, second.reason) == ("asked", 75, "finished")
+    assert first.committed_step == first.last_step == second.first_step
+    assert rank_0_said(run, 2, f"resuming at step {first.last_step}")
+    assert_same_tensors(checkpoint_tensors(run.run_dir.checkpoints), undisturbed(2))
+    assert "finished" in project.cli("status", "last").stdout
+
+
+def test_an_error_in_the_own_loop_is_in_the_status(project: Project) -> None:
+    (project.path / "broken.py").write_text(
+        "import slurmtrain\nslurmtrain.init()\nslurmtrain.Checkpointer()\nraise ValueError('the seventh seal')\n"
+    )
+    run = submit_command(project, ["broken.py"], "requeue.max_attempts_without_progress=1")
+    assert run.wait() == 1
+    status = project.cli("status", "last").stdout
+    assert "ValueError: the seventh seal" in status
+    assert "failed" in status
+
+
+def test_a_command_that_knows_nothing_of_us_is_preempted_requeued_and_finished(project: Project) -> None:
+    file = project.path / "sum.json"
+    run = submit_command(project, ["jobs/own_command.py", "--file", str(file), "--count", "200"])
+    wait_until(lambda: rank_0_said(run, 1, "rank 0: 20/"), "at 20")
+    assert project.cli("preempt", "last").returncode == 0
+    run.finish()
+    assert [attempt.reason for attempt in run.attempts()] == ["asked", "finished"]
+    for rank in (0, 1):
+        state = json.loads((project.path / f"sum-{rank}.json").read_text())
+        assert state == {"done": 200, "sum": 20100, "starts": 2}
+
+
+def test_by_itself_the_own_command_does_the_same(folder: Path) -> None:
+    words = ["jobs/own_command.py", "--file", "sum.json"]
+    program = Program(folder, *words, "--pause", "0.05")
+    program.wait_for("10/100")
+    program.process.send_signal(signal.SIGTERM)
+    assert program.wait() == 75
+    Program(folder, *words).finish()
+    assert json.loads((folder / "sum-0.json").read_text()) == {"done": 100, "sum": 5050, "starts": 2}

@@ -1,0 +1,414 @@
+"""Training as a person gets it on one machine: the same numbers on any number of ranks, and through any interruption."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slurmtrain.config.compose import compose
+from slurmtrain.config.schema import Config
+from slurmtrain.data import IGNORED_TARGET, eval_batches
+from slurmtrain.observe import read_metrics
+from slurmtrain.rundir import RunDir, all_runs
+from slurmtrain.runtime import signals
+from slurmtrain.runtime.agreement import StopAgreement
+from slurmtrain.runtime.environment import Environment
+from slurmtrain.runtime.place import Place
+from slurmtrain.runtime.timeline import Timeline
+from slurmtrain.runtime.training_job import build, build_trainer
+from slurmtrain.runtime.world import World
+from slurmtrain.training.trainer import Outcome
+from tests.distributed.conftest import (
+    GlooRanks,
+    LocalRun,
+    Project,
+    assert_same_bits,
+    assert_steps_join,
+    wait_until,
+)
+
+# In one process group, without a command line: what the trainer computes.
+
+
+def experiment(*overrides: str) -> Config:
+    return compose(["experiment=smoke", "train.tensorboard=false", "train.log_every=1", *overrides])
+
+
+def fit(world: World, run_path: Path, overrides: list[str], stop: Any = None, attempt: int = 1) -> Outcome:
+    run_path.mkdir(exist_ok=True)
+    where = Place(RunDir(run_path), attempt, supervised=True)
+    where.attempt_dir.mkdir(parents=True, exist_ok=True)
+    agreement = StopAgreement(stop or signals.StopSignals(), world.control)
+    return build_trainer(experiment(*overrides), world, where, agreement, Timeline()).fit()
+
+
+def alone() -> World:
+    torch.set_num_threads(1)
+    return World(Environment(source="single"), torch.device("cpu"))
+
+
+def losses(run_path: Path, field: str = "loss") -> dict[int, float]:
+    return {record["step"]: record[field] for record in read_metrics(RunDir(run_path).metrics_file) if field in record}
+
+
+# Two summation orders of the same float32 terms differ by about eps * sqrt(n) relative, eps = 2**-24, if rounding errors
+# are independent (Higham 2002, section 2.8). A step's loss and gradient are sums over the n = 512 tokens of the global
+# batch: 1.4e-6. Each step hands its difference on to the next, and with a small learning rate hardly magnifies it, so
+# k steps differ by k * 1.4e-6 at most and by sqrt(k) * 1.4e-6 typically: 6e-6 for k = 20. Measured: 2e-7.
+STEPS, TOKENS = 20, 8 * 64
+TOLERANCE = STEPS**0.5 * TOKENS**0.5 * 2**-24
+SLOW_RATE = ["optim.lr=1e-4", f"train.steps={STEPS}", "train.eval_every=10"]
+
+
+def test_four_ranks_with_accumulation_learn_what_one_process_learns(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    gloo_ranks(4, fit, tmp_path / "four", [*SLOW_RATE, "train.micro_batch_size=1", "cluster.tasks_per_node=4"])
+    fit(alone(), tmp_path / "one", SLOW_RATE)
+    one, four = losses(tmp_path / "one"), losses(tmp_path / "four")
+    assert one.keys() == four.keys() == set(range(1, STEPS + 1))
+    assert [step for step in one if abs(one[step] - four[step]) > TOLERANCE * one[step]] == []
+    assert one[STEPS] < one[1]
+
+
+class Ragged:
+    """Token sequences with very different numbers of targets that count: ranks and micro batches have unequal shares."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(256, (65,), generator=torch.Generator().manual_seed(index))
+        targets = tokens[1:].clone()
+        targets[1 + (index * index) % 64 :] = IGNORED_TARGET
+        return {"inputs": tokens[:-1], "targets": targets}
+
+
+class RaggedText:
+    """As a `data._target_`."""
+
+    def __init__(self, **ignored: Any):
+        self.train = self.valid = Ragged()
+
+
+RAGGED = [*SLOW_RATE, f"data._target_={__name__}.RaggedText"]
+
+
+def test_the_loss_is_weighted_by_tokens_however_they_fall_on_the_ranks(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    gloo_ranks(4, fit, tmp_path / "four", [*RAGGED, "train.micro_batch_size=1", "cluster.tasks_per_node=4"])
+    fit(alone(), tmp_path / "one", RAGGED)
+    one, four = losses(tmp_path / "one"), losses(tmp_path / "four")
+    assert [step for step in one if abs(one[step] - four[step]) > TOLERANCE * one[step]] == []
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_validation_counts_every_held_out_token_once(gloo_ranks: GlooRanks, tmp_path: Path, size: int) -> None:
+    """An untrained model's validation loss, against a plain sum over the held-out samples in one process.
+
+    138 samples do not divide by 3 ranks x 4 samples, so ranks have different numbers of batches.
+    """
+    few = [
+        "train.steps=1",
+        "optim.lr=0",
+        "train.global_batch_size=12",
+        "train.micro_batch_size=4",
+        "train.eval_every=1",
+    ]
+    if size == 1:
+        fit(alone(), tmp_path / "run", few)
+    else:
+        gloo_ranks(size, fit, tmp_path / "run", [*few, f"cluster.tasks_per_node={size}"])
+    config = experiment(*few)
+    torch.manual_seed(config.train.seed)
+    model: nn.Module = build("model", config.model).eval()
+    valid = build("data", config.data).valid
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for batch in eval_batches(valid, 1):
+            logits, targets = model(batch["inputs"]).flatten(0, 1).double(), batch["targets"].flatten()
+            total += F.cross_entropy(logits, targets, ignore_index=IGNORED_TARGET, reduction="sum").item()
+            count += int((targets != IGNORED_TARGET).sum())
+    assert losses(tmp_path / "run", "valid_tokens") == {1: count}
+    assert losses(tmp_path / "run", "valid_loss")[1] == pytest.approx(total / count, rel=1e-6)
+
+
+class StopAt:
+    """Stop signals that come by themselves when they have been asked `number` times."""
+
+    def __init__(self, number: int):
+        self._left, self.first = number, None
+
+    @property
+    def requested(self) -> bool:
+        self._left -= 1
+        return self._left < 0
+
+    def request(self, cause: str) -> None:
+        pass
+
+
+def fit_stopped_at(world: World, run_path: Path, overrides: list[str], asked: int) -> tuple[bool, int]:
+    stop = StopAt(asked) if world.environment.rank == 1 else None
+    outcome = fit(world, run_path, overrides, stop)
+    return outcome.finished, outcome.step
+
+
+# The stop is asked for once at the start, once a step, once an evaluation batch: the 13th is in the evaluation of step 10.
+@pytest.mark.parametrize(("asked", "stops_at"), [(0, 0), (1, 1), (10, 10), (13, 10)])
+def test_a_stop_at_any_place_is_made_up_for_after_the_resume(
+    gloo_ranks: GlooRanks, tmp_path: Path, asked: int, stops_at: int
+) -> None:
+    overrides = ["cluster.tasks_per_node=2", "model.dropout=0.1", "checkpoint.every_steps=0"]
+    undisturbed = undisturbed_in_process(gloo_ranks, tmp_path / "undisturbed", overrides)
+    stopped = gloo_ranks(2, fit_stopped_at, tmp_path / "run", overrides, asked)
+    assert stopped == [(False, stops_at)] * 2
+    assert (10 in losses(tmp_path / "run", "valid_loss")) is False
+    gloo_ranks(2, fit, tmp_path / "run", overrides, None, 2)
+    for field in ("loss", "valid_loss", "grad_norm", "lr"):
+        assert losses(tmp_path / "run", field) == losses(undisturbed, field)
+
+
+def undisturbed_in_process(gloo_ranks: GlooRanks, path: Path, overrides: list[str]) -> Path:
+    gloo_ranks(2, fit, path, overrides)
+    return path
+
+
+# Whole runs, from the command line to the exit code.
+
+LONG = ["train.steps=30", "train.eval_every=15", "checkpoint.every_steps=8", "requeue.restart_delay_s=0"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], LocalRun]:
+    """The run with so many ranks that others are compared with."""
+
+    @cache
+    def run(ranks: int) -> LocalRun:
+        project = Project(tmp_path_factory.mktemp("undisturbed") / "project")
+        return project.submit(*LONG, f"cluster.tasks_per_node={ranks}").finish()
+
+    return run
+
+
+def pause(project: Project) -> None:
+    """From now on each forward pass takes at least 10 ms."""
+    (project.path / "pause").touch()
+
+
+def hold(project: Project) -> None:
+    """From now on no forward pass ends."""
+    (project.path / "hold").touch()
+
+
+def go_on(project: Project) -> None:
+    for name in ("hold", "pause"):
+        (project.path / name).unlink(missing_ok=True)
+
+
+def wait_for_attempt(run: LocalRun, number: int) -> None:
+    """Until attempt `number` trains."""
+
+    def trains() -> bool:
+        tries = run.attempts()
+        return len(tries) >= number and tries[number - 1].stepping is not None
+
+    wait_until(trains, f"in attempt {number}")
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 2), (4, 0)])
+def test_interrupted_twice_it_finishes_with_the_bits_of_the_undisturbed_run(
+    project: Project, undisturbed: Callable[[int], LocalRun], ranks: int, workers: int
+) -> None:
+    pause(project)
+    run = project.submit(*LONG, f"cluster.tasks_per_node={ranks}", f"train.data_workers={workers}")
+    dice = random.Random(ranks)
+    for number in (1, 2):
+        wait_for_attempt(run, number)
+        run.wait_for_step((run.attempts()[-1].first_step or 0) + dice.randint(1, 9))
+        os.kill(run.rank_pid(dice.randrange(ranks)), signal.SIGTERM)
+    wait_for_attempt(run, 3)
+    go_on(project)
+    run.finish()
+    assert [attempt.reason for attempt in run.attempts()] == ["asked", "asked", "finished"]
+    assert_steps_join(run, total=30)
+    assert_same_bits(run, undisturbed(ranks))
+    assert run.processes() == []
+
+
+def test_a_killed_rank_ends_the_attempt_which_restarts_by_itself_with_the_same_bits(
+    project: Project, undisturbed: Callable[[int], LocalRun]
+) -> None:
+    pause(project)
+    run = project.submit(*LONG, "cluster.tasks_per_node=2")
+    run.wait_for_step(10)
+    os.kill(run.rank_pid(1), signal.SIGKILL)
+    wait_for_attempt(run, 2)
+    go_on(project)
+    run.finish()
+    first, second = run.attempts()
+    assert first.reason == "crash"
+    assert first.exit_code == 128 + signal.SIGKILL
+    assert second.first_step in (8, 16, 24)
+    assert second.first_step == first.committed_step
+    assert_same_bits(run, undisturbed(2))
+
+
+CRASHING_MODEL = """
+import json, pathlib
+from slurmtrain.models import Decoder
+from paced import Paced
+
+class Crashing(Decoder):
+    '''Counts its training forward passes over all attempts, and fails at those that the test names.'''
+    def __init__(self, *, crash_at, **arguments):
+        super().__init__(**arguments)
+        self.crash_at = crash_at
+        self.calls = 0
+
+    def forward(self, tokens):
+        self.calls += self.training
+        if self.training and self.calls > self.crash_at:
+            raise ValueError('the seventh seal')
+        return super().forward(tokens)
+"""
+
+
+def test_a_crash_loop_ends_after_the_budget_and_status_says_why(project: Project) -> None:
+    (project.path / "crashing.py").write_text(CRASHING_MODEL)
+    run = project.submit(
+        "model._target_=crashing.Crashing", "+model.crash_at=2", "requeue.max_attempts_without_progress=2"
+    )
+    assert run.wait() == 1
+    assert [(attempt.reason, attempt.verdict) for attempt in run.attempts()] == [("crash", "requeue"), ("crash", "end")]
+    status = project.cli("status", "last").stdout
+    assert "failed" in status
+    assert "ValueError: the seventh seal" in status
+    assert "2 attempts in a row without a new checkpoint" in status
+    assert "resume" in status
+    log = (run.run_dir.attempt(2) / "rank-0.log").read_text()
+    assert "crashing.py" in log  # a crash in user code keeps its traceback
+    assert "Traceback" in log
+
+
+def test_with_progress_in_between_the_budget_starts_anew(project: Project) -> None:
+    """Each attempt does 7 steps and crashes; with a checkpoint every 5 it always gets further."""
+    (project.path / "crashing.py").write_text(CRASHING_MODEL)
+    run = project.submit(
+        "model._target_=crashing.Crashing",
+        "+model.crash_at=7",
+        "train.steps=16",
+        "train.eval_every=0",
+        "checkpoint.every_steps=5",
+        "requeue.max_attempts_without_progress=1",
+    )
+    run.finish()
+    assert [attempt.reason for attempt in run.attempts()] == ["crash", "crash", "finished"]
+    assert [attempt.first_step for attempt in run.attempts()] == [0, 5, 10]
+
+
+def test_ctrl_c_saves_and_ends_and_resume_finishes_with_the_same_bits(
+    project: Project, undisturbed: Callable[[int], LocalRun]
+) -> None:
+    pause(project)
+    run = project.submit(*LONG, "cluster.tasks_per_node=2")
+    run.wait_for_step(5)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 75
+    assert "resume" in run.output
+    (attempt,) = run.attempts()
+    assert (attempt.reason, attempt.verdict, attempt.cause) == ("cancelled", "end", "SIGINT")
+    assert attempt.committed_step == attempt.last_step
+    assert run.processes() == []
+    go_on(project)
+    resumed = project.resume().finish()
+    assert_steps_join(resumed, total=30)
+    assert_same_bits(resumed, undisturbed(2))
+
+
+def test_a_second_ctrl_c_leaves_at_once(project: Project) -> None:
+    pause(project)
+    run = project.submit(*LONG, "cluster.tasks_per_node=2")
+    run.wait_for_step(1)
+    hold(project)
+    run.process.send_signal(signal.SIGINT)
+    wait_until((run.run_dir.attempt(1) / "stop.json").exists, "told")
+    assert run.process.poll() is None  # it waits for the step, which does not end
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(timeout_s=10) not in (0, 75)
+    assert run.processes() == []
+
+
+def test_ranks_whose_launcher_was_killed_save_and_leave(project: Project) -> None:
+    pause(project)
+    run = project.submit(*LONG, "cluster.tasks_per_node=2", "train.data_workers=1")
+    run.wait_for_step(4)
+    ranks = run.rank_pids()
+    assert len(ranks) == 2
+    run.process.kill()
+    run.process.wait()
+    wait_until(lambda: not run.processes(), "gone", timeout_s=20)
+    (attempt,) = run.attempts()
+    assert attempt.said == "stopped"
+    assert attempt.last_step is not None
+    go_on(project)
+    resumed = project.resume().finish()
+    assert resumed.attempts()[1].first_step == attempt.last_step
+
+
+def test_a_stop_signal_before_the_ranks_have_handlers_is_not_lost_and_not_fatal(
+    project: Project, tmp_path: Path
+) -> None:
+    """The interpreter of the ranks takes its time, as one on a slow file system does."""
+    slow, started, enough = tmp_path / "slow-python", tmp_path / "started", tmp_path / "enough"
+    slow.write_text(
+        f"#!/bin/bash\necho $$ > {started}.tmp; mv {started}.tmp {started}\n"
+        f'while [ ! -e {enough} ]; do sleep 0.02; done\nexec {sys.executable} "$@"\n'
+    )
+    slow.chmod(0o755)
+    run = project.submit(*LONG, f"cluster.python={slow}")
+    wait_until(started.exists, "started")
+    os.kill(int(started.read_text()), signal.SIGTERM)
+    enough.touch()
+    run.finish()
+    assert [(attempt.reason, attempt.cause) for attempt in run.attempts()] == [("asked", "SIGTERM"), ("finished", None)]
+    assert run.attempts()[0].last_step == 0
+
+
+# Ranks that somebody starts by hand.
+
+BY_HAND = ["+experiment=smoke", "model._target_=paced.Paced", "train.tensorboard=false", "train.log_every=1", "train"]
+
+
+def by_hand(project: Project, *command: str) -> LocalRun:
+    run = LocalRun(project.path, project.popen(*command, *BY_HAND))
+    project.runs.append(run)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("command", "world_size"),
+    [
+        (["slurmtrain"], 1),
+        (["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "slurmtrain"], 2),
+    ],
+    ids=["python", "torchrun"],
+)
+def test_started_by_hand_it_makes_one_run_directory_and_settles_its_attempt(
+    project: Project, command: list[str], world_size: int
+) -> None:
+    run = by_hand(project, *command)
+    assert run.wait() == 0, run.output
+    assert len(all_runs(project.path / "runs")) == 1
+    (attempt,) = run.attempts()
+    assert (attempt.reason, attempt.verdict, attempt.world_size) == ("finished", "done", world_size)
+    assert attempt.last_step == 20
+    assert "finished" in project.cli("status", "last").stdout

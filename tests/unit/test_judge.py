@@ -1,0 +1,230 @@
+"""Why an attempt ended and what comes next: one row for every way an attempt can end."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurmtrain.runtime.judge import Evidence, Policy, Reason, Verdict, counts_as_stall, judge
+from slurmtrain.runtime.slurm import JobFacts
+
+# What SLURM 22.05 says of a job while its batch script still runs.
+RUNNING = JobFacts("RUNNING", "None", restarts=0, start_time=1000.0)
+PREEMPTED = JobFacts("RUNNING", "None", start_time=1000.0, preempt_time=1500.0)
+PREEMPTED_BY_SLURM = JobFacts("COMPLETING", "None", restarts=1, start_time=1000.0, preempt_time=1500.0)
+CANCELLED = JobFacts("COMPLETING", "None", start_time=1000.0)
+REQUEUED = JobFacts("COMPLETING", "None", restarts=1, start_time=1000.0)
+TIMED_OUT = JobFacts("COMPLETING", "TimeLimit", start_time=1000.0)
+PREEMPTED_LAST_TIME = JobFacts("RUNNING", "None", restarts=1, start_time=2000.0, preempt_time=1500.0)
+
+STOPPED = {"exit_code": 75, "said": "stopped", "progressed": True}
+SLURM_TERM = {**STOPPED, "cause": "SIGTERM"}
+EARLY = {**STOPPED, "cause": "SIGUSR2", "seconds_left": 150.0}
+KILLED = {"exit_code": 137, "killed": "n1: task 3: Killed"}
+
+ROWS = [
+    # how it ended, evidence, reason, verdict, a part of the sentence
+    ("finished", {"exit_code": 0, "said": "finished", "facts": RUNNING}, "finished", "done", "finished"),
+    ("a command that says nothing", {"exit_code": 0}, "finished", "done", "finished"),
+    (
+        "finished while being preempted",
+        {"exit_code": 0, "said": "finished", "facts": PREEMPTED},
+        "finished",
+        "done",
+        "",
+    ),
+    ("finished after a cancel", {"exit_code": 0, "said": "finished", "request": "cancel"}, "finished", "done", ""),
+    ("preempted, saved and left in time", {**SLURM_TERM, "facts": PREEMPTED}, "preempted", "requeue", "requeued"),
+    (
+        "preempted with the job's own signal",
+        {**STOPPED, "cause": "SIGUSR2", "facts": PREEMPTED},
+        "preempted",
+        "requeue",
+        "preempted",
+    ),
+    (
+        "preempted, grace time over",
+        {**KILLED, "cause": "SIGTERM", "facts": PREEMPTED_BY_SLURM},
+        "preempted",
+        "restarting",
+        "SLURM starts it again",
+    ),
+    ("preempted before the first step", {"exit_code": 75, "facts": PREEMPTED}, "preempted", "requeue", "preempted"),
+    ("early warning of the time limit", {**EARLY, "facts": RUNNING}, "time limit", "requeue", "time limit is near"),
+    (
+        "the warning reached another rank",
+        {**EARLY, "cause": "another rank", "facts": RUNNING},
+        "time limit",
+        "requeue",
+        "near",
+    ),
+    ("the clock gave the warning", {**STOPPED, "cause": "deadline"}, "time limit", "requeue", "near"),
+    (
+        "time limit hit while saving",
+        {**KILLED, "cause": "SIGUSR2", "facts": TIMED_OUT},
+        "time limit",
+        "requeue",
+        "before",
+    ),
+    ("scancel, saved in time", {**SLURM_TERM, "facts": CANCELLED}, "cancelled", "end", "scancel"),
+    ("scancel, killed", {**KILLED, "facts": CANCELLED}, "cancelled", "end", "scancel"),
+    ("`cancel RUN`", {**SLURM_TERM, "facts": CANCELLED, "request": "cancel"}, "cancelled", "end", "`cancel RUN`"),
+    ("`cancel RUN` of a local run", {**SLURM_TERM, "request": "cancel"}, "cancelled", "end", "`cancel RUN`"),
+    (
+        "`preempt RUN`",
+        {**SLURM_TERM, "facts": RUNNING, "request": "preempt"},
+        "asked",
+        "requeue",
+        "asked by `preempt RUN`",
+    ),
+    (
+        "`requeue RUN`",
+        {**STOPPED, "cause": "SIGUSR2", "facts": RUNNING, "request": "requeue"},
+        "asked",
+        "requeue",
+        "`requeue RUN`",
+    ),
+    ("somebody's signal", {**SLURM_TERM, "facts": RUNNING}, "asked", "requeue", "told to stop by SIGTERM"),
+    (
+        "somebody's USR2 long before the limit",
+        {**EARLY, "seconds_left": 5000.0, "facts": RUNNING},
+        "asked",
+        "requeue",
+        "SIGUSR2",
+    ),
+    ("scontrol requeue", {**SLURM_TERM, "facts": REQUEUED}, "requeued", "restarting", "scontrol requeue"),
+    ("a node died", {"exit_code": 143, "facts": REQUEUED}, "node failure", "restarting", "a node failed"),
+    ("a node died, srun saw it", {**KILLED, "facts": REQUEUED}, "node failure", "restarting", "a node failed"),
+    (
+        "one rank killed",
+        {**KILLED, "facts": RUNNING},
+        "crash",
+        "requeue",
+        "crashed: n1: task 3: Killed; it is requeued",
+    ),
+    ("one rank killed after a signal", {**KILLED, "cause": "SIGTERM"}, "crash", "requeue", "task 3: Killed"),
+    (
+        "user code raised",
+        {"exit_code": 1, "failure": (1, "rank 2: ValueError: no"), "facts": RUNNING},
+        "crash",
+        "requeue",
+        "crashed: rank 2: ValueError: no",
+    ),
+    (
+        "user code raised while stopping",
+        {"exit_code": 1, "cause": "SIGTERM", "failure": (1, "rank 0: OSError: full"), "facts": RUNNING},
+        "crash",
+        "requeue",
+        "OSError: full",
+    ),
+    ("crashed without a word", {"exit_code": 139, "facts": RUNNING}, "crash", "requeue", "exit code 139"),
+    ("config error", {"exit_code": 78, "failure": (78, "rank 0: no GPU")}, "config", "end", "no GPU"),
+    ("exit code 78 alone", {"exit_code": 78}, "config", "end", "exit code 78"),
+    (
+        "config error of one rank, the others killed",
+        {**KILLED, "failure": (78, "rank 1: no GPU")},
+        "config",
+        "end",
+        "rank 1: no GPU",
+    ),
+    ("Ctrl-C", {**STOPPED, "cause": "SIGINT"}, "cancelled", "end", "Ctrl-C"),
+    ("a command died of the signal", {"exit_code": 143, "cause": "SIGTERM"}, "asked", "requeue", "SIGTERM"),
+    (
+        "an old preemption is not this one's",
+        {**SLURM_TERM, "facts": PREEMPTED_LAST_TIME, "restart_count": 1},
+        "asked",
+        "requeue",
+        "SIGTERM",
+    ),
+    ("SLURM cannot be asked", {**SLURM_TERM, "facts": None}, "asked", "requeue", "SIGTERM"),
+]
+
+
+@pytest.mark.parametrize(
+    ("evidence", "reason", "verdict", "sentence"), [row[1:] for row in ROWS], ids=[r[0] for r in ROWS]
+)
+def test_every_end_has_its_reason_and_its_consequence(
+    evidence: dict[str, object], reason: str, verdict: str, sentence: str
+) -> None:
+    judgement = judge(Evidence(**evidence), Policy())  # type: ignore[arg-type]
+    assert (judgement.reason, judgement.verdict) == (reason, verdict)
+    assert sentence in judgement.sentence
+
+
+def test_a_restarted_job_is_judged_by_its_own_count_of_restarts() -> None:
+    second_life = JobFacts("COMPLETING", "None", restarts=1, start_time=1000.0)
+    assert judge(Evidence(75, "stopped", "SIGTERM", facts=second_life, restart_count=1), Policy()).reason == "cancelled"
+    assert judge(Evidence(75, "stopped", "SIGTERM", facts=second_life, restart_count=0), Policy()).reason == "requeued"
+
+
+# The budget.
+
+CRASH = Evidence(1, failure=(1, "rank 0: boom"), facts=RUNNING)
+
+
+def with_history(stalled_before: int, progressed: bool = False) -> Evidence:
+    return Evidence(1, failure=(1, "rank 0: boom"), facts=RUNNING, stalled_before=stalled_before, progressed=progressed)
+
+
+@pytest.mark.parametrize(
+    ("budget", "stalled_before", "verdict"),
+    [(3, 0, "requeue"), (3, 1, "requeue"), (3, 2, "end"), (3, 7, "end"), (1, 0, "end"), (2, 0, "requeue")],
+)
+def test_a_crash_loop_without_progress_ends_with_the_budget(budget: int, stalled_before: int, verdict: str) -> None:
+    judgement = judge(with_history(stalled_before), Policy(max_attempts_without_progress=budget))
+    assert judgement.verdict == verdict
+    assert ("giving up" in judgement.sentence) == (verdict == "end")
+
+
+def test_a_checkpoint_resets_the_budget() -> None:
+    assert judge(with_history(5, progressed=True), Policy()).verdict == Verdict.REQUEUE
+
+
+def test_time_limits_without_progress_use_up_the_budget_too() -> None:
+    evidence = Evidence(75, "stopped", "deadline", stalled_before=2)
+    assert judge(evidence, Policy()).verdict == Verdict.END
+
+
+@pytest.mark.parametrize("facts", [PREEMPTED, REQUEUED, PREEMPTED_BY_SLURM])
+def test_what_is_not_the_runs_fault_never_uses_up_the_budget(facts: JobFacts) -> None:
+    evidence = Evidence(75, "stopped", "SIGTERM", facts=facts, stalled_before=9)
+    assert judge(evidence, Policy()).verdict in (Verdict.REQUEUE, Verdict.RESTARTING)
+
+
+def test_stalls_are_crashes_and_time_limits_without_progress() -> None:
+    assert {reason for reason in Reason if counts_as_stall(reason, False)} == {Reason.CRASH, Reason.TIME_LIMIT}
+    assert not any(counts_as_stall(reason, True) for reason in Reason)
+
+
+# Whatever the evidence.
+
+EVIDENCE = st.builds(
+    Evidence,
+    exit_code=st.sampled_from([0, 1, 75, 78, 137, 143]),
+    said=st.sampled_from([None, "finished", "stopped"]),
+    cause=st.sampled_from([None, "SIGTERM", "SIGUSR2", "SIGINT", "deadline", "another rank"]),
+    seconds_left=st.none() | st.floats(0, 1e5),
+    failure=st.sampled_from([None, (1, "rank 0: x"), (78, "rank 1: y")]),
+    killed=st.sampled_from([None, "n0: task 0: Killed"]),
+    request=st.sampled_from([None, "cancel", "preempt", "requeue"]),
+    facts=st.sampled_from([None, RUNNING, PREEMPTED, CANCELLED, REQUEUED, TIMED_OUT, PREEMPTED_BY_SLURM]),
+    progressed=st.booleans(),
+    stalled_before=st.integers(0, 4),
+)
+
+
+@given(evidence=EVIDENCE, budget=st.integers(1, 4))
+def test_promises_that_hold_for_every_evidence(evidence: Evidence, budget: int) -> None:
+    judgement = judge(evidence, Policy(max_attempts_without_progress=budget))
+    off = judge(evidence, Policy(requeue=False, max_attempts_without_progress=budget))
+    slurm_restarts = evidence.facts is not None and evidence.facts.restarts > 0
+    assert judgement.sentence and "\n" not in judgement.sentence
+    assert off.verdict is not Verdict.REQUEUE  # requeue.mode=off
+    if judgement.verdict is Verdict.REQUEUE:
+        assert not slurm_restarts  # or it would be requeued twice
+        assert evidence.request != "cancel"
+    if evidence.request == "cancel" or evidence.failure == (78, "rank 1: y"):
+        assert judgement.verdict in (Verdict.END, Verdict.DONE)
+    if evidence.exit_code != 0:
+        assert judgement.reason is not Reason.FINISHED

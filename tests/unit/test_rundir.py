@@ -1,0 +1,160 @@
+"""The run directory: made once, never shared by accident, found again."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from slurmtrain import rundir
+from slurmtrain.errors import ConfigError, UsageError
+from slurmtrain.rundir import RunDir
+
+
+def make(root: Path, run_id: str, name: str = "train") -> RunDir:
+    path = root / name / run_id
+    path.mkdir(parents=True)
+    (path / "run.json").write_text("{}")
+    return RunDir(path)
+
+
+def in_threads(count: int, work: object) -> None:
+    threads = [threading.Thread(target=work) for _ in range(count)]  # type: ignore[arg-type]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_only_the_owner_may_look_inside(tmp_path: Path) -> None:
+    run = rundir.create(tmp_path / "runs", "train")
+    assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
+    assert {path.name for path in run.path.iterdir()} == {"attempts", "checkpoints"}
+
+
+def test_an_id_that_is_taken_is_never_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = iter(["same", "same", "other"])
+    monkeypatch.setattr(rundir, "new_run_id", lambda: next(ids))
+    assert [rundir.create(tmp_path, "train").id for _ in range(2)] == ["same", "other"]
+
+
+def test_ids_sort_by_time() -> None:
+    run_id = rundir.new_run_id()
+    assert len(run_id) == len("20260101-120000-abcd") and run_id[8] == run_id[15] == "-"
+
+
+def test_a_folder_that_cannot_be_written_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot create a run directory under"):
+        rundir.create(tmp_path / "file", "train")
+
+
+def test_two_claimants_never_get_the_same_attempt(tmp_path: Path) -> None:
+    run = rundir.create(tmp_path, "train")
+    claimed: list[int] = []
+    in_threads(8, lambda: claimed.extend(run.new_attempt() for _ in range(20)))
+    assert sorted(claimed) == list(range(1, 161)) == run.attempt_numbers()
+
+
+def test_the_next_attempt_follows_the_highest_one_and_other_files_do_not_count(tmp_path: Path) -> None:
+    run = rundir.create(tmp_path, "train")
+    for name in ("0001", "0004", "notes", ".nfs01"):
+        (run.attempts / name).mkdir()
+    assert run.new_attempt() == 5
+
+
+def test_events_of_several_writers_stay_whole(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    in_threads(8, lambda: [run.event("x", text="y" * 500) for _ in range(50)])
+    events = run.events()
+    assert len(events) == 400
+    assert all(event["event"] == "x" and len(event["text"]) == 500 for event in events)
+
+
+def test_a_torn_last_event_is_skipped(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert run.events() == []
+    run.event("first")
+    with run.events_file.open("a") as file:
+        file.write('{"time": 1, "ev')
+    assert [event["event"] for event in run.events()] == ["first"]
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    rundir.write_json(path, {"n": 0})
+    stop = threading.Event()
+    writer = threading.Thread(
+        target=lambda: [rundir.write_json(path, {"n": n, "pad": "x" * 5000}) for n in range(100)] and stop.set()
+    )
+    writer.start()
+    while not stop.is_set():
+        assert rundir.read_json(path) is not None
+    writer.join()
+    assert list(tmp_path.iterdir()) == [path]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[1]", "null"])
+def test_a_missing_or_torn_json_file_reads_as_none(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "x.json").write_text(content)
+    assert rundir.read_json(tmp_path / "x.json") is None
+
+
+def test_a_folder_without_run_json_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is not a run directory"):
+        RunDir(tmp_path).info()
+
+
+def test_info_is_updated_field_by_field(tmp_path: Path) -> None:
+    run = make(tmp_path, "r")
+    run.update_info(job_ids=["1"], a=1)
+    run.update_info(job_ids=["1", "2"])
+    assert json.loads(run.info_file.read_text()) == {"job_ids": ["1", "2"], "a": 1}
+
+
+# Finding.
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    make(tmp_path, "20260101-100000-aaaa", "zebra")
+    make(tmp_path, "20260101-110000-bbbb", "train")
+    make(tmp_path, "20260102-100000-cccc", "apple")
+    (tmp_path / "train" / "20260109-000000-dddd").mkdir()  # has no run.json: not ours, or not yet
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("reference", "run_id"),
+    [
+        ("20260101-110000-bbbb", "20260101-110000-bbbb"),
+        ("20260101-10", "20260101-100000-aaaa"),
+        ("20260102", "20260102-100000-cccc"),
+        ("last", "20260102-100000-cccc"),
+    ],
+)
+def test_a_run_is_found_by_id_beginning_or_last(reference: str, run_id: str, root: Path) -> None:
+    assert rundir.find(reference, root).id == run_id
+
+
+def test_a_run_is_found_by_path_whatever_the_root(root: Path, tmp_path: Path) -> None:
+    path = root / "zebra" / "20260101-100000-aaaa"
+    relative = os.path.relpath(path)
+    for reference in (str(path), relative, relative + "/"):
+        assert rundir.find(reference, tmp_path / "elsewhere").path == path.resolve()
+
+
+def test_runs_are_listed_oldest_first_whatever_their_names(root: Path) -> None:
+    assert [run.id[-4:] for run in rundir.all_runs(root)] == ["aaaa", "bbbb", "cccc"]
+
+
+@pytest.mark.parametrize(("reference", "sentence"), [("2027", "no run's id begins"), ("2026", "3 runs begin with")])
+def test_none_or_several_are_refused(reference: str, sentence: str, root: Path) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        rundir.find(reference, root)

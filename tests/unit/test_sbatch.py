@@ -1,0 +1,440 @@
+"""The sbatch text: its goldens, that every way to it gives the same, and what bash makes of it.
+
+python -m pytest tests/unit/test_sbatch.py --update-goldens    writes jobs/golden anew; read the diff
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurmtrain.cli import main
+from slurmtrain.config.compose import compose, config_groups
+from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, RequeueConfig
+from slurmtrain.config.validate import validate
+from slurmtrain.launch.sbatch import JobPaths, render_script, sbatch_directives, setup_lines, srun_words
+from slurmtrain.launch.submit import preparing, resubmit, submit
+from slurmtrain.resources import shipped
+from tests.conftest import Cli, FakeSlurm
+
+GOLDENS = shipped("jobs") / "golden"
+RUN = Path("/home/me/project/runs/train/RUN_ID")
+PYTHON = "/home/me/venv/bin/python"
+PATHS = JobPaths([RUN], "code", PYTHON)
+SLURM_CLUSTERS = [name for name in config_groups()["cluster"] if name != "local"]
+
+EVERYTHING = r"""
+    cluster=a100x8  cluster.nodes=4  cluster.partition=gpu  cluster.account='my project'  cluster.qos=high
+    cluster.constraint='[rack1|rack2]'  cluster.reservation=friday  cluster.exclude='node[03-04]'
+    cluster.mem_per_node_gb=null  cluster.mem_per_gpu_gb=100  cluster.exclusive=false
+    +cluster.sbatch.comment='it is "mine"'  +cluster.sbatch.mail-type=END  +cluster.sbatch.no-kill=true
+    cluster.modules=[cuda/12.8,nccl]  cluster.setup=['ulimit -l unlimited','export SCRATCH=\${TMPDIR:-/tmp}']
+    cluster.conda_env=/home/me/envs/torch  +cluster.env.NCCL_DEBUG=INFO  +cluster.env.GREETING='two words'
+    cluster.container.kind=pyxis  cluster.container.image='nvcr.io#nvidia/pytorch:26.01'
+    cluster.container.mounts=[/data:/data:ro]  cluster.container.args=[--no-container-mount-home]
+    cluster.srun_args=['--mpi=pmix']  train.global_batch_size=32  requeue.restart_delay_s=20
+"""
+APPTAINER = """
+    cluster=a100x4  cluster.container.kind=apptainer  cluster.container.image=/images/torch.sif
+    cluster.container.args=[--nv]  cluster.container.mounts=[/data:/data:ro]  requeue=off
+"""
+
+
+def config_of(text: str) -> Config:
+    config = compose([word for line in text.split("\n") for word in line.strip().split("  ") if word.strip()])
+    validate(config)
+    return config
+
+
+def golden_text(name: str) -> str:
+    if name == "everything":
+        return render_script(config_of(EVERYTHING), PATHS)
+    if name == "apptainer":
+        return render_script(config_of(APPTAINER), JobPaths([RUN], "/home/me/project", PYTHON))
+    if name == "array":
+        runs = [RUN.with_name(f"RUN_{letter}") for letter in "ABC"]
+        return render_script(config_of("cluster=a100x4"), JobPaths(runs, "code/experiments", PYTHON))
+    return render_script(config_of(f"cluster={name}"), PATHS)
+
+
+ALL_GOLDENS = [*SLURM_CLUSTERS, "everything", "apptainer", "array"]
+
+
+# Goldens.
+
+
+@pytest.mark.parametrize("name", ALL_GOLDENS)
+def test_the_script_is_the_golden_one(name: str, request: pytest.FixtureRequest) -> None:
+    golden = GOLDENS / f"{name}.sbatch"
+    if request.config.getoption("--update-goldens"):
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(golden_text(name))
+    assert golden_text(name) == golden.read_text()
+
+
+@pytest.mark.parametrize("name", ALL_GOLDENS)
+def test_bash_can_read_every_golden(name: str) -> None:
+    checked = subprocess.run(["bash", "-n", GOLDENS / f"{name}.sbatch"], capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_every_golden_belongs_to_something_shipped() -> None:
+    assert {path.stem for path in GOLDENS.iterdir()} == set(ALL_GOLDENS)
+
+
+@pytest.mark.parametrize("name", ALL_GOLDENS)
+def test_directives_come_before_the_first_command(name: str) -> None:
+    # sbatch stops reading #SBATCH lines at the first line that is neither empty nor a comment.
+    lines = golden_text(name).splitlines()
+    last_directive = max(index for index, line in enumerate(lines) if line.startswith("#SBATCH"))
+    assert all(line.startswith("#") for line in lines[: last_directive + 1])
+
+
+# One source: render, --dry-run and submit.
+
+
+@pytest.mark.parametrize("where", ["outside of git", "in git", "in a folder of a git work tree"])
+def test_dry_run_render_and_submit_give_the_same_text(
+    where: str,
+    project: Path,
+    fake_slurm: FakeSlurm,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = project
+    if where != "outside of git":
+        subprocess.run(["git", "init", "-q"], check=True)
+    if where.startswith("in a folder"):
+        folder = project / "sub"
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+    words = ["+cluster=a100x4", "+cluster.env.A='it is'", "cluster.nodes=2"]
+    assert main([*words, "submit", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert main([*words, "render"]) == 0
+    assert capsys.readouterr().out == shown
+    assert main([*words, "submit"]) == 0
+    submitted = next(folder.glob("runs/train/*"))
+    assert main([*words, "render", "-o", "job.sbatch"]) == 0
+    rendered = next(path for path in folder.glob("runs/train/*") if path != submitted)
+
+    def with_placeholder(text: str, run_dir: Path) -> str:
+        return text.replace(str(run_dir), str(run_dir.with_name("RUN_ID")))
+
+    assert with_placeholder(fake_slurm.submitted[0], submitted) == shown
+    assert with_placeholder((folder / "job.sbatch").read_text(), rendered) == shown
+    assert (submitted / "job.sbatch").read_text() == fake_slurm.submitted[0]
+
+
+def test_a_dry_run_leaves_nothing_and_asks_nobody(
+    project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["+cluster=sandbox", "submit", "--dry-run"]) == 0  # of a sandbox that need not run
+    assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH")
+    assert list(project.iterdir()) == [] and fake_slurm.submitted == []
+
+
+def test_submitting_inside_a_job_hides_that_job_but_keeps_slurm_conf(
+    project: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    inherited = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
+        "SLURM_MEM_PER_NODE": "1",
+        "SUBMITIT_EXECUTOR": "slurm",
+        "SLURMTRAIN_RUN_DIR": "/other/run",
+        "SLURMTRAIN_ATTEMPT": "4",
+        "PMI_RANK": "3",
+    }
+    kept = {"SLURM_CONF": "/etc/slurm/other.conf", "SLURMTRAIN_RUNS": "runs", "MY_OWN": "a b"}
+    for name, value in (inherited | kept).items():
+        monkeypatch.setenv(name, value)
+    assert main(["+cluster=a100x4", "submit"]) == 0
+    assert inherited.keys().isdisjoint(fake_slurm.environment)
+    assert kept.items() <= fake_slurm.environment.items()
+
+
+def test_a_cluster_with_its_own_slurm_conf_is_the_one_that_sbatch_talks_to(
+    project: Path, fake_slurm: FakeSlurm, tmp_path: Path
+) -> None:
+    conf = tmp_path / "slurm.conf"
+    conf.write_text("")
+    assert main(["+cluster=a100x4", f"cluster.slurm_conf={conf}", "submit"]) == 0
+    assert fake_slurm.environment["SLURM_CONF"] == str(conf)
+    info = json.loads(next(project.glob("runs/train/*/run.json")).read_text())
+    assert info["slurm_conf"] == str(conf)
+
+
+def test_several_runs_are_one_array_and_each_can_be_resumed_alone(project: Path, fake_slurm: FakeSlurm) -> None:
+    config = config_of("cluster=a100x4")
+    runs = []
+    for _ in range(3):
+        with preparing(config, [], project) as run_dir:
+            runs.append(run_dir)
+    assert submit(runs, config) == "4711"
+    assert [run.info()["job_ids"] for run in runs] == [["4711_0"], ["4711_1"], ["4711_2"]]
+    assert "#SBATCH --array=0-2\n" in fake_slurm.submitted[0]
+    assert all(run.script.read_text() == fake_slurm.submitted[0] for run in runs)
+    resubmit(runs[1])
+    alone = fake_slurm.submitted[1]
+    assert "--array" not in alone
+    assert f"run_dir={runs[1].path}\n" in alone
+    assert runs[1].info()["job_ids"] == ["4711_1", "4711"]
+
+
+# Values are quoted where they may hold anything, and put in the right place.
+
+NASTY = [
+    "two words",
+    "it's",
+    'say "hi"',
+    "$(touch x)",
+    "`touch x`",
+    "$HOME",
+    "a;b&c|d>e",
+    "\\",
+    "*",
+    "!x",
+    "#c",
+    "é",
+    "",
+]
+
+
+def test_the_ranks_get_environment_values_to_the_letter(tmp_path: Path) -> None:
+    env = {f"V{index}": value for index, value in enumerate(NASTY)}
+    script = render_script(Config(cluster=ClusterConfig(env=env)), PATHS)
+    exports = [line for line in script.splitlines() if line.startswith("export V")]
+    assert len(exports) == len(NASTY)
+    printed = "; ".join(f'printf "%s\\0" "${name}"' for name in env)
+    done = subprocess.run(
+        ["bash", "-c", "\n".join([*exports, printed])], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split("\0")[:-1] == NASTY
+    assert list(tmp_path.iterdir()) == []
+
+
+PRINTABLE = st.text(st.characters(min_codepoint=32, exclude_characters="\x7f", exclude_categories=["Cs"]), min_size=1)
+
+
+@given(value=PRINTABLE)
+def test_directives_survive_any_value(value: str) -> None:
+    cluster = ClusterConfig(partition=value, account=value, constraint=value, sbatch={"comment": value})
+    words = [shlex.split(line) for line in sbatch_directives(Config(cluster=cluster), PATHS)]
+    for name in ("partition", "account", "constraint", "comment"):
+        assert [f"--{name}={value}"] in words
+
+
+@given(value=PRINTABLE)
+def test_srun_words_survive_any_value(value: str) -> None:
+    container = ContainerConfig(kind="pyxis", image=value, mounts=[f"{value}:/x"], args=[f"--a={value}"])
+    words = shlex.split(" ".join(srun_words(ClusterConfig(container=container, srun_args=[f"--b={value}"]), PATHS)))
+    assert f"--container-image={value}" in words
+    assert f"--container-mounts=$run_dir:$run_dir,{value}:/x" in words
+    assert f"--a={value}" in words and f"--b={value}" in words
+
+
+@pytest.mark.parametrize("folder", ["it's $(touch x)", "two words", "normal"])
+def test_run_directories_with_odd_names_work(folder: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / folder / "runs" / "train" / "RUN"
+    (run_dir / "attempts").mkdir(parents=True)
+    (run_dir / "code").mkdir()
+    done = run_script(
+        render_script(Config(), JobPaths([run_dir], "code", "true")), tmp_path, srun="pwd >cwd-of-$0; exit 0"
+    )
+    assert done.returncode == 0, done.stderr
+    assert (run_dir / "code" / "cwd-of-srun").read_text() == f"{run_dir}/code\n"
+
+
+def test_modules_come_first_then_own_lines_then_the_environment() -> None:
+    lines = setup_lines(ClusterConfig(modules=["cuda/12", "a b"], setup=["export A=$B"], venv="/my env"))
+    assert lines == ["module load cuda/12", "module load 'a b'", "export A=$B", "source '/my env/bin/activate'"]
+    assert setup_lines(ClusterConfig(conda_env="x"))[-1] == "conda activate x"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "python"),
+    [
+        (ClusterConfig(), PYTHON),
+        (ClusterConfig(venv="/v"), "python"),
+        (ClusterConfig(conda_env="c"), "python"),
+        (ClusterConfig(container=ContainerConfig(kind="pyxis", image="i")), "python"),
+        (ClusterConfig(venv="/v", python="/opt/my python"), "'/opt/my python'"),
+    ],
+)
+def test_the_ranks_use_the_python_of_the_environment_that_was_activated(cluster: ClusterConfig, python: str) -> None:
+    assert f' {python} -u -m slurmtrain train "$run_dir"' in srun_words(cluster, PATHS)[-1]
+
+
+def test_srun_is_told_again_what_it_does_not_inherit() -> None:
+    words = srun_words(ClusterConfig(cpus_per_task=7, srun_wait_s=33), PATHS)
+    assert {"--cpus-per-task=7", "--kill-on-bad-exit=1", "--wait=33"} <= set(words)
+
+
+def test_a_secret_is_inherited_and_never_written(
+    project: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "it's s3cret")
+    words = [
+        "+cluster.env.WANDB_API_KEY='${oc.env:WANDB_API_KEY}'",
+        "+cluster.env.AUTH='Bearer ${oc.env:WANDB_API_KEY}!'",
+    ]
+    assert main(["+cluster=a100x4", *words, "submit"]) == 0
+    assert not [path for path in project.rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()]
+    assert fake_slurm.environment["WANDB_API_KEY"] == "it's s3cret"  # --export=ALL hands it to the job
+    exports = [
+        line for line in fake_slurm.submitted[0].splitlines() if line.startswith(("export WANDB", "export AUTH"))
+    ]
+    done = subprocess.run(["bash", "-c", "\n".join([*exports, "env"])], capture_output=True, text=True, check=True)
+    assert "\nWANDB_API_KEY=it's s3cret\n" in done.stdout and "\nAUTH=Bearer it's s3cret!\n" in done.stdout
+
+
+def test_a_secret_is_there_for_local_ranks_too(cli: Cli, project: Path) -> None:
+    (project / "check.sh").write_text('[ "$(echo "$AUTH" | rev)" = "terc3s reraeB" ]')
+    secret = "+cluster.env.AUTH='Bearer ${oc.env:MY_TOKEN}'"
+    words = ["+cluster=local", "job=command", "job.command='bash check.sh'", "requeue=off"]
+    done = cli(*words, secret, "submit", MY_TOKEN="s3cret")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not [path for path in project.rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()]
+    assert cli(*words, "+cluster.env.AUTH=other", "submit").returncode == 1
+
+
+# What the script does, with stand-ins for srun, scontrol and `settle`.
+
+
+def run_script(
+    script: str, tmp_path: Path, *, srun: str, settle: str = "", **env: str
+) -> subprocess.CompletedProcess[str]:
+    process = start_script(script, tmp_path, srun=srun, settle=settle, **env)
+    out, err = process.communicate(timeout=30)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def start_script(script: str, tmp_path: Path, *, srun: str, settle: str = "", **env: str) -> subprocess.Popen[str]:
+    """The script as a batch shell would run it. `srun` and `settle` are bash; scontrol notes its arguments down."""
+    fake = FakeSlurm(tmp_path / "bin")
+    fake.directory.mkdir()
+    fake.command("srun", srun.replace("$0", "srun"))
+    fake.command("scontrol", 'echo "$*" >>"$here/../scontrol-calls"')
+    fake.command("settle-python", settle or "exit 0")
+    variables = {"PATH": f"{fake.directory}:{os.environ['PATH']}", "SLURM_JOB_ID": "77", "HOME": str(tmp_path), **env}
+    return subprocess.Popen(
+        ["bash", "-c", script], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    path = tmp_path / "run"
+    (path / "attempts").mkdir(parents=True)
+    (path / "code").mkdir()
+    return path
+
+
+def script_for(*run_dirs: Path, config: Config | None = None) -> str:
+    python = str(run_dirs[0].parent / "bin" / "settle-python")
+    return render_script(config or Config(), JobPaths(list(run_dirs), "code", python))
+
+
+def scontrol_calls(tmp_path: Path) -> list[str]:
+    calls = tmp_path / "scontrol-calls"
+    return calls.read_text().splitlines() if calls.exists() else []
+
+
+@pytest.mark.parametrize("code", [0, 1, 75, 78, 137])
+def test_without_a_requeue_the_script_ends_with_the_ranks_code(code: int, run_dir: Path, tmp_path: Path) -> None:
+    done = run_script(
+        script_for(run_dir), tmp_path, srun=f"exit {code}", settle='echo "$@" >"$here/../settled"; echo end'
+    )
+    assert done.returncode == code
+    assert (tmp_path / "settled").read_text() == f"-m slurmtrain settle {run_dir} --attempt 1 --exit-code {code}\n"
+    assert scontrol_calls(tmp_path) == []
+
+
+def test_the_verdict_requeue_requeues_this_job_and_shortens_the_wait(run_dir: Path, tmp_path: Path) -> None:
+    done = run_script(script_for(run_dir), tmp_path, srun="exit 75", settle="echo requeue")
+    assert done.returncode == 75
+    assert scontrol_calls(tmp_path) == ["requeue 77", "update JobId=77 StartTime=now+8"]
+
+
+def test_a_delay_of_zero_leaves_the_wait_to_slurm(run_dir: Path, tmp_path: Path) -> None:
+    config = Config(requeue=RequeueConfig(restart_delay_s=0))
+    run_script(script_for(run_dir, config=config), tmp_path, srun="exit 75", settle="echo requeue")
+    assert scontrol_calls(tmp_path) == ["requeue 77"]
+
+
+def test_an_array_task_requeues_itself_alone(run_dir: Path, tmp_path: Path) -> None:
+    script = script_for(tmp_path / "a", run_dir, tmp_path / "b")
+    array = {"SLURM_JOB_ID": "70", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "1"}
+    done = run_script(script, tmp_path, srun="exit 75", settle="echo requeue", **array)
+    assert done.returncode == 75, done.stderr
+    assert scontrol_calls(tmp_path)[0] == "requeue 70_1"
+    assert (run_dir / "attempts" / "0001" / "verdict").read_text() == "requeue\n"
+
+
+def test_each_start_claims_the_next_attempt(run_dir: Path, tmp_path: Path) -> None:
+    for number in ("0001", "0002"):
+        (run_dir / "attempts" / number).mkdir()
+    srun = 'echo "$SLURMTRAIN_ATTEMPT $SLURMTRAIN_RUN_DIR" >"$here/../seen"'
+    assert run_script(script_for(run_dir), tmp_path, srun=srun).returncode == 0
+    assert (tmp_path / "seen").read_text() == f"3 {run_dir}\n"
+    assert (run_dir / "attempts" / "0003").is_dir()
+
+
+def test_a_run_directory_that_is_not_mounted_ends_the_job_with_78(tmp_path: Path) -> None:
+    done = run_script(script_for(tmp_path / "gone"), tmp_path, srun="exit 0")
+    assert done.returncode == 78
+    assert "cannot create" in done.stderr and "is its file system mounted" in done.stderr
+
+
+def test_a_set_up_line_that_fails_ends_the_job_with_78_and_says_which(run_dir: Path, tmp_path: Path) -> None:
+    config = Config(cluster=ClusterConfig(setup=["export FINE=1", "ls /no/such/folder", "export LATER=1"]))
+    done = run_script(script_for(run_dir, config=config), tmp_path, srun='touch "$here/../started"')
+    assert done.returncode == 78
+    said = (run_dir / "attempts" / "0001" / "setup-failed").read_text()
+    assert said.startswith("set-up failed with code 2") and "ls /no/such/folder" in said
+    assert not (tmp_path / "started").exists()
+
+
+def test_set_up_lines_reach_the_ranks(run_dir: Path, tmp_path: Path) -> None:
+    config = Config(cluster=ClusterConfig(setup=['export A="x y"'], env={"B": "$A"}, cpus_per_task=3))
+    srun = 'echo "$A|$B|$OMP_NUM_THREADS|$PYTHONPATH" >"$here/../seen"'
+    run_script(script_for(run_dir, config=config), tmp_path, srun=srun)
+    assert (tmp_path / "seen").read_text() == f"x y|$A|3|{run_dir}/code\n"
+
+
+def test_the_batch_shell_outlives_the_signals_and_settles_after_the_last_rank(run_dir: Path, tmp_path: Path) -> None:
+    srun = 'trap "" TERM USR2; touch "$here/../started"; while [ ! -e "$here/../go" ]; do sleep 0.02; done; exit 75'
+    process = start_script(script_for(run_dir), tmp_path, srun=srun, settle="echo requeue")
+    deadline = time.monotonic() + 10
+    while not (tmp_path / "started").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGTERM):
+        process.send_signal(number)
+        time.sleep(0.05)
+    assert process.poll() is None and scontrol_calls(tmp_path) == []
+    (tmp_path / "go").touch()
+    assert process.wait(timeout=10) == 75
+    assert scontrol_calls(tmp_path)[0] == "requeue 77"
+    process.communicate()
+
+
+def test_the_ranks_ignore_the_signals_until_python_listens(run_dir: Path, tmp_path: Path) -> None:
+    # What stands behind srun's own words, run as it is, with a python that says what it inherited.
+    show = "import signal, sys; print([signal.getsignal(n) == signal.SIG_IGN for n in (15, 12)], sys.argv[1:])"
+    fake_python = tmp_path / "python"
+    fake_python.write_text(f'#!/bin/bash\nexec {sys.executable} -c "{show}" "$@"\n')
+    fake_python.chmod(0o755)
+    words = srun_words(ClusterConfig(python=str(fake_python)), PATHS)[-1]
+    done = subprocess.run(["bash", "-c", f"run_dir=/r; {words}"], capture_output=True, text=True, check=True)
+    assert done.stdout == "[True, True] ['-u', '-m', 'slurmtrain', 'train', '/r']\n"

@@ -1,0 +1,217 @@
+"""The SLURM client: parsing what 22.05 prints, and saying what went wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurmtrain.errors import ClusterError
+from slurmtrain.runtime.slurm import (
+    JobFacts,
+    SlurmClient,
+    belongs_to_a_job,
+    clean_environment,
+    parse_show_job,
+    parse_time,
+)
+from tests.conftest import FakeSlurm
+
+# `scontrol show job -o 1`, 22.05, of a job whose comment tries to look like fields.
+SHOW_JOB = (
+    "JobId=1 JobName=train UserId=me(1000) GroupId=me(1000) MCS_label=N/A Priority=4294901759 Nice=0 Account=(null) "
+    "QOS=(null) JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 ExitCode=0:0 "
+    "RunTime=00:00:01 TimeLimit=01:00:00 TimeMin=N/A SubmitTime=2026-11-21T10:13:55 EligibleTime=2026-11-21T10:13:56 "
+    "AccrueTime=2026-11-21T10:13:55 StartTime=2026-11-21T10:13:57 EndTime=2026-11-21T11:13:57 Deadline=N/A "
+    "PreemptEligibleTime=2026-11-21T10:13:55 PreemptTime=None SuspendTime=None SecsPreSuspend=0 "
+    "LastSchedEval=2026-11-21T10:13:55 Scheduler=Backfill Partition=low AllocNode:Sid=localhost:10679 "
+    "ReqNodeList=(null) ExcNodeList=(null) NodeList=n[0-1] BatchHost=n0 NumNodes=2 NumCPUs=4 NumTasks=4 CPUs/Task=1 "
+    "ReqB:S:C:T=0:0:*:* TRES=cpu=4,mem=2000M,node=2,billing=4 Socks/Node=* NtasksPerN:B:S:C=0:0:*:* CoreSpec=* "
+    "MinCPUsNode=1 MinMemoryCPU=2000M MinTmpDiskNode=0 Features=(null) DelayBoot=00:00:00 OverSubscribe=OK "
+    "Contiguous=0 Licenses=(null) Network=(null) Command=/home/me/j.sh WorkDir=/home/me "
+    'Comment=it\'s "mine" JobState=FAILED Restarts=9 #1  StdErr=/dev/null StdIn=/dev/null StdOut=/dev/null Power= \n'
+)
+
+
+def answers(stdout: str = "", returncode: int = 0, stderr: str = "") -> tuple[SlurmClient, list[list[str]]]:
+    """A client whose commands all answer this, and the commands that it ran."""
+    ran: list[list[str]] = []
+
+    def run(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+        ran.append(list(command))
+        return subprocess.CompletedProcess(command, returncode, stdout, stderr)
+
+    return SlurmClient(run=run), ran
+
+
+def never_answers(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    raise subprocess.TimeoutExpired(command, 60)
+
+
+def seconds(text: str) -> float:
+    return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+
+
+# Parsing.
+
+
+def test_the_facts_of_a_job_are_read_and_its_comment_cannot_fake_them() -> None:
+    assert parse_show_job(SHOW_JOB) == JobFacts(
+        state="RUNNING",
+        reason="None",
+        restarts=2,
+        start_time=seconds("2026-11-21T10:13:57"),
+        end_time=seconds("2026-11-21T11:13:57"),
+        eligible_time=seconds("2026-11-21T10:13:56"),
+        preempt_time=None,
+        nodes="n[0-1]",
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\n", "slurm_load_jobs error: Invalid job id specified\n", "No jobs in the system\n"]
+)
+def test_what_is_no_job_reads_as_none(text: str) -> None:
+    assert parse_show_job(text) is None
+
+
+def test_of_an_array_the_first_element_is_read() -> None:
+    second = SHOW_JOB.replace("Restarts=2", "Restarts=7")
+    facts = parse_show_job(SHOW_JOB + second)
+    assert facts is not None and facts.restarts == 2
+
+
+@pytest.mark.parametrize("text", ["Unknown", "None", "N/A", "", "(null)", "2026-11-21"])
+def test_times_that_are_none(text: str) -> None:
+    assert parse_time(text) is None
+
+
+@pytest.mark.parametrize(
+    ("preempt_time", "start_time", "preempted"),
+    [(None, 5.0, False), (7.0, 5.0, True), (5.0, 5.0, True), (4.0, 5.0, False), (4.0, None, True)],
+)
+def test_only_a_preemption_of_this_life_counts(
+    preempt_time: float | None, start_time: float | None, preempted: bool
+) -> None:
+    # 22.05 keeps PreemptTime of an earlier life after a restart.
+    assert JobFacts("RUNNING", start_time=start_time, preempt_time=preempt_time).preempted is preempted
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_parsed_or_none(text: str) -> None:
+    assert parse_show_job(text) is None or "JobState" in text
+
+
+# Asking.
+
+
+def test_a_job_is_asked_for_by_its_id(fake_slurm: FakeSlurm) -> None:
+    client, ran = answers(SHOW_JOB)
+    facts = client.job("12_3")
+    assert facts is not None and facts.state == "RUNNING"
+    assert ran[0][-4:] == ["show", "job", "-o", "12_3"]
+
+
+def test_an_unknown_job_is_none(fake_slurm: FakeSlurm) -> None:
+    client, _ = answers(returncode=1, stderr="slurm_load_jobs error: Invalid job id specified")
+    assert client.job("99") is None
+
+
+def test_a_controller_that_does_not_answer_is_none_for_the_judge(fake_slurm: FakeSlurm) -> None:
+    assert SlurmClient(run=never_answers).job("1") is None
+
+
+def test_a_machine_without_slurm_is_none_for_the_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    client, ran = answers(SHOW_JOB)
+    assert not client.available
+    assert client.job("1") is None and ran == []
+
+
+def test_one_squeue_call_finds_jobs_and_array_elements(fake_slurm: FakeSlurm) -> None:
+    client, ran = answers(
+        "2|2_0|PENDING|JobHeldUser\n12|2_1|RUNNING|None\n1|1_N/A|RUNNING|None\n"
+        "7|7_N/A|PENDING|Nodes required for job are DOWN, DRAINED|or reserved\n"
+    )
+    assert client.queue(["1", "2_1", "7", "99", "2_0"]) == {
+        "2_0": ("PENDING", "JobHeldUser"),
+        "2_1": ("RUNNING", "None"),
+        "1": ("RUNNING", "None"),
+        "7": ("PENDING", "Nodes required for job are DOWN, DRAINED|or reserved"),
+    }
+    assert len(ran) == 1
+
+
+def test_nothing_to_look_up_asks_nobody(fake_slurm: FakeSlurm) -> None:
+    client, ran = answers()
+    assert client.queue([]) == {} and ran == []
+
+
+ACTIONS: list[Callable[[SlurmClient], object]] = [
+    lambda client: client.queue(["1"]),
+    lambda client: client.cancel("1"),
+    lambda client: client.signal("1", "TERM"),
+    lambda client: client.requeue("1"),
+    lambda client: client.release("1"),
+    lambda client: client.start_now("1"),
+]
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_every_action_says_when_the_controller_is_silent_refuses_or_is_not_there(
+    action: Callable[[SlurmClient], object], fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ClusterError, match=r"did not answer `s(queue|cancel|control)` within 60 s"):
+        action(SlurmClient(run=never_answers))
+    with pytest.raises(ClusterError, match="failed: Access/permission denied"):
+        action(answers(returncode=1, stderr="x\nAccess/permission denied\n")[0])
+    with pytest.raises(ClusterError, match="failed: exit code 3"):
+        action(answers(returncode=3)[0])
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ClusterError, match=r"there is no `s(queue|cancel|control)` on this machine"):
+        action(answers()[0])
+
+
+def test_the_actions_are_slurms(fake_slurm: FakeSlurm) -> None:
+    client, ran = answers()
+    for action in ACTIONS[1:]:
+        action(client)
+    assert ran == [
+        ["scancel", "1"],
+        ["scancel", "--signal=TERM", "1"],
+        ["scontrol", "requeue", "1"],
+        ["scontrol", "release", "1"],
+        ["scontrol", "update", "JobId=1", "StartTime=now"],
+    ]
+
+
+# The environment.
+
+
+def test_commands_run_outside_of_the_surrounding_job_but_on_its_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Mapping[str, str]] = []
+
+    def run(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+        seen.append(environment)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setenv("SLURM_CONF", "/etc/one.conf")
+    SlurmClient(run=run)._call(["true"])
+    SlurmClient("/etc/other.conf", run=run)._call(["true"])
+    assert [environment["SLURM_CONF"] for environment in seen] == ["/etc/one.conf", "/etc/other.conf"]
+    assert all("SLURM_JOB_ID" not in environment for environment in seen)
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_CPU_BIND", "SUBMITIT_X", "SLURMTRAIN_RUN_DIR", "SRUN_DEBUG"])
+def test_variables_of_a_job(name: str) -> None:
+    assert belongs_to_a_job(name)
+
+
+def test_variables_of_a_person_are_kept() -> None:
+    mine = {"SLURM_CONF": "x", "SLURMTRAIN_RUNS": "y", "PATH": "z", "SBATCH_ACCOUNT": "a", "SLURMY": "b"}
+    assert clean_environment(mine | {"SLURM_NTASKS": "1"}) == mine

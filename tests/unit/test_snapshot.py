@@ -1,0 +1,164 @@
+"""The snapshot: which files the job will run from."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.config.schema import JobConfig
+from slurmtrain.errors import ConfigError
+from slurmtrain.launch.snapshot import Snapshot, find_source, take_snapshot
+
+
+def git(*arguments: str, cwd: Path) -> str:
+    settings = ["-c", "user.name=me", "-c", "user.email=me@here", "-c", "init.defaultBranch=main"]
+    return subprocess.run(["git", *settings, *arguments], cwd=cwd, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A git work tree with one commit."""
+    root = tmp_path / "tree"
+    (root / "sub").mkdir(parents=True)
+    (root / "train.py").write_text("print('committed')")
+    (root / "sub" / "deep.py").write_text("")
+    (root / ".gitignore").write_text("*.bin\n")
+    git("init", "-q", cwd=root)
+    git("add", ".", cwd=root)
+    git("commit", "-qm", "first", cwd=root)
+    return root
+
+
+def snapshot(cwd: Path, target: Path, **job: object) -> Snapshot:
+    config = JobConfig(**{"runs_dir": str(cwd / "runs"), **job})  # type: ignore[arg-type]
+    return take_snapshot(config, find_source(config, cwd), target)
+
+
+def copied(target: Path) -> set[str]:
+    """Without this package's own code, which an editable install adds."""
+    files = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file() or path.is_symlink()}
+    return {name for name in files if not name.startswith("slurmtrain/")}
+
+
+def test_tracked_and_untracked_files_are_copied_and_ignored_ones_are_not(tree: Path, tmp_path: Path) -> None:
+    (tree / "fresh.py").write_text("fresh")
+    (tree / "train.py").write_text("edited")
+    (tree / "data.bin").write_text("ignored")
+    (tree / ".env.example").write_text("hidden, but not ignored")
+    taken = snapshot(tree, tmp_path / "code")
+    assert copied(tmp_path / "code") == {"train.py", "fresh.py", "sub/deep.py", ".gitignore", ".env.example"}
+    assert (tmp_path / "code" / "train.py").read_text() == "edited"
+    assert taken == Snapshot("code", git("rev-parse", "HEAD", cwd=tree).strip(), dirty=True)
+
+
+def test_a_clean_tree_is_not_dirty(tree: Path, tmp_path: Path) -> None:
+    assert not snapshot(tree, tmp_path / "code").dirty
+
+
+def test_a_tree_without_a_commit_has_no_revision(tmp_path: Path) -> None:
+    root = tmp_path / "tree"
+    root.mkdir()
+    git("init", "-q", cwd=root)
+    (root / "a.py").write_text("")
+    assert snapshot(root, tmp_path / "code") == Snapshot("code", None, dirty=True)
+    assert copied(tmp_path / "code") == {"a.py"}
+
+
+def test_a_file_that_is_deleted_but_still_tracked_is_left_out(tree: Path, tmp_path: Path) -> None:
+    (tree / "train.py").unlink()
+    snapshot(tree, tmp_path / "code")
+    assert copied(tmp_path / "code") == {"sub/deep.py", ".gitignore"}
+
+
+def test_links_stay_links_and_programs_stay_executable(tree: Path, tmp_path: Path) -> None:
+    (tree / "run.sh").write_text("#!/bin/sh\n")
+    (tree / "run.sh").chmod(0o755)
+    (tree / "link.py").symlink_to("train.py")
+    (tree / "folder").symlink_to("sub")
+    (tree / "broken").symlink_to("/no/such/file")
+    snapshot(tree, tmp_path / "code")
+    code = tmp_path / "code"
+    assert os.access(code / "run.sh", os.X_OK) and not os.access(code / "train.py", os.X_OK)
+    links = {name: os.readlink(code / name) for name in ("link.py", "folder", "broken")}
+    assert links == {"link.py": "train.py", "folder": "sub", "broken": "/no/such/file"}
+
+
+@pytest.mark.parametrize(
+    "name", ["two words.py", "it's.py", "new\nline.py", "ünïcode.py", os.fsdecode(b"latin-\xe9.py")]
+)
+def test_odd_file_names_are_copied(name: str, tree: Path, tmp_path: Path) -> None:
+    (tree / name).write_text("here")
+    snapshot(tree, tmp_path / "code")
+    assert (tmp_path / "code" / name).read_text() == "here"
+
+
+def test_submitting_from_a_subfolder_runs_in_that_subfolder_of_the_whole_tree(tree: Path, tmp_path: Path) -> None:
+    assert snapshot(tree / "sub", tmp_path / "code").workdir == "code/sub"
+    assert copied(tmp_path / "code") == {"train.py", "sub/deep.py", ".gitignore"}
+
+
+def test_a_subfolder_that_git_knows_nothing_of_is_there_all_the_same(tree: Path, tmp_path: Path) -> None:
+    (tree / "scratch").mkdir()
+    assert snapshot(tree / "scratch", tmp_path / "code").workdir == "code/scratch"
+    assert (tmp_path / "code" / "scratch").is_dir()
+
+
+@pytest.mark.parametrize("below", ["runs", "out/runs"])
+@pytest.mark.parametrize("kind", ["auto", "cwd"])
+def test_runs_inside_the_tree_are_not_copied_into_each_other(below: str, kind: str, tree: Path, tmp_path: Path) -> None:
+    old = tree / below / "train" / "20260101-000000-aaaa" / "code"
+    old.mkdir(parents=True)
+    (old / "train.py").write_text("")
+    code = tree / below / "train" / "next" / "code"
+    code.parent.mkdir()
+    snapshot(tree, code, snapshot=kind, runs_dir=str(tree / below))
+    assert {name for name in copied(code) if name.endswith(".py")} == {"train.py", "sub/deep.py"}
+
+
+def test_outside_of_git_the_job_runs_in_place(tmp_path: Path) -> None:
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    (folder / "a.py").write_text("")
+    taken = snapshot(folder, tmp_path / "code")
+    assert taken == Snapshot(str(folder)) and taken.in_place
+    assert copied(tmp_path / "code") == set()
+
+
+def test_none_runs_in_place_in_git_too(tree: Path, tmp_path: Path) -> None:
+    assert snapshot(tree, tmp_path / "code", snapshot="none").workdir == str(tree)
+    assert copied(tmp_path / "code") == set()
+
+
+def test_cwd_copies_this_folder_alone(tree: Path, tmp_path: Path) -> None:
+    (tree / "sub" / "data.bin").write_text("git ignores it, cwd does not")
+    (tree / "sub" / ".hidden").mkdir()
+    (tree / "sub" / ".hidden" / "x").write_text("")
+    assert snapshot(tree / "sub", tmp_path / "code", snapshot="cwd").workdir == "code"
+    assert copied(tmp_path / "code") == {"deep.py", "data.bin"}
+
+
+def test_editing_the_tree_afterwards_changes_nothing(tree: Path, tmp_path: Path) -> None:
+    snapshot(tree, tmp_path / "code")
+    (tree / "train.py").write_text("edited later")
+    assert (tmp_path / "code" / "train.py").read_text() == "print('committed')"
+
+
+@pytest.mark.parametrize(("kind", "hint"), [("auto", ".gitignore"), ("cwd", "job.snapshot_max_mb")])
+def test_a_tree_that_is_too_large_names_its_largest_files(kind: str, hint: str, tree: Path, tmp_path: Path) -> None:
+    for name, size in [("a.dat", 900_000), ("b.dat", 2_100_000), ("c.dat", 100), ("d.dat", 500_000)]:
+        (tree / name).write_bytes(bytes(size))
+    with pytest.raises(ConfigError, match=r"4 MB .* b\.dat \(2 MB\), a\.dat \(1 MB\), d\.dat") as caught:
+        snapshot(tree, tmp_path / "code", snapshot=kind, snapshot_max_mb=3)
+    assert caught.value.hint is not None and hint in caught.value.hint
+    snapshot(tree, tmp_path / "code2", snapshot=kind, snapshot_max_mb=4)
+
+
+def test_the_jobs_own_copy_of_this_package_is_there_when_it_is_installed_editable(tmp_path: Path) -> None:
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    snapshot(folder, tmp_path / "code")
+    assert (tmp_path / "code" / "slurmtrain" / "__main__.py").is_file()
+    assert not list((tmp_path / "code").rglob("__pycache__"))

@@ -1,0 +1,204 @@
+"""From objects to named tensors and JSON, and back to the same bits."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from slurmtrain.checkpoint import state
+from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.errors import CheckpointError
+
+
+class Own:
+    """A user's object with torch's two methods."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        self.value = values["value"]
+
+
+def trained(*, seed: int = 0, steps: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others}], lr=0.01)
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(5, 3) * torch.arange(5).unsqueeze(1)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assert_equal_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    left, right = one.state_dict(), other.state_dict()
+    assert left["param_groups"] == right["param_groups"]
+    assert left["state"].keys() == right["state"].keys()
+    for number, fields in left["state"].items():
+        assert fields.keys() == right["state"][number].keys()
+        assert all(torch.equal(value, right["state"][number][name]) for name, value in fields.items())
+
+
+def test_a_fresh_optimizer_gets_its_state_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    Checkpointer(tmp_path).save(3, model=model, optimizer=optimizer)
+    fresh_model, fresh_optimizer = trained(seed=1, steps=0)
+    Checkpointer(tmp_path).restore(model=fresh_model, optimizer=fresh_optimizer)
+    assert_equal_state(optimizer, fresh_optimizer)
+    for each, its in ((model, optimizer), (fresh_model, fresh_optimizer)):
+        step(each, its)
+    assert_equal_state(optimizer, fresh_optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh_model.parameters(), strict=True))
+
+
+def test_looking_at_an_optimizer_does_not_move_it() -> None:
+    """torch's own get_optimizer_state_dict runs a step to make the state, which advances AdamW (pytorch#164929)."""
+    model, optimizer = trained(steps=0)
+    before = [parameter.clone() for parameter in model.parameters()]
+    state.flatten({"model": model, "optimizer": optimizer})
+    assert optimizer.state_dict()["state"] == {}
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_an_optimizer_saved_before_its_first_step_is_restored_without_state(tmp_path: Path) -> None:
+    model, optimizer = trained(steps=0)
+    Checkpointer(tmp_path).save(0, model=model, optimizer=optimizer)
+    other_model, other_optimizer = trained(seed=1, steps=2)
+    Checkpointer(tmp_path).restore(model=other_model, optimizer=other_optimizer)
+    assert other_optimizer.state_dict()["state"] == {}
+
+
+def test_other_optimizers_are_restored_as_well(tmp_path: Path) -> None:
+    def make(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, _ = trained(steps=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        for _ in range(steps):
+            step(model, optimizer)
+        return model, optimizer
+
+    model, optimizer = make(3)
+    Checkpointer(tmp_path).save(3, model=model, optimizer=optimizer)
+    fresh_model, fresh_optimizer = make(0)
+    Checkpointer(tmp_path).restore(model=fresh_model, optimizer=fresh_optimizer)
+    assert_equal_state(optimizer, fresh_optimizer)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (1, "two", (3.5, None)),
+        {"a": [1, {"b": True}], "c": ()},
+        {1: "int keys", 2: (3,)},
+        {"__tuple__": [1, 2], "__tensor__": "no reference"},
+        {},
+        [],
+        1e-300,
+        float("inf"),
+        -0.0,
+        "ünïcode\n",
+    ],
+)
+def test_plain_values_come_back_equal_and_of_the_same_type(tmp_path: Path, value: Any) -> None:
+    saved, restored = Own(value), Own(None)
+    Checkpointer(tmp_path).save(1, own=saved)
+    Checkpointer(tmp_path).restore(own=restored)
+    assert restored.value == value
+    assert type(restored.value) is type(value)
+    assert repr(restored.value) == repr(value)
+
+
+def test_tensors_inside_a_users_object_come_back(tmp_path: Path) -> None:
+    value = {"mean": torch.arange(3.0), "count": torch.tensor(7), "nested": [(torch.ones(2, dtype=torch.bfloat16),)]}
+    saved, restored = Own(value), Own(None)
+    Checkpointer(tmp_path).save(1, own=saved)
+    Checkpointer(tmp_path).restore(own=restored)
+    assert torch.equal(restored.value["mean"], value["mean"])
+    assert torch.equal(restored.value["count"], value["count"])
+    assert torch.equal(restored.value["nested"][0][0], value["nested"][0][0])
+    assert restored.value["nested"][0][0].dtype == torch.bfloat16
+
+
+def test_tensors_whose_paths_look_alike_are_kept_apart(tmp_path: Path) -> None:
+    saved, restored = Own({"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}, 1: torch.ones(2)}), Own(None)
+    Checkpointer(tmp_path).save(1, own=saved)
+    Checkpointer(tmp_path).restore(own=restored)
+    assert [restored.value["a.b"].item(), restored.value["a"]["b"].item()] == [0.0, 1.0]
+    assert restored.value[1].tolist() == [1.0, 1.0]
+
+
+def test_a_learning_rate_that_is_a_tensor_is_restored(tmp_path: Path) -> None:
+    model, _ = trained(steps=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25), foreach=False)
+    Checkpointer(tmp_path).save(1, model=model, optimizer=optimizer)
+    fresh = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5), foreach=False)
+    Checkpointer(tmp_path).restore(model=model, optimizer=fresh)
+    assert torch.equal(torch.as_tensor(fresh.param_groups[0]["lr"]), torch.tensor(0.25))
+
+
+def test_a_scheduler_is_restored(tmp_path: Path) -> None:
+    _, optimizer = trained(steps=0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+    Checkpointer(tmp_path).save(5, scheduler=scheduler)
+    _, other = trained(steps=0)
+    fresh = torch.optim.lr_scheduler.StepLR(other, step_size=2)
+    Checkpointer(tmp_path).restore(scheduler=fresh)
+    assert fresh.state_dict() == scheduler.state_dict()
+
+
+@pytest.mark.parametrize("value", [{1, 2}, b"bytes", object(), np.float64(1.5).reshape(1), Path("here")])
+def test_what_is_neither_tensor_nor_json_is_refused_by_name_and_type(tmp_path: Path, value: Any) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"own\.value is a {type(value).__name__}, which is neither") as caught:
+        checkpointer.save(1, own=Own(value))
+    assert "state_dict()" in (caught.value.hint or "")
+    assert checkpointer.restore(own=Own(None)) is None
+
+
+def test_an_optimizer_without_its_model_is_refused(tmp_path: Path) -> None:
+    _, optimizer = trained()
+    with pytest.raises(CheckpointError, match=r"shape \[4, 3\] that no given module has"):
+        Checkpointer(tmp_path).save(1, optimizer=optimizer)
+
+
+def test_checkpoints_do_not_depend_on_the_wrapper() -> None:
+    module = nn.Linear(2, 2)
+    assert state.unwrap(module) is module
+    assert state.flatten({"model": module})[0].keys() == {"model.weight", "model.bias"}
+
+
+def test_everything_but_tensors_is_json() -> None:
+    model, optimizer = trained()
+    _, plain = state.flatten({"model": model, "optimizer": optimizer, "own": Own(OrderedDict(a=(1, 2)))})
+    json.dumps(plain)
+
+
+def test_random_state_is_restored_for_python_torch_and_numpy() -> None:
+    generators = state.RandomState()
+    saved = generators.state_dict()
+    drawn = (random.random(), torch.rand(3), np.random.rand(3))
+    generators.load_state_dict(saved)
+    again = (random.random(), torch.rand(3), np.random.rand(3))
+    assert drawn[0] == again[0]
+    assert torch.equal(drawn[1], again[1])
+    assert np.array_equal(drawn[2], again[2])
