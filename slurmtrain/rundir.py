@@ -125,8 +125,9 @@ class RunDir:
 
 
 def new_run_id() -> str:
-    """Sorts by time; the random part keeps runs of the same second apart."""
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    """Sorts by time, to the millisecond; the random part keeps two of the same moment apart."""
+    now = time.time()
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{int(now * 1000) % 1000:03d}{secrets.token_hex(1)}"
 
 
 def create(runs_dir: Path, name: str) -> RunDir:

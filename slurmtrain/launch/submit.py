@@ -62,8 +62,7 @@ def submit(run_dirs: Sequence[RunDir], config: Config) -> str:
     """
     slurm_conf = slurm_conf_of(config)
     environment = f"SLURM_CONF={slurm_conf}" if slurm_conf else None
-    if shutil.which("sbatch") is None:
-        raise ClusterError("there is no `sbatch` on this machine", hint=INSTALL_HINT)
+    _check_slurm_is_here()
     first = run_dirs[0]
     if len(run_dirs) > 1:
         paths = JobPaths([run_dir.path for run_dir in run_dirs], first.info()["workdir"], sys.executable)
@@ -81,13 +80,18 @@ def submit(run_dirs: Sequence[RunDir], config: Config) -> str:
 def resubmit(run_dir: RunDir) -> str:
     """Submit an existing run again, with the script it was first submitted with."""
     slurm_conf = run_dir.info().get("slurm_conf")
-    if shutil.which("sbatch") is None:
-        raise ClusterError("there is no `sbatch` on this machine", hint=INSTALL_HINT)
+    _check_slurm_is_here()
     script = _alone(run_dir, run_dir.script.read_text())
     job_id = _sbatch(script, run_dir, f"SLURM_CONF={slurm_conf}" if slurm_conf else None)
     run_dir.update_info(job_ids=[*run_dir.info()["job_ids"], job_id])
     run_dir.event("submitted", job_id=job_id)
     return job_id
+
+
+def _check_slurm_is_here() -> None:
+    for program in ("sbatch", "srun"):  # submitit takes a machine without srun for one without SLURM
+        if shutil.which(program) is None:
+            raise ClusterError(f"there is no `{program}` on this machine", hint=INSTALL_HINT)
 
 
 def slurm_conf_of(config: Config) -> str | None:

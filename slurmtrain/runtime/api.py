@@ -15,10 +15,12 @@ The same script runs by itself, under torchrun, and as `job=command` on a cluste
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
 import traceback
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -64,6 +66,7 @@ class Run:
 _world: World | None = None
 _place: Place | None = None
 _agreement: StopAgreement | None = None
+_checkpointers: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
 def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
@@ -91,6 +94,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
         meeting = place.meeting_directory(environment, Path("runs"))
     _world = join(cluster, device, environment, meeting, _stop)
     _agreement = StopAgreement(_stop, _world.control)
+    atexit.register(_let_go)
     run_path = _place.run_dir.path if _place else Path.cwd()
     return Run(environment.rank, environment.world_size, environment.local_rank, _world.device, run_path)
 
@@ -137,6 +141,7 @@ class Checkpointer(BaseCheckpointer):
         super().__init__(
             directory, group=world.saving, incarnation=Incarnation(order, label), run_id=run_id, keep_last=keep_last
         )
+        _checkpointers.add(self)
 
     def save(self, step: int, *, per_rank: Any = None, **objects: Any) -> Saved:
         saved = super().save(step, per_rank=per_rank, **objects)
@@ -158,6 +163,21 @@ def _initialised() -> tuple[World, StopAgreement]:
     if _world is None or _agreement is None:
         raise RuntimeError("call slurmtrain.init() first")
     return _world, _agreement
+
+
+def _let_go() -> None:
+    """At the end of the script: end our gloo groups, and with them their threads, while the interpreter still works.
+
+    A thread of gloo gives back a finished collective's tensors a little after the script has gone on, and needs the
+    interpreter for it. One that is gone by then ends the process with SIGABRT: a finished job would look like a crash.
+    """
+    global _world, _agreement
+    world, _world, _agreement = _world, None, None
+    for checkpointer in list(_checkpointers):
+        checkpointer._group = None
+    for group in (world.control, world.saving) if world is not None else ():
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
 
 
 def _record_and_show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -42,9 +42,13 @@ def test_an_id_that_is_taken_is_never_reused(tmp_path: Path, monkeypatch: pytest
     assert [rundir.create(tmp_path, "train").id for _ in range(2)] == ["same", "other"]
 
 
-def test_ids_sort_by_time() -> None:
-    run_id = rundir.new_run_id()
-    assert len(run_id) == len("20260101-120000-abcd") and run_id[8] == run_id[15] == "-"
+def test_ids_sort_by_time_to_the_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = [1_800_000_000.001, 1_800_000_000.002, 1_800_000_000.999, 1_800_000_001.0]
+    clock = iter(moments)
+    monkeypatch.setattr(rundir.time, "time", lambda: next(clock))
+    ids = [rundir.new_run_id() for _ in moments]
+    assert ids == sorted(ids)
+    assert all(run_id[8] == run_id[15] == "-" for run_id in ids)
 
 
 def test_a_folder_that_cannot_be_written_is_a_config_error(tmp_path: Path) -> None:
