@@ -64,6 +64,12 @@ class CheckpointError(SlurmtrainError):
     """A checkpoint cannot be written, or cannot be trusted."""
 
 
+class CheckpointMismatch(CheckpointError):
+    """There are checkpoints, but none that this run may continue from: damaged, or of another model. No retry helps."""
+
+    exit_code = EXIT_CONFIG
+
+
 def nearest(word: str, names: Iterable[str]) -> str:
     """A hint that names what `word` was probably meant to be, or all there is when nothing is near."""
     known = sorted(names)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from slurmtrain.checkpoint import commit, state
 from slurmtrain.checkpoint.commit import FileRecord, Incarnation, Manifest
-from slurmtrain.errors import CheckpointError
+from slurmtrain.errors import CheckpointError, CheckpointMismatch
 
 T = TypeVar("T")
 ONLY_LIFE = Incarnation(0)
@@ -128,7 +128,7 @@ class Checkpointer:
             None when there is no checkpoint: a fresh start.
 
         Raises:
-            CheckpointError: there are checkpoints, but none fits or none is sound.
+            CheckpointMismatch: there are checkpoints, but none fits or none is sound.
         """
         set_aside: list[str] = []
         while True:
@@ -137,7 +137,7 @@ class Checkpointer:
                 # An attempt before this one may have set them aside and failed; this one must not start afresh either.
                 set_aside = set_aside or self._on_rank_0(lambda: commit.damaged(self.directory))
                 if set_aside:
-                    raise CheckpointError(
+                    raise CheckpointMismatch(
                         f"every checkpoint in {self.directory} is damaged: {'; '.join(set_aside)}",
                         hint="look at the *.damaged-* folders; delete them to start afresh",
                     )
@@ -308,7 +308,7 @@ def _check_keys(path: Path, objects: Mapping[str, Any], saved: Mapping[str, Any]
     missing += [key for key, value in objects.items() if not isinstance(value, torch.nn.Module) and key not in plain]
     if missing or extra:
         parts = [f"it lacks {_some(missing)}"] * bool(missing) + [f"it has {_some(extra)} besides"] * bool(extra)
-        raise CheckpointError(
+        raise CheckpointMismatch(
             f"{path} does not fit: {' and '.join(parts)}", hint="was the model changed since it was saved?"
         )
 
@@ -317,7 +317,7 @@ def _check_shapes(path: Path, targets: Mapping[str, torch.Tensor], saved: Mappin
     for name, tensor in targets.items():
         found = saved[name]
         if list(tensor.shape) != found["shape"] or str(tensor.dtype) != found["dtype"]:
-            raise CheckpointError(
+            raise CheckpointMismatch(
                 f"{path} does not fit: {name} is {found['dtype']} {found['shape']} there and "
                 f"{tensor.dtype} {list(tensor.shape)} here",
                 hint="was the model changed since it was saved?",

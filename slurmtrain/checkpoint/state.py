@@ -106,8 +106,8 @@ def templates(objects: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]]
         if isinstance(value, nn.Module):
             targets.update({f"{key}.{name}": tensor for name, tensor in unwrap(value).state_dict().items()})
     for name, description in saved.items():
-        key = name.partition(".")[0]
-        if name in targets or key not in objects or isinstance(objects[key], nn.Module):
+        owners = [key for key in objects if name.startswith(f"{key}.")]
+        if name in targets or not owners or isinstance(objects[key := max(owners, key=len)], nn.Module):
             continue
         dtype = getattr(torch, description["dtype"].removeprefix("torch."))
         shape = tuple(description["shape"])

@@ -11,6 +11,7 @@ import pytest
 from slurmtrain.config.compose import compose
 from slurmtrain.launch.submit import preparing, submit
 from slurmtrain.rundir import RunDir, all_runs
+from slurmtrain.runtime.nodelist import expand_nodelist
 from tests.slurm.conftest import Cluster
 from tests.slurm.project import PACED_MODEL, SMALL, Project, Run, assert_steps_join, make_project
 
@@ -103,9 +104,7 @@ def test_an_own_loop_resumes_where_it_stopped(project: Project) -> None:
     example = (Path(__file__).parents[2] / "jobs" / "own_loop.py").read_text()
     (project.path / "own_loop.py").write_text(example)
     plain = project.submit("job=command", f"job.command='{PYTHON} own_loop.py'", small=False, nodes="n0,n1")
-    paced = project.submit(
-        "job=command", f"job.command='{PYTHON} own_loop.py --pause 0.1'", small=False, nodes="n2,n3"
-    )
+    paced = project.submit("job=command", f"job.command='{PYTHON} own_loop.py --pause 0.1'", small=False, nodes="n2,n3")
     paced.wait_for_attempt(1)
     paced.cli("preempt", paced.run_dir.id)
     plain.finish()
@@ -231,3 +230,10 @@ def test_a_model_of_the_users_own_comes_from_a_config_folder(project: Project) -
         small=False,
     )
     run.finish()
+
+
+@pytest.mark.parametrize(
+    "text", ["n0", "n[0-2]", "a[01-03]b,c", "rack[1-2]-n[08-11,20]", "x-1,y[1,3-4]", "n[1-2]-[3-4]"]
+)
+def test_node_lists_are_read_as_slurm_reads_them(sandbox: Cluster, text: str) -> None:
+    assert expand_nodelist(text) == sandbox.run(["scontrol", "show", "hostnames", text]).stdout.split()
