@@ -233,7 +233,7 @@ def test_a_model_of_the_users_own_comes_from_a_config_folder(project: Project) -
 
 
 @pytest.mark.parametrize(
-    "text", ["n0", "n[0-2]", "a[01-03]b,c", "rack[1-2]-n[08-11,20]", "x-1,y[1,3-4]", "n[1-2]-[3-4]"]
+    "text", ["n0", "n[0-2]", "a[01-03],c", "rack[1-2]-n[08-11,20]", "x-1,y[1,3-4]", "n[1-2]-[3-4]"]
 )
 def test_node_lists_are_read_as_slurm_reads_them(sandbox: Cluster, text: str) -> None:
     assert expand_nodelist(text) == sandbox.run(["scontrol", "show", "hostnames", text]).stdout.split()
