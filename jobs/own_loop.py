@@ -8,12 +8,11 @@ python -m slurmtrain +cluster=a100x4 job=command job.command='python jobs/own_lo
 import argparse
 import time
 
-import slurmtrain  # +  before torch, so that no signal is missed while that is imported
-
-# isort: split
 import torch
 import torch.distributed as dist
 from torch import nn
+
+import slurmtrain  # +
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=100)
@@ -21,7 +20,7 @@ parser.add_argument("--batch", type=int, default=32, help="samples per step and 
 parser.add_argument("--pause", type=float, default=0.0, help="seconds to wait in each step, to have time to interrupt")
 options = parser.parse_args()
 
-run = slurmtrain.init()  # +  instead of dist.init_process_group
+run = slurmtrain.init()  # +  instead of dist.init_process_group; signals are seen from here on
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.1), nn.Tanh(), nn.Linear(64, 1)).to(run.device)
 if run.world_size > 1:

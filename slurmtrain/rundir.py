@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,10 @@ class RunDir:
         return self.path / "request.json"
 
     # What is in them.
+    def exists(self) -> bool:
+        """Is this a run, or one in the making? `create` makes two folders; run.json comes after the code is copied."""
+        return self.info_file.is_file() or (self.attempts.is_dir() and self.checkpoints.is_dir())
+
     def info(self) -> dict[str, Any]:
         """run.json: id, name, overrides, config hash, code revision, user, host, job ids.
 
@@ -157,8 +162,14 @@ def create(runs_dir: Path, name: str) -> RunDir:
 
 
 def runs_root() -> Path:
-    """Where verbs look for runs: SLURMTRAIN_RUNS, else ./runs."""
-    return Path(os.environ.get("SLURMTRAIN_RUNS", "runs"))
+    """Where `submit` puts runs unless job.runs_dir says otherwise, and where verbs look: SLURMTRAIN_RUNS, else ./runs."""
+    return Path(os.environ.get("SLURMTRAIN_RUNS") or "runs").expanduser()
+
+
+def reference(run_dir: RunDir) -> str:
+    """What a person types to mean this run: its id where the verbs find it, else its path."""
+    found = run_dir.path.parent.parent == runs_root().resolve()
+    return run_dir.id if found else shlex.quote(str(run_dir.path))
 
 
 def all_runs(root: Path) -> list[RunDir]:

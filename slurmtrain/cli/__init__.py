@@ -10,7 +10,7 @@ from slurmtrain.cli import arguments
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import SlurmtrainError, UsageError, nearest
 
-HYDRA_ONLY = ("--cfg", "--info", "-i", "--hydra-help", "--shell-completion", "-sc", "--experimental-rerun")
+HYDRA_ONLY = ("--cfg", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,10 +33,7 @@ def _run(words: list[str]) -> int:
     if verb is not None and not VERBS[verb].composes:
         rest = list(words)
         rest.remove(verb)
-        main_of_verb = importlib.import_module(VERBS[verb].module).main
-        result: int = (
-            main_of_verb(rest) if VERBS[verb].module.endswith(("sandbox", "settle")) else main_of_verb(verb, rest)
-        )
+        result: int = importlib.import_module(VERBS[verb].module).main(verb, rest)
         return result
 
     parsed = arguments.parse(words)
@@ -50,6 +47,10 @@ def _run(words: list[str]) -> int:
 
         print(f"slurmtrain {__version__}")
         return 0
+    if "--experimental-rerun" in parsed.options:
+        raise UsageError(
+            "--experimental-rerun is not supported", hint="`resume RUN` continues a run as it was submitted"
+        )
     if any(option in parsed.options for option in HYDRA_ONLY):
         from slurmtrain.cli.hydra_options import run_hydra
 

@@ -6,12 +6,14 @@ The verb may stand anywhere among the overrides. Hydra's own parser wants option
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from slurmtrain.cli.verbs import VERBS
+from slurmtrain.config.compose import config_groups
 from slurmtrain.errors import UsageError, nearest
 
 # hydra._internal.utils.get_args_parser(): option -> whether a value follows ("?": it may).
@@ -22,7 +24,6 @@ HYDRA_OPTIONS = {
     **dict.fromkeys(("--config-dir", "-cd", "--experimental-rerun"), "1"),
     **dict.fromkeys(("--info", "-i"), "?"),
 }
-LISTED_GROUPS = ["cluster", "model", "data", "parallel", "optim", "train", "checkpoint", "requeue", "job", "experiment"]
 INFO_CHOICES = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 SHORT = {
     "-h": "--help",
@@ -30,6 +31,7 @@ SHORT = {
     "-c": "--cfg",
     "-cn": "--config-name",
     "-cd": "--config-dir",
+    "-cp": "--config-path",
     "-o": "--output",
 }
 
@@ -124,7 +126,13 @@ def find_verb(argv: Sequence[str]) -> str | None:
 
 def normalise(override: str) -> str:
     """Both `cluster=a100x4` and `+cluster=a100x4` are accepted: conf/config.yaml lists the group, so Hydra wants no plus."""
-    return re.sub(rf"^\+(?=({'|'.join(LISTED_GROUPS)})=)", "", override)
+    group = override.partition("=")[0].removeprefix("+")
+    return override.removeprefix("+") if group in _shipped_groups() else override
+
+
+@functools.cache
+def _shipped_groups() -> frozenset[str]:
+    return frozenset(config_groups())
 
 
 def unknown_verb(word: str) -> UsageError:

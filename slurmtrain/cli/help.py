@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slurmtrain.cli.verbs import VERBS
-from slurmtrain.resources import shipped
+from slurmtrain.config.compose import config_groups
 
 PROGRAM = "python -m slurmtrain"
 
@@ -35,17 +35,13 @@ Examples
 
 
 def _groups() -> str:
-    root = shipped("conf")
-    lines = [
-        f"  {folder.name + '=':<13}{' '.join(sorted(path.stem for path in folder.glob('*.yaml')))}"
-        for folder in sorted(root.iterdir())
-        if folder.is_dir() and not folder.name.startswith(("_", "."))
-    ]
+    lines = [f"  {group + '=':<13}{' '.join(options)}" for group, options in config_groups().items()]
     return "Config groups (choose with group=option; single fields with group.field=value)\n" + "\n".join(lines)
 
 
 HYDRA = f"""Hydra
   {PROGRAM} --cfg job [overrides]          the composed config, with every field there is
   --config-dir DIR   your own configs (DIR/cluster/mine.yaml -> cluster=mine)      --config-name NAME   another primary config
+  --config-path DIR  searched first of all, with a primary config of its own
   +key=value adds, ~key removes, ++key=value adds or overrides      --info defaults-tree      --hydra-help
   eval "$(slurmtrain -sc install=bash)"    tab completion"""

@@ -8,8 +8,7 @@ from typing import Any
 
 from slurmtrain.cli.arguments import Arguments, normalise
 from slurmtrain.cli.verbs import VERBS
-from slurmtrain.config.compose import register_schema
-from slurmtrain.resources import shipped
+from slurmtrain.config.compose import register_schema, search_folders, search_path
 
 
 def run_hydra(parsed: Arguments) -> int:
@@ -19,15 +18,30 @@ def run_hydra(parsed: Arguments) -> int:
     import hydra
 
     register_schema()
+    options = parsed.options
+    path = options.get("--config-path")
+    # Hydra itself takes --config-path as relative to this file, and then searches no other folder.
+    folders = search_folders(options.get("--config-name", "config"), None, path)
+    searched = [search_path(folders[1:])] if path is not None else []
     # Nothing is run, so Hydra need not make a folder for its outputs.
-    sys.argv = ["slurmtrain", *parsed.hydra, *parsed.overrides]
+    sys.argv = ["slurmtrain", *_without_config_path(parsed.hydra), *parsed.overrides, *searched]
 
-    @hydra.main(config_path=str(shipped("conf")), config_name="config", version_base="1.3")
+    @hydra.main(config_path=str(folders[0]), config_name="config", version_base="1.3")
     def show(config: Any) -> None:
         """Never reached: every option that comes here prints and leaves."""
 
     show()
     return 0
+
+
+def _without_config_path(words: list[str]) -> list[str]:
+    kept, rest = [], iter(words)
+    for word in rest:
+        if word.partition("=")[0] in ("--config-path", "-cp"):
+            next(rest, None)  # its value
+        else:
+            kept.append(word)
+    return kept
 
 
 def _prepare_completion() -> None:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from slurmtrain import rundir
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import ClusterError, UsageError
-from slurmtrain.launch.state import RunState, state, states
+from slurmtrain.launch.state import RunState, is_over, process_lives, state, states
 from slurmtrain.rundir import RunDir
-from slurmtrain.runtime.attempts import Attempt, write_request
+from slurmtrain.runtime.attempts import Attempt, read_attempt, write_request
+from slurmtrain.runtime.judge import Verdict
 from slurmtrain.runtime.slurm import SlurmClient
 
 FOLLOW_POLL_S = 0.2  # of a log on a shared file system: there is no event to await
+ASK_EVERY_S = 5.0  # the controller belongs to everybody
 
 
 def main(verb: str, words: list[str]) -> int:
@@ -68,6 +71,7 @@ def _all(root: Path) -> int:
         for run in runs
     ]
     _table(["run", "name", "state", "step", "attempts", ""], rows)
+    _say_doubts(found.values())
     return 0
 
 
@@ -85,11 +89,18 @@ def _status(run_dir: RunDir) -> int:
             ["attempt", "job", "started", "took", "nodes", "steps", "reason", "then"],
             [_attempt_row(attempt, now) for attempt in now.attempts],
         )
+    _say_doubts([now])
     return 0
 
 
+def _say_doubts(found: Iterable[RunState]) -> None:
+    for doubt in dict.fromkeys(now.doubt for now in found if now.doubt):
+        print(f"\nSLURM cannot be asked: {doubt}")
+
+
 def _attempt_row(attempt: Attempt, now: RunState) -> list[str]:
-    current = attempt is now.attempts[-1] and now.alive and attempt.ended is None
+    waits = now.word in ("waiting", "requeued", "held")
+    current = attempt is now.attempts[-1] and now.alive and not waits and attempt.ended is None
     last = now.step if current else attempt.last_step
     end = attempt.ended or (time.time() if current else None)
     nodes = ",".join(attempt.nodes[:4]) + (f" +{len(attempt.nodes) - 4}" if len(attempt.nodes) > 4 else "")
@@ -100,7 +111,7 @@ def _attempt_row(attempt: Attempt, now: RunState) -> list[str]:
         f"{end - attempt.started:.0f} s" if end and attempt.started else "-",
         nodes or "-",
         f"{_number(attempt.first_step)}-{_number(last)}",
-        attempt.reason or ("running" if current else "?"),
+        attempt.reason or (now.word if current else "?"),
         attempt.sentence or "",
     ]
 
@@ -163,8 +174,8 @@ def _follow(run_dir: RunDir, rank: int, attempt: int | None) -> int:
 
 def _lines_as_they_come(run_dir: RunDir, rank: int, attempt: int | None) -> Iterator[str]:
     number, position = attempt or (run_dir.attempt_numbers() or [1])[-1], 0
-    asked = 0.0
-    ended = False
+    asked = time.monotonic() - ASK_EVERY_S
+    ended = looked = False
     while True:
         log = run_dir.attempt(number) / f"rank-{rank}.log"
         text = ""
@@ -177,21 +188,20 @@ def _lines_as_they_come(run_dir: RunDir, rank: int, attempt: int | None) -> Iter
             yield text
             continue
         if attempt is None and number + 1 in run_dir.attempt_numbers():
-            number, position = number + 1, 0
+            number, position, looked = number + 1, 0, False
             continue
         if ended:
             return
-        # The queue is asked seldom; what the run itself wrote says sooner that it is over.
-        if time.monotonic() - asked > 5.0 or _settled(run_dir, number):
-            asked = time.monotonic()
+        # What the run itself wrote says soonest that it is over; the queue is asked seldom, for runs that cannot write.
+        record = read_attempt(run_dir, number)
+        if attempt is not None:
+            ended = record.ended is not None or run_dir.attempt_numbers()[-1] > attempt
+        elif not looked and record.verdict in (Verdict.DONE, Verdict.END):
+            ended, looked = is_over(run_dir), True  # not if it has been submitted again
+        if not ended and time.monotonic() - asked >= ASK_EVERY_S:
             ended = not state(run_dir).alive
-        else:
-            time.sleep(FOLLOW_POLL_S)
-
-
-def _settled(run_dir: RunDir, number: int) -> bool:
-    record = rundir.read_json(run_dir.attempt(number) / "attempt.json") or {}
-    return record.get("verdict") in ("done", "end")
+            asked = time.monotonic()
+        time.sleep(FOLLOW_POLL_S)
 
 
 def follow_to_the_end(run_dir: RunDir) -> int:
@@ -211,12 +221,12 @@ def _cancel(run_dir: RunDir) -> int:
     if not now.alive:
         print(f"run {run_dir.id} is not running: {now.sentence}")
         return 0
-    write_request(run_dir, "cancel")
-    if run_dir.info()["backend"] == "local":
-        _signal_here(now, signal.SIGTERM)
+    if _is_local(run_dir, now) or not now.own_job:
+        _signal_rank_0(run_dir, now, "cancel", signal.SIGTERM)
     else:
-        assert now.job_id is not None
-        _client(run_dir).cancel(now.job_id)
+        job_id = _job_id(now)
+        with _asking(run_dir, "cancel"):
+            _client(run_dir).cancel(job_id)
     run_dir.event("cancel asked")
     print(f"run {run_dir.id} is told to end; it saves if time allows and does not come back")
     return 0
@@ -227,41 +237,100 @@ def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> int:
     now = state(run_dir)
     if not now.alive:
         raise ClusterError(f"run {run_dir.id} is not running: {now.sentence}", hint=f"resume {run_dir.id}")
-    if run_dir.info()["backend"] == "local":
-        write_request(run_dir, action)
-        _signal_here(now, signal.SIGTERM if name == "TERM" else signal.SIGUSR2)
-    elif now.word in ("waiting", "requeued", "held"):
+    if now.word in ("waiting", "requeued", "held"):
         if action == "preempt":
             raise ClusterError(
                 f"run {run_dir.id} is not running but {now.word}", hint=f"requeue {run_dir.id} starts it now"
             )
-        assert now.job_id is not None
         if now.word == "held":
-            _client(run_dir).release(now.job_id)
-        _client(run_dir).start_now(now.job_id)
+            _client(run_dir).release(_job_id(now))
+        _client(run_dir).start_now(_job_id(now))
         print(f"run {run_dir.id} is asked to start now")
         return 0
+    if now.word == "starting":  # a signal would reach nobody, or a shell that ignores it
+        raise ClusterError(
+            f"run {run_dir.id} is still setting up: {now.sentence}",
+            hint=f"try again when `status {run_dir.id}` shows steps",
+        )
+    if now.word == "stopping":
+        raise ClusterError(f"run {run_dir.id} is leaving already: {now.sentence}", hint=f"status {run_dir.id}")
+    starts_again = _starts_again(run_dir, now)
+    if _is_local(run_dir, now) or not now.own_job:
+        _signal_rank_0(run_dir, now, action, signal.SIGTERM if name == "TERM" else signal.SIGUSR2)
     else:
-        assert now.job_id is not None
-        write_request(run_dir, action)
-        _client(run_dir).signal(now.job_id, name)
+        with _asking(run_dir, action):
+            _client(run_dir).signal(_job_id(now), name)
     run_dir.event(f"{action} asked")
-    print(f"run {run_dir.id} is told to save and leave; it is requeued and resumes by itself (logs {run_dir.id} -f)")
+    if starts_again:
+        what = f"leave; it is requeued and resumes by itself (logs {run_dir.id} -f)"
+    else:
+        what = f"end; `resume {run_dir.id}` continues it"
+    print(f"run {run_dir.id} is told to save and {what}")
     return 0
 
 
-def _signal_here(now: RunState, number: int) -> None:
-    """Signal rank 0 of a local run; it tells the others."""
-    pid = now.attempts[-1].pid
-    assert pid is not None
-    os.kill(pid, number)
+@contextlib.contextmanager
+def _asking(run_dir: RunDir, action: str) -> Iterator[None]:
+    """Leave the request for `settle` to find, and take it back when it could not be passed on."""
+    write_request(run_dir, action)
+    try:
+        yield
+    except BaseException:
+        run_dir.request_file.unlink(missing_ok=True)
+        raise
+
+
+def _is_local(run_dir: RunDir, now: RunState) -> bool:
+    return run_dir.info()["backend"] == "local" or now.job_id is None
+
+
+def _job_id(now: RunState) -> str:
+    assert now.job_id is not None
+    return now.job_id
+
+
+def _starts_again(run_dir: RunDir, now: RunState) -> bool:
+    from slurmtrain.config.compose import load_frozen
+
+    # The launchers write a log of every rank; ranks that somebody started by hand print where they were started.
+    by_hand = not now.own_job and not (run_dir.attempt(now.attempts[-1].number) / "rank-0.log").exists()
+    return not by_hand and load_frozen(run_dir.config_file, secrets=False).requeue.mode == "requeue"
+
+
+def _signal_rank_0(run_dir: RunDir, now: RunState, action: str, number: int) -> None:
+    """Signal rank 0 of a run that has no job of its own; it tells the others.
+
+    Raises:
+        ClusterError: it has no rank 0 yet, or none on this host.
+    """
+    last = now.attempts[-1] if now.attempts else None
+    if last is None or last.pid is None or last.ended is not None:
+        raise ClusterError(
+            f"run {run_dir.id} is still setting up: {now.sentence}",
+            hint=f"try again when `status {run_dir.id}` shows steps",
+        )
+    if not process_lives(last):
+        if now.job_id is None or now.own_job:
+            raise ClusterError(f"run {run_dir.id} runs on {last.host}", hint=f"type `{action} {run_dir.id}` there")
+        # Nothing may end a job that does more than this run, and which of its steps is ours is not known.
+        raise ClusterError(
+            f"run {run_dir.id} was started by hand inside job {now.job_id}, which may do other things, on {last.host}",
+            hint=f"Ctrl-C (twice for srun) where it was started, or `squeue --steps --jobs={now.job_id}` and "
+            f"`scancel --signal=TERM {now.job_id}.STEP`",
+        )
+    with _asking(run_dir, action):
+        try:
+            os.kill(last.pid, number)
+        except OSError as error:  # it has just left, or is somebody else's
+            raise ClusterError(f"cannot signal rank 0, process {last.pid}: {error.strerror}") from None
 
 
 def _resume(run_dir: RunDir) -> int:
     now = state(run_dir)
     if now.alive:
         raise ClusterError(
-            f"run {run_dir.id} has not ended: {now.word}, {now.sentence}", hint=f"requeue {run_dir.id} restarts it"
+            f"run {run_dir.id} has not ended: {now.word}, {now.sentence}",
+            hint=_way_out(run_dir, now) if now.word == "unknown" else f"requeue {run_dir.id} restarts it",
         )
     if now.word == "finished":
         print(f"run {run_dir.id} is finished: there is nothing to resume")
@@ -276,6 +345,14 @@ def _resume(run_dir: RunDir) -> int:
 
     print(f"run {run_dir.id} is submitted again as job {resubmit(run_dir)}")
     return 0
+
+
+def _way_out(run_dir: RunDir, now: RunState) -> str:
+    if not _is_local(run_dir, now):
+        return "try again when SLURM answers"
+    last = now.attempts[-1]  # its host may have been a container that will never be back
+    record = run_dir.attempt(last.number) / "attempt.json"
+    return f"type `resume {run_dir.id}` there; if {last.host} is gone for good, remove {record} a minute before"
 
 
 def _client(run_dir: RunDir) -> SlurmClient:

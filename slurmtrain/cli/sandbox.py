@@ -14,8 +14,8 @@ from slurmtrain.launch.sandbox import Sandbox, SandboxSpec, default_directory, f
 PROG = "python -m slurmtrain sandbox"
 
 
-def main(args: list[str]) -> int:
-    options = _parser().parse_args(args)
+def main(verb: str, words: list[str]) -> int:
+    options = _parser().parse_args(words)
     exit_code: int = options.action(options)
     return exit_code
 

@@ -12,8 +12,8 @@ from slurmtrain.runtime.settle import settle
 from slurmtrain.runtime.slurm import SlurmClient
 
 
-def main(words: list[str]) -> int:
-    parser = Parser(prog="python -m slurmtrain settle", description=__doc__)
+def main(verb: str, words: list[str]) -> int:
+    parser = Parser(prog=f"python -m slurmtrain {verb}", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--exit-code", type=int, required=True)

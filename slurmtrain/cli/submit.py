@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from slurmtrain import rundir
 from slurmtrain.cli.arguments import Arguments
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
@@ -30,6 +31,7 @@ def compose_and_validate(arguments: Arguments) -> Config:
         arguments.overrides,
         config_name=arguments.options.get("--config-name", "config"),
         config_dir=arguments.options.get("--config-dir"),
+        config_path=arguments.options.get("--config-path"),
     )
     validate(config)
     return config
@@ -40,7 +42,8 @@ def _submit(config: Config, arguments: Arguments) -> int:
     with preparing(config, arguments.overrides, Path.cwd()) as run_dir:
         job_id = submit([run_dir], config)
     print(f"submitted run {run_dir.id} as job {job_id}\n  {run_dir.path}")
-    print(f"  status {run_dir.id[:15]}   logs {run_dir.id[:15]} -f   cancel {run_dir.id[:15]}   (or: last)")
+    run = rundir.reference(run_dir)
+    print(f"  status {run}   logs {run} -f   cancel {run}" + ("   (or: last)" if run == run_dir.id else ""))
     if "--follow" not in arguments.options:
         return 0
     from slurmtrain.cli.runs import follow_to_the_end

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Verb:
     """Attributes:
-    module: its `main(arguments)`; a verb that composes a config gets an `Arguments`, the others a list of words.
+    module: its `main(arguments)` for a verb that composes a config, `main(verb, words)` for the others.
     options: flags of a verb that composes a config -> whether a value follows.
     """
 

@@ -21,6 +21,7 @@ from slurmtrain.resources import shipped
 
 SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL)", re.IGNORECASE)
 SECRET_REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")  # what stands for a secret on disk; without a default
+OVERRIDE = re.compile(r"^(\+\+|\+|~)?([A-Za-z_][\w./@-]*)(?:=(.*))?$", re.DOTALL)  # sign, key, value
 
 
 def register_schema() -> None:
@@ -30,41 +31,32 @@ def register_schema() -> None:
     ConfigStore.instance().store(name="schema", node=Config)
 
 
-def compose(overrides: Sequence[str], *, config_name: str = "config", config_dir: str | None = None) -> Config:
+def compose(
+    overrides: Sequence[str],
+    *,
+    config_name: str = "config",
+    config_dir: str | None = None,
+    config_path: str | None = None,
+) -> Config:
     """Compose the config that `overrides` describe.
 
     Args:
         overrides: Hydra's grammar: `key=value`, `+key=value`, `~key`, `group=option`.
         config_name: the primary config.
         config_dir: a folder of the user's own configs, searched besides the shipped ones.
+        config_path: a folder that holds the primary config and is searched before all others.
 
     Raises:
         UsageError: an unknown key, group or option, or an override that cannot be parsed.
         ConfigError: a value of the wrong type.
     """
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    register_schema()
-    words, first = list(overrides), shipped("conf")
-    if config_dir is not None:
-        own = Path(config_dir).expanduser().resolve()
-        if not own.is_dir():
-            raise UsageError(
-                f"--config-dir {config_dir}: there is no such folder", hint="give a folder with yaml files"
-            )
-        # Hydra looks for the primary config in the first folder only.
-        if (own / f"{config_name}.yaml").is_file():
-            first, other = own, first
-        else:
-            other = own
-        words.append(f"hydra.searchpath=[file://{other}]")
+    primary = Primary(config_name, search_folders(config_name, config_dir, config_path))
     try:
-        with initialize_config_dir(str(first), version_base="1.3"):
-            composed = hydra_compose(config_name, words)
+        composed = _compose(primary, overrides)
         _keep_secrets_unresolved(composed)
         values = OmegaConf.to_container(composed, resolve=True)
         resolve_secrets(values)  # said here when one is not set, not by every rank later
@@ -74,7 +66,57 @@ def compose(overrides: Sequence[str], *, config_name: str = "config", config_dir
         OmegaConfBaseException,
         ValueError,
     ) as error:  # ValueError: Hydra's, for `=3` or `cluster=3`
-        raise _explain(error, words, config_dir) from None
+        raise _explain(error, overrides, primary) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Primary:
+    """What is composed from: the primary config's name, and the folders that are searched, its own first."""
+
+    name: str
+    folders: Sequence[Path]
+
+
+def search_folders(config_name: str, config_dir: str | None, config_path: str | None) -> list[Path]:
+    """The folders to search, in order.
+
+    Raises:
+        UsageError: one of them is not there, or --config-path holds no primary config.
+    """
+    folders = [shipped("conf")]
+    for option, given in (("--config-dir", config_dir), ("--config-path", config_path)):
+        if given is None:
+            continue
+        own = Path(given).expanduser().resolve()
+        if not own.is_dir():
+            raise UsageError(f"{option} {given}: there is no such folder", hint="give a folder with yaml files")
+        has_primary = (own / f"{config_name}.yaml").is_file()
+        if option == "--config-path" and not has_primary:
+            raise UsageError(
+                f"--config-path {given}: there is no {config_name}.yaml in this folder",
+                hint="name its primary config with --config-name, or add it to the shipped ones with --config-dir",
+            )
+        # Hydra looks for the primary config in the first folder only.
+        folders.insert(0 if has_primary else len(folders), own)
+    return folders
+
+
+def _compose(primary: Primary, overrides: Sequence[str]) -> Any:
+    """What Hydra makes of it: a DictConfig, interpolations unresolved."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    register_schema()
+    first, *others = primary.folders
+    words = [*overrides, search_path(others)] if others else list(overrides)
+    with initialize_config_dir(str(first), version_base="1.3"):
+        return hydra_compose(primary.name, words)
+
+
+def search_path(folders: Sequence[Path]) -> str:
+    """The override that makes Hydra search these folders after the first one. Quoted: a path may hold a comma."""
+    quoted = ",".join("'file://" + str(folder).replace("'", "\\'") + "'" for folder in folders)
+    return f"hydra.searchpath=[{quoted}]"
 
 
 def to_config(values: Any) -> Config:
@@ -200,7 +242,7 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0]
 
 
-def _explain(error: Exception, overrides: Sequence[str], config_dir: str | None) -> SlurmtrainError:
+def _explain(error: Exception, overrides: Sequence[str], primary: Primary) -> SlurmtrainError:
     """One sentence for what Hydra or omegaconf refused."""
     unreadable = getattr(error, "override", None)  # Hydra's grammar refused it: OverrideParseException
     if unreadable is not None:
@@ -208,9 +250,9 @@ def _explain(error: Exception, overrides: Sequence[str], config_dir: str | None)
             f"cannot read the override {unreadable!r}",
             hint="write key=value, +key=value or ~key; quote a value with other characters: key='\"a=b#c\"'",
         )
-    groups = _groups(config_dir)
+    groups = config_groups(primary.folders)
     for override in overrides:
-        match = re.match(r"^(\+\+|\+|~)?([A-Za-z_][\w./@-]*)(?:=(.*))?$", override, re.DOTALL)
+        match = OVERRIDE.match(override)
         if match is None:
             return UsageError(f"cannot read the override {override!r}", hint="write key=value, +key=value or ~key")
         sign, key, value = match.group(1) or "", match.group(2), match.group(3)
@@ -220,47 +262,85 @@ def _explain(error: Exception, overrides: Sequence[str], config_dir: str | None)
             if value not in groups[key]:
                 return UsageError(f"there is no {key} called {value!r}", hint=nearest(value, groups[key]))
             continue
-        unknown = _unknown_key(key, allow_new=bool(sign))
+        unknown = _unknown_field(key, f" (in {override!r})") or _unknown_open_key(sign, key, overrides, groups, primary)
         if unknown is not None:
-            prefix, word, names = unknown
-            where = f"{prefix} has no field" if prefix else "there is no config key"
-            return UsageError(f"{where} {word!r} (in {override!r})", hint=nearest(word, names))
+            return unknown
     cause: BaseException = error
     while cause.__cause__ is not None:  # Hydra wraps omegaconf's words in "Error merging override"
         cause = cause.__cause__
     full_key = re.search(r"full_key: (\S+)", str(cause))
     if full_key and full_key.group(1):
-        return ConfigError(
+        return _unknown_field(full_key.group(1), "") or ConfigError(  # a key in a yaml file
             f"{full_key.group(1)}: {_first_line(cause)}", hint="python -m slurmtrain --cfg job shows all fields"
         )
     return UsageError(_first_line(error), hint="python -m slurmtrain --cfg job shows the composed config")
 
 
-def _groups(config_dir: str | None) -> dict[str, list[str]]:
-    """Config groups and their options, from the shipped folder and the user's own."""
+def config_groups(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
+    """Config groups and their options: of these folders, or of the shipped one."""
     groups: dict[str, list[str]] = {}
-    for root in [shipped("conf"), *([Path(config_dir).expanduser()] if config_dir else [])]:
+    for root in folders or [shipped("conf")]:
         for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith((".", "_"))):
             groups.setdefault(folder.name, []).extend(sorted(file.stem for file in folder.glob("*.yaml")))
     return groups
 
 
-def config_groups() -> dict[str, list[str]]:
-    """The shipped groups and their options, for `--help`."""
-    return _groups(None)
-
-
-def _unknown_key(key: str, *, allow_new: bool) -> tuple[str, str, list[str]] | None:
-    """Where a dotted key leaves the schema: (path so far, the word, the names there), or None when it does not."""
+def _unknown_field(key: str, where: str) -> UsageError | None:
+    """The error for a dotted key that leaves the schema; None when it does not. Open dicts are not looked into."""
     schema: Any = Config
     path: list[str] = []
     for word in key.split("."):
         if not dataclasses.is_dataclass(schema):
-            return None  # an open dict (model, data, env): whatever is added with + is the target's business
+            return None
         names = {field.name: field for field in dataclasses.fields(schema)}
         if word not in names:
-            return (".".join(path), word, list(names) if path else [*names, "experiment"])
+            what = f"{'.'.join(path)} has no field" if path else "there is no config key"
+            return UsageError(f"{what} {word!r}{where}", hint=nearest(word, names if path else [*names, "experiment"]))
         default = names[word].default_factory
         schema = default if default is not dataclasses.MISSING and dataclasses.is_dataclass(default) else None
         path.append(word)
     return None
+
+
+def _unknown_open_key(
+    sign: str, key: str, overrides: Sequence[str], groups: dict[str, list[str]], primary: Primary
+) -> UsageError | None:
+    """The error for a key that an open dict (model, data, cluster.env) does not have, and that is not to be added."""
+    if sign in ("+", "++"):
+        return None
+    node = _without_unknown_keys(key, overrides, groups, primary)
+    path: list[str] = []
+    for word in key.split("."):
+        if not isinstance(node, dict):
+            return None
+        if word not in node:
+            break
+        node = node[word]
+        path.append(word)
+    else:
+        return None
+    wrong = f"{'.'.join(path)} has no key {word!r}"
+    if sign == "~":
+        return UsageError(wrong, hint=nearest(word, node) if node else "there is nothing to remove")
+    added = next(f"+{override}" for override in overrides if override.partition("=")[0] == key)
+    return UsageError(wrong, hint=f"{nearest(word, node)}; {added} adds it" if node else f"write {added}")
+
+
+def _without_unknown_keys(
+    key: str, overrides: Sequence[str], groups: dict[str, list[str]], primary: Primary
+) -> dict[str, Any] | None:
+    """What the chosen groups alone compose to, with what is added beside `key`. None when that is refused, too."""
+    from omegaconf import OmegaConf
+
+    top = key.partition(".")[0]
+    kept = [
+        override
+        for override in overrides
+        if (match := OVERRIDE.match(override))
+        and (match.group(2) in groups or (match.group(1) in ("+", "++") and match.group(2).startswith(f"{top}.")))
+    ]
+    try:
+        values: Any = OmegaConf.to_container(_compose(primary, kept))
+    except Exception:  # whatever it is: the error that is being explained is the one to show
+        return None
+    return values if isinstance(values, dict) else None

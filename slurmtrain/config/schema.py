@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from slurmtrain.rundir import runs_root
+
 
 @dataclass
 class ContainerConfig:
@@ -67,7 +69,8 @@ class JobConfig:
     name: str = "train"  # also the folder under runs_dir and the name in squeue
     kind: str = "train"  # "train": the trainer of this package; "command": job.command on every rank
     command: str | None = None  # e.g. 'python my_train.py --lr 1e-3'; split into words as a shell would, no shell runs
-    runs_dir: str = "runs"  # shared between login node and compute nodes; relative to where submit is typed
+    # Shared between login node and compute nodes; relative to where submit is typed. SLURMTRAIN_RUNS, else "runs".
+    runs_dir: str = field(default_factory=lambda: str(runs_root()))
     snapshot: str = "auto"  # "auto": the git work tree if there is one, else run in place; "cwd": this folder; "none"
     snapshot_max_mb: int = 64  # a larger work tree is refused: data does not belong into the snapshot
 

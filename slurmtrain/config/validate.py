@@ -13,16 +13,34 @@ from slurmtrain.config.compose import SECRET_REFERENCE
 from slurmtrain.config.schema import ClusterConfig, Config, JobConfig
 from slurmtrain.errors import ConfigError, nearest
 
-# Long options of sbatch that cluster.sbatch may set: those of `man sbatch` that have no field of their own in the
-# schema and do not take over something this package decides (output, signal, array, requeue, chdir, wrap, export).
-SBATCH_OPTIONS = frozenset(
-    """acctg-freq batch bb bbf begin burst-buffer cluster-constraint clusters comment container contiguous core-spec
-    cores-per-socket cpu-freq cpus-per-gpu deadline delay-boot dependency distribution extra-node-info
-    get-user-env gid gpu-bind gpu-freq gres gres-flags hint kill-on-invalid-dep licenses mail-type mail-user mcs-label
-    mem-bind mincpus network nice no-kill nodefile nodelist oversubscribe overcommit power prefer priority profile
-    propagate reboot sockets-per-node spread-job switches thread-spec threads-per-core time-min tmp tres-bind
-    tres-per-task uid use-min-nodes wait-all-nodes wckey""".split()
-)
+# Long options of sbatch, those of `man sbatch`: what decides them here, or "" for those that cluster.sbatch may set.
+SBATCH_OPTIONS = {
+    **dict.fromkeys(
+        """acctg-freq batch bb bbf begin burst-buffer cluster-constraint clusters comment container contiguous core-spec
+        cores-per-socket cpu-freq cpus-per-gpu deadline delay-boot dependency distribution extra-node-info
+        get-user-env gid gpu-bind gpu-freq gres gres-flags hint kill-on-invalid-dep licenses mail-type mail-user
+        mcs-label mem-bind mincpus network nice no-kill nodefile nodelist oversubscribe overcommit power prefer priority
+        profile propagate reboot sockets-per-node spread-job switches thread-spec threads-per-core time-min tmp
+        tres-bind tres-per-task uid use-min-nodes wait-all-nodes wckey""".split(),
+        "",
+    ),
+    **{
+        option: f"cluster.{option.replace('-', '_')}"
+        for option in ("account", "constraint", "cpus-per-task", "exclude", "exclusive", "gpus-per-node", "nodes")
+    },
+    **{option: f"cluster.{option}" for option in ("partition", "qos", "reservation")},
+    **dict.fromkeys(("ntasks", "ntasks-per-node"), "cluster.tasks_per_node"),
+    **dict.fromkeys(("gpus", "gpus-per-socket", "gpus-per-task"), "cluster.gpus_per_node"),
+    "mem": "cluster.mem_per_node_gb",
+    "mem-per-cpu": "cluster.mem_per_cpu_gb",
+    "mem-per-gpu": "cluster.mem_per_gpu_gb",
+    "time": "cluster.time_limit_min",
+    "signal": "cluster.signal_lead_s",
+    "job-name": "job.name",
+    **dict.fromkeys(("requeue", "no-requeue"), "requeue.mode"),
+    **dict.fromkeys(("output", "error", "open-mode"), "the run directory"),
+    **dict.fromkeys(("array", "chdir", "export", "input", "parsable", "wait", "wrap"), "slurmtrain itself"),
+}
 SLURM_EARLY_S = 60  # `man sbatch`, --signal: the signal may be sent up to 60 seconds earlier than specified
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
 
@@ -126,27 +144,26 @@ def _check_cluster(cluster: ClusterConfig) -> None:
             hint=f"set cluster.signal_lead_s below {max(latest, 0)} or cluster.time_limit_min above "
             f"{(cluster.signal_lead_s + SLURM_EARLY_S) // 60 + 1}",
         )
-    for option in cluster.sbatch:
-        if option not in SBATCH_OPTIONS:
-            own = {
-                "time",
-                "signal",
-                "job-name",
-                "output",
-                "error",
-                "requeue",
-                "array",
-                "nodes",
-                "ntasks",
-                "chdir",
-                "export",
-            }
-            hint = (
-                "this one is decided by other fields of cluster, job or requeue"
-                if option in own
-                else nearest(option, SBATCH_OPTIONS)
+    for option, value in cluster.sbatch.items():
+        _check_sbatch_option(option, value)
+
+
+def _check_sbatch_option(option: str, value: object) -> None:
+    decided_by = SBATCH_OPTIONS.get(option)
+    if decided_by != "":
+        free = [name for name, owner in SBATCH_OPTIONS.items() if not owner]
+        raise ConfigError(
+            f"cluster.sbatch has no option {option!r}",
+            hint=f"it is decided by {decided_by}" if decided_by else nearest(option, free),
+        )
+    parts = value if isinstance(value, list) else [value]
+    allowed = (str, int) if isinstance(value, list) else (str, int, float, bool, type(None))
+    for part in parts:
+        if not isinstance(part, allowed) or (isinstance(value, list) and isinstance(part, bool)):
+            raise ConfigError(
+                f"cluster.sbatch.{option}={value!r} cannot be written as an option of sbatch",
+                hint="give text, a number, true for a bare flag, or a list of texts, which is joined with commas",
             )
-            raise ConfigError(f"cluster.sbatch has no option {option!r}", hint=hint)
 
 
 def _check_strings(cluster: ClusterConfig) -> None:
@@ -245,7 +262,8 @@ def _check_ranges(config: Config) -> None:
 def _one_of(name: str, value: str | None, allowed: tuple[str | None, ...]) -> None:
     if value not in allowed:
         words = ", ".join("null" if word is None else word for word in allowed)
-        raise ConfigError(f"{name}={value} is not known", hint=f"one of: {words}")
+        shown = value if value is None or value.isprintable() else repr(value)  # a sentence is one line
+        raise ConfigError(f"{name}={shown} is not known", hint=f"one of: {words}")
 
 
 def _at_least(name: str, value: float, least: float, *, why: str | None = None) -> None:

@@ -117,6 +117,8 @@ def _quote_secret(value: str) -> str:
 def _directive(name: str, value: object) -> str:
     if value is None or value is False:
         return ""
+    if isinstance(value, list):
+        value = ",".join(str(item) for item in value)
     return f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}"
 
 
@@ -146,10 +148,11 @@ def srun_words(cluster: ClusterConfig, paths: JobPaths) -> list[str]:
         mounts.append(shlex.quote(f"{paths.workdir}:{paths.workdir}"))
     if container.kind == "pyxis":
         words += [f"--container-image={shlex.quote(str(container.image))}", "--container-mounts=" + ",".join(mounts)]
+        words.append('--container-workdir="$PWD"')  # else the image's own
         words += [shlex.quote(word) for word in container.args]
     words += [shlex.quote(word) for word in cluster.srun_args]
     if container.kind == "apptainer":
-        words += ["apptainer exec", *(f"--bind {mount}" for mount in mounts)]
+        words += ["apptainer exec", *(f"--bind {mount}" for mount in mounts), '--pwd "$PWD"']
         words += [*(shlex.quote(word) for word in container.args), shlex.quote(str(container.image))]
     words.append(f'{SHIELDED} {rank_python(cluster, paths)} -u -m slurmtrain train "$run_dir"')
     return words

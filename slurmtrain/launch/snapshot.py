@@ -10,6 +10,7 @@ from pathlib import Path
 from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import ConfigError
 from slurmtrain.resources import PACKAGE, is_installed_copy
+from slurmtrain.rundir import RunDir
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,21 @@ class Source:
 
 
 def find_source(job: JobConfig, cwd: Path) -> Source:
-    """Decide what the snapshot is made of: the git work tree around `cwd`, `cwd` itself, or nothing."""
-    top = _git(cwd, "rev-parse", "--show-toplevel") if job.snapshot == "auto" else None
-    if top:
-        root = Path(top.strip())
-        below = cwd.resolve().relative_to(root.resolve())
-        return Source(root, "code" if below == Path(".") else f"code/{below}", git=True)
+    """Decide what the snapshot is made of: the git work tree around `cwd`, `cwd` itself, or nothing.
+
+    Raises:
+        ConfigError: there is a `.git`, but git cannot read it. Running in place instead would break the promise that
+            later edits change nothing, without a word.
+    """
+    if job.snapshot == "auto":
+        found = _run_git(cwd, "rev-parse", "--show-toplevel")
+        if found.returncode == 0 and found.stdout.strip():
+            root = Path(found.stdout.rstrip("\n"))
+            below = cwd.resolve().relative_to(root.resolve())
+            return Source(root, "code" if below == Path(".") else f"code/{below}", git=True)
+        here = cwd.resolve()
+        if any((folder / ".git").exists() for folder in (here, *here.parents)):
+            raise _git_failed(here, found)
     if job.snapshot == "cwd":
         return Source(cwd, "code")
     return Source(None, str(cwd.resolve()))
@@ -61,19 +71,21 @@ def take_snapshot(job: JobConfig, source: Source, target: Path) -> Snapshot:
     """Copy the code to `target`.
 
     Raises:
-        ConfigError: it is larger than job.snapshot_max_mb; the message names the largest files.
+        ConfigError: it is larger than job.snapshot_max_mb (the message names the largest files), or git failed.
     """
     target.mkdir(mode=0o700)
     revision, dirty = None, False
     if source.root is not None:
-        files = _files_of(source, runs=Path(job.runs_dir))
+        runs = Path(job.runs_dir)
+        files = _files_of(source, runs=runs if runs.is_absolute() else Path.cwd() / runs, target=target)
         _check_size(files, source.root, job.snapshot_max_mb)
         for file in files:
             destination = target / file
             destination.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source.root / file, destination, follow_symlinks=False)
         if source.git:
-            revision = (_git(source.root, "rev-parse", "HEAD") or "").strip() or None
+            # The one question that may fail: a work tree without a commit has no HEAD.
+            revision = _run_git(source.root, "rev-parse", "--verify", "--quiet", "HEAD").stdout.strip() or None
             dirty = bool(_git(source.root, "status", "--porcelain"))
     (target.parent / source.workdir).mkdir(parents=True, exist_ok=True)  # a folder that git knows no files of
     if not is_installed_copy() and not (target / "slurmtrain" / "__main__.py").exists():
@@ -82,27 +94,51 @@ def take_snapshot(job: JobConfig, source: Source, target: Path) -> Snapshot:
     return Snapshot(source.workdir, revision, dirty)
 
 
-def _files_of(source: Source, runs: Path) -> list[Path]:
-    """Files to copy, relative to the root: in git, tracked ones and untracked ones that are not ignored."""
+def _files_of(source: Source, runs: Path, target: Path) -> list[Path]:
+    """Files to copy, relative to the root.
+
+    Args:
+        runs: the folder of all runs. Runs in it are left out, other files are not: it may be the work tree itself.
+        target: where the copy goes.
+    """
     assert source.root is not None
-    root = source.root
-    if source.git:
-        listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard") or ""
-        names = [Path(name) for name in dict.fromkeys(listed.split("\0")) if name]
-    else:
-        names = [
-            path.relative_to(root)
-            for path in root.rglob("*")
-            if not any(part.startswith(".") for part in path.relative_to(root).parts)
-        ]
-    runs = runs if runs.is_absolute() else Path.cwd() / runs
-    files = []
-    for name in names:
+    root = source.root.resolve()
+    names = _files_in_git(root) if source.git else _visible_files(root)
+    runs, target = runs.resolve(), target.resolve()
+    run_folders: dict[Path, bool] = {}
+
+    def belongs_to_a_run(path: Path) -> bool:
+        if target in path.parents:
+            return True
+        if runs not in path.parents or len(path.relative_to(runs).parts) < 3:
+            return False
+        name, run_id = path.relative_to(runs).parts[:2]
+        folder = runs / name / run_id
+        if folder not in run_folders:
+            run_folders[folder] = RunDir(folder).exists()
+        return run_folders[folder]
+
+    return [name for name in names if not belongs_to_a_run(root / name)]
+
+
+def _files_in_git(root: Path) -> list[Path]:
+    """Tracked files, and untracked ones that are not ignored; those of submodules and of clones inside, too."""
+    listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    files: list[Path] = []
+    for name in dict.fromkeys(listed.split("\0")):  # a file in conflict is listed once a side
         path = root / name
-        if runs.resolve() in path.resolve().parents or not (path.is_file() or path.is_symlink()):
-            continue  # other runs; deleted but still tracked; submodules are folders to git
-        files.append(name)
+        if not name:
+            continue
+        if path.is_file() or path.is_symlink():  # neither: deleted, but still tracked
+            files.append(Path(name))
+        elif (path / ".git").exists():  # to git, a repository inside is one entry; ls-files enters only tracked files
+            files.extend(Path(name) / below for below in _files_in_git(path))
     return files
+
+
+def _visible_files(root: Path) -> list[Path]:
+    names = (path.relative_to(root) for path in root.rglob("*") if path.is_file() or path.is_symlink())
+    return [name for name in names if not any(part.startswith(".") for part in name.parts)]
 
 
 def _check_size(files: list[Path], root: Path, max_mb: int) -> None:
@@ -117,12 +153,29 @@ def _check_size(files: list[Path], root: Path, max_mb: int) -> None:
         )
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    try:
-        # surrogateescape: a file name need not be UTF-8, and os functions take it back as it was.
-        answer = subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, errors="surrogateescape", check=False
-        )
-    except FileNotFoundError:
-        return None
-    return answer.stdout if answer.returncode == 0 else None
+def _git(folder: Path, *arguments: str) -> str:
+    """What git prints.
+
+    Raises:
+        ConfigError: it failed.
+    """
+    answer = _run_git(folder, *arguments)
+    if answer.returncode != 0:
+        raise _git_failed(folder, answer)
+    return answer.stdout
+
+
+def _run_git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["git", *arguments]
+    if shutil.which("git") is None:
+        return subprocess.CompletedProcess(command, 127, "", "git is not installed, or not in PATH")
+    # surrogateescape: a file name need not be UTF-8, and os functions take it back as it was.
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="surrogateescape", check=False)
+
+
+def _git_failed(folder: Path, answer: subprocess.CompletedProcess[str]) -> ConfigError:
+    words = answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"]
+    return ConfigError(
+        f"the code in {folder} cannot be copied, because git failed: {words[0].removeprefix('fatal: ')}",
+        hint=f"make `git -C {folder} status` work, or run in place with job.snapshot=none",
+    )

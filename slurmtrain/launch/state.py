@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from slurmtrain.rundir import RunDir
+from slurmtrain.errors import ClusterError
+from slurmtrain.rundir import RunDir, read_json
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.attempts import Attempt
 from slurmtrain.runtime.judge import Verdict
@@ -28,14 +31,18 @@ GONE = (
     "DEADLINE",
     "OUT_OF_MEMORY",
 )
+LOCAL_START_S = 60.0  # a local attempt whose rank 0 has not said anything for longer than this never will
 
 
 @dataclass(frozen=True)
 class RunState:
     """Attributes:
-    word: one of "prepared", "waiting", "running", "stopping", "requeued", "held", "finished", "stopped", "failed", "lost".
+    word: one of "prepared", "waiting", "starting", "running", "stopping", "requeued", "held", "unknown", "finished",
+        "stopped", "failed", "lost".
     sentence: why, and what comes next.
-    alive: SLURM or a local launcher still has it.
+    alive: SLURM or a local launcher still has it, or may have it for all that can be known here.
+    own_job: the job is this run's alone; False where somebody started the run inside of an allocation.
+    doubt: why SLURM could not be asked, where it should have been.
     """
 
     word: str
@@ -44,105 +51,36 @@ class RunState:
     attempts: list[Attempt]
     job_id: str | None
     step: int | None
+    own_job: bool = True
+    doubt: str | None = None
 
 
 def states(run_dirs: Iterable[RunDir]) -> dict[str, RunState]:
     """State of every run, by id, with one squeue call for each cluster they are on."""
-    infos = {run_dir: run_dir.info() for run_dir in run_dirs}
+    records = [_read(run_dir) for run_dir in run_dirs]
     by_cluster: dict[str | None, list[str]] = {}
-    for run_dir, info in infos.items():
-        job_id = latest_job_id(run_dir)
-        if info["backend"] == "slurm" and job_id:
-            by_cluster.setdefault(info["slurm_conf"], []).append(job_id)
+    for record in records:
+        if not record.local and record.job_id:
+            by_cluster.setdefault(record.info["slurm_conf"], []).append(record.job_id)
     queues = {conf: _queue(conf, ids) for conf, ids in by_cluster.items()}
-    return {run_dir.id: _state(run_dir, info, queues.get(info["slurm_conf"])) for run_dir, info in infos.items()}
+    return {record.id: _state(record, queues.get(record.info["slurm_conf"], _Queue())) for record in records}
 
 
 def state(run_dir: RunDir) -> RunState:
     return states([run_dir])[run_dir.id]
 
 
-def latest_job_id(run_dir: RunDir) -> str | None:
-    """The last job of this run: from its attempts, which also know of a job that somebody handed to sbatch by hand."""
-    submitted = run_dir.info()["job_ids"]
-    ran = [attempt.job_id for attempt in attempts.all_attempts(run_dir) if attempt.job_id]
-    if submitted and (not ran or submitted[-1] not in ran):
-        return str(submitted[-1])
-    return ran[-1] if ran else None
+def is_over(run_dir: RunDir) -> bool:
+    """The run's own files say that it has ended. Asks nobody; what they do not say, `state` may know."""
+    return _read(run_dir).over
 
 
-def _queue(slurm_conf: str | None, job_ids: list[str]) -> dict[str, tuple[str, str]] | None:
-    """squeue's answer, or None when it cannot be had: then the run's own files are all there is."""
-    if slurm_conf and not Path(slurm_conf).exists():
-        return {}  # a sandbox that is down, and its jobs with it
-    client = SlurmClient(slurm_conf)
-    return client.queue(job_ids) if client.available else None
-
-
-def _state(run_dir: RunDir, info: dict[str, object], queue: dict[str, tuple[str, str]] | None) -> RunState:
-    tries = attempts.all_attempts(run_dir)
-    last = tries[-1] if tries else None
-    job_id = latest_job_id(run_dir)
-    step = max(
-        (value for value in (attempts.newest_checkpoint_step(run_dir), attempts.last_logged_step(run_dir)) if value),
-        default=None,
-    )
-
-    def result(word: str, sentence: str, alive: bool) -> RunState:
-        return RunState(word, sentence, alive, tries, job_id, step)
-
-    if info["backend"] == "local" or (job_id is None and last is not None):
-        if last is not None and last.ended is None and _process_lives(last):
-            return result("running", f"attempt {last.number} on {last.host}", True)
-        return result(*_ended(run_dir, last), False)
-    if job_id is None:
-        return result("prepared", f"not submitted yet: sbatch {run_dir.script}", False)
-    queued, why = (queue or {}).get(job_id, ("", ""))
-    if queued == "PENDING" and last is not None and job_id == last.job_id:
-        if "held" in why.lower() or why == "JobHoldMaxRequeue":
-            return result("held", f"SLURM holds it ({why}); `requeue {run_dir.id}` releases it", True)
-        return result("requeued", f"{last.sentence or 'was requeued'}; waiting to start again ({why})", True)
-    if queued == "PENDING":
-        return result("held" if "held" in why.lower() else "waiting", f"job {job_id} is pending: {why}", True)
-    if queued == "COMPLETING":
-        return result("stopping", f"job {job_id}: the last ranks are leaving", True)
-    if queued and queued not in GONE:
-        number = last.number if last is not None and last.job_id == job_id else len(tries) + 1
-        return result("running", f"attempt {number}, job {job_id}", True)
-    if queue is None and last is not None and last.ended is None:
-        return result(
-            "unknown", "SLURM cannot be asked from here; the last attempt has not ended as far as its files say", True
-        )
-    return result(*_ended(run_dir, last, queued), False)
-
-
-def _ended(run_dir: RunDir, last: Attempt | None, queued: str = "") -> tuple[str, str]:
-    """Word and sentence for a run that nobody runs any more."""
-    if last is None:
-        return (
-            ("failed", f"job ended as {queued} before its first attempt; see {run_dir.path}/slurm-*.log")
-            if queued
-            else (
-                "lost",
-                "its job is gone and left no attempt; `resume` submits it again",
-            )
-        )
-    setup = run_dir.attempt(last.number) / "setup-failed"
-    if setup.exists():
-        return "failed", setup.read_text().strip()
-    if last.verdict == Verdict.DONE:
-        return "finished", "finished"
-    if last.verdict == Verdict.END:
-        word = "stopped" if last.reason in ("cancelled", "asked", "time limit", "preempted") else "failed"
-        return word, f"{last.sentence}. `resume {run_dir.id}` continues it"
-    if last.verdict is None:
-        return "lost", f"attempt {last.number} ended without a word; `resume {run_dir.id}` continues it"
-    return "lost", f"{last.sentence}, but its job is gone; `resume {run_dir.id}` continues it"
-
-
-def _process_lives(attempt: Attempt) -> bool:
-    if attempt.pid is None or attempt.host != socket.gethostname():
+def process_lives(attempt: Attempt) -> bool | None:
+    """Whether rank 0 of an attempt lives; None when it is on another host and cannot be seen from here."""
+    if attempt.pid is None:
         return False
+    if attempt.host != socket.gethostname():
+        return None
     try:
         os.kill(attempt.pid, 0)
         # One whose launcher was killed stays as a zombie where nobody collects orphans, as in many containers.
@@ -151,3 +89,230 @@ def _process_lives(attempt: Attempt) -> bool:
         return False
     except PermissionError:
         return True
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What a run's own files say, read once.
+
+    Attributes:
+        job_id: its latest job, as far as is known; None before it was submitted, and outside of SLURM.
+    """
+
+    run_dir: RunDir
+    info: dict[str, Any]
+    attempts: list[Attempt]
+    job_id: str | None
+
+    @property
+    def id(self) -> str:
+        return self.run_dir.id
+
+    @property
+    def local(self) -> bool:
+        return bool(self.info["backend"] == "local")
+
+    @property
+    def last(self) -> Attempt | None:
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def own_job(self) -> bool:
+        """It was submitted as this job, or its script was handed to sbatch: only that makes such a log."""
+        return self.job_id in self.info["job_ids"] or self._has_log(self.job_id)
+
+    @property
+    def has_begun(self) -> bool:
+        """The last attempt belongs to the latest job, rather than to one before."""
+        if self.last is None or self.job_id is None:
+            return self.last is not None
+        if self.last.job_id is not None:
+            return self.last.job_id == self.job_id
+        # Rank 0 never wrote down the job, so what tells is whether the job's script has run at all.
+        return self.info["job_ids"] in ([], [self.job_id]) or self._has_log(self.job_id)
+
+    @property
+    def setup_failed(self) -> Path | None:
+        path = self.run_dir.attempt(self.last.number) / "setup-failed" if self.last is not None else None
+        return path if path is not None and path.exists() else None
+
+    @property
+    def setting_up(self) -> bool:
+        """The last attempt has its folder, but rank 0 has not opened its record, nor has anybody closed it."""
+        last = self.last
+        return last is not None and not last.started and last.verdict is None and self.setup_failed is None
+
+    @property
+    def over(self) -> bool:
+        """The last attempt is the last there will be."""
+        if self.last is None or not self.has_begun:
+            return False
+        return self.last.verdict in (Verdict.DONE, Verdict.END) or self.setup_failed is not None
+
+    def cancelled(self, queued: str) -> bool:
+        """By scancel, while SLURM still remembers, or by `cancel RUN` after what the last attempt could know of."""
+        since = (self.last.ended or self.last.started) if self.last is not None else 0.0
+        request = read_json(self.run_dir.request_file) or {}
+        asked = request.get("action") == "cancel" and float(request.get("time", 0)) >= since
+        return queued == "CANCELLED" or asked
+
+    def _has_log(self, job_id: str | None) -> bool:
+        name = f"slurm-{job_id}.log"  # an array's task has it in the folder above
+        return (self.run_dir.path / name).exists() or (self.run_dir.path.parent / name).exists()
+
+
+def _read(run_dir: RunDir) -> _Record:
+    info, tries = run_dir.info(), attempts.all_attempts(run_dir)
+    return _Record(run_dir, info, tries, _latest_job_id(run_dir, [str(job) for job in info["job_ids"]], tries))
+
+
+def _latest_job_id(run_dir: RunDir, submitted: list[str], tries: list[Attempt]) -> str | None:
+    """The last job: one that was submitted, one that an attempt knows of, or one that somebody handed to sbatch."""
+    ran = [attempt.job_id for attempt in tries if attempt.job_id]
+    opened = tries[-1].started if tries else 0.0
+    if submitted and submitted[-1] not in ran:
+        at = [float(event["time"]) for event in run_dir.events() if event["event"] == "submitted"] if opened else []
+        if not at or at[-1] > opened:  # else somebody started the run by hand since
+            return submitted[-1]
+    logs = [(path.stat().st_mtime, path.stem.removeprefix("slurm-")) for path in run_dir.path.glob("slurm-*.log")]
+    if logs and max(logs)[0] > opened and max(logs)[1] not in ran:
+        return max(logs)[1]
+    return ran[-1] if ran else None
+
+
+@dataclass(frozen=True)
+class _Queue:
+    """squeue's answer: state and reason by job id, or why there is none."""
+
+    jobs: dict[str, tuple[str, str]] = field(default_factory=dict)
+    doubt: str | None = None
+
+
+def _queue(slurm_conf: str | None, job_ids: list[str]) -> _Queue:
+    if slurm_conf and not Path(slurm_conf).exists():
+        return _Queue()  # a sandbox that is down, and its jobs with it
+    try:
+        return _Queue(SlurmClient(slurm_conf).queue(job_ids))
+    except ClusterError as error:  # the run's own files are all there is
+        return _Queue(doubt=error.message)
+
+
+def _state(record: _Record, queue: _Queue) -> RunState:
+    without_slurm = record.local or record.job_id is None
+    if without_slurm:
+        word, sentence, alive = _without_slurm(record)
+    elif queue.doubt is not None:
+        word, sentence, alive = _unasked(record)
+    else:
+        word, sentence, alive = _asked(record, *queue.jobs.get(record.job_id or "", ("", "")))
+    steps = (attempts.newest_checkpoint_step(record.run_dir), attempts.last_logged_step(record.run_dir))
+    return RunState(
+        word,
+        sentence,
+        alive,
+        record.attempts,
+        record.job_id,
+        step=max((step for step in steps if step), default=None),
+        own_job=record.own_job,
+        doubt=None if without_slurm else queue.doubt,
+    )
+
+
+def _without_slurm(record: _Record) -> tuple[str, str, bool]:
+    """A run on this machine, or on another one: its processes are all there is to look at."""
+    last = record.last
+    if last is None and not record.local:
+        return "prepared", f"not submitted yet: sbatch {record.run_dir.script}", False
+    if last is None or record.over:
+        return *_ended(record), False
+    if last.started and last.verdict is None:
+        lives = process_lives(last)
+        if lives is None:
+            return (
+                "unknown",
+                f"attempt {last.number} began on {last.host}, and only there can be seen what became of it",
+                True,
+            )
+        return ("running", f"attempt {last.number} on {last.host}", True) if lives else (*_ended(record), False)
+    since = last.ended or record.run_dir.attempt(last.number).stat().st_mtime
+    if time.time() - since < LOCAL_START_S:
+        number = last.number if record.setting_up else last.number + 1
+        return "starting", f"attempt {number} is setting up", True
+    return *_ended(record), False
+
+
+def _unasked(record: _Record) -> tuple[str, str, bool]:
+    """A run under SLURM, when SLURM does not answer: what has no end on record may be alive."""
+    last = record.last
+    waits = last is None or not record.has_begun or last.verdict is not None or record.setting_up
+    if record.over or (waits and record.cancelled("")):
+        return *_ended(record), False
+    if last is None or not record.has_begun:
+        known = f"job {record.job_id} was submitted and has left no attempt yet"
+    elif record.setting_up:
+        known = f"attempt {last.number} was setting up"
+    elif last.verdict is not None:
+        known = str(last.sentence)
+    else:
+        known = f"attempt {last.number} has not ended as far as its files say"
+    return "unknown", f"SLURM cannot be asked; {known}", True
+
+
+def _asked(record: _Record, queued: str, why: str) -> tuple[str, str, bool]:
+    """A run under SLURM, with what squeue says of its job; "" when it has forgotten it."""
+    last, job_id = record.last, record.job_id
+    if queued == "PENDING":  # before all else: somebody may have requeued a job that had ended
+        return *_pending(record, why), True
+    if not queued or queued in GONE or record.over:  # a job may outlive the run: an allocation does
+        return *_ended(record, queued if queued in GONE else ""), False
+    if queued == "COMPLETING":
+        return "stopping", f"job {job_id}: the last ranks are leaving", True
+    if last is not None and record.setting_up:
+        return "starting", f"attempt {last.number} is setting up, job {job_id}", True
+    if last is None or not record.has_begun or last.verdict is not None:
+        number = (last.number if last is not None else 0) + 1
+        before = f"{last.sentence}; " if last is not None and record.has_begun else ""
+        return "starting", f"{before}attempt {number} is about to begin, job {job_id}", True
+    if not record.own_job and process_lives(last) is False:
+        return *_ended(record), False
+    return "running", f"attempt {last.number}, job {job_id}", True
+
+
+def _pending(record: _Record, why: str) -> tuple[str, str]:
+    if "held" in why.lower() or why == "JobHoldMaxRequeue":
+        return "held", f"SLURM holds it ({why}); `requeue {record.id}` releases it"
+    last = record.last
+    if last is None or not record.has_begun:
+        return "waiting", f"job {record.job_id} is pending: {why}"
+    before = last.sentence or (
+        f"attempt {last.number} ended while it was set up" if record.setting_up else "was requeued"
+    )
+    return "requeued", f"{before}; waiting to start again ({why})"
+
+
+def _ended(record: _Record, queued: str = "") -> tuple[str, str]:
+    """Word and sentence for a run that nobody runs any more."""
+    last = record.last
+    resume = f"`resume {record.id}` continues it"
+    if last is None or not record.has_begun:
+        what = f"job {record.job_id}" if record.job_id else "it"
+        if record.cancelled(queued):
+            return "stopped", f"cancelled while it waited. {resume}"
+        if queued:
+            return "failed", f"{what} ended as {queued} before its first attempt; see {record.run_dir.path}/slurm-*.log"
+        return "lost", f"{what} is gone and left no attempt; `resume {record.id}` starts it again"
+    if record.setup_failed is not None:
+        return "failed", record.setup_failed.read_text().strip()
+    if last.verdict == Verdict.DONE:
+        return "finished", "finished"
+    if last.verdict == Verdict.END:
+        word = "stopped" if last.reason in ("cancelled", "asked", "time limit", "preempted") else "failed"
+        return word, f"{last.sentence}. {resume}"
+    if record.cancelled(queued):
+        if last.verdict is not None:
+            return "stopped", f"cancelled while it waited to start again. {resume}"
+        when = "while it was set up" if record.setting_up else "and left no word"
+        return "stopped", f"attempt {last.number} was cancelled {when}. {resume}"
+    if last.verdict is None:
+        return "lost", f"attempt {last.number} ended without a word; {resume}"
+    return "lost", f"{last.sentence}, but its job is gone; {resume}"

@@ -181,13 +181,23 @@ def _write(
             "submit_dir": str(cwd),
             "created": time.time(),
             "version": __version__,
-            "slurm_conf": None,
+            "slurm_conf": _slurm_conf_if_known(config),
             "job_ids": [],
         },
     )
     run_dir.config_file.write_text(freeze(config))
     run_dir.config_file.chmod(0o600)
     run_dir.script.write_text(render_script(config, JobPaths([run_dir.path], snapshot.workdir, sys.executable)))
+
+
+def _slurm_conf_if_known(config: Config) -> str | None:
+    """For a run that is handed to sbatch by hand: `status`, `cancel` and `resume` must ask the same SLURM."""
+    if config.cluster.backend == "local":
+        return None
+    try:
+        return slurm_conf_of(config)
+    except ClusterError:  # its sandbox is not running yet; `submit` has asked before, and refuses
+        return None
 
 
 def _with_absolute_paths(config: Config, cwd: Path) -> Config:

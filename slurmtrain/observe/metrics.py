@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ class MetricsLog:
         path: the file; its folder is made if need be.
         resume_step: the step of the checkpoint that this attempt continues from. Records of later steps, and a last
             line torn by a kill, are dropped. -1 starts from nothing.
+        keep: of the others, those for which this is false are dropped, too.
     """
 
-    def __init__(self, path: Path, resume_step: int):
+    def __init__(self, path: Path, resume_step: int, keep: Callable[[dict[str, Any]], bool] = lambda record: True):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _keep_until(path, resume_step)
+        _drop(path, lambda record: record["step"] <= resume_step and keep(record))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, **values: Value) -> None:
@@ -57,8 +58,9 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             yield line, record
 
 
-def _keep_until(path: Path, last_step: int) -> None:
-    kept = b"".join(line for line, record in _records(path) if record["step"] <= last_step)
+def _drop(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrite the file with the wanted records only."""
+    kept = b"".join(line for line, record in _records(path) if wanted(record))
     if not path.exists() or path.stat().st_size == len(kept):
         return
     # By way of a second file, so that a kill in the middle loses nothing of what was recorded.

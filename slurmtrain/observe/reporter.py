@@ -12,8 +12,13 @@ from slurmtrain.observe.tensorboard import TensorBoardLog
 class Reporter:
     """What rank 0 shows. Other ranks have a `SilentReporter`."""
 
-    def __init__(self, *, metrics_file: Path, tensorboard: Path | None, total_steps: int, resume_step: int):
-        self._metrics = MetricsLog(metrics_file, resume_step)
+    def __init__(
+        self, *, metrics_file: Path, tensorboard: Path | None, total_steps: int, resume_step: int, evaluated_at: int
+    ):
+        # An evaluation that no checkpoint knows of is made again.
+        self._metrics = MetricsLog(
+            metrics_file, resume_step, keep=lambda record: "valid_loss" not in record or record["step"] <= evaluated_at
+        )
         self._tensorboard = TensorBoardLog(tensorboard, resume_step) if tensorboard is not None else None
         self._progress: Progress = progress(total_steps, resume_step)
 

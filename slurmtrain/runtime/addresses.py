@@ -54,22 +54,25 @@ def interface_addresses() -> dict[str, str]:
     return addresses
 
 
-def interface_towards(peer: str, environment: Environment) -> str | None:
-    """The interface through which `peer` is reached (or, on rank 0, was reached)."""
-    if environment.single_node or peer in ("127.0.0.1", "localhost"):
-        return "lo"
-    if not peer:
-        return None
+def interface_towards(address: str) -> str | None:
+    """The interface that has `address`, or through which it is reached; None when that cannot be told."""
+    by_address = {own: name for name, own in interface_addresses().items()}
+    if address in by_address:
+        return by_address[address]
     try:
-        address = socket.gethostbyname(peer)
-        by_address = {own: name for name, own in interface_addresses().items()}
-        if address in by_address:
-            return by_address[address]
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))  # UDP: nothing is sent, the kernel only chooses the route
             return by_address.get(probe.getsockname()[0])
     except OSError:
         return None
+
+
+def address_of(host: str) -> str:
+    """IPv4 address of a host name, or the name itself when it does not resolve."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return host
 
 
 def free_port() -> int:

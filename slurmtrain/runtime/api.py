@@ -26,11 +26,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from slurmtrain import rundir
 from slurmtrain.errors import EXIT_REQUEUE, SlurmtrainError
 from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime import attempts, place, signals
 
-_stop = signals.arm()  # before torch is imported, if slurmtrain is imported first
+_stop = signals.arm()  # before torch is imported, which takes seconds, where this module is what imports it
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -72,7 +73,8 @@ _checkpointers: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
     """Find this rank, meet the others, make torch's default process group (when there are several), watch for signals.
 
-    Import slurmtrain before torch where you can: signals are seen from the first use of it on.
+    Call it as early as you can: signals are seen from here on, not from `import slurmtrain` on, which loads nothing. A rank
+    that a signal ends sooner is still requeued where it was submitted (`job=command`): the process around it sees to that.
 
     Args:
         device: "auto" (a GPU where one is visible), "cpu" or "cuda".
@@ -91,7 +93,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
         cluster = load_frozen(_place.run_dir.config_file).cluster
     meeting = _place.attempt_dir if _place else None
     if meeting is None and environment.source == "slurm" and environment.world_size > 1:
-        meeting = place.meeting_directory(environment, Path("runs"))
+        meeting = place.meeting_directory(environment, rundir.runs_root())
     _world = join(cluster, device, environment, meeting, _stop)
     _agreement = StopAgreement(_stop, _world.control)
     atexit.register(_let_go)

@@ -16,7 +16,7 @@ from typing import Any
 
 from slurmtrain.checkpoint.commit import committed, step_of
 from slurmtrain.rundir import RunDir, read_json, write_json
-from slurmtrain.runtime.judge import Reason, Verdict, counts_as_stall
+from slurmtrain.runtime.judge import Verdict
 from slurmtrain.runtime.slurm import JobFacts
 
 
@@ -27,7 +27,8 @@ class Attempt:
     Attributes:
         first_step: steps done when it began; None until it has restored.
         last_step: steps done when it ended, as far as is known.
-        committed_step: the newest checkpoint when it ended.
+        committed_before, committed_step: the newest checkpoint when it began, and when it ended.
+        stalled: it used up the budget: its own fault, and no new checkpoint.
         said: rank 0's last word: "finished" or "stopped".
         stepping: when it began to train; None until then.
         start_up_s: seconds of each stage from the start of rank 0's process until then.
@@ -46,6 +47,7 @@ class Attempt:
     start_up_s: dict[str, float] = field(default_factory=dict)
     first_step: int | None = None
     last_step: int | None = None
+    committed_before: int | None = None
     committed_step: int | None = None
     said: str | None = None
     cause: str | None = None
@@ -56,12 +58,13 @@ class Attempt:
     exit_code: int | None = None
     reason: str | None = None
     verdict: str | None = None
+    stalled: bool = False
     sentence: str | None = None
 
     @property
     def progressed(self) -> bool:
         """A checkpoint newer than the one it started from."""
-        return (self.committed_step or 0) > (self.first_step or 0)
+        return (self.committed_step or 0) > (self.committed_before or 0)
 
 
 def read_attempt(run_dir: RunDir, number: int) -> Attempt:
@@ -85,12 +88,16 @@ def all_attempts(run_dir: RunDir) -> list[Attempt]:
 
 
 def stalled_before(attempts: list[Attempt], number: int) -> int:
-    """Attempts directly before `number` that used up the budget. One with another end does not count, nor does it reset."""
+    """Attempts directly before `number` that used up the budget.
+
+    Progress starts the count afresh, and so does a person who resumed a run that had ended. An attempt that ended
+    for another reason does not count.
+    """
     count = 0
     for attempt in reversed([attempt for attempt in attempts if attempt.number < number]):
-        if attempt.progressed or attempt.reason in (Reason.FINISHED, Reason.CANCELLED):
+        if attempt.progressed or attempt.verdict in (Verdict.DONE, Verdict.END):
             break
-        count += counts_as_stall(attempt.reason or "", attempt.progressed)
+        count += attempt.stalled
     return count
 
 
@@ -111,25 +118,6 @@ def last_logged_step(run_dir: RunDir) -> int | None:
         except (ValueError, KeyError, TypeError):
             continue
     return None
-
-
-def close_abandoned(run_dir: RunDir, current: int) -> None:
-    """Complete the records of earlier attempts that ended without a word: their node is gone, or the batch shell died."""
-    for number in run_dir.attempt_numbers():
-        if number >= current:
-            continue
-        attempt = read_attempt(run_dir, number)
-        if attempt.reason is not None or (run_dir.attempt(number) / "setup-failed").exists():
-            continue
-        attempt.committed_step = newest_checkpoint_step(run_dir)
-        attempt.last_step = attempt.last_step or last_logged_step(run_dir)
-        attempt.reason, attempt.verdict = Reason.NODE_FAILURE, Verdict.RESTARTING
-        attempt.sentence = "ended without a word: its node failed, or it was killed; SLURM started it again"
-        if (attempt.facts or {}).get("preempt_time"):
-            attempt.reason, attempt.sentence = Reason.PREEMPTED, "preempted, and killed before it could say so"
-        attempt.ended = time.time()
-        write_attempt(run_dir, attempt)
-        run_dir.event("attempt ended", attempt=number, reason=attempt.reason, sentence=attempt.sentence)
 
 
 def record_stop(

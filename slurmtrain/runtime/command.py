@@ -25,6 +25,9 @@ from slurmtrain.runtime.signals import StopSignals
 from slurmtrain.runtime.slurm import SlurmClient
 from slurmtrain.runtime.watch import Watch
 
+# Of the signal itself, or as a shell reports it.
+DIED_OF_A_STOP = {sign for number in (signal.SIGTERM, signal.SIGUSR2) for sign in (-number, 128 + number)}
+SIGNAL_LAG_S = 1.0
 POLL_S = 0.05  # of a file on a shared file system: there is no event to await
 
 
@@ -38,7 +41,7 @@ def run_command(config: Config, environment: Environment, where: Place, stop: St
     """
     watch: Watch | None = None
     if environment.rank == 0:
-        place.open_attempt(where, environment)
+        place.open_attempt(where, environment, config)
         client = SlurmClient() if environment.source == "slurm" else None
         watch = Watch(stop, where.attempt_dir, client, signal_lead_s=config.cluster.signal_lead_s)
     words = shlex.split(config.job.command or "")
@@ -53,6 +56,9 @@ def run_command(config: Config, environment: Environment, where: Place, stop: St
     if environment.source != "slurm":
         _pass_signals_on(stop, program)
     code = program.wait()
+    if code in DIED_OF_A_STOP:
+        # The program had the signal at the same moment as this process, whose reader thread may be a little behind.
+        stop.wait(SIGNAL_LAG_S)
     if code not in (0, EXIT_REQUEUE, EXIT_CONFIG):
         if stop.requested:
             print(

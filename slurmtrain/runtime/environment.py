@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -63,7 +64,7 @@ class Environment:
         return "an unknown node"
 
     @classmethod
-    def detect(cls, variables: Mapping[str, str] = os.environ) -> Environment:
+    def detect(cls, variables: Mapping[str, str] = os.environ, *, terminal: bool | None = None) -> Environment:
         """Read the environment.
 
         torchrun's variables win, since it may itself run under srun. SLURM counts only inside a step that srun
@@ -74,7 +75,7 @@ class Environment:
         """
         if "TORCHELASTIC_RUN_ID" in variables or variables.get(LAUNCHER_VARIABLE) == "local":
             return cls._from_torchrun(variables)
-        if in_slurm_step(variables):
+        if in_slurm_step(variables, terminal=terminal):
             return cls._from_slurm(variables)
         return cls(source="single", nodes=(socket.gethostname(),), job_id=variables.get("SLURM_JOB_ID"))
 
@@ -138,10 +139,18 @@ class Environment:
         return self
 
 
-def in_slurm_step(variables: Mapping[str, str] = os.environ) -> bool:
-    """True for a task that srun started to run a program, not a shell for a person."""
+def in_slurm_step(variables: Mapping[str, str] = os.environ, *, terminal: bool | None = None) -> bool:
+    """True for a task that srun started to run a program, not a shell for a person.
+
+    Args:
+        terminal: standard input is one; None: look.
+    """
+    if terminal is None:
+        terminal = sys.stdin is not None and sys.stdin.isatty()
     step = variables.get("SLURM_STEP_ID", "")
-    interactive = "SLURM_PTY_PORT" in variables
+    # The shell of `srun --pty` is one process for a person. What srun starts from within it inherits the variable, but
+    # has no terminal.
+    interactive = "SLURM_PTY_PORT" in variables and terminal
     return step.isdigit() and int(step) < SPECIAL_STEPS and "SLURM_PROCID" in variables and not interactive
 
 

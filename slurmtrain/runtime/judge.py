@@ -29,7 +29,6 @@ class Reason(StrEnum):
     ASKED = "asked"  # a person's signal, `preempt RUN` or `requeue RUN`
     CONFIG = "config"
     CRASH = "crash"
-    SETUP = "set-up"
 
 
 class Verdict(StrEnum):
@@ -56,7 +55,8 @@ class Evidence:
         facts: what SLURM says of the job; None outside of SLURM.
         restart_count: SLURM_RESTART_COUNT of this attempt.
         progressed: a checkpoint was committed that is newer than what the attempt started from.
-        stalled_before: attempts directly before this one that ended in a crash or at the time limit without progress.
+        progress_visible: False for a program that keeps checkpoints of its own: no news is not bad news there.
+        stalled_before: attempts directly before this one that stalled, too.
     """
 
     exit_code: int
@@ -69,6 +69,7 @@ class Evidence:
     facts: JobFacts | None = None
     restart_count: int = 0
     progressed: bool = False
+    progress_visible: bool = True
     stalled_before: int = 0
 
 
@@ -88,9 +89,14 @@ class Policy:
 
 @dataclass(frozen=True)
 class Judgement:
+    """Attributes:
+    stalled: the run's own fault, and nothing to show for it: the attempt uses up the budget.
+    """
+
     reason: Reason
     verdict: Verdict
     sentence: str
+    stalled: bool = False
 
 
 def judge(evidence: Evidence, policy: Policy) -> Judgement:
@@ -98,26 +104,47 @@ def judge(evidence: Evidence, policy: Policy) -> Judgement:
     reason, sentence = _reason(evidence, policy)
     if reason is Reason.FINISHED:
         return Judgement(reason, Verdict.DONE, sentence)
-    if reason in (Reason.CANCELLED, Reason.CONFIG, Reason.SETUP):
+    if reason in (Reason.CANCELLED, Reason.CONFIG):
         return Judgement(reason, Verdict.END, sentence)
+    stalled = _is_stall(reason, evidence)
     if _slurm_restarts(evidence):
-        return Judgement(reason, Verdict.RESTARTING, f"{sentence}; SLURM starts it again")
+        return Judgement(reason, Verdict.RESTARTING, f"{sentence}; SLURM starts it again", stalled)
     if not policy.requeue:
-        return Judgement(reason, Verdict.END, f"{sentence}; it is not requeued (requeue.mode=off)")
-    if (
-        counts_as_stall(reason, evidence.progressed)
-        and evidence.stalled_before + 1 >= policy.max_attempts_without_progress
-    ):
+        return Judgement(reason, Verdict.END, f"{sentence}; it is not requeued (requeue.mode=off)", stalled)
+    if stalled and evidence.stalled_before + 1 >= policy.max_attempts_without_progress:
         tries = f"{policy.max_attempts_without_progress} attempts in a row without a new checkpoint"
         if policy.max_attempts_without_progress == 1:
             tries = "an attempt without a new checkpoint"
-        return Judgement(reason, Verdict.END, f"{sentence}; {tries}: giving up (requeue.max_attempts_without_progress)")
-    return Judgement(reason, Verdict.REQUEUE, f"{sentence}; it is requeued")
+        sentence = f"{sentence}; {tries}: giving up (requeue.max_attempts_without_progress)"
+        return Judgement(reason, Verdict.END, sentence, stalled)
+    return Judgement(reason, Verdict.REQUEUE, f"{sentence}; it is requeued", stalled)
 
 
-def counts_as_stall(reason: Reason | str, progressed: bool) -> bool:
-    """Attempts that use up the budget: the run's own fault, and nothing to show for it."""
-    return not progressed and reason in (Reason.CRASH, Reason.TIME_LIMIT)
+def judge_abandoned(evidence: Evidence, policy: Policy) -> Judgement:
+    """For an attempt that nobody settled: its batch shell is gone, and the job has started again already."""
+    if evidence.request == "cancel":
+        reason, sentence = Reason.CANCELLED, "cancelled by `cancel RUN`, and killed before that was on record"
+    elif evidence.facts is not None and evidence.facts.preempted:
+        reason, sentence = Reason.PREEMPTED, "preempted, and killed before it could say so"
+    elif evidence.said == "finished":
+        reason, sentence = Reason.FINISHED, "finished"
+    elif evidence.failure is not None or evidence.killed is not None:
+        what = evidence.failure[1] if evidence.failure is not None else evidence.killed
+        reason, sentence = Reason.CRASH, f"crashed: {what}"
+    elif evidence.said == "stopped" or evidence.cause is not None:
+        reason, sentence = _why_told(evidence, policy)
+    else:
+        reason, sentence = Reason.NODE_FAILURE, "ended without a word: its node failed, or it was killed"
+    return Judgement(reason, Verdict.RESTARTING, f"{sentence}; it was started again", _is_stall(reason, evidence))
+
+
+def _is_stall(reason: Reason, evidence: Evidence) -> bool:
+    if evidence.progressed:
+        return False
+    if reason is Reason.TIME_LIMIT:
+        return evidence.progress_visible
+    unasked = reason is Reason.ASKED and evidence.cause is None and evidence.request is None  # said 75 by itself
+    return reason is Reason.CRASH or unasked
 
 
 def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:

@@ -92,7 +92,7 @@ def _run(find: Callable[[], tuple[Config, Callable[[], RunDir]]], given: Place |
 
 def _begin(where: Place, environment: Environment, config: Config, stop: signals.StopSignals) -> Watch:
     """Rank 0 opens the attempt's record and starts to watch the clock and SLURM."""
-    place.open_attempt(where, environment)
+    place.open_attempt(where, environment, config)
     client = SlurmClient() if environment.source == "slurm" else None
     return Watch(stop, where.attempt_dir, client, signal_lead_s=config.cluster.signal_lead_s)
 

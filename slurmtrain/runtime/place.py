@@ -15,12 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurmtrain.config.schema import Config
 from slurmtrain.errors import EnvironmentMismatch
 from slurmtrain.rundir import ATTEMPT_VARIABLE, RunDir
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.attempts import Attempt
 from slurmtrain.runtime.environment import Environment
-from slurmtrain.runtime.settle import own_job_id
+from slurmtrain.runtime.settle import close_abandoned, own_job_id
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,9 @@ def alone(environment: Environment, find_or_create: Callable[[], RunDir]) -> Pla
     return Place(run_dir, run_dir.new_attempt(), supervised=False)
 
 
-def open_attempt(place: Place, environment: Environment) -> None:
+def open_attempt(place: Place, environment: Environment, config: Config) -> None:
     """Rank 0 begins the record of this attempt, and closes those that ended without a word."""
-    attempts.close_abandoned(place.run_dir, place.number)
+    close_abandoned(place.run_dir, place.number, config)
     attempt = Attempt(
         number=place.number,
         job_id=own_job_id() if environment.source == "slurm" else None,
@@ -103,6 +104,7 @@ def open_attempt(place: Place, environment: Environment) -> None:
         pid=os.getpid(),
         host=socket.gethostname(),
         started=time.time(),
+        committed_before=attempts.newest_checkpoint_step(place.run_dir),
     )
     attempts.write_attempt(place.run_dir, attempt)
     place.run_dir.event(

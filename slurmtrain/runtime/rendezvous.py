@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from slurmtrain.errors import RendezvousError
 from slurmtrain.rundir import read_json, write_json
-from slurmtrain.runtime.addresses import interface_towards, machine, own_addresses
+from slurmtrain.runtime.addresses import address_of, interface_towards, machine, own_addresses
 from slurmtrain.runtime.environment import Environment
 
 POLL_S = 0.02  # how often a waiting rank looks up; neither a shared file system nor the store has an event to await
@@ -73,15 +73,13 @@ def meet(
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
         # torchrun restarts workers against the same store; without a prefix they would read the keys of the last ones.
         store = dist.PrefixStore(f"restart-{environment.restart_count}", store)
-        via = os.environ.get("MASTER_ADDR", "")
+        via = address_of(os.environ.get("MASTER_ADDR", ""))
     elif environment.rank == 0:
         store, via = _publish(environment, directory, interface, timeout_s), ""
     else:
         store, via = _connect(environment, directory, deadline, timeout_s, stop_requested)
-    reached = _gather_presence(store, environment, via, deadline, timeout_s, stop_requested)
-    return Meeting(
-        dist.PrefixStore("ranks", store), interface_towards(reached if environment.rank == 0 else via, environment)
-    )
+    _gather_presence(store, environment, via, deadline, timeout_s, stop_requested)
+    return Meeting(dist.PrefixStore("ranks", store), _agree_on_interface(store, environment, via))
 
 
 def _publish(environment: Environment, directory: Path, interface: str, timeout_s: float) -> dist.Store:
@@ -105,11 +103,12 @@ def _connect(
             hosts = ["127.0.0.1"] if address["machine"] == machine() else address["hosts"]
             for host in hosts:
                 try:
-                    socket.create_connection((host, address["port"]), timeout=5).close()
+                    with socket.create_connection((host, address["port"]), timeout=CONNECT_S) as probe:
+                        via = str(probe.getpeername()[0])
                     store = dist.TCPStore(host, address["port"], None, False, timedelta(seconds=CONNECT_S))
                     if store.check(["token"]) and store.get("token").decode() == address["token"]:
                         store.set_timeout(timedelta(seconds=timeout_s))
-                        return store, host
+                        return store, via
                     failures[host] = "somebody else answers there"
                 except (OSError, dist.DistError) as error:
                     failures[host] = str(error).splitlines()[0]
@@ -139,12 +138,12 @@ def _gather_presence(
     deadline: float,
     timeout_s: float,
     stop_requested: Callable[[], bool],
-) -> str:
-    """Wait until every rank is there. Returns, on rank 0, the address by which a rank of another node reached it."""
-    store.set(f"here/{environment.rank}", json.dumps({"node": environment.node, "via": via}))
+) -> None:
+    """Wait until every rank is there."""
+    store.set(f"here/{environment.rank}", json.dumps({"machine": machine(), "via": via}))
     if environment.rank != 0:
         _await_word(store, environment, deadline, stop_requested)
-        return ""
+        return
     ranks = range(environment.world_size)
     while True:
         missing = (
@@ -162,10 +161,24 @@ def _gather_presence(
             raise RendezvousError(message, hint=MISSING_HINT)
         # store.wait would be the event, but cannot be interrupted by a stop and writes a warning at every timeout.
         time.sleep(POLL_S)
-    others = [
-        json.loads(store.get(f"here/{rank}")) for rank in ranks if environment.expected_node(rank) != environment.node
-    ]
-    return next((other["via"] for other in others if other["via"]), "")
+
+
+def _agree_on_interface(store: dist.Store, environment: Environment, via: str) -> str | None:
+    """The network interface by which this rank reaches the others, and they reach it.
+
+    A rank beside rank 0 has met it through the loopback, where no other machine can follow. So rank 0 finds out by
+    which of its addresses the others came, and its neighbours use the same interface.
+    """
+    if environment.rank == 0:
+        known = [json.loads(store.get(f"here/{rank}")) for rank in range(environment.world_size)]
+        strangers = [rank["via"] for rank in known if rank["machine"] != machine()]
+        own = interface_towards(strangers[0]) if strangers else "lo"
+        store.set("interface", json.dumps({"machine": machine(), "name": own, "everywhere": not strangers}))
+    found = json.loads(store.get("interface"))  # waits until rank 0 has said so
+    if found["everywhere"] or found["machine"] == machine():
+        name: str | None = found["name"]
+        return name
+    return interface_towards(via)
 
 
 def _await_word(

@@ -7,13 +7,14 @@ preemption the grace time is still running.
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 from slurmtrain.config.schema import Config
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.attempts import Attempt
-from slurmtrain.runtime.judge import Evidence, Judgement, Policy, judge
+from slurmtrain.runtime.judge import Evidence, Judgement, Policy, judge, judge_abandoned
 from slurmtrain.runtime.slurm import JobFacts, SlurmClient
 
 
@@ -26,20 +27,49 @@ def settle(run_dir: RunDir, number: int, exit_code: int, config: Config, client:
     """
     attempt = attempts.read_attempt(run_dir, number)
     facts = client.job(attempt.job_id or own_job_id() or "") if client is not None else None
+    _find_last_steps(run_dir, attempt)
+    judgement = judge(_evidence(run_dir, attempt, exit_code, facts, config), policy(config))
+    attempt.exit_code = exit_code
+    try:
+        _record(run_dir, attempt, judgement)
+    except OSError as error:  # a full disk must not turn a clean stop into a lost run
+        print(f"slurmtrain: cannot complete the record of attempt {number}: {error}", file=sys.stderr)
+    return judgement
+
+
+def close_abandoned(run_dir: RunDir, current: int, config: Config) -> None:
+    """Complete the records of earlier attempts that nobody settled: their node is gone, or the batch shell died."""
+    for number in run_dir.attempt_numbers():
+        attempt = attempts.read_attempt(run_dir, number)
+        if number >= current or attempt.reason is not None or (run_dir.attempt(number) / "setup-failed").exists():
+            continue
+        facts = JobFacts(**attempt.facts) if attempt.facts else None
+        _find_last_steps(run_dir, attempt)
+        evidence = _evidence(run_dir, attempt, 0, facts, config)
+        _record(run_dir, attempt, judge_abandoned(evidence, policy(config)))
+
+
+def _find_last_steps(run_dir: RunDir, attempt: Attempt) -> None:
     attempt.committed_step = attempts.newest_checkpoint_step(run_dir)
+    if not attempt.started:  # rank 0 never opened it, so nothing that is committed can be its work
+        attempt.committed_before = attempt.committed_step
     if attempt.last_step is None:
-        attempt.last_step = (
-            max(attempts.last_logged_step(run_dir) or 0, attempt.committed_step or 0) or attempt.first_step
-        )
-    judgement = judge(_evidence(run_dir, attempt, exit_code, facts), policy(config))
-    attempt.ended, attempt.exit_code = time.time(), exit_code
+        logged, committed = attempts.last_logged_step(run_dir), attempt.committed_step
+        attempt.last_step = max(logged or 0, committed or 0) or attempt.first_step
+
+
+def _record(run_dir: RunDir, attempt: Attempt, judgement: Judgement) -> None:
+    attempt.ended, attempt.stalled = time.time(), judgement.stalled
     attempt.reason, attempt.verdict, attempt.sentence = judgement.reason, judgement.verdict, judgement.sentence
     attempts.write_attempt(run_dir, attempt)
     run_dir.request_file.unlink(missing_ok=True)  # it was for this attempt
     run_dir.event(
-        "attempt ended", attempt=number, reason=judgement.reason, verdict=judgement.verdict, sentence=judgement.sentence
+        "attempt ended",
+        attempt=attempt.number,
+        reason=judgement.reason,
+        verdict=judgement.verdict,
+        sentence=judgement.sentence,
     )
-    return judgement
 
 
 def policy(config: Config) -> Policy:
@@ -56,7 +86,7 @@ def own_job_id() -> str | None:
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
 
 
-def _evidence(run_dir: RunDir, attempt: Attempt, exit_code: int, facts: JobFacts | None) -> Evidence:
+def _evidence(run_dir: RunDir, attempt: Attempt, exit_code: int, facts: JobFacts | None, config: Config) -> Evidence:
     directory = run_dir.attempt(attempt.number)
     killed = attempts.killed_tasks(directory)
     failure = attempts.first_failure(directory)
@@ -73,5 +103,6 @@ def _evidence(run_dir: RunDir, attempt: Attempt, exit_code: int, facts: JobFacts
         facts=facts,
         restart_count=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
         progressed=attempt.progressed,
+        progress_visible=config.job.kind == "train" or attempt.committed_step is not None,
         stalled_before=attempts.stalled_before(attempts.all_attempts(run_dir), attempt.number),
     )

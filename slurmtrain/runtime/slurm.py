@@ -32,9 +32,7 @@ class JobFacts:
     restarts: int = 0
     start_time: float | None = None
     end_time: float | None = None
-    eligible_time: float | None = None
     preempt_time: float | None = None
-    nodes: str = ""
 
     @property
     def preempted(self) -> bool:
@@ -101,9 +99,6 @@ class SlurmClient:
         """Send a signal to every rank of the job's steps."""
         self._call(["scancel", f"--signal={name}", job_id])
 
-    def requeue(self, job_id: str) -> None:
-        self._call(["scontrol", "requeue", job_id])
-
     def release(self, job_id: str) -> None:
         self._call(["scontrol", "release", job_id])
 
@@ -147,9 +142,7 @@ def parse_show_job(text: str) -> JobFacts | None:
         restarts=int(fields.get("Restarts", "0")),
         start_time=parse_time(fields.get("StartTime", "")),
         end_time=parse_time(fields.get("EndTime", "")),
-        eligible_time=parse_time(fields.get("EligibleTime", "")),
         preempt_time=parse_time(fields.get("PreemptTime", "")),
-        nodes=fields.get("NodeList", ""),
     )
 
 

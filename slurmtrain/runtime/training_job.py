@@ -66,7 +66,7 @@ def build_trainer(config: Config, world: World, where: Place, stop: StopAgreemen
         ranks=Ranks(rank, world_size, world.device, world.control),
         checkpointer=checkpointer,
         stop=stop,
-        make_reporter=record.make_reporter if record else lambda step: SilentReporter(),
+        make_reporter=record.make_reporter if record else lambda step, evaluated_at: SilentReporter(),
         on_restore=record.on_restore if record else lambda restored: None,
         on_save=record.on_save if record else lambda saved: None,
     )
@@ -79,7 +79,7 @@ class _Record:
         self._config, self._where, self._source, self._model = config, where, source, model
         self._timeline = timeline
 
-    def make_reporter(self, first_step: int) -> Reporter:
+    def make_reporter(self, first_step: int, evaluated_at: int) -> Reporter:
         self._timeline.mark("restore")
         seconds = self._timeline.seconds
         update_attempt(self._where, first_step=first_step, stepping=time.time(), start_up_s=seconds)
@@ -90,6 +90,7 @@ class _Record:
             tensorboard=run_dir.tensorboard if self._config.train.tensorboard else None,
             total_steps=self._config.train.steps,
             resume_step=first_step,
+            evaluated_at=evaluated_at,
         )
         parameters = sum(parameter.numel() for parameter in self._model.parameters())
         described = getattr(self._source, "description", self._config.data["_target_"])

@@ -93,7 +93,7 @@ class Trainer:
         baseline: (name, nats per token) of a simple model on the same text, shown beside every validation loss.
         checkpointer: None: nothing is saved (benchmarks).
         stop: asked once a step.
-        make_reporter: called with the step that the attempt starts from.
+        make_reporter: called with the step that the attempt starts from, and the last one that was evaluated.
         on_save: told of every committed checkpoint.
     """
 
@@ -110,7 +110,7 @@ class Trainer:
         ranks: Ranks,
         checkpointer: Checkpointer | None,
         stop: StopCheck,
-        make_reporter: Callable[[int], Reporter],
+        make_reporter: Callable[[int, int], Reporter],
         on_restore: Callable[[Restored | None], None] = lambda restored: None,
         on_save: Callable[[Saved], None] = lambda saved: None,
     ):
@@ -130,7 +130,7 @@ class Trainer:
         settle_buckets(self._model, self._any_backward)
         self._restore()
         first_step = self._counters.step
-        self._reporter = self._make_reporter(first_step)
+        self._reporter = self._make_reporter(first_step, self._counters.evaluated_at)
         self._throughput = Throughput()
         try:
             # An evaluation that a stop cut short is made up for before anything else.
@@ -178,7 +178,7 @@ class Trainer:
 
         self._counters.step += 1
         self._throughput.step(tokens)
-        if self._counters.step % self._train.log_every == 0 or self._counters.step == self._train.steps or stopping:
+        if self._counters.step % self._train.log_every == 0 or self._counters.step == self._train.steps:
             (total,) = self._sum_over_ranks(loss_sum.double().cpu())
             self._reporter.log(
                 self._counters.step,

@@ -86,7 +86,7 @@ def time_trainer(rank: int, text: StdlibText, control: dist.ProcessGroup, stop: 
     torch.manual_seed(0)
     began = [0.0]
 
-    def make_reporter(step: int) -> SilentReporter:
+    def make_reporter(step: int, evaluated_at: int) -> SilentReporter:
         dist.barrier()
         began[0] = time.perf_counter()
         return SilentReporter()

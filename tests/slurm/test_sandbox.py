@@ -177,7 +177,7 @@ def test_up_twice_with_one_name_is_an_error_that_says_what_to_do(sandbox: Cluste
 def test_without_slurm_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ClusterError) as caught:
-        cli.main(["up", "--name", "nothing"])
+        cli.main("sandbox", ["up", "--name", "nothing"])
     assert caught.value.exit_code == 1
     assert caught.value.hint == "apt-get install slurm-wlm munge"
     assert "\n" not in caught.value.message
@@ -222,13 +222,13 @@ def test_a_size_that_cannot_be_is_refused_by_name(field: str) -> None:
 def test_the_command_line_says_what_to_type_next(capsys: pytest.CaptureFixture[str]) -> None:
     name = f"cli-{os.getpid()}"
     try:
-        assert cli.main(["up", "--name", name, "--nodes", "1", "--cpus", "2"]) == 0
+        assert cli.main("sandbox", ["up", "--name", name, "--nodes", "1", "--cpus", "2"]) == 0
         assert f'eval "$(python -m slurmtrain sandbox env --name {name})"' in capsys.readouterr().out
-        assert cli.main(["env", "--name", name]) == 0
+        assert cli.main("sandbox", ["env", "--name", name]) == 0
         assert capsys.readouterr().out == f"export SLURM_CONF={default_directory(name)}/slurm.conf\n"
-        assert cli.main(["status", "--name", name]) == 0
+        assert cli.main("sandbox", ["status", "--name", name]) == 0
         assert "n0 idle" in capsys.readouterr().out
     finally:
-        assert cli.main(["down", "--name", name]) == 0
+        assert cli.main("sandbox", ["down", "--name", name]) == 0
     with pytest.raises(ClusterError, match="no sandbox runs"):
-        cli.main(["status", "--name", name])
+        cli.main("sandbox", ["status", "--name", name])

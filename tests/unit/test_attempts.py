@@ -14,7 +14,7 @@ from slurmtrain.rundir import RunDir, create
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.attempts import Attempt
 from slurmtrain.runtime.judge import Reason, Verdict
-from slurmtrain.runtime.settle import own_job_id, settle
+from slurmtrain.runtime.settle import close_abandoned, own_job_id, settle
 from slurmtrain.runtime.slurm import JobFacts, SlurmClient
 
 
@@ -27,7 +27,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def begin(run: RunDir, **fields: object) -> Attempt:
-    attempt = Attempt(number=run.new_attempt(), **{"started": time.time(), "first_step": 0, **fields})  # type: ignore[arg-type]
+    before = attempts.newest_checkpoint_step(run)
+    known = {"started": time.time(), "first_step": 0, "committed_before": before, **fields}
+    attempt = Attempt(number=run.new_attempt(), **known)  # type: ignore[arg-type]
     attempts.write_attempt(run, attempt)
     return attempt
 
@@ -109,20 +111,23 @@ def test_the_newest_checkpoint_is_a_complete_one(run: RunDir) -> None:
         (["crash", "crash+"], 0),
         (["crash", "preempted", "crash"], 2),
         (["crash", "node failure"], 1),
-        (["crash", "finished", "crash"], 1),
-        (["crash", "cancelled"], 0),
+        (["crash", "finished!", "crash"], 1),
+        (["crash", "crash!", "crash"], 1),
+        (["crash", "cancelled!"], 0),
         (["crash", None], 1),
         (["preempted", "preempted"], 0),
     ],
 )
 def test_only_own_failures_since_the_last_progress_count(history: list[str | None], count: int) -> None:
-    """A plus marks an attempt that committed a newer checkpoint."""
+    """A plus marks an attempt that committed a newer checkpoint, an exclamation mark one after which the run ended."""
     records = [
         Attempt(
             number=index + 1,
-            reason=(reason or "").rstrip("+") or None,
-            first_step=10,
+            reason=(reason or "").rstrip("+!") or None,
+            verdict="end" if reason and reason.endswith("!") else "requeue",
+            committed_before=10,
             committed_step=20 if reason and reason.endswith("+") else 10,
+            stalled=bool(reason) and reason in ("crash", "time limit", "crash!"),
         )
         for index, reason in enumerate(history)
     ]
@@ -138,14 +143,14 @@ def test_an_attempt_whose_node_died_is_closed_by_the_next(run: RunDir) -> None:
     commit(run, 30)
     run.metrics_file.write_text('{"step": 33}\n')
     begin(run, job_id="7")
-    attempts.close_abandoned(run, 2)
+    close_abandoned(run, 2, Config())
     closed, current = attempts.all_attempts(run)
     assert (closed.reason, closed.verdict) == (Reason.NODE_FAILURE, Verdict.RESTARTING)
     assert (closed.committed_step, closed.last_step) == (30, 33) and closed.ended is not None
     assert closed.sentence is not None and "without a word" in closed.sentence
     assert current.reason is None
     assert [event["attempt"] for event in run.events()] == [1]
-    attempts.close_abandoned(run, 2)
+    close_abandoned(run, 2, Config())
     assert len(run.events()) == 1
 
 
@@ -154,7 +159,7 @@ def test_an_attempt_that_was_killed_at_the_end_of_a_grace_time_was_preempted(run
     facts = JobFacts("RUNNING", start_time=1.0, preempt_time=5.0)
     attempts.record_stop(run.attempt(1), cause="SIGTERM", cause_time=5.0, seconds_left=None, facts=facts)
     begin(run)
-    attempts.close_abandoned(run, 2)
+    close_abandoned(run, 2, Config())
     assert attempts.read_attempt(run, 1).reason == Reason.PREEMPTED
 
 
@@ -163,9 +168,51 @@ def test_what_has_ended_properly_is_left_alone(run: RunDir) -> None:
     run.new_attempt()
     (run.attempt(2) / "setup-failed").write_text("no module")
     begin(run)
-    attempts.close_abandoned(run, 3)
+    close_abandoned(run, 3, Config())
     assert attempts.read_attempt(run, 1) == finished
     assert attempts.read_attempt(run, 2).reason is None
+
+
+@pytest.mark.parametrize(
+    ("left_behind", "reason"),
+    [
+        ({"said": "stopped", "cause": "SIGUSR2", "seconds_left": 60.0}, Reason.TIME_LIMIT),
+        ({"said": "stopped", "cause": "SIGTERM"}, Reason.ASKED),
+        ({"said": "finished"}, Reason.FINISHED),
+        ({"failure": "ValueError: no"}, Reason.CRASH),
+        ({"request": "cancel", "cause": "SIGTERM"}, Reason.CANCELLED),
+        ({}, Reason.NODE_FAILURE),
+    ],
+)
+def test_an_abandoned_attempt_is_judged_by_what_it_left_behind(
+    run: RunDir, left_behind: dict[str, object], reason: Reason
+) -> None:
+    begin(run, said=left_behind.get("said"))
+    if "cause" in left_behind:
+        left = left_behind.get("seconds_left")
+        attempts.record_stop(
+            run.attempt(1), cause=str(left_behind["cause"]), cause_time=time.time(), seconds_left=left, facts=None
+        )
+    if "failure" in left_behind:
+        attempts.record_failure(run.attempt(1), 0, exit_code=1, sentence=str(left_behind["failure"]))
+    if "request" in left_behind:
+        attempts.write_request(run, str(left_behind["request"]))
+    begin(run)
+    close_abandoned(run, 2, Config())
+    assert attempts.read_attempt(run, 1).reason == reason
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_crash_before_the_first_step_is_no_progress_whatever_was_saved_before(run: RunDir, opened: bool) -> None:
+    commit(run, 30)
+    for number in (1, 2):
+        if opened:
+            begin(run, committed_before=30)
+        else:
+            run.new_attempt()
+        judgement = settle(run, number, 1, Config(requeue=RequeueConfig(max_attempts_without_progress=2)), None)
+        assert judgement.reason == Reason.CRASH
+    assert judgement.verdict == Verdict.END
 
 
 # Causes and consequences.

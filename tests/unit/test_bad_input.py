@@ -75,8 +75,17 @@ BAD_CONFIGS = [
     ([*COMMAND, "job.command='echo \"a'"], "No closing quotation", "close the quote"),
     ([*SLURM, "job.command='echo a'"], "job.kind is 'train', which runs no command", "job=command"),
     ([*SLURM, "+cluster.sbatch.coment=x"], "cluster.sbatch has no option 'coment'", "comment"),
-    ([*SLURM, "+cluster.sbatch.output=x"], "cluster.sbatch has no option 'output'", "decided by other fields"),
-    ([*SLURM, "+cluster.sbatch.requeue=true"], "cluster.sbatch has no option 'requeue'", "decided by other fields"),
+    ([*SLURM, "+cluster.sbatch.output=x"], "cluster.sbatch has no option 'output'", "decided by the run directory"),
+    ([*SLURM, "+cluster.sbatch.requeue=true"], "cluster.sbatch has no option 'requeue'", "decided by requeue.mode"),
+    ([*SLURM, "+cluster.sbatch.mem=1"], "cluster.sbatch has no option 'mem'", "decided by cluster.mem_per_node_gb"),
+    (
+        [*SLURM, "+cluster.sbatch.comment={a: 1}"],
+        "cluster.sbatch.comment={'a': 1} cannot be written",
+        "a list of texts",
+    ),
+    ([*SLURM, "+cluster.sbatch.comment=[[1]]"], "cluster.sbatch.comment=[[1]] cannot be written", "a list of texts"),
+    ([*SLURM, "+cluster.sbatch.comment=[true]"], "cluster.sbatch.comment=[True] cannot be written", "a list of texts"),
+    ([*SLURM, "+cluster.sbatch.comment=[1.5]"], "cluster.sbatch.comment=[1.5] cannot be written", "a list of texts"),
     ([*SLURM, "+cluster.env={a-b: c}"], "cluster.env has 'a-b'", "NCCL_DEBUG"),
     ([*SLURM, "+cluster.env={1A: c}"], "cluster.env has '1A'", "NCCL_DEBUG"),
     ([*SLURM, "cluster.partition='a\n#SBATCH --uid=0'"], "cluster.partition holds", "cluster.setup"),
@@ -160,6 +169,31 @@ def test_a_work_tree_that_is_too_large_names_its_largest_files(
     assert "has 2 MB to copy, more than job.snapshot_max_mb=1" in said and "weights.bin (2 MB)" in said
     assert ".gitignore" in hint and "job.snapshot=none" in hint
     assert nothing_left.submitted == [] and not (project / "runs").exists()
+
+
+@pytest.mark.parametrize("git", ["there is none", "dubious ownership"])
+def test_a_work_tree_that_git_cannot_read_is_not_run_in_place(
+    git: str,
+    nothing_left: FakeSlurm,
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    subprocess.run(["git", "init", "-q"], check=True)
+    if git == "there is none":
+        monkeypatch.setenv("PATH", str(nothing_left.directory))
+    else:
+        nothing_left.command("git", "echo \"fatal: detected dubious ownership in repository at '$PWD'\" >&2; exit 128")
+    for folder in (project, project / "below"):
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        code, said, hint = refused(SLURM, capsys)
+        assert code == EXIT_CONFIG
+        assert "because git failed: " in said and ("dubious ownership in" in said or "git is not installed" in said)
+        assert "job.snapshot=none" in hint
+        assert nothing_left.submitted == [] and not (folder / "runs").exists()
+    if git == "dubious ownership":  # submitit itself needs a PATH with more in it
+        assert main([*SLURM, "job.snapshot=none"]) == 0
 
 
 def test_a_sandbox_that_does_not_run_is_said_before_anything_is_made(

@@ -11,12 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from slurmtrain import __version__
 from slurmtrain.cli import main
-from slurmtrain.cli.arguments import parse
+from slurmtrain.cli.arguments import normalise, parse
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.config.compose import config_groups
+from slurmtrain.resources import shipped
 from tests.conftest import Cli, FakeSlurm
 
 VISIBLE_VERBS = [name for name, verb in VERBS.items() if not verb.hidden]
@@ -101,6 +103,43 @@ def test_a_config_dir_brings_clusters_models_and_a_primary_config(cli: Cli, proj
     assert config.returncode == 0, config.stderr
     assert "_target_: my_models.Net" in config.stdout and "steps: 31" in config.stdout
     assert cli("submit", "--dry-run", "cluster=mine", "-cn", "mine", "-cd", "own").returncode == 0
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_config_path_is_searched_first_and_the_shipped_configs_after_it(
+    absolute: bool, cli: Cli, project: Path
+) -> None:
+    own = project / "it's, mine"
+    (own / "model").mkdir(parents=True)
+    (own / "model/tiny.yaml").write_text("_target_: my_models.Shadow\n")
+    groups = "{cluster: a100x4}, {model: tiny}, {data: stdlib}, {job: train}"
+    (own / "config.yaml").write_text(f"defaults: [schema, {groups}, _self_]\ntrain: {{steps: 31}}\n")
+    path = ("--config-path", str(own) if absolute else own.name)
+    shown = cli(*path, "--cfg", "job")
+    assert "_target_: my_models.Shadow" in shown.stdout and "steps: 31" in shown.stdout, shown
+    assert "partition: null" in shown.stdout and "width: 96" in cli(*path, "--cfg", "job", "model=small").stdout
+    assert "#SBATCH --gpus-per-node=a100:4\n" in cli("render", *path).stdout
+    assert cli("render", *path, "-o", "job.sbatch").returncode == 0
+    frozen = next(project.glob("runs/train/*/config.yaml")).read_text()
+    assert "_target_: my_models.Shadow" in frozen and "steps: 31" in frozen
+
+
+def test_an_unknown_key_in_a_yaml_file_gets_the_nearest_name(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "mine.yaml").write_text("defaults: [config, _self_]\ntrain: {stepz: 31}\n")
+    assert main(["submit", "--config-dir", ".", "-cn", "mine"]) == 2
+    said = capsys.readouterr().err
+    assert "train has no field 'stepz'" in said and "did you mean steps" in said
+
+
+def test_every_shipped_group_is_in_the_defaults_list_so_that_a_plus_before_it_may_be_dropped() -> None:
+    defaults = yaml.safe_load((shipped("conf") / "config.yaml").read_text())["defaults"]
+    assert {group for entry in defaults if isinstance(entry, dict) for group in entry} == set(config_groups())
+    assert [normalise(f"+{group}=x") for group in config_groups()] == [f"{group}=x" for group in config_groups()]
+    assert [normalise(word) for word in ("+model.x=1", "++model=x", "+mine=x")] == [
+        "+model.x=1",
+        "++model=x",
+        "+mine=x",
+    ]
 
 
 def test_an_own_cluster_is_among_the_nearest_names(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +236,22 @@ def test_completion_for_bash_can_be_installed(cli: Cli) -> None:
         (["sandbox", "upp"], "invalid choice: 'upp'", "sandbox"),
         (["logs"], "required: RUN", "logs"),
         (["submit", "--config-name"], "--config-name needs a value", ""),
+        (["submit", "model.layrs=3"], "model has no key 'layrs'", "did you mean layers?; +model.layrs=3 adds it"),
+        (["submit", "model=tiny", "+model.a.b=1", "model.a.c=2"], "model.a has no key 'c'", "known are: b"),
+        (["submit", "model.optm.lr=3"], "model has no key 'optm'", "+model.optm.lr=3 adds it"),
+        (["submit", "~model.layrs"], "model has no key 'layrs'", "did you mean layers?"),
+        (["submit", "data=files", "data.pths=x"], "data has no key 'pths'", "did you mean paths?"),
+        (["submit", "cluster.env.A=1"], "cluster.env has no key 'A'", "write +cluster.env.A=1"),
+        (
+            ["submit", "cluster.sbatch.comment=x"],
+            "cluster.sbatch has no key 'comment'",
+            "write +cluster.sbatch.comment=x",
+        ),
         (["submit", "--config-dir", "nowhere"], "there is no such folder", ""),
+        (["submit", "--config-path", "nowhere"], "--config-path nowhere: there is no such folder", ""),
+        (["render", "-cp", "/proc/self"], "there is no config.yaml in this folder", "--config-dir"),
+        (["--config-path", "nowhere", "--cfg", "job"], "--config-path nowhere: there is no such folder", ""),
+        (["--experimental-rerun", "x", "submit"], "--experimental-rerun is not supported", "resume RUN"),
         (["submit", "-cn", "nothing"], "nothing", ""),
         (["submit", "=3"], "cannot read the override '=3'", "key=value"),
         (["submit", "cluster.container.image=a#b"], "cannot read the override 'cluster.container.image=a#b'", "quote"),
@@ -295,6 +349,38 @@ def test_runs_elsewhere_are_found_through_slurmtrain_runs(
     monkeypatch.setenv("SLURMTRAIN_RUNS", f"{tmp_path}/elsewhere")
     assert main(["status", "last"]) == 0
     assert "prepared" in capsys.readouterr().out
+
+
+def test_submit_puts_runs_where_the_verbs_look(
+    project: Path, tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURMTRAIN_RUNS", f"{tmp_path}/elsewhere")
+    assert main(["+cluster=a100x4", "submit"]) == 0
+    assert len(list(tmp_path.glob("elsewhere/train/*/run.json"))) == 1
+    assert list(project.iterdir()) == []
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_next_steps_that_submit_prints_work_as_they_are(
+    elsewhere: bool, project: Path, tmp_path: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"job.runs_dir={tmp_path}/elsewhere"] if elsewhere else []
+    assert main(["+cluster=a100x4", "submit", *words]) == 0
+    step = capsys.readouterr().out.splitlines()[-1].split()
+    assert step[0] == "status" and Path(step[1]).is_absolute() is elsewhere
+    assert main(step[:2]) == 0
+
+
+def test_a_rendered_run_remembers_which_slurm_it_is_for(project: Path, tmp_path: Path) -> None:
+    (tmp_path / "slurm.conf").write_text("")
+    for words, known in [
+        ([f"cluster.slurm_conf={tmp_path}/slurm.conf", "+cluster=a100x4"], f"{tmp_path}/slurm.conf"),
+        (["+cluster=sandbox", "cluster.sandbox=surely-not-there"], None),
+        (["+cluster=a100x4"], None),
+    ]:
+        assert main(["render", "-o", "job.sbatch", *words]) == 0
+        newest = max(project.glob("runs/train/*"), key=lambda path: path.stat().st_mtime_ns)
+        assert json.loads((newest / "run.json").read_text())["slurm_conf"] == known
 
 
 def test_status_of_a_submitted_run_says_its_job_even_without_a_controller(

@@ -14,8 +14,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from slurmtrain.config.compose import compose, config_groups, config_hash, freeze, load_frozen, to_config, to_values
 from slurmtrain.config.schema import ClusterConfig, Config, JobConfig, TrainConfig
-from slurmtrain.config.validate import validate
+from slurmtrain.config.validate import SBATCH_OPTIONS, validate
 from slurmtrain.errors import ConfigError, SlurmtrainError
+from slurmtrain.launch.sbatch import JobPaths, sbatch_directives
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 SECRET = "+cluster.env.WANDB_API_KEY='${oc.env:WANDB_API_KEY}'"
@@ -231,6 +232,25 @@ def test_a_wild_value_is_accepted_or_refused_with_a_sentence_never_a_crash(
     except SlurmtrainError as error:
         said = error.message
     assert not said or ("\n" not in said and any(f"{name}." in said for name in values))
+
+
+def test_every_option_that_the_script_writes_itself_is_kept_from_cluster_sbatch() -> None:
+    cluster = dataclasses.replace(compose(["cluster=a100x4"]).cluster, mem_per_cpu_gb=1, mem_per_gpu_gb=1, exclude="n1")
+    for name in ("partition", "account", "qos", "constraint", "reservation"):
+        setattr(cluster, name, "x")
+    directives = sbatch_directives(Config(cluster=cluster), JobPaths([Path("/a/b"), Path("/a/c")], "code", "python"))
+    names = [directive.removeprefix("--").partition("=")[0] for directive in directives]
+    assert len(names) > 15 and all(SBATCH_OPTIONS[name] for name in names)
+    for owner in set(SBATCH_OPTIONS.values()) - {"", "the run directory", "slurmtrain itself"}:
+        group, field = owner.split(".")
+        assert field in to_values(Config())[group]
+
+
+@pytest.mark.parametrize("value", ["x", 3, 1.5, True, None, ["END", "FAIL"], [1, 2]])
+def test_cluster_sbatch_takes_text_numbers_flags_and_lists(value: object) -> None:
+    config = compose_once()
+    config.cluster.sbatch = {"comment": value}
+    validate(config)
 
 
 @pytest.mark.parametrize("name", ["train", "a", "A-1_b.c+d", "0", "x" * 64])

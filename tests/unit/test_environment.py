@@ -101,9 +101,14 @@ def test_an_array_task_has_its_own_raw_id() -> None:
     ],
 )
 def test_a_shell_in_a_job_is_one_process_and_not_a_rank(kind: str, variables: dict[str, str]) -> None:
-    assert not in_slurm_step(variables)
-    found = Environment.detect(variables)
+    assert not in_slurm_step(variables, terminal=True)
+    found = Environment.detect(variables, terminal=True)
     assert (found.source, found.rank, found.world_size, found.nodes) == ("single", 0, 1, (HOST,)), kind
+
+
+def test_what_srun_starts_from_a_pty_shell_are_ranks() -> None:
+    """They inherit the shell's SLURM_PTY_PORT, but have no terminal."""
+    assert in_slurm_step(STEP | {"SLURM_PTY_PORT": "40001"}, terminal=False)
 
 
 def test_torchrun_gives_the_ranks() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmtrain.runtime.judge import Evidence, Policy, Reason, Verdict, counts_as_stall, judge
+from slurmtrain.runtime.judge import Evidence, Policy, Reason, Verdict, judge
 from slurmtrain.runtime.slurm import JobFacts
 
 # What SLURM 22.05 says of a job while its batch script still runs.
@@ -192,9 +192,15 @@ def test_what_is_not_the_runs_fault_never_uses_up_the_budget(facts: JobFacts) ->
     assert judge(evidence, Policy()).verdict in (Verdict.REQUEUE, Verdict.RESTARTING)
 
 
-def test_stalls_are_crashes_and_time_limits_without_progress() -> None:
-    assert {reason for reason in Reason if counts_as_stall(reason, False)} == {Reason.CRASH, Reason.TIME_LIMIT}
-    assert not any(counts_as_stall(reason, True) for reason in Reason)
+def test_a_program_with_checkpoints_of_its_own_may_reach_the_time_limit_every_day() -> None:
+    evidence = Evidence(75, "stopped", "SIGUSR2", seconds_left=60.0, progress_visible=False, stalled_before=9)
+    judgement = judge(evidence, Policy())
+    assert (judgement.reason, judgement.verdict) == (Reason.TIME_LIMIT, Verdict.REQUEUE)
+
+
+def test_a_program_that_asks_to_be_started_again_without_reason_or_progress_uses_up_the_budget() -> None:
+    assert judge(Evidence(75, "stopped", stalled_before=2), Policy()).verdict == Verdict.END
+    assert judge(Evidence(75, "stopped", stalled_before=2, progressed=True), Policy()).verdict == Verdict.REQUEUE
 
 
 # Whatever the evidence.

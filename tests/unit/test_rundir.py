@@ -162,3 +162,17 @@ def test_runs_are_listed_oldest_first_whatever_their_names(root: Path) -> None:
 def test_none_or_several_are_refused(reference: str, sentence: str, root: Path) -> None:
     with pytest.raises(UsageError, match=sentence):
         rundir.find(reference, root)
+
+
+def test_a_run_is_called_by_its_id_where_the_verbs_look_and_by_its_path_elsewhere(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = rundir.find("last", root)
+    monkeypatch.setenv("SLURMTRAIN_RUNS", str(root))
+    assert rundir.reference(run) == run.id
+    monkeypatch.setenv("SLURMTRAIN_RUNS", "")  # as if it were not set
+    assert rundir.runs_root() == Path("runs")
+    assert rundir.reference(run) == str(run.path)
+    monkeypatch.chdir(root.parent)
+    monkeypatch.setenv("SLURMTRAIN_RUNS", root.name)
+    assert rundir.reference(run) == run.id

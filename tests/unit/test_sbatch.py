@@ -313,20 +313,23 @@ def test_a_secret_is_there_for_local_ranks_too(cli: Cli, project: Path) -> None:
 
 
 def run_script(
-    script: str, tmp_path: Path, *, srun: str, settle: str = "", **env: str
+    script: str, tmp_path: Path, *, srun: str, settle: str = "", squeue: str = "", **env: str
 ) -> subprocess.CompletedProcess[str]:
-    process = start_script(script, tmp_path, srun=srun, settle=settle, **env)
+    process = start_script(script, tmp_path, srun=srun, settle=settle, squeue=squeue, **env)
     out, err = process.communicate(timeout=30)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def start_script(script: str, tmp_path: Path, *, srun: str, settle: str = "", **env: str) -> subprocess.Popen[str]:
-    """The script as a batch shell would run it. `srun` and `settle` are bash; scontrol notes its arguments down."""
+def start_script(
+    script: str, tmp_path: Path, *, srun: str, settle: str = "", squeue: str = "", **env: str
+) -> subprocess.Popen[str]:
+    """The script as a batch shell would run it. All but scontrol, which notes its arguments down, are bash."""
     fake = FakeSlurm(tmp_path / "bin")
     fake.directory.mkdir()
     fake.command("srun", srun.replace("$0", "srun"))
     fake.command("scontrol", 'echo "$*" >>"$here/../scontrol-calls"')
     fake.command("settle-python", settle or "exit 0")
+    fake.command("squeue", squeue or "exit 1")
     variables = {"PATH": f"{fake.directory}:{os.environ['PATH']}", "SLURM_JOB_ID": "77", "HOME": str(tmp_path), **env}
     return subprocess.Popen(
         ["bash", "-c", script], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
@@ -379,7 +382,20 @@ def test_an_array_task_requeues_itself_alone(run_dir: Path, tmp_path: Path) -> N
     done = run_script(script, tmp_path, srun="exit 75", settle="echo requeue", **array)
     assert done.returncode == 75, done.stderr
     assert scontrol_calls(tmp_path)[0] == "requeue 70_1"
-    assert (run_dir / "attempts" / "0001" / "verdict").read_text() == "requeue\n"
+    assert (run_dir / "attempts" / "0001").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "requeued"),
+    [(75, "RUNNING", True), (75, "COMPLETING", False), (1, "RUNNING", False), (0, "RUNNING", False)],
+)
+def test_a_settle_that_fails_does_not_lose_a_stopped_run(
+    run_dir: Path, tmp_path: Path, code: int, state: str, requeued: bool
+) -> None:
+    """And does not revive a job that SLURM has ended: a requeue while it is COMPLETING would."""
+    done = run_script(script_for(run_dir), tmp_path, srun=f"exit {code}", settle="exit 1", squeue=f"echo {state}")
+    assert done.returncode == (75 if requeued else code), done.stderr
+    assert bool(scontrol_calls(tmp_path)) == requeued
 
 
 def test_each_start_claims_the_next_attempt(run_dir: Path, tmp_path: Path) -> None:

@@ -66,9 +66,7 @@ def test_the_facts_of_a_job_are_read_and_its_comment_cannot_fake_them() -> None:
         restarts=2,
         start_time=seconds("2026-11-21T10:13:57"),
         end_time=seconds("2026-11-21T11:13:57"),
-        eligible_time=seconds("2026-11-21T10:13:56"),
         preempt_time=None,
-        nodes="n[0-1]",
     )
 
 
@@ -155,7 +153,6 @@ ACTIONS: list[Callable[[SlurmClient], object]] = [
     lambda client: client.queue(["1"]),
     lambda client: client.cancel("1"),
     lambda client: client.signal("1", "TERM"),
-    lambda client: client.requeue("1"),
     lambda client: client.release("1"),
     lambda client: client.start_now("1"),
 ]
@@ -183,7 +180,6 @@ def test_the_actions_are_slurms(fake_slurm: FakeSlurm) -> None:
     assert ran == [
         ["scancel", "1"],
         ["scancel", "--signal=TERM", "1"],
-        ["scontrol", "requeue", "1"],
         ["scontrol", "release", "1"],
         ["scontrol", "update", "JobId=1", "StartTime=now"],
     ]

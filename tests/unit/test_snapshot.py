@@ -112,6 +112,7 @@ def test_runs_inside_the_tree_are_not_copied_into_each_other(below: str, kind: s
     old = tree / below / "train" / "20260101-000000-aaaa" / "code"
     old.mkdir(parents=True)
     (old / "train.py").write_text("")
+    (old.parent / "run.json").write_text("{}")
     code = tree / below / "train" / "next" / "code"
     code.parent.mkdir()
     snapshot(tree, code, snapshot=kind, runs_dir=str(tree / below))
@@ -162,3 +163,48 @@ def test_the_jobs_own_copy_of_this_package_is_there_when_it_is_installed_editabl
     snapshot(folder, tmp_path / "code")
     assert (tmp_path / "code" / "slurmtrain" / "__main__.py").is_file()
     assert not list((tmp_path / "code").rglob("__pycache__"))
+
+
+@pytest.mark.parametrize("kind", ["auto", "cwd"])
+def test_the_work_tree_itself_may_be_the_folder_of_the_runs(kind: str, tree: Path) -> None:
+    (tree / "a/b").mkdir(parents=True)
+    (tree / "a/b/mine.py").write_text("")
+    run, unfinished = tree / "train" / "20260101-000000-aaaa", tree / "train" / "20260101-000001-aaaa"
+    for folder in (run / "code", unfinished / "code", unfinished / "attempts", unfinished / "checkpoints"):
+        folder.mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    (run / "code" / "old.py").write_text("")
+    (unfinished / "code" / "half.py").write_text("")
+    code = tree / "train" / "next" / "code"
+    code.parent.mkdir()
+    snapshot(tree, code, snapshot=kind, runs_dir=str(tree))
+    assert {name for name in copied(code) if name.endswith(".py")} == {"train.py", "sub/deep.py", "a/b/mine.py"}
+
+
+def test_submodules_and_clones_inside_are_copied(tree: Path, tmp_path: Path) -> None:
+    inner, library = tmp_path / "inner", tmp_path / "library"
+    for root in (inner, library):
+        root.mkdir()
+        git("init", "-q", cwd=root)
+        (root / f"{root.name}.py").write_text("")
+        (root / ".gitignore").write_text("*.log\n")
+        git("add", ".", cwd=root)
+        git("commit", "-qm", "first", cwd=root)
+    allowed = ("-c", "protocol.file.allow=always")
+    git(*allowed, "submodule", "add", "-q", str(inner), "deps/inner", cwd=library)
+    git("commit", "-qm", "with a submodule", cwd=library)
+    git(*allowed, "submodule", "add", "-q", str(library), "lib", cwd=tree)
+    git(*allowed, "submodule", "update", "-q", "--init", "--recursive", cwd=tree)
+    git("clone", "-q", str(inner), "clone", cwd=tree)
+    (tree / "lib" / "fresh.py").write_text("")
+    (tree / "lib" / "x.log").write_text("")
+    snapshot(tree, tmp_path / "code")
+    found = {name for name in copied(tmp_path / "code") if name.endswith((".py", ".log"))}
+    assert found == {
+        "train.py",
+        "sub/deep.py",
+        "clone/inner.py",
+        "lib/library.py",
+        "lib/fresh.py",
+        "lib/deps/inner/inner.py",
+    }

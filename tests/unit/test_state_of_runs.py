@@ -1,0 +1,511 @@
+"""What a run is said to be doing, and what the verbs do about it: from its files and a squeue that is a script."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.cli import main, runs
+from slurmtrain.config.compose import compose
+from slurmtrain.launch import state as state_module
+from slurmtrain.launch.state import RunState, is_over, state, states
+from slurmtrain.launch.submit import preparing
+from slurmtrain.rundir import RunDir, write_json
+from slurmtrain.runtime import attempts
+from slurmtrain.runtime.attempts import Attempt, write_request
+from tests.conftest import FakeSlurm
+
+JOB = "4711"
+ELSEWHERE = "another-host"
+
+
+@pytest.fixture
+def make(project: Path) -> Callable[..., RunDir]:
+    """A run, submitted as these jobs."""
+
+    def run(*job_ids: str, overrides: tuple[str, ...] = ()) -> RunDir:
+        words = ["cluster=a100x4", *overrides]
+        with preparing(compose(words), words, project) as run_dir:
+            run_dir.update_info(job_ids=list(job_ids))
+        for job_id in job_ids:
+            run_dir.event("submitted", job_id=job_id)
+        return run_dir
+
+    return run
+
+
+@pytest.fixture
+def queue(fake_slurm: FakeSlurm) -> Callable[[dict[str, tuple[str, str]]], None]:
+    """Lets squeue answer with these jobs. It, scancel and scontrol note down what they were asked."""
+    for name in ("scancel", "scontrol"):
+        fake_slurm.command(name, f'echo "{name} $*" >>"$here/asked"')
+
+    def answer(jobs: dict[str, tuple[str, str]]) -> None:
+        lines = "\n".join(f"{job}|{job}_N/A|{word}|{why}" for job, (word, why) in jobs.items())
+        (fake_slurm.directory / "queue").write_text(lines + "\n")
+        fake_slurm.command("squeue", 'echo squeue >>"$here/asked"; cat "$here/queue"')
+
+    answer({})
+    return answer
+
+
+@pytest.fixture
+def alive_process() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def asked(fake: FakeSlurm, *, but: str = "squeue") -> list[str]:
+    file = fake.directory / "asked"
+    return [line for line in file.read_text().splitlines() if line != but] if file.exists() else []
+
+
+def attempt(run: RunDir, **fields: object) -> Attempt:
+    record = Attempt(number=run.new_attempt(), **{"started": time.time(), "host": ELSEWHERE, "pid": 1, **fields})  # type: ignore[arg-type]
+    attempts.write_attempt(run, record)
+    return record
+
+
+def ended(run: RunDir, verdict: str, **fields: object) -> Attempt:
+    values = {"reason": "crash", "sentence": "crashed: x", "job_id": JOB, **fields}
+    return attempt(run, verdict=verdict, ended=time.time(), **values)
+
+
+def said(now: RunState) -> tuple[str, bool]:
+    return now.word, now.alive
+
+
+Make = Callable[..., RunDir]
+Queue = Callable[[dict[str, tuple[str, str]]], None]
+
+
+# An allocation is not the run.
+
+
+@pytest.mark.parametrize(("verdict", "word"), [("done", "finished"), ("end", "failed")])
+def test_a_run_that_has_ended_in_an_allocation_that_goes_on_is_over(
+    make: Make, queue: Queue, fake_slurm: FakeSlurm, verdict: str, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make()
+    ended(run, verdict)
+    queue({JOB: ("RUNNING", "None")})
+    assert said(state(run)) == (word, False)
+    assert is_over(run)
+    assert main(["cancel", run.id]) == 0
+    assert "is not running" in capsys.readouterr().out
+    assert asked(fake_slurm) == []
+
+
+@pytest.mark.parametrize("verb", ["cancel", "preempt", "requeue"])
+def test_an_allocation_is_never_cancelled_or_signalled_for_a_run_in_it(
+    make: Make, queue: Queue, fake_slurm: FakeSlurm, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make()
+    attempt(run, job_id=JOB)
+    queue({JOB: ("RUNNING", "None")})
+    assert said(state(run)) == ("running", True)
+    assert main([verb, run.id]) == 1
+    error = capsys.readouterr().err
+    assert f"by hand inside job {JOB}" in error and "Ctrl-C" in error and "STEP" in error
+    assert asked(fake_slurm) == []
+    assert not run.request_file.exists()
+
+
+@pytest.mark.parametrize(
+    ("verb", "words", "number"),
+    [
+        ("cancel", "does not come back", signal.SIGTERM),
+        ("preempt", "`resume", signal.SIGTERM),
+        ("requeue", "`resume", signal.SIGUSR2),
+    ],
+)
+def test_a_run_by_hand_on_this_host_is_told_through_its_rank_0_and_promised_no_requeue(
+    make: Make,
+    queue: Queue,
+    fake_slurm: FakeSlurm,
+    alive_process: subprocess.Popen[bytes],
+    capsys: pytest.CaptureFixture[str],
+    verb: str,
+    words: str,
+    number: signal.Signals,
+) -> None:
+    run = make()
+    attempt(run, job_id=JOB, pid=alive_process.pid, host=socket.gethostname())
+    queue({JOB: ("RUNNING", "None")})
+    assert main([verb, run.id]) == 0
+    printed = capsys.readouterr().out
+    assert words in printed and "it is requeued" not in printed
+    assert alive_process.wait(10) == -number
+    assert json.loads(run.request_file.read_text())["action"] == verb
+    assert asked(fake_slurm) == []
+    assert said(state(run)) == (("stopped" if verb == "cancel" else "lost"), False)  # nobody is left in the allocation
+
+
+def test_a_script_handed_to_sbatch_is_the_runs_own_job(make: Make, queue: Queue, fake_slurm: FakeSlurm) -> None:
+    run = make()
+    (run.path / f"slurm-{JOB}.log").touch()
+    queue({JOB: ("RUNNING", "None")})
+    run.new_attempt()
+    assert state(run).sentence == f"attempt 1 is setting up, job {JOB}"
+    assert main(["cancel", run.id]) == 0
+    assert asked(fake_slurm) == [f"scancel {JOB}"]
+
+
+def test_a_run_by_hand_after_a_job_that_never_trained_is_what_counts(make: Make, queue: Queue) -> None:
+    run = make(JOB)
+    run.new_attempt()
+    attempt(run, job_id="9", started=time.time() + 5)
+    queue({"9": ("RUNNING", "None")})
+    assert (state(run).word, state(run).job_id) == ("running", "9")
+
+
+# Cancelled while it waits.
+
+
+@pytest.mark.parametrize("by", ["scancel", "the verb, and SLURM has forgotten"])
+def test_a_run_cancelled_before_it_ever_started_is_stopped(
+    make: Make, queue: Queue, by: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(JOB)
+    if by == "scancel":
+        queue({JOB: ("CANCELLED", "None")})
+    else:
+        queue({JOB: ("PENDING", "Resources")})
+        assert main(["cancel", run.id]) == 0
+        queue({})
+    now = state(run)
+    assert said(now) == ("stopped", False)
+    assert "cancelled while it waited" in now.sentence and "resume" in now.sentence
+
+
+@pytest.mark.parametrize("by", ["scancel", "the verb, and SLURM has forgotten"])
+@pytest.mark.parametrize("verdict", ["requeue", "restarting"])
+def test_a_run_cancelled_while_it_waited_to_start_again_is_stopped(
+    make: Make, queue: Queue, by: str, verdict: str
+) -> None:
+    run = make(JOB)
+    ended(run, verdict)
+    if by == "scancel":
+        queue({JOB: ("CANCELLED", "None")})
+    else:
+        queue({JOB: ("PENDING", "BeginTime")})
+        assert main(["cancel", run.id]) == 0
+        queue({})
+    now = state(run)
+    assert said(now) == ("stopped", False)
+    assert "cancelled while it waited to start again" in now.sentence
+
+
+def test_a_resumed_run_cancelled_while_it_waited_is_not_its_former_failure(make: Make, queue: Queue) -> None:
+    run = make("1", JOB)
+    ended(run, "end", job_id="1", started=1.0)
+    queue({JOB: ("CANCELLED", "None")})
+    assert said(state(run)) == ("stopped", False)
+    queue({JOB: ("FAILED", "None")})
+    assert state(run).word == "failed" and f"job {JOB} ended as FAILED" in state(run).sentence
+    queue({})
+    assert said(state(run)) == ("lost", False)
+
+
+def test_a_request_of_an_earlier_attempt_cancels_nothing(make: Make, queue: Queue) -> None:
+    run = make(JOB)
+    write_json(run.request_file, {"action": "cancel", "time": 1.0})
+    ended(run, "requeue")
+    assert state(run).word == "lost"
+
+
+def test_a_cancel_that_slurm_refused_leaves_no_request(
+    make: Make, queue: Queue, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(JOB)
+    queue({JOB: ("PENDING", "Resources")})
+    fake_slurm.command("scancel", "echo 'Access denied' >&2; exit 1")
+    assert main(["cancel", run.id]) == 1
+    assert "Access denied" in capsys.readouterr().err
+    assert not run.request_file.exists()
+    queue({})
+    assert state(run).word == "lost"
+
+
+# Set-up.
+
+
+def test_the_attempt_that_is_set_up_is_the_current_one(make: Make, queue: Queue) -> None:
+    run = make(JOB)
+    queue({JOB: ("RUNNING", "None")})
+    assert state(run).sentence == f"attempt 1 is about to begin, job {JOB}"
+    run.new_attempt()
+    assert state(run).sentence == f"attempt 1 is setting up, job {JOB}"
+    assert said(state(run)) == ("starting", True)
+    attempts.write_attempt(run, Attempt(1, job_id=JOB, started=time.time()))
+    assert state(run).sentence == f"attempt 1, job {JOB}"
+    assert state(run).word == "running"
+
+
+def test_a_job_that_lost_its_node_during_set_up_is_requeued_not_waiting(make: Make, queue: Queue) -> None:
+    run = make(JOB)
+    run.new_attempt()
+    queue({JOB: ("PENDING", "BeginTime")})
+    assert said(state(run)) == ("requeued", True)
+    assert "attempt 1 ended while it was set up" in state(run).sentence
+
+
+def test_a_resumed_job_that_has_not_run_yet_waits_although_an_earlier_one_died_in_set_up(
+    make: Make, queue: Queue
+) -> None:
+    run = make("1", JOB)
+    run.new_attempt()
+    queue({JOB: ("PENDING", "Resources")})
+    assert state(run).word == "waiting"
+    (run.path / f"slurm-{JOB}.log").touch()
+    assert state(run).word == "requeued"
+
+
+def test_a_set_up_that_failed_is_said_in_its_own_words(make: Make, queue: Queue) -> None:
+    run = make(JOB)
+    (run.attempt(run.new_attempt()) / "setup-failed").write_text("set-up failed with code 1: false\n")
+    for jobs in ({JOB: ("RUNNING", "None")}, {JOB: ("FAILED", "NonZeroExitCode")}, {}):
+        queue(jobs)
+        assert (state(run).word, state(run).sentence) == ("failed", "set-up failed with code 1: false")
+
+
+@pytest.mark.parametrize("verb", ["preempt", "requeue"])
+@pytest.mark.parametrize("phase", ["no folder", "no record", "between two attempts"])
+def test_a_stop_that_would_reach_nobody_is_refused(
+    make: Make, queue: Queue, fake_slurm: FakeSlurm, verb: str, phase: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(JOB)
+    if phase == "no record":
+        run.new_attempt()
+    elif phase == "between two attempts":
+        ended(run, "requeue")
+    queue({JOB: ("RUNNING", "None")})
+    assert main([verb, run.id]) == 1
+    error = capsys.readouterr().err
+    assert "is still setting up" in error and "shows steps" in error
+    assert asked(fake_slurm) == [] and not run.request_file.exists()
+
+
+@pytest.mark.parametrize(
+    ("mode", "promise"), [("requeue", "it is requeued and resumes by itself"), ("off", "save and end; `resume")]
+)
+@pytest.mark.parametrize(("verb", "number"), [("preempt", "TERM"), ("requeue", "USR2")])
+def test_only_what_will_happen_is_promised(
+    make: Make,
+    queue: Queue,
+    fake_slurm: FakeSlurm,
+    mode: str,
+    promise: str,
+    verb: str,
+    number: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = make(JOB, overrides=(f"requeue.mode={mode}",))
+    attempt(run, job_id=JOB)
+    queue({JOB: ("RUNNING", "None")})
+    assert main([verb, run.id]) == 0
+    assert promise in capsys.readouterr().out
+    assert asked(fake_slurm) == [f"scancel --signal={number} {JOB}"]
+
+
+def test_requeue_of_a_held_job_releases_and_starts_it(make: Make, queue: Queue, fake_slurm: FakeSlurm) -> None:
+    run = make(JOB)
+    ended(run, "requeue")
+    queue({JOB: ("PENDING", "JobHeldUser")})
+    assert state(run).word == "held"
+    assert main(["requeue", run.id]) == 0
+    assert asked(fake_slurm) == [f"scontrol release {JOB}", f"scontrol update JobId={JOB} StartTime=now"]
+
+
+# Without a controller.
+
+
+def test_without_a_controller_every_run_is_shown_and_the_doubt_is_said_once(
+    make: Make, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submitted, again, setting_up, finished = make("1"), make("2"), make("3"), make("4")
+    local = make(overrides=("cluster.backend=local",))
+    ended(again, "requeue", job_id="2")
+    setting_up.new_attempt()
+    ended(finished, "done", job_id="4")
+    ended(local, "done", job_id=None)
+    found = states([submitted, again, setting_up, finished, local])
+    assert [said(found[run.id]) for run in (submitted, again, setting_up, finished, local)] == [
+        ("unknown", True),
+        ("unknown", True),
+        ("unknown", True),
+        ("finished", False),
+        ("finished", False),
+    ]
+    assert main(["status"]) == 0
+    printed = capsys.readouterr().out
+    assert all(run.id in printed for run in (submitted, again, setting_up, finished, local))
+    assert printed.count("SLURM cannot be asked: `squeue") == 1
+    assert "Unable to contact slurm controller" in printed
+    assert main(["status", local.id]) == 0
+    assert "cannot be asked" not in capsys.readouterr().out
+
+
+def test_a_machine_without_slurm_shows_its_runs(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(JOB)
+    attempt(run, job_id=JOB)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(["status", run.id]) == 0
+    printed = capsys.readouterr().out
+    assert "unknown" in printed and "there is no `squeue` on this machine" in printed
+    assert main(["resume", run.id]) == 1
+
+
+# Local runs.
+
+
+def test_a_local_run_seen_from_another_host_is_unknown_and_left_alone(
+    make: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(overrides=("cluster.backend=local",))
+    attempt(run)
+    killed: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
+    now = state(run)
+    assert said(now) == ("unknown", True) and ELSEWHERE in now.sentence
+    for verb in ("cancel", "preempt", "requeue", "resume"):
+        assert main([verb, run.id]) == 1
+    said_to_user = capsys.readouterr().err
+    assert f"`cancel {run.id}` there" in said_to_user and "is gone for good" in said_to_user
+    assert killed == []
+    (run.attempt(1) / "attempt.json").unlink()  # the way out that was named
+    monkeypatch.setattr(state_module, "LOCAL_START_S", 0.0)
+    assert said(state(run)) == ("lost", False)
+
+
+def test_a_local_run_on_this_host_lives_as_long_as_its_process(
+    make: Make, alive_process: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(overrides=("cluster.backend=local",))
+    attempt(run, pid=alive_process.pid, host=socket.gethostname())
+    (run.attempt(1) / "rank-0.log").touch()  # as cluster=local does
+    assert said(state(run)) == ("running", True)
+    assert main(["preempt", run.id]) == 0
+    assert "resumes by itself" in capsys.readouterr().out
+    alive_process.wait(10)
+    assert said(state(run)) == ("lost", False)
+
+
+def test_a_local_run_between_two_attempts_is_starting(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make(overrides=("cluster.backend=local",))
+    ended(run, "requeue", job_id=None)
+    assert (state(run).word, state(run).sentence) == ("starting", "attempt 2 is setting up")
+    run.new_attempt()
+    assert said(state(run)) == ("starting", True)
+    assert main(["preempt", run.id]) == main(["cancel", run.id]) == 1
+    monkeypatch.setattr(state_module, "LOCAL_START_S", 0.0)
+    assert said(state(run)) == ("lost", False)
+
+
+# Following.
+
+
+class Clock:
+    """Stands in for the module time: sleeping takes no time, but counts."""
+
+    def __init__(self, on_sleep: Callable[[int], None] = lambda count: None):
+        self.now, self.sleeps, self._on_sleep = 1000.0, 0, on_sleep
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.sleeps += 1
+        self._on_sleep(self.sleeps)
+
+
+def test_following_asks_the_queue_seldom_and_outlives_its_errors(
+    make: Make, queue: Queue, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(JOB)
+    attempt(run, job_id=JOB)
+    queue({JOB: ("RUNNING", "None")})
+
+    def later(count: int) -> None:
+        if count == 100:
+            fake_slurm.command("squeue", 'echo squeue >>"$here/asked"; exit 1')
+        elif count == 200:
+            (run.attempt(1) / "rank-0.log").write_text("last words\n")
+            attempts.write_attempt(run, Attempt(1, job_id=JOB, started=1.0, ended=2.0, verdict="end", sentence="x"))
+
+    clock = Clock(later)
+    monkeypatch.setattr(runs, "time", clock)
+    assert "".join(runs._lines_as_they_come(run, 0, None)) == "last words\n"
+    assert clock.sleeps in range(200, 203)
+    assert len(asked(fake_slurm, but="")) in range(7, 10)  # 40 s, every 5 s
+
+
+@pytest.mark.parametrize("word", ["COMPLETING", "RUNNING"])
+def test_a_run_that_says_it_is_over_is_followed_no_longer_whatever_its_job_does(
+    make: Make, queue: Queue, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    run = make(JOB)
+    ended(run, "done")
+    (run.attempt(1) / "rank-0.log").write_text("all of it\n")
+    queue({JOB: (word, "None")})
+    monkeypatch.setattr(runs, "time", clock := Clock())
+    assert "".join(runs._lines_as_they_come(run, 0, None)) == "all of it\n"
+    assert clock.sleeps == 1
+    assert asked(fake_slurm, but="") == []
+
+
+def test_a_resumed_run_is_followed_into_its_next_attempt(
+    make: Make, queue: Queue, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make("1", JOB)
+    ended(run, "end", job_id="1", started=1.0)
+    (run.attempt(1) / "rank-0.log").write_text("first\n")
+    queue({JOB: ("PENDING", "Resources")})
+
+    def later(count: int) -> None:
+        if count == 50:
+            ended(run, "done")
+            (run.attempt(2) / "rank-0.log").write_text("second\n")
+
+    monkeypatch.setattr(runs, "time", Clock(later))
+    assert "".join(runs._lines_as_they_come(run, 0, None)) == "first\nsecond\n"
+    assert len(asked(fake_slurm, but="")) in range(2, 5)
+
+
+def test_one_attempt_is_followed_to_its_own_end(make: Make, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make(JOB)
+    ended(run, "requeue")
+    attempt(run, job_id=JOB)
+    (run.attempt(1) / "rank-0.log").write_text("first\n")
+    queue({JOB: ("RUNNING", "None")})
+    monkeypatch.setattr(runs, "time", Clock())
+    assert "".join(runs._lines_as_they_come(run, 0, 1)) == "first\n"
+
+
+def test_the_record_is_read_once_for_a_status(make: Make, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make(JOB)
+    ended(run, "requeue")
+    write_request(run, "preempt")
+    read, calls = attempts.all_attempts, []
+
+    def counted(run_dir: RunDir) -> list[Attempt]:
+        calls.append(run_dir)
+        return read(run_dir)
+
+    monkeypatch.setattr(attempts, "all_attempts", counted)
+    state(run)
+    assert calls == [run]
