@@ -83,9 +83,9 @@ def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
         ("ntasks-per-node", cluster.tasks_per_node),
         ("cpus-per-task", cluster.cpus_per_task),
         ("gpus-per-node", gpus or None),
-        ("mem", None if cluster.mem_per_node_gb is None else f"{cluster.mem_per_node_gb}G"),
-        ("mem-per-cpu", None if cluster.mem_per_cpu_gb is None else f"{cluster.mem_per_cpu_gb}G"),
-        ("mem-per-gpu", None if cluster.mem_per_gpu_gb is None else f"{cluster.mem_per_gpu_gb}G"),
+        ("mem", _gigabytes(cluster.mem_per_node_gb)),
+        ("mem-per-cpu", _gigabytes(cluster.mem_per_cpu_gb)),
+        ("mem-per-gpu", _gigabytes(cluster.mem_per_gpu_gb)),
         ("time", cluster.time_limit_min),
         ("signal", f"USR2@{cluster.signal_lead_s}" if cluster.signal_lead_s else None),
         ("constraint", cluster.constraint),
@@ -120,6 +120,11 @@ def _directive(name: str, value: object) -> str:
     if isinstance(value, list):
         value = ",".join(str(item) for item in value)
     return f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}"
+
+
+def _gigabytes(amount: int | None) -> str | None:
+    """`man sbatch`: --mem=0, without a unit, is all the memory of each node."""
+    return None if amount is None else f"{amount}G" if amount else "0"
 
 
 def setup_lines(cluster: ClusterConfig) -> list[str]:
