@@ -24,6 +24,7 @@ HYDRA_OPTIONS = {
     **dict.fromkeys(("--config-dir", "-cd", "--experimental-rerun"), "1"),
     **dict.fromkeys(("--info", "-i"), "?"),
 }
+CFG_CHOICES = ("job", "hydra", "all")
 INFO_CHOICES = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 SHORT = {
     "-h": "--help",
@@ -98,6 +99,8 @@ def parse(argv: Sequence[str]) -> Arguments:
                 value = _optional_value(argv, word)
                 if value:
                     next(words)
+            if SHORT.get(name, name) == "--cfg" and value not in CFG_CHOICES:
+                raise UsageError(f"--cfg {value}: there is no such config", hint=f"one of: {', '.join(CFG_CHOICES)}")
             result.options[SHORT.get(name, name)] = value
             if name not in own:
                 result.hydra.extend([name, value] if value else [name])

@@ -41,6 +41,8 @@ SBATCH_OPTIONS = {
     **dict.fromkeys(("output", "error", "open-mode"), "the run directory"),
     **dict.fromkeys(("array", "chdir", "export", "input", "parsable", "wait", "wrap"), "slurmtrain itself"),
 }
+# Narrower than what is kept unresolved when it comes from the environment: a false alarm here refuses a job.
+SECRET_VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY)$", re.IGNORECASE)
 SLURM_EARLY_S = 60  # `man sbatch`, --signal: the signal may be sent up to 60 seconds earlier than specified
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
 
@@ -187,7 +189,12 @@ def _check_strings(cluster: ClusterConfig) -> None:
                         f"{name} holds the secret {text!r}, which would have to be written into the batch script",
                         hint="put it into cluster.env",
                     )
-    for name in cluster.env:
+    for name, value in cluster.env.items():
+        if SECRET_VARIABLE.search(name) and value and not SECRET_REFERENCE.fullmatch(value):
+            raise ConfigError(
+                f"cluster.env.{name} looks like a secret and is written out, so it would lie on disk in clear text",
+                hint=f"export it in your shell and write cluster.env.{name}='${{oc.env:{name}}}'",
+            )
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ConfigError(
                 f"cluster.env has {name!r}, which is no name of an environment variable", hint="e.g. NCCL_DEBUG"

@@ -107,6 +107,12 @@ BAD_CONFIGS = [
     ([*SLURM, "train.steps=1.5"], "train.steps: Value '1.5'", "--cfg job"),
     ([*SLURM, "train.tensorboard=maybe"], "train.tensorboard: Value 'maybe'", "--cfg job"),
     ([*SLURM, "cluster.nodes=null"], "cluster.nodes", "--cfg job"),
+    (
+        [*SLURM, "+cluster.env.WANDB_API_KEY=abc"],
+        "cluster.env.WANDB_API_KEY looks like a secret",
+        "oc.env:WANDB_API_KEY",
+    ),
+    ([*SLURM, "+cluster.env.HF_TOKEN=abc"], "cluster.env.HF_TOKEN looks like a secret", "oc.env:HF_TOKEN"),
     ([*SLURM, "+cluster.env.API_KEY='${oc.env:SURELY_NOT_SET}'"], "variable SURELY_NOT_SET is not set", "export"),
     ([*SLURM, "+cluster.env.API_KEY='${oc.env:SURELY_NOT_SET,x}'"], "without a default", "oc.env:NAME"),
 ]

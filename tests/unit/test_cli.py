@@ -391,3 +391,11 @@ def test_status_of_a_submitted_run_says_its_job_even_without_a_controller(
     run_dir = next(project.glob("runs/train/*"))
     assert json.loads((run_dir / "run.json").read_text())["job_ids"] == ["4711"]
     assert os.stat(run_dir).st_mode & 0o777 == 0o700
+
+
+def test_an_unknown_kind_of_config_to_show_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--cfg", "jb"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "slurmtrain: error: --cfg jb: there is no such config\n  hint: one of: job, hydra, all\n"
+    )
