@@ -70,7 +70,7 @@ def _all(root: Path) -> int:
         ]
         for run in runs
     ]
-    _table(["run", "name", "state", "step", "attempts", ""], rows)
+    print_table(["run", "name", "state", "step", "attempts", ""], rows)
     _say_doubts(found.values())
     return 0
 
@@ -85,7 +85,7 @@ def _status(run_dir: RunDir) -> int:
     print(f"  {run_dir.path}")
     if now.attempts:
         print()
-        _table(
+        print_table(
             ["attempt", "job", "started", "took", "nodes", "steps", "reason", "then"],
             [_attempt_row(attempt, now) for attempt in now.attempts],
         )
@@ -116,7 +116,7 @@ def _attempt_row(attempt: Attempt, now: RunState) -> list[str]:
     ]
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Columns on a terminal, aligned; the last one takes what is left and is never cut in a file or pipe."""
     from rich import box
     from rich.console import Console

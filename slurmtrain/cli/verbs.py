@@ -51,6 +51,11 @@ VERBS: dict[str, Verb] = {
     ),
     "requeue": Verb("requeue RUN", "save and start again; a waiting or held job starts now", "slurmtrain.cli.runs"),
     "resume": Verb("resume RUN", "continue a run that has ended, from its newest checkpoint", "slurmtrain.cli.runs"),
+    "checkpoints": Verb(
+        "checkpoints RUN [list|verify]",
+        "what a run can be resumed from; verify compares every file with its digest",
+        "slurmtrain.cli.checkpoints",
+    ),
     "sandbox": Verb(
         "sandbox up|down|status|env [--nodes N] ...",
         "a throwaway SLURM on this machine, no root",
