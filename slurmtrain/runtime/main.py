@@ -51,6 +51,12 @@ def run_by_hand(config: Config, create_run_dir: Callable[[], RunDir], *, strict:
 
 
 def _run(find: Callable[[], tuple[Config, Callable[[], RunDir]]], given: Place | None, *, strict: bool) -> NoReturn:
+    """The life of a rank: who am I, meet the others, train, leave with the right code.
+
+    Args:
+        find: reads the config, and gives what rank 0 calls for the run directory.
+        given: the place that a batch script has named; None: the ranks find out together.
+    """
     stop = signals.arm()
     timeline = Timeline()
     environment: Environment | None = None
@@ -65,7 +71,8 @@ def _run(find: Callable[[], tuple[Config, Callable[[], RunDir]]], given: Place |
             from slurmtrain.runtime.command import run_command
 
             where = given or place.alone(environment, find_or_create)
-            _settle_by_hand(config, environment, where, code := run_command(config, environment, where, stop))
+            code = run_command(config, environment, where, stop)
+            _settle_by_hand(config, environment, where, code)
             leave(code)
         if given is not None and environment.rank == 0:
             watch = _begin(given, environment, config, stop)
