@@ -60,7 +60,9 @@ def queue(fake_slurm: FakeSlurm) -> Callable[[dict[str, tuple[str, str]]], None]
 
 @pytest.fixture
 def alive_process() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    """It dies of a stop signal, whatever mask a test before this one has given to the processes that it starts."""
+    code = "import signal, time; signal.pthread_sigmask(signal.SIG_SETMASK, []); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code])
     yield process
     process.kill()
     process.wait()
