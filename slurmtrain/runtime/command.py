@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
-from slurmtrain.config.schema import Config
+from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, RendezvousError
 from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, read_json, write_json
 from slurmtrain.runtime import attempts, place
@@ -22,7 +24,6 @@ from slurmtrain.runtime.addresses import free_port, machine, own_addresses
 from slurmtrain.runtime.environment import Environment
 from slurmtrain.runtime.place import Place
 from slurmtrain.runtime.signals import StopSignals
-from slurmtrain.runtime.slurm import SlurmClient
 from slurmtrain.runtime.watch import Watch
 
 # Of the signal itself, or as a shell reports it.
@@ -31,19 +32,17 @@ SIGNAL_LAG_S = 1.0
 POLL_S = 0.05  # of a file on a shared file system: there is no event to await
 
 
-def run_command(config: Config, environment: Environment, where: Place, stop: StopSignals) -> int:
+def run_command(config: Config, environment: Environment, where: Place, stop: StopSignals, watch: Watch | None) -> int:
     """Run job.command as this rank's program; returns the exit code for this rank.
 
     0 finished; 75 it ended after a stop signal, or said 75 itself; 78 it said so; anything else is a crash.
 
+    Args:
+        watch: rank 0's; None on the others.
+
     Raises:
         ConfigError: there is no such program.
     """
-    watch: Watch | None = None
-    if environment.rank == 0:
-        place.open_attempt(where, environment, config)
-        client = SlurmClient() if environment.source == "slurm" else None
-        watch = Watch(stop, where.attempt_dir, client, signal_lead_s=config.cluster.signal_lead_s)
     words = shlex.split(config.job.command or "")
     variables = {**os.environ, **rank_variables(config, environment, where)}
     try:
@@ -98,11 +97,8 @@ def rank_variables(config: Config, environment: Environment, where: Place) -> di
     return variables
 
 
-def _master(environment: Environment, directory: Path, cluster: object) -> tuple[str, int]:
+def _master(environment: Environment, directory: Path, cluster: ClusterConfig) -> tuple[str, int]:
     """Rank 0's address, for programs that rendezvous by themselves: published by rank 0, read by the others."""
-    from slurmtrain.config.schema import ClusterConfig
-
-    assert isinstance(cluster, ClusterConfig)
     published = directory / "master.json"
     if environment.rank == 0:
         address = {
@@ -126,8 +122,6 @@ def _master(environment: Environment, directory: Path, cluster: object) -> tuple
 
 def _reachable(address: dict[str, object]) -> str:
     """The first of the published names that resolves here."""
-    import socket
-
     hosts = address["hosts"]
     assert isinstance(hosts, list)
     for host in hosts:
@@ -147,7 +141,6 @@ def _default_signals() -> None:
 
 def _pass_signals_on(stop: StopSignals, program: subprocess.Popen[bytes]) -> None:
     """Outside of SLURM a signal may be for this process alone; srun signals the whole step by itself."""
-    import threading
 
     def forward() -> None:
         stop.wait()

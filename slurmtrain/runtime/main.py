@@ -71,7 +71,8 @@ def _run(find: Callable[[], tuple[Config, Callable[[], RunDir]]], given: Place |
             from slurmtrain.runtime.command import run_command
 
             where = given or place.alone(environment, find_or_create)
-            code = run_command(config, environment, where, stop)
+            watch = _begin(where, environment, config, stop) if environment.rank == 0 else None
+            code = run_command(config, environment, where, stop, watch)
             _settle_by_hand(config, environment, where, code)
             leave(code)
         if given is not None and environment.rank == 0:

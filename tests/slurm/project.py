@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import torch
 
 from slurmtrain.checkpoint.commit import committed, read_manifest
 from slurmtrain.observe import read_metrics
-from slurmtrain.rundir import RunDir, read_json
+from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.attempts import Attempt
 from tests.slurm.conftest import Cluster
@@ -214,11 +213,3 @@ def make_project(path: Path, cluster: Cluster) -> Project:
 
 def events(run: Run, name: str) -> list[dict[str, Any]]:
     return [event for event in run.run_dir.events() if event["event"] == name]
-
-
-def read_attempt_json(run: Run, number: int) -> dict[str, Any]:
-    return read_json(run.run_dir.attempt(number) / "attempt.json") or {}
-
-
-def dumps(value: Any) -> str:
-    return json.dumps(value)
