@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from slurmtrain.checkpoint.retention import Keep as Keep
     from slurmtrain.data.loader import ignore_stop_signals as ignore_stop_signals
     from slurmtrain.parallel.ddp import settle_buckets as settle_buckets
     from slurmtrain.runtime.api import Checkpointer as Checkpointer
@@ -23,11 +24,13 @@ _PUBLIC = {
     "should_stop": "slurmtrain.runtime.api",
     "exit_for_requeue": "slurmtrain.runtime.api",
     "Checkpointer": "slurmtrain.runtime.api",
+    "Keep": "slurmtrain.checkpoint.retention",
     "settle_buckets": "slurmtrain.parallel.ddp",
     "ignore_stop_signals": "slurmtrain.data.loader",
 }
 __all__ = [
     "Checkpointer",
+    "Keep",
     "__version__",
     "exit_for_requeue",
     "ignore_stop_signals",

@@ -64,6 +64,10 @@ class CheckpointError(SlurmtrainError):
     """A checkpoint cannot be written, or cannot be trusted."""
 
 
+class LostPeers(CheckpointError):
+    """Another rank went away in the middle of a save or restore: its failure, not this rank's, came first."""
+
+
 class CheckpointMismatch(CheckpointError):
     """There are checkpoints, but none that this run may continue from: damaged, or of another model. No retry helps."""
 

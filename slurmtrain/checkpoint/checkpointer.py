@@ -1,43 +1,44 @@
-"""Save and restore of a whole training state by all ranks, under the commit protocol.
+"""Save and restore of a whole training state by all ranks, under the commit protocol. Knows no trainer.
 
-Writing is synchronous torch.distributed.checkpoint; `save` and `restore` are the interface, behind which it may become
-asynchronous. Knows no trainer: it is given objects by name.
+The way of a save: objects -> tensors by name and plain JSON (`state`) -> who writes what (`plan`) -> a copy in host memory
+(`staging`) -> training goes on, while a thread (`saving`) writes and digests (`blocks`), checks that all is there (`layout`)
+and commits (`commit`), reads back, and removes what need not be kept (`retention`). The way back is `restore`.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
+import socket
 import sys
+import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch import Tensor
+from torch.optim import Optimizer
 
-from slurmtrain.checkpoint import commit, state
-from slurmtrain.checkpoint.commit import FileRecord, Incarnation, Manifest
-from slurmtrain.errors import CheckpointError, CheckpointMismatch
+from slurmtrain.checkpoint import blocks, commit, drift, retention, state
+from slurmtrain.checkpoint.blocks import FileRecord
+from slurmtrain.checkpoint.commit import Incarnation, Manifest
+from slurmtrain.checkpoint.layout import Index, check_coverage
+from slurmtrain.checkpoint.plan import OWN, Plan, make_plan
+from slurmtrain.checkpoint.ranks import Ranks
+from slurmtrain.checkpoint.restore import read_tensors
+from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.checkpoint.saving import Saved, Saving, Writer
+from slurmtrain.checkpoint.staging import Image, Staging
+from slurmtrain.errors import CheckpointError, CheckpointMismatch, nearest
 
-T = TypeVar("T")
-ONLY_LIFE = Incarnation(0)
-
-
-@dataclass(frozen=True)
-class Saved:
-    """One committed checkpoint: where, of which step, how long all ranks were held up for it (seconds)."""
-
-    path: Path
-    step: int
-    seconds: float
+VERIFY = ("full", "sampled", "off")
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,23 @@ class Restored:
     step: int
     incarnation_label: str
     set_aside: tuple[str, ...] = ()
+    asked_for: bool = False
 
     @property
     def sentence(self) -> str:
         skipped = f" ({len(self.set_aside)} newer set aside: {'; '.join(self.set_aside)})" if self.set_aside else ""
-        return f"resuming at step {self.step} from {self.path.name}, the newest complete checkpoint{skipped}"
+        why = "as asked for" if self.asked_for else "the newest complete checkpoint"
+        return f"resuming at step {self.step} from {self.path.name}, {why}{skipped}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank hands in: its file, and where in it what lies."""
+
+    name: str
+    record: FileRecord
+    digests: bytes
+    table: bytes
 
 
 class Checkpointer:
@@ -61,14 +74,21 @@ class Checkpointer:
     Args:
         directory: shared by all ranks; final names are `checkpoint_<step>`.
         group: a gloo group of all ranks that nothing else uses, or None for a single process.
-        incarnation: which life of the run this is; an older one is refused.
-        run_id: written into the manifest.
-        keep_last: how many complete checkpoints stay; at least 2.
-        verify: compare digests before a tensor is touched, not only sizes.
-        say: where one line about a restore or a damaged checkpoint goes (rank 0 only).
+        incarnation: which life of the run this is; an older one is refused. None: the next one; a second job in the same
+            directory so takes over from the first.
+        run_id: written into the manifest; checkpoints of another run are refused.
+        config: JSON values that a checkpoint is bound to: restoring with others is refused.
+        keep: which complete checkpoints stay.
+        verify: how restored files are compared with their digests before a tensor is touched: "full", "sampled" (one block
+            of 16) or "off" (sizes only). The same is done with what has just been written, before older ones are removed.
+        asynchronous: write while training goes on. False: `save` returns after the commit.
+        max_failures: so many saves that fail in a row end the run; 0: go on without, for ever.
+        say: where one line about a restore, a damaged checkpoint or a failed save goes (rank 0 only).
+        on_ending: called by the writing thread of every rank when a save is committed or has failed.
 
     Raises:
-        CheckpointError: a newer incarnation of the run has been here.
+        CheckpointError: on every rank. A newer incarnation of the run has been here; the ranks were told different
+            directories; the group has not all ranks of the job.
     """
 
     def __init__(
@@ -76,267 +96,501 @@ class Checkpointer:
         directory: Path | str,
         *,
         group: dist.ProcessGroup | None = None,
-        incarnation: Incarnation = ONLY_LIFE,
+        incarnation: Incarnation | None = None,
         run_id: str = "",
-        keep_last: int = 2,
-        verify: bool = True,
+        config: Mapping[str, Any] | None = None,
+        keep: Keep = Keep(),  # noqa: B008 (it is frozen)
+        verify: str = "full",
+        asynchronous: bool = True,
+        max_failures: int = 3,
         say: Callable[[str], None] | None = None,
+        on_ending: Callable[[Saved | CheckpointError], None] = lambda ending: None,
     ):
-        if keep_last < 2:
-            raise CheckpointError(
-                f"keep_last={keep_last}: at least 2, since one has to be left while the next is checked"
-            )
+        if verify not in VERIFY:
+            raise CheckpointError(f"verify={verify!r} is not known", hint=nearest(str(verify), VERIFY))
+        _check_ranks_of_job(group)
         self.directory = Path(directory)
-        self._group = group
-        self._rank = dist.get_rank(group) if group is not None else 0
-        self._world_size = dist.get_world_size(group) if group is not None else 1
-        self._incarnation = incarnation
-        self._run_id = run_id
-        self._keep_last = keep_last
-        self._verify = verify
+        self._ranks = Ranks(group)
+        self._run_id, self._config = run_id, dict(config or {})
+        self._keep, self._verify = keep, verify
+        self._asynchronous, self._max_failures = asynchronous, max_failures
         self._say = say or (lambda text: print(f"slurmtrain: {text}", file=sys.stderr, flush=True))
+        self._on_ending = on_ending
         self._random = state.RandomState()
-        self.last_step: int | None = None
-        self._on_rank_0(lambda: commit.claim(self.directory, self._incarnation))
+        self._staging, self._writer = Staging(), Writer()
+        self._plan: Plan | None = None
+        self._saving: Saving | None = None
+        self._failures = 0
+        self._last_size = 0
+        self.lost: CheckpointError | None = None  # why a save that a script had begun when it ended was lost
+        self._last_step: int | None = None
+        self._discard, self._leaving = threading.Event(), False
+        self._written: list[tuple[str, FileRecord]] = []  # by this rank in the last save
 
-    def save(self, step: int, *, per_rank: Mapping[str, Any] | None = None, **objects: Any) -> Saved:
+        hosts = self._agree_on_directory()
+        # The writing thread's own group: its messages must not meet those of the thread that trains.
+        self._writers = Ranks(dist.new_group(backend="gloo") if group is not None else None)
+        self._on_this_host = self._ranks_of_this_host(hosts)
+        label = f"pid {os.getpid()} on {socket.gethostname()}"
+        self._incarnation = self._ranks.on_rank_0(lambda: commit.claim(self.directory, incarnation, label=label))
+        atexit.register(_close, weakref.ref(self))
+
+    # Saving.
+
+    def save(
+        self,
+        step: int,
+        *,
+        per_rank: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        **objects: Any,
+    ) -> Saving:
         """Save `objects` as the state after `step` optimiser steps. All ranks call it together.
+
+        Returns when training may go on; see `Saving.result` and `wait` for the commit. A save that is in flight is waited
+        for. With optimisers among the objects, their parameters and state are still copied when it returns, and a hook
+        lets the next `optimizer.step()` wait for that; who changes parameters by hand calls `wait_staged` before.
 
         Args:
             step: optimiser steps done.
             per_rank: objects that differ between ranks, by name. The random state of every rank is always included.
+            metrics: of this step, for the choice of the best.
             objects: modules, optimisers, anything with state_dict and load_state_dict, or plain JSON values.
 
         Raises:
-            CheckpointError: on every rank, when any of them could not write. The older checkpoints are as they were.
+            CheckpointError: on every rank; the state cannot be saved at all, or `max_failures` saves have failed in a row.
         """
-        started = time.monotonic()
-        temporary = self._on_rank_0(lambda: commit.begin(self.directory, step, self._incarnation))
-        tensors, plain = state.flatten(objects)
-        own_tensors, own_plain = state.flatten(self._own(per_rank))
-        records = self._gather(lambda: self._write(temporary, {**tensors, **own_tensors}, own_plain))
-        final = self._on_rank_0(lambda: self._commit(temporary, step, records, plain))
-        self.last_step = step
-        return Saved(final, step, time.monotonic() - started)
+        begun = time.monotonic()
+        self._end_of_last()
+        tensors: dict[str, Tensor] | CheckpointError
+        plain: dict[str, Any] = {}
+        own = b""
+        try:
+            tensors, plain = state.flatten(objects)
+            own_tensors, own_plain = state.flatten(self._own(per_rank))
+            tensors.update(own_tensors)
+            own = json.dumps(own_plain).encode()
+        except CheckpointError as error:
+            tensors = error
+        plan = make_plan(tensors, self._ranks, self._plan)
+        assert not isinstance(tensors, CheckpointError)
+        if plan is not self._plan:
+            self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._on_this_host.size))
+            self._plan = plan
+        optimizers = [value for value in objects.values() if isinstance(value, Optimizer)]
+        guarded = state.changed_by_optimizers(objects) if self._asynchronous else frozenset[str]()
+        image = self._staging.stage(plan, tensors, own, guarded=guarded, optimizers=optimizers)
 
-    def restore(self, *, per_rank: Mapping[str, Any] | None = None, **objects: Any) -> Restored | None:
-        """Load the newest checkpoint that is complete and undamaged into `objects`. All ranks call it together.
+        saving = self._saving = Saving(step, begun)
+        self._discard.clear()
+        write = partial(self._write, saving, plan, image, plain, dict(metrics or {}))
+        self._writer.submit(saving, write, partial(self._ended, step=step), partial(self._afterwards, saving))
+        if not self._asynchronous:
+            self.wait()
+        saving.stall_s = time.monotonic() - begun
+        return saving
 
-        Plain JSON values are not given back here; see `read`.
-
-        Returns:
-            None when there is no checkpoint: a fresh start.
+    def wait(self, timeout_s: float | None = None) -> Saved | None:
+        """Wait for the commit of the save in flight, if there is one.
 
         Raises:
-            CheckpointMismatch: there are checkpoints, but none fits or none is sound.
+            CheckpointError: it failed, on every rank; the older checkpoints are as they were.
         """
-        set_aside: list[str] = []
-        while True:
-            path = self._on_rank_0(self._newest)
-            if path is None:
-                # An attempt before this one may have set them aside and failed; this one must not start afresh either.
-                set_aside = set_aside or self._on_rank_0(lambda: commit.damaged(self.directory))
-                if set_aside:
-                    raise CheckpointMismatch(
-                        f"every checkpoint in {self.directory} is damaged: {'; '.join(set_aside)}",
-                        hint="look at the *.damaged-* folders; delete them to start afresh",
-                    )
-                return None
-            manifest, damage = self._inspect(path)
-            if not damage:
-                break
-            self._on_rank_0(partial(commit.set_aside, path))
-            set_aside.append(f"{path.name}: {damage[0]}")
-            if self._rank == 0:
-                self._say(f"{path.name} is damaged and was set aside: {'; '.join(damage)}")
-        assert manifest is not None
-        self._load(path, manifest, {**objects}, self._own(per_rank))
-        self.last_step = manifest.step
-        restored = Restored(path, manifest.step, manifest.incarnation_label, tuple(set_aside))
-        if self._rank == 0:
-            self._say(restored.sentence)
-        return restored
+        saving = self._saving
+        if saving is None:
+            return None
+        try:
+            saved = saving.result(timeout_s)
+        finally:
+            if saving.done():
+                self._count(saving)
+        return saved
+
+    def wait_staged(self) -> None:
+        """Return when parameters may be changed: the copy that is written from is complete."""
+        self._staging.wait()
+
+    def discard(self) -> None:
+        """Give up the save in flight, unless it is being committed by now. All ranks call it together."""
+        self._discard.set()
+        saving = self._saving
+        if saving is not None:
+            saving.wait()
+            failures = self._failures
+            self._count(saving)
+            self._failures = min(failures, self._failures)  # what was given up is no failure
+
+    @property
+    def in_flight(self) -> int | None:
+        """The step whose save is not decided yet. Ranks may differ for a moment."""
+        return self._saving.step if self._saving is not None and not self._saving.done() else None
+
+    @property
+    def last_step(self) -> int | None:
+        """The newest step that was saved, is being saved, or was restored."""
+        if self._saving is not None and self._saving.error is None:
+            return self._saving.step
+        return self._last_step
+
+    def close(self, grace_s: float | None = None) -> None:
+        """Finish the save in flight, and end the thread.
+
+        Args:
+            grace_s: None: take the time that it takes, reading back and clearing up included. Else what is not
+                committed by then is discarded, and what comes after the commit is left to the next life.
+
+        Raises:
+            CheckpointError: the save in flight failed.
+        """
+        self._leaving = grace_s is not None
+        try:
+            if self._saving is not None:
+                if grace_s is not None and not self._saving.wait(grace_s):
+                    self._discard.set()
+                else:
+                    self.wait()
+        finally:
+            if self._writer.stop(grace_s) and self._writers.group is not None and dist.is_initialized():
+                group, self._writers = self._writers.group, Ranks(None)
+                dist.destroy_process_group(group)
+
+    def _end_of_last(self) -> None:
+        """Wait for the save in flight and count its failure; one that fails is tried again with the next."""
+        if self._saving is None:
+            return
+        step = self._saving.step
+        try:
+            self.wait()
+        except CheckpointError as error:
+            if self._max_failures and self._failures >= self._max_failures:
+                raise CheckpointError(
+                    f"{self._failures} saves in a row have failed, the last of step {step}: {error.message}",
+                    hint=error.hint or "checkpoint.max_failures says how many are put up with",
+                ) from None
+
+    def _count(self, saving: Saving) -> None:
+        """Once for every save that has ended: it was a success, or one more failure."""
+        self._saving = None
+        if saving.error is None:
+            self._failures = 0
+            self._last_step = saving.step
+        else:
+            self._failures += 1
 
     def _own(self, per_rank: Mapping[str, Any] | None) -> dict[str, Any]:
-        """This rank's own objects under its own keys: one key on all ranks would keep one rank's value."""
-        prefix = f"rank{self._rank:05d}/"
-        return {prefix + key: value for key, value in {"random": self._random, **(per_rank or {})}.items()}
+        """This rank's own objects, by names that mark them as such."""
+        return {OWN + key: value for key, value in {"random": self._random, **(per_rank or {})}.items()}
 
-    def _write(self, temporary: Path, tensors: dict[str, torch.Tensor], own: dict[str, Any]) -> dict[str, FileRecord]:
-        """Write this rank's share and say what was written. thread_count=1: other threads' errors would be lost."""
-        writer = dcp.FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True, thread_count=1)
-        with _failures_as_checkpoint_errors(temporary):
-            dcp.save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
-            own_file = temporary / f"rank{self._rank:05d}.json"
-            commit.write_synced(own_file, json.dumps(own))
-        names = [path for path in temporary.iterdir() if path.name.startswith(f"__{self._rank}_")]
-        if self._rank == 0:
-            names.append(temporary / ".metadata")  # DCP fsyncs it before it is written; digest() does after
-        return {path.name: commit.digest(path) for path in [*names, own_file]}
+    # By the writing thread.
 
-    def _commit(self, temporary: Path, step: int, records: list[dict[str, FileRecord]], plain: dict[str, Any]) -> Path:
-        files = {name: record for rank_files in records for name, record in rank_files.items()}
+    def _write(
+        self, saving: Saving, plan: Plan, image: Image, plain: Mapping[str, Any], metrics: Mapping[str, float]
+    ) -> Saved:
+        unstaged: CheckpointError | None = None
+        try:
+            image.finish()
+        except CheckpointError as error:
+            unstaged = error
+        ranks = self._writers
+        size = max(self._last_size, plan.total_bytes)
+        temporary = ranks.on_rank_0(lambda: commit.begin(self.directory, saving.step, self._incarnation, size=size))
+
+        def hand_in() -> Part:
+            if unstaged is not None:
+                raise unstaged
+            if ranks.rank != 0:
+                commit.wait_until_visible(temporary)
+            name = _file_name(ranks.rank)
+            try:
+                with blocks.threads() as pool:
+                    record, digests = blocks.write(temporary / name, image.data, pool, check=self._check_discarded)
+            except FileNotFoundError:
+                commit.check_fence(self.directory, self._incarnation)  # which removes what older ones were writing
+                raise
+            self._written = [(name, record)]
+            commit.fsync_directory(temporary)
+            return Part(name, record, digests, plan.table(image.own_bytes).pack())
+
+        final, written = ranks.gather_on_rank_0(
+            hand_in, lambda parts: self._commit(temporary, saving.step, plan, parts, plain, metrics)
+        )
+        self._last_size = written
+        return Saved(final, saving.step, time.monotonic() - saving.begun, saving.stall_s, written)
+
+    def _commit(
+        self,
+        temporary: Path,
+        step: int,
+        plan: Plan,
+        parts: list[Part],
+        plain: Mapping[str, Any],
+        metrics: Mapping[str, float],
+    ) -> tuple[Path, int]:
+        """On rank 0, with what all have handed in. Returns the final path and bytes of all files."""
+        index = Index(
+            plan.catalogues, {part.name: part.table for part in parts}, {part.name: part.digests for part in parts}
+        )
+        try:
+            facts = check_coverage(plan.catalogues, index.tables.values())
+        except CheckpointError as error:
+            raise CheckpointError(f"{temporary.name}: {error.message}", hint=error.hint) from None
+        with blocks.threads() as pool:
+            index_record, _ = blocks.write(temporary / commit.INDEX, memoryview(b"".join(index.chunks())), pool)
+        self._written.append((commit.INDEX, index_record))
         manifest = Manifest(
             format=commit.FORMAT,
             run_id=self._run_id,
             step=step,
             incarnation=self._incarnation.order,
             incarnation_label=self._incarnation.label,
-            world_size=self._world_size,
+            world_size=self._ranks.size,
             torch_version=torch.__version__,
-            files=files,
-            tensors=_check_coverage(temporary, files),
+            files={**{part.name: part.record for part in parts}, commit.INDEX: index_record},
+            tensors={name: {"shape": list(fact.shape), "dtype": fact.dtype} for name, fact in facts.items()},
             state=plain,
+            config=self._config,
+            metrics=metrics,
+            created=time.time(),
         )
-        final = commit.commit(temporary, manifest, self._incarnation)
-        commit.prune(self.directory, keep_last=self._keep_last, incarnation=self._incarnation)
-        return final
+        self._check_discarded()
+        return commit.commit(temporary, manifest, self._incarnation), manifest.size
 
-    def _newest(self) -> Path | None:
-        found = commit.committed(self.directory)
-        return found[-1] if found else None
+    def _check_discarded(self) -> None:
+        if self._discard.is_set():
+            raise CheckpointError("the save was given up for a newer one, or to leave in time")
 
-    def _inspect(self, path: Path) -> tuple[Manifest | None, list[str]]:
-        """The manifest and all damage found; every rank checks its share of the files and hears of all."""
+    def _afterwards(self, saving: Saving) -> None:
+        """Read back what was committed; when it is sound, remove what need not be kept."""
+        path, ranks = saving.result().path, self._writers
 
-        def share() -> tuple[Manifest, list[str]]:
-            manifest = commit.read_manifest(path)
-            names = sorted(manifest.files)[self._rank :: self._world_size]
-            return manifest, commit.find_damage(path, manifest, names, verify=self._verify)
+        def read_back() -> list[str]:
+            if self._leaving:
+                return []
+            with blocks.threads() as pool:
+                contents = self._verify != "off"
+                return blocks.find_damage(path, self._written, pool, contents=contents, from_disk=True)
+
+        def clear_up(answers: list[list[str]]) -> None:
+            damage = [sentence for found in answers for sentence in found]
+            if damage:
+                commit.set_aside(path)
+                self._say(f"{path.name} is not what was written and was set aside: {'; '.join(damage)}")
+            elif not self._leaving:
+                retention.prune(self.directory, self._keep, self._incarnation.order)
 
         try:
-            answers = self._gather(share)
+            ranks.gather_on_rank_0(read_back, clear_up)
         except CheckpointError as error:
-            return None, [error.message]
-        return answers[0][0], [sentence for _, damage in answers for sentence in damage]
+            if ranks.rank == 0 and not self._leaving:
+                self._say(f"{path.name} was not read back, so the older checkpoints are kept: {error.message}")
 
-    def _load(self, path: Path, manifest: Manifest, objects: dict[str, Any], own: dict[str, Any]) -> None:
-        mine = f"rank{self._rank:05d}/"
-        shared = {key: value for key, value in manifest.tensors.items() if not key.startswith("rank") or "/" not in key}
-        own_file = path / f"rank{self._rank:05d}.json"
-        own_plain = json.loads(own_file.read_text()) if own_file.exists() else None
-        _check_keys(path, objects, shared, manifest.state)
-        targets = state.templates(objects, shared)
-        _check_shapes(path, targets, manifest.tensors)
-        if own_plain is not None:
-            own_saved = {key: value for key, value in manifest.tensors.items() if key.startswith(mine)}
-            targets.update(state.templates(own, own_saved))
-        with _failures_as_checkpoint_errors(path):
-            dcp.load(
-                targets,
-                storage_reader=dcp.FileSystemReader(path),
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
-        state.put_back(objects, targets, manifest.state)
-        if own_plain is not None:
-            state.put_back({key: value for key, value in own.items() if key in own_plain}, targets, own_plain)
+    def _ended(self, ending: Saved | CheckpointError, step: int) -> None:
+        if isinstance(ending, CheckpointError) and self._asynchronous and self._ranks.rank == 0:
+            self._say(f"the save of step {step} failed, older checkpoints are as they were: {ending.message}")
+        self._on_ending(ending)
 
-    def _on_rank_0(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and give every rank its result, or its failure."""
-        if self._group is None:
-            try:
-                return work()
-            except OSError as error:
-                raise CheckpointError(str(error)) from None
-        answer: list[Any] = [None, None]
-        if self._rank == 0:
-            try:
-                answer[0] = work()
-            except CheckpointError as error:
-                answer[1] = (error.message, error.hint)
-            except OSError as error:
-                answer[1] = (f"rank 0: {error}", None)
-        dist.broadcast_object_list(answer, group=self._group, group_src=0)
-        if answer[1] is not None:
-            raise CheckpointError(answer[1][0], hint=answer[1][1])
-        result: T = answer[0]
-        return result
+    # Restoring.
 
-    def _gather(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank and give each all results; one failure is everybody's, so that nobody waits."""
-        result, failure = None, None
-        try:
-            result = work()
-        except (CheckpointError, OSError) as error:
-            failure = f"rank {self._rank}: {error}" if self._world_size > 1 else str(error)
-        if self._group is None:
-            answers: list[Any] = [(result, failure)]
+    def restore(
+        self,
+        *,
+        path: Path | str | None = None,
+        allow: Collection[str] = (),
+        per_rank: Mapping[str, Any] | None = None,
+        **objects: Any,
+    ) -> Restored | None:
+        """Load the newest checkpoint that is complete and undamaged into `objects`. All ranks call it together.
+
+        A rank that did not exist when it was saved keeps its random state, and its `per_rank` objects are left as they
+        are. Plain JSON values are not given back; hand in something with `load_state_dict`.
+
+        Args:
+            path: this one and no other, from whatever run.
+            allow: what may differ from the checkpoint, of "keys", "shapes", "dtypes", "config": what does not fit keeps its
+                initial values, dtypes are converted.
+
+        Returns:
+            None when there is no checkpoint: a fresh start. Never when `path` is given.
+
+        Raises:
+            CheckpointMismatch: there are checkpoints, but none fits or none is sound.
+            CheckpointError: `path` is no checkpoint or is damaged.
+        """
+        drift.check_allowed(allow)
+        own = self._own(per_rank)
+        set_aside: list[str] = []
+        while True:
+            found = self._ranks.on_rank_0(partial(self._choose, path))
+            if found is None:
+                # An attempt before this one may have set them aside and failed; this one must not start afresh either.
+                set_aside = set_aside or self._ranks.on_rank_0(lambda: commit.damaged(self.directory))
+                if set_aside:
+                    raise CheckpointMismatch(
+                        f"every checkpoint in {self.directory} is damaged: {'; '.join(set_aside)}",
+                        hint="look at the *.damaged-* folders; delete them to start afresh",
+                    )
+                self._reserve(objects, per_rank)
+                return None
+            chosen, texts, damage = found
+            manifest = None
+            if not damage:
+                manifest = commit.parse_manifest(chosen, *texts)
+                damage = self._load(chosen, manifest, objects, own, allow, asked_for=path is not None)
+            if not damage:
+                break
+            if path is not None:
+                raise CheckpointError(
+                    f"{chosen} was asked for and is damaged: {'; '.join(damage)}", hint="name another checkpoint"
+                )
+            self._ranks.on_rank_0(partial(commit.set_aside, chosen))
+            set_aside.append(f"{chosen.name}: {damage[0]}")
+            if self._ranks.rank == 0:
+                self._say(f"{chosen.name} is damaged and was set aside: {'; '.join(damage)}")
+        assert manifest is not None
+        if path is None:
+            self._last_step = manifest.step
+        self._last_size = manifest.size
+        self._reserve(objects, per_rank)
+        restored = Restored(chosen, manifest.step, manifest.incarnation_label, tuple(set_aside), path is not None)
+        if self._ranks.rank == 0:
+            self._say(restored.sentence)
+        return restored
+
+    def _choose(self, asked: Path | str | None) -> tuple[Path, tuple[bytes, str], list[str]] | None:
+        """On rank 0: the checkpoint to read, its manifest for all to see alike, and what is wrong with it."""
+        if asked is not None:
+            path = Path(asked)
+            if not path.is_dir():
+                raise CheckpointError(
+                    f"{path} was asked for and is not there", hint="`checkpoints RUN list` shows what is"
+                )
         else:
-            answers = [None] * self._world_size
-            dist.all_gather_object(answers, (result, failure), group=self._group)
-        failures = [failure for _, failure in answers if failure]
-        if failures:
-            raise CheckpointError(failures[0] + (f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""))
-        return [result for result, _ in answers]
-
-
-def _check_coverage(temporary: Path, files: Mapping[str, FileRecord]) -> dict[str, dict[str, Any]]:
-    """Shape and dtype of every tensor, after checking that the pieces that were handed in cover it.
-
-    Raises:
-        CheckpointError: elements of a tensor were written by nobody, or to a file that nobody handed in.
-    """
-    metadata = dcp.FileSystemReader(temporary).read_metadata()
-    tensors: dict[str, dict[str, Any]] = {}
-    for name, description in metadata.state_dict_metadata.items():
-        if not isinstance(description, TensorStorageMetadata):
-            continue
-        covered = sum(chunk.sizes.numel() for chunk in description.chunks)
-        if covered != description.size.numel():
-            raise CheckpointError(
-                f"{temporary.name}: {covered} of {description.size.numel()} elements of {name} were written"
+            candidates = commit.committed(self.directory)
+            if not candidates:
+                return None
+            path = candidates[-1]
+        try:
+            texts = commit.read_manifest_bytes(path)
+            manifest = commit.parse_manifest(path, *texts)
+        except CheckpointError as error:
+            return path, (b"", ""), [error.message]
+        with blocks.threads() as pool:
+            damage = blocks.find_damage(path, manifest.files.items(), pool, contents=False)
+            damage += (
+                blocks.find_damage(path, [(commit.INDEX, manifest.files[commit.INDEX])], pool) if not damage else []
             )
-        tensors[name] = {"shape": list(description.size), "dtype": str(description.properties.dtype)}
-    for index, place in (metadata.storage_data or {}).items():
-        if place.relative_path not in files:
-            raise CheckpointError(
-                f"{temporary.name}: {index.fqn} lies in {place.relative_path}, which no rank handed in"
+        return path, texts, damage
+
+    def _load(
+        self,
+        path: Path,
+        manifest: Manifest,
+        objects: Mapping[str, Any],
+        own: Mapping[str, Any],
+        allow: Collection[str],
+        *,
+        asked_for: bool,
+    ) -> list[str]:
+        """Fill `objects`, unless it is damaged: then what is wrong, and nothing was touched."""
+        if self._run_id and manifest.run_id != self._run_id and not asked_for:
+            raise CheckpointMismatch(
+                f"{path} belongs to run {manifest.run_id or '(none)'}, this is run {self._run_id}",
+                hint=f"move it away, or start from it on purpose: checkpoint.restore_from={path}",
             )
-    return tensors
+        index = self._ranks.all_do(lambda: self._read_index(path))
+        drift.check_config(path, manifest.config, self._config, allow)
+        wanted = drift.fitting(path, objects, index.facts, manifest.state, allow)
+        targets = state.templates(objects, wanted)
+        targets = drift.check_tensors(path, targets, index.facts, allow)
+        own_file = _file_name(self._ranks.rank)
+        own_there = own_file in index.tables
+        if own_there:
+            targets.update(state.templates(own, index.own_facts(own_file)))
+        with retention.reading(path):
+            damage, own_text = read_tensors(
+                path,
+                index,
+                manifest.files,
+                targets,
+                own_file if own_there else None,
+                ranks=self._ranks,
+                on_this_host=self._on_this_host,
+                mode=self._verify,
+                buffer=self._staging.borrow,
+            )
+        if damage:
+            return damage
+
+        def put_back() -> None:
+            state.put_back(objects, targets, manifest.state, lenient="keys" in allow)
+            if own_there:
+                plain = json.loads(own_text)
+                state.put_back({key: value for key, value in own.items() if key in plain}, targets, plain)
+
+        self._ranks.all_do(put_back)
+        return []
+
+    def _read_index(self, path: Path) -> Index:
+        if self._ranks.rank != 0:
+            commit.wait_until_visible(path / commit.INDEX)
+        return Index.parse((path / commit.INDEX).read_bytes())
+
+    def _reserve(self, objects: Mapping[str, Any], per_rank: Mapping[str, Any] | None) -> None:
+        """Host memory and disk space for the first save, before the first step."""
+        expected, _ = state.flatten({**objects, **self._own(per_rank)})
+        expected.update(state.expected_optimizer_state(objects))
+        plan = make_plan(expected, self._ranks, None)
+        self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._on_this_host.size))
+        size = max(self._last_size, plan.total_bytes)
+        self._ranks.on_rank_0(lambda: commit.check_space(self.directory, size))
+
+    # Where the ranks are.
+
+    def _agree_on_directory(self) -> list[str]:
+        """Check that all were told the same directory. Returns the host of every rank."""
+        answers = self._ranks.gather(lambda: (str(self.directory.absolute()), socket.gethostname()))
+        first = answers[0][0]
+        for rank, (directory, _) in enumerate(answers):
+            if directory != first:
+                raise CheckpointError(
+                    f"rank {rank} was told to save in {directory}, rank 0 in {first}",
+                    hint="derive the directory once, on rank 0, and tell the others (a time stamp differs between ranks)",
+                )
+        return [host for _, host in answers]
+
+    def _ranks_of_this_host(self, hosts: list[str]) -> Ranks:
+        own = socket.gethostname()
+        if len(set(hosts)) == 1:
+            return self._ranks
+        members = [rank for rank, host in enumerate(hosts) if host == own]
+        # Only its members have to know of it: with thousands of ranks, everybody making every host's group takes minutes.
+        return Ranks(dist.new_group(members, backend="gloo", use_local_synchronization=True))
 
 
-def _check_keys(path: Path, objects: Mapping[str, Any], saved: Mapping[str, Any], plain: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of another model: what is missing would keep its initial values without a word."""
-    wanted: set[str] = set()
-    for key, value in objects.items():
-        if isinstance(value, torch.nn.Module):
-            wanted.update(f"{key}.{name}" for name in state.unwrap(value).state_dict())
-    prefixes = tuple(f"{key}." for key, value in objects.items() if isinstance(value, torch.nn.Module))
-    have = {name for name in saved if name.startswith(prefixes)} if prefixes else set()
-    missing, extra = sorted(wanted - have), sorted(have - wanted)
-    missing += [key for key, value in objects.items() if not isinstance(value, torch.nn.Module) and key not in plain]
-    if missing or extra:
-        parts = [f"it lacks {_some(missing)}"] * bool(missing) + [f"it has {_some(extra)} besides"] * bool(extra)
-        raise CheckpointMismatch(
-            f"{path} does not fit: {' and '.join(parts)}", hint="was the model changed since it was saved?"
+def _file_name(rank: int) -> str:
+    return f"rank{rank:05d}.safetensors"
+
+
+def _check_ranks_of_job(group: dist.ProcessGroup | None) -> None:
+    """Without its process group each of several ranks would save as if it were alone, into one directory."""
+    variables = os.environ
+    stated = variables.get("WORLD_SIZE")
+    if stated is None and "SLURM_PROCID" in variables and "SLURM_STEP_NUM_TASKS" in variables:
+        stated = variables["SLURM_STEP_NUM_TASKS"]
+    have = dist.get_world_size(group) if group is not None else 1
+    if stated is not None and stated.isdigit() and int(stated) > have:
+        raise CheckpointError(
+            f"this job has {stated} ranks, but the process group that saves has {have}",
+            hint="initialise torch.distributed in every rank before the Checkpointer is made (slurmtrain.init() does)",
         )
 
 
-def _check_shapes(path: Path, targets: Mapping[str, torch.Tensor], saved: Mapping[str, Mapping[str, Any]]) -> None:
-    for name, tensor in targets.items():
-        found = saved[name]
-        if list(tensor.shape) != found["shape"] or str(tensor.dtype) != found["dtype"]:
-            raise CheckpointMismatch(
-                f"{path} does not fit: {name} is {found['dtype']} {found['shape']} there and "
-                f"{tensor.dtype} {list(tensor.shape)} here",
-                hint="was the model changed since it was saved?",
-            )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-@contextmanager
-def _failures_as_checkpoint_errors(path: Path) -> Iterator[None]:
-    """DCP's CheckpointException is a BaseException that `except Exception` does not catch, with a traceback a rank."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: as intended
-            yield
-    except CheckpointException as error:
-        first = next(iter(error.failures.items()), (0, ("", "")))
-        raise CheckpointError(f"{path}: rank {first[0]}: {first[1][0] or error}") from None
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: {error}") from None
+def _close(reference: weakref.ref[Checkpointer]) -> None:
+    """At the end of a script that did not wait for its last save."""
+    checkpointer = reference()
+    if checkpointer is not None:
+        try:
+            checkpointer.close()
+        except CheckpointError as error:
+            checkpointer.lost = error
+            print(f"slurmtrain: error: {error}", file=sys.stderr, flush=True)

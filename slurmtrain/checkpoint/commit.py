@@ -6,14 +6,21 @@ handed in, byte for byte as it was digested; nothing that dies at any moment can
 How, and why each step:
  1. Everything is written in a fresh directory named after this incarnation (`checkpoint_0001000.tmp-7`), never over an
     existing checkpoint: a kill in the middle leaves the older ones as they were.
- 2. Every file is flushed and fsynced, then digested: what is on the disk is what was meant.
- 3. Rank 0 collects name, size and digest of all ranks' files: a file nobody handed in is not part of the checkpoint.
+ 2. Every file is digested from memory while it is written, and fsynced: what is on the disk can be held against what was
+    meant. An error of any thread of any rank fails the save on all.
+ 3. Rank 0 collects name, size and digest of all ranks' files: a file nobody handed in is not part of the checkpoint. It
+    checks that the pieces tile every tensor (`layout`), and writes down where they lie.
  4. It looks for a newer incarnation. Old ranks can live on after the job was restarted elsewhere; they must not commit.
  5. manifest.json (JSON: nothing is executed by reading it), then COMPLETE with the manifest's digest, each fsynced, then
     the directory: after a power loss names and contents are there together.
- 6. The rename is the commit; the parent is fsynced. Where a store has no rename, COMPLETE alone would commit.
+ 6. The rename is the commit; the parent is fsynced. A directory that is not empty cannot be renamed over, so nothing that was
+    committed is ever replaced: a second checkpoint of one step is `checkpoint_0001000.2`.
 
-This module knows files and directories; what is in them is `state`'s and `checkpointer`'s business.
+File systems: local disks, Lustre and NFS. No locks are taken. What another node has written may become visible late on NFS
+(nfs(5), "Data and metadata coherence"): a directory is changed before it is listed, which makes the client ask the
+server, and files that rank 0 speaks of are waited for.
+
+This module knows files and directories; what is in them is `layout`'s, `state`'s and `checkpointer`'s business.
 """
 
 from __future__ import annotations
@@ -23,18 +30,26 @@ import json
 import os
 import re
 import shutil
+import time
+import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slurmtrain.checkpoint import blocks
+from slurmtrain.checkpoint.blocks import FileRecord
 from slurmtrain.errors import CheckpointError
 
-FORMAT = 1
-FINAL_NAME = re.compile(r"checkpoint_(\d{7,})")
-TEMPORARY_NAME = re.compile(r"checkpoint_\d{7,}\.(?:tmp|removed)-(\d+)")
+FORMAT = 2
+FINAL_NAME = re.compile(r"checkpoint_(\d{7,})(?:\.(\d+))?")
+TEMPORARY_NAME = re.compile(r"checkpoint_\d{7,}(?:\.\d+)?\.(?:tmp|removed)-(\d+)(?:-[0-9a-f]+)?")
 CLAIMS = ".incarnations"
-BLOCK = 1 << 20
+MANIFEST, COMPLETE, INDEX = "manifest.json", "COMPLETE", "index.bin"
+SPARE_SPACE = 1.2
+# Attribute caches of NFS clients are at most a minute old (acdirmax).
+VISIBILITY_S = 60.0
 
 
 @dataclass(frozen=True, order=True)
@@ -43,19 +58,11 @@ class Incarnation:
 
     Attributes:
         order: strictly increasing over the lives of one run.
-        label: for people: job id and restart count.
+        label: tells lives of the same order apart, and people which one it was: job id and restart count.
     """
 
     order: int
     label: str = ""
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """A file as it was handed in: size in bytes and SHA-256 in hex."""
-
-    size: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -65,8 +72,11 @@ class Manifest:
     Attributes:
         step: optimiser steps done.
         files: record of every file but manifest.json and COMPLETE.
-        tensors: global shape and dtype by key.
+        tensors: global shape and dtype by name.
         state: everything that is not a tensor and the same on all ranks.
+        config: values the run was configured with, to tell what has changed since.
+        metrics: of this step, as they were handed to `save`.
+        created: unix time of the commit, seconds; for people, nothing is decided by it.
     """
 
     format: int
@@ -79,46 +89,95 @@ class Manifest:
     files: Mapping[str, FileRecord]
     tensors: Mapping[str, Mapping[str, Any]]
     state: Mapping[str, Any]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    created: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(record.size for record in self.files.values())
 
 
-def checkpoint_name(step: int) -> str:
-    return f"checkpoint_{step:07d}"
+def checkpoint_name(step: int, revision: int = 1) -> str:
+    return f"checkpoint_{step:07d}" + (f".{revision}" if revision > 1 else "")
+
+
+def _place_in_order(path: Path) -> tuple[int, int]:
+    match = FINAL_NAME.fullmatch(path.name)
+    assert match is not None, path
+    return int(match.group(1)), int(match.group(2) or 1)
 
 
 def step_of(path: Path) -> int:
-    match = FINAL_NAME.fullmatch(path.name)
-    assert match is not None, path
-    return int(match.group(1))
+    return _place_in_order(path)[0]
 
 
 def committed(directory: Path) -> list[Path]:
     """Committed checkpoints, oldest first. A name without COMPLETE is none."""
     if not directory.is_dir():
         return []
-    found = [path for path in directory.iterdir() if FINAL_NAME.fullmatch(path.name) and (path / "COMPLETE").is_file()]
-    return sorted(found, key=step_of)
+    found = [path for path in directory.iterdir() if FINAL_NAME.fullmatch(path.name) and (path / COMPLETE).is_file()]
+    return sorted(found, key=_place_in_order)
 
 
-def claim(directory: Path, incarnation: Incarnation) -> None:
-    """Announce this incarnation: from now on no older one commits into `directory`, and what those left is removed.
+# Fencing.
+
+
+def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") -> Incarnation:
+    """Announce an incarnation: from now on no older one commits into `directory`, and what those left is removed.
+
+    Args:
+        incarnation: None: the next free one, with `label`. A second job in the same directory so fences off the first.
 
     Raises:
-        CheckpointError: a newer incarnation has been here, so this one is the leftover.
+        CheckpointError: a newer incarnation has been here, or another process claims to be this one.
     """
     claims = directory / CLAIMS
     claims.mkdir(mode=0o700, parents=True, exist_ok=True)
-    check_fence(directory, incarnation)
-    (claims / f"{incarnation.order:08d}").write_text(incarnation.label)
-    fsync_directory(claims)
+    while True:
+        own = incarnation or Incarnation(_newest_claim(claims) + 1, label)
+        _check_claims(directory, own)
+        path = claims / f"{own.order:08d}"
+        try:
+            # Exclusive creation is atomic on local disks, Lustre and NFS from version 3 on (open(2), O_EXCL).
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            if incarnation is None:
+                continue
+            holder = path.read_text()
+            if holder != own.label:
+                raise CheckpointError(
+                    f"{directory} is in use by {holder or 'another process'}, which has the same number "
+                    f"({own.order}) as this one, {own.label}",
+                    hint="give each job a checkpoint directory of its own",
+                ) from None
+        else:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(own.label)
+                file.flush()
+                os.fsync(file.fileno())
+        fsync_directory(claims)
+        break
     for path in directory.iterdir():
         match = TEMPORARY_NAME.fullmatch(path.name)
-        if match and int(match.group(1)) < incarnation.order:
-            shutil.rmtree(path, ignore_errors=True)
+        if match and int(match.group(1)) < own.order:
+            # Renamed first: whoever still writes there could otherwise commit what is left of it.
+            removed = path.with_name(f"{path.name.partition('.')[0]}.removed-{own.order}-{uuid.uuid4().hex[:8]}")
+            with suppress(FileNotFoundError):
+                path.rename(removed)
+                shutil.rmtree(removed, ignore_errors=True)
+    return own
 
 
 def check_fence(directory: Path, incarnation: Incarnation) -> None:
     """Raise when a newer incarnation has claimed `directory`."""
-    newest = max((int(path.name) for path in (directory / CLAIMS).iterdir() if path.name.isdigit()), default=0)
+    refresh(directory / CLAIMS)
+    _check_claims(directory, incarnation)
+
+
+def _check_claims(directory: Path, incarnation: Incarnation) -> None:
+    newest = _newest_claim(directory / CLAIMS)
     if newest > incarnation.order:
         raise CheckpointError(
             f"incarnation {incarnation.order} ({incarnation.label}) may not commit in {directory}: "
@@ -127,27 +186,61 @@ def check_fence(directory: Path, incarnation: Incarnation) -> None:
         )
 
 
-def begin(directory: Path, step: int, incarnation: Incarnation) -> Path:
-    """A fresh directory to write `step` into. Called by one rank; the others are told the path."""
+def _newest_claim(claims: Path) -> int:
+    return max((int(path.name) for path in claims.iterdir() if path.name.isdigit()), default=0)
+
+
+def refresh(directory: Path) -> None:
+    """Make an NFS client forget what it believes is in `directory`: a change of our own makes it ask the server."""
+    probe = directory / f".probe-{uuid.uuid4().hex}"
+    probe.touch(mode=0o600)
+    probe.unlink()
+
+
+def wait_until_visible(path: Path, timeout_s: float = VISIBILITY_S) -> None:
+    """Wait for a file that another node has written. Returns when it is there or the time is over.
+
+    There is no event to wait for: the client learns of it when it asks again.
+    """
+    deadline, pause = time.monotonic() + timeout_s, 0.05
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(1.0, 2 * pause)
+        if path.parent.is_dir():
+            os.listdir(path.parent)
+
+
+# Writing.
+
+
+def begin(directory: Path, step: int, incarnation: Incarnation, *, size: int = 0) -> Path:
+    """A fresh directory to write `step` into. Called by one rank; the others are told the path.
+
+    Args:
+        size: bytes of the whole checkpoint, as far as known.
+
+    Raises:
+        CheckpointError: fenced off, or the disk has less than 1.2 times that space.
+    """
     check_fence(directory, incarnation)
     path = directory / f"{checkpoint_name(step)}.tmp-{incarnation.order}"
     if path.exists():  # a save of this very incarnation that failed
         shutil.rmtree(path)
+    check_space(directory, size)
     path.mkdir(mode=0o700)
     return path
 
 
-def digest(path: Path, *, sync: bool = True) -> FileRecord:
-    """Size and SHA-256 of a file; with `sync`, after it has reached the disk."""
-    checksum = hashlib.sha256()
-    size = 0
-    with path.open("rb") as file:
-        if sync:
-            os.fsync(file.fileno())
-        while block := file.read(BLOCK):
-            checksum.update(block)
-            size += len(block)
-    return FileRecord(size, checksum.hexdigest())
+def check_space(directory: Path, size: int) -> None:
+    """Raise when the disk has no room for `size` bytes and a reserve: better than to fill it for everybody."""
+    status = os.statvfs(directory)
+    free = status.f_bavail * status.f_frsize
+    if free < SPARE_SPACE * size:
+        raise CheckpointError(
+            f"{directory} has {free / 1e9:.2f} GB left, and a checkpoint of {size / 1e9:.2f} GB wants "
+            f"{SPARE_SPACE} times its size",
+            hint="free some space; `checkpoints RUN prune` removes what is not needed any more",
+        )
 
 
 def commit(temporary: Path, manifest: Manifest, incarnation: Incarnation) -> Path:
@@ -157,29 +250,38 @@ def commit(temporary: Path, manifest: Manifest, incarnation: Incarnation) -> Pat
         The final path.
 
     Raises:
-        CheckpointError: fenced off by a newer incarnation, or one of this step by it is there already.
+        CheckpointError: fenced off by a newer incarnation.
     """
     directory = temporary.parent
-    text = json.dumps({**asdict(manifest)}, indent=1)
+    text = json.dumps(asdict(manifest), indent=1)
     try:
-        write_synced(temporary / "manifest.json", text)
-        write_synced(temporary / "COMPLETE", hashlib.sha256(text.encode()).hexdigest() + "\n")
+        write_synced(temporary / MANIFEST, text)
+        write_synced(temporary / COMPLETE, hashlib.sha256(text.encode()).hexdigest() + "\n")
         fsync_directory(temporary)
     except FileNotFoundError:
         check_fence(directory, incarnation)  # a newer incarnation removes what older ones were writing
         raise
-    final = directory / checkpoint_name(manifest.step)
     check_fence(directory, incarnation)
-    if final.exists():
-        # The same step, by an older incarnation that committed after this one had chosen what to resume from.
-        superseded = directory / f"{final.name}.removed-{incarnation.order}"
-        final.rename(superseded)
-        temporary.rename(final)
-        shutil.rmtree(superseded, ignore_errors=True)
-    else:
-        temporary.rename(final)
+    revision = 1
+    while True:
+        # One of this step can be there: by an older incarnation that committed after this one had chosen what to resume
+        # from, or by this one. Renaming over it fails, whoever comes first.
+        final = directory / checkpoint_name(manifest.step, revision)
+        if not final.exists():
+            try:
+                temporary.rename(final)
+                break
+            except FileExistsError:
+                pass
+            except OSError:
+                if not final.exists():
+                    raise
+        revision += 1
     fsync_directory(directory)
     return final
+
+
+# Reading.
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -188,37 +290,41 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         CheckpointError: missing, damaged, or of another format.
     """
+    return parse_manifest(path, *read_manifest_bytes(path))
+
+
+def read_manifest_bytes(path: Path) -> tuple[bytes, str]:
+    """manifest.json and the digest in COMPLETE, as they are."""
     try:
-        text = (path / "manifest.json").read_bytes()
-        expected = (path / "COMPLETE").read_text().strip()
-        if hashlib.sha256(text).hexdigest() != expected:
-            raise CheckpointError(f"{path}: manifest.json is damaged: its digest is not the one in COMPLETE")
+        return (path / MANIFEST).read_bytes(), (path / COMPLETE).read_text().strip()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: manifest.json cannot be read: {error}") from None
+
+
+def parse_manifest(path: Path, text: bytes, expected: str) -> Manifest:
+    if hashlib.sha256(text).hexdigest() != expected:
+        raise CheckpointError(f"{path}: manifest.json is damaged: its digest is not the one in COMPLETE")
+    try:
         values = json.loads(text)
         if values.get("format") != FORMAT:
             raise CheckpointError(f"{path} has format {values.get('format')}, expected {FORMAT}")
         files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
-    except (OSError, ValueError, TypeError) as error:
+        manifest = Manifest(files=files, **values)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: manifest.json cannot be read: {error}") from None
     for name in files:
         if name in ("", "..") or Path(name).name != name:
             raise CheckpointError(f"{path}: manifest.json names {name!r}, which is not a plain file name")
-    return Manifest(files=files, **values)
+    if FINAL_NAME.fullmatch(path.name) and manifest.step != step_of(path):
+        raise CheckpointError(f"{path}: manifest.json is of step {manifest.step}, so it belongs to another checkpoint")
+    return manifest
 
 
-def find_damage(path: Path, manifest: Manifest, names: Iterable[str], *, verify: bool) -> list[str]:
-    """What is wrong with the given files: one sentence each. With `verify`, contents are compared, else sizes only."""
-    damage = []
-    for name in names:
-        expected = manifest.files[name]
-        try:
-            size = (path / name).stat().st_size
-            if size != expected.size:
-                damage.append(f"{name} has {size} bytes instead of {expected.size}")
-            elif verify and digest(path / name, sync=False) != expected:
-                damage.append(f"{name} is not what was written: its digest differs")
-        except OSError as error:
-            damage.append(f"{name} cannot be read: {error.strerror}")
-    return damage
+def find_damage(path: Path, manifest: Manifest, names: Iterable[str] | None = None, *, verify: bool) -> list[str]:
+    """What is wrong with the given files (None: all): one sentence each. With `verify`, contents are compared, else sizes."""
+    chosen = sorted(manifest.files) if names is None else names
+    with blocks.threads() as pool:
+        return blocks.find_damage(path, [(name, manifest.files[name]) for name in chosen], pool, contents=verify)
 
 
 def set_aside(path: Path) -> Path:
@@ -234,14 +340,6 @@ def set_aside(path: Path) -> Path:
 def damaged(directory: Path) -> list[str]:
     """Names of the checkpoints that were set aside and are still there."""
     return sorted(path.name for path in directory.glob("checkpoint_*.damaged-*"))
-
-
-def prune(directory: Path, *, keep_last: int, incarnation: Incarnation) -> None:
-    """Remove all but the newest `keep_last` committed checkpoints: renamed first, so that none is seen half removed."""
-    for path in committed(directory)[:-keep_last]:
-        removed = path.with_name(f"{path.name}.removed-{incarnation.order}")
-        path.rename(removed)
-        shutil.rmtree(removed, ignore_errors=True)
 
 
 def write_synced(path: Path, text: str) -> None:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from slurmtrain.errors import CheckpointError
+from slurmtrain.checkpoint.layout import TensorFacts
+from slurmtrain.checkpoint.plan import dtype_of
+from slurmtrain.errors import CheckpointError, CheckpointMismatch
 
 
 @runtime_checkable
@@ -89,8 +91,41 @@ def _name_of(parameter: Tensor, names: Mapping[int, str]) -> str:
     return names[id(parameter)]
 
 
-def templates(objects: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Tensors to load into, for every key of `saved` that belongs to `objects`.
+def changed_by_optimizers(objects: Mapping[str, Any]) -> frozenset[str]:
+    """Names of the tensors that only the step of a given optimiser changes: its parameters, and its own state."""
+    names = parameter_names(objects)
+    found = set()
+    for key, value in objects.items():
+        if isinstance(value, Optimizer):
+            for group in value.param_groups:
+                for parameter in group["params"]:
+                    name = names.get(id(parameter))
+                    found.add(name)
+                    found.update(f"{key}.state.{name}.{field}" for field in value.state.get(parameter, {}))
+    return frozenset(name for name in found if name is not None)
+
+
+# Tensors of a parameter's shape that torch's optimisers keep for each, beyond which nothing large is known.
+_MOMENTS = {"SGD": 1, "Adagrad": 1, "Adadelta": 2, "RMSprop": 3, "Rprop": 2, "Adafactor": 1, "Muon": 1}
+
+
+def expected_optimizer_state(objects: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Stand-ins, of the same size and layout, for the state that optimisers will have after their first step."""
+    names = parameter_names(objects)
+    expected: dict[str, Tensor] = {}
+    for key, value in objects.items():
+        if isinstance(value, Optimizer) and not value.state:
+            moments = _MOMENTS.get(type(value).__name__, 2)
+            for group in value.param_groups:
+                for parameter in group["params"]:
+                    if parameter.requires_grad:
+                        for number in range(moments):
+                            expected[f"{key}.state.{names[id(parameter)]}.{number}"] = parameter.detach()
+    return expected
+
+
+def templates(objects: Mapping[str, Any], saved: Mapping[str, TensorFacts]) -> dict[str, Tensor]:
+    """Tensors to load into, for every one of `saved` that belongs to `objects`.
 
     Modules are loaded in place. A fresh optimiser has no state yet, so its tensors are made here, laid out like their
     parameters; loading its own empty state would restore nothing, without a word.
@@ -105,28 +140,33 @@ def templates(objects: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]]
     for key, value in objects.items():
         if isinstance(value, nn.Module):
             targets.update({f"{key}.{name}": tensor for name, tensor in unwrap(value).state_dict().items()})
-    for name, description in saved.items():
+    for name, fact in saved.items():
         owners = [key for key in objects if name.startswith(f"{key}.")]
         if name in targets or not owners or isinstance(objects[key := max(owners, key=len)], nn.Module):
             continue
-        dtype = getattr(torch, description["dtype"].removeprefix("torch."))
-        shape = tuple(description["shape"])
+        dtype = dtype_of(fact.dtype)
         if isinstance(objects[key], Optimizer):
             parameter = parameters.get(name.removeprefix(f"{key}.state.").rpartition(".")[0])
-            if parameter is not None and tuple(parameter.shape) == shape and shape:
+            if parameter is not None and tuple(parameter.shape) == fact.shape and fact.shape:
                 targets[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
                 continue
-        targets[name] = torch.empty(shape, dtype=dtype)
+        targets[name] = torch.empty(fact.shape, dtype=dtype)
     return targets
 
 
-def put_back(objects: Mapping[str, Any], tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
-    """Give every object its state. Modules have theirs already."""
+def put_back(
+    objects: Mapping[str, Any], tensors: Mapping[str, Tensor], plain: Mapping[str, Any], *, lenient: bool = False
+) -> None:
+    """Give every object its state. Modules have theirs already.
+
+    Args:
+        lenient: what the checkpoint lacks keeps its initial values.
+    """
     for key, value in objects.items():
-        if isinstance(value, nn.Module):
+        if isinstance(value, nn.Module) or (lenient and key not in plain):
             continue
         if isinstance(value, Optimizer):
-            _load_optimizer(key, value, parameter_names(objects), tensors, plain[key])
+            _load_optimizer(key, value, parameter_names(objects), tensors, plain[key], lenient=lenient)
         elif isinstance(value, Stateful):
             value.load_state_dict(_decode(plain[key], tensors))
 
@@ -137,24 +177,35 @@ def _load_optimizer(
     names: Mapping[int, str],
     tensors: Mapping[str, Tensor],
     groups: list[dict[str, Any]],
+    *,
+    lenient: bool,
 ) -> None:
+    own = {name.removeprefix(f"{key}."): tensor for name, tensor in tensors.items() if name.startswith(f"{key}.")}
+    fields: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in own.items():
+        parameter, _, field = name.removeprefix("state.").rpartition(".")
+        fields.setdefault(parameter, {})[field] = tensor
+    saved_groups = [_decode(group, own) for group in groups]
+    if len(saved_groups) != len(optimizer.param_groups):
+        raise CheckpointMismatch(
+            f"{key} has {len(optimizer.param_groups)} parameter groups, and {len(saved_groups)} in the checkpoint",
+            hint="were parameters frozen, or groups changed, since it was saved?",
+        )
     state: dict[int, dict[str, Tensor]] = {}
     param_groups: list[dict[str, Any]] = []
-    own = {name.removeprefix(f"{key}."): tensor for name, tensor in tensors.items() if name.startswith(f"{key}.")}
-    saved_groups = [_decode(group, own) for group in groups]
     number = 0
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
         keys = [_name_of(parameter, names) for parameter in group["params"]]
-        if sorted(keys) != sorted(saved["params"]):
-            raise CheckpointError(f"{key}: a parameter group holds other parameters than in the checkpoint")
+        if sorted(keys) != sorted(saved["params"]) and not lenient:
+            different = sorted(set(keys) ^ set(saved["params"]))
+            raise CheckpointMismatch(
+                f"{key}: a parameter group holds other parameters than in the checkpoint: {', '.join(different[:5])}",
+                hint="to go on all the same: checkpoint.allow=[keys]",
+            )
         numbers = []
         for name in keys:
-            prefix = f"{key}.state.{name}."
-            fields = {
-                field.removeprefix(prefix): tensor for field, tensor in tensors.items() if field.startswith(prefix)
-            }
-            if fields:
-                state[number] = fields
+            if name in fields:
+                state[number] = fields[name]
             numbers.append(number)
             number += 1
         param_groups.append({**saved, "params": numbers})

@@ -110,9 +110,24 @@ class TrainConfig:
 
 @dataclass
 class CheckpointConfig:
-    every_steps: int = 50  # 0: only when the job stops and at the end
+    """When to save (whichever of the three comes first; a stop and the end save by themselves), what to keep, what to trust."""
+
+    every_steps: int = 50  # 0: not by steps
+    every_minutes: float = 0.0  # 0: not by time
+    auto: bool = False  # as often as loses the least time, by the measured stall and the failure rate (Daly 2006)
+    mtbf_hours: float | None = (
+        None  # for auto: mean time between failures of this job; null: by nodes, and what was seen
+    )
     keep_last: int = 2  # complete checkpoints kept; at least 2
-    verify: bool = True  # compare every file with its digest before a tensor is touched
+    keep_every: int = 0  # and those whose step is a multiple of this; 0: none for that reason
+    keep_best: int = 0  # and so many of the best by best_metric; 0: none for that reason
+    best_metric: str = "valid_loss"  # of the steps that are evaluated when they are saved
+    best_mode: str = "min"  # "min" or "max"
+    asynchronous: bool = True  # write while training goes on
+    max_failures: int = 3  # so many saves that fail in a row end the attempt; 0: train on without
+    verify: str = "full"  # compare restored files with their digests: "full", "sampled" (a 16th) or "off" (sizes only)
+    restore_from: str | None = None  # a checkpoint to begin from when this run has none of its own
+    allow: list[str] = field(default_factory=list)  # what may differ from it: keys, shapes, dtypes, config
 
 
 @dataclass

@@ -254,6 +254,17 @@ def _check_ranges(config: Config) -> None:
         2,
         why="one good checkpoint must be left while the next is checked",
     )
+    for name in ("every_minutes", "keep_every", "keep_best", "max_failures"):
+        _at_least(f"checkpoint.{name}", getattr(config.checkpoint, name), 0)
+    _one_of("checkpoint.verify", config.checkpoint.verify, ("full", "sampled", "off"))
+    _one_of("checkpoint.best_mode", config.checkpoint.best_mode, ("min", "max"))
+    for kind in config.checkpoint.allow:
+        _one_of("checkpoint.allow", kind, ("keys", "shapes", "dtypes", "config"))
+    if config.checkpoint.mtbf_hours is not None and not config.checkpoint.mtbf_hours > 0:
+        raise ConfigError(
+            f"checkpoint.mtbf_hours={config.checkpoint.mtbf_hours} is no time between failures",
+            hint="give hours above 0, or null to go by the number of nodes",
+        )
     _one_of("requeue.mode", config.requeue.mode, ("requeue", "off"))
     _at_least("requeue.max_attempts_without_progress", config.requeue.max_attempts_without_progress, 1)
     _at_least("requeue.restart_delay_s", config.requeue.restart_delay_s, 0)

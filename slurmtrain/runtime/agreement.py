@@ -1,11 +1,13 @@
-"""All ranks stop after the same step, whichever of them was told to.
+"""All ranks stop, and save, after the same step, whichever of them was told to.
 
-A signal reaches ranks at different moments of different steps, or one rank only. A maximum over the ranks' flags, once
-a step, makes it one decision. It runs on a CPU group of its own while the step goes on, so it costs no GPU time and
-cannot meet the gradients' collectives.
+A signal reaches ranks at different moments of different steps, or one rank only, and clocks differ. A maximum over the
+ranks' flags, once a step, makes it one decision. It runs on a CPU group of its own while the step goes on, so it costs no
+GPU time and cannot meet the gradients' collectives.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,26 +15,37 @@ import torch.distributed as dist
 from slurmtrain.runtime.signals import StopSignals
 
 
+class Agreed(NamedTuple):
+    """What holds for all ranks after this step: stop; or else, save."""
+
+    stop: bool
+    save: bool
+
+
 class StopAgreement:
     """Implements training's `StopCheck` over all ranks of `group` (gloo), or for a single process."""
 
     def __init__(self, signals: StopSignals, group: dist.ProcessGroup | None):
         self._signals, self._group = signals, group
-        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._flags = torch.zeros(2, dtype=torch.int32)
         self._work: dist.Work | None = None
 
-    def begin(self) -> None:
-        """Hand in this rank's flag; returns at once."""
-        self._flag.fill_(int(self._signals.requested))
-        if self._group is not None:
-            self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+    def begin(self, *, save: bool = False) -> None:
+        """Hand in this rank's flags; returns at once.
 
-    def finish(self) -> bool:
-        """Wait for the others' flags. True on all ranks when one of them was told to stop."""
+        Args:
+            save: this rank wants a checkpoint.
+        """
+        self._flags[0], self._flags[1] = self._signals.requested, save
+        if self._group is not None:
+            self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def finish(self) -> Agreed:
+        """Wait for the others' flags: true on all ranks when they are on one."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-        stopping = bool(self._flag.item())
-        if stopping:
+        stop, save = self._flags.tolist()
+        if stop:
             self._signals.request("another rank")
-        return stopping
+        return Agreed(bool(stop), bool(save))

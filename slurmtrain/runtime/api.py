@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from slurmtrain import rundir
-from slurmtrain.errors import EXIT_REQUEUE, SlurmtrainError
+from slurmtrain.errors import EXIT_REQUEUE, CheckpointError, SlurmtrainError
 from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime import attempts, place, signals
 
@@ -37,8 +37,10 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer as BaseCheckpointer  # noqa: E402
-from slurmtrain.checkpoint.checkpointer import Restored, Saved  # noqa: E402
+from slurmtrain.checkpoint.checkpointer import Restored  # noqa: E402
 from slurmtrain.checkpoint.commit import Incarnation  # noqa: E402
+from slurmtrain.checkpoint.retention import Keep  # noqa: E402
+from slurmtrain.checkpoint.saving import Saved  # noqa: E402
 from slurmtrain.config.compose import load_frozen  # noqa: E402
 from slurmtrain.config.schema import ClusterConfig  # noqa: E402
 from slurmtrain.runtime.agreement import StopAgreement  # noqa: E402
@@ -108,12 +110,18 @@ def should_stop() -> bool:
     """
     agreement = _initialised()[1]
     agreement.begin()
-    return agreement.finish()
+    return agreement.finish().stop
 
 
 def exit_for_requeue() -> NoReturn:
-    """Leave after a save: all ranks together, with the exit code (75) that makes the job start again."""
+    """Leave after a save: all ranks together, with the exit code (75) that makes the job start again.
+
+    Raises:
+        CheckpointError: the last save failed, so there is less to continue from than it would seem.
+    """
     world = _initialised()[0]
+    for checkpointer in list(_checkpointers):
+        checkpointer.wait()
     world.leave_together()
     from slurmtrain.runtime.main import leave
 
@@ -125,33 +133,31 @@ class Checkpointer(BaseCheckpointer):
 
     Args:
         directory: another place; default: the run's, or ./checkpoints for a script that was not submitted.
-        keep_last: how many complete checkpoints stay; at least 2.
+        keep: which complete checkpoints stay, for instance slurmtrain.Keep(last=3, every=1000).
+        options: verify, asynchronous, max_failures, config.
     """
 
-    def __init__(self, directory: Path | str | None = None, *, keep_last: int = 2):
+    def __init__(self, directory: Path | str | None = None, *, keep: Keep = Keep(), **options: Any):  # noqa: B008
         world = _initialised()[0]
+        incarnation, run_id = None, ""
+        if _place is not None:
+            incarnation = Incarnation(_place.number, _place.incarnation_label(world.environment))
+            run_id = _place.run_dir.id
         if directory is None:
             directory = _place.run_dir.checkpoints if _place else Path("checkpoints")
-        # Without attempts to count, the clock orders the lives of a script, to a hundredth of a second.
-        order = _place.number if _place else int(time.time() * 100)
-        if world.saving is not None:
-            box = [order]
-            dist.broadcast_object_list(box, src=0, group=world.saving)
-            order = box[0]
-        label = _place.incarnation_label(world.environment) if _place else f"pid {os.getpid()}"
-        run_id = _place.run_dir.id if _place else ""
         super().__init__(
-            directory, group=world.saving, incarnation=Incarnation(order, label), run_id=run_id, keep_last=keep_last
+            directory,
+            group=world.saving,
+            incarnation=incarnation,
+            run_id=run_id,
+            keep=keep,
+            on_ending=_note_saved,
+            **options,
         )
         _checkpointers.add(self)
 
-    def save(self, step: int, *, per_rank: Any = None, **objects: Any) -> Saved:
-        saved = super().save(step, per_rank=per_rank, **objects)
-        _note(last_step=step)
-        return saved
-
-    def restore(self, *, per_rank: Any = None, **objects: Any) -> Restored | None:
-        restored = super().restore(per_rank=per_rank, **objects)
+    def restore(self, **arguments: Any) -> Restored | None:
+        restored = super().restore(**arguments)
         _note(first_step=restored.step if restored else 0, stepping=time.time())
         return restored
 
@@ -159,6 +165,11 @@ class Checkpointer(BaseCheckpointer):
 def _note(**changes: Any) -> None:
     if _place is not None and _initialised()[0].environment.rank == 0:
         place.update_attempt(_place, **changes)
+
+
+def _note_saved(ending: Saved | CheckpointError) -> None:
+    if isinstance(ending, Saved):
+        _note(last_step=ending.step)
 
 
 def _initialised() -> tuple[World, StopAgreement]:
@@ -174,9 +185,16 @@ def _let_go() -> None:
     interpreter for it. One that is gone by then ends the process with SIGABRT: a finished job would look like a crash.
     """
     global _world, _agreement
+    lost = [checkpointer.lost for checkpointer in list(_checkpointers) if checkpointer.lost is not None]
     world, _world, _agreement = _world, None, None
-    for checkpointer in list(_checkpointers):
-        checkpointer._group = None
+    if lost and world is not None:
+        if _place is not None:
+            attempts.record_failure(
+                _place.attempt_dir, world.environment.rank, exit_code=lost[0].exit_code, sentence=lost[0].message
+            )
+        from slurmtrain.runtime.main import leave
+
+        leave(lost[0].exit_code)
     for group in (world.control, world.saving) if world is not None else ():
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)

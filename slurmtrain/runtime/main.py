@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import EXIT_REQUEUE, SlurmtrainError
+from slurmtrain.errors import EXIT_REQUEUE, LostPeers, SlurmtrainError
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts, place, signals
 from slurmtrain.runtime.environment import Environment, check_world_size
@@ -80,7 +80,7 @@ def _run(find: Callable[[], tuple[Config, Callable[[], RunDir]]], given: Place |
         world, where = _join(config, environment, given, find_or_create, stop, timeline)
         if given is None and environment.rank == 0:
             watch = _begin(where, environment, config, stop)
-        code = _train(config, world, where, stop, timeline)
+        code = _train(config, world, where, stop, timeline, watch)
         if watch is not None and code == EXIT_REQUEUE:
             watch.wait_for_record()
         _settle_by_hand(config, environment, where, code)
@@ -91,7 +91,7 @@ def _run(find: Callable[[], tuple[Config, Callable[[], RunDir]]], given: Place |
         leave(EXIT_REQUEUE)
     except SlurmtrainError as error:
         print(f"slurmtrain: error: {error}", file=sys.stderr, flush=True)
-        _fail(where, environment, error.exit_code, error.message)
+        _fail(where, environment, error.exit_code, error.message, because_of_peer=isinstance(error, LostPeers))
     except BaseException as error:
         traceback.print_exc()
         sentence = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
@@ -127,12 +127,19 @@ def _join(
     return world, place.agree_on_place(environment, find_or_create, world.tell, meeting)
 
 
-def _train(config: Config, world: World, where: Place, stop: signals.StopSignals, timeline: Timeline) -> int:
+def _train(
+    config: Config,
+    world: World,
+    where: Place,
+    stop: signals.StopSignals,
+    timeline: Timeline,
+    watch: Watch | None,
+) -> int:
     """Train, and say what rank 0 has to say. Returns the exit code of this rank."""
     from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.training_job import build_trainer
 
-    trainer = build_trainer(config, world, where, StopAgreement(stop, world.control), timeline)
+    trainer = build_trainer(config, world, where, StopAgreement(stop, world.control), timeline, watch)
     outcome = trainer.fit()
     if world.environment.rank == 0:
         said = "finished" if outcome.finished else "stopped"

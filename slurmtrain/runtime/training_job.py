@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import sys
 import time
 from typing import Any
 
 from torch import nn
 
-from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored, Saved
+from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored
 from slurmtrain.checkpoint.commit import Incarnation
+from slurmtrain.checkpoint.interval import Cadence, Interval, mean_time_between_failures
+from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.checkpoint.saving import Saved
 from slurmtrain.config.schema import Config
 from slurmtrain.data import BatchLoader
-from slurmtrain.errors import ConfigError, SlurmtrainError
+from slurmtrain.errors import CheckpointError, ConfigError, SlurmtrainError
 from slurmtrain.observe import Reporter, SilentReporter
 from slurmtrain.parallel.ddp import replicate
+from slurmtrain.runtime import attempts
 from slurmtrain.runtime.agreement import StopAgreement
+from slurmtrain.runtime.judge import Reason
 from slurmtrain.runtime.place import Place, update_attempt
 from slurmtrain.runtime.timeline import Timeline
+from slurmtrain.runtime.watch import Watch
 from slurmtrain.runtime.world import World
 from slurmtrain.training.seeds import seed_everything
 from slurmtrain.training.trainer import Ranks, Trainer
 
 
-def build_trainer(config: Config, world: World, where: Place, stop: StopAgreement, timeline: Timeline) -> Trainer:
+def build_trainer(
+    config: Config, world: World, where: Place, stop: StopAgreement, timeline: Timeline, watch: Watch | None
+) -> Trainer:
     """Everything that `fit` needs.
+
+    Args:
+        watch: of rank 0.
 
     Raises:
         ConfigError: model or data cannot be built from the config.
@@ -45,16 +58,21 @@ def build_trainer(config: Config, world: World, where: Place, stop: StopAgreemen
         dp_size=world_size,
         num_workers=train.data_workers,
     )
+    record = _Record(config, where, source, model, timeline) if rank == 0 else None
+    keeping = config.checkpoint
     checkpointer = Checkpointer(
         where.run_dir.checkpoints,
         group=world.saving,
         incarnation=Incarnation(where.number, where.incarnation_label(world.environment)),
         run_id=where.run_dir.id,
-        keep_last=config.checkpoint.keep_last,
-        verify=config.checkpoint.verify,
+        config=_bound(config),
+        keep=Keep(keeping.keep_last, keeping.keep_every, keeping.keep_best, keeping.best_metric, keeping.best_mode),
+        verify=keeping.verify,
+        asynchronous=keeping.asynchronous,
+        max_failures=keeping.max_failures,
+        on_ending=record.on_ending if record else lambda ending: None,
     )
     timeline.mark("model and data")
-    record = _Record(config, where, source, model, timeline) if rank == 0 else None
     return Trainer(
         train=train,
         optim=config.optim,
@@ -68,8 +86,38 @@ def build_trainer(config: Config, world: World, where: Place, stop: StopAgreemen
         stop=stop,
         make_reporter=record.make_reporter if record else lambda step, evaluated_at: SilentReporter(),
         on_restore=record.on_restore if record else lambda restored: None,
-        on_save=record.on_save if record else lambda saved: None,
+        make_cadence=lambda step: _cadence(config, where, step),
+        plan_stop=watch.plan_stop if watch is not None else lambda step_s, save_s: None,
+        grace_left=watch.seconds_left if watch is not None else lambda: None,
     )
+
+
+def _bound(config: Config) -> dict[str, Any]:
+    """What a checkpoint is bound to: with another model, order of samples or optimiser, its state means something else."""
+    train = config.train
+    return {
+        "model": config.model,
+        "data": config.data,
+        "optim": dataclasses.asdict(config.optim),
+        "train": {"seed": train.seed, "global_batch_size": train.global_batch_size, "steps": train.steps},
+    }
+
+
+def _cadence(config: Config, where: Place, step: int) -> Cadence:
+    """When saves are due in this attempt; for `auto`, by how often this run has failed so far."""
+    keeping = config.checkpoint
+    mtbf_s = math.inf
+    if keeping.auto:
+        earlier = [attempt for attempt in attempts.all_attempts(where.run_dir) if attempt.number < where.number]
+        failures = sum(attempt.reason in (Reason.CRASH, Reason.NODE_FAILURE, Reason.PREEMPTED) for attempt in earlier)
+        seconds = sum(attempt.ended - attempt.started for attempt in earlier if attempt.ended and attempt.started)
+        mtbf_s = (
+            keeping.mtbf_hours * 3600
+            if keeping.mtbf_hours is not None
+            else mean_time_between_failures(config.cluster.nodes, observed_failures=failures, observed_s=seconds)
+        )
+    interval = Interval(keeping.every_steps, keeping.every_minutes, keeping.auto)
+    return Cadence(interval, now=time.monotonic(), step=step, mtbf_s=mtbf_s)
 
 
 class _Record:
@@ -106,9 +154,18 @@ class _Record:
             set_aside=list(restored.set_aside) if restored else [],
         )
 
-    def on_save(self, saved: Saved) -> None:
+    def on_ending(self, ending: Saved | CheckpointError) -> None:
+        """By the thread that writes checkpoints."""
+        if isinstance(ending, CheckpointError):
+            self._where.run_dir.event("checkpoint failed", attempt=self._where.number, error=ending.message)
+            return
         self._where.run_dir.event(
-            "checkpoint", attempt=self._where.number, step=saved.step, seconds=round(saved.seconds, 3)
+            "checkpoint",
+            attempt=self._where.number,
+            step=ending.step,
+            seconds=round(ending.seconds, 3),
+            stall_s=round(ending.stall_s, 3),
+            size=ending.size,
         )
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+from slurmtrain.checkpoint.interval import latest_stop
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.settle import own_job_id
 from slurmtrain.runtime.signals import StopSignals
@@ -25,6 +26,8 @@ class Watch:
     def __init__(self, signals: StopSignals, attempt_dir: Path, client: SlurmClient | None, *, signal_lead_s: float):
         self._signals, self._attempt_dir, self._client = signals, attempt_dir, client
         self._signal_lead_s = signal_lead_s
+        self._end_time: float | None = None
+        self._planned: threading.Timer | None = None
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._thread.start()
 
@@ -32,8 +35,27 @@ class Watch:
         """Before rank 0 leaves: give the record of a stop that was just requested the time to reach the disk."""
         self._thread.join(timeout=RECORD_TIMEOUT_S)
 
+    def plan_stop(self, step_s: float, save_s: float) -> None:
+        """Ask for a stop so early that the step that runs and a save are done before the time limit.
+
+        Matters when they take longer than the early warning leaves them. Args: the longest measured, seconds.
+        """
+        if self._end_time is None:
+            return
+        if self._planned is not None:
+            self._planned.cancel()
+        left = latest_stop(self._end_time, step_s=step_s, save_s=save_s) - time.time()
+        self._planned = threading.Timer(max(0.0, left), self._signals.request, args=("deadline",))
+        self._planned.daemon = True
+        self._planned.start()
+
+    def seconds_left(self) -> float | None:
+        """After a stop was requested: until SLURM kills the job, as far as it says; waits for its answer."""
+        self._thread.join(timeout=RECORD_TIMEOUT_S)
+        return None if self._end_time is None else self._end_time - time.time()
+
     def _watch(self) -> None:
-        end_time = self._ask_once()
+        end_time = self._end_time = self._ask_once()
         # Half of the lead: SLURM's own signal, which may be up to 60 s early but never late, should come first.
         deadline = end_time - self._signal_lead_s / 2 if end_time is not None and self._signal_lead_s else None
         if not self._signals.wait(None if deadline is None else max(0.0, deadline - time.time())):
@@ -41,6 +63,8 @@ class Watch:
         first = self._signals.first
         assert first is not None
         facts = self._client.job(own_job_id() or "") if self._client is not None else None
+        if facts is not None and facts.end_time is not None:
+            self._end_time = facts.end_time  # a preemption moves it to the end of the grace time
         left = None if end_time is None else end_time - first.time
         attempts.record_stop(
             self._attempt_dir, cause=first.cause, cause_time=first.time, seconds_left=left, facts=facts

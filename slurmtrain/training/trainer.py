@@ -6,6 +6,7 @@ person sees goes through the reporter.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,23 +17,36 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored, Saved
+from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored
+from slurmtrain.checkpoint.interval import Cadence, Interval, choose_last_save
+from slurmtrain.checkpoint.saving import Saved, Saving
 from slurmtrain.config.schema import CheckpointConfig, OptimConfig, TrainConfig
 from slurmtrain.data import IGNORED_TARGET
 from slurmtrain.data.loader import Batch, BatchLoader, MapDataset, eval_batches, fetch
+from slurmtrain.errors import CheckpointError
 from slurmtrain.observe import Reporter, Throughput
 from slurmtrain.parallel.ddp import no_sync, settle_buckets
 from slurmtrain.training.optim import build_optimizer, learning_rate, set_learning_rate
 
 
-class StopCheck(Protocol):
-    """How all ranks learn in the same step that one of them was told to stop."""
+class Answer(Protocol):
+    """What all ranks do after this step: stop; or else, save."""
 
-    def begin(self) -> None:
+    @property
+    def stop(self) -> bool: ...
+
+    @property
+    def save(self) -> bool: ...
+
+
+class StopCheck(Protocol):
+    """How all ranks learn in the same step that one of them was told to stop, or that it is time to save."""
+
+    def begin(self, *, save: bool = False) -> None:
         """Start to ask; returns at once."""
 
-    def finish(self) -> bool:
-        """The answer, the same on all ranks: stop after this step?"""
+    def finish(self) -> Answer:
+        """The answer, the same on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +108,9 @@ class Trainer:
         checkpointer: None: nothing is saved (benchmarks).
         stop: asked once a step.
         make_reporter: called with the step that the attempt starts from, and the last one that was evaluated.
-        on_save: told of every committed checkpoint.
+        make_cadence: called with the step that the attempt starts from; says when a save is due. None: by `checkpoint`, without `auto`.
+        plan_stop: told, when they are measured, of the longest step and the longest save, in seconds.
+        grace_left: seconds until this job is killed, after it was told to stop; None when unknown.
     """
 
     def __init__(
@@ -112,16 +128,23 @@ class Trainer:
         stop: StopCheck,
         make_reporter: Callable[[int, int], Reporter],
         on_restore: Callable[[Restored | None], None] = lambda restored: None,
-        on_save: Callable[[Saved], None] = lambda saved: None,
+        make_cadence: Callable[[int], Cadence] | None = None,
+        plan_stop: Callable[[float, float], None] = lambda step_s, save_s: None,
+        grace_left: Callable[[], float | None] = lambda: None,
     ):
         self._train, self._optim, self._checkpoint = train, optim, checkpoint
         self._model, self._loader, self._valid = model, loader, valid
         self._ranks, self._checkpointer, self._stop = ranks, checkpointer, stop
         self._baseline = baseline
-        self._make_reporter, self._on_restore, self._on_save = make_reporter, on_restore, on_save
+        self._make_reporter, self._on_restore = make_reporter, on_restore
+        interval = Interval(checkpoint.every_steps, checkpoint.every_minutes)
+        self._make_cadence = make_cadence or (lambda step: Cadence(interval, now=time.monotonic(), step=step))
+        self._plan_stop, self._grace_left = plan_stop, grace_left
         self._optimizer = build_optimizer(model, optim)
         self._counters = Counters()
-        self._saved: Saved | None = None
+        self._saving: Saving | None = None
+        self._save_s: float | None = None  # the longest of this attempt
+        self._step_s = 0.0
         self._valid_loss: float | None = None
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -131,27 +154,31 @@ class Trainer:
         self._restore()
         first_step = self._counters.step
         self._reporter = self._make_reporter(first_step, self._counters.evaluated_at)
+        self._cadence = self._make_cadence(first_step)
         self._throughput = Throughput()
         try:
             # An evaluation that a stop cut short is made up for before anything else.
             stopping = self._check_stop_now() or (self._evaluation_due() and self._evaluate())
             while not stopping and self._counters.step < self._train.steps:
-                stopping = self._train_step() and self._counters.step < self._train.steps
+                answer = self._train_step()
+                last = self._counters.step >= self._train.steps
+                stopping = answer.stop and not last
                 if not stopping and self._evaluation_due():
                     stopping = self._evaluate()
-                if not stopping and self._save_due():
+                if not stopping and answer.save and not last:
                     self._save()
-                    stopping = self._check_stop_now()
+                self._measure_saves()
             finished = not stopping and self._counters.step >= self._train.steps
-            if self._counters.step > first_step or finished:
-                self._save()
-            return Outcome(finished, self._counters.step, first_step, self._saved, self._valid_loss)
+            saved = self._save_last(stopping) if self._counters.step > first_step or finished else None
+            if self._checkpointer is not None:
+                self._checkpointer.close(None if finished else 0)
+            return Outcome(finished, self._counters.step, first_step, saved, self._valid_loss)
         finally:
             self._reporter.close()
             self._loader.close()
 
-    def _train_step(self) -> bool:
-        """One optimiser step over the global batch. True: some rank was told to stop."""
+    def _train_step(self) -> Answer:
+        """One optimiser step over the global batch; what is to be done after it."""
         micro_batches = next(self._loader)
         count = self._begin_token_count(micro_batches)
         rate = learning_rate(self._counters.step, total_steps=self._train.steps, config=self._optim)
@@ -169,15 +196,15 @@ class Trainer:
 
         # Asked as late as possible, so that a signal in the middle of a step still stops after it, and answered while
         # the optimiser works.
-        self._stop.begin()
+        self._stop.begin(save=self._cadence.due(self._counters.step + 1, time.monotonic()))
         limit = self._optim.grad_clip or float("inf")
         norm = nn.utils.clip_grad_norm_(self._parameters, limit)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        stopping = self._stop.finish()
+        answer = self._stop.finish()
 
         self._counters.step += 1
-        self._throughput.step(tokens)
+        self._step_s = max(self._step_s, self._throughput.step(tokens))
         if self._counters.step % self._train.log_every == 0 or self._counters.step == self._train.steps:
             (total,) = self._sum_over_ranks(loss_sum.double().cpu())
             self._reporter.log(
@@ -188,7 +215,7 @@ class Trainer:
                 tokens_per_s=self._throughput.tokens_per_s,
                 step_time_s=self._throughput.step_time_s,
             )
-        return stopping
+        return answer
 
     def _backward(self, batch: Batch, count: Callable[[], int]) -> Tensor:
         """Forward and backward of one micro batch; returns the detached sum of its losses, in nats."""
@@ -259,7 +286,7 @@ class Trainer:
                 if batch is not None:
                     loss_sum += self._loss_sum(batch).double().cpu()
                     tokens += int((batch["targets"] != IGNORED_TARGET).sum())
-                if self._stop.finish():
+                if self._stop.finish().stop:
                     self._model.train()
                     return True
         self._model.train()
@@ -276,11 +303,68 @@ class Trainer:
 
     def _check_stop_now(self) -> bool:
         self._stop.begin()
-        return self._stop.finish()
+        return self._stop.finish().stop
 
-    def _save_due(self) -> bool:
-        every = self._checkpoint.every_steps
-        return every > 0 and self._counters.step % every == 0 and self._counters.step < self._train.steps
+    def _restore(self) -> None:
+        restored = None
+        if self._checkpointer is not None:
+            allow = self._checkpoint.allow
+            restored = self._checkpointer.restore(allow=allow, **self._state())
+            if restored is None and self._checkpoint.restore_from:
+                restored = self._checkpointer.restore(path=self._checkpoint.restore_from, allow=allow, **self._state())
+        self._on_restore(restored)
+
+    def _save(self) -> None:
+        """Begin to save; training goes on."""
+        if self._checkpointer is None or self._checkpointer.last_step == self._counters.step:
+            return
+        evaluated = self._valid_loss is not None and self._counters.evaluated_at == self._counters.step
+        metrics = {"valid_loss": self._valid_loss} if evaluated and self._valid_loss is not None else None
+        self._saving = self._checkpointer.save(self._counters.step, metrics=metrics, **self._state())
+        self._cadence.saved(self._counters.step, time.monotonic(), self._saving.stall_s)
+        self._throughput.start()
+
+    def _measure_saves(self) -> None:
+        """When a save has been committed meanwhile: how long it took says how early a last one has to begin."""
+        if self._saving is not None and self._saving.done():
+            if self._saving.error is None:
+                self._save_s = max(self._save_s or 0.0, self._saving.result().seconds)
+                self._plan_stop(self._step_s, self._save_s)
+            self._saving = None
+
+    def _save_last(self, stopping: bool) -> Saved | None:
+        """Save before leaving, and wait for the commit; with a save in flight, what is best for the time that is left."""
+        checkpointer = self._checkpointer
+        if checkpointer is None:
+            return None
+        choice = self._choose_last_save() if stopping else "both"
+        if choice == "in flight":
+            try:
+                return checkpointer.wait()
+            except CheckpointError:  # which has been told
+                choice = "both"
+        if choice == "new":
+            checkpointer.discard()
+        self._save()
+        return checkpointer.wait()
+
+    def _choose_last_save(self) -> str:
+        """Rank 0's choice, for all: clocks and the state of the save differ between ranks."""
+        assert self._checkpointer is not None
+        choices = ("both", "new", "in flight")
+        chosen = torch.zeros(1, dtype=torch.int64)
+        if self._saving is not None and not self._saving.done() and self._ranks.rank == 0:
+            running_s = time.monotonic() - self._saving.begun
+            choice = choose_last_save(
+                grace_s=self._grace_left(),
+                in_flight_left_s=None if self._save_s is None else max(0.0, self._save_s - running_s),
+                save_s=self._save_s,
+                steps_behind=self._counters.step - self._saving.step,
+            )
+            chosen.fill_(choices.index(choice))
+        if self._ranks.counts is not None:
+            dist.broadcast(chosen, group=self._ranks.counts, group_src=0)
+        return choices[int(chosen.item())]
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -289,14 +373,3 @@ class Trainer:
             "loader": self._loader,
             "trainer": self._counters,
         }
-
-    def _restore(self) -> None:
-        restored = self._checkpointer.restore(**self._state()) if self._checkpointer is not None else None
-        self._on_restore(restored)
-
-    def _save(self) -> None:
-        if self._checkpointer is None or self._checkpointer.last_step == self._counters.step:
-            return
-        self._saved = self._checkpointer.save(self._counters.step, **self._state())
-        self._on_save(self._saved)
-        self._throughput.start()

@@ -27,7 +27,7 @@ def step_until_told(world: World, told_rank: int, told_at: int, between: bool) -
         agreement.begin()
         if between:
             tell(step)
-        if agreement.finish():
+        if agreement.finish().stop:
             break
         step += 1
     first = stop.first
@@ -48,7 +48,7 @@ def test_a_single_process_stops_at_the_step_in_which_it_was_told() -> None:
     stop = signals.StopSignals()
     agreement = StopAgreement(stop, None)
     agreement.begin()
-    assert not agreement.finish()
+    assert not agreement.finish().stop
     stop.request("deadline")
     agreement.begin()
     assert agreement.finish()

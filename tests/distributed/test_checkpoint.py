@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -18,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slurmtrain.checkpoint import commit
+from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.commit import Incarnation, committed
+from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.data import BatchLoader
 from slurmtrain.errors import CheckpointError
 from slurmtrain.parallel.ddp import replicate
@@ -77,7 +79,7 @@ class Rank:
         return {"model": self.model, "optimizer": self.optimizer, "loader": self.loader}
 
     def save(self, step: int) -> Path:
-        return self.checkpointer.save(step, **self.objects).path
+        return self.checkpointer.save(step, **self.objects).result().path
 
     def restore(self) -> int | None:
         restored = self.checkpointer.restore(**self.objects)
@@ -132,7 +134,7 @@ def test_another_number_of_ranks_reads_the_same_weights(gloo_ranks: GlooRanks, t
 def save_own(world: World, directory: Path) -> list[Any]:
     rank = Rank(world, directory)
     own = {"counter": Counter(rank.rank * 10)}
-    rank.checkpointer.save(1, per_rank=own, model=rank.model)
+    rank.checkpointer.save(1, per_rank=own, model=rank.model).result()
     fresh = Counter(-1)
     Rank(world, directory, incarnation=2).checkpointer.restore(per_rank={"counter": fresh}, model=rank.model)
     return [fresh.value, fresh.tensor.tolist()]
@@ -173,13 +175,17 @@ def restore_and_tell(world: World | None, directory: Path) -> tuple[int | None, 
 
 
 def shard(path: Path, rank: int = 1) -> Path:
-    return next(path.glob(f"__{rank}_*"))
+    return path / f"rank{rank:05d}.safetensors"
 
 
 def flip_a_bit(path: Path) -> None:
     content = bytearray(shard(path).read_bytes())
     content[len(content) // 2] ^= 1
     shard(path).write_bytes(content)
+
+
+def overwrite(path: Path) -> None:
+    path.write_bytes(b"x" * path.stat().st_size)
 
 
 def truncate(path: Path) -> None:
@@ -196,8 +202,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a truncated shard": (truncate, "bytes instead of"),
     "a missing shard": (lambda path: shard(path).unlink(), "cannot be read"),
     "a shard of another step": (swap, "its digest differs"),
-    "missing metadata": (lambda path: (path / ".metadata").unlink(), ".metadata cannot be read"),
-    "a damaged own file of a rank": (lambda path: (path / "rank00001.json").write_text("{"), "rank00001.json has 1"),
+    "a missing index": (lambda path: (path / "index.bin").unlink(), "index.bin cannot be read"),
+    "a damaged index": (lambda path: overwrite(path / "index.bin"), "index.bin is not what was written"),
     "a damaged manifest": (lambda path: (path / "manifest.json").write_text("{}"), "manifest.json is damaged"),
     "a missing manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json cannot be read"),
     "an empty COMPLETE": (lambda path: (path / "COMPLETE").write_text(""), "manifest.json is damaged"),
@@ -286,12 +292,13 @@ def test_nothing_saved_is_a_fresh_start(tmp_path: Path) -> None:
 # Death and failure in the middle of a save.
 
 
-def die_in_second_save(world: World, directory: Path, function: str, call: int, rank_to_die: int) -> None:
+def die_in_second_save(world: World, directory: Path, module: str, function: str, call: int, rank_to_die: int) -> None:
     rank = Rank(world, directory)
     rank.steps(1)
     rank.save(1)
     if rank.rank == rank_to_die:
-        original, calls = getattr(commit, function), []
+        owner = importlib.import_module(f"slurmtrain.checkpoint.{module}")
+        original, calls = getattr(owner, function), []
 
         def counted(*args: Any, **options: Any) -> Any:
             calls.append(function)
@@ -299,17 +306,18 @@ def die_in_second_save(world: World, directory: Path, function: str, call: int, 
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*args, **options)
 
-        setattr(commit, function, counted)
+        setattr(owner, function, counted)
     rank.steps(1)
     rank.save(2)
 
 
 STAGES = {
-    "while a rank writes": ("write_synced", 1, 1),
-    "before a rank hands in": ("digest", 1, 1),
-    "before the manifest": ("write_synced", 2, 0),
-    "before COMPLETE": ("write_synced", 3, 0),
-    "before the rename": ("check_fence", 2, 0),
+    "while a rank writes": ("blocks", "write_all", 1, 1),
+    "before a rank hands in": ("commit", "fsync_directory", 1, 1),
+    "before the index": ("layout", "_merge", 1, 0),
+    "before the manifest": ("commit", "write_synced", 1, 0),
+    "before COMPLETE": ("commit", "write_synced", 2, 0),
+    "before the rename": ("commit", "check_fence", 2, 0),
 }
 
 
@@ -330,13 +338,13 @@ def fail_on_one_rank(world: World, directory: Path, failing: int) -> tuple[str, 
     rank = Rank(world, directory)
     rank.steps(1)
     rank.save(1)
-    original = commit.write_synced
+    original = blocks.write_all
     if rank.rank == failing:
 
         def full(*args: Any) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        commit.write_synced = full
+        blocks.write_all = full
     try:
         rank.save(2)
         error = "saved"
@@ -344,7 +352,7 @@ def fail_on_one_rank(world: World, directory: Path, failing: int) -> tuple[str, 
         error = str(failure)
     dist.barrier(group=world.control)
     there = [path.name for path in committed(directory)]
-    commit.write_synced = original
+    blocks.write_all = original
     rank.save(3)  # there is space again
     return error, there
 
@@ -394,12 +402,13 @@ def test_a_life_that_is_overtaken_during_its_save_does_not_commit(
 
 
 def test_only_the_newest_are_kept_and_never_fewer_than_two(tmp_path: Path) -> None:
-    rank = Rank(None, tmp_path, keep_last=3)
+    rank = Rank(None, tmp_path, keep=Keep(last=3))
     for step in range(1, 6):
         rank.save(step)
+    rank.checkpointer.close()
     assert [commit.step_of(path) for path in committed(tmp_path)] == [3, 4, 5]
     with pytest.raises(CheckpointError, match="at least 2"):
-        Checkpointer(tmp_path, keep_last=1)
+        Keep(last=1)
 
 
 # Another model than the one that was saved.
@@ -411,38 +420,44 @@ def model(**changes: nn.Module | None) -> nn.Module:
 
 
 CHANGES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "one more": (lambda: model(third=nn.Linear(1, 1)), ["it lacks model.third.bias, model.third.weight"]),
-    "one less": (lambda: model(second=None), ["it has model.second.bias, model.second.weight besides"]),
+    "one more": (
+        lambda: model(third=nn.Linear(1, 1)),
+        ["- model.third.bias is not in the checkpoint; - model.third.weight is not"],
+    ),
+    "one less": (
+        lambda: model(second=None),
+        ["+ model.second.bias is in the checkpoint alone; + model.second.weight is in"],
+    ),
     "another name": (
         lambda: model(second=None, zweite=nn.Linear(3, 1)),
-        ["it lacks model.zweite.bias", "it has model.second.bias"],
+        ["- model.zweite.bias is not", "+ model.second.bias is in"],
     ),
     "another shape": (
         lambda: model(second=nn.Linear(3, 2)),
-        ["model.second.", "torch.float32 [1", "torch.float32 [2"],
+        ["model.second.", "[1", "[2", "there and", "here"],
     ),
     "another dtype": (
         lambda: model(second=nn.Linear(3, 1).bfloat16()),
-        ["model.second.", "torch.float32", "torch.bfloat16"],
+        ["model.second.", "float32 there", "bfloat16 here"],
     ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_model_is_refused_with_the_names_and_left_as_it_was(tmp_path: Path, change: str) -> None:
-    Checkpointer(tmp_path).save(1, model=model())
+    Checkpointer(tmp_path).save(1, model=model()).result()
     make, words = CHANGES[change]
     changed = make()
     before = {name: tensor.clone() for name, tensor in changed.state_dict().items()}
     with pytest.raises(CheckpointError, match="does not fit") as caught:
         Checkpointer(tmp_path).restore(model=changed)
     assert all(word in caught.value.message for word in words), caught.value.message
-    assert "was the model changed" in (caught.value.hint or "")
+    assert "to go on all the same: checkpoint.allow=[" in (caught.value.hint or "").lower()
     assert all(torch.equal(before[name], tensor) for name, tensor in changed.state_dict().items())
     assert committed(tmp_path)  # it is sound, only not for this model
 
 
 def test_an_object_that_was_not_saved_is_refused_by_name(tmp_path: Path) -> None:
-    Checkpointer(tmp_path).save(1, model=model())
-    with pytest.raises(CheckpointError, match="it lacks counter"):
+    Checkpointer(tmp_path).save(1, model=model()).result()
+    with pytest.raises(CheckpointError, match="- counter is not in the checkpoint"):
         Checkpointer(tmp_path).restore(model=model(), counter=Counter(1))

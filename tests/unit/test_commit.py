@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.checkpoint import commit
-from slurmtrain.checkpoint.commit import FileRecord, Incarnation, Manifest
+from slurmtrain.checkpoint import blocks, commit, retention
+from slurmtrain.checkpoint.blocks import FileRecord
+from slurmtrain.checkpoint.commit import Incarnation, Manifest
+from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.errors import CheckpointError
 
 FIRST, SECOND = Incarnation(1, "job 7, restart 0"), Incarnation(2, "job 7, restart 1")
@@ -36,7 +38,9 @@ def manifest_of(step: int, files: dict[str, FileRecord], incarnation: Incarnatio
 def save(directory: Path, step: int, incarnation: Incarnation = FIRST, content: str = "weights") -> Path:
     temporary = commit.begin(directory, step, incarnation)
     (temporary / "shard").write_text(content)
-    manifest = manifest_of(step, {"shard": commit.digest(temporary / "shard")}, incarnation)
+    with blocks.threads() as pool:
+        record, _ = blocks.digest_file(temporary / "shard", pool)
+    manifest = manifest_of(step, {"shard": record}, incarnation)
     return commit.commit(temporary, manifest, incarnation)
 
 
@@ -74,7 +78,7 @@ KILLED_PROGRAM = """
 import os, signal, sys
 from pathlib import Path
 from tests.unit import test_commit as t
-from slurmtrain.checkpoint import commit
+from slurmtrain.checkpoint import blocks, commit
 
 def kill_at(name, number):
     original, calls = getattr(commit, name), []
@@ -88,7 +92,9 @@ def kill_at(name, number):
 directory = Path(sys.argv[1])
 temporary = commit.begin(directory, 2, t.FIRST)
 (temporary / "shard").write_text("weights")
-manifest = t.manifest_of(2, {"shard": commit.digest(temporary / "shard")})
+with blocks.threads() as pool:
+    record, _ = blocks.digest_file(temporary / "shard", pool)
+manifest = t.manifest_of(2, {"shard": record})
 exec(sys.argv[2])
 commit.commit(temporary, manifest, t.FIRST)
 """
@@ -141,13 +147,15 @@ def test_an_older_incarnation_may_not_start_again(directory: Path) -> None:
         commit.claim(directory, FIRST)
 
 
-def test_the_same_step_by_an_older_incarnation_is_replaced(directory: Path) -> None:
-    save(directory, 2, FIRST, "old")
+def test_the_same_step_by_an_older_incarnation_is_not_replaced_but_followed(directory: Path) -> None:
+    old = save(directory, 2, FIRST, "old")
     commit.claim(directory, SECOND)
     path = save(directory, 2, SECOND, "new")
+    assert (old / "shard").read_text() == "old"
     assert (path / "shard").read_text() == "new"
-    assert commit.read_manifest(path).incarnation == 2
-    assert sorted(found.name for found in directory.glob("checkpoint_*")) == ["checkpoint_0000002"]
+    assert [found.name for found in commit.committed(directory)] == ["checkpoint_0000002", "checkpoint_0000002.2"]
+    save(directory, 3, SECOND)
+    assert steps(directory) == [2, 2, 3]
 
 
 def test_what_older_incarnations_left_behind_is_removed_by_the_next(directory: Path) -> None:
@@ -168,9 +176,37 @@ def test_a_failed_save_of_the_same_incarnation_is_begun_afresh(directory: Path) 
 def test_pruning_keeps_the_newest(directory: Path) -> None:
     for step in (1, 2, 3, 4):
         save(directory, step)
-    commit.prune(directory, keep_last=2, incarnation=FIRST)
+    assert retention.prune(directory, Keep(last=2), 1) == ["checkpoint_0000001", "checkpoint_0000002"]
     assert steps(directory) == [3, 4]
     assert not list(directory.glob("*removed*"))
+
+
+def test_lives_without_a_number_follow_one_another_and_fence_off_those_before(directory: Path) -> None:
+    third = commit.claim(directory, None, label="pid 3")
+    fourth = commit.claim(directory, None, label="pid 4")
+    assert (third.order, fourth.order) == (2, 3)
+    with pytest.raises(CheckpointError, match=r"incarnation 2 \(pid 3\) may not commit"):
+        commit.check_fence(directory, third)
+
+
+def test_two_jobs_with_the_same_number_do_not_share_a_directory(directory: Path) -> None:
+    assert commit.claim(directory, FIRST) == FIRST  # the same life may come twice
+    with pytest.raises(
+        CheckpointError, match=r"is in use by job 7, restart 0, which has the same number \(1\) as this one, job 8"
+    ):
+        commit.claim(directory, Incarnation(1, "job 8, restart 0"))
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(directory: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"GB left, and a checkpoint of 1000000.00 GB wants 1.2 times its size"):
+        commit.begin(directory, 1, FIRST, size=10**15)
+    assert not list(directory.glob("checkpoint_*"))
+
+
+def test_a_manifest_of_another_step_under_this_name_is_no_checkpoint(directory: Path) -> None:
+    save(directory, 1).rename(directory / "checkpoint_0000009")
+    with pytest.raises(CheckpointError, match="manifest.json is of step 1, so it belongs to another checkpoint"):
+        commit.read_manifest(directory / "checkpoint_0000009")
 
 
 def test_every_kind_of_damage_is_named(directory: Path) -> None:
@@ -215,7 +251,7 @@ def test_a_manifest_of_another_format_is_refused(directory: Path) -> None:
     (path / "manifest.json").write_text(text)
 
     (path / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest())
-    with pytest.raises(CheckpointError, match="has format 99, expected 1"):
+    with pytest.raises(CheckpointError, match="has format 99, expected 2"):
         commit.read_manifest(path)
 
 

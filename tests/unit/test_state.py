@@ -59,7 +59,7 @@ def assert_equal_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer)
 
 def test_a_fresh_optimizer_gets_its_state_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     model, optimizer = trained()
-    Checkpointer(tmp_path).save(3, model=model, optimizer=optimizer)
+    Checkpointer(tmp_path).save(3, model=model, optimizer=optimizer).result()
     fresh_model, fresh_optimizer = trained(seed=1, steps=0)
     Checkpointer(tmp_path).restore(model=fresh_model, optimizer=fresh_optimizer)
     assert_equal_state(optimizer, fresh_optimizer)
@@ -80,7 +80,7 @@ def test_looking_at_an_optimizer_does_not_move_it() -> None:
 
 def test_an_optimizer_saved_before_its_first_step_is_restored_without_state(tmp_path: Path) -> None:
     model, optimizer = trained(steps=0)
-    Checkpointer(tmp_path).save(0, model=model, optimizer=optimizer)
+    Checkpointer(tmp_path).save(0, model=model, optimizer=optimizer).result()
     other_model, other_optimizer = trained(seed=1, steps=2)
     Checkpointer(tmp_path).restore(model=other_model, optimizer=other_optimizer)
     assert other_optimizer.state_dict()["state"] == {}
@@ -95,7 +95,7 @@ def test_other_optimizers_are_restored_as_well(tmp_path: Path) -> None:
         return model, optimizer
 
     model, optimizer = make(3)
-    Checkpointer(tmp_path).save(3, model=model, optimizer=optimizer)
+    Checkpointer(tmp_path).save(3, model=model, optimizer=optimizer).result()
     fresh_model, fresh_optimizer = make(0)
     Checkpointer(tmp_path).restore(model=fresh_model, optimizer=fresh_optimizer)
     assert_equal_state(optimizer, fresh_optimizer)
@@ -118,7 +118,7 @@ def test_other_optimizers_are_restored_as_well(tmp_path: Path) -> None:
 )
 def test_plain_values_come_back_equal_and_of_the_same_type(tmp_path: Path, value: Any) -> None:
     saved, restored = Own(value), Own(None)
-    Checkpointer(tmp_path).save(1, own=saved)
+    Checkpointer(tmp_path).save(1, own=saved).result()
     Checkpointer(tmp_path).restore(own=restored)
     assert restored.value == value
     assert type(restored.value) is type(value)
@@ -128,7 +128,7 @@ def test_plain_values_come_back_equal_and_of_the_same_type(tmp_path: Path, value
 def test_tensors_inside_a_users_object_come_back(tmp_path: Path) -> None:
     value = {"mean": torch.arange(3.0), "count": torch.tensor(7), "nested": [(torch.ones(2, dtype=torch.bfloat16),)]}
     saved, restored = Own(value), Own(None)
-    Checkpointer(tmp_path).save(1, own=saved)
+    Checkpointer(tmp_path).save(1, own=saved).result()
     Checkpointer(tmp_path).restore(own=restored)
     assert torch.equal(restored.value["mean"], value["mean"])
     assert torch.equal(restored.value["count"], value["count"])
@@ -138,7 +138,7 @@ def test_tensors_inside_a_users_object_come_back(tmp_path: Path) -> None:
 
 def test_tensors_whose_paths_look_alike_are_kept_apart(tmp_path: Path) -> None:
     saved, restored = Own({"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}, 1: torch.ones(2)}), Own(None)
-    Checkpointer(tmp_path).save(1, own=saved)
+    Checkpointer(tmp_path).save(1, own=saved).result()
     Checkpointer(tmp_path).restore(own=restored)
     assert [restored.value["a.b"].item(), restored.value["a"]["b"].item()] == [0.0, 1.0]
     assert restored.value[1].tolist() == [1.0, 1.0]
@@ -147,7 +147,7 @@ def test_tensors_whose_paths_look_alike_are_kept_apart(tmp_path: Path) -> None:
 def test_a_learning_rate_that_is_a_tensor_is_restored(tmp_path: Path) -> None:
     model, _ = trained(steps=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25), foreach=False)
-    Checkpointer(tmp_path).save(1, model=model, optimizer=optimizer)
+    Checkpointer(tmp_path).save(1, model=model, optimizer=optimizer).result()
     fresh = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5), foreach=False)
     Checkpointer(tmp_path).restore(model=model, optimizer=fresh)
     assert torch.equal(torch.as_tensor(fresh.param_groups[0]["lr"]), torch.tensor(0.25))
@@ -159,7 +159,7 @@ def test_a_scheduler_is_restored(tmp_path: Path) -> None:
     for _ in range(5):
         optimizer.step()
         scheduler.step()
-    Checkpointer(tmp_path).save(5, scheduler=scheduler)
+    Checkpointer(tmp_path).save(5, scheduler=scheduler).result()
     _, other = trained(steps=0)
     fresh = torch.optim.lr_scheduler.StepLR(other, step_size=2)
     Checkpointer(tmp_path).restore(scheduler=fresh)
@@ -178,7 +178,7 @@ def test_what_is_neither_tensor_nor_json_is_refused_by_name_and_type(tmp_path: P
 def test_an_optimizer_without_its_model_is_refused(tmp_path: Path) -> None:
     _, optimizer = trained()
     with pytest.raises(CheckpointError, match=r"shape \[4, 3\] that no given module has"):
-        Checkpointer(tmp_path).save(1, optimizer=optimizer)
+        Checkpointer(tmp_path).save(1, optimizer=optimizer).result()
 
 
 def test_checkpoints_do_not_depend_on_the_wrapper() -> None:

@@ -1,0 +1,202 @@
+"""Files as blocks of 16 MiB, each with its SHA-256: written, digested and compared block by block, several at a time.
+
+A digest for every block lets threads and ranks share one file's work, and lets a reader that needs a part of a file check
+that part. A file's own digest is the SHA-256 over the digests of its blocks. SHA-256 and file operations let go of the
+interpreter's lock, so threads do. Knows no torch and no checkpoint.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+BLOCK_BYTES = 16 << 20
+# Read in pieces that stay in the core's own cache until they are digested.
+PIECE_BYTES = 512 << 10
+DIGEST_BYTES = 32
+THREADS = 4
+NICENESS = 10
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file as it was handed in.
+
+    Attributes:
+        size: bytes.
+        sha256: in hex, over the SHA-256 digests of the file's blocks.
+    """
+
+    size: int
+    sha256: str
+
+
+def threads() -> ThreadPoolExecutor:
+    """A pool for reading, writing and digesting blocks; as many threads as cores this process may use, at most 4."""
+    return ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0))), "checkpoint-blocks")
+
+
+def yield_to_training() -> None:
+    """Let the calling thread, and those that it starts, step back when others want the core."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+def block_count(size: int) -> int:
+    """Blocks of a file; an empty one has one, which is empty."""
+    return max(1, -(-size // BLOCK_BYTES))
+
+
+def root(digests: bytes) -> str:
+    """The digest of a file from the digests of its blocks, one after another."""
+    return hashlib.sha256(digests).hexdigest()
+
+
+def write(
+    path: Path, image: memoryview, pool: ThreadPoolExecutor, *, check: Callable[[], None] = lambda: None
+) -> tuple[FileRecord, bytes]:
+    """Write `image` to a new file and wait until it is on the disk. An error of any thread is raised.
+
+    Args:
+        check: called before every block; what it raises ends the writing.
+
+    Returns:
+        The record, and the digests of the blocks, one after another.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+
+        def write_block(number: int) -> bytes:
+            check()
+            block = image[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
+            write_all(descriptor, block, number * BLOCK_BYTES)
+            return hashlib.sha256(block).digest()
+
+        digests = b"".join(pool.map(write_block, range(block_count(len(image)))))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return FileRecord(len(image), root(digests)), digests
+
+
+def write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def read_into(descriptor: int, buffer: memoryview, offset: int) -> None:
+    """Fill `buffer` from the file.
+
+    Raises:
+        EOFError: the file ends before.
+    """
+    while buffer:
+        count = os.preadv(descriptor, [buffer], offset)
+        if count == 0:
+            raise EOFError(f"it ends at byte {offset}")
+        buffer, offset = buffer[count:], offset + count
+
+
+def digest_block(descriptor: int, number: int, size: int, into: memoryview | None = None) -> bytes:
+    """SHA-256 of one block of a file of `size` bytes; the block's bytes are left in `into`, when given."""
+    checksum = hashlib.sha256()
+    begin, end = number * BLOCK_BYTES, min(size, (number + 1) * BLOCK_BYTES)
+    for offset in range(begin, end, PIECE_BYTES):
+        length = min(PIECE_BYTES, end - offset)
+        part = _scratch()[:length] if into is None else into[offset - begin : offset - begin + length]
+        read_into(descriptor, part, offset)
+        checksum.update(part)
+    return checksum.digest()
+
+
+_local = threading.local()
+
+
+def _scratch() -> memoryview:
+    """This thread's buffer of one piece: a fresh one each time would cost as much in page faults as the reading."""
+    if not hasattr(_local, "buffer"):
+        _local.buffer = memoryview(bytearray(PIECE_BYTES))
+    buffer: memoryview = _local.buffer
+    return buffer
+
+
+def digest_file(path: Path, pool: ThreadPoolExecutor, *, sync: bool = False) -> tuple[FileRecord, bytes]:
+    """Record and block digests of a file as it lies there; with `sync`, after it has reached the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if sync:
+            os.fsync(descriptor)
+        size = os.fstat(descriptor).st_size
+        digests = b"".join(pool.map(lambda number: digest_block(descriptor, number, size), range(block_count(size))))
+        return FileRecord(size, root(digests)), digests
+    finally:
+        os.close(descriptor)
+
+
+def find_damage(
+    directory: Path,
+    files: Iterable[tuple[str, FileRecord]],
+    pool: ThreadPoolExecutor,
+    *,
+    contents: bool = True,
+    from_disk: bool = False,
+    progress: Callable[[int], None] = lambda count: None,
+) -> list[str]:
+    """What is wrong with the given files, one sentence each: sizes, and with `contents` digests.
+
+    Args:
+        from_disk: forget what the page cache has of them first.
+        progress: told of every block's bytes, from any thread.
+    """
+    damage = []
+    opened: list[tuple[str, FileRecord, int]] = []
+    try:
+        for name, expected in files:
+            try:
+                descriptor = os.open(directory / name, os.O_RDONLY)
+            except OSError as error:
+                damage.append(f"{name} cannot be read: {error.strerror}")
+                continue
+            size = os.fstat(descriptor).st_size
+            if size != expected.size or not contents:
+                os.close(descriptor)
+                if size != expected.size:
+                    damage.append(f"{name} has {size} bytes instead of {expected.size}")
+                continue
+            if from_disk:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            opened.append((name, expected, descriptor))
+
+        def digest(block: tuple[int, int, int]) -> bytes | str:
+            descriptor, number, size = block
+            try:
+                found = digest_block(descriptor, number, size)
+            except (OSError, EOFError) as error:
+                return os.strerror(error.errno or errno.EIO) if isinstance(error, OSError) else str(error)
+            progress(min(BLOCK_BYTES, size - number * BLOCK_BYTES))
+            return found
+
+        # All blocks of all files at once: one large file must not be one thread's work.
+        work = [
+            (descriptor, number, expected.size)
+            for _, expected, descriptor in opened
+            for number in range(block_count(expected.size))
+        ]
+        answers = pool.map(digest, work)
+        for name, expected, _ in opened:
+            found = [next(answers) for _ in range(block_count(expected.size))]
+            failures = [answer for answer in found if isinstance(answer, str)]
+            if failures:
+                damage.append(f"{name} cannot be read: {failures[0]}")
+            elif root(b"".join(answer for answer in found if isinstance(answer, bytes))) != expected.sha256:
+                damage.append(f"{name} is not what was written: its digest differs")
+    finally:
+        for _, _, descriptor in opened:
+            os.close(descriptor)
+    return damage

@@ -1,0 +1,112 @@
+"""What differs between a checkpoint and the run that is to go on from it: refused with a diff, unless it is allowed.
+
+Torch itself fills what fits and leaves the rest at its initial values, or converts it, without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slurmtrain.checkpoint import state
+from slurmtrain.checkpoint.layout import TensorFacts
+from slurmtrain.checkpoint.plan import dtype_name
+from slurmtrain.errors import CheckpointMismatch, UsageError, nearest
+
+KINDS = ("keys", "shapes", "dtypes", "config")
+SHOWN = 5
+
+
+def check_allowed(allow: Collection[str]) -> None:
+    for kind in allow:
+        if kind not in KINDS:
+            raise UsageError(f"{kind!r} is no kind of difference that can be allowed", hint=nearest(kind, KINDS))
+
+
+def check_config(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], allow: Collection[str]) -> None:
+    """Raises CheckpointMismatch when the values that a checkpoint is bound to are other ones here."""
+    if "config" in allow or not saved or not own:
+        return
+    before, now = dict(_leaves(saved)), dict(_leaves(own))
+    lines = [
+        f"{key}: {before.get(key, '(not there)')} -> {now.get(key, '(not there)')}"
+        for key in sorted({*before, *now})
+        if before.get(key) != now.get(key) or (key in before) != (key in now)
+    ]
+    _refuse(path, "config", "was saved with another config", lines)
+
+
+def fitting(
+    path: Path,
+    objects: Mapping[str, Any],
+    saved: Mapping[str, TensorFacts],
+    plain: Mapping[str, Any],
+    allow: Collection[str],
+) -> Mapping[str, TensorFacts]:
+    """Check that checkpoint and objects have the same names. Returns the saved tensors that belong to `objects`.
+
+    Raises:
+        CheckpointMismatch: one has names that the other lacks.
+    """
+    wanted: set[str] = set()
+    have: set[str] = set()
+    lines = []
+    for key, value in objects.items():
+        if isinstance(value, torch.nn.Module):
+            wanted.update(f"{key}.{name}" for name in state.unwrap(value).state_dict())
+            have.update(name for name in saved if name.startswith(f"{key}."))
+        elif key not in plain:
+            lines.append(f"- {key} is not in the checkpoint")
+    lines += [f"- {name} is not in the checkpoint" for name in sorted(wanted - have)]
+    lines += [f"+ {name} is in the checkpoint alone" for name in sorted(have - wanted)]
+    if "keys" not in allow:
+        _refuse(path, "keys", "does not fit", lines)
+    return {name: fact for name, fact in saved.items() if name not in have - wanted}
+
+
+def check_tensors(
+    path: Path, targets: Mapping[str, Tensor], saved: Mapping[str, TensorFacts], allow: Collection[str]
+) -> dict[str, Tensor]:
+    """Check shapes and dtypes. Returns the targets that can be filled.
+
+    Raises:
+        CheckpointMismatch: one differs.
+    """
+    shapes, dtypes = [], []
+    fit = {}
+    for name, tensor in targets.items():
+        if name not in saved:  # allowed by `fitting`
+            continue
+        fact = saved[name]
+        if tuple(tensor.shape) != fact.shape:
+            shapes.append(f"{name} is {list(fact.shape)} there and {list(tensor.shape)} here")
+            continue
+        if dtype_name(tensor.dtype) != fact.dtype:
+            dtypes.append(f"{name} is {fact.dtype} there and {dtype_name(tensor.dtype)} here")
+        fit[name] = tensor
+    if "shapes" not in allow:
+        _refuse(path, "shapes", "does not fit", shapes)
+    if "dtypes" not in allow:
+        _refuse(path, "dtypes", "does not fit", dtypes)
+    return fit
+
+
+def _refuse(path: Path, kind: str, what: str, lines: list[str]) -> None:
+    if lines:
+        shown = "; ".join(lines[:SHOWN]) + (f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else "")
+        raise CheckpointMismatch(
+            f"{path} {what}: {shown}",
+            hint=f"was the model or the config changed since? To go on all the same: checkpoint.allow=[{kind}]",
+        )
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,231 @@
+"""When to save: how often while all is well, when to stop before the time limit, what to do when told to stop.
+
+How often. A save holds the run up for C seconds; a failure (they come on average every M seconds) throws away what was
+done since the last one. The interval that loses the least time:
+  - Young 1974:  sqrt(2 C M), of first order. J. W. Young, "A first order approximation to the optimum checkpoint
+    interval", Communications of the ACM 17(9).
+  - Daly 2006:  sqrt(2 C M) (1 + 1/3 sqrt(C / 2M) + 1/9 (C / 2M)) - C  for C < 2M, else M. J. T. Daly, "A higher order
+    estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer Systems 22(3). How long a
+    restart takes does not move the optimum.
+  - Availability: where failures are noticed late, the optimum is not below the time until they are (arXiv 2410.18124).
+C is what training is held up for, not what writing in the background takes: that makes each failure lose a constant
+time more, which does not move the optimum either.
+
+How often things fail. 6.5 failures per 1,000 node-days on one large cluster over 11 months, 2.34 on its sister; but 128
+nodes there failed every 7.9 h, not every 28.8 h as the rate says (arXiv 2410.21680). So the rate is only where one
+starts from, and what a run sees itself soon weighs more.
+
+Knows no clock: every function is told the time. Ranks have different clocks: ask on one rank and tell the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+from slurmtrain.errors import CheckpointError
+
+DAY_S = 86400.0
+
+# `auto` stays between these two. The shortest is also when the first save is made, in order to measure: the measured
+# stall does not show what writing all the time would cost the file system and those who share it.
+SHORTEST_S = 60.0
+# The failure rate is that of hardware. Bugs, full disks and operators come on top, and nobody wants to lose more than
+# an hour, as long as not doing so is cheap: while an hourly save holds the run up for less than this share of the time.
+LONGEST_S = 3600.0
+CHEAP_STALL = 0.01
+# There is no limit to the share that saving takes: where Daly's interval costs much, failures cost as much, and saving
+# less often makes it worse (C = 36 s, M = 1 h: every 8 minutes. At most 1 % would mean once an hour, and a run half as
+# long again).
+# As slow as the slowest of so many saves: a shared file system has bad days, and the first save also allocates.
+STALLS_REMEMBERED = 3
+
+
+def young(cost_s: float, mtbf_s: float) -> float:
+    """Young's interval between two saves, in seconds.
+
+    Args:
+        cost_s: how long training is held up by one save.
+        mtbf_s: mean time between failures of the whole job.
+    """
+    _check_cost_and_mtbf(cost_s, mtbf_s)
+    return math.sqrt(2 * cost_s * mtbf_s) if cost_s > 0 else 0.0
+
+
+def daly(cost_s: float, mtbf_s: float) -> float:
+    """Daly's interval between the end of one save and the begin of the next, in seconds. Arguments as for `young`."""
+    _check_cost_and_mtbf(cost_s, mtbf_s)
+    if cost_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = cost_s / (2 * mtbf_s)
+    return young(cost_s, mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
+
+
+def _check_cost_and_mtbf(cost_s: float, mtbf_s: float) -> None:
+    if not (0 <= cost_s < math.inf):
+        raise ValueError(f"a save cannot cost {cost_s} s")
+    if not mtbf_s > 0:
+        raise ValueError(f"the mean time between failures cannot be {mtbf_s} s")
+
+
+def mean_time_between_failures(
+    nodes: int, *, observed_failures: int, observed_s: float, per_node_day: float = 6.5e-3
+) -> float:
+    """Seconds between failures of a job on `nodes` nodes: the usual rate, corrected by what this run has seen.
+
+    Failures come at a constant rate (Poisson). What is known of the rate before is a gamma distribution of the weight of
+    one failure: as if one had been seen in the time in which one is to be expected. Observations add up with it, so that
+    the mean rate is (1 + failures) / (time until one is expected + time observed); returned is its inverse.
+
+    Args:
+        nodes: all of them are needed: one that fails ends the attempt.
+        observed_failures: attempts of this run that ended without a chance to save. Not those that were preempted or
+            reached the time limit: they saved, and lost nothing that a shorter interval would have kept.
+        observed_s: how long the run has been running on so many nodes, over all attempts.
+        per_node_day: the usual rate. Default: published for 8 GPUs a node (see above).
+    """
+    if nodes < 1:
+        raise ValueError(f"a job cannot run on {nodes} nodes")
+    if observed_failures < 0 or not (0 <= observed_s < math.inf):
+        raise ValueError(f"{observed_failures} failures in {observed_s} s cannot have been observed")
+    if not (0 < per_node_day < math.inf):
+        raise ValueError(f"{per_node_day} failures per node and day is no rate")
+    expected_s = DAY_S / (nodes * per_node_day)
+    return (expected_s + observed_s) / (1 + observed_failures)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """How often to save. Where more than one is given, whichever comes first; none: only at a stop and at the end.
+
+    Attributes:
+        steps: after every step that is a multiple of this; 0: not by steps.
+        minutes: when so much time has passed since the last save; 0: not by time.
+        auto: as often as loses the least time, by what saves cost and how often things fail.
+    """
+
+    steps: int = 0
+    minutes: float = 0.0
+    auto: bool = False
+
+    def __post_init__(self) -> None:
+        if self.steps < 0:
+            raise CheckpointError(
+                f"saving every {self.steps} steps is not possible",
+                hint="give a number of steps, or 0 to not go by steps",
+            )
+        if not (0 <= self.minutes < math.inf):
+            raise CheckpointError(
+                f"saving every {self.minutes} minutes is not possible",
+                hint="give a number of minutes, or 0 to not go by time",
+            )
+
+
+class Cadence:
+    """Says when the next save is due. For one attempt, on one rank.
+
+    Args:
+        interval: what the person asked for.
+        now: when the attempt began; by the same clock as every later `now`. A monotonic one is best; one that is set
+            back makes the next save late by at most one interval.
+        step: the step that the attempt began with, which needs no save.
+        mtbf_s: for `auto`, from `mean_time_between_failures`. Infinite when nothing is known.
+        detection_s: for `auto`, how long a failure may go unnoticed (the timeout of a collective, say).
+    """
+
+    def __init__(
+        self,
+        interval: Interval,
+        *,
+        now: float,
+        step: int = 0,
+        mtbf_s: float = math.inf,
+        detection_s: float = 0.0,
+    ):
+        _check_cost_and_mtbf(0, mtbf_s)
+        self._interval, self._mtbf_s, self._detection_s = interval, mtbf_s, detection_s
+        self._since, self._step = now, step
+        self._stalls: deque[float] = deque(maxlen=STALLS_REMEMBERED)
+
+    @property
+    def seconds(self) -> float:
+        """Time between two saves as of now; infinite when it is not by time."""
+        by_time = self._interval.minutes * 60 if self._interval.minutes > 0 else math.inf
+        return min(by_time, self._auto_s()) if self._interval.auto else by_time
+
+    def due(self, step: int, now: float) -> bool:
+        """Save after `step`? No for a step that has been saved already."""
+        self._since = min(self._since, now)  # the clock was set back: the time that has passed is not known
+        if step == self._step:
+            return False
+        by_steps = self._interval.steps > 0 and step % self._interval.steps == 0
+        return by_steps or now - self._since >= self.seconds
+
+    def saved(self, step: int, now: float, stall_s: float | None) -> None:
+        """A save of `step` was made, for whatever reason, and training goes on from `now`.
+
+        Also to be told of one that failed: it is tried again after an interval, not after every step.
+
+        Args:
+            stall_s: how long training was held up; None: not measured.
+        """
+        self._step, self._since = step, now
+        if stall_s is not None and math.isfinite(stall_s):
+            self._stalls.append(max(0.0, stall_s))  # below zero: the clock was set back meanwhile
+
+    def _auto_s(self) -> float:
+        if not self._stalls:
+            return SHORTEST_S
+        stall_s = max(self._stalls)
+        at_most = max(LONGEST_S, stall_s * (1 / CHEAP_STALL - 1))
+        at_least = max(SHORTEST_S, self._detection_s)
+        return max(min(daly(stall_s, self._mtbf_s), at_most), at_least)
+
+
+def latest_stop(end_time: float, *, step_s: float, save_s: float, margin: float = 1.5, floor_s: float = 30.0) -> float:
+    """Unix time by which a stop has to be asked for, so that the step that runs and one save are done at `end_time`.
+
+    Args:
+        end_time: unix time at which the job is ended.
+        step_s: the longest step measured. The stop can be asked for at its very beginning.
+        save_s: the longest save measured, from its begin to its commit, waiting for one in flight included.
+        margin: how much longer both may take than ever measured.
+        floor_s: never later than this before the end, however quick step and save are: the ranks still have to leave
+            and the batch script to ask for a requeue. Default: SLURM looks at time limits every 30 s.
+    """
+    if not (step_s >= 0 and save_s >= 0 and floor_s >= 0 and margin >= 1):
+        raise ValueError(f"no stop can be planned with {step_s=}, {save_s=}, {margin=}, {floor_s=}")
+    return end_time - max(floor_s, margin * (step_s + save_s))
+
+
+def choose_last_save(
+    *, grace_s: float | None, in_flight_left_s: float | None, save_s: float | None, steps_behind: int
+) -> Literal["both", "new", "in flight"]:
+    """What to do with the save in flight and with the steps done since it began, when told to stop.
+
+    In the order of preference:
+     1. "both": finish the one in flight, then save the present step. Something is committed as soon as it can be, and
+        nothing that is done is lost. Also when the grace is not known: this order gives up nothing for the attempt.
+     2. "new": discard the one in flight and save the present step, where there is time for this but not for both.
+     3. "in flight": finish it, and lose the steps since. A save that is nearly done is worth more than one that would
+        be killed, with the requeue that comes after it. So, too, when nothing has been done since it began, when no
+        save has been measured yet, and when not even this is likely to fit: it has the shortest way left.
+
+    Args:
+        grace_s: time left until the kill, less what leaving takes; None: not known.
+        in_flight_left_s: what the save in flight still needs; None: not known, so as much as a whole one.
+        save_s: what a whole save takes, from its begin to its commit; None: not known.
+        steps_behind: steps done since the one in flight began.
+    """
+    if steps_behind == 0:
+        return "in flight"
+    if grace_s is None:
+        return "both"
+    if save_s is None:
+        return "in flight"
+    left_s = save_s if in_flight_left_s is None else in_flight_left_s
+    if left_s + save_s <= grace_s:
+        return "both"
+    return "new" if save_s <= grace_s else "in flight"

@@ -1,0 +1,372 @@
+"""Where every piece of every tensor lies: boxes, the table of a rank's file, the check that nothing is missing.
+
+A tensor is saved as boxes (axis-aligned parts of its global shape), each written by one rank into one place of one file. A
+rank describes its file in a `FileTable`; rank 0 checks that the boxes of all tables tile every tensor exactly and
+writes them into one file, `index.bin`, from which a reader with any other layout finds its bytes.
+
+Tables are numpy arrays, not objects: 4,096 ranks with 1,000 tensors each are four million boxes. Knows no torch and no
+storage.
+
+index.bin: uint64 length of the header, the header (JSON: the catalogues and, for every file, where its table and its digests
+lie), then per file the zlib-compressed table and the 32-byte digests of its blocks. Little-endian.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slurmtrain.errors import CheckpointError
+
+Ints = npt.NDArray[np.int64]
+
+# Smaller tensors are written whole by one of the ranks that hold them; larger ones are split among all of these.
+SPLIT_BYTES = 1 << 20
+DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a tensor: first index and extent along every dimension."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        return cls((0,) * len(shape), tuple(shape))
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """What all ranks have to agree on: global shape, dtype ("float32") and bytes of one element.
+
+    Attributes:
+        own: each rank has its own tensor of this name (random states); such a one is not part of a global tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    own: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+
+Catalogue = Mapping[str, TensorFacts]
+
+
+def share(box: Box, itemsize: int, key: str, index: int, holders: int) -> Box | None:
+    """The part of `box` that the `index`-th of `holders` ranks writes, all of which hold it; None: nothing.
+
+    Large boxes are cut along the first dimension that is long enough, so that every rank writes, and has to copy, the same
+    number of bytes. Of the others each goes to one rank, chosen by a checksum of the name: the same on all ranks.
+    """
+    if holders == 1:
+        return box
+    if box.numel * itemsize >= SPLIT_BYTES:
+        for dimension, extent in enumerate(box.size):
+            if extent >= holders:
+                first, last = extent * index // holders, extent * (index + 1) // holders
+                start, size = list(box.start), list(box.size)
+                start[dimension] += first
+                size[dimension] = last - first
+                return Box(tuple(start), tuple(size))
+    return box if zlib.crc32(key.encode()) % holders == index else None
+
+
+@dataclass(frozen=True, eq=False)
+class FileTable:
+    """What one rank's file holds: boxes of tensors of its catalogue, one after another, without gaps.
+
+    Attributes:
+        catalogue: number of the catalogue that `tensors` counts in.
+        data_start: bytes before the first box.
+        tensors: int64 [pieces], position in the catalogue.
+        boxes: int64 [pieces, 2, dimensions], start and size, padded with start 0 and size 1.
+        own_bytes: length of the JSON that follows the last box.
+    """
+
+    catalogue: int
+    data_start: int
+    tensors: Ints
+    boxes: Ints
+    own_bytes: int = 0
+
+    def offsets(self, itemsizes: Ints) -> Ints:
+        """int64 [pieces + 1]: byte at which each box begins, and where the last ends. `itemsizes`: of the catalogue."""
+        nbytes = self.boxes[:, 1].prod(axis=1) * itemsizes[self.tensors]
+        return np.concatenate([[self.data_start], self.data_start + np.cumsum(nbytes)]).astype(np.int64)
+
+    def pack(self) -> bytes:
+        pieces, _, dimensions = self.boxes.shape
+        head = np.array([self.catalogue, self.data_start, pieces, dimensions, self.own_bytes], dtype="<i8")
+        numbers = np.concatenate([head, self.tensors, self.boxes.reshape(-1)]).astype("<i8")
+        return zlib.compress(numbers.tobytes(), level=1)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> FileTable:
+        numbers = np.frombuffer(zlib.decompress(data), dtype="<i8")
+        catalogue, data_start, pieces, dimensions, own_bytes = (int(number) for number in numbers[:5])
+        tensors, boxes = numbers[5 : 5 + pieces], numbers[5 + pieces :]
+        return cls(catalogue, data_start, tensors, boxes.reshape(pieces, 2, dimensions), own_bytes)
+
+
+def table_of(
+    pieces: Sequence[tuple[str, Box]], catalogue: Catalogue, *, number: int, data_start: int, own_bytes: int
+) -> FileTable:
+    """The table of a file with these pieces in this order."""
+    position = {key: index for index, key in enumerate(catalogue)}
+    dimensions = max((len(box.size) for _, box in pieces), default=0) or 1
+    boxes = np.zeros((len(pieces), 2, dimensions), dtype=np.int64)
+    boxes[:, 1] = 1
+    for row, (_, box) in enumerate(pieces):
+        boxes[row, 0, : len(box.start)] = box.start
+        boxes[row, 1, : len(box.size)] = box.size
+    tensors = np.array([position[key] for key, _ in pieces], dtype=np.int64)
+    return FileTable(number, data_start, tensors, boxes, own_bytes)
+
+
+# Coverage.
+
+PRIME = (1 << 31) - 1
+
+
+def check_coverage(catalogues: Sequence[Catalogue], packed: Iterable[bytes]) -> dict[str, TensorFacts]:
+    """Check that the boxes of all files together tile every tensor: every element once, none twice, none outside.
+
+    Boxes tile a tensor exactly when, for every measure, theirs add up to that of the whole. One random measure is enough: a
+    product over dimensions of F_d(end) - F_d(start), F random modulo a prime, is a polynomial in F which vanishes by chance
+    with probability of at most dimensions / 2**31 (Schwartz 1980, Zippel 1979). It takes linear time, whatever the layout.
+
+    Args:
+        packed: `FileTable.pack()` of every rank; one is unpacked at a time.
+
+    Returns:
+        All tensors by name but the ranks' own ones.
+
+    Raises:
+        CheckpointError: naming a tensor that is not whole.
+    """
+    facts, positions = _merge(catalogues)
+    names = list(facts)
+    dimensions = max((len(fact.shape) for fact in facts.values()), default=0) or 1
+    shapes = np.ones((len(names), dimensions), dtype=np.int64)
+    for row, fact in enumerate(facts.values()):
+        shapes[row, : len(fact.shape)] = fact.shape
+    wanted = _measure(np.zeros_like(shapes), shapes)
+    found = np.zeros(len(names), dtype=np.int64)
+    elements = np.zeros(len(names), dtype=np.int64)
+    for data in packed:
+        table = FileTable.unpack(data)
+        numbers = positions[table.catalogue][table.tensors]
+        shared = numbers >= 0
+        numbers, boxes = numbers[shared], table.boxes[shared]
+        starts, sizes = _padded(boxes[:, 0], dimensions, 0), _padded(boxes[:, 1], dimensions, 1)
+        outside = ((starts < 0) | (starts + sizes > shapes[numbers])).any(axis=1)
+        if outside.any():
+            raise CheckpointError(f"a piece of {names[numbers[outside][0]]} lies outside of the tensor")
+        np.add.at(elements, numbers, sizes.prod(axis=1))
+        np.add.at(found, numbers, _measure(starts, starts + sizes))
+        found %= PRIME
+    wrong = (found != wanted) | (elements != shapes.prod(axis=1))
+    if wrong.any():
+        first = int(np.flatnonzero(wrong)[0])
+        raise CheckpointError(
+            f"{elements[first]} of {shapes[first].prod()} elements of {names[first]} were written"
+            + (", some of them twice" if elements[first] >= shapes[first].prod() else "")
+            + (f" (and {int(wrong.sum()) - 1} more tensors)" if wrong.sum() > 1 else "")
+        )
+    return facts
+
+
+def _merge(catalogues: Sequence[Catalogue]) -> tuple[dict[str, TensorFacts], list[Ints]]:
+    """All shared tensors, and for every catalogue the number of each of its tensors among them (-1: a rank's own)."""
+    facts: dict[str, TensorFacts] = {}
+    for catalogue in catalogues:
+        for key, fact in catalogue.items():
+            if not fact.own and facts.setdefault(key, fact) != fact:
+                raise CheckpointError(
+                    f"{key} is {fact.dtype} {list(fact.shape)} on one rank and "
+                    f"{facts[key].dtype} {list(facts[key].shape)} on another",
+                    hint="what differs between ranks belongs into per_rank=",
+                )
+    number = {key: index for index, key in enumerate(facts)}
+    positions = [
+        np.array([-1 if fact.own else number[key] for key, fact in catalogue.items()], dtype=np.int64)
+        for catalogue in catalogues
+    ]
+    return facts, positions
+
+
+def _padded(values: Ints, dimensions: int, fill: int) -> Ints:
+    missing = dimensions - values.shape[1]
+    return np.pad(values, ((0, 0), (0, missing)), constant_values=fill) if missing > 0 else values[:, :dimensions]
+
+
+def _measure(starts: Ints, ends: Ints) -> Ints:
+    """int64 [n]: product over dimensions of F_d(end) - F_d(start) modulo PRIME."""
+    product = np.ones(len(starts), dtype=np.int64)
+    for dimension in range(starts.shape[1]):
+        factor = _random(ends[:, dimension], dimension) - _random(starts[:, dimension], dimension)
+        product = product * (factor % PRIME) % PRIME
+    return product
+
+
+def _random(index: Ints, dimension: int) -> Ints:
+    """A fixed random function of (index, dimension), below PRIME: the finaliser of SplitMix64 (Steele et al. 2014)."""
+    z = index.astype(np.uint64) + np.uint64((0x9E3779B97F4A7C15 * (dimension + 1)) & 0xFFFFFFFFFFFFFFFF)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((z ^ (z >> np.uint64(31))) % np.uint64(PRIME)).astype(np.int64)
+
+
+# The index.
+
+
+@dataclass(frozen=True)
+class Source:
+    """Bytes of one box: in which file, from which byte on."""
+
+    file: str
+    offset: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class Index:
+    """index.bin, as it was written or read.
+
+    Attributes:
+        catalogues: of all ranks; ranks that hold the same tensors share one.
+        tables: `FileTable.pack()` by file name.
+        digests: SHA-256 of every block by file name, one after another.
+    """
+
+    catalogues: Sequence[Catalogue]
+    tables: Mapping[str, bytes]
+    digests: Mapping[str, bytes] = field(repr=False)
+
+    def chunks(self) -> Iterator[bytes]:
+        """The file, in pieces: at 4,096 ranks it has more than a hundred megabytes."""
+        segments, position = {}, 0
+        for name, table in self.tables.items():
+            segments[name] = [position, len(table), len(self.digests[name])]
+            position += len(table) + len(self.digests[name])
+        header = json.dumps(
+            {"catalogues": [encode_catalogue(catalogue) for catalogue in self.catalogues], "files": segments}
+        ).encode()
+        yield struct.pack("<Q", len(header)) + header
+        for name, table in self.tables.items():
+            yield table
+            yield self.digests[name]
+
+    @classmethod
+    def parse(cls, data: bytes) -> Index:
+        """Raises CheckpointError when it is no index; that it is the right one is known from its digest."""
+        try:
+            (length,) = struct.unpack_from("<Q", data)
+            header = json.loads(data[8 : 8 + length])
+            catalogues = [decode_catalogue(values) for values in header["catalogues"]]
+            tables, digests = {}, {}
+            for name, (position, table, digest) in header["files"].items():
+                begin = 8 + length + position
+                tables[name] = data[begin : begin + table]
+                digests[name] = data[begin + table : begin + table + digest]
+        except (ValueError, KeyError, TypeError, struct.error) as error:
+            raise CheckpointError(f"index.bin cannot be read: {error}") from None
+        return cls(catalogues, tables, digests)
+
+    @cached_property
+    def facts(self) -> dict[str, TensorFacts]:
+        return _merge(self.catalogues)[0]
+
+    def own_facts(self, file: str) -> dict[str, TensorFacts]:
+        """The own tensors of the rank that wrote `file`."""
+        catalogue = self.catalogues[FileTable.unpack(self.tables[file]).catalogue]
+        return {key: fact for key, fact in catalogue.items() if fact.own}
+
+    def own_state(self, file: str) -> tuple[int, int]:
+        """First byte and length of the JSON of the rank's own plain state in `file`."""
+        table = FileTable.unpack(self.tables[file])
+        itemsizes = _itemsizes(self.catalogues[table.catalogue])
+        return int(table.offsets(itemsizes)[-1]), table.own_bytes
+
+    def find(self, wanted: Mapping[str, Box], own_file: str | None = None) -> dict[str, list[Source]]:
+        """All boxes that overlap with the wanted box of each tensor.
+
+        Args:
+            wanted: by name. Names of own tensors are looked up in `own_file` alone.
+        """
+        found: dict[str, list[Source]] = {key: [] for key in wanted}
+        lookups = [_Lookup(catalogue, wanted) for catalogue in self.catalogues]
+        for file, packed in self.tables.items():
+            table = FileTable.unpack(packed)
+            lookup = lookups[table.catalogue]
+            rows = lookup.overlapping(table, own=file == own_file)
+            offsets = table.offsets(lookup.itemsizes)
+            for row in rows:
+                key = lookup.names[table.tensors[row]]
+                start, size = table.boxes[row].tolist()
+                dimensions = len(wanted[key].size)
+                box = Box(tuple(start[:dimensions]), tuple(size[:dimensions]))
+                found[key].append(Source(file, int(offsets[row]), box))
+        return found
+
+
+class _Lookup:
+    """The wanted boxes by position in one catalogue."""
+
+    def __init__(self, catalogue: Catalogue, wanted: Mapping[str, Box]):
+        self.names = list(catalogue)
+        self.itemsizes = _itemsizes(catalogue)
+        self._own = np.array([fact.own for fact in catalogue.values()], dtype=bool)
+        self._wanted = np.array([key in wanted for key in self.names], dtype=bool)
+        dimensions = max((len(fact.shape) for fact in catalogue.values()), default=0) or 1
+        self._starts = np.zeros((len(self.names), dimensions), dtype=np.int64)
+        self._ends = np.ones((len(self.names), dimensions), dtype=np.int64)
+        for row, key in enumerate(self.names):
+            if key in wanted:
+                box = wanted[key]
+                self._starts[row, : len(box.start)] = box.start
+                self._ends[row, : len(box.start)] = np.array(box.start) + box.size
+
+    def overlapping(self, table: FileTable, *, own: bool) -> Ints:
+        """Rows of `table` that overlap with what is wanted."""
+        tensors = table.tensors
+        starts, sizes = table.boxes[:, 0], table.boxes[:, 1]
+        dimensions = starts.shape[1]
+        overlap = np.maximum(starts, self._starts[tensors][:, :dimensions]) < np.minimum(
+            starts + sizes, self._ends[tensors][:, :dimensions]
+        )
+        mask = self._wanted[tensors] & overlap.all(axis=1)
+        if not own:
+            mask &= ~self._own[tensors]
+        return np.flatnonzero(mask)
+
+
+def _itemsizes(catalogue: Catalogue) -> Ints:
+    return np.array([fact.itemsize for fact in catalogue.values()], dtype=np.int64)
+
+
+def encode_catalogue(catalogue: Catalogue) -> list[list[Any]]:
+    return [[key, list(fact.shape), fact.dtype, fact.itemsize, int(fact.own)] for key, fact in catalogue.items()]
+
+
+def decode_catalogue(values: Sequence[Sequence[Any]]) -> dict[str, TensorFacts]:
+    return {key: TensorFacts(tuple(shape), dtype, itemsize, bool(own)) for key, shape, dtype, itemsize, own in values}

@@ -1,0 +1,315 @@
+"""Who writes which piece of which tensor: agreed once, and again only when a tensor has come, gone or changed its layout.
+
+Every rank lists its tensors in a catalogue. Ranks that hold the same box of a tensor (data parallel replicas) split it among
+themselves, so each writes, and copies, its part only. Which ranks these are follows from the catalogues and from the
+meshes of DTensors alone: beyond them nothing is sent, and all ranks come to the same plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slurmtrain.checkpoint.layout import Box, Catalogue, FileTable, TensorFacts, share, table_of
+from slurmtrain.checkpoint.ranks import Ranks
+from slurmtrain.errors import CheckpointError
+
+OWN = "own/"  # begins the names of what each rank has for itself
+OWN_STATE = "own.json"
+PAGE_BYTES = 4096
+
+# https://github.com/huggingface/safetensors#format. What it has no name for is stored as bytes; index.bin has the real type.
+SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Raises CheckpointError for a name that this torch has no dtype for."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"dtype {name!r} is unknown to torch {torch.__version__}")
+    return dtype
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Without importing torch.distributed.tensor, which costs most of a second."""
+    return hasattr(tensor, "__create_chunk_list__") and hasattr(tensor, "device_mesh")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing memory with `tensor`."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def box_of(name: str, tensor: Tensor) -> Box:
+    """The part of the global tensor that this rank holds.
+
+    Raises:
+        CheckpointError: the tensor is laid out in a way that has no box: partial sums, or no data at all.
+    """
+    if not is_dtensor(tensor):
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+            kind = (
+                "a meta tensor" if tensor.is_meta else str(tensor.layout if not tensor.is_quantized else tensor.dtype)
+            )
+            raise CheckpointError(f"{name} is {kind}; only dense tensors with data can be saved")
+        return Box.whole(tensor.shape)
+    if any(placement.is_partial() for placement in tensor.placements):  # type: ignore[attr-defined]
+        raise CheckpointError(
+            f"{name} is a partial sum over ranks, which has no value yet", hint="redistribute() it first"
+        )
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+    box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+    if box.size != tuple(local(tensor).shape) and box.numel != 0:
+        raise CheckpointError(f"{name}: {list(box.size)} of it should lie here, but {list(local(tensor).shape)} do")
+    return box
+
+
+Layout = tuple[Any, ...]  # of a DTensor: (ranks of the mesh, nested as its axes are; "S" or "R" for every axis)
+
+
+def layout_of(tensor: Tensor) -> Layout | None:
+    """None for a plain tensor, which every rank that has it holds whole."""
+    if not is_dtensor(tensor):
+        return None
+    axes = "".join("R" if placement.is_replicate() else "S" for placement in tensor.placements)  # type: ignore[attr-defined]
+    return (tensor.device_mesh.mesh.tolist(), axes)  # type: ignore[attr-defined]
+
+
+def replicas(rank: int, layouts: Sequence[Layout]) -> list[int]:
+    """The ranks that hold the same box as `rank`, which is in the mesh of one of the `layouts`; itself included."""
+    own = next(mesh for mesh, _ in layouts if (np.array(mesh) == rank).any())
+    coordinates = np.argwhere(np.array(own) == rank)[0]
+    found: set[int] = set()
+    for mesh, axes in layouts:
+        ranks = np.array(mesh)
+        if ranks.shape == np.array(own).shape:
+            place = tuple(slice(None) if axis == "R" else int(at) for axis, at in zip(axes, coordinates, strict=True))
+            found.update(int(number) for number in np.ravel(ranks[place]))
+    return sorted(found | {rank})
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor that this rank writes.
+
+    Attributes:
+        box: within the global tensor.
+        within: index that takes it out of this rank's local tensor.
+        begin, end: bytes of the file.
+    """
+
+    name: str
+    box: Box
+    within: tuple[slice, ...]
+    dtype: torch.dtype
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What this rank writes, and all that is known of the others.
+
+    Attributes:
+        signature: of this rank's tensors; the plan holds as long as no rank's changes.
+        catalogues: the different ones among all ranks, in the same order on all.
+        number: which of them is this rank's.
+        pieces: in the order of the file, larger element types first, so that each is aligned.
+        data_start: first byte after the header: whole pages.
+        data_end: last byte of the tensors; the rank's own JSON follows.
+        total_bytes: of all ranks' tensors.
+    """
+
+    signature: tuple[Any, ...]
+    catalogues: Sequence[Catalogue]
+    number: int
+    pieces: Sequence[Piece]
+    data_start: int
+    data_end: int
+    total_bytes: int
+
+    def table(self, own_bytes: int) -> FileTable:
+        return table_of(
+            [(piece.name, piece.box) for piece in self.pieces],
+            self.catalogues[self.number],
+            number=self.number,
+            data_start=self.data_start,
+            own_bytes=own_bytes,
+        )
+
+    def header(self, own_bytes: int) -> bytes:
+        """The beginning of the file: that of the safetensors format, so that other programs can look into it, too."""
+        text = self._entries(own_bytes)
+        length = self.data_start - 8
+        return length.to_bytes(8, "little") + text.ljust(length)
+
+    def _entries(self, own_bytes: int) -> bytes:
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        for piece in self.pieces:
+            known = SAFETENSORS_NAMES.get(piece.dtype)
+            name = piece.name
+            if piece.box != Box.whole(self.catalogues[self.number][piece.name].shape):
+                ends = (start + size for start, size in zip(piece.box.start, piece.box.size, strict=True))
+                name += str([f"{start}:{end}" for start, end in zip(piece.box.start, ends, strict=True)]).replace(
+                    "'", ""
+                )
+            entries[name] = {
+                "dtype": known or "U8",
+                "shape": list(piece.box.size) if known else [piece.end - piece.begin],
+                "data_offsets": [piece.begin - self.data_start, piece.end - self.data_start],
+            }
+        end = self.data_end - self.data_start
+        entries[OWN_STATE] = {"dtype": "U8", "shape": [own_bytes], "data_offsets": [end, end + own_bytes]}
+        return json.dumps(entries, separators=(",", ":")).encode()
+
+
+SAME, CHANGED, FAILED = 0, 1, 2
+
+
+def make_plan(tensors: Mapping[str, Tensor] | CheckpointError, ranks: Ranks, known: Plan | None) -> Plan:
+    """The plan for `tensors`, by all ranks together; `known` when it still holds everywhere.
+
+    Args:
+        tensors: or why this rank has none to give; it becomes everybody's error.
+
+    Raises:
+        CheckpointError: on every rank; a tensor that cannot be saved, or that is another one on another rank.
+    """
+    news = FAILED
+    if not isinstance(tensors, CheckpointError):
+        signature = _signature(tensors)
+        news = SAME if known is not None and known.signature == signature else CHANGED
+    news = ranks.maximum(news)
+    if news == SAME:
+        assert known is not None
+        return known
+    if news == FAILED:
+        ranks.all_do(lambda: _raise(tensors))
+    assert not isinstance(tensors, CheckpointError)
+    text = ""
+
+    def describe() -> bytes:
+        nonlocal text
+        text = _describe(tensors)
+        return hashlib.sha256(text.encode()).digest()
+
+    members: dict[bytes, list[int]] = {}
+    for rank, digest in enumerate(ranks.gather(describe)):
+        members.setdefault(digest, []).append(rank)
+    # Mostly there is one description, at most a few (pipeline stages): each is told by one of those that have it.
+    texts = [ranks.tell(text, source=owners[0]) for owners in members.values()]
+    number = next(index for index, owners in enumerate(members.values()) if ranks.rank in owners)
+    described = list(zip(texts, members.values(), strict=True))
+    return ranks.all_do(lambda: _make(tensors, number, described, ranks, signature))
+
+
+def _raise(found: object) -> None:
+    if isinstance(found, CheckpointError):
+        raise found
+
+
+def _signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    return tuple(
+        (name, tensor.shape, tensor.dtype, (tensor.placements, tensor.device_mesh) if is_dtensor(tensor) else None)  # type: ignore[attr-defined]
+        for name, tensor in tensors.items()
+    )
+
+
+def _describe(tensors: Mapping[str, Tensor]) -> str:
+    """This rank's catalogue and layouts, as text that is the same on ranks that hold the same."""
+    layouts: list[Layout] = []
+    entries = []
+    for name, tensor in sorted(tensors.items()):
+        box_of(name, tensor)
+        layout = layout_of(tensor)
+        if layout is not None and layout not in layouts:
+            layouts.append(layout)
+        number = layouts.index(layout) if layout is not None else None
+        entries.append([name, list(tensor.shape), dtype_name(tensor.dtype), tensor.itemsize, number])
+    return json.dumps([layouts, entries], separators=(",", ":"))
+
+
+def _make(
+    tensors: Mapping[str, Tensor],
+    number: int,
+    texts: Sequence[tuple[str, Sequence[int]]],
+    ranks: Ranks,
+    signature: tuple[Any, ...],
+) -> Plan:
+    """Args: texts: every different description, and which ranks gave it."""
+    catalogues: list[Catalogue] = []
+    holders: dict[str, list[int]] = {}
+    layouts: dict[str, list[Layout]] = {}
+    for text, members in texts:
+        meshes, entries = json.loads(text)
+        catalogue = {}
+        for name, shape, dtype, itemsize, layout in entries:
+            catalogue[name] = TensorFacts(tuple(shape), dtype, itemsize, own=name.startswith(OWN))
+            holders.setdefault(name, []).extend(members)
+            if layout is not None and (found := tuple(meshes[layout])) not in layouts.setdefault(name, []):
+                layouts[name].append(found)
+        catalogues.append(catalogue)
+
+    written: list[tuple[str, Box, Box]] = []
+    for name, tensor in tensors.items():
+        box = box_of(name, tensor)
+        if name.startswith(OWN):
+            group = [ranks.rank]
+        elif is_dtensor(tensor):
+            group = replicas(ranks.global_rank, layouts[name])
+        else:
+            group = sorted(holders[name])
+        index = group.index(ranks.global_rank if is_dtensor(tensor) and not name.startswith(OWN) else ranks.rank)
+        part = share(box, tensor.itemsize, name, index, len(group))
+        if part is not None and part.numel:
+            written.append((name, box, part))
+    # An element type's size divides the next larger one's: nothing has to be skipped for alignment.
+    written.sort(key=lambda entry: -tensors[entry[0]].itemsize)
+
+    def placed(data_start: int) -> Plan:
+        pieces, position = [], data_start
+        for name, box, part in written:
+            dtype = tensors[name].dtype
+            end = position + part.numel * dtype.itemsize
+            pieces.append(Piece(name, part, _within(box, part), dtype, position, end))
+            position = end
+        return Plan(signature, catalogues, number, pieces, data_start, position, total)
+
+    facts = {name: fact for catalogue in catalogues for name, fact in catalogue.items()}
+    total = sum(fact.nbytes * (ranks.size if fact.own else 1) for fact in facts.values())
+    longest = len(placed(0)._entries(own_bytes=10**15))
+    return placed(-(-(8 + longest) // PAGE_BYTES) * PAGE_BYTES)
+
+
+def _within(box: Box, part: Box) -> tuple[slice, ...]:
+    return tuple(
+        slice(first - origin, first - origin + size)
+        for origin, first, size in zip(box.start, part.start, part.size, strict=True)
+    )

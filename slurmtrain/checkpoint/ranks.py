@@ -1,0 +1,132 @@
+"""How ranks talk while they save and restore: one rank's failure is everybody's, so that nobody waits for the others."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from slurmtrain.errors import CheckpointError, LostPeers
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of a gloo group, or a single process (`group` None). Every method is called by all of them together.
+
+    What is handed round are answers (result, failure), so that an error on one rank becomes a CheckpointError on all.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        self.group = group
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.size = dist.get_world_size(group) if group is not None else 1
+        self.global_rank = dist.get_rank() if group is not None else 0
+
+    def on_rank_0(self, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 and give every rank its result."""
+        answer = [_attempt(work, self.rank, self.size) if self.rank == 0 else None]
+        if self.group is not None:
+            with _lost_peers():
+                dist.broadcast_object_list(answer, group=self.group, group_src=0)
+        return _results(answer)[0]
+
+    def gather(self, work: Callable[[], T]) -> list[T]:
+        """Run `work` on every rank and give each all results, in the order of ranks."""
+        answer = _attempt(work, self.rank, self.size)
+        answers: list[Any] = [answer]
+        if self.group is not None:
+            answers = [None] * self.size
+            with _lost_peers():
+                dist.all_gather_object(answers, answer, group=self.group)
+        return _results(answers)
+
+    def gather_on_rank_0(self, work: Callable[[], T], then: Callable[[list[T]], Any]) -> Any:
+        """Run `work` on every rank, `then` on rank 0 with all results, and give every rank its result."""
+        answer = _attempt(work, self.rank, self.size)
+        if self.group is None:
+            return then(_results([answer]))
+        answers: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        with _lost_peers():
+            dist.gather_object(answer, answers, group=self.group, group_dst=0)
+
+        def with_all() -> Any:
+            assert answers is not None
+            return then(_results(answers))
+
+        return self.on_rank_0(with_all)
+
+    def maximum(self, number: int) -> int:
+        """The largest of all ranks' numbers. The cheapest question: four bytes."""
+        if self.group is None:
+            return number
+        box = torch.tensor([number], dtype=torch.int32)
+        with _lost_peers():
+            dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self.group)
+        return int(box.item())
+
+    def all_do(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank; each keeps its own result, unless it failed on any."""
+        result: list[T] = []
+        self.gather(lambda: result.append(work()))
+        return result[0]
+
+    def tell(self, value: T, source: int) -> T:
+        """`source`'s value, on all ranks."""
+        if self.group is None:
+            return value
+        box = [value]
+        with _lost_peers():
+            dist.broadcast_object_list(box, group=self.group, group_src=source)
+        return box[0]
+
+
+Failure = tuple[type[CheckpointError], str, str | None]
+
+
+def _attempt(work: Callable[[], T], rank: int, size: int) -> tuple[T | None, Failure | None]:
+    try:
+        return work(), None
+    except CheckpointError as error:
+        return None, (type(error), error.message, error.hint)
+    except (OSError, MemoryError, RuntimeError) as error:
+        prefix = f"rank {rank}: " if size > 1 else ""
+        return None, (CheckpointError, prefix + _sentence(error), _hint(error))
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno is not None:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{os.strerror(error.errno)}"
+    return str(error) or type(error).__name__
+
+
+def _hint(error: BaseException) -> str | None:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space; `checkpoints RUN prune` removes what is not needed any more"
+    return None
+
+
+def _results(answers: list[Any]) -> list[Any]:
+    failures = [failure for _, failure in answers if failure is not None]
+    if failures:
+        kind, message, hint = failures[0]
+        if len(failures) > 1:
+            message += f" (and {len(failures) - 1} more ranks)"
+        raise kind(message, hint=hint)
+    return [result for result, _ in answers]
+
+
+@contextmanager
+def _lost_peers() -> Iterator[None]:
+    """gloo's errors when a rank is gone or the group was ended, as one sentence."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise LostPeers(f"the ranks lost each other while they saved or restored: {first}") from None

@@ -1,0 +1,292 @@
+"""Which checkpoints stay, and how the others go.
+
+Promise: the newest ones stay, whatever else is asked for; what somebody is reading stays while it is read; nobody ever
+sees a checkpoint half removed. A save of this run that is still being written is no leftover, however long it takes.
+
+Markers of readers are a courtesy, not a lock (locks cannot be relied on over NFS and Lustre): a reader that loses the
+race finds no such file and says so, it never reads half of one checkpoint and half of another.
+
+Deciding is pure (`Keep`, `Kept`, `surplus`); looking and removing are thin, and are told the time.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmtrain.checkpoint.commit import (
+    FINAL_NAME,
+    TEMPORARY_NAME,
+    committed,
+    fsync_directory,
+    read_manifest,
+    refresh,
+    step_of,
+)
+from slurmtrain.errors import CheckpointError
+
+READERS = ".readers"
+MARKER_NAME = re.compile(rf"(?P<checkpoint>{FINAL_NAME.pattern})\.(?P<host>[^.]+)\.(?P<pid>\d+)\.[0-9a-f]+")
+
+# A reader on another host cannot be asked whether it lives. 2.3 TB (the state of a 176 billion parameter model) take
+# 40 minutes at 1 GB/s, and a checkpoint that a dead reader holds back for an hour costs only its space.
+REMOTE_READER_S = 3600.0
+# Nobody reads for a day; but after a reboot another process can have got the pid of a reader that died.
+LOCAL_READER_S = 86400.0
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which committed checkpoints stay. One that any of the rules wants stays.
+
+    Attributes:
+        last: so many of the newest, at least 2.
+        every: those whose step is a multiple of this; 0: none for that reason.
+        best: so many of the best by `metric`; 0: none for that reason.
+        metric: name among the metrics that were saved with a checkpoint.
+        mode: "min" or "max": which values of the metric are good.
+    """
+
+    last: int = 2
+    every: int = 0
+    best: int = 0
+    metric: str = "valid_loss"
+    mode: str = "min"
+
+    def __post_init__(self) -> None:
+        if self.last < 2:
+            raise CheckpointError(
+                f"keeping the last {self.last} checkpoints is not enough",
+                hint="keep at least 2: one has to be left while the next is checked",
+            )
+        if self.every < 0:
+            raise CheckpointError(
+                f"keeping a checkpoint every {self.every} steps is not possible",
+                hint="give a number of steps, or 0 to keep none for that reason",
+            )
+        if self.best < 0:
+            raise CheckpointError(
+                f"keeping the {self.best} best checkpoints is not possible",
+                hint="give a number of checkpoints, or 0 to keep none for that reason",
+            )
+        if self.mode not in ("min", "max"):
+            raise CheckpointError(
+                f"{self.mode!r} does not say which {self.metric} is the best",
+                hint='write "min" (as for a loss) or "max" (as for an accuracy)',
+            )
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A committed checkpoint: its step, and the metrics that were saved with it."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+
+def surplus(checkpoints: Sequence[Kept], keep: Keep, *, in_use: Collection[int] = ()) -> list[int]:
+    """Steps that may be removed, oldest first: what no rule of `keep` wants and nobody reads.
+
+    Saves made because of a preemption or the time limit count like any other. Checkpoints of one step stay or go
+    together. Never all go: `keep.last` is at least 2.
+    """
+    steps = sorted({checkpoint.step for checkpoint in checkpoints})
+    stay = {*steps[-keep.last :], *_best(checkpoints, keep), *in_use}
+    if keep.every > 0:
+        stay.update(step for step in steps if step % keep.every == 0)
+    return [step for step in steps if step not in stay]
+
+
+def _best(checkpoints: Sequence[Kept], keep: Keep) -> list[int]:
+    """Steps of the best by metric; the newer of equals. Not measured, NaN and infinite are never the best."""
+    sign = 1 if keep.mode == "min" else -1
+    losses: dict[int, float] = {}
+    for checkpoint in checkpoints:
+        value = checkpoint.metrics.get(keep.metric)
+        if isinstance(value, int | float) and math.isfinite(value):  # JSON may hold null for what is not a number
+            losses[checkpoint.step] = min(sign * value, losses.get(checkpoint.step, math.inf))
+    return sorted(losses, key=lambda step: (losses[step], -step))[: keep.best]
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Mark the checkpoint `path` as being read, so that it is not removed meanwhile.
+
+    Where no marker can be made (a read-only directory, a path that is no checkpoint), reading goes on without.
+    """
+    marker = _make_marker(Path(os.path.realpath(path)))
+    try:
+        yield
+    finally:
+        if marker is not None:
+            with suppress(OSError):
+                marker.unlink()
+
+
+def _make_marker(path: Path) -> Path | None:
+    if not FINAL_NAME.fullmatch(path.name):  # nothing else is ever pruned
+        return None
+    readers = path.parent / READERS
+    # The random end: one process may read the same checkpoint twice at a time.
+    marker = readers / f"{path.name}.{_host()}.{os.getpid()}.{secrets.token_hex(4)}"
+    try:
+        readers.mkdir(mode=0o700, exist_ok=True)
+        descriptor = os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(_pid_namespace())
+    except OSError:
+        return None
+    return marker
+
+
+def in_use(directory: Path, now: float) -> set[str]:
+    """Names of the checkpoints in `directory` that somebody reads. Markers that dead readers left are removed.
+
+    Args:
+        now: unix time.
+    """
+    names: set[str] = set()
+    with suppress(OSError):  # read-only: then as far as can be seen from here
+        refresh(directory / READERS)
+    try:
+        markers = list((directory / READERS).iterdir())
+    except OSError:  # nobody has read here yet
+        return names
+    for marker in markers:
+        match = MARKER_NAME.fullmatch(marker.name)
+        if match is None:
+            continue
+        try:
+            lives = _reader_lives(marker, match["host"], int(match["pid"]), now)
+        except FileNotFoundError:  # its reader is done just now
+            continue
+        except OSError:  # not known
+            lives = True
+        if lives:
+            names.add(match["checkpoint"])
+        else:
+            with suppress(OSError):
+                marker.unlink()
+    return names
+
+
+def _reader_lives(marker: Path, host: str, pid: int, now: float) -> bool:
+    age = now - marker.stat().st_mtime  # below zero when the clock was set back: young
+    try:
+        namespace: str | None = marker.read_text()
+    except PermissionError:  # root's
+        namespace = None
+    # In two containers on one host a pid means two different processes.
+    here = host == _host() and namespace == _pid_namespace()
+    return age < LOCAL_READER_S and _process_lives(pid) if here else age < REMOTE_READER_S
+
+
+def _process_lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:  # it lives, as somebody else's
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
+
+
+def _host() -> str:
+    return socket.gethostname().replace(".", "_")  # a dot separates the parts of a marker's name
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def leftovers(directory: Path, *, now: float, older_than_s: float = 3600.0) -> list[Path]:
+    """What saves and removals that were killed have left in `directory`, sorted by name.
+
+    A save of another incarnation that still goes on writes to its files, and is young by that. Young is, too, what has
+    a time in the future (a clock was set back): rather an hour of space too much than a save too few.
+
+    Args:
+        now: unix time.
+        older_than_s: nothing in it has changed for so long.
+    """
+    found = []
+    for path in directory.glob("checkpoint_*"):
+        if TEMPORARY_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            newest = _newest_change(path)
+            if newest is not None and now - newest > older_than_s:
+                found.append(path)
+    return sorted(found)
+
+
+def _newest_change(path: Path) -> float | None:
+    """Newest time of the directory and what is directly in it. None: it vanished or cannot be looked into."""
+    try:
+        newest = path.stat().st_mtime
+        with os.scandir(path) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):
+                    newest = max(newest, entry.stat(follow_symlinks=False).st_mtime)
+    except OSError:
+        return None
+    return newest
+
+
+def remove(path: Path, order: int) -> None:
+    """Remove a checkpoint or a leftover: out of sight by a rename first, so that none is seen half removed.
+
+    A leftover is renamed, too: if its writer lives after all, it either still commits all of it or nothing. What cannot
+    be deleted right now (files still open over NFS) stays under the name of a leftover until these are cleaned up.
+
+    Args:
+        path: of a checkpoint or a leftover of one; may be gone already.
+        order: of the incarnation that removes it.
+
+    Raises:
+        OSError: it could not be renamed, and is as it was.
+    """
+    checkpoint = FINAL_NAME.match(path.name)
+    assert checkpoint is not None, path
+    removed = path.with_name(f"{checkpoint[0]}.removed-{order}")
+    if path != removed:
+        shutil.rmtree(removed, ignore_errors=True)  # an earlier removal of the same step that was cut short
+        try:
+            path.rename(removed)
+        except FileNotFoundError:
+            return
+        fsync_directory(path.parent)  # else, after a power loss, files may be missing under the old name
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def prune(directory: Path, keep: Keep, order: int) -> list[str]:
+    """Remove what `keep` does not want and nobody reads. Called when the newest checkpoint is known to be sound.
+
+    Returns:
+        Names of what was removed.
+    """
+    found = committed(directory)
+    read = in_use(directory, time.time())
+    kept = [Kept(step_of(path), _metrics(path) if keep.best else {}) for path in found]
+    steps = set(surplus(kept, keep, in_use={step_of(path) for path in found if path.name in read}))
+    gone = [path for path in found if step_of(path) in steps]
+    for path in gone:
+        remove(path, order)
+    return [path.name for path in gone]
+
+
+def _metrics(path: Path) -> Mapping[str, float]:
+    try:
+        return read_manifest(path).metrics
+    except CheckpointError:
+        return {}

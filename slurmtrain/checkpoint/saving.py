@@ -1,0 +1,157 @@
+"""One save after another, in the background: a thread that writes, commits, reads back and clears up.
+
+At most one is in flight. The thread talks to the other ranks' threads on a gloo group of its own, so that its messages
+never meet training's. How a save ended is the same on all ranks, because rank 0 tells it.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmtrain.checkpoint import blocks
+from slurmtrain.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One committed checkpoint.
+
+    Attributes:
+        seconds: from the call of `save` until the commit.
+        stall_s: how long `save` held up this rank.
+        size: bytes, of all ranks.
+    """
+
+    path: Path
+    step: int
+    seconds: float
+    stall_s: float = 0.0
+    size: int = 0
+
+
+class Saving:
+    """A save that has begun. `result()` waits for the commit.
+
+    Attributes:
+        step: optimiser steps done.
+        stall_s: how long `save` held up this rank, seconds.
+        begun: time.monotonic() at the call of `save`.
+    """
+
+    def __init__(self, step: int, begun: float):
+        self.step, self.begun = step, begun
+        self.stall_s = 0.0
+        self._decided = threading.Event()
+        self._saved: Saved | None = None
+        self._error: CheckpointError | None = None
+
+    def done(self) -> bool:
+        """Committed or failed."""
+        return self._decided.is_set()
+
+    def result(self, timeout_s: float | None = None) -> Saved:
+        """Wait for the commit.
+
+        Raises:
+            CheckpointError: it failed, on every rank, and the older checkpoints are as they were; or it takes longer than
+                `timeout_s`.
+        """
+        if not self._decided.wait(timeout_s):
+            raise CheckpointError(f"the save of step {self.step} is not committed after {timeout_s} s")
+        if self._error is not None:
+            raise self._error
+        assert self._saved is not None
+        return self._saved
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until it is committed or has failed; False when it is not after `timeout_s`."""
+        return self._decided.wait(timeout_s)
+
+    def decide(self, ending: Saved | CheckpointError) -> None:
+        """By the writer: how it ended."""
+        if isinstance(ending, Saved):
+            self._saved = ending
+        else:
+            self._error = ending
+        self._decided.set()
+
+    @property
+    def error(self) -> CheckpointError | None:
+        """Why it failed, as far as that is decided."""
+        return self._error
+
+
+class Writer:
+    """The thread. It starts with the first save and ends with `stop`."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._work: Callable[[], None] | None = None
+        self._stopping = False
+
+    def submit(
+        self,
+        saving: Saving,
+        write: Callable[[], Saved],
+        ended: Callable[[Saved | CheckpointError], None],
+        afterwards: Callable[[], None],
+    ) -> None:
+        """Write in the background, after what is being written.
+
+        Args:
+            write: returns when the checkpoint is committed; its CheckpointError is the save's.
+            ended: told of either.
+            afterwards: what nobody waits for, but the next save.
+        """
+
+        def work() -> None:
+            ending: Saved | CheckpointError
+            try:
+                ending = write()
+            except CheckpointError as error:
+                ending = error
+            except BaseException as error:  # a bug of ours must not look like a save that never ends
+                traceback.print_exc()
+                ending = CheckpointError(f"{type(error).__name__}: {error}")
+            saving.decide(ending)
+            ended(ending)
+            if isinstance(ending, Saved):
+                afterwards()
+
+        with self._changed:
+            self._changed.wait_for(lambda: self._work is None)
+            self._work = work
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """End the thread after its present work; False when it is not over after `timeout_s`."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            return not self._thread.is_alive()
+        return True
+
+    def _run(self) -> None:
+        blocks.yield_to_training()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._work is not None or self._stopping)
+                work = self._work
+            if work is None:
+                return
+            try:
+                work()
+            finally:
+                with self._changed:
+                    self._work = None
+                    self._changed.notify_all()

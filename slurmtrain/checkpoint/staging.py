@@ -1,0 +1,210 @@
+"""A copy of the state in host memory, in the very form that the file will have, so that training goes on while it is written.
+
+The buffer is made once and reused (page-locked when there is a GPU, so that copies from it run beside the computation).
+What an optimiser alone changes, parameters and its own state, is copied in the background; a hook makes `optimizer.step()`
+wait for it. Everything else (buffers, averaged models, random states) is copied before `stage` returns.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from slurmtrain.checkpoint.plan import PAGE_BYTES, Piece, Plan, local
+from slurmtrain.errors import CheckpointError
+
+RESERVE_BYTES = 1 << 20  # the rank's own plain state may grow
+
+
+class Image:
+    """A rank's file in memory. It is complete when `finish` has returned.
+
+    Attributes:
+        data: the bytes of the file.
+        own_bytes: length of the JSON at its end.
+    """
+
+    def __init__(self, data: memoryview, own_bytes: int):
+        self.data, self.own_bytes = data, own_bytes
+        self._left: list[tuple[Piece, Tensor, Tensor, int]] = []
+        self._event: torch.cuda.Event | None = None
+        self._finished = threading.Event()
+
+    def finish(self) -> None:
+        """Copy what is left to copy. Called by the writer's thread, or by whoever cannot wait for it.
+
+        Raises:
+            CheckpointError: a tensor was changed before it was copied, by other means than an optimiser's step.
+        """
+        try:
+            for piece, target, source, version in self._left:
+                if source.is_cuda:
+                    continue  # its copy and the step that changes it are in order on the GPU
+                target.copy_(source[piece.within])
+                # In-place operations count the version up; only what writes through `.data` is not seen.
+                if source._version != version:
+                    raise CheckpointError(
+                        f"{piece.name} was changed while it was copied",
+                        hint="call checkpointer.wait_staged() before changing parameters by hand",
+                    )
+            if self._event is not None:
+                self._event.synchronize()
+        finally:
+            self._left = []
+            self._finished.set()
+
+    def wait(self) -> None:
+        """Let the calling thread, and this GPU's current stream, go on when nothing has to be copied any more."""
+        if self._event is not None:
+            self._event.wait()
+        else:
+            self._finished.wait()
+
+
+class Staging:
+    """The buffer of one rank, and the hooks that guard what is copied from in the background."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._stream: torch.cuda.Stream | None = None
+        self._current: Image | None = None
+        self._hooked: WeakSet[Optimizer] = WeakSet()
+
+    def prepare(self, size: int, *, sharers: int = 1) -> None:
+        """Make room for `size` bytes of tensors, before they are needed.
+
+        Args:
+            sharers: ranks on this host that do the same.
+
+        Raises:
+            CheckpointError: the host has not that much memory left.
+        """
+        wanted = size + RESERVE_BYTES
+        if self._buffer.numel() >= wanted:
+            return
+        left = available_memory()
+        if left is not None and sharers * (wanted - self._buffer.numel()) > left:
+            raise CheckpointError(
+                f"a checkpoint needs {wanted / 1e9:.2f} GB of host memory on each of {sharers} ranks of this host for a copy "
+                f"of the state, and {left / 1e9:.2f} GB are left",
+                hint="ask for more memory (cluster.mem_per_node_gb), or spread the ranks over more nodes",
+            )
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # give the old one back first
+        # Whole pages, so that what is written begins at one.
+        self._buffer = torch.empty(
+            -(-wanted // PAGE_BYTES) * PAGE_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available()
+        ).zero_()  # touched now, not in the first save
+
+    def stage(
+        self,
+        plan: Plan,
+        tensors: Mapping[str, Tensor],
+        own: bytes,
+        *,
+        guarded: Collection[str],
+        optimizers: Iterable[Optimizer],
+    ) -> Image:
+        """Begin to copy the plan's pieces and `own` into the buffer.
+
+        Args:
+            guarded: names of the tensors that only the step of one of `optimizers` changes.
+        """
+        size = plan.data_end + len(own)
+        self.prepare(size)
+        image = Image(self._buffer.numpy().data[:size], len(own))
+        later: list[tuple[Piece, Tensor, Tensor, int]] = []
+        on_gpu: list[tuple[Tensor, Tensor]] = []
+        for piece in plan.pieces:
+            source = local(tensors[piece.name]).detach()
+            target = self._buffer[piece.begin : piece.end].view(piece.dtype).view(piece.box.size)
+            if source.is_cuda:
+                on_gpu.append((target, source[piece.within]))
+            if piece.name in guarded:
+                later.append((piece, target, source, source._version))
+            elif not source.is_cuda:
+                target.copy_(source[piece.within])
+        image._left = later
+        if on_gpu:
+            image._event = self._copy_from_gpu(
+                on_gpu, unguarded=any(piece.name not in guarded for piece in plan.pieces)
+            )
+        header = plan.header(len(own))
+        image.data[: len(header)] = header
+        image.data[plan.data_end : size] = own
+        for optimizer in optimizers:
+            if optimizer not in self._hooked:
+                optimizer.register_step_pre_hook(self._before_step)
+                self._hooked.add(optimizer)
+        self._current = image
+        return image
+
+    def borrow(self, size: int) -> memoryview:
+        """`size` bytes of the buffer, while nothing is staged: for reading."""
+        if self._buffer.numel() < size:
+            self._buffer = torch.empty(0, dtype=torch.uint8)
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+        return self._buffer.numpy().data[:size]
+
+    def wait(self) -> None:
+        """Return when the state may be changed."""
+        if self._current is not None:
+            self._current.wait()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.wait()
+
+    def _copy_from_gpu(self, copies: list[tuple[Tensor, Tensor]], *, unguarded: bool) -> torch.cuda.Event:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+        event = self._stream.record_event()
+        if unguarded:
+            # Buffers may change in the next forward pass: the computation, not this thread, waits for their copies.
+            torch.cuda.current_stream().wait_event(event)
+        return event
+
+
+def available_memory() -> int | None:
+    """Bytes that this process may still use: of the host, and of the control group that SLURM put it in."""
+    found = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+        for limit, used, reclaimable in _cgroup_limits():
+            found.append(limit - used + reclaimable)
+    except (OSError, ValueError, IndexError):
+        pass
+    return min(found, default=None)
+
+
+def _cgroup_limits() -> Iterable[tuple[int, int, int]]:
+    """(limit, used, page cache) in bytes of this process's memory cgroup and those above it, version 2 or 1."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = Path("/sys/fs/cgroup/memory")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        while folder.is_relative_to(base):
+            try:
+                limit, used = ((folder / name).read_text().strip() for name in names[:2])
+                statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                if limit != "max":
+                    yield int(limit), int(used), int(statistics.get(names[2], 0))
+            except (OSError, ValueError):
+                pass
+            folder = folder.parent

@@ -1,0 +1,433 @@
+"""Which checkpoints stay: the newest always, what was asked for, and what somebody reads just now."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurmtrain.checkpoint import retention
+from slurmtrain.checkpoint.retention import Keep, Kept, in_use, leftovers, reading, remove, surplus
+from slurmtrain.errors import CheckpointError
+
+HOUR = 3600.0
+
+
+def kept(*steps: int) -> list[Kept]:
+    return [Kept(step, {}) for step in steps]
+
+
+def with_loss(**losses: float) -> list[Kept]:
+    """with_loss(s10=2.5): the checkpoint of step 10 has this validation loss."""
+    return [Kept(int(name[1:]), {"valid_loss": loss}) for name, loss in losses.items()]
+
+
+# ------------------------------------------------------------------------------------------------------ which ones stay
+
+
+def test_the_newest_stay_in_whatever_order_they_are_listed() -> None:
+    assert surplus(kept(30, 10, 40, 20), Keep(last=2)) == [10, 20]
+
+
+def test_nothing_is_removed_while_there_are_no_more_than_the_last() -> None:
+    assert surplus([], Keep()) == []
+    assert surplus(kept(10), Keep()) == []
+    assert surplus(kept(10, 20), Keep(last=5)) == []
+
+
+def test_every_so_many_steps_one_stays_for_good() -> None:
+    assert surplus(kept(50, 100, 150, 200, 250, 300), Keep(last=2, every=100)) == [50, 150]
+
+
+def test_a_preemption_save_counts_among_the_last() -> None:
+    assert surplus(kept(100, 200, 237), Keep(last=2)) == [100]
+
+
+def test_the_best_stay() -> None:
+    checkpoints = with_loss(s10=2.0, s20=1.5, s30=1.0, s40=1.7, s50=1.8, s60=1.9)
+    assert surplus(checkpoints, Keep(last=2, best=1)) == [10, 20, 40]
+    assert surplus(checkpoints, Keep(last=2, best=2)) == [10, 40]
+    assert surplus(checkpoints, Keep(last=2, best=1, mode="max")) == [20, 30, 40]
+
+
+def test_of_equally_good_ones_the_newer_stays() -> None:
+    assert surplus(with_loss(s10=1.0, s20=1.0, s30=3.0, s40=3.0), Keep(best=1)) == [10]
+    assert surplus(with_loss(s10=9.0, s20=9.0, s30=3.0, s40=3.0), Keep(best=1, mode="max")) == [10]
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_diverged_loss_is_never_the_best(mode: str, bad: float) -> None:
+    checkpoints = with_loss(s10=bad, s20=1.0, s30=bad, s40=3.0, s50=3.0)
+    assert surplus(checkpoints, Keep(best=3, mode=mode)) == [10, 30]
+
+
+def test_one_without_the_metric_is_not_among_the_best() -> None:
+    null: dict[str, float] = {"valid_loss": None}  # type: ignore[dict-item]  # what JSON makes of NaN elsewhere
+    checkpoints = [Kept(10, null), Kept(20, {"accuracy": 1.0}), *kept(30, 40)]
+    assert surplus(checkpoints, Keep(best=4)) == [10, 20]
+
+
+def test_what_is_being_read_stays() -> None:
+    assert surplus(kept(10, 20, 30, 40), Keep(), in_use={10}) == [20]
+
+
+def test_checkpoints_of_one_step_stay_or_go_together_and_count_once() -> None:
+    assert surplus(kept(10, 20, 30, 30, 30), Keep(last=2)) == [10]
+    assert surplus(kept(10, 10, 20, 30), Keep(last=2)) == [10]
+    twice = [Kept(10, {"valid_loss": 1.0}), Kept(10, {"valid_loss": 1.5}), *with_loss(s20=2.0, s30=9.0, s40=9.0)]
+    assert surplus(twice, Keep(best=2)) == []
+
+
+metrics = st.dictionaries(st.sampled_from(["valid_loss", "accuracy"]), st.floats())
+checkpoints_lists = st.lists(st.builds(Kept, st.integers(0, 500), metrics))
+keeps = st.builds(
+    Keep,
+    last=st.integers(2, 5),
+    every=st.integers(0, 60),
+    best=st.integers(0, 4),
+    metric=st.sampled_from(["valid_loss", "accuracy"]),
+    mode=st.sampled_from(["min", "max"]),
+)
+
+
+@given(checkpoints=checkpoints_lists, keep=keeps, reading_them=st.sets(st.integers(0, 500)))
+def test_whatever_is_asked_for_the_newest_and_what_is_read_are_never_removed(
+    checkpoints: list[Kept], keep: Keep, reading_them: set[int]
+) -> None:
+    steps = sorted({one.step for one in checkpoints})
+    gone = surplus(checkpoints, keep, in_use=reading_them)
+    assert gone == sorted(set(gone)) and set(gone) <= set(steps)
+    assert not set(gone) & {*steps[-keep.last :], *reading_them}
+    assert not any(keep.every and step % keep.every == 0 for step in gone)
+    measured = [(one.metrics.get(keep.metric, math.nan), one.step) for one in checkpoints]
+    finite = [(value, step) for value, step in measured if math.isfinite(value)]
+    if keep.best and finite:
+        best = (min if keep.mode == "min" else max)(value for value, _ in finite)
+        assert max(step for value, step in finite if value == best) not in gone
+
+
+@given(checkpoints=checkpoints_lists, keep=keeps)
+def test_removing_the_surplus_leaves_no_surplus(checkpoints: list[Kept], keep: Keep) -> None:
+    gone = surplus(checkpoints, keep)
+    assert surplus([one for one in checkpoints if one.step not in gone], keep) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"last": 1}, "last 1 checkpoints is not enough\n  hint: keep at least 2: one has to be left while the next"),
+        ({"last": -3}, "last -3 checkpoints is not enough"),
+        ({"every": -1}, "every -1 steps is not possible\n  hint: give a number of steps, or 0"),
+        ({"best": -2}, "the -2 best checkpoints is not possible\n  hint: give a number of checkpoints, or 0"),
+        ({"mode": "least"}, "'least' does not say which valid_loss is the best\n  hint: write \"min\""),
+    ],
+)
+def test_a_rule_that_cannot_work_is_refused_with_its_value_and_a_hint(wrong: dict[str, int], message: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        Keep(**wrong)  # type: ignore[arg-type]
+    assert message in str(caught.value)
+
+
+# -------------------------------------------------------------------------------------------------------------- readers
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / "checkpoint_0000010"
+    path.mkdir()
+    (path / "shard").write_text("weights")
+    return path
+
+
+def markers(directory: Path) -> list[Path]:
+    return sorted((directory / ".readers").iterdir())
+
+
+THIS_HOST = socket.gethostname().replace(".", "_")
+
+
+def marker_of(checkpoint: Path, host: str, pid: int, content: str = "") -> Path:
+    marker = checkpoint.parent / ".readers" / f"{checkpoint.name}.{host}.{pid}.0000abcd"
+    marker.parent.mkdir(exist_ok=True)
+    marker.write_text(content)
+    return marker
+
+
+def test_a_checkpoint_is_in_use_while_it_is_read_and_not_after(checkpoint: Path) -> None:
+    directory = checkpoint.parent
+    assert in_use(directory, time.time()) == set()
+    with reading(checkpoint):
+        assert in_use(directory, time.time()) == {"checkpoint_0000010"}
+        assert in_use(directory, time.time() + 3 * HOUR) == {"checkpoint_0000010"}  # a slow reader on this host
+    assert in_use(directory, time.time()) == set()
+    assert markers(directory) == []
+
+
+@pytest.mark.parametrize("host", ["node17", "node17.cluster.example", "17", "10.0.0.17", "2"])
+def test_a_second_checkpoint_of_a_step_has_readers_of_its_own(
+    checkpoint: Path, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    second = checkpoint.rename(checkpoint.parent / "checkpoint_0000010.2")
+    with reading(second):
+        assert in_use(checkpoint.parent, time.time()) == {"checkpoint_0000010.2"}
+    with reading(checkpoint):
+        assert in_use(checkpoint.parent, time.time()) == {"checkpoint_0000010"}
+
+
+def test_a_reader_that_fails_leaves_no_marker(checkpoint: Path) -> None:
+    with pytest.raises(KeyError), reading(checkpoint):
+        raise KeyError
+    assert markers(checkpoint.parent) == []
+
+
+def test_it_is_in_use_until_the_last_of_several_readers_is_done(checkpoint: Path) -> None:
+    together, may_leave = threading.Barrier(4), threading.Event()
+
+    def read() -> None:
+        with reading(checkpoint):
+            together.wait(10)
+            may_leave.wait(10)
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    with reading(checkpoint):
+        for thread in threads:
+            thread.start()
+        together.wait(10)
+        assert len(markers(checkpoint.parent)) == 4
+    assert in_use(checkpoint.parent, time.time()) == {"checkpoint_0000010"}
+    may_leave.set()
+    for thread in threads:
+        thread.join()
+    assert in_use(checkpoint.parent, time.time()) == set()
+
+
+def test_the_marker_lies_beside_the_checkpoint_also_when_it_is_reached_by_a_link(checkpoint: Path) -> None:
+    link = checkpoint.parent / "newest"
+    link.symlink_to(checkpoint)
+    with reading(link):
+        assert in_use(checkpoint.parent, time.time()) == {"checkpoint_0000010"}
+
+
+def test_a_marker_that_a_killed_reader_left_is_removed(checkpoint: Path) -> None:
+    program = (
+        "import os, signal, sys; from pathlib import Path; from slurmtrain.checkpoint.retention import reading\n"
+        "with reading(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, checkpoint], check=False)
+    assert done.returncode == -signal.SIGKILL and len(markers(checkpoint.parent)) == 1
+    assert in_use(checkpoint.parent, time.time()) == set()
+    assert markers(checkpoint.parent) == []
+
+
+def test_a_reader_elsewhere_counts_for_an_hour(checkpoint: Path) -> None:
+    marker = marker_of(checkpoint, "node17", os.getpid())  # a pid that lives here, which says nothing about there
+    now = marker.stat().st_mtime
+    assert in_use(checkpoint.parent, now + 0.9 * HOUR) == {"checkpoint_0000010"}
+    assert in_use(checkpoint.parent, now - 5 * HOUR) == {"checkpoint_0000010"}  # their clock is ahead of ours
+    assert in_use(checkpoint.parent, now + 1.1 * HOUR) == set()
+    assert not marker.exists()
+
+
+def test_a_reader_in_another_container_of_this_host_is_not_taken_for_dead(checkpoint: Path) -> None:
+    no_process_here = 2**22 + 1
+    marker = marker_of(checkpoint, THIS_HOST, no_process_here, "pid:[4026539999]")
+    assert in_use(checkpoint.parent, time.time()) == {"checkpoint_0000010"}
+    assert in_use(checkpoint.parent, time.time() + 1.1 * HOUR) == set()
+    assert not marker.exists()
+
+
+def test_a_reused_pid_holds_a_checkpoint_back_for_a_day_at_most(checkpoint: Path) -> None:
+    with reading(checkpoint):
+        assert in_use(checkpoint.parent, time.time() + 25 * HOUR) == set()
+
+
+def test_a_reader_whose_marker_may_not_be_looked_into_counts_for_an_hour(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker_of(checkpoint, THIS_HOST, os.getpid())
+
+    def forbidden(path: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", forbidden)
+    assert in_use(checkpoint.parent, time.time()) == {"checkpoint_0000010"}
+    assert in_use(checkpoint.parent, time.time() + 1.1 * HOUR) == set()
+
+
+def test_what_is_no_marker_is_left_alone(checkpoint: Path) -> None:
+    stray = checkpoint.parent / ".readers" / ".nfs0001"
+    stray.parent.mkdir()
+    stray.touch()
+    assert in_use(checkpoint.parent, time.time()) == set()
+    assert stray.exists()
+
+
+def test_reading_goes_on_where_no_marker_can_be_made(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(path: Path, *_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", read_only)  # permissions do not stop a test that runs as root
+    with reading(checkpoint):
+        assert (checkpoint / "shard").read_text() == "weights"
+    assert not (checkpoint.parent / ".readers").exists()
+
+
+def test_reading_what_is_no_checkpoint_needs_no_marker(tmp_path: Path) -> None:
+    (tmp_path / "exported").mkdir()
+    with reading(tmp_path / "exported"), reading(tmp_path / "not" / "there"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exported"]
+
+
+# --------------------------------------------------------------------------------------------------- leftovers, removal
+
+
+def aged(path: Path, mtime: float, *, files: dict[str, float] | None = None) -> Path:
+    path.mkdir()
+    for name, file_mtime in (files or {}).items():
+        (path / name).touch()
+        os.utime(path / name, (file_mtime, file_mtime))
+    os.utime(path, (mtime, mtime))
+    return path
+
+
+def test_what_killed_saves_and_removals_left_is_found_once_it_is_old(tmp_path: Path) -> None:
+    now = 1e9
+    save = aged(tmp_path / "checkpoint_0000010.tmp-3", now - 2 * HOUR, files={"rank00000": now - 2 * HOUR})
+    removal = aged(tmp_path / "checkpoint_0000005.removed-2", now - 2 * HOUR)
+    assert leftovers(tmp_path, now=now) == [removal, save]
+    assert leftovers(tmp_path, now=now, older_than_s=3 * HOUR) == []
+
+
+def test_a_save_that_still_writes_is_no_leftover(tmp_path: Path) -> None:
+    now = 1e9
+    aged(tmp_path / "checkpoint_0000010.tmp-3", now - 5 * HOUR, files={"old": now - 5 * HOUR, "growing": now - 10})
+    assert leftovers(tmp_path, now=now) == []
+
+
+def test_a_time_in_the_future_is_young(tmp_path: Path) -> None:
+    now = 1e9
+    aged(tmp_path / "checkpoint_0000010.tmp-3", now - 5 * HOUR, files={"rank00000": now + 100 * HOUR})
+    aged(tmp_path / "checkpoint_0000020.tmp-3", now + 100 * HOUR)
+    assert leftovers(tmp_path, now=now) == []
+
+
+def test_only_temporary_directories_are_leftovers(tmp_path: Path) -> None:
+    names = ["checkpoint_0000010", "checkpoint_0000010.damaged-1", ".readers", "notes.tmp-1", "checkpoint_best.tmp-1"]
+    for name in names:
+        aged(tmp_path / name, 1.0)
+    (tmp_path / "checkpoint_0000020.tmp-1").write_text("a file")
+    (tmp_path / "checkpoint_0000030.tmp-1").symlink_to(tmp_path / "checkpoint_0000010")
+    assert leftovers(tmp_path, now=time.time() + 10 * HOUR) == []
+    assert leftovers(tmp_path / "not there", now=time.time()) == []
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_removed_checkpoint_is_gone(checkpoint: Path) -> None:
+    remove(checkpoint, 7)
+    assert names_in(checkpoint.parent) == []
+
+
+def test_removing_one_checkpoint_of_a_step_leaves_the_other(checkpoint: Path) -> None:
+    second = aged(checkpoint.parent / "checkpoint_0000010.2", 1.0)
+    remove(checkpoint, 7)
+    assert names_in(checkpoint.parent) == [second.name]
+
+
+def test_nobody_sees_a_checkpoint_half_removed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(path: Path, **_: object) -> None:
+        if path.exists():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(retention.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        remove(checkpoint, 7)
+    assert names_in(checkpoint.parent) == ["checkpoint_0000010.removed-7"]
+    monkeypatch.undo()
+    # What is left of it is found and removed later.
+    (leftover,) = leftovers(checkpoint.parent, now=time.time() + 2 * HOUR)
+    remove(leftover, 8)
+    assert names_in(checkpoint.parent) == []
+
+
+LEFT = "checkpoint_0000010.tmp-3 checkpoint_0000010.removed-3 checkpoint_0000011.removed-2 checkpoint_0000011.2.tmp-2"
+
+
+@pytest.mark.parametrize("order", [3, 7])
+def test_leftovers_are_removed_whoever_left_them(tmp_path: Path, order: int) -> None:
+    for name in LEFT.split():
+        aged(tmp_path / name, 1.0, files={"shard": 1.0})
+        remove(tmp_path / name, order)
+    assert names_in(tmp_path) == []
+
+
+def test_a_writer_that_lives_after_all_cannot_commit_half_of_what_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = aged(tmp_path / "checkpoint_0000010.tmp-3", 1.0, files={"shard": 1.0})
+    outcomes = []
+
+    def thawed(path: Path, **_: object) -> None:
+        try:
+            temporary.rename(tmp_path / "checkpoint_0000010")
+            outcomes.append("committed")
+        except FileNotFoundError:
+            outcomes.append("refused")
+
+    monkeypatch.setattr(retention, "fsync_directory", thawed)
+    remove(temporary, 7)
+    assert outcomes == ["refused"] and names_in(tmp_path) == []
+
+
+def test_an_earlier_removal_that_was_cut_short_is_not_in_the_way(checkpoint: Path) -> None:
+    aged(checkpoint.parent / "checkpoint_0000010.removed-7", 1.0, files={"half": 1.0})
+    remove(checkpoint, 7)
+    assert names_in(checkpoint.parent) == []
+
+
+def test_what_is_gone_already_needs_no_removal(tmp_path: Path) -> None:
+    remove(tmp_path / "checkpoint_0000010", 7)
+    remove(tmp_path / "checkpoint_0000010.removed-7", 7)
+    assert names_in(tmp_path) == []
+
+
+def test_many_may_remove_the_same_at_once(tmp_path: Path) -> None:
+    for round_ in range(20):
+        path = aged(tmp_path / f"checkpoint_{round_:07d}", 1.0, files={f"rank{rank}": 1.0 for rank in range(20)})
+        failures: list[BaseException] = []
+        together = threading.Barrier(3)
+
+        def work(
+            order: int,
+            path: Path = path,
+            together: threading.Barrier = together,
+            failures: list[BaseException] = failures,
+        ) -> None:
+            together.wait(10)
+            try:
+                remove(path, order)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(order,)) for order in (1, 2, 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+    assert names_in(tmp_path) == []
