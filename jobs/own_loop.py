@@ -46,6 +46,6 @@ for step in range(first, options.steps):  # +  was: range(options.steps)
     if slurmtrain.should_stop():  # +
         checkpointer.save(step + 1, model=model, optimizer=optimizer)  # +
         slurmtrain.exit_for_requeue()  # +
-checkpointer.save(options.steps, model=model, optimizer=optimizer)  # +
+checkpointer.save(options.steps, model=model, optimizer=optimizer).result()  # +  it is written in the background
 if dist.is_initialized():
     dist.destroy_process_group()

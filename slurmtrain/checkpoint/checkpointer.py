@@ -30,7 +30,7 @@ from slurmtrain.checkpoint import blocks, commit, drift, retention, state
 from slurmtrain.checkpoint.blocks import FileRecord
 from slurmtrain.checkpoint.commit import Incarnation, Manifest
 from slurmtrain.checkpoint.layout import Index, check_coverage
-from slurmtrain.checkpoint.plan import OWN, Plan, make_plan
+from slurmtrain.checkpoint.plan import OWN, Plan, file_name, make_plan
 from slurmtrain.checkpoint.ranks import Ranks
 from slurmtrain.checkpoint.restore import read_tensors
 from slurmtrain.checkpoint.retention import Keep
@@ -300,7 +300,7 @@ class Checkpointer:
                 raise unstaged
             if ranks.rank != 0:
                 commit.wait_until_visible(temporary)
-            name = _file_name(ranks.rank)
+            name = file_name(ranks.rank)
             try:
                 with blocks.threads() as pool:
                     record, digests = blocks.write(temporary / name, image.data, pool, check=self._check_discarded)
@@ -502,7 +502,7 @@ class Checkpointer:
         wanted = drift.fitting(path, objects, index.facts, manifest.state, allow)
         targets = state.templates(objects, wanted)
         targets = drift.check_tensors(path, targets, index.facts, allow)
-        own_file = _file_name(self._ranks.rank)
+        own_file = file_name(self._ranks.rank)
         own_there = own_file in index.tables
         if own_there:
             targets.update(state.templates(own, index.own_facts(own_file)))
@@ -565,10 +565,6 @@ class Checkpointer:
         members = [rank for rank, host in enumerate(hosts) if host == own]
         # Only its members have to know of it: with thousands of ranks, everybody making every host's group takes minutes.
         return Ranks(dist.new_group(members, backend="gloo", use_local_synchronization=True))
-
-
-def _file_name(rank: int) -> str:
-    return f"rank{rank:05d}.safetensors"
 
 
 def _check_ranks_of_job(group: dist.ProcessGroup | None) -> None:

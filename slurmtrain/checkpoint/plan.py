@@ -45,6 +45,10 @@ SAFETENSORS_NAMES = {
 }
 
 
+def file_name(rank: int) -> str:
+    return f"rank{rank:05d}.safetensors"
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

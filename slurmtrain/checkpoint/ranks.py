@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -94,7 +95,11 @@ def _attempt(work: Callable[[], T], rank: int, size: int) -> tuple[T | None, Fai
         return work(), None
     except CheckpointError as error:
         return None, (type(error), error.message, error.hint)
-    except (OSError, MemoryError, RuntimeError) as error:
+    except Exception as error:
+        if not isinstance(error, (OSError, MemoryError, RuntimeError)):
+            if size == 1:
+                raise
+            traceback.print_exc()  # a bug, of ours or in somebody's load_state_dict: it has to be found
         prefix = f"rank {rank}: " if size > 1 else ""
         return None, (CheckpointError, prefix + _sentence(error), _hint(error))
 

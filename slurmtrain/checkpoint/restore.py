@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slurmtrain.checkpoint import blocks
+from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.checkpoint.blocks import BLOCK_BYTES, DIGEST_BYTES, FileRecord
 from slurmtrain.checkpoint.layout import Box, Index, Source
-from slurmtrain.checkpoint.plan import box_of, dtype_of, local
+from slurmtrain.checkpoint.plan import box_of, dtype_of, file_name, local
 from slurmtrain.checkpoint.ranks import Ranks
+from slurmtrain.errors import CheckpointError
 
 SAMPLED_SHARE = 16  # of so many blocks one is looked at
 
@@ -276,3 +277,36 @@ def read_tensors(
 
         ranks.all_do(fill)
     return [], bytes(own)
+
+
+def load(path: Path, *, own_of: int | None = None) -> dict[str, Tensor]:
+    """The tensors of a checkpoint by name, whole, in the memory of one process: to look at, or to compute with.
+
+    Args:
+        own_of: a rank; what it had for itself instead of what all shared.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    manifest = commit.read_manifest(path)
+    if damage := commit.find_damage(path, manifest, [commit.INDEX], verify=True):
+        raise CheckpointError(f"{path}: {damage[0]}")
+    index = Index.parse((path / commit.INDEX).read_bytes())
+    own_file = file_name(own_of) if own_of is not None else None
+    facts = index.facts if own_file is None else index.own_facts(own_file)
+    tensors = {name: torch.empty(fact.shape, dtype=dtype_of(fact.dtype)) for name, fact in facts.items()}
+    alone = Ranks(None)
+    damage, _ = read_tensors(
+        path,
+        index,
+        manifest.files,
+        tensors,
+        own_file,
+        ranks=alone,
+        on_this_host=alone,
+        mode="full",
+        buffer=lambda size: memoryview(bytearray(size)),
+    )
+    if damage:
+        raise CheckpointError(f"{path} is damaged: {'; '.join(damage)}")
+    return tensors

@@ -31,8 +31,9 @@ class Image:
         own_bytes: length of the JSON at its end.
     """
 
-    def __init__(self, data: memoryview, own_bytes: int):
-        self.data, self.own_bytes = data, own_bytes
+    def __init__(self, data: memoryview, plan: Plan, own: bytes):
+        self.data, self.own_bytes = data, len(own)
+        self._plan, self._own = plan, own
         self._left: list[tuple[Piece, Tensor, Tensor, int]] = []
         self._event: torch.cuda.Event | None = None
         self._finished = threading.Event()
@@ -59,6 +60,9 @@ class Image:
         finally:
             self._left = []
             self._finished.set()
+        header = self._plan.header(self.own_bytes)
+        self.data[: len(header)] = header
+        self.data[self._plan.data_end :] = self._own
 
     def wait(self) -> None:
         """Let the calling thread, and this GPU's current stream, go on when nothing has to be copied any more."""
@@ -75,6 +79,7 @@ class Staging:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._stream: torch.cuda.Stream | None = None
         self._current: Image | None = None
+        self._touching: threading.Thread | None = None
         self._hooked: WeakSet[Optimizer] = WeakSet()
 
     def prepare(self, size: int, *, sharers: int = 1) -> None:
@@ -96,11 +101,10 @@ class Staging:
                 f"of the state, and {left / 1e9:.2f} GB are left",
                 hint="ask for more memory (cluster.mem_per_node_gb), or spread the ranks over more nodes",
             )
-        self._buffer = torch.empty(0, dtype=torch.uint8)  # give the old one back first
-        # Whole pages, so that what is written begins at one.
-        self._buffer = torch.empty(
-            -(-wanted // PAGE_BYTES) * PAGE_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available()
-        ).zero_()  # touched now, not in the first save
+        self._allocate(wanted)
+        # The first save must not pay for the pages, nor the first step wait for them.
+        self._touching = threading.Thread(target=self._buffer.zero_, name="checkpoint-buffer", daemon=True)
+        self._touching.start()
 
     def stage(
         self,
@@ -118,7 +122,8 @@ class Staging:
         """
         size = plan.data_end + len(own)
         self.prepare(size)
-        image = Image(self._buffer.numpy().data[:size], len(own))
+        self._touched()
+        image = Image(self._buffer.numpy().data[:size], plan, own)
         later: list[tuple[Piece, Tensor, Tensor, int]] = []
         on_gpu: list[tuple[Tensor, Tensor]] = []
         for piece in plan.pieces:
@@ -135,9 +140,6 @@ class Staging:
             image._event = self._copy_from_gpu(
                 on_gpu, unguarded=any(piece.name not in guarded for piece in plan.pieces)
             )
-        header = plan.header(len(own))
-        image.data[: len(header)] = header
-        image.data[plan.data_end : size] = own
         for optimizer in optimizers:
             if optimizer not in self._hooked:
                 optimizer.register_step_pre_hook(self._before_step)
@@ -148,9 +150,21 @@ class Staging:
     def borrow(self, size: int) -> memoryview:
         """`size` bytes of the buffer, while nothing is staged: for reading."""
         if self._buffer.numel() < size:
-            self._buffer = torch.empty(0, dtype=torch.uint8)
-            self._buffer = torch.empty(size, dtype=torch.uint8)
+            self._allocate(size + RESERVE_BYTES)
+        self._touched()
         return self._buffer.numpy().data[:size]
+
+    def _allocate(self, size: int) -> None:
+        self._touched()
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # give the old one back first
+        # Whole pages, so that what is written begins at one.
+        pages = -(-size // PAGE_BYTES)
+        self._buffer = torch.empty(pages * PAGE_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+    def _touched(self) -> None:
+        if self._touching is not None:
+            self._touching.join()
+            self._touching = None
 
     def wait(self) -> None:
         """Return when the state may be changed."""

@@ -32,7 +32,7 @@ from slurmtrain.training.trainer import Ranks, Trainer
 
 
 def build_trainer(
-    config: Config, world: World, where: Place, stop: StopAgreement, timeline: Timeline, watch: Watch | None
+    config: Config, world: World, where: Place, stop: StopAgreement, timeline: Timeline, watch: Watch | None = None
 ) -> Trainer:
     """Everything that `fit` needs.
 

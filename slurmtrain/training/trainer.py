@@ -108,7 +108,8 @@ class Trainer:
         checkpointer: None: nothing is saved (benchmarks).
         stop: asked once a step.
         make_reporter: called with the step that the attempt starts from, and the last one that was evaluated.
-        make_cadence: called with the step that the attempt starts from; says when a save is due. None: by `checkpoint`, without `auto`.
+        make_cadence: called with the step that the attempt starts from; says when a save is due. None: by what
+            `checkpoint` says, without `auto`.
         plan_stop: told, when they are measured, of the longest step and the longest save, in seconds.
         grace_left: seconds until this job is killed, after it was told to stop; None when unknown.
     """

@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from slurmtrain.checkpoint.commit import committed, read_manifest
+from slurmtrain.checkpoint.restore import load
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.observe import read_metrics
 from slurmtrain.rundir import RunDir, all_runs
@@ -372,12 +372,12 @@ def project(tmp_path: Path) -> Iterator[Project]:
 def checkpoint_tensors(directory: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the newest checkpoint: weights, optimiser, random state of each rank."""
     newest = committed(directory)[-1]
-    tensors = {
-        name: torch.empty(described["shape"], dtype=getattr(torch, described["dtype"].removeprefix("torch.")))
-        for name, described in read_manifest(newest).tensors.items()
+    own = {
+        f"rank {rank}: {name}": tensor
+        for rank in range(read_manifest(newest).world_size)
+        for name, tensor in load(newest, own_of=rank).items()
     }
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(newest), no_dist=True)
-    return tensors
+    return {**load(newest), **own}
 
 
 def assert_same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:

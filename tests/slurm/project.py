@@ -143,16 +143,15 @@ class Run:
 
 
 def checkpoint_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    import torch.distributed.checkpoint as dcp
+    from slurmtrain.checkpoint.restore import load
 
     newest = committed(directory)[-1]
-    described = read_manifest(newest).tensors
-    tensors = {
-        name: torch.empty(d["shape"], dtype=getattr(torch, d["dtype"].removeprefix("torch.")))
-        for name, d in described.items()
+    own = {
+        f"rank {rank}: {name}": tensor
+        for rank in range(read_manifest(newest).world_size)
+        for name, tensor in load(newest, own_of=rank).items()
     }
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(newest), no_dist=True)
-    return tensors
+    return {**load(newest), **own}
 
 
 def assert_same_bits(one: Run, other: Run) -> None:

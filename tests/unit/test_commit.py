@@ -205,7 +205,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(directory: Pa
 
 def test_a_manifest_of_another_step_under_this_name_is_no_checkpoint(directory: Path) -> None:
     save(directory, 1).rename(directory / "checkpoint_0000009")
-    with pytest.raises(CheckpointError, match="manifest.json is of step 1, so it belongs to another checkpoint"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json is of step 1, so it belongs to another checkpoint"):
         commit.read_manifest(directory / "checkpoint_0000009")
 
 
