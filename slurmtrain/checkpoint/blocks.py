@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -20,6 +21,7 @@ BLOCK_BYTES = 16 << 20
 # Read in pieces that stay in the core's own cache until they are digested.
 PIECE_BYTES = 512 << 10
 DIGEST_BYTES = 32
+MADV_POPULATE_READ = 22
 THREADS = 4
 NICENESS = 10
 
@@ -37,13 +39,17 @@ class FileRecord:
     sha256: str
 
 
-def threads() -> ThreadPoolExecutor:
-    """A pool for reading, writing and digesting blocks; as many threads as cores this process may use, at most 4."""
-    return ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0))), "checkpoint-blocks")
+def threads(*, background: bool = False) -> ThreadPoolExecutor:
+    """A pool for reading, writing and digesting blocks; as many threads as cores this process may use, at most 4.
+
+    Args:
+        background: the threads step back when others want the core.
+    """
+    count = min(THREADS, len(os.sched_getaffinity(0)))
+    return ThreadPoolExecutor(count, "checkpoint-blocks", _step_back if background else lambda: None)
 
 
-def yield_to_training() -> None:
-    """Let the calling thread, and those that it starts, step back when others want the core."""
+def _step_back() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
@@ -69,19 +75,41 @@ def write(
         The record, and the digests of the blocks, one after another.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    past_the_cache = _open_direct(path)
     try:
 
         def write_block(number: int) -> bytes:
             check()
             block = image[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
-            write_all(descriptor, block, number * BLOCK_BYTES)
+            if past_the_cache is None or len(block) < BLOCK_BYTES or not _write_direct(past_the_cache, block, number):
+                write_all(descriptor, block, number * BLOCK_BYTES)
             return hashlib.sha256(block).digest()
 
         digests = b"".join(pool.map(write_block, range(block_count(len(image)))))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+        if past_the_cache is not None:
+            os.close(past_the_cache)
     return FileRecord(len(image), root(digests)), digests
+
+
+def _open_direct(path: Path) -> int | None:
+    """For writing past the page cache, which saves a copy of every byte and the memory for it (open(2), O_DIRECT)."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_DIRECT)
+    except OSError:  # not every file system can
+        return None
+
+
+def _write_direct(descriptor: int, block: memoryview, number: int) -> bool:
+    """False when this has to be written the usual way: memory or file system do not have the alignment for it."""
+    try:
+        return os.pwrite(descriptor, block, number * BLOCK_BYTES) == len(block)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        raise
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:
@@ -103,10 +131,28 @@ def read_into(descriptor: int, buffer: memoryview, offset: int) -> None:
         buffer, offset = buffer[count:], offset + count
 
 
+def digest_mapped(descriptor: int, number: int, size: int) -> bytes:
+    """As `digest_block`, without a copy from the page cache; for a process that does nothing else, since it holds the
+    interpreter's lock while it waits for the disk.
+    """
+    begin, end = number * BLOCK_BYTES, min(size, (number + 1) * BLOCK_BYTES)
+    if begin < end:
+        try:
+            with mmap.mmap(descriptor, end - begin, prot=mmap.PROT_READ, offset=begin) as mapped:
+                # What cannot be read is an error here, not a SIGBUS later (madvise(2), since Linux 5.14).
+                mapped.madvise(MADV_POPULATE_READ)
+                return hashlib.sha256(mapped).digest()
+        except (OSError, ValueError):
+            pass
+    return digest_block(descriptor, number, size)
+
+
 def digest_block(descriptor: int, number: int, size: int, into: memoryview | None = None) -> bytes:
     """SHA-256 of one block of a file of `size` bytes; the block's bytes are left in `into`, when given."""
     checksum = hashlib.sha256()
     begin, end = number * BLOCK_BYTES, min(size, (number + 1) * BLOCK_BYTES)
+    # The disk fetches the whole block while its beginning is digested.
+    os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_WILLNEED)
     for offset in range(begin, end, PIECE_BYTES):
         length = min(PIECE_BYTES, end - offset)
         part = _scratch()[:length] if into is None else into[offset - begin : offset - begin + length]
@@ -146,12 +192,14 @@ def find_damage(
     *,
     contents: bool = True,
     from_disk: bool = False,
+    mapped: bool = False,
     progress: Callable[[int], None] = lambda count: None,
 ) -> list[str]:
     """What is wrong with the given files, one sentence each: sizes, and with `contents` digests.
 
     Args:
         from_disk: forget what the page cache has of them first.
+        mapped: see `digest_mapped`.
         progress: told of every block's bytes, from any thread.
     """
     damage = []
@@ -176,7 +224,7 @@ def find_damage(
         def digest(block: tuple[int, int, int]) -> bytes | str:
             descriptor, number, size = block
             try:
-                found = digest_block(descriptor, number, size)
+                found = (digest_mapped if mapped else digest_block)(descriptor, number, size)
             except (OSError, EOFError) as error:
                 return os.strerror(error.errno or errno.EIO) if isinstance(error, OSError) else str(error)
             progress(min(BLOCK_BYTES, size - number * BLOCK_BYTES))

@@ -302,7 +302,7 @@ class Checkpointer:
                 commit.wait_until_visible(temporary)
             name = file_name(ranks.rank)
             try:
-                with blocks.threads() as pool:
+                with blocks.threads(background=True) as pool:
                     record, digests = blocks.write(temporary / name, image.data, pool, check=self._check_discarded)
             except FileNotFoundError:
                 commit.check_fence(self.directory, self._incarnation)  # which removes what older ones were writing
@@ -366,7 +366,7 @@ class Checkpointer:
         def read_back() -> list[str]:
             if self._leaving:
                 return []
-            with blocks.threads() as pool:
+            with blocks.threads(background=True) as pool:
                 contents = self._verify != "off"
                 return blocks.find_damage(path, self._written, pool, contents=contents, from_disk=True)
 

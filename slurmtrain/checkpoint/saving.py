@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmtrain.checkpoint import blocks
 from slurmtrain.errors import CheckpointError
 
 
@@ -142,7 +141,6 @@ class Writer:
         return True
 
     def _run(self) -> None:
-        blocks.yield_to_training()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._work is not None or self._stopping)

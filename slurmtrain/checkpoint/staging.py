@@ -8,6 +8,7 @@ wait for it. Everything else (buffers, averaged models, random states) is copied
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from slurmtrain.checkpoint.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.plan import PAGE_BYTES, Piece, Plan, local
 from slurmtrain.errors import CheckpointError
 
@@ -34,42 +36,60 @@ class Image:
     def __init__(self, data: memoryview, plan: Plan, own: bytes):
         self.data, self.own_bytes = data, len(own)
         self._plan, self._own = plan, own
-        self._left: list[tuple[Piece, Tensor, Tensor, int]] = []
+        self._left: deque[tuple[Piece, Tensor, Tensor, int]] = deque()
+        self._open = 0  # pieces that are not copied yet
+        self._changed: str | None = None  # a piece that changed under our hands
         self._event: torch.cuda.Event | None = None
-        self._finished = threading.Event()
+        self._lock, self._copied = threading.Lock(), threading.Event()
+
+    def later(self, pieces: list[tuple[Piece, Tensor, Tensor, int]], event: torch.cuda.Event | None) -> None:
+        """What is left to copy: (piece, where to, where from, version of that); and when the GPU is done with it."""
+        self._left.extend(pieces)
+        self._open, self._event = len(pieces), event
+        if not pieces:
+            self._copied.set()
 
     def finish(self) -> None:
-        """Copy what is left to copy. Called by the writer's thread, or by whoever cannot wait for it.
+        """Copy what is left and complete the file. Called by the writer's thread.
 
         Raises:
             CheckpointError: a tensor was changed before it was copied, by other means than an optimiser's step.
         """
-        try:
-            for piece, target, source, version in self._left:
-                if source.is_cuda:
-                    continue  # its copy and the step that changes it are in order on the GPU
-                target.copy_(source[piece.within])
-                # In-place operations count the version up; only what writes through `.data` is not seen.
-                if source._version != version:
-                    raise CheckpointError(
-                        f"{piece.name} was changed while it was copied",
-                        hint="call checkpointer.wait_staged() before changing parameters by hand",
-                    )
-            if self._event is not None:
-                self._event.synchronize()
-        finally:
-            self._left = []
-            self._finished.set()
+        self._copy()
+        self._copied.wait()
+        if self._event is not None:
+            self._event.synchronize()
+        if self._changed is not None:
+            raise CheckpointError(
+                f"{self._changed} was changed while it was copied",
+                hint="call checkpointer.wait_staged() before changing parameters by hand",
+            )
         header = self._plan.header(self.own_bytes)
         self.data[: len(header)] = header
         self.data[self._plan.data_end :] = self._own
 
     def wait(self) -> None:
-        """Let the calling thread, and this GPU's current stream, go on when nothing has to be copied any more."""
+        """Return when nothing has to be copied any more, and help until then; a GPU's current stream waits by itself."""
+        self._copy()
+        self._copied.wait()
         if self._event is not None:
             self._event.wait()
-        else:
-            self._finished.wait()
+
+    def _copy(self) -> None:
+        while True:
+            try:
+                piece, target, source, version = self._left.popleft()
+            except IndexError:
+                return
+            if not source.is_cuda:  # else its copy and the step that changes it are in order on the GPU
+                target.copy_(source[piece.within])
+                # In-place operations count the version up; only what writes through `.data` is not seen.
+                if source._version != version:
+                    self._changed = piece.name
+            with self._lock:
+                self._open -= 1
+                if self._open == 0:
+                    self._copied.set()
 
 
 class Staging:
@@ -135,11 +155,10 @@ class Staging:
                 later.append((piece, target, source, source._version))
             elif not source.is_cuda:
                 target.copy_(source[piece.within])
-        image._left = later
+        event = None
         if on_gpu:
-            image._event = self._copy_from_gpu(
-                on_gpu, unguarded=any(piece.name not in guarded for piece in plan.pieces)
-            )
+            event = self._copy_from_gpu(on_gpu, unguarded=any(piece.name not in guarded for piece in plan.pieces))
+        image.later(later, event)
         for optimizer in optimizers:
             if optimizer not in self._hooked:
                 optimizer.register_step_pre_hook(self._before_step)
@@ -150,16 +169,18 @@ class Staging:
     def borrow(self, size: int) -> memoryview:
         """`size` bytes of the buffer, while nothing is staged: for reading."""
         if self._buffer.numel() < size:
-            self._allocate(size + RESERVE_BYTES)
+            self._allocate(size + RESERVE_BYTES + 2 * BLOCK_BYTES)
         self._touched()
         return self._buffer.numpy().data[:size]
 
     def _allocate(self, size: int) -> None:
         self._touched()
         self._buffer = torch.empty(0, dtype=torch.uint8)  # give the old one back first
-        # Whole pages, so that what is written begins at one.
-        pages = -(-size // PAGE_BYTES)
-        self._buffer = torch.empty(pages * PAGE_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        # Whole pages, from the beginning of a page on, which writing past the page cache asks for.
+        size = -(-size // PAGE_BYTES) * PAGE_BYTES
+        memory = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        first = -memory.data_ptr() % PAGE_BYTES
+        self._buffer = memory[first : first + size]
 
     def _touched(self) -> None:
         if self._touching is not None:

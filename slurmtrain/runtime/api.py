@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -66,6 +67,7 @@ class Run:
     directory: Path
 
 
+DRAIN_S = 30.0  # how long a script that has failed waits for its save in flight
 _world: World | None = None
 _place: Place | None = None
 _agreement: StopAgreement | None = None
@@ -207,6 +209,9 @@ def _record_and_show(kind: type[BaseException], error: BaseException, trace: Tra
         print(f"slurmtrain: error: {error}", file=sys.stderr, flush=True)
     else:
         traceback.print_exception(kind, error, trace)
+    for checkpointer in list(_checkpointers):
+        with suppress(CheckpointError):
+            checkpointer.close(DRAIN_S)
     code = error.exit_code if isinstance(error, SlurmtrainError) else 1
     if _place is not None:
         sentence = error.message if isinstance(error, SlurmtrainError) else f"{kind.__name__}: {error}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +28,8 @@ from slurmtrain.errors import CheckpointError
 from slurmtrain.observe import Reporter, Throughput
 from slurmtrain.parallel.ddp import no_sync, settle_buckets
 from slurmtrain.training.optim import build_optimizer, learning_rate, set_learning_rate
+
+DRAIN_S = 30.0  # how long an attempt that has failed waits for a save in flight
 
 
 class Answer(Protocol):
@@ -174,6 +177,9 @@ class Trainer:
             if self._checkpointer is not None:
                 self._checkpointer.close(None if finished else 0)
             return Outcome(finished, self._counters.step, first_step, saved, self._valid_loss)
+        except BaseException:
+            self._drain()
+            raise
         finally:
             self._reporter.close()
             self._loader.close()
@@ -348,6 +354,12 @@ class Trainer:
             checkpointer.discard()
         self._save()
         return checkpointer.wait()
+
+    def _drain(self) -> None:
+        """Something failed: let the save in flight end, which the next attempt would otherwise have to do without."""
+        if self._checkpointer is not None:
+            with suppress(CheckpointError):
+                self._checkpointer.close(DRAIN_S)
 
     def _choose_last_save(self) -> str:
         """Rank 0's choice, for all: clocks and the state of the save differ between ranks."""
