@@ -11,9 +11,10 @@ import errno
 import hashlib
 import mmap
 import os
+import stat
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ PIECE_BYTES = 512 << 10
 DIGEST_BYTES = 32
 MADV_POPULATE_READ = 22
 THREADS = 4
+OPEN_FILES = 256  # at a time: a process may often have no more than 1,024
 NICENESS = 10
 
 
@@ -85,7 +87,14 @@ def write(
                 write_all(descriptor, block, number * BLOCK_BYTES)
             return hashlib.sha256(block).digest()
 
-        digests = b"".join(pool.map(write_block, range(block_count(len(image)))))
+        futures = [pool.submit(write_block, number) for number in range(block_count(len(image)))]
+        try:
+            digests = b"".join(future.result() for future in futures)
+        finally:
+            # No thread may still write when the descriptor is closed: its number could be another file's by then.
+            for future in futures:
+                future.cancel()
+            wait(futures)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -147,6 +156,15 @@ def digest_mapped(descriptor: int, number: int, size: int) -> bytes:
     return digest_block(descriptor, number, size)
 
 
+def open_file(path: Path) -> int:
+    """A descriptor to read from. What is no file, but a pipe or a device that never ends, is an error."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a file")
+    return descriptor
+
+
 def digest_block(descriptor: int, number: int, size: int, into: memoryview | None = None) -> bytes:
     """SHA-256 of one block of a file of `size` bytes; the block's bytes are left in `into`, when given."""
     checksum = hashlib.sha256()
@@ -203,23 +221,51 @@ def find_damage(
         progress: told of every block's bytes, from any thread.
     """
     damage = []
+    right_size = []
+    for name, expected in files:
+        try:
+            size = os.stat(directory / name).st_size
+        except OSError as error:
+            damage.append(cannot_be_read(name, error))
+            continue
+        if size != expected.size:
+            damage.append(f"{name} has {size} bytes instead of {expected.size}")
+        elif contents:
+            right_size.append((name, expected))
+    for begin in range(0, len(right_size), OPEN_FILES):
+        some = right_size[begin : begin + OPEN_FILES]
+        damage += _compare(directory, some, pool, from_disk=from_disk, mapped=mapped, progress=progress)
+    return damage
+
+
+def cannot_be_read(name: str, error: OSError) -> str:
+    """A sentence for a file that is damaged. Raises `error` when it says nothing about the file."""
+    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE):
+        raise error
+    return f"{name} cannot be read: {error.strerror or error}"
+
+
+def _compare(
+    directory: Path,
+    files: Sequence[tuple[str, FileRecord]],
+    pool: ThreadPoolExecutor,
+    *,
+    from_disk: bool,
+    mapped: bool,
+    progress: Callable[[int], None],
+) -> list[str]:
+    damage = []
     opened: list[tuple[str, FileRecord, int]] = []
     try:
         for name, expected in files:
             try:
-                descriptor = os.open(directory / name, os.O_RDONLY)
+                descriptor = open_file(directory / name)
             except OSError as error:
-                damage.append(f"{name} cannot be read: {error.strerror}")
+                damage.append(cannot_be_read(name, error))
                 continue
-            size = os.fstat(descriptor).st_size
-            if size != expected.size or not contents:
-                os.close(descriptor)
-                if size != expected.size:
-                    damage.append(f"{name} has {size} bytes instead of {expected.size}")
-                continue
+            opened.append((name, expected, descriptor))
             if from_disk:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            opened.append((name, expected, descriptor))
 
         def digest(block: tuple[int, int, int]) -> bytes | str:
             descriptor, number, size = block

@@ -10,12 +10,14 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import shutil
 import socket
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +32,7 @@ from slurmtrain.checkpoint import blocks, commit, drift, retention, state
 from slurmtrain.checkpoint.blocks import FileRecord
 from slurmtrain.checkpoint.commit import Incarnation, Manifest
 from slurmtrain.checkpoint.layout import Index, check_coverage
-from slurmtrain.checkpoint.plan import OWN, Plan, file_name, make_plan
+from slurmtrain.checkpoint.plan import OWN, Plan, check_types, file_name, make_plan
 from slurmtrain.checkpoint.ranks import Ranks
 from slurmtrain.checkpoint.restore import read_tensors
 from slurmtrain.checkpoint.retention import Keep
@@ -66,6 +68,7 @@ class Part:
     record: FileRecord
     digests: bytes
     table: bytes
+    plain: Mapping[str, Any] | None
 
 
 class Checkpointer:
@@ -111,7 +114,7 @@ class Checkpointer:
         _check_ranks_of_job(group)
         self.directory = Path(directory)
         self._ranks = Ranks(group)
-        self._run_id, self._config = run_id, dict(config or {})
+        self._run_id, self._config = run_id, _as_json(config or {})
         self._keep, self._verify = keep, verify
         self._asynchronous, self._max_failures = asynchronous, max_failures
         self._say = say or (lambda text: print(f"slurmtrain: {text}", file=sys.stderr, flush=True))
@@ -124,16 +127,19 @@ class Checkpointer:
         self._last_size = 0
         self.lost: CheckpointError | None = None  # why a save that a script had begun when it ended was lost
         self._last_step: int | None = None
-        self._discard, self._leaving = threading.Event(), False
+        self._discard, self._leaving, self._closed = threading.Event(), False, False
         self._written: list[tuple[str, FileRecord]] = []  # by this rank in the last save
 
         hosts = self._agree_on_directory()
         # The writing thread's own group: its messages must not meet those of the thread that trains.
-        self._writers = Ranks(dist.new_group(backend="gloo") if group is not None else None)
+        self._writers = self._ranks.own_group()
         self._on_this_host = self._ranks_of_this_host(hosts)
         label = f"pid {os.getpid()} on {socket.gethostname()}"
         self._incarnation = self._ranks.on_rank_0(lambda: commit.claim(self.directory, incarnation, label=label))
-        atexit.register(_close, weakref.ref(self))
+        self._ranks.all_do(self._check_directory_is_shared)
+        # Before Python's own thread pools end, which the writing needs; `atexit` comes after that.
+        register = getattr(threading, "_register_atexit", atexit.register)
+        register(_close, weakref.ref(self))
 
     # Saving.
 
@@ -161,33 +167,42 @@ class Checkpointer:
             CheckpointError: on every rank; the state cannot be saved at all, or `max_failures` saves have failed in a row.
         """
         begun = time.monotonic()
+        if self._closed:
+            raise CheckpointError(f"step {step} cannot be saved: the Checkpointer is closed", hint="make a new one")
         self._end_of_last()
         tensors: dict[str, Tensor] | CheckpointError
         plain: dict[str, Any] = {}
         own = b""
         try:
+            measured = _numbers(metrics or {})
             tensors, plain = state.flatten(objects)
             own_tensors, own_plain = state.flatten(self._own(per_rank))
             tensors.update(own_tensors)
             own = json.dumps(own_plain).encode()
         except CheckpointError as error:
             tensors = error
-        plan = make_plan(tensors, self._ranks, self._plan)
+        plan = make_plan(tensors, self._ranks, self._plan, of_first=state.buffers(objects))
         assert not isinstance(tensors, CheckpointError)
         if plan is not self._plan:
             self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._on_this_host.size))
             self._plan = plan
         optimizers = [value for value in objects.values() if isinstance(value, Optimizer)]
         guarded = state.changed_by_optimizers(objects) if self._asynchronous else frozenset[str]()
-        image = self._staging.stage(plan, tensors, own, guarded=guarded, optimizers=optimizers)
+        image: Image | CheckpointError
+        try:
+            image = self._staging.stage(plan, tensors, own, guarded=guarded, optimizers=optimizers)
+        except CheckpointError as error:  # handed in like an error of the writing, so that nobody waits for this rank
+            image = error
 
         saving = self._saving = Saving(step, begun)
         self._discard.clear()
-        write = partial(self._write, saving, plan, image, plain, dict(metrics or {}))
+        merged = [key for key, value in objects.items() if isinstance(value, Optimizer)]
+        write = partial(self._write, saving, plan, image, plain, merged, measured)
+        saving.stall_s = time.monotonic() - begun
         self._writer.submit(saving, write, partial(self._ended, step=step), partial(self._afterwards, saving))
         if not self._asynchronous:
-            self.wait()
-        saving.stall_s = time.monotonic() - begun
+            saved = self.wait()
+            saving.stall_s = saved.stall_s if saved is not None else 0.0
         return saving
 
     def wait(self, timeout_s: float | None = None) -> Saved | None:
@@ -242,7 +257,7 @@ class Checkpointer:
         Raises:
             CheckpointError: the save in flight failed.
         """
-        self._leaving = grace_s is not None
+        self._leaving, self._closed = grace_s is not None, True
         try:
             if self._saving is not None:
                 if grace_s is not None and not self._saving.wait(grace_s):
@@ -250,12 +265,12 @@ class Checkpointer:
                 else:
                     self.wait()
         finally:
-            if self._writer.stop(grace_s) and self._writers.group is not None and dist.is_initialized():
-                group, self._writers = self._writers.group, Ranks(None)
-                dist.destroy_process_group(group)
+            if self._writer.stop(grace_s) and self._writers is not self._ranks:
+                self._writers.end()
 
     def _end_of_last(self) -> None:
         """Wait for the save in flight and count its failure; one that fails is tried again with the next."""
+        self._writer.wait_idle()
         if self._saving is None:
             return
         step = self._saving.step
@@ -284,20 +299,22 @@ class Checkpointer:
     # By the writing thread.
 
     def _write(
-        self, saving: Saving, plan: Plan, image: Image, plain: Mapping[str, Any], metrics: Mapping[str, float]
+        self,
+        saving: Saving,
+        plan: Plan,
+        image: Image | CheckpointError,
+        plain: Mapping[str, Any],
+        optimizers: Collection[str],
+        metrics: Mapping[str, float],
     ) -> Saved:
-        unstaged: CheckpointError | None = None
-        try:
-            image.finish()
-        except CheckpointError as error:
-            unstaged = error
+        image = _finished(image)
         ranks = self._writers
         size = max(self._last_size, plan.total_bytes)
         temporary = ranks.on_rank_0(lambda: commit.begin(self.directory, saving.step, self._incarnation, size=size))
 
         def hand_in() -> Part:
-            if unstaged is not None:
-                raise unstaged
+            if isinstance(image, CheckpointError):
+                raise image
             if ranks.rank != 0:
                 commit.wait_until_visible(temporary)
             name = file_name(ranks.rank)
@@ -309,13 +326,23 @@ class Checkpointer:
                 raise
             self._written = [(name, record)]
             commit.fsync_directory(temporary)
-            return Part(name, record, digests, plan.table(image.own_bytes).pack())
+            table = plan.table(image.own_bytes).pack()
+            # Ranks with the same tensors have the same plain state: the first of them speaks for all.
+            return Part(name, record, digests, table, plain if ranks.rank in plan.spokesmen else None)
 
-        final, written = ranks.gather_on_rank_0(
-            hand_in, lambda parts: self._commit(temporary, saving.step, plan, parts, plain, metrics)
-        )
+        def commit_all(parts: list[Part]) -> tuple[Path, int]:
+            merged = state.merge_plain([part.plain for part in parts if part.plain is not None], optimizers)
+            return self._commit(temporary, saving.step, plan, parts, merged, metrics)
+
+        try:
+            final, written = ranks.gather_on_rank_0(hand_in, commit_all)
+        except CheckpointError:
+            if ranks.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)  # a full disk must not become fuller with every try
+            raise
         self._last_size = written
-        return Saved(final, saving.step, time.monotonic() - saving.begun, saving.stall_s, written)
+        seconds = time.monotonic() - saving.begun
+        return Saved(final, saving.step, seconds, saving.stall_s if self._asynchronous else seconds, written)
 
     def _commit(
         self,
@@ -417,6 +444,10 @@ class Checkpointer:
             CheckpointError: `path` is no checkpoint or is damaged.
         """
         drift.check_allowed(allow)
+        if self._saving is not None:
+            with suppress(CheckpointError):  # which has been told
+                self.wait()
+        self._writer.wait_idle()
         own = self._own(per_rank)
         set_aside: list[str] = []
         while True:
@@ -435,7 +466,8 @@ class Checkpointer:
             manifest = None
             if not damage:
                 manifest = commit.parse_manifest(chosen, *texts)
-                damage = self._load(chosen, manifest, objects, own, allow, asked_for=path is not None)
+                with retention.reading(chosen):
+                    damage = self._load(chosen, manifest, objects, own, allow, asked_for=path is not None)
             if not damage:
                 break
             if path is not None:
@@ -474,6 +506,8 @@ class Checkpointer:
             manifest = commit.parse_manifest(path, *texts)
         except CheckpointError as error:
             return path, (b"", ""), [error.message]
+        if commit.INDEX not in manifest.files:
+            return path, texts, [f"manifest.json knows of no {commit.INDEX}"]
         with blocks.threads() as pool:
             damage = blocks.find_damage(path, manifest.files.items(), pool, contents=False)
             damage += (
@@ -497,49 +531,61 @@ class Checkpointer:
                 f"{path} belongs to run {manifest.run_id or '(none)'}, this is run {self._run_id}",
                 hint=f"move it away, or start from it on purpose: checkpoint.restore_from={path}",
             )
-        index = self._ranks.all_do(lambda: self._read_index(path))
-        drift.check_config(path, manifest.config, self._config, allow)
-        wanted = drift.fitting(path, objects, index.facts, manifest.state, allow)
-        targets = state.templates(objects, wanted)
-        targets = drift.check_tensors(path, targets, index.facts, allow)
+        index = self._ranks.all_do(lambda: self._read_index(path, manifest))
         own_file = file_name(self._ranks.rank)
         own_there = own_file in index.tables
-        if own_there:
-            targets.update(state.templates(own, index.own_facts(own_file)))
-        with retention.reading(path):
-            damage, own_text = read_tensors(
-                path,
-                index,
-                manifest.files,
-                targets,
-                own_file if own_there else None,
-                ranks=self._ranks,
-                on_this_host=self._on_this_host,
-                mode=self._verify,
-                buffer=self._staging.borrow,
-            )
+        wanted = self._ranks.all_do(lambda: drift.names_of(objects))
+        everywhere = wanted
+        if self._ranks.maximum(int(bool(set(index.facts) - wanted))):
+            everywhere = set().union(*self._ranks.gather(lambda: wanted))
+
+        def fitting() -> dict[str, Tensor]:
+            drift.check_config(path, manifest.config, self._config, allow)
+            facts = index.facts
+            alone = drift.check_names(path, objects, wanted, everywhere, facts, manifest.state, allow)
+            useful = {name: fact for name, fact in facts.items() if name not in alone}
+            found = drift.check_tensors(path, objects, state.templates(objects, useful), facts, allow)
+            if own_there:
+                mine = index.own_facts(own_file)
+                names = drift.names_of(own)
+                drift.check_names(path, own, names, names, mine, None, allow)
+                found.update(drift.check_tensors(path, own, state.templates(own, mine), mine, allow))
+            return found
+
+        targets = self._ranks.all_do(fitting)
+        damage, own_plain = read_tensors(
+            path,
+            index,
+            manifest.files,
+            targets,
+            own_file if own_there else None,
+            ranks=self._ranks,
+            on_this_host=self._on_this_host,
+            mode=self._verify,
+            buffer=self._staging.borrow,
+        )
         if damage:
             return damage
 
         def put_back() -> None:
             state.put_back(objects, targets, manifest.state, lenient="keys" in allow)
-            if own_there:
-                plain = json.loads(own_text)
-                state.put_back({key: value for key, value in own.items() if key in plain}, targets, plain)
+            state.put_back(own, targets, own_plain, lenient=True)
 
         self._ranks.all_do(put_back)
         return []
 
-    def _read_index(self, path: Path) -> Index:
+    def _read_index(self, path: Path, manifest: Manifest) -> Index:
         if self._ranks.rank != 0:
             commit.wait_until_visible(path / commit.INDEX)
-        return Index.parse((path / commit.INDEX).read_bytes())
+        index = Index.parse((path / commit.INDEX).read_bytes(), manifest.sizes)
+        check_types(index.catalogues)
+        return index
 
     def _reserve(self, objects: Mapping[str, Any], per_rank: Mapping[str, Any] | None) -> None:
         """Host memory and disk space for the first save, before the first step."""
         expected, _ = state.flatten({**objects, **self._own(per_rank)})
         expected.update(state.expected_optimizer_state(objects))
-        plan = make_plan(expected, self._ranks, None)
+        plan = make_plan(expected, self._ranks, None, of_first=state.buffers(objects))
         self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._on_this_host.size))
         size = max(self._last_size, plan.total_bytes)
         self._ranks.on_rank_0(lambda: commit.check_space(self.directory, size))
@@ -558,13 +604,54 @@ class Checkpointer:
                 )
         return [host for _, host in answers]
 
+    def _check_directory_is_shared(self) -> None:
+        path = commit.claim_of(self.directory, self._incarnation)
+        commit.wait_until_visible(path)
+        if not path.exists():
+            raise CheckpointError(
+                f"rank {self._ranks.rank} on {socket.gethostname()} does not see what rank 0 has written in {self.directory}",
+                hint="checkpoints need a directory that all nodes share",
+            )
+
     def _ranks_of_this_host(self, hosts: list[str]) -> Ranks:
         own = socket.gethostname()
         if len(set(hosts)) == 1:
             return self._ranks
         members = [rank for rank, host in enumerate(hosts) if host == own]
-        # Only its members have to know of it: with thousands of ranks, everybody making every host's group takes minutes.
-        return Ranks(dist.new_group(members, backend="gloo", use_local_synchronization=True))
+        return self._ranks.subgroup(members)
+
+
+def _finished(image: Image | CheckpointError) -> Image | CheckpointError:
+    """Complete the copy. What fails is handed in later, with all ranks: one that stayed away would hold up the others."""
+    if isinstance(image, Image):
+        try:
+            image.finish()
+        except CheckpointError as error:
+            return error
+        except Exception as error:
+            return CheckpointError(f"the state could not be copied: {type(error).__name__}: {error}")
+    return image
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    found = {}
+    for name, value in metrics.items():
+        try:
+            found[str(name)] = float(value)
+        except (TypeError, ValueError):
+            raise CheckpointError(f"metrics[{name!r}] is {value!r}, which is no number") from None
+    return found
+
+
+def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:
+    """As a checkpoint will give it back: tuples as lists, keys as text."""
+    try:
+        values: dict[str, Any] = json.loads(json.dumps(config))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"config= cannot be written into a checkpoint: {error}", hint="give plain values"
+        ) from None
+    return values
 
 
 def _check_ranks_of_job(group: dist.ProcessGroup | None) -> None:

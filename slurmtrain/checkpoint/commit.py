@@ -47,6 +47,8 @@ FINAL_NAME = re.compile(r"checkpoint_(\d{7,})(?:\.(\d+))?")
 TEMPORARY_NAME = re.compile(r"checkpoint_\d{7,}(?:\.\d+)?\.(?:tmp|removed)-(\d+)(?:-[0-9a-f]+)?")
 CLAIMS = ".incarnations"
 MANIFEST, COMPLETE, INDEX = "manifest.json", "COMPLETE", "index.bin"
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
+MANIFEST_BYTES = 1 << 30  # more than that of a million tensors
 SPARE_SPACE = 1.2
 # Attribute caches of NFS clients are at most a minute old (acdirmax).
 VISIBILITY_S = 60.0
@@ -96,7 +98,12 @@ class Manifest:
     @property
     def size(self) -> int:
         """Bytes of all files."""
-        return sum(record.size for record in self.files.values())
+        return sum(self.sizes.values())
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file."""
+        return {name: record.size for name, record in self.files.items()}
 
 
 def checkpoint_name(step: int, revision: int = 1) -> str:
@@ -138,7 +145,7 @@ def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") 
     while True:
         own = incarnation or Incarnation(_newest_claim(claims) + 1, label)
         _check_claims(directory, own)
-        path = claims / f"{own.order:08d}"
+        path = claim_of(directory, own)
         try:
             # Exclusive creation is atomic on local disks, Lustre and NFS from version 3 on (open(2), O_EXCL).
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -170,6 +177,10 @@ def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") 
     return own
 
 
+def claim_of(directory: Path, incarnation: Incarnation) -> Path:
+    return directory / CLAIMS / f"{incarnation.order:08d}"
+
+
 def check_fence(directory: Path, incarnation: Incarnation) -> None:
     """Raise when a newer incarnation has claimed `directory`."""
     refresh(directory / CLAIMS)
@@ -187,7 +198,9 @@ def _check_claims(directory: Path, incarnation: Incarnation) -> None:
 
 
 def _newest_claim(claims: Path) -> int:
-    return max((int(path.name) for path in claims.iterdir() if path.name.isdigit()), default=0)
+    return max(
+        (int(path.name) for path in claims.iterdir() if path.name.isdecimal() and path.name.isascii()), default=0
+    )
 
 
 def refresh(directory: Path) -> None:
@@ -237,7 +250,7 @@ def check_space(directory: Path, size: int) -> None:
     free = status.f_bavail * status.f_frsize
     if free < SPARE_SPACE * size:
         raise CheckpointError(
-            f"{directory} has {free / 1e9:.2f} GB left, and a checkpoint of {size / 1e9:.2f} GB wants "
+            f"{directory} has {free / 1e6:.1f} MB left, and a checkpoint of {size / 1e6:.1f} MB wants "
             f"{SPARE_SPACE} times its size",
             hint="free some space; `checkpoints RUN prune` removes what is not needed any more",
         )
@@ -296,9 +309,16 @@ def read_manifest(path: Path) -> Manifest:
 def read_manifest_bytes(path: Path) -> tuple[bytes, str]:
     """manifest.json and the digest in COMPLETE, as they are."""
     try:
-        return (path / MANIFEST).read_bytes(), (path / COMPLETE).read_text().strip()
+        return _read_small(path / MANIFEST), _read_small(path / COMPLETE).decode().strip()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: manifest.json cannot be read: {error}") from None
+
+
+def _read_small(path: Path) -> bytes:
+    with os.fdopen(blocks.open_file(path), "rb") as file:
+        if os.fstat(file.fileno()).st_size > MANIFEST_BYTES:
+            raise ValueError(f"{path.name} has {os.fstat(file.fileno()).st_size} bytes")
+        return file.read(MANIFEST_BYTES)
 
 
 def parse_manifest(path: Path, text: bytes, expected: str) -> Manifest:
@@ -310,14 +330,37 @@ def parse_manifest(path: Path, text: bytes, expected: str) -> Manifest:
             raise CheckpointError(f"{path} has format {values.get('format')}, expected {FORMAT}")
         files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
         manifest = Manifest(files=files, **values)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        _check_types(manifest)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: manifest.json cannot be read: {error}") from None
     for name in files:
-        if name in ("", "..") or Path(name).name != name:
-            raise CheckpointError(f"{path}: manifest.json names {name!r}, which is not a plain file name")
+        if not FILE_NAME.fullmatch(name):
+            raise CheckpointError(f"{path}: manifest.json names {name[:100]!r}, which is not a plain file name")
     if FINAL_NAME.fullmatch(path.name) and manifest.step != step_of(path):
         raise CheckpointError(f"{path}: manifest.json is of step {manifest.step}, so it belongs to another checkpoint")
     return manifest
+
+
+def _check_types(manifest: Manifest) -> None:
+    """Raises TypeError: digests tell that it is what was written, not that it was written by this program."""
+    for name, kind in {
+        "run_id": str,
+        "step": int,
+        "incarnation": int,
+        "incarnation_label": str,
+        "world_size": int,
+        "torch_version": str,
+        "tensors": dict,
+        "state": dict,
+        "config": dict,
+        "metrics": dict,
+    }.items():
+        value: Any = getattr(manifest, name)
+        if type(value) is not kind or (type(value) is int and value < 0):
+            raise TypeError(f"{name} is {str(value)[:50]!r}")
+    for name, record in manifest.files.items():
+        if type(record.size) is not int or record.size < 0 or type(record.sha256) is not str:
+            raise TypeError(f"{name[:100]!r} has size {str(record.size)[:50]} and digest {str(record.sha256)[:50]}")
 
 
 def find_damage(path: Path, manifest: Manifest, names: Iterable[str] | None = None, *, verify: bool) -> list[str]:

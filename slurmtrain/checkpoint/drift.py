@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from slurmtrain.checkpoint import state
 from slurmtrain.checkpoint.layout import TensorFacts
@@ -40,36 +41,53 @@ def check_config(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], a
     _refuse(path, "config", "was saved with another config", lines)
 
 
-def fitting(
+def names_of(objects: Mapping[str, Any]) -> set[str]:
+    """Names of the live tensors of the modules among `objects`."""
+    return set(state.module_tensors(objects))
+
+
+def check_names(
     path: Path,
     objects: Mapping[str, Any],
-    saved: Mapping[str, TensorFacts],
-    plain: Mapping[str, Any],
+    wanted: Collection[str],
+    everywhere: Collection[str],
+    saved: Collection[str],
+    plain: Collection[str] | None,
     allow: Collection[str],
-) -> Mapping[str, TensorFacts]:
-    """Check that checkpoint and objects have the same names. Returns the saved tensors that belong to `objects`.
+) -> set[str]:
+    """Check that checkpoint and objects have the same names. Returns those of the checkpoint alone.
+
+    Args:
+        wanted: names of the tensors of this rank's modules.
+        everywhere: of all ranks' modules: a pipeline stage is no more than a part.
+        plain: names that have state that is no tensor; None: not known yet.
 
     Raises:
         CheckpointMismatch: one has names that the other lacks.
     """
-    wanted: set[str] = set()
-    have: set[str] = set()
-    lines = []
-    for key, value in objects.items():
-        if isinstance(value, torch.nn.Module):
-            wanted.update(f"{key}.{name}" for name in state.unwrap(value).state_dict())
-            have.update(name for name in saved if name.startswith(f"{key}."))
-        elif key not in plain:
-            lines.append(f"- {key} is not in the checkpoint")
-    lines += [f"- {name} is not in the checkpoint" for name in sorted(wanted - have)]
-    lines += [f"+ {name} is in the checkpoint alone" for name in sorted(have - wanted)]
+    prefixes = tuple(f"{key}." for key, value in objects.items() if isinstance(value, torch.nn.Module))
+    of_modules = {
+        name for name in saved if prefixes and name.startswith(prefixes) and not name.endswith("_extra_state")
+    }
+    alone = of_modules - set(everywhere)
+    lines = [
+        f"- {key} is not in the checkpoint"
+        for key, value in objects.items()
+        if plain is not None and not isinstance(value, torch.nn.Module) and key not in plain
+    ]
+    lines += [f"- {name} is not in the checkpoint" for name in sorted(set(wanted) - set(saved))]
+    lines += [f"+ {name} is in the checkpoint alone" for name in sorted(alone)]
     if "keys" not in allow:
         _refuse(path, "keys", "does not fit", lines)
-    return {name: fact for name, fact in saved.items() if name not in have - wanted}
+    return alone
 
 
 def check_tensors(
-    path: Path, targets: Mapping[str, Tensor], saved: Mapping[str, TensorFacts], allow: Collection[str]
+    path: Path,
+    objects: Mapping[str, Any],
+    targets: Mapping[str, Tensor],
+    saved: Mapping[str, TensorFacts],
+    allow: Collection[str],
 ) -> dict[str, Tensor]:
     """Check shapes and dtypes. Returns the targets that can be filled.
 
@@ -79,20 +97,23 @@ def check_tensors(
     shapes, dtypes = [], []
     fit = {}
     for name, tensor in targets.items():
-        if name not in saved:  # allowed by `fitting`
+        if name not in saved:  # allowed by `check_names`
             continue
         fact = saved[name]
         if tuple(tensor.shape) != fact.shape:
-            shapes.append(f"{name} is {list(fact.shape)} there and {list(tensor.shape)} here")
+            shapes.append((name, f"{name} is {list(fact.shape)} there and {list(tensor.shape)} here"))
             continue
         if dtype_name(tensor.dtype) != fact.dtype:
             dtypes.append(f"{name} is {fact.dtype} there and {dtype_name(tensor.dtype)} here")
         fit[name] = tensor
     if "shapes" not in allow:
-        _refuse(path, "shapes", "does not fit", shapes)
+        _refuse(path, "shapes", "does not fit", [line for _, line in shapes])
     if "dtypes" not in allow:
         _refuse(path, "dtypes", "does not fit", dtypes)
-    return fit
+    # What an optimiser knows of a parameter that starts afresh is of no use.
+    optimizers = [key for key, value in objects.items() if isinstance(value, Optimizer)]
+    stale = tuple(f"{key}.state.{name}." for key in optimizers for name, _ in shapes)
+    return {name: tensor for name, tensor in fit.items() if not stale or not name.startswith(stale)}
 
 
 def _refuse(path: Path, kind: str, what: str, lines: list[str]) -> None:

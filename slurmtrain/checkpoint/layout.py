@@ -31,7 +31,9 @@ Ints = npt.NDArray[np.int64]
 
 # Smaller tensors are written whole by one of the ranks that hold them; larger ones are split among all of these.
 SPLIT_BYTES = 1 << 20
+EVEN = 8  # rows per rank from which on one row more or less does not matter
 DIGEST_BYTES = 32
+MAX_DIMENSIONS = 64  # of any tensor of torch
 
 
 @dataclass(frozen=True)
@@ -74,19 +76,22 @@ Catalogue = Mapping[str, TensorFacts]
 def share(box: Box, itemsize: int, key: str, index: int, holders: int) -> Box | None:
     """The part of `box` that the `index`-th of `holders` ranks writes, all of which hold it; None: nothing.
 
-    Large boxes are cut along the first dimension that is long enough, so that every rank writes, and has to copy, the same
-    number of bytes. Of the others each goes to one rank, chosen by a checksum of the name: the same on all ranks.
+    Large boxes are cut along the first dimension that is long enough to give even parts, so that every rank writes, and has
+    to copy, the same number of bytes. Of the others each goes to one rank, chosen by a checksum of the name: the same on
+    all ranks.
     """
     if holders == 1:
         return box
     if box.numel * itemsize >= SPLIT_BYTES:
-        for dimension, extent in enumerate(box.size):
-            if extent >= holders:
-                first, last = extent * index // holders, extent * (index + 1) // holders
-                start, size = list(box.start), list(box.size)
-                start[dimension] += first
-                size[dimension] = last - first
-                return Box(tuple(start), tuple(size))
+        even = [dimension for dimension, extent in enumerate(box.size) if extent >= EVEN * holders]
+        dimension = even[0] if even else max(range(len(box.size)), key=lambda one: box.size[one], default=0)
+        extent = box.size[dimension] if box.size else 1
+        if extent >= holders:
+            first, last = extent * index // holders, extent * (index + 1) // holders
+            start, size = list(box.start), list(box.size)
+            start[dimension] += first
+            size[dimension] = last - first
+            return Box(tuple(start), tuple(size))
     return box if zlib.crc32(key.encode()) % holders == index else None
 
 
@@ -120,8 +125,13 @@ class FileTable:
         return zlib.compress(numbers.tobytes(), level=1)
 
     @classmethod
-    def unpack(cls, data: bytes) -> FileTable:
-        numbers = np.frombuffer(zlib.decompress(data), dtype="<i8")
+    def unpack(cls, data: bytes, limit: int = 0) -> FileTable:
+        """Args: limit: bytes of the numbers, at most; 0: whatever there is."""
+        unpacker = zlib.decompressobj()
+        content = unpacker.decompress(data, limit)
+        if not unpacker.eof:
+            raise ValueError("a table is cut short, or longer than it can be")
+        numbers = np.frombuffer(content, dtype="<i8")
         catalogue, data_start, pieces, dimensions, own_bytes = (int(number) for number in numbers[:5])
         tensors, boxes = numbers[5 : 5 + pieces], numbers[5 + pieces :]
         return cls(catalogue, data_start, tensors, boxes.reshape(pieces, 2, dimensions), own_bytes)
@@ -277,8 +287,15 @@ class Index:
             yield self.digests[name]
 
     @classmethod
-    def parse(cls, data: bytes) -> Index:
-        """Raises CheckpointError when it is no index; that it is the right one is known from its digest."""
+    def parse(cls, data: bytes, sizes: Mapping[str, int]) -> Index:
+        """Everything in it is checked: digests tell damage, not whether whoever wrote it meant well.
+
+        Args:
+            sizes: bytes of the files of the checkpoint.
+
+        Raises:
+            CheckpointError: it is no index, or it speaks of what the files cannot hold.
+        """
         try:
             (length,) = struct.unpack_from("<Q", data)
             header = json.loads(data[8 : 8 + length])
@@ -286,9 +303,19 @@ class Index:
             tables, digests = {}, {}
             for name, (position, table, digest) in header["files"].items():
                 begin = 8 + length + position
+                _demand(name in sizes, f"{name[:100]!r} is not a file of the checkpoint")
+                _demand(all(_is_count(number) for number in (position, table, digest)), "a segment is nowhere")
+                _demand(begin + table + digest <= len(data), "it is cut short")
                 tables[name] = data[begin : begin + table]
                 digests[name] = data[begin + table : begin + table + digest]
-        except (ValueError, KeyError, TypeError, struct.error) as error:
+            _check_catalogues(catalogues, sum(sizes.values()))
+            shapes = [_shapes(catalogue) for catalogue in catalogues]
+            itemsizes = [_itemsizes(catalogue) for catalogue in catalogues]
+            for name, packed in tables.items():
+                _check_table(packed, shapes, itemsizes, sizes[name])
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+            raise CheckpointError(f"index.bin cannot be read: {error}") from None
+        except (struct.error, zlib.error) as error:
             raise CheckpointError(f"index.bin cannot be read: {error}") from None
         return cls(catalogues, tables, digests)
 
@@ -327,6 +354,59 @@ class Index:
                 box = Box(tuple(start[:dimensions]), tuple(size[:dimensions]))
                 found[key].append(Source(file, int(offsets[row]), box))
         return found
+
+
+def _demand(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise ValueError(otherwise)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _check_catalogues(catalogues: Sequence[Catalogue], size: int) -> None:
+    """Raises ValueError when a tensor is none, or larger than all files together."""
+    for catalogue in catalogues:
+        for key, fact in catalogue.items():
+            _demand(isinstance(key, str) and isinstance(fact.dtype, str), "a tensor has no name or type")
+            _demand(len(fact.shape) <= MAX_DIMENSIONS and all(map(_is_count, fact.shape)), f"{key} has no shape")
+            _demand(
+                _is_count(fact.itemsize) and 1 <= fact.itemsize <= 16, f"{key} has elements of {fact.itemsize} bytes"
+            )
+            _demand(fact.nbytes <= size, f"{key} is larger than the checkpoint")
+
+
+def _shapes(catalogue: Catalogue) -> Ints:
+    """int64 [tensors, dimensions], padded with 1."""
+    dimensions = max((len(fact.shape) for fact in catalogue.values()), default=0) or 1
+    shapes = np.ones((len(catalogue), dimensions), dtype=np.int64)
+    for row, fact in enumerate(catalogue.values()):
+        shapes[row, : len(fact.shape)] = fact.shape
+    return shapes
+
+
+def _check_table(packed: bytes, shapes: Sequence[Ints], itemsizes: Sequence[Ints], size: int) -> None:
+    """Raises ValueError when a table speaks of other bytes than those of its file, or of no part of a tensor.
+
+    Args:
+        shapes, itemsizes: of the tensors of every catalogue.
+        size: bytes of the file.
+    """
+    # A rank writes at most one box of each tensor.
+    table = FileTable.unpack(packed, limit=max(8 * (5 + len(each) * (1 + 2 * each.shape[1])) for each in shapes))
+    _demand(0 <= table.catalogue < len(shapes), "a table belongs to no catalogue")
+    tensors, dimensions = shapes[table.catalogue].shape
+    _demand(1 <= table.boxes.shape[2] <= dimensions, "a table has no dimensions")
+    _demand(bool(((table.tensors >= 0) & (table.tensors < tensors)).all()), "a piece belongs to no tensor")
+    starts, sizes = _padded(table.boxes[:, 0], dimensions, 0), _padded(table.boxes[:, 1], dimensions, 1)
+    room = shapes[table.catalogue][table.tensors]
+    inside = (starts >= 0) & (sizes >= 1) & (sizes <= room) & (starts <= room - sizes)
+    _demand(bool(inside.all()), "a piece lies outside of its tensor")
+    _demand(_is_count(table.data_start) and _is_count(table.own_bytes), "a table begins nowhere")
+    nbytes = sizes.prod(axis=1) * itemsizes[table.catalogue][table.tensors]
+    end = table.data_start + table.own_bytes + float(nbytes.sum(dtype=np.float64))
+    _demand(end <= size, "a piece lies outside of its file")
 
 
 class _Lookup:
@@ -369,4 +449,7 @@ def encode_catalogue(catalogue: Catalogue) -> list[list[Any]]:
 
 
 def decode_catalogue(values: Sequence[Sequence[Any]]) -> dict[str, TensorFacts]:
-    return {key: TensorFacts(tuple(shape), dtype, itemsize, bool(own)) for key, shape, dtype, itemsize, own in values}
+    found = {key: TensorFacts(tuple(shape), dtype, itemsize, bool(own)) for key, shape, dtype, itemsize, own in values}
+    if len(found) != len(values):
+        raise ValueError("a tensor has two entries")
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,9 +56,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 def dtype_of(name: str) -> torch.dtype:
     """Raises CheckpointError for a name that this torch has no dtype for."""
     dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, torch.dtype) or name.startswith("q"):  # quantised tensors have no plain bytes
         raise CheckpointError(f"dtype {name!r} is unknown to torch {torch.__version__}")
     return dtype
+
+
+def check_types(catalogues: Sequence[Catalogue]) -> None:
+    """Raises CheckpointError when a tensor's element type is unknown, or of another size here."""
+    for catalogue in catalogues:
+        for name, fact in catalogue.items():
+            if dtype_of(fact.dtype).itemsize != fact.itemsize:
+                raise CheckpointError(f"{name} is {fact.dtype} with {fact.itemsize} bytes an element")
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -149,6 +157,7 @@ class Plan:
         data_start: first byte after the header: whole pages.
         data_end: last byte of the tensors; the rank's own JSON follows.
         total_bytes: of all ranks' tensors.
+        spokesmen: the first rank of each catalogue.
     """
 
     signature: tuple[Any, ...]
@@ -158,6 +167,7 @@ class Plan:
     data_start: int
     data_end: int
     total_bytes: int
+    spokesmen: frozenset[int]
 
     def table(self, own_bytes: int) -> FileTable:
         return table_of(
@@ -197,11 +207,18 @@ class Plan:
 SAME, CHANGED, FAILED = 0, 1, 2
 
 
-def make_plan(tensors: Mapping[str, Tensor] | CheckpointError, ranks: Ranks, known: Plan | None) -> Plan:
+def make_plan(
+    tensors: Mapping[str, Tensor] | CheckpointError,
+    ranks: Ranks,
+    known: Plan | None,
+    *,
+    of_first: Collection[str] = (),
+) -> Plan:
     """The plan for `tensors`, by all ranks together; `known` when it still holds everywhere.
 
     Args:
         tensors: or why this rank has none to give; it becomes everybody's error.
+        of_first: names of those that are no exact replicas (buffers): the first rank that has one writes it.
 
     Raises:
         CheckpointError: on every rank; a tensor that cannot be saved, or that is another one on another rank.
@@ -231,7 +248,7 @@ def make_plan(tensors: Mapping[str, Tensor] | CheckpointError, ranks: Ranks, kno
     texts = [ranks.tell(text, source=owners[0]) for owners in members.values()]
     number = next(index for index, owners in enumerate(members.values()) if ranks.rank in owners)
     described = list(zip(texts, members.values(), strict=True))
-    return ranks.all_do(lambda: _make(tensors, number, described, ranks, signature))
+    return ranks.all_do(lambda: _make(tensors, number, described, ranks, signature, of_first))
 
 
 def _raise(found: object) -> None:
@@ -266,6 +283,7 @@ def _make(
     texts: Sequence[tuple[str, Sequence[int]]],
     ranks: Ranks,
     signature: tuple[Any, ...],
+    of_first: Collection[str],
 ) -> Plan:
     """Args: texts: every different description, and which ranks gave it."""
     catalogues: list[Catalogue] = []
@@ -291,11 +309,17 @@ def _make(
         else:
             group = sorted(holders[name])
         index = group.index(ranks.global_rank if is_dtensor(tensor) and not name.startswith(OWN) else ranks.rank)
-        part = share(box, tensor.itemsize, name, index, len(group))
+        part: Box | None = box
+        if name not in of_first:
+            part = share(box, tensor.itemsize, name, index, len(group))
+        elif index > 0:
+            part = None
         if part is not None and part.numel:
             written.append((name, box, part))
     # An element type's size divides the next larger one's: nothing has to be skipped for alignment.
     written.sort(key=lambda entry: -tensors[entry[0]].itemsize)
+
+    spokesmen = frozenset(members[0] for _, members in texts)
 
     def placed(data_start: int) -> Plan:
         pieces, position = [], data_start
@@ -304,7 +328,7 @@ def _make(
             end = position + part.numel * dtype.itemsize
             pieces.append(Piece(name, part, _within(box, part), dtype, position, end))
             position = end
-        return Plan(signature, catalogues, number, pieces, data_start, position, total)
+        return Plan(signature, catalogues, number, pieces, data_start, position, total, spokesmen)
 
     facts = {name: fact for catalogue in catalogues for name, fact in catalogue.items()}
     total = sum(fact.nbytes * (ranks.size if fact.own else 1) for fact in facts.values())

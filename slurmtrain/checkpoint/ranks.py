@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,26 @@ class Ranks:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
         self.global_rank = dist.get_rank() if group is not None else 0
+
+    def own_group(self) -> Ranks:
+        """The same ranks on a group of their own, whose messages never meet those of this one."""
+        return Ranks(self._new_group()) if self.group is not None else self
+
+    def subgroup(self, members: list[int]) -> Ranks:
+        """Only its members have to call this: with thousands of ranks, everybody making every group takes minutes."""
+        return Ranks(self._new_group(members, use_local_synchronization=True))
+
+    def _new_group(self, members: list[int] | None = None, **options: Any) -> dist.ProcessGroup:
+        assert self.group is not None
+        # Else it would be torch's 30 minutes, whatever this job has been given.
+        timeout = self.group._get_backend(torch.device("cpu")).options._timeout
+        return dist.new_group(members, backend="gloo", timeout=timeout, **options)
+
+    def end(self) -> None:
+        """Give the group back."""
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+            self.group = None
 
     def on_rank_0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and give every rank its result."""
@@ -133,5 +154,7 @@ def _lost_peers() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        first = re.sub(r"^\[[^]]*\] ?", "", str(error).strip() or type(error).__name__).splitlines()[
+            0
+        ]  # a path of its build
         raise LostPeers(f"the ranks lost each other while they saved or restored: {first}") from None

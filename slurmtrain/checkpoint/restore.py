@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,8 +23,9 @@ from torch import Tensor
 from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.checkpoint.blocks import BLOCK_BYTES, DIGEST_BYTES, FileRecord
 from slurmtrain.checkpoint.layout import Box, Index, Source
-from slurmtrain.checkpoint.plan import box_of, dtype_of, file_name, local
+from slurmtrain.checkpoint.plan import box_of, check_types, dtype_of, file_name, local
 from slurmtrain.checkpoint.ranks import Ranks
+from slurmtrain.checkpoint.state import parse
 from slurmtrain.errors import CheckpointError
 
 SAMPLED_SHARE = 16  # of so many blocks one is looked at
@@ -118,6 +120,7 @@ class Files:
     def __init__(self, path: Path, records: Mapping[str, FileRecord], pool: ThreadPoolExecutor):
         self._path, self._records, self._pool = path, records, pool
         self._descriptors: dict[str, int] = {}
+        self._opening = threading.Lock()
         self._held: dict[tuple[str, int], memoryview] = {}
 
     @classmethod
@@ -129,13 +132,14 @@ class Files:
             yield files
 
     def _close(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
 
     def descriptor(self, file: str) -> int:
-        if file not in self._descriptors:
-            self._descriptors[file] = os.open(self._path / file, os.O_RDONLY)
-        return self._descriptors[file]
+        with self._opening:
+            if file not in self._descriptors:
+                self._descriptors[file] = blocks.open_file(self._path / file)
+            return self._descriptors[file]
 
     def size(self, share: Blocks) -> int:
         """Bytes of these blocks."""
@@ -147,16 +151,29 @@ class Files:
     def verify(self, share: Blocks, digests: Mapping[str, bytes], into: memoryview | None) -> list[str]:
         """Digest blocks, and keep them in `into` when it is given. Returns a sentence for every file that is damaged."""
         damage: dict[str, str] = {}
-        work = []
         position = 0
-        for file, numbers in share.items():
+        for files in _batches(list(share)):
+            position = self._verify(files, share, digests, into, position, damage)
+            self._close()
+        return [damage[file] for file in sorted(damage)]
+
+    def _verify(
+        self,
+        files: Sequence[str],
+        share: Blocks,
+        digests: Mapping[str, bytes],
+        into: memoryview | None,
+        position: int,
+        damage: dict[str, str],
+    ) -> int:
+        work = []
+        for file in files:
             try:
                 descriptor = self.descriptor(file)
             except OSError as error:
-                damage[file] = f"{file} cannot be read: {error.strerror}"
+                damage[file] = blocks.cannot_be_read(file, error)
                 continue
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            for number in numbers:
+            for number in share[file]:
                 extent = self._extent(file, number)
                 target = into[position : position + extent] if into is not None else None
                 position += extent
@@ -168,17 +185,25 @@ class Files:
             try:
                 if blocks.digest_block(descriptor, number, self._records[file].size, target) != expected:
                     damage[file] = f"{file} is not what was written: its digest differs"
-            except (OSError, EOFError) as error:
-                damage[file] = f"{file} cannot be read: {getattr(error, 'strerror', None) or error}"
+            except OSError as error:
+                damage[file] = blocks.cannot_be_read(file, error)
+            except EOFError as error:
+                damage[file] = f"{file} cannot be read: {error}"
             if target is not None:
                 self._held[file, number] = target
 
         list(self._pool.map(check, work))
-        return [damage[file] for file in sorted(damage)]
+        return position
 
     def fill(self, spans: Sequence[Span], tensors: Mapping[str, Tensor]) -> None:
         """Copy what the spans say into the local parts of `tensors`, converting to their dtype."""
-        list(self._pool.map(lambda span: self._fill(span, local(tensors[span.name]).detach()), spans))
+        by_file: dict[str, list[Span]] = {}
+        for span in spans:
+            by_file.setdefault(span.file, []).append(span)
+        for files in _batches(list(by_file)):
+            some = [span for file in files for span in by_file[file]]
+            list(self._pool.map(lambda span: self._fill(span, local(tensors[span.name]).detach()), some))
+            self._close()
 
     def _fill(self, span: Span, tensor: Tensor) -> None:
         target = tensor[span.into]
@@ -204,6 +229,11 @@ class Files:
             else:
                 blocks.read_into(self.descriptor(file), part, position)
             position = stop
+
+
+def _batches(files: Sequence[str]) -> Iterator[Sequence[str]]:
+    for begin in range(0, len(files), blocks.OPEN_FILES):
+        yield files[begin : begin + blocks.OPEN_FILES]
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -240,8 +270,8 @@ def read_tensors(
         buffer: gives memory of a size, to hold this rank's share.
 
     Returns:
-        All damage found by any rank, one sentence each, and the JSON text of this rank's own state. With damage nothing has
-        been touched.
+        All damage found by any rank, one sentence each, and this rank's own plain state. With damage nothing has been
+        touched.
     """
     wanted = {name: box_of(name, tensor) for name, tensor in targets.items()}
     facts = {**index.facts, **(index.own_facts(own_file) if own_file is not None else {})}
@@ -268,15 +298,18 @@ def read_tensors(
         damage = sorted({sentence for found in ranks.gather(verify) for sentence in found})
         if damage:
             return damage, None
-        own = bytearray(own_bytes)
 
-        def fill() -> None:
-            files.fill(spans, targets)
-            if own_file is not None:
-                files.read(own_file, own_begin, own_begin + own_bytes, memoryview(own))
+        def read_own() -> Any:
+            if own_file is None:
+                return {}
+            own = bytearray(own_bytes)
+            files.read(own_file, own_begin, own_begin + own_bytes, memoryview(own))
+            return parse(bytes(own))
 
-        ranks.all_do(fill)
-    return [], bytes(own)
+        # The first thing that can still fail comes before the first tensor is touched.
+        own_state = ranks.all_do(read_own)
+        ranks.all_do(lambda: files.fill(spans, targets))
+    return [], own_state
 
 
 def load(path: Path, *, own_of: int | None = None) -> dict[str, Tensor]:
@@ -291,7 +324,8 @@ def load(path: Path, *, own_of: int | None = None) -> dict[str, Tensor]:
     manifest = commit.read_manifest(path)
     if damage := commit.find_damage(path, manifest, [commit.INDEX], verify=True):
         raise CheckpointError(f"{path}: {damage[0]}")
-    index = Index.parse((path / commit.INDEX).read_bytes())
+    index = Index.parse((path / commit.INDEX).read_bytes(), manifest.sizes)
+    check_types(index.catalogues)
     own_file = file_name(own_of) if own_of is not None else None
     facts = index.facts if own_file is None else index.own_facts(own_file)
     tensors = {name: torch.empty(fact.shape, dtype=dtype_of(fact.dtype)) for name, fact in facts.items()}

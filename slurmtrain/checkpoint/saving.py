@@ -130,6 +130,11 @@ class Writer:
                 self._thread.start()
             self._changed.notify_all()
 
+    def wait_idle(self) -> None:
+        """Until nothing is written, read back or cleared up any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._work is None)
+
     def stop(self, timeout_s: float | None = None) -> bool:
         """End the thread after its present work; False when it is not over after `timeout_s`."""
         with self._changed:

@@ -19,10 +19,22 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from slurmtrain.checkpoint.blocks import BLOCK_BYTES
-from slurmtrain.checkpoint.plan import PAGE_BYTES, Piece, Plan, local
+from slurmtrain.checkpoint.plan import PAGE_BYTES, Piece, Plan, is_dtensor, local
 from slurmtrain.errors import CheckpointError
 
 RESERVE_BYTES = 1 << 20  # the rank's own plain state may grow
+
+
+# A piece, where it goes, this rank's part of the tensor, the tensor, and its changes so far.
+Copy = tuple[Piece, Tensor, Tensor, Tensor, int]
+
+
+def _changes(tensor: Tensor) -> int:
+    """How often it was changed in place, as torch counts it; what writes through `.data` is not seen.
+
+    A DTensor's own operations count on the DTensor alone, an optimiser's on the local tensor.
+    """
+    return tensor._version + (local(tensor)._version if is_dtensor(tensor) else 0)
 
 
 class Image:
@@ -36,14 +48,14 @@ class Image:
     def __init__(self, data: memoryview, plan: Plan, own: bytes):
         self.data, self.own_bytes = data, len(own)
         self._plan, self._own = plan, own
-        self._left: deque[tuple[Piece, Tensor, Tensor, int]] = deque()
+        self._left: deque[Copy] = deque()
         self._open = 0  # pieces that are not copied yet
         self._changed: str | None = None  # a piece that changed under our hands
         self._event: torch.cuda.Event | None = None
         self._lock, self._copied = threading.Lock(), threading.Event()
 
-    def later(self, pieces: list[tuple[Piece, Tensor, Tensor, int]], event: torch.cuda.Event | None) -> None:
-        """What is left to copy: (piece, where to, where from, version of that); and when the GPU is done with it."""
+    def later(self, pieces: list[Copy], event: torch.cuda.Event | None) -> None:
+        """What is left to copy, and when the GPU is done with it."""
         self._left.extend(pieces)
         self._open, self._event = len(pieces), event
         if not pieces:
@@ -78,13 +90,12 @@ class Image:
     def _copy(self) -> None:
         while True:
             try:
-                piece, target, source, version = self._left.popleft()
+                piece, target, source, whole, changes = self._left.popleft()
             except IndexError:
                 return
             if not source.is_cuda:  # else its copy and the step that changes it are in order on the GPU
                 target.copy_(source[piece.within])
-                # In-place operations count the version up; only what writes through `.data` is not seen.
-                if source._version != version:
+                if _changes(whole) != changes:
                     self._changed = piece.name
             with self._lock:
                 self._open -= 1
@@ -144,7 +155,7 @@ class Staging:
         self.prepare(size)
         self._touched()
         image = Image(self._buffer.numpy().data[:size], plan, own)
-        later: list[tuple[Piece, Tensor, Tensor, int]] = []
+        later: list[Copy] = []
         on_gpu: list[tuple[Tensor, Tensor]] = []
         for piece in plan.pieces:
             source = local(tensors[piece.name]).detach()
@@ -152,7 +163,8 @@ class Staging:
             if source.is_cuda:
                 on_gpu.append((target, source[piece.within]))
             if piece.name in guarded:
-                later.append((piece, target, source, source._version))
+                whole = tensors[piece.name]
+                later.append((piece, target, source, whole, _changes(whole)))
             elif not source.is_cuda:
                 target.copy_(source[piece.within])
         event = None

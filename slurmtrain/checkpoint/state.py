@@ -7,8 +7,9 @@ stepped yet runs a step to create the state, which moves AdamW's step count (pyt
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -37,6 +38,9 @@ def unwrap(module: nn.Module) -> nn.Module:
     return module
 
 
+EXTRA = "extra state of "  # begins the names of what modules give by get_extra_state, where that is no tensor
+
+
 def flatten(objects: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors by dotted name, and the JSON of everything else.
 
@@ -45,18 +49,33 @@ def flatten(objects: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, An
     """
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
-    names = parameter_names(objects)
+    # Modules first: FSDP gives its parameters back to their ranks when it is asked for its state.
     for key, value in objects.items():
         if isinstance(value, nn.Module):
-            tensors.update({f"{key}.{name}": tensor for name, tensor in unwrap(value).state_dict().items()})
-        elif isinstance(value, Optimizer):
-            flat, groups = _flatten_optimizer(value, names)
+            for name, entry in unwrap(value).state_dict().items():
+                if isinstance(entry, Tensor):
+                    tensors[f"{key}.{name}"] = entry
+                else:
+                    plain[f"{EXTRA}{key}.{name}"] = _encode(entry, f"{key}.{name}", tensors)
+    names = parameter_names(objects)
+    for key, value in objects.items():
+        if isinstance(value, Optimizer):
+            flat, plain[key] = _flatten_optimizer(value, names)
             tensors.update({f"{key}.{name}": tensor for name, tensor in flat.items()})
-            plain[key] = groups
-        else:
+        elif not isinstance(value, nn.Module):
             state = value.state_dict() if isinstance(value, Stateful) else value
             plain[key] = _encode(state, key, tensors)
     return tensors, plain
+
+
+def buffers(objects: Mapping[str, Any]) -> frozenset[str]:
+    """Names of the modules' buffers: unlike parameters, data parallel ranks may have different ones; rank 0's count."""
+    return frozenset(
+        f"{key}.{name}"
+        for key, value in objects.items()
+        if isinstance(value, nn.Module)
+        for name, _ in unwrap(value).named_buffers()
+    )
 
 
 def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
@@ -68,18 +87,42 @@ def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
     return names
 
 
-def _flatten_optimizer(
-    optimizer: Optimizer, names: Mapping[int, str]
-) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+def _flatten_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors, and {"param_groups": ..., "state": what is no tensor, by parameter}."""
     tensors: dict[str, Tensor] = {}
-    groups = []
+    groups, other = [], {}
     for index, group in enumerate(optimizer.param_groups):
         keys = [_name_of(parameter, names) for parameter in group["params"]]
         groups.append(_encode({**group, "params": keys}, f"param_groups.{index}", tensors))
         for name, parameter in zip(keys, group["params"], strict=True):
+            fields = {}
             for field, value in optimizer.state.get(parameter, {}).items():
-                tensors[f"state.{name}.{field}"] = value if isinstance(value, Tensor) else torch.tensor(value)
-    return tensors, groups
+                if isinstance(value, Tensor):
+                    tensors[f"state.{name}.{field}"] = value
+                else:
+                    fields[field] = _encode(value, f"other.{name}.{field}", tensors)
+            if fields:
+                other[name] = fields
+    return tensors, {"param_groups": groups, "state": other}
+
+
+def merge_plain(everyones: Sequence[Mapping[str, Any]], optimizers: Collection[str]) -> dict[str, Any]:
+    """One state from those of ranks that hold different parts of a model: what optimisers know of all parameters.
+
+    Everything else is the first one's, which the others have, too.
+    """
+    merged = dict(everyones[0])
+    for other in everyones[1:]:
+        merged = {**other, **merged}
+        for key in optimizers:
+            if key not in other or merged[key] is other[key]:
+                continue
+            groups = []
+            for mine, theirs in zip(merged[key]["param_groups"], other[key]["param_groups"], strict=True):
+                new = [name for name in theirs["params"] if name not in mine["params"]]
+                groups.append({**mine, "params": [*mine["params"], *new]})
+            merged[key] = {"param_groups": groups, "state": {**other[key]["state"], **merged[key]["state"]}}
+    return merged
 
 
 def _name_of(parameter: Tensor, names: Mapping[int, str]) -> str:
@@ -124,25 +167,50 @@ def expected_optimizer_state(objects: Mapping[str, Any]) -> dict[str, Tensor]:
     return expected
 
 
+def module_tensors(objects: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Live parameters and buffers of the given modules by name. Extra state, which is made when asked for, is left out."""
+    return {
+        f"{key}.{name}": entry
+        for key, value in objects.items()
+        if isinstance(value, nn.Module)
+        for name, entry in unwrap(value).state_dict().items()
+        if name not in _extra(value)
+    }
+
+
+def _extra(module: nn.Module) -> dict[str, nn.Module]:
+    """The submodules that have extra state, by its name in the state_dict."""
+    return {
+        f"{prefix}.{_EXTRA_KEY}" if prefix else _EXTRA_KEY: submodule
+        for prefix, submodule in unwrap(module).named_modules()
+        if type(submodule).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+_EXTRA_KEY = "_extra_state"
+
+
 def templates(objects: Mapping[str, Any], saved: Mapping[str, TensorFacts]) -> dict[str, Tensor]:
     """Tensors to load into, for every one of `saved` that belongs to `objects`.
 
     Modules are loaded in place. A fresh optimiser has no state yet, so its tensors are made here, laid out like their
     parameters; loading its own empty state would restore nothing, without a word.
     """
-    targets: dict[str, Tensor] = {}
+    targets = module_tensors(objects)
     parameters = {
         f"{key}.{name}": parameter
         for key, module in objects.items()
         if isinstance(module, nn.Module)
         for name, parameter in unwrap(module).named_parameters()
     }
-    for key, value in objects.items():
-        if isinstance(value, nn.Module):
-            targets.update({f"{key}.{name}": tensor for name, tensor in unwrap(value).state_dict().items()})
+    extra = {
+        f"{key}.{name}" for key, module in objects.items() if isinstance(module, nn.Module) for name in _extra(module)
+    }
     for name, fact in saved.items():
         owners = [key for key in objects if name.startswith(f"{key}.")]
-        if name in targets or not owners or isinstance(objects[key := max(owners, key=len)], nn.Module):
+        if name in targets or not owners:
+            continue
+        if isinstance(objects[key := max(owners, key=len)], nn.Module) and name not in extra:
             continue
         dtype = dtype_of(fact.dtype)
         if isinstance(objects[key], Optimizer):
@@ -163,12 +231,46 @@ def put_back(
         lenient: what the checkpoint lacks keeps its initial values.
     """
     for key, value in objects.items():
-        if isinstance(value, nn.Module) or (lenient and key not in plain):
+        if isinstance(value, nn.Module):
+            for name, submodule in _extra(value).items():
+                full = f"{key}.{name}"
+                if full in tensors:
+                    submodule.set_extra_state(tensors[full])
+                elif EXTRA + full in plain:
+                    submodule.set_extra_state(_decoded(full, plain[EXTRA + full], tensors))
+            continue
+        if lenient and key not in plain:
             continue
         if isinstance(value, Optimizer):
             _load_optimizer(key, value, parameter_names(objects), tensors, plain[key], lenient=lenient)
         elif isinstance(value, Stateful):
-            value.load_state_dict(_decode(plain[key], tensors))
+            value.load_state_dict(_decoded(key, plain[key], tensors))
+
+
+def parse(text: bytes) -> dict[str, Any]:
+    """A rank's own plain state.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"a rank's own state cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError("a rank's own state cannot be read: it is not an object")
+    return found
+
+
+def _decoded(key: str, value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    try:
+        return _decode(value, tensors)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"the state of {key} in the checkpoint cannot be read: {error}") from None
+
+
+# How a step is computed, not what: it belongs to this run's layout and device, not to the checkpoint's.
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 def _load_optimizer(
@@ -176,28 +278,42 @@ def _load_optimizer(
     optimizer: Optimizer,
     names: Mapping[int, str],
     tensors: Mapping[str, Tensor],
-    groups: list[dict[str, Any]],
+    saved: Mapping[str, Any],
     *,
     lenient: bool,
 ) -> None:
     own = {name.removeprefix(f"{key}."): tensor for name, tensor in tensors.items() if name.startswith(f"{key}.")}
-    fields: dict[str, dict[str, Tensor]] = {}
+    fields: dict[str, dict[str, Any]] = {}
     for name, tensor in own.items():
-        parameter, _, field = name.removeprefix("state.").rpartition(".")
-        fields.setdefault(parameter, {})[field] = tensor
-    saved_groups = [_decode(group, own) for group in groups]
+        if name.startswith("state."):
+            parameter, _, field = name.removeprefix("state.").rpartition(".")
+            fields.setdefault(parameter, {})[field] = tensor
+    if not (isinstance(saved, dict) and isinstance(saved.get("state"), dict)):
+        raise CheckpointError(f"the state of {key} in the checkpoint is not that of an optimiser")
+    for parameter, others in saved["state"].items():
+        fields.setdefault(parameter, {}).update(_decoded(key, others, own))
+    saved_groups = _decoded(key, saved.get("param_groups"), own)
+    if not isinstance(saved_groups, list) or not all(
+        isinstance(group, dict)
+        and isinstance(group.get("params"), list)
+        and all(isinstance(name, str) for name in group["params"])
+        for group in saved_groups
+    ):
+        raise CheckpointError(f"the state of {key} in the checkpoint is not that of an optimiser")
     if len(saved_groups) != len(optimizer.param_groups):
         raise CheckpointMismatch(
             f"{key} has {len(optimizer.param_groups)} parameter groups, and {len(saved_groups)} in the checkpoint",
             hint="were parameters frozen, or groups changed, since it was saved?",
         )
-    state: dict[int, dict[str, Tensor]] = {}
+    here = set(names.values())
+    state: dict[int, dict[str, Any]] = {}
     param_groups: list[dict[str, Any]] = []
     number = 0
-    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+    for group, values in zip(optimizer.param_groups, saved_groups, strict=True):
         keys = [_name_of(parameter, names) for parameter in group["params"]]
-        if sorted(keys) != sorted(saved["params"]) and not lenient:
-            different = sorted(set(keys) ^ set(saved["params"]))
+        # The checkpoint's group may have parameters that other ranks hold.
+        different = sorted(set(keys) ^ (set(values["params"]) & here))
+        if different and not lenient:
             raise CheckpointMismatch(
                 f"{key}: a parameter group holds other parameters than in the checkpoint: {', '.join(different[:5])}",
                 hint="to go on all the same: checkpoint.allow=[keys]",
@@ -208,7 +324,8 @@ def _load_optimizer(
                 state[number] = fields[name]
             numbers.append(number)
             number += 1
-        param_groups.append({**saved, "params": numbers})
+        kept = {name: group[name] for name in _IMPLEMENTATION if name in group}
+        param_groups.append({**values, **kept, "params": numbers})
     optimizer.load_state_dict({"state": state, "param_groups": param_groups})
 
 

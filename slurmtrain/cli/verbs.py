@@ -52,8 +52,9 @@ VERBS: dict[str, Verb] = {
     "requeue": Verb("requeue RUN", "save and start again; a waiting or held job starts now", "slurmtrain.cli.runs"),
     "resume": Verb("resume RUN", "continue a run that has ended, from its newest checkpoint", "slurmtrain.cli.runs"),
     "checkpoints": Verb(
-        "checkpoints RUN [list|verify]",
-        "what a run can be resumed from; verify compares every file with its digest",
+        "checkpoints RUN [list | verify [STEP] | prune [--dry-run] ... | export OUT ...]",
+        "what a run can be resumed from (RUN: also a directory of checkpoints, or one); verify compares every file with its "
+        "digest; prune removes what need not be kept; export writes the weights as OUT.safetensors or OUT.pt",
         "slurmtrain.cli.checkpoints",
     ),
     "sandbox": Verb(

@@ -9,6 +9,7 @@ Arm this before torch is imported. Threads that exist already would not inherit 
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -70,6 +71,7 @@ class StopSignals:
         # A launcher may have blocked these until somebody listens (cluster=local does): they arrive now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
         os.register_at_fork(after_in_child=_disarm_child)
+        multiprocessing.set_forkserver_preload(["slurmtrain.runtime.forkserver", "__main__"])
 
     def _read(self) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})

@@ -198,7 +198,7 @@ def test_two_jobs_with_the_same_number_do_not_share_a_directory(directory: Path)
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(directory: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"GB left, and a checkpoint of 1000000.00 GB wants 1.2 times its size"):
+    with pytest.raises(CheckpointError, match=r"MB left, and a checkpoint of 1000000000.0 MB wants 1.2 times its size"):
         commit.begin(directory, 1, FIRST, size=10**15)
     assert not list(directory.glob("checkpoint_*"))
 

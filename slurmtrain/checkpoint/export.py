@@ -1,0 +1,402 @@
+"""The tensors of one object of a checkpoint as a file that other programs read: safetensors, or torch.save.
+
+The rank files are read block by block, in parallel, each byte once. A block is held against its digest and then copied to
+where it belongs in the output, so a .safetensors file of any size takes the memory of a few blocks. Nothing appears under the
+output's name before all of it was verified and is on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slurmtrain.checkpoint import blocks, commit, retention
+from slurmtrain.checkpoint.blocks import BLOCK_BYTES, DIGEST_BYTES
+from slurmtrain.checkpoint.commit import Manifest
+from slurmtrain.checkpoint.layout import Box, Index, Source, TensorFacts, check_coverage
+from slurmtrain.checkpoint.plan import SAFETENSORS_NAMES, check_types, dtype_name, dtype_of
+from slurmtrain.checkpoint.restore import blocks_of
+from slurmtrain.checkpoint.staging import available_memory
+from slurmtrain.errors import CheckpointError, UsageError, nearest
+
+SAFETENSORS, TORCH = (".safetensors",), (".pt", ".pth")
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+ALIGNMENT = 8  # of the data in a safetensors file
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    path: Path
+    tensors: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to export.
+
+    Attributes:
+        name: in the output.
+        shape, saved: global shape, and dtype in the checkpoint.
+        dtype: in the output.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    saved: torch.dtype
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return Box.whole(self.shape).numel * self.dtype.itemsize
+
+
+class Output(Protocol):
+    """Takes bytes of tensors in any order, from several threads."""
+
+    def write(self, entry: Entry, offset: int, data: memoryview) -> None:
+        """`data` are bytes of the tensor from its byte `offset` on."""
+
+    def finish(self) -> None:
+        """All bytes are there: bring them onto the disk."""
+
+
+def export(
+    path: Path,
+    out: Path,
+    *,
+    only: str = "model",
+    dtype: str | None = None,
+    force: bool = False,
+    progress: Callable[[int], None] = lambda count: None,
+) -> Exported:
+    """Write the tensors of the object `only` of the checkpoint `path` to `out`, without the object's name in front.
+
+    Args:
+        out: ends in .safetensors, or in .pt or .pth: a dict of tensors, for torch.load(weights_only=True).
+        dtype: convert floating point tensors to this.
+        force: replace `out` when it exists.
+        progress: told of the bytes of every block that was read, from any thread.
+
+    Raises:
+        UsageError: `out` or `only` cannot be meant.
+        CheckpointError: the checkpoint is damaged, or `out` cannot be written; there is no `out` then.
+    """
+    check_output(out, force=force)
+    with retention.reading(path):
+        manifest = commit.read_manifest(path)
+        index = read_index(path, manifest)
+        entries = _choose(path, index.facts, only, dtype)
+        temporary = out.with_name(f".{out.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+        try:
+            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)  # the umask decides who reads it
+            try:
+                about = {"format": "pt", "step": str(manifest.step), "run_id": str(manifest.run_id), "object": only}
+                output: Output = (
+                    SafetensorsOutput(descriptor, list(entries.values()), about)
+                    if out.suffix in SAFETENSORS
+                    else TorchOutput(descriptor, list(entries.values()))
+                )
+                _copy(path, manifest, index, entries, output, progress)
+                output.finish()
+                os.fsync(descriptor)
+                size = os.fstat(descriptor).st_size
+            finally:
+                os.close(descriptor)
+            _publish(temporary, out, force=force)
+        except OSError as error:
+            raise CheckpointError(f"{out} cannot be written: {error.strerror or error}") from None
+        finally:
+            with suppress(OSError):
+                temporary.unlink()
+    return Exported(out, len(entries), size)
+
+
+def check_output(out: Path, *, force: bool) -> None:
+    """Raises UsageError when nothing can be written to `out`."""
+    if out.suffix not in (*SAFETENSORS, *TORCH):
+        raise UsageError(
+            f"{out} says no format by its ending", hint=f"end it in one of: {', '.join((*SAFETENSORS, *TORCH))}"
+        )
+    if not out.parent.is_dir():
+        raise UsageError(f"there is no folder {out.parent} to write {out.name} into")
+    if out.is_dir():
+        raise UsageError(f"{out} is a folder")
+    if os.path.lexists(out) and not force:
+        raise UsageError(f"{out} exists", hint="choose another name, or replace it with --force")
+
+
+def read_index(path: Path, manifest: Manifest) -> Index:
+    """index.bin, and the sizes of all files, checked against the manifest.
+
+    Raises:
+        CheckpointError: something is damaged.
+    """
+    if commit.INDEX not in manifest.files:
+        raise CheckpointError(f"{path} is damaged: its manifest.json knows of no {commit.INDEX}")
+    with blocks.threads() as pool:
+        damage = blocks.find_damage(path, manifest.files.items(), pool, contents=False)
+        damage = damage or blocks.find_damage(path, [(commit.INDEX, manifest.files[commit.INDEX])], pool)
+    if damage:
+        raise CheckpointError(f"{path} is damaged: {'; '.join(damage)}")
+    index = Index.parse((path / commit.INDEX).read_bytes(), manifest.sizes)
+    check_types(index.catalogues)
+    for name, digests in index.digests.items():
+        if name not in manifest.files or blocks.root(digests) != manifest.files[name].sha256:
+            raise CheckpointError(f"{path} is damaged: {commit.INDEX} and manifest.json disagree about {name!r}")
+    check_coverage(index.catalogues, index.tables.values())
+    return index
+
+
+def _choose(path: Path, facts: Mapping[str, TensorFacts], only: str, dtype: str | None) -> dict[str, Entry]:
+    """What to export, by name in the checkpoint."""
+    target = dtype_of(dtype) if dtype is not None else None
+    entries = {}
+    for name, fact in facts.items():
+        if not name.startswith(f"{only}."):
+            continue
+        saved = dtype_of(fact.dtype)
+        if fact.itemsize != saved.itemsize:
+            raise CheckpointError(f"{path} is damaged: {name} is {fact.dtype} of {fact.itemsize} bytes")
+        converted = target if target is not None and saved.is_floating_point else saved
+        entries[name] = Entry(name.removeprefix(f"{only}."), fact.shape, saved, converted)
+    if not entries:
+        objects = {name.partition(".")[0] for name in facts if "." in name}
+        raise UsageError(f"{path} holds no tensors of an object {only!r}", hint=nearest(only, objects))
+    return entries
+
+
+def _publish(temporary: Path, out: Path, *, force: bool) -> None:
+    if force:
+        temporary.replace(out)
+    else:
+        try:
+            os.link(temporary, out)  # unlike a rename it never replaces what came meanwhile
+        except FileExistsError:
+            raise UsageError(f"{out} exists", hint="choose another name, or replace it with --force") from None
+        except OSError:  # file systems without links
+            if os.path.lexists(out):
+                raise
+            temporary.rename(out)
+    commit.fsync_directory(out.parent)
+
+
+# From the rank files to the output.
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor in a rank file: bytes `begin` to `end`."""
+
+    entry: Entry
+    box: Box
+    begin: int
+    end: int
+
+
+def _copy(
+    path: Path,
+    manifest: Manifest,
+    index: Index,
+    entries: Mapping[str, Entry],
+    output: Output,
+    progress: Callable[[int], None],
+) -> None:
+    found = index.find({name: Box.whole(entry.shape) for name, entry in entries.items()})
+    pieces: dict[str, list[Piece]] = {}
+    for name, sources in found.items():
+        for source in sources:
+            piece = _piece(entries[name], source, manifest)
+            pieces.setdefault(source.file, []).append(piece)
+    for inside in pieces.values():
+        inside.sort(key=lambda piece: piece.begin)
+    stopped = threading.Event()
+
+    def work(block: tuple[str, int]) -> None:
+        if stopped.is_set():
+            return
+        file, number = block
+        data = _read_block(path, file, number, manifest.files[file].size, index.digests[file])
+        begin = number * BLOCK_BYTES
+        inside = pieces[file]
+        for piece in inside[bisect_right(inside, begin, key=lambda piece: piece.end) :]:
+            if piece.begin >= begin + len(data):
+                break
+            _scatter(piece, data, begin, output)
+        progress(len(data))
+
+    ranges = [(file, piece.begin, piece.end) for file, inside in pieces.items() for piece in inside]
+    with blocks.threads() as pool:
+        try:
+            for _ in pool.map(
+                work, [(file, number) for file, numbers in blocks_of(ranges).items() for number in numbers]
+            ):
+                pass
+        finally:
+            stopped.set()  # leaving the pool waits for what is queued
+
+
+def _piece(entry: Entry, source: Source, manifest: Manifest) -> Piece:
+    end = source.offset + source.box.numel * entry.saved.itemsize
+    record = manifest.files.get(source.file)
+    if record is None or not 0 <= source.offset < end <= record.size or source.offset % entry.saved.itemsize:
+        raise CheckpointError(
+            f"{commit.INDEX} is damaged: it says that {entry.name} lies at byte {source.offset} of {source.file!r}"
+        )
+    return Piece(entry, source.box, source.offset, end)
+
+
+_local = threading.local()
+
+
+def _read_block(path: Path, file: str, number: int, size: int, digests: bytes) -> memoryview:
+    """One block in this thread's buffer, verified."""
+    if not hasattr(_local, "buffer"):
+        _local.buffer = memoryview(bytearray(BLOCK_BYTES))
+    data: memoryview = _local.buffer[: min(BLOCK_BYTES, size - number * BLOCK_BYTES)]
+    try:
+        descriptor = blocks.open_file(path / file)
+        try:
+            found = blocks.digest_block(descriptor, number, size, data)
+        finally:
+            os.close(descriptor)
+    except (OSError, EOFError) as error:
+        raise CheckpointError(
+            f"{path.name}: {file} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
+    if found != digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]:
+        raise CheckpointError(f"{path.name} is damaged: {file} is not what was written: its digest differs")
+    return data
+
+
+def _scatter(piece: Piece, data: memoryview, begin: int, output: Output) -> None:
+    """Give `output` what the block `data`, at byte `begin` of its file, has of `piece`."""
+    entry = piece.entry
+    low, high = max(piece.begin, begin), min(piece.end, begin + len(data))
+    part = _converted(entry, data[low - begin : high - begin])
+    first, last = ((byte - piece.begin) // entry.saved.itemsize for byte in (low, high))
+    itemsize = entry.dtype.itemsize
+    for at, start, stop in runs(piece.box, entry.shape, first, last):
+        output.write(entry, at * itemsize, part[start * itemsize : stop * itemsize])
+
+
+def _converted(entry: Entry, data: memoryview) -> memoryview:
+    if entry.dtype == entry.saved:
+        return data
+    values = torch.frombuffer(data, dtype=entry.saved)
+    converted = values.to(entry.dtype)
+    if bool((converted.isinf() & values.isfinite()).any()):
+        raise CheckpointError(
+            f"{entry.name} holds values that are too large for {dtype_name(entry.dtype)}",
+            hint="bfloat16 has the range of float32",
+        )
+    return converted.view(torch.uint8).numpy().data
+
+
+def runs(box: Box, shape: Sequence[int], first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """Elements `first` to `last` of a box, as stretches that lie together in the whole tensor.
+
+    Yields:
+        Element of the tensor where a stretch begins; its first and last element, counted from `first`.
+    """
+    # Trailing dimensions that the box has whole, and the one before them, lie together.
+    length, outer = 1, 0
+    for dimension in reversed(range(len(shape))):
+        length *= box.size[dimension]
+        outer = dimension
+        if box.size[dimension] != shape[dimension]:
+            break
+    strides = [Box.whole(shape[dimension + 1 :]).numel for dimension in range(len(shape))]
+    origin = sum(start * stride for start, stride in zip(box.start, strides, strict=True))
+    numbers = np.arange(first // length, (last - 1) // length + 1)
+    begins = np.full(len(numbers), origin, dtype=np.int64)
+    for dimension, coordinate in enumerate(np.unravel_index(numbers, box.size[:outer]) if outer else ()):
+        begins += coordinate * strides[dimension]
+    for number, begin in zip(numbers.tolist(), begins.tolist(), strict=True):
+        start, stop = max(first, number * length), min(last, (number + 1) * length)
+        yield begin + start - number * length, start - first, stop - first
+
+
+# The outputs.
+
+
+class SafetensorsOutput:
+    """https://github.com/huggingface/safetensors#format: the length of the header, the header, the bytes of all tensors."""
+
+    def __init__(self, descriptor: int, entries: Sequence[Entry], about: Mapping[str, str]):
+        self._descriptor = descriptor
+        self._begins: dict[str, int] = {}
+        header: dict[str, object] = {"__metadata__": dict(about)}
+        position = 0
+        # An element type's size divides the next larger one's, so all are aligned.
+        for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
+            if entry.dtype not in SAFETENSORS_NAMES:
+                raise CheckpointError(
+                    f"{entry.name} is {dtype_name(entry.dtype)}, which the safetensors format has no name for",
+                    hint="export to a .pt file",
+                )
+            if entry.name == "__metadata__":
+                raise CheckpointError(f"the safetensors format knows no tensor called {entry.name}")
+            self._begins[entry.name] = position
+            header[entry.name] = {
+                "dtype": SAFETENSORS_NAMES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [position, position := position + entry.nbytes],
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text = text.ljust(-(-len(text) // ALIGNMENT) * ALIGNMENT)
+        self._data_start = 8 + len(text)
+        free = shutil.disk_usage(f"/proc/self/fd/{descriptor}").free
+        if free < self._data_start + position:
+            raise CheckpointError(
+                f"the export takes {(self._data_start + position) / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there"
+            )
+        os.ftruncate(descriptor, self._data_start + position)
+        blocks.write_all(descriptor, memoryview(len(text).to_bytes(8, "little") + text), 0)
+
+    def write(self, entry: Entry, offset: int, data: memoryview) -> None:
+        blocks.write_all(self._descriptor, data, self._data_start + self._begins[entry.name] + offset)
+
+    def finish(self) -> None:
+        """Everything is written by now."""
+
+
+class TorchOutput:
+    """torch.save wants whole tensors: they are put together in memory first."""
+
+    def __init__(self, descriptor: int, entries: Sequence[Entry]):
+        size, left = sum(entry.nbytes for entry in entries), available_memory()
+        if left is not None and size > left:
+            raise CheckpointError(
+                f"a file of torch.save is put together in memory: {size / 1e9:.2f} GB, and {left / 1e9:.2f} GB are left",
+                hint="export to a .safetensors file, which takes the memory of a few blocks",
+            )
+        self._descriptor = descriptor
+        self._tensors: dict[str, Tensor] = {
+            entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in entries
+        }
+        self._bytes = {
+            name: tensor.reshape(-1).view(torch.uint8).numpy().data for name, tensor in self._tensors.items()
+        }
+
+    def write(self, entry: Entry, offset: int, data: memoryview) -> None:
+        self._bytes[entry.name][offset : offset + len(data)] = data
+
+    def finish(self) -> None:
+        with os.fdopen(self._descriptor, "wb", closefd=False) as file:
+            torch.save(self._tensors, file)

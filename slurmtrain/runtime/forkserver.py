@@ -1,0 +1,18 @@
+"""Loaded by multiprocessing's fork server, and by nothing else: a preemption's TERM must not end it.
+
+Data workers that are started by "forkserver" live as long as the server; the TERM goes to every process of the job.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+
+def _shield() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # What it starts decides for itself: `terminate()` works on a child as always.
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
+_shield()

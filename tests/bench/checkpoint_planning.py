@@ -1,0 +1,164 @@
+"""What rank 0 does to plan and to commit a checkpoint of very many ranks, simulated and without data: time and memory.
+
+Nothing of what the other ranks do themselves (make their plan and table, digest their file) is counted, but all of what rank 0
+receives from them is. The layout is the one with the most pieces: every tensor cut among all ranks, as FSDP2 does.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from slurmtrain.checkpoint import blocks, commit
+from slurmtrain.checkpoint.blocks import DIGEST_BYTES, FileRecord
+from slurmtrain.checkpoint.commit import Incarnation, Manifest
+from slurmtrain.checkpoint.layout import FileTable, Index, check_coverage
+from slurmtrain.checkpoint.plan import Plan, make_plan
+from slurmtrain.checkpoint.ranks import Ranks
+
+T = TypeVar("T")
+RANKS, TENSORS, BLOCKS = 4096, 1000, 100
+WANTED_S, WANTED_MB = 5.0, 500.0
+
+
+def main() -> None:
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=measure)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit(f"the simulation of rank 0 ended with {process.exitcode}")
+
+
+def measure() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    mesh = init_device_mesh("cpu", (RANKS,))
+    tensors: dict[str, Tensor] = {}
+    for number in range(TENSORS):
+        columns = 8 + number % 13
+        part = DTensor.from_local(torch.zeros(1, columns), mesh, [Shard(0)], run_check=False)
+        tensors[f"model.layers.{number // 10}.part{number % 10}.weight"] = part
+    before = memory_mb("VmRSS")
+    forget_peak()
+    plan, planning_s = timed(lambda: make_plan(tensors, OneOfMany(), None))
+    planning_mb = memory_mb("VmHWM") - before
+
+    messages = received(plan)
+    forget_peak()
+    with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR", ".")) as name:
+        size, commit_s = timed(lambda: commit_all(plan, messages, Path(name)))
+    commit_mb = memory_mb("VmHWM") - before
+    seconds, peak = planning_s + commit_s, max(planning_mb, commit_mb)
+    print(f"planning: {RANKS} ranks x {TENSORS} tensors = {RANKS * len(plan.pieces):,} pieces, simulated")
+    print(f"  plan            {planning_s:6.2f} s, {planning_mb:6.0f} MB more than before")
+    print(f"  check, commit   {commit_s:6.2f} s, {commit_mb:6.0f} MB ({messages.numel() / 1e6:.0f} MB of it received)")
+    print(f"  index.bin and manifest.json have {size / 1e6:.0f} MB")
+    met = "met" if seconds <= WANTED_S and peak <= WANTED_MB else "MISSED"
+    print(f"  together {seconds:.2f} s, at most {peak:.0f} MB   wanted <= {WANTED_S:g} s, {WANTED_MB:g} MB: {met}")
+
+
+class OneOfMany(Ranks):
+    """Rank 0 of ranks that all say what it says."""
+
+    def __init__(self) -> None:
+        self.group, self.rank, self.size, self.global_rank = None, 0, RANKS, 0
+
+    def gather(self, work: Callable[[], T]) -> list[T]:
+        return [work()] * RANKS
+
+    def tell(self, value: T, source: int) -> T:
+        return value
+
+
+Message = tuple[str, FileRecord, bytes, bytes]  # name of the file, its record, digests of its blocks, its table
+
+
+def received(plan: Plan) -> Tensor:
+    """All ranks' messages as `gather_object` receives them: pickled, one row each."""
+    own = plan.table(own_bytes=3000)
+    rows = []
+    for rank in range(RANKS):
+        shifted = own.boxes.copy()
+        shifted[:, 0, 0] += rank
+        table = FileTable(own.catalogue, own.data_start, own.tensors, shifted, own.own_bytes)
+        digests = os.urandom(BLOCKS * DIGEST_BYTES)
+        message: Message = (
+            f"rank{rank:05d}.safetensors",
+            FileRecord(10**9, blocks.root(digests)),
+            digests,
+            table.pack(),
+        )
+        rows.append(pickle.dumps(message))
+    longest = max(len(row) for row in rows)
+    both = np.zeros((RANKS, longest), dtype=np.uint8)
+    for row, data in enumerate(rows):
+        both[row, : len(data)] = np.frombuffer(data, dtype=np.uint8)
+    return torch.from_numpy(both)
+
+
+def commit_all(plan: Plan, messages: Tensor, folder: Path) -> int:
+    """From the messages to the commit; the size of what is written."""
+    handed_in: list[Message] = [pickle.loads(row.numpy().tobytes()) for row in messages]
+    check_coverage(plan.catalogues, (table for *_, table in handed_in))
+    index = Index(
+        plan.catalogues,
+        {name: table for name, _, _, table in handed_in},
+        {name: digests for name, _, digests, _ in handed_in},
+    )
+    commit.claim(folder, Incarnation(1, "bench"))
+    temporary = commit.begin(folder, 1, Incarnation(1, "bench"))
+    with (temporary / commit.INDEX).open("wb") as file:
+        file.writelines(index.chunks())
+        file.flush()
+        os.fsync(file.fileno())
+    with blocks.threads() as pool:
+        record, _ = blocks.digest_file(temporary / commit.INDEX, pool)
+    manifest = Manifest(
+        format=commit.FORMAT,
+        run_id="bench",
+        step=1,
+        incarnation=1,
+        incarnation_label="bench",
+        world_size=RANKS,
+        torch_version=torch.__version__,
+        files={commit.INDEX: record, **{name: handed for name, handed, *_ in handed_in}},
+        tensors={key: {"shape": fact.shape, "dtype": fact.dtype} for key, fact in index.facts.items()},
+        state={},
+    )
+    final = commit.commit(temporary, manifest, Incarnation(1, "bench"))
+    return sum(path.stat().st_size for path in final.iterdir())
+
+
+def timed(work: Callable[[], T]) -> tuple[T, float]:
+    began = time.perf_counter()
+    result = work()
+    return result, time.perf_counter() - began
+
+
+def memory_mb(field: str) -> float:
+    """VmRSS: what is resident now; VmHWM: the most since `forget_peak`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1e3 for line in lines if line.startswith(field))
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""Everything that a training state is made of: restored together, and training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored
+from slurmtrain.checkpoint.commit import committed, read_manifest
+from slurmtrain.data import BatchLoader
+from slurmtrain.errors import CheckpointError
+from slurmtrain.parallel.ddp import replicate
+from slurmtrain.runtime.world import World
+from tests.distributed.conftest import GlooRanks
+
+
+class Numbers:
+    """Sample i is the number i."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.tensor([index / 100.0])}
+
+
+class Curriculum:
+    """A user's own class, with all that JSON and tensors can say."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def curriculum_state(step: int) -> dict[str, Any]:
+    return {
+        "stage": step,
+        "nested": {"tuple": (1, (2.5, "x"), [None, True]), "empty": {}, "none": ()},
+        "seen": torch.arange(5) + step,
+        "by_number": {3: torch.full((2, 2), float(step)), (1, 2): "pair", None: -0.0},
+        "list": [torch.tensor(step), {"deep": torch.tensor([], dtype=torch.bool)}],
+        "limits": [float("inf"), 2**70, 1e-300, "ünïcode\n\0"],
+        "__tensor__": "a name that means nothing",
+        "a.b": torch.tensor(1.0),
+        "a": {"b": torch.tensor(2.0)},
+    }
+
+
+class Pair:
+    """A generator and a discriminator, say: two models, two optimisers, and what else belongs to the state of one rank."""
+
+    def __init__(self, world: World | None, directory: Path, *, seed: int, **options: Any):
+        self.rank = world.environment.rank if world else 0
+        size = world.environment.world_size if world else 1
+        torch.manual_seed(seed)
+        group = world.group if world else None
+        self.one = replicate(
+            nn.Sequential(nn.Linear(1, 6), nn.Dropout(0.5), nn.Linear(6, 1)), torch.device("cpu"), group
+        )
+        self.two = replicate(nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4)), torch.device("cpu"), group)
+        self.averaged = torch.optim.swa_utils.AveragedModel(
+            self.one.module if isinstance(self.one, nn.parallel.DistributedDataParallel) else self.one,
+            multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9),
+        )
+        groups = [{"params": [p], "lr": 0.01 * (number + 1)} for number, p in enumerate(self.one.parameters())]
+        self.first = torch.optim.AdamW(groups, betas=(0.8, 0.9))
+        self.second = torch.optim.SGD(self.two.parameters(), lr=0.05, momentum=0.9)
+        self.warmup = torch.optim.lr_scheduler.LambdaLR(self.first, lambda step: min(1.0, (step + 1) / 5))
+        self.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(self.second, patience=1)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+        self.curriculum = Curriculum()
+        self.loader = BatchLoader(
+            Numbers(), seed=3, global_batch_size=12, micro_batch_size=2, dp_rank=self.rank, dp_size=size
+        )
+        self.mine = Curriculum()
+        random.seed(1000 * seed + self.rank)
+        np.random.seed(1000 * seed + self.rank)
+        torch.manual_seed(1000 * seed + self.rank)
+        self.checkpointer = Checkpointer(
+            directory, group=world.saving if world else None, say=lambda text: None, **options
+        )
+
+    def steps(self, count: int) -> list[float]:
+        losses = []
+        for _ in range(count):
+            for batch in next(self.loader):
+                x = batch["x"] + random.random() + np.random.random()
+                loss = self.one(x).square().mean() + self.two(x).square().mean()
+                self.scaler.scale(loss).backward()
+                losses.append(loss.item())
+            for optimizer in (self.first, self.second):
+                self.scaler.step(optimizer)
+                optimizer.zero_grad()
+            self.scaler.update()
+            self.warmup.step()
+            self.plateau.step(1.0)
+            self.averaged.update_parameters(
+                self.one.module if isinstance(self.one, nn.parallel.DistributedDataParallel) else self.one
+            )
+        return losses
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        names = "one two averaged first second warmup plateau scaler curriculum loader".split()
+        return {name: getattr(self, name) for name in names}
+
+    def save(self, step: int) -> Path:
+        self.curriculum.state = curriculum_state(step)
+        self.mine.state = {
+            "rank": self.rank,
+            "noise": torch.full((self.rank + 1,), float(self.rank)),
+            "text": "x" * self.rank,
+        }
+        saving = self.checkpointer.save(
+            step, per_rank={"mine": self.mine}, metrics={"valid_loss": 1 / step}, note={"by": ["hand"]}, **self.objects
+        )
+        return saving.result(30).path
+
+    def restore(self) -> Restored:
+        restored = self.checkpointer.restore(per_rank={"mine": self.mine}, **self.objects)
+        assert restored is not None
+        return restored
+
+    def everything(self) -> dict[str, Any]:
+        """All state, as plain values that can be compared and sent."""
+        return {name: plain_value(value.state_dict()) for name, value in self.objects.items()}
+
+    def draws(self) -> list[float]:
+        return [random.random(), float(np.random.random()), torch.rand(()).item(), random.gauss(0, 1)]
+
+
+def plain_value(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return ["tensor", str(value.dtype), list(value.shape), value.detach().flatten().tolist()]
+    if isinstance(value, dict):
+        return sorted(([plain_value(key), plain_value(item)] for key, item in value.items()), key=repr)
+    if isinstance(value, (list, tuple)):
+        return [type(value).__name__, *map(plain_value, value)]
+    return value
+
+
+def save_and_go_on(world: World | None, root: Path) -> dict[str, Any]:
+    pair = Pair(world, root, seed=1)
+    pair.steps(3)
+    steps = [state["step"].item() for state in pair.first.state.values()]
+    before = pair.everything()
+    path = pair.save(3)
+    assert [state["step"].item() for state in pair.first.state.values()] == steps == [3.0] * len(steps)
+    after = pair.everything()
+    after["curriculum"], before["curriculum"] = [], []
+    assert after == before, "saving changes nothing"
+    answer = {
+        "losses": pair.steps(4),
+        "state": pair.everything(),
+        "draws": pair.draws(),
+        "metrics": dict(read_manifest(path).metrics),
+        "note": read_manifest(path).state["note"],
+    }
+    pair.checkpointer.close()
+    return answer
+
+
+def restore_and_go_on(world: World | None, root: Path) -> dict[str, Any]:
+    pair = Pair(world, root, seed=2)
+    pair.steps(1)  # with a state of its own, which must not show through
+    assert pair.restore().step == 3
+    assert plain_value(pair.curriculum.state) == plain_value(curriculum_state(3))
+    assert pair.mine.state["rank"] == pair.rank and pair.mine.state["text"] == "x" * pair.rank
+    assert pair.mine.state["noise"].tolist() == [float(pair.rank)] * (pair.rank + 1)
+    answer = {"losses": pair.steps(4), "state": pair.everything(), "draws": pair.draws()}
+    pair.checkpointer.close()
+    return answer
+
+
+def restore_in_a_larger_world(world: World, root: Path) -> dict[str, Any]:
+    """Ranks that were not there keep their own random state and objects."""
+    pair = Pair(world, root, seed=2)
+    untouched = pair.draws()
+    random.seed(2000 + pair.rank)
+    np.random.seed(2000 + pair.rank)
+    torch.manual_seed(2000 + pair.rank)
+    pair.restore()
+    answer = {"mine": plain_value(pair.mine.state), "draws": pair.draws(), "untouched": untouched}
+    answer["step"] = [state["step"].item() for state in pair.first.state.values()]
+    answer["shared"] = {name: pair.everything()[name] for name in ("one", "two", "averaged", "warmup", "scaler")}
+    pair.checkpointer.close()
+    return answer
+
+
+def check_continues(saved: list[dict[str, Any]], restored: list[dict[str, Any]]) -> None:
+    for rank, (expected, found) in enumerate(zip(saved, restored, strict=True)):
+        assert found["losses"] == expected["losses"], rank
+        assert [name for name in found["state"] if found["state"][name] != expected["state"][name]] == [], rank
+        assert found["draws"] == expected["draws"], rank
+
+
+def test_one_process_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    saved = save_and_go_on(None, tmp_path)
+    assert saved["metrics"] == {"valid_loss": 1 / 3} and saved["note"] == {"by": ["hand"]}
+    check_continues([saved], [restore_and_go_on(None, tmp_path)])
+
+
+def test_ranks_go_on_with_the_same_bits_and_others_join_them(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    saved = gloo_ranks(2, save_and_go_on, tmp_path)
+    assert saved[0]["draws"] != saved[1]["draws"]
+    check_continues(saved, gloo_ranks(2, restore_and_go_on, tmp_path))
+
+    three = gloo_ranks(3, restore_in_a_larger_world, tmp_path)
+    assert [answer["draws"] == answer["untouched"] for answer in three] == [False, False, True]
+    assert three[0]["draws"] != three[1]["draws"]
+    assert [answer["mine"] == [] for answer in three] == [False, False, True]
+    assert all(answer["shared"] == three[0]["shared"] for answer in three)
+    assert all(set(answer["step"]) == {3.0} for answer in three)
+
+
+def save_what_cannot_be_saved(world: World, root: Path) -> list[str]:
+    """The messages of saves that cannot work, as this rank sees them."""
+    pair = Pair(world, root, seed=1)
+    wrong: list[Callable[[], Any]] = [
+        lambda: pair.checkpointer.save(1, odd=Odd() if pair.rank == 1 else Curriculum()),
+        lambda: pair.checkpointer.save(2, odd={"x": torch.zeros(pair.rank + 1)}),
+        lambda: pair.checkpointer.save(3, one=pair.one, metrics={"valid_loss": object()}),  # type: ignore[dict-item]
+    ]
+    messages = []
+    for save in wrong:
+        try:
+            save().result(20)
+        except CheckpointError as error:
+            messages.append(error.message)
+        else:
+            messages.append("(none)")
+        pair.save(4 + len(messages))
+    pair.checkpointer.close()
+    return messages
+
+
+class Odd:
+    def state_dict(self) -> dict[str, Any]:
+        return {"function": print}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def test_what_cannot_be_saved_is_told_on_all_ranks_and_the_next_save_works(
+    gloo_ranks: GlooRanks, tmp_path: Path
+) -> None:
+    for messages in gloo_ranks(2, save_what_cannot_be_saved, tmp_path):
+        expected = (
+            "odd.function is a builtin_function_or_method",
+            "odd.x is float32 [2] on one rank and float32 [1] on another",
+            "valid_loss",
+        )
+        assert [sentence for sentence, message in zip(expected, messages, strict=True) if sentence not in message] == []
+    assert committed(tmp_path)[-1].name == "checkpoint_0000007"

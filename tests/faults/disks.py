@@ -1,0 +1,251 @@
+"""Disks that are full, broken, read-only or out of inodes, and writes that are cut short."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.errors import CheckpointError
+from tests.faults.kills import NEWEST, OLDER, RANKS
+from tests.faults.layer import FileLayer
+from tests.faults.outcome import Outcome, Trial
+from tests.faults.processes import LIBC, Lane
+from tests.faults.rows import Skipped, row
+from tests.faults.training import Training, checkpointer, judge, reference, restore
+
+MS_RDONLY, MS_REMOUNT = 1, 32
+LATER = 7  # saved when the disk is well again
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens from a rank's call number `call` in the save of NEWEST on: `act` is done, then `number` is raised.
+
+    Attributes:
+        once: only at that call.
+    """
+
+    rank: int = -1
+    call: int = 0
+    number: int = 0
+    act: Callable[[], object] | None = None
+    once: bool = False
+    short: bool = False
+
+
+def save_three(rank: int, group: dist.ProcessGroup, directory: Path, fault: Fault, last: int = LATER) -> dict[str, Any]:
+    """Save OLDER, NEWEST with the fault, and LATER without; which of them were reported as committed."""
+    training = Training(rank=rank)
+    writer = checkpointer(directory, group)
+    errors: dict[int, str | None] = {}
+
+    def before(number: int, name: str, path: str) -> None:
+        if rank != fault.rank or number < fault.call or (number > fault.call and fault.once):
+            return
+        if fault.act is not None:
+            fault.act()
+        if fault.number:
+            raise OSError(fault.number, os.strerror(fault.number), path)
+
+    layer = FileLayer(directory, before, short=fault.short)
+    for step in (OLDER, NEWEST, LATER):
+        if step > last:
+            break
+        training.steps(step - training.done)
+        if step == NEWEST:
+            layer.install()
+        errors[step] = attempt(writer, training)
+        layer.remove()
+        dist.barrier(group)
+    with contextlib.suppress(CheckpointError):  # the same failure, if it was not told yet
+        writer.close()
+    return {"errors": errors, "calls": layer.calls}
+
+
+def attempt(writer: Checkpointer, training: Training) -> str | None:
+    """The error of a save of this step, if there is one."""
+    try:
+        writer.save(training.done, per_rank=training.per_rank, **training.objects).result()
+    except CheckpointError as error:
+        with contextlib.suppress(CheckpointError):  # the same failure, if it was not told yet
+            writer.wait()
+        return str(error)
+    return None
+
+
+def facts(lane: Lane) -> Any:
+    return lane.remember("three facts", lambda: reference([OLDER, NEWEST, LATER]))
+
+
+def look(lane: Lane, directory: Path, *, newest: int, detail: str, order: int | None = 2) -> Trial:
+    """What a restore by a single process finds: `newest` or OLDER."""
+    found = [child.result() for child in lane.ranks(1, lambda rank, group: restore(directory, order=order))]
+    return judge(found, facts(lane), newest=newest, older=OLDER, detail=detail)
+
+
+def after(lane: Lane, directory: Path, results: list[dict[str, Any]], detail: str) -> Trial:
+    """All ranks say the same of NEWEST, LATER is there, and NEWEST is there if it was said to be."""
+    errors = [result["errors"] for result in results]
+    detail += f": {errors[0][NEWEST] or 'no error'}"
+    if any(len({bool(error[step]) for error in errors}) > 1 for step in (OLDER, NEWEST, LATER)):
+        return Trial(Outcome.UNEXPLAINED, f"{detail}: ranks differ: {errors}")
+    if errors[0][OLDER] or errors[0][LATER]:
+        return Trial(Outcome.UNEXPLAINED, f"{detail}: the disk is well again, but {errors[0]}")
+    trial = look(lane, directory, newest=LATER, detail=detail)
+    if trial.outcome != Outcome.NEWEST:
+        return trial if trial.outcome == Outcome.WRONG else Trial(Outcome.LOST, trial.detail)
+    # The newest one is set aside by hand: what is below it?
+    newest, *_ = directory.glob(f"checkpoint_*{LATER}")
+    newest.rename(directory / "looked-at")
+    below = look(lane, directory, newest=NEWEST, detail=detail, order=3)
+    if below.outcome == Outcome.ERROR:
+        return Trial(Outcome.LOST, below.detail)
+    if below.outcome == Outcome.OLDER and errors[0][NEWEST] is None:
+        return Trial(Outcome.UNEXPLAINED, f"{detail}: the save of step {NEWEST} was reported as done and is not there")
+    return below
+
+
+def calls_of_a_save(lane: Lane) -> list[int]:
+    def measure() -> list[int]:
+        ranks = lane.ranks(RANKS, save_three, lane.directory / "measured", Fault())
+        return [len(child.result()["calls"]) for child in ranks]
+
+    if "calls" not in lane.memory:
+        lane.memory["calls"] = measure()
+        assert min(lane.memory["calls"]) > 0, "the layer sees nothing"
+    return lane.memory["calls"]
+
+
+def enter_errno(name: str, number: int) -> None:
+    @row(f"{name} in any call of any thread", Outcome.NEWEST, Outcome.OLDER, full=100, short=8)
+    def work(lane: Lane, count: int) -> Iterator[Trial]:
+        for _ in range(count):
+            with lane.trial():
+                calls = calls_of_a_save(lane)
+                rank = lane.random.randrange(RANKS)
+                call = lane.random.randint(1, calls[rank])
+                fault = Fault(rank, call, number, once=lane.random.random() < 0.5)
+                directory = lane.directory / "checkpoints"
+                results = [child.result() for child in lane.ranks(RANKS, save_three, directory, fault)]
+                where = results[rank]["calls"][call - 1 :][:1]
+                yield after(lane, directory, results, f"{name} at call {call} of rank {rank} {where}")
+
+
+for _name, _number in {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "EDQUOT (quota)": errno.EDQUOT}.items():
+    enter_errno(_name, _number)
+
+
+@row("writes cut short", Outcome.NEWEST, full=10, short=2)
+def short_writes(lane: Lane, count: int) -> Iterator[Trial]:
+    for _ in range(count):
+        with lane.trial():
+            directory = lane.directory / "checkpoints"
+            results = [child.result() for child in lane.ranks(RANKS, save_three, directory, Fault(short=True))]
+            yield after(lane, directory, results, "every write takes half")
+
+
+@contextlib.contextmanager
+def mounted(lane: Lane, options: str) -> Iterator[Path]:
+    """A tmpfs that only this lane sees."""
+    if not lane.private_mounts():
+        raise Skipped("mounting a tmpfs needs root")
+    path = lane.directory / "disk"
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(path)], check=True)
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def fill(disk: Path) -> None:
+    """Somebody else's file takes all that is left."""
+    with contextlib.suppress(OSError), (disk / "filler").open("ab", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+
+
+def take_inodes(disk: Path) -> None:
+    with contextlib.suppress(OSError):
+        for number in range(100_000):
+            (disk / f"filler-{number}").touch()
+
+
+def free(disk: Path) -> None:
+    for file in disk.glob("filler*"):
+        file.unlink()
+
+
+def next_life(rank: int, group: dist.ProcessGroup, directory: Path) -> str | None:
+    """Restore what is there and save LATER."""
+    training = Training(rank=rank)
+    writer = checkpointer(directory, group, order=4)
+    restored = writer.restore(per_rank=training.per_rank, **training.objects)
+    training.done = restored.step if restored else 0
+    training.steps(LATER - training.done)
+    return attempt(writer, training)
+
+
+def on_a_mount(lane: Lane, options: str, harm: Callable[[Path], object], heal: Callable[[Path], object]) -> Trial:
+    """The disk turns bad at a random call of NEWEST; a restore is tried on it; healed, the next life goes on."""
+    calls = calls_of_a_save(lane)
+    with mounted(lane, options) as disk:
+        directory = disk / "checkpoints"
+        rank = lane.random.randrange(RANKS)
+        fault = Fault(rank, lane.random.randint(1, calls[rank]), act=lambda: harm(disk))
+        results = [child.result() for child in lane.ranks(RANKS, save_three, directory, fault, NEWEST)]
+        failed = {bool(result["errors"][NEWEST]) for result in results}
+        detail = f"call {fault.call} of rank {rank}: {results[0]['errors'][NEWEST] or 'no error'}"
+        sick = look(lane, directory, newest=NEWEST, detail=f"{detail}: while it is bad")
+        heal(disk)
+        if sick.outcome in (Outcome.WRONG, Outcome.LOST):
+            return sick
+        trial = look(lane, directory, newest=NEWEST, detail=detail, order=3)
+        went_on = [child.result() for child in lane.ranks(RANKS, next_life, directory)]
+        if trial.outcome == Outcome.ERROR:
+            return Trial(Outcome.LOST, trial.detail)
+        if len(failed) > 1:
+            return Trial(Outcome.UNEXPLAINED, f"{detail}: ranks differ: {results}")
+        if trial.outcome == Outcome.OLDER and failed == {False}:
+            return Trial(Outcome.UNEXPLAINED, f"{detail}: step {NEWEST} was reported as done and is not there")
+        if (
+            went_on != [None] * RANKS
+            or look(lane, directory, newest=LATER, detail="", order=5).outcome != Outcome.NEWEST
+        ):
+            return Trial(Outcome.UNEXPLAINED, f"{detail}: the next life does not go on: {went_on}")
+        return trial
+
+
+@row("a full disk", Outcome.NEWEST, Outcome.OLDER, full=50, short=4)
+def full_disk(lane: Lane, count: int) -> Iterator[Trial]:
+    for _ in range(count):
+        with lane.trial():
+            yield on_a_mount(lane, "size=4m", fill, free)
+
+
+@row("no inodes left", Outcome.NEWEST, Outcome.OLDER, full=20, short=2)
+def no_inodes(lane: Lane, count: int) -> Iterator[Trial]:
+    for _ in range(count):
+        with lane.trial():
+            yield on_a_mount(lane, "size=16m,nr_inodes=100", take_inodes, free)
+
+
+def remount(disk: Path, flags: int) -> None:
+    """Refused while a file is open for writing; the next call tries again."""
+    LIBC.mount(b"none", bytes(disk), b"tmpfs", MS_REMOUNT | flags, None)
+
+
+@row("a read-only directory", Outcome.NEWEST, Outcome.OLDER, full=20, short=2)
+def read_only(lane: Lane, count: int) -> Iterator[Trial]:
+    for _ in range(count):
+        with lane.trial():
+            yield on_a_mount(lane, "size=4m", lambda disk: remount(disk, MS_RDONLY), lambda disk: remount(disk, 0))

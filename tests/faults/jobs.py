@@ -1,0 +1,227 @@
+"""More than one job, life or directory where there should be one, and clocks that cannot be trusted."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+import slurmtrain
+from slurmtrain.checkpoint import commit
+from slurmtrain.errors import CheckpointError
+from tests.faults.disks import LATER, attempt, look, mounted
+from tests.faults.kills import NEWEST, OLDER, RANKS, check, facts
+from tests.faults.outcome import Outcome, Trial
+from tests.faults.processes import CLONE_NEWNS, LIBC, Lane
+from tests.faults.rows import row
+from tests.faults.training import Facts, Report, Training, checkpointer, judge, restore
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank of a job tells of itself: the facts of every state that was reported as committed, and its last error."""
+
+    saved: dict[int, Facts]
+    error: str | None
+
+
+def job(
+    rank: int, group: dist.ProcessGroup, directory: Path, run: int, order: int | None, wait_s: float, saves: int
+) -> Job:
+    """Restore what is there, then save every few steps. Each run has its own data, so no two have the same states."""
+    time.sleep(wait_s)
+    training = Training(run=run, rank=rank)
+    saved: dict[int, Facts] = {}
+    try:
+        writer = checkpointer(directory, group, order)
+        restored = writer.restore(per_rank=training.per_rank, **training.objects)
+        training.done = restored.step if restored else 1
+        for _ in range(saves):
+            training.steps(2)
+            saving = writer.save(training.done, per_rank=training.per_rank, **training.objects)
+            saving.result()
+            now = training.facts()
+            saved[now.step] = now
+        writer.close()
+    except CheckpointError as error:
+        return Job(saved, str(error))
+    return Job(saved, None)
+
+
+def compete(lane: Lane, orders: tuple[int | None, int | None]) -> Trial:
+    """Two jobs at once. What is restored is a state that one of them committed, and the newer one was not disturbed."""
+    directory = lane.directory / "checkpoints"
+    wait_s = lane.random.uniform(0.0, 0.3)
+    started = [
+        lane.ranks(RANKS, job, directory, run, order, run * wait_s, 3 + 5 * (run == 0))
+        for run, order in enumerate(orders)
+    ]
+    told = [[child.result() for child in ranks] for ranks in started]
+    detail = f"the second after {wait_s:.2f} s: " + " | ".join(
+        f"{[*ranks[0].saved]} {ranks[0].error}" for ranks in told
+    )
+    if any((ranks[0].error is None) != (rank.error is None) for ranks in told for rank in ranks):
+        return Trial(Outcome.UNEXPLAINED, f"{detail}: ranks of a job differ: {told}")
+    undisturbed = [run for run, ranks in enumerate(told) if ranks[0].error is None]
+    if not undisturbed:
+        return Trial(Outcome.UNEXPLAINED, f"{detail}: neither job went on")
+    newest = max(max(told[run][0].saved) for run in undisturbed)
+    trials = []
+    for run in undisturbed:
+        expected = {(step, 0): facts for step, facts in told[run][0].saved.items() if step == newest}
+        report = lane.ranks(1, restore_of, directory, run)[0].result()
+        trials.append(judge([report], expected, newest=newest, older=None, detail=detail))
+    return next((trial for trial in trials if trial.outcome == Outcome.NEWEST), trials[0])
+
+
+def restore_of(rank: int, group: dist.ProcessGroup | None, directory: Path, run: int) -> Report:
+    return restore(directory, order=None, run=run)
+
+
+@row("two incarnations in one directory", Outcome.NEWEST, full=40, short=3)
+def two_incarnations(lane: Lane, count: int) -> Iterator[Trial]:
+    for _ in range(count):
+        with lane.trial():
+            yield compete(lane, (1, 2))
+
+
+@row("two jobs in one directory", Outcome.NEWEST, full=40, short=3)
+def two_jobs(lane: Lane, count: int) -> Iterator[Trial]:
+    for _ in range(count):
+        with lane.trial():
+            yield compete(lane, (None, None))
+
+
+def save_where_told(
+    rank: int, group: dist.ProcessGroup | None, directories: list[Path], ranks_apart: bool
+) -> str | None:
+    """One save; its error, if there was one. `ranks_apart`: the same name is another disk on rank 1."""
+    directory = directories[rank]
+    if ranks_apart and rank == 1:
+        commit.wait_until_visible.__defaults__ = (2.0,)  # no network file system is late here
+        os.makedirs(directory, exist_ok=True)
+        LIBC.unshare(CLONE_NEWNS)
+        LIBC.mount(b"none", bytes(directory), b"tmpfs", 0, None)
+    training = Training(rank=rank)
+    training.steps(NEWEST)
+    try:
+        writer = checkpointer(directory, group, order=None)
+    except CheckpointError as error:
+        return str(error)
+    error = attempt(writer, training)
+    writer.close()
+    return error
+
+
+def apart(lane: Lane, directories: list[Path], *, ranks_apart: bool = False) -> Trial:
+    """Everybody has an error, or the checkpoint is whole in the first directory."""
+    errors = [child.result() for child in lane.ranks(RANKS, save_where_told, directories, ranks_apart)]
+    if all(errors):
+        return Trial(Outcome.ERROR, str(errors[0]))
+    if any(errors):
+        return Trial(Outcome.UNEXPLAINED, f"ranks differ: {errors}")
+    return check(lane, directories[0], "reported as saved", ranks=RANKS)
+
+
+@row("ranks told different directories", Outcome.NEWEST, Outcome.ERROR, full=10, short=2)
+def different_directories(lane: Lane, count: int) -> Iterator[Trial]:
+    for _ in range(count):
+        with lane.trial():
+            yield apart(lane, [lane.directory / name for name in ("a", "b")])
+
+
+@row("a directory that ranks do not share", Outcome.ERROR, full=10, short=2)
+def not_shared(lane: Lane, count: int) -> Iterator[Trial]:
+    for _ in range(count):
+        with lane.trial(), mounted(lane, "size=4m"):  # skips where nothing can be mounted
+            yield apart(lane, [lane.directory / "a"] * RANKS, ranks_apart=True)
+
+
+def save_alone(rank: int, group: dist.ProcessGroup | None, directory: Path) -> str | None:
+    """As a script does that forgot to make the process group."""
+    return save_where_told(rank, None, [directory] * RANKS, False)
+
+
+@row("ranks of a job that are each alone", Outcome.ERROR, full=10, short=2)
+def each_alone(lane: Lane, count: int) -> Iterator[Trial]:
+    for _ in range(count):
+        with lane.trial():
+            errors = [child.result() for child in lane.ranks(RANKS, save_alone, lane.directory / "checkpoints")]
+            yield Trial(Outcome.ERROR if all(errors) else Outcome.UNEXPLAINED, f"{errors}")
+
+
+def change_clock(jump_s: float) -> None:
+    now = time.time
+    time.time = lambda: now() + jump_s
+
+
+def save_under_a_jumping_clock(rank: int, group: dist.ProcessGroup, directory: Path, jump_s: float) -> None:
+    """OLDER; the clock jumps; NEWEST, in which it jumps once more."""
+    training = Training(rank=rank)
+    writer = checkpointer(directory, group, order=None)
+    for step in (OLDER, NEWEST):
+        training.steps(step - training.done)
+        saving = writer.save(step, per_rank=training.per_rank, **training.objects)
+        change_clock(-jump_s)
+        saving.result()
+    writer.close()
+
+
+def go_on_earlier(rank: int, group: dist.ProcessGroup, directory: Path, jump_s: float) -> Report:
+    change_clock(-3 * jump_s)
+    return restore(directory, rank, group, order=None)
+
+
+def save_by_interface(directory: Path, jump_s: float, steps: tuple[int, ...]) -> list[str | None]:
+    """As `job`, with the names of the package; the clock orders the lives of such a script."""
+    change_clock(jump_s)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ[name] = "1" if name.endswith("SIZE") else "0"
+    slurmtrain.init(device="cpu")
+    writer = slurmtrain.Checkpointer(directory)
+    training = Training()
+    restored = writer.restore(per_rank=training.per_rank, **training.objects)
+    training.done = restored.step if restored else 0
+    errors = []
+    for step in steps:
+        training.steps(step - training.done)
+        errors.append(attempt(writer, training))
+    writer.close()
+    return errors
+
+
+def date_files(directory: Path, ahead_s: float) -> None:
+    for path in sorted(directory.rglob("*")):
+        os.utime(path, (time.time() + ahead_s,) * 2)
+
+
+@row("a clock that jumps back", Outcome.NEWEST, full=20, short=2)
+def clock(lane: Lane, count: int) -> Iterator[Trial]:
+    for _ in range(count):
+        with lane.trial():
+            directory = lane.directory / "checkpoints"
+            jump_s = lane.random.choice([1.0, 3600.0, 86400.0 * 400])
+            for child in lane.ranks(RANKS, save_under_a_jumping_clock, directory, jump_s):
+                child.result()
+            date_files(directory, jump_s)
+            found = [child.result() for child in lane.ranks(RANKS, go_on_earlier, directory, jump_s)]
+            yield judge(found, facts(lane), newest=NEWEST, older=None, detail=f"by {jump_s} s")
+
+
+@row("a clock that jumps back between two lives", Outcome.NEWEST, full=20, short=2)
+def clock_of_lives(lane: Lane, count: int) -> Iterator[Trial]:
+    for _ in range(count):
+        with lane.trial():
+            directory = lane.directory / "checkpoints"
+            jump_s = lane.random.choice([1.0, 3600.0, 86400.0 * 400])
+            errors = lane.fork(save_by_interface, directory, 0.0, (OLDER, NEWEST)).result()
+            date_files(directory, jump_s)
+            errors += lane.fork(save_by_interface, directory, -jump_s, (LATER,)).result()
+            if any(errors):
+                yield Trial(Outcome.UNEXPLAINED, f"by {jump_s} s: {errors}")
+            else:
+                yield look(lane, directory, newest=LATER, detail=f"by {jump_s} s", order=None)

@@ -1,0 +1,75 @@
+"""The fault matrix in short, and that it finds what it is there to find. In full: `python -m tests.faults`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults import modules
+from tests.faults.matrix import Matrix
+from tests.faults.outcome import BAD, Outcome, Tally, table
+from tests.faults.rows import ROWS
+from tests.faults.training import Facts, Report, judge
+
+modules.load()
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
+    with Matrix(tmp_path_factory.mktemp("faults"), lanes=4, skew_s=0.2) as matrix:
+        yield matrix
+
+
+def clean(tally: Tally) -> bool:
+    return not any(tally[outcome] for outcome in BAD)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_nothing_is_silently_wrong_and_nothing_is_lost(matrix: Matrix, name: str) -> None:
+    row = ROWS[name]
+    tally = matrix.run(row, row.short)
+    if tally.skipped:
+        pytest.skip(tally.skipped)
+    assert clean(tally), table([tally])
+    assert tally.trials == row.short
+    if row.kind == "trials":  # the moments were spread over the whole save
+        assert tally[Outcome.NEWEST] and tally[Outcome.OLDER]
+
+
+# The detectors detect.
+
+
+def test_a_restore_that_does_not_verify_is_found_out_as_silently_wrong(matrix: Matrix) -> None:
+    assert matrix.run(ROWS["a flipped bit"], 60, options={"verify": "off"})[Outcome.WRONG] > 2
+
+
+def test_a_checkpointer_that_deletes_the_older_first_is_found_out_as_losing_both(matrix: Matrix) -> None:
+    assert matrix.run(ROWS["kill -9 of all ranks"], 8, mutant="delete the older first")[Outcome.LOST] > 0
+
+
+def test_a_checkpointer_that_saves_another_state_is_found_out_as_silently_wrong(matrix: Matrix) -> None:
+    assert matrix.run(ROWS["kill -9 of all ranks"], 16, mutant="another state")[Outcome.WRONG] > 0
+
+
+FACTS = {(step, rank): Facts(step, f"{step}", f"{step} {rank}", (0.5 * step,)) for step in (3, 5) for rank in (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("reports", "outcome"),
+    [
+        ([Report(FACTS[5, 0]), Report(FACTS[5, 1])], Outcome.NEWEST),
+        ([Report(FACTS[3, 0]), Report(FACTS[3, 1])], Outcome.OLDER),
+        ([Report(FACTS[3, 0]), Report(FACTS[5, 1])], Outcome.WRONG),
+        ([Report(FACTS[5, 0]), Report(FACTS[5, 0])], Outcome.WRONG),
+        ([Report(Facts(5, "5", "5 0", (2.0,)))], Outcome.WRONG),
+        ([Report(Facts(5, "3", "5 0", (2.5,)))], Outcome.WRONG),
+        ([Report(Facts(4, "4", "4 0", (2.0,)))], Outcome.WRONG),
+        ([Report(FACTS[5, 0]), Report()], Outcome.WRONG),
+        ([Report(), Report()], Outcome.LOST),
+        ([Report(error="damaged"), Report(error="damaged")], Outcome.ERROR),
+        ([Report(error="damaged"), Report(FACTS[3, 1])], Outcome.UNEXPLAINED),
+    ],
+)
+def test_what_ranks_report_is_judged(reports: list[Report], outcome: Outcome) -> None:
+    assert judge(reports, FACTS, newest=5, older=3).outcome == outcome

@@ -1,0 +1,110 @@
+"""Signals reach data workers, as SLURM sends them to every process of a step: training goes on, or stops with a save."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from slurmtrain.checkpoint.commit import committed, step_of
+from tests.faults.outcome import Outcome, Trial
+from tests.faults.processes import Child, Lane, Unexplained
+from tests.faults.rows import row
+
+STEPS = 120
+PAUSE_S = 0.03
+SCRIPT = Path(__file__).parent / "loop.py"
+
+
+def start(lane: Lane, *words: str) -> Child:
+    def be_script() -> None:
+        os.chdir(lane.directory)
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        os.execv(sys.executable, [sys.executable, str(SCRIPT), "--steps", str(STEPS), *words])
+
+    return lane.fork(be_script, name="script")
+
+
+def losses(*children: Child) -> dict[int, str]:
+    """What was printed, by step; the same step twice has to be the same loss."""
+    found: dict[int, str] = {}
+    for child in children:
+        for line in child.log.read_text().splitlines():
+            words = line.split()
+            if words[:1] == ["step"] and found.setdefault(int(words[1]), words[2]) != words[2]:
+                raise Unexplained(f"step {words[1]} has two losses")
+    return found
+
+
+def wait_for_step(child: Child, step: int) -> None:
+    deadline = time.monotonic() + 60
+    while max(losses(child), default=0) < step:
+        if child.ended() or time.monotonic() > deadline:
+            raise Unexplained(f"not at step {step}\n{child.output()}")
+        time.sleep(0.01)
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for word in (task / "children").read_text().split():
+                found += [int(word), *descendants(int(word))]
+    return found
+
+
+def send(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def undisturbed(lane: Lane) -> dict[int, str]:
+    if "losses" not in lane.memory:
+        child = start(lane)
+        if child.wait() != 0:
+            raise Unexplained(child.output())
+        lane.memory["losses"] = losses(child)
+        for path in sorted((lane.directory / "checkpoints").rglob("*"), reverse=True):
+            path.unlink() if path.is_file() else path.rmdir()
+    return lane.memory["losses"]
+
+
+def signalled(lane: Lane, workers: int, context: str, number: int) -> Trial:
+    """First only the workers are told, then everybody; then the script is started again."""
+    expected = undisturbed(lane)
+    words = ["--workers", str(workers), "--context", context]
+    child = start(lane, *words, "--pause", str(PAUSE_S))
+    wait_for_step(child, 5)
+    if workers:
+        send(descendants(child.pid), number)
+        wait_for_step(child, max(losses(child)) + 20)  # more than what the workers had read ahead
+    send([child.pid, *descendants(child.pid)], number)
+    code = child.wait()
+    there = [step_of(path) for path in committed(lane.directory / "checkpoints")]
+    if code != 75 or not there or there[-1] != max(losses(child)):
+        return Trial(Outcome.UNEXPLAINED, f"ended with {code}, checkpoints {there}\n{child.output()}")
+    again = start(lane, *words)
+    if again.wait() != 0 or losses(child, again) != expected:
+        return Trial(Outcome.WRONG, f"after a stop at step {there[-1]}\n{again.output()}")
+    return Trial(Outcome.NEWEST)
+
+
+def enter(workers: int, context: str, number: signal.Signals) -> None:
+    name = f"{workers} {context} workers" if workers else "no workers"
+
+    @row(f"{name}, {number.name}", Outcome.NEWEST, full=3, short=1, lanes=1)
+    def work(lane: Lane, count: int) -> Iterator[Trial]:
+        for _ in range(count):
+            with lane.trial():
+                yield signalled(lane, workers, context, number)
+
+
+for _number in (signal.SIGTERM, signal.SIGUSR2):
+    enter(0, "", _number)
+    for _context in ("fork", "spawn", "forkserver"):
+        enter(2, _context, _number)
