@@ -65,6 +65,14 @@ def root(digests: bytes) -> str:
     return hashlib.sha256(digests).hexdigest()
 
 
+def digests_of(data: bytes) -> bytes:
+    """The digests of the blocks of a small file in memory, one after another."""
+    return b"".join(
+        hashlib.sha256(data[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]).digest()
+        for number in range(block_count(len(data)))
+    )
+
+
 def write(
     path: Path, image: memoryview, pool: ThreadPoolExecutor, *, check: Callable[[], None] = lambda: None
 ) -> tuple[FileRecord, bytes]:
@@ -212,6 +220,7 @@ def find_damage(
     from_disk: bool = False,
     mapped: bool = False,
     progress: Callable[[int], None] = lambda count: None,
+    check: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """What is wrong with the given files, one sentence each: sizes, and with `contents` digests.
 
@@ -219,6 +228,7 @@ def find_damage(
         from_disk: forget what the page cache has of them first.
         mapped: see `digest_mapped`.
         progress: told of every block's bytes, from any thread.
+        check: called before every block; what it raises ends the comparison.
     """
     damage = []
     right_size = []
@@ -234,7 +244,7 @@ def find_damage(
             right_size.append((name, expected))
     for begin in range(0, len(right_size), OPEN_FILES):
         some = right_size[begin : begin + OPEN_FILES]
-        damage += _compare(directory, some, pool, from_disk=from_disk, mapped=mapped, progress=progress)
+        damage += _compare(directory, some, pool, from_disk=from_disk, mapped=mapped, progress=progress, check=check)
     return damage
 
 
@@ -253,6 +263,7 @@ def _compare(
     from_disk: bool,
     mapped: bool,
     progress: Callable[[int], None],
+    check: Callable[[], None],
 ) -> list[str]:
     damage = []
     opened: list[tuple[str, FileRecord, int]] = []
@@ -269,10 +280,13 @@ def _compare(
 
         def digest(block: tuple[int, int, int]) -> bytes | str:
             descriptor, number, size = block
+            check()
             try:
                 found = (digest_mapped if mapped else digest_block)(descriptor, number, size)
-            except (OSError, EOFError) as error:
-                return os.strerror(error.errno or errno.EIO) if isinstance(error, OSError) else str(error)
+            except OSError as error:
+                return cannot_be_read("", error).removeprefix(" cannot be read: ")
+            except EOFError as error:
+                return str(error)
             progress(min(BLOCK_BYTES, size - number * BLOCK_BYTES))
             return found
 

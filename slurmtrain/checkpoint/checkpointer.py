@@ -1,8 +1,9 @@
 """Save and restore of a whole training state by all ranks, under the commit protocol. Knows no trainer.
 
 The way of a save: objects -> tensors by name and plain JSON (`state`) -> who writes what (`plan`) -> a copy in host memory
-(`staging`) -> training goes on, while a thread (`saving`) writes and digests (`blocks`), checks that all is there (`layout`)
-and commits (`commit`), reads back, and removes what need not be kept (`retention`). The way back is `restore`.
+(`staging`) -> training goes on, while a thread (`saving`) carries out the rest (`writing`): write and digest (`blocks`),
+check that all is there (`layout`), commit (`commit`), read back, and remove what need not be kept (`retention`). The way back:
+what differs is refused (`drift`), what is read is verified first (`restore`).
 """
 
 from __future__ import annotations
@@ -10,35 +11,38 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import shutil
 import socket
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from slurmtrain.checkpoint import blocks, commit, drift, retention, state
-from slurmtrain.checkpoint.blocks import FileRecord
 from slurmtrain.checkpoint.commit import Incarnation, Manifest
-from slurmtrain.checkpoint.layout import Index, check_coverage
+from slurmtrain.checkpoint.index_file import read_index
+from slurmtrain.checkpoint.layout import Index
 from slurmtrain.checkpoint.plan import OWN, Plan, check_types, file_name, make_plan
 from slurmtrain.checkpoint.ranks import Ranks
 from slurmtrain.checkpoint.restore import read_tensors
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.checkpoint.saving import Saved, Saving, Writer
 from slurmtrain.checkpoint.staging import Image, Staging
-from slurmtrain.errors import CheckpointError, CheckpointMismatch, nearest
+from slurmtrain.checkpoint.writing import Bound, Write
+from slurmtrain.errors import CheckpointError, CheckpointMismatch, LostPeers, nearest
+
+if TYPE_CHECKING:
+    from slurmtrain.checkpoint.copying import Copying
 
 VERIFY = ("full", "sampled", "off")
 
@@ -60,17 +64,6 @@ class Restored:
         return f"resuming at step {self.step} from {self.path.name}, {why}{skipped}"
 
 
-@dataclass(frozen=True)
-class Part:
-    """What one rank hands in: its file, and where in it what lies."""
-
-    name: str
-    record: FileRecord
-    digests: bytes
-    table: bytes
-    plain: Mapping[str, Any] | None
-
-
 class Checkpointer:
     """Checkpoints in one directory, written and read by all ranks of a process group together.
 
@@ -83,9 +76,11 @@ class Checkpointer:
         config: JSON values that a checkpoint is bound to: restoring with others is refused.
         keep: which complete checkpoints stay.
         verify: how restored files are compared with their digests before a tensor is touched: "full", "sampled" (one block
-            of 16) or "off" (sizes only). The same is done with what has just been written, before older ones are removed.
-        asynchronous: write while training goes on. False: `save` returns after the commit.
+            of 16) or "off" (sizes only). Unless "off", what has just been written is read back before older ones are removed.
+        asynchronous: write while training goes on. False: `save` returns after the commit, and raises when it failed.
         max_failures: so many saves that fail in a row end the run; 0: go on without, for ever.
+        mirror: URL of a folder of this run's own in an object store (fsspec's: s3://, gs://, file://). Committed checkpoints
+            are copied there in the background, and fetched from there when the directory has none.
         say: where one line about a restore, a damaged checkpoint or a failed save goes (rank 0 only).
         on_ending: called by the writing thread of every rank when a save is committed or has failed.
 
@@ -106,6 +101,7 @@ class Checkpointer:
         verify: str = "full",
         asynchronous: bool = True,
         max_failures: int = 3,
+        mirror: str | None = None,
         say: Callable[[str], None] | None = None,
         on_ending: Callable[[Saved | CheckpointError], None] = lambda ending: None,
     ):
@@ -114,7 +110,7 @@ class Checkpointer:
         _check_ranks_of_job(group)
         self.directory = Path(directory)
         self._ranks = Ranks(group)
-        self._run_id, self._config = run_id, _as_json(config or {})
+        values = _as_json(config or {})
         self._keep, self._verify = keep, verify
         self._asynchronous, self._max_failures = asynchronous, max_failures
         self._say = say or (lambda text: print(f"slurmtrain: {text}", file=sys.stderr, flush=True))
@@ -127,19 +123,25 @@ class Checkpointer:
         self._last_size = 0
         self.lost: CheckpointError | None = None  # why a save that a script had begun when it ended was lost
         self._last_step: int | None = None
-        self._discard, self._leaving, self._closed = threading.Event(), False, False
-        self._written: list[tuple[str, FileRecord]] = []  # by this rank in the last save
+        self._discard, self._hurried, self._closed = threading.Event(), threading.Event(), False
+        _refuse_a_second(self, incarnation)
 
         hosts = self._agree_on_directory()
         # The writing thread's own group: its messages must not meet those of the thread that trains.
         self._writers = self._ranks.own_group()
         self._on_this_host = self._ranks_of_this_host(hosts)
         label = f"pid {os.getpid()} on {socket.gethostname()}"
-        self._incarnation = self._ranks.on_rank_0(lambda: commit.claim(self.directory, incarnation, label=label))
+        claimed = self._ranks.on_rank_0(lambda: commit.claim(self.directory, incarnation, label=label))
+        self._bound = Bound(self.directory, claimed, run_id, values)
+        self._copying: Copying | None = None
+        if mirror:
+            from slurmtrain.checkpoint.copying import Copying
+
+            self._copying = Copying(mirror, self._ranks, self._bound, keep, self._say)
         self._ranks.all_do(self._check_directory_is_shared)
         # Before Python's own thread pools end, which the writing needs; `atexit` comes after that.
         register = getattr(threading, "_register_atexit", atexit.register)
-        register(_close, weakref.ref(self))
+        register(_close, weakref.ref(self), os.getpid())
 
     # Saving.
 
@@ -181,6 +183,9 @@ class Checkpointer:
             own = json.dumps(own_plain).encode()
         except CheckpointError as error:
             tensors = error
+        except Exception as error:  # of somebody's state_dict; the others must hear of it
+            traceback.print_exc()
+            tensors = CheckpointError(f"rank {self._ranks.rank}: {type(error).__name__}: {error}")
         plan = make_plan(tensors, self._ranks, self._plan, of_first=state.buffers(objects))
         assert not isinstance(tensors, CheckpointError)
         if plan is not self._plan:
@@ -193,13 +198,21 @@ class Checkpointer:
             image = self._staging.stage(plan, tensors, own, guarded=guarded, optimizers=optimizers)
         except CheckpointError as error:  # handed in like an error of the writing, so that nobody waits for this rank
             image = error
+        except Exception as error:
+            traceback.print_exc()
+            image = CheckpointError(f"rank {self._ranks.rank}: {type(error).__name__}: {error}")
 
         saving = self._saving = Saving(step, begun)
         self._discard.clear()
-        merged = [key for key, value in objects.items() if isinstance(value, Optimizer)]
-        write = partial(self._write, saving, plan, image, plain, merged, measured)
+        names = [key for key, value in objects.items() if isinstance(value, Optimizer)]
+        write = Write(self._writers, self._bound, step, plan, image, plain, names, measured, self._discard)
         saving.stall_s = time.monotonic() - begun
-        self._writer.submit(saving, write, partial(self._ended, step=step), partial(self._afterwards, saving))
+        self._writer.submit(
+            saving,
+            partial(self._write, saving, write),
+            partial(self._ended, step=step),
+            partial(self._afterwards, saving, write),
+        )
         if not self._asynchronous:
             saved = self.wait()
             saving.stall_s = saved.stall_s if saved is not None else 0.0
@@ -224,6 +237,10 @@ class Checkpointer:
     def wait_staged(self) -> None:
         """Return when parameters may be changed: the copy that is written from is complete."""
         self._staging.wait()
+
+    def hurry(self) -> None:
+        """Told to stop: what a commit does not need (reading back, clearing up) is left to the next life."""
+        self._hurried.set()
 
     def discard(self) -> None:
         """Give up the save in flight, unless it is being committed by now. All ranks call it together."""
@@ -257,7 +274,14 @@ class Checkpointer:
         Raises:
             CheckpointError: the save in flight failed.
         """
-        self._leaving, self._closed = grace_s is not None, True
+        self._closed = True
+        deadline = None if grace_s is None else time.monotonic() + grace_s
+
+        def left() -> float | None:
+            return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+        if grace_s is not None:
+            self.hurry()
         try:
             if self._saving is not None:
                 if grace_s is not None and not self._saving.wait(grace_s):
@@ -265,8 +289,16 @@ class Checkpointer:
                 else:
                     self.wait()
         finally:
-            if self._writer.stop(grace_s) and self._writers is not self._ranks:
+            if self._copying is not None:
+                if grace_s is None:
+                    self._writer.wait_idle()
+                self._copying.close(self._ranks, left())
+            if self._writer.stop(left()):
+                self._staging.release()
                 self._writers.end()
+                if self._on_this_host is not self._ranks:
+                    self._on_this_host.end()
+            _open.pop((str(self.directory.absolute()), self._bound.incarnation.order), None)
 
     def _end_of_last(self) -> None:
         """Wait for the save in flight and count its failure; one that fails is tried again with the next."""
@@ -276,6 +308,8 @@ class Checkpointer:
         step = self._saving.step
         try:
             self.wait()
+        except LostPeers:
+            raise  # their group cannot be used any more; another attempt has a new one
         except CheckpointError as error:
             if self._max_failures and self._failures >= self._max_failures:
                 raise CheckpointError(
@@ -294,122 +328,40 @@ class Checkpointer:
 
     def _own(self, per_rank: Mapping[str, Any] | None) -> dict[str, Any]:
         """This rank's own objects, by names that mark them as such."""
+        if per_rank and "random" in per_rank:
+            raise CheckpointError("per_rank has an object 'random', a name that is taken", hint="choose another")
         return {OWN + key: value for key, value in {"random": self._random, **(per_rank or {})}.items()}
 
     # By the writing thread.
 
-    def _write(
-        self,
-        saving: Saving,
-        plan: Plan,
-        image: Image | CheckpointError,
-        plain: Mapping[str, Any],
-        optimizers: Collection[str],
-        metrics: Mapping[str, float],
-    ) -> Saved:
-        image = _finished(image)
-        ranks = self._writers
-        size = max(self._last_size, plan.total_bytes)
-        temporary = ranks.on_rank_0(lambda: commit.begin(self.directory, saving.step, self._incarnation, size=size))
-
-        def hand_in() -> Part:
-            if isinstance(image, CheckpointError):
-                raise image
-            if ranks.rank != 0:
-                commit.wait_until_visible(temporary)
-            name = file_name(ranks.rank)
-            try:
-                with blocks.threads(background=True) as pool:
-                    record, digests = blocks.write(temporary / name, image.data, pool, check=self._check_discarded)
-            except FileNotFoundError:
-                commit.check_fence(self.directory, self._incarnation)  # which removes what older ones were writing
-                raise
-            self._written = [(name, record)]
-            commit.fsync_directory(temporary)
-            table = plan.table(image.own_bytes).pack()
-            # Ranks with the same tensors have the same plain state: the first of them speaks for all.
-            return Part(name, record, digests, table, plain if ranks.rank in plan.spokesmen else None)
-
-        def commit_all(parts: list[Part]) -> tuple[Path, int]:
-            merged = state.merge_plain([part.plain for part in parts if part.plain is not None], optimizers)
-            return self._commit(temporary, saving.step, plan, parts, merged, metrics)
-
-        try:
-            final, written = ranks.gather_on_rank_0(hand_in, commit_all)
-        except CheckpointError:
-            if ranks.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)  # a full disk must not become fuller with every try
-            raise
-        self._last_size = written
+    def _write(self, saving: Saving, write: Write) -> Saved:
+        path, size = write.write(max(self._last_size, write.expected_bytes))
+        self._last_size = size
         seconds = time.monotonic() - saving.begun
-        return Saved(final, saving.step, seconds, saving.stall_s if self._asynchronous else seconds, written)
-
-    def _commit(
-        self,
-        temporary: Path,
-        step: int,
-        plan: Plan,
-        parts: list[Part],
-        plain: Mapping[str, Any],
-        metrics: Mapping[str, float],
-    ) -> tuple[Path, int]:
-        """On rank 0, with what all have handed in. Returns the final path and bytes of all files."""
-        index = Index(
-            plan.catalogues, {part.name: part.table for part in parts}, {part.name: part.digests for part in parts}
+        return Saved(
+            path, saving.step, seconds, saving.stall_s + write.waited_s if self._asynchronous else seconds, size
         )
-        try:
-            facts = check_coverage(plan.catalogues, index.tables.values())
-        except CheckpointError as error:
-            raise CheckpointError(f"{temporary.name}: {error.message}", hint=error.hint) from None
-        with blocks.threads() as pool:
-            index_record, _ = blocks.write(temporary / commit.INDEX, memoryview(b"".join(index.chunks())), pool)
-        self._written.append((commit.INDEX, index_record))
-        manifest = Manifest(
-            format=commit.FORMAT,
-            run_id=self._run_id,
-            step=step,
-            incarnation=self._incarnation.order,
-            incarnation_label=self._incarnation.label,
-            world_size=self._ranks.size,
-            torch_version=torch.__version__,
-            files={**{part.name: part.record for part in parts}, commit.INDEX: index_record},
-            tensors={name: {"shape": list(fact.shape), "dtype": fact.dtype} for name, fact in facts.items()},
-            state=plain,
-            config=self._config,
-            metrics=metrics,
-            created=time.time(),
-        )
-        self._check_discarded()
-        return commit.commit(temporary, manifest, self._incarnation), manifest.size
 
-    def _check_discarded(self) -> None:
-        if self._discard.is_set():
-            raise CheckpointError("the save was given up for a newer one, or to leave in time")
-
-    def _afterwards(self, saving: Saving) -> None:
+    def _afterwards(self, saving: Saving, write: Write) -> None:
         """Read back what was committed; when it is sound, remove what need not be kept."""
-        path, ranks = saving.result().path, self._writers
-
-        def read_back() -> list[str]:
-            if self._leaving:
-                return []
-            with blocks.threads(background=True) as pool:
-                contents = self._verify != "off"
-                return blocks.find_damage(path, self._written, pool, contents=contents, from_disk=True)
-
-        def clear_up(answers: list[list[str]]) -> None:
-            damage = [sentence for found in answers for sentence in found]
-            if damage:
-                commit.set_aside(path)
-                self._say(f"{path.name} is not what was written and was set aside: {'; '.join(damage)}")
-            elif not self._leaving:
-                retention.prune(self.directory, self._keep, self._incarnation.order)
-
+        path = saving.result().path
         try:
-            ranks.gather_on_rank_0(read_back, clear_up)
+            contents = self._verify != "off"
+            damage = write.read_back(path, contents=contents, in_a_hurry=self._hurried.is_set)
+            if damage and self._writers.rank == 0:
+                self._say(f"{path.name} is not what was written and was set aside: {'; '.join(damage)}")
+            if damage == []:
+                if self._copying is not None and not self._writers.maximum(int(self._hurried.is_set())):
+                    self._copying.offer(self._writers, path, write.names)
+                self._writers.on_rank_0(lambda: self._prune(saving.step))
         except CheckpointError as error:
-            if ranks.rank == 0 and not self._leaving:
-                self._say(f"{path.name} was not read back, so the older checkpoints are kept: {error.message}")
+            if self._writers.rank == 0 and not self._hurried.is_set():
+                self._say(f"older checkpoints than {path.name} are kept: {error.message}")
+
+    def _prune(self, saved: int) -> None:
+        if not self._hurried.is_set():
+            commit.check_fence(self.directory, self._bound.incarnation)
+            retention.prune(self.directory, self._keep, self._bound.incarnation.order, spare=[saved])
 
     def _ended(self, ending: Saved | CheckpointError, step: int) -> None:
         if isinstance(ending, CheckpointError) and self._asynchronous and self._ranks.rank == 0:
@@ -450,11 +402,16 @@ class Checkpointer:
         self._writer.wait_idle()
         own = self._own(per_rank)
         set_aside: list[str] = []
+        fetched: dict[Path, str] = {}
         while True:
             found = self._ranks.on_rank_0(partial(self._choose, path))
             if found is None:
+                copy = self._copying.fetch(self._ranks) if self._copying is not None else None
+                if copy is not None:
+                    fetched[copy[0]] = copy[1]
+                    continue
                 # An attempt before this one may have set them aside and failed; this one must not start afresh either.
-                set_aside = set_aside or self._ranks.on_rank_0(lambda: commit.damaged(self.directory))
+                set_aside = set_aside or self._ranks.on_rank_0(self._damaged)
                 if set_aside:
                     raise CheckpointMismatch(
                         f"every checkpoint in {self.directory} is damaged: {'; '.join(set_aside)}",
@@ -474,7 +431,7 @@ class Checkpointer:
                 raise CheckpointError(
                     f"{chosen} was asked for and is damaged: {'; '.join(damage)}", hint="name another checkpoint"
                 )
-            self._ranks.on_rank_0(partial(commit.set_aside, chosen))
+            self._ranks.on_rank_0(partial(self._set_aside, chosen, fetched.get(chosen), damage))
             set_aside.append(f"{chosen.name}: {damage[0]}")
             if self._ranks.rank == 0:
                 self._say(f"{chosen.name} is damaged and was set aside: {'; '.join(damage)}")
@@ -488,6 +445,14 @@ class Checkpointer:
             self._say(restored.sentence)
         return restored
 
+    def _set_aside(self, path: Path, copy: str | None, damage: list[str]) -> None:
+        commit.set_aside(path)
+        if copy is not None and self._copying is not None:  # it would be fetched again
+            self._copying.set_aside(copy, "; ".join(damage))
+
+    def _damaged(self) -> list[str]:
+        return commit.damaged(self.directory) + (self._copying.damaged() if self._copying is not None else [])
+
     def _choose(self, asked: Path | str | None) -> tuple[Path, tuple[bytes, str], list[str]] | None:
         """On rank 0: the checkpoint to read, its manifest for all to see alike, and what is wrong with it."""
         if asked is not None:
@@ -497,6 +462,8 @@ class Checkpointer:
                     f"{path} was asked for and is not there", hint="`checkpoints RUN list` shows what is"
                 )
         else:
+            with suppress(OSError):
+                commit.refresh(self.directory)
             candidates = commit.committed(self.directory)
             if not candidates:
                 return None
@@ -504,15 +471,17 @@ class Checkpointer:
         try:
             texts = commit.read_manifest_bytes(path)
             manifest = commit.parse_manifest(path, *texts)
+        except CheckpointMismatch:
+            raise
         except CheckpointError as error:
             return path, (b"", ""), [error.message]
-        if commit.INDEX not in manifest.files:
-            return path, texts, [f"manifest.json knows of no {commit.INDEX}"]
         with blocks.threads() as pool:
             damage = blocks.find_damage(path, manifest.files.items(), pool, contents=False)
-            damage += (
-                blocks.find_damage(path, [(commit.INDEX, manifest.files[commit.INDEX])], pool) if not damage else []
-            )
+        if not damage:
+            try:
+                read_index(path, manifest)
+            except CheckpointError as error:
+                damage = [error.message]
         return path, texts, damage
 
     def _load(
@@ -526,9 +495,9 @@ class Checkpointer:
         asked_for: bool,
     ) -> list[str]:
         """Fill `objects`, unless it is damaged: then what is wrong, and nothing was touched."""
-        if self._run_id and manifest.run_id != self._run_id and not asked_for:
+        if self._bound.run_id and manifest.run_id != self._bound.run_id and not asked_for:
             raise CheckpointMismatch(
-                f"{path} belongs to run {manifest.run_id or '(none)'}, this is run {self._run_id}",
+                f"{path} belongs to run {manifest.run_id or '(none)'}, this is run {self._bound.run_id}",
                 hint=f"move it away, or start from it on purpose: checkpoint.restore_from={path}",
             )
         index = self._ranks.all_do(lambda: self._read_index(path, manifest))
@@ -536,11 +505,11 @@ class Checkpointer:
         own_there = own_file in index.tables
         wanted = self._ranks.all_do(lambda: drift.names_of(objects))
         everywhere = wanted
-        if self._ranks.maximum(int(bool(set(index.facts) - wanted))):
+        if self._ranks.maximum(int(bool(drift.of_modules(objects, index.facts) - wanted))):
             everywhere = set().union(*self._ranks.gather(lambda: wanted))
 
         def fitting() -> dict[str, Tensor]:
-            drift.check_config(path, manifest.config, self._config, allow)
+            drift.check_config(path, manifest.config, self._bound.config, allow)
             facts = index.facts
             alone = drift.check_names(path, objects, wanted, everywhere, facts, manifest.state, allow)
             useful = {name: fact for name, fact in facts.items() if name not in alone}
@@ -568,7 +537,7 @@ class Checkpointer:
             return damage
 
         def put_back() -> None:
-            state.put_back(objects, targets, manifest.state, lenient="keys" in allow)
+            state.put_back(objects, targets, manifest.state, lenient="keys" in allow, convert="dtypes" in allow)
             state.put_back(own, targets, own_plain, lenient=True)
 
         self._ranks.all_do(put_back)
@@ -577,14 +546,18 @@ class Checkpointer:
     def _read_index(self, path: Path, manifest: Manifest) -> Index:
         if self._ranks.rank != 0:
             commit.wait_until_visible(path / commit.INDEX)
-        index = Index.parse((path / commit.INDEX).read_bytes(), manifest.sizes)
+        index = read_index(path, manifest)
         check_types(index.catalogues)
         return index
 
     def _reserve(self, objects: Mapping[str, Any], per_rank: Mapping[str, Any] | None) -> None:
         """Host memory and disk space for the first save, before the first step."""
-        expected, _ = state.flatten({**objects, **self._own(per_rank)})
-        expected.update(state.expected_optimizer_state(objects))
+
+        def expect() -> dict[str, Tensor]:
+            tensors, _ = state.flatten({**objects, **self._own(per_rank)})
+            return {**tensors, **state.expected_optimizer_state(objects)}
+
+        expected = self._ranks.all_do(expect)
         plan = make_plan(expected, self._ranks, None, of_first=state.buffers(objects))
         self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._on_this_host.size))
         size = max(self._last_size, plan.total_bytes)
@@ -605,7 +578,7 @@ class Checkpointer:
         return [host for _, host in answers]
 
     def _check_directory_is_shared(self) -> None:
-        path = commit.claim_of(self.directory, self._incarnation)
+        path = commit.claim_of(self.directory, self._bound.incarnation)
         commit.wait_until_visible(path)
         if not path.exists():
             raise CheckpointError(
@@ -619,18 +592,6 @@ class Checkpointer:
             return self._ranks
         members = [rank for rank, host in enumerate(hosts) if host == own]
         return self._ranks.subgroup(members)
-
-
-def _finished(image: Image | CheckpointError) -> Image | CheckpointError:
-    """Complete the copy. What fails is handed in later, with all ranks: one that stayed away would hold up the others."""
-    if isinstance(image, Image):
-        try:
-            image.finish()
-        except CheckpointError as error:
-            return error
-        except Exception as error:
-            return CheckpointError(f"the state could not be copied: {type(error).__name__}: {error}")
-    return image
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -668,8 +629,26 @@ def _check_ranks_of_job(group: dist.ProcessGroup | None) -> None:
         )
 
 
-def _close(reference: weakref.ref[Checkpointer]) -> None:
+# By directory and incarnation: two of one life would delete each other's files.
+_open: weakref.WeakValueDictionary[tuple[str, int], Checkpointer] = weakref.WeakValueDictionary()
+
+
+def _refuse_a_second(checkpointer: Checkpointer, incarnation: Incarnation | None) -> None:
+    if incarnation is None:
+        return
+    key = (str(checkpointer.directory.absolute()), incarnation.order)
+    if key in _open:
+        raise CheckpointError(
+            f"{checkpointer.directory} has a Checkpointer in this process already",
+            hint="save everything through one: save(step, model=..., other=...); or close() the first",
+        )
+    _open[key] = checkpointer
+
+
+def _close(reference: weakref.ref[Checkpointer], owner: int) -> None:
     """At the end of a script that did not wait for its last save."""
+    if os.getpid() != owner:
+        return  # a forked child inherits this; thread and group are its parent's
     checkpointer = reference()
     if checkpointer is not None:
         try:

@@ -40,7 +40,7 @@ from typing import Any
 
 from slurmtrain.checkpoint import blocks
 from slurmtrain.checkpoint.blocks import FileRecord
-from slurmtrain.errors import CheckpointError
+from slurmtrain.errors import CheckpointError, CheckpointMismatch
 
 FORMAT = 2
 FINAL_NAME = re.compile(r"checkpoint_(\d{7,})(?:\.(\d+))?")
@@ -142,6 +142,8 @@ def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") 
     """
     claims = directory / CLAIMS
     claims.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with suppress(OSError):
+        refresh(claims)
     while True:
         own = incarnation or Incarnation(_newest_claim(claims) + 1, label)
         _check_claims(directory, own)
@@ -165,6 +167,7 @@ def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") 
                 file.flush()
                 os.fsync(file.fileno())
         fsync_directory(claims)
+        _check_claims(directory, own)  # a newer one may have come between
         break
     for path in directory.iterdir():
         match = TEMPORARY_NAME.fullmatch(path.name)
@@ -259,6 +262,14 @@ def check_space(directory: Path, size: int) -> None:
 def commit(temporary: Path, manifest: Manifest, incarnation: Incarnation) -> Path:
     """Steps 4 to 6 of the protocol. Called by rank 0 after every rank has handed in its files.
 
+    Raises and returns as `publish` does.
+    """
+    return publish(temporary, json.dumps(asdict(manifest), indent=1).encode(), manifest.step, incarnation)
+
+
+def publish(temporary: Path, manifest: bytes, step: int, incarnation: Incarnation) -> Path:
+    """As `commit`, with manifest.json as it is: of a save, or of a copy that was fetched from elsewhere.
+
     Returns:
         The final path.
 
@@ -266,10 +277,9 @@ def commit(temporary: Path, manifest: Manifest, incarnation: Incarnation) -> Pat
         CheckpointError: fenced off by a newer incarnation.
     """
     directory = temporary.parent
-    text = json.dumps(asdict(manifest), indent=1)
     try:
-        write_synced(temporary / MANIFEST, text)
-        write_synced(temporary / COMPLETE, hashlib.sha256(text.encode()).hexdigest() + "\n")
+        write_synced(temporary / MANIFEST, manifest)
+        write_synced(temporary / COMPLETE, hashlib.sha256(manifest).hexdigest().encode() + b"\n")
         fsync_directory(temporary)
     except FileNotFoundError:
         check_fence(directory, incarnation)  # a newer incarnation removes what older ones were writing
@@ -279,7 +289,7 @@ def commit(temporary: Path, manifest: Manifest, incarnation: Incarnation) -> Pat
     while True:
         # One of this step can be there: by an older incarnation that committed after this one had chosen what to resume
         # from, or by this one. Renaming over it fails, whoever comes first.
-        final = directory / checkpoint_name(manifest.step, revision)
+        final = directory / checkpoint_name(step, revision)
         if not final.exists():
             try:
                 temporary.rename(final)
@@ -310,7 +320,9 @@ def read_manifest_bytes(path: Path) -> tuple[bytes, str]:
     """manifest.json and the digest in COMPLETE, as they are."""
     try:
         return _read_small(path / MANIFEST), _read_small(path / COMPLETE).decode().strip()
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path}: {blocks.cannot_be_read(MANIFEST, error)}") from None
+    except ValueError as error:
         raise CheckpointError(f"{path}: manifest.json cannot be read: {error}") from None
 
 
@@ -327,7 +339,11 @@ def parse_manifest(path: Path, text: bytes, expected: str) -> Manifest:
     try:
         values = json.loads(text)
         if values.get("format") != FORMAT:
-            raise CheckpointError(f"{path} has format {values.get('format')}, expected {FORMAT}")
+            # Not damaged, and nothing to set aside: another version of this package wrote it.
+            raise CheckpointMismatch(
+                f"{path} has format {values.get('format')}, expected {FORMAT}",
+                hint="read it with the version of slurmtrain that wrote it",
+            )
         files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
         manifest = Manifest(files=files, **values)
         _check_types(manifest)
@@ -367,7 +383,8 @@ def find_damage(path: Path, manifest: Manifest, names: Iterable[str] | None = No
     """What is wrong with the given files (None: all): one sentence each. With `verify`, contents are compared, else sizes."""
     chosen = sorted(manifest.files) if names is None else names
     with blocks.threads() as pool:
-        return blocks.find_damage(path, [(name, manifest.files[name]) for name in chosen], pool, contents=verify)
+        files = [(name, manifest.files[name]) for name in chosen]
+        return blocks.find_damage(path, files, pool, contents=verify, mapped=True)
 
 
 def set_aside(path: Path) -> Path:
@@ -385,10 +402,10 @@ def damaged(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.glob("checkpoint_*.damaged-*"))
 
 
-def write_synced(path: Path, text: str) -> None:
+def write_synced(path: Path, data: bytes) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
 

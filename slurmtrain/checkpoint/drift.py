@@ -46,6 +46,12 @@ def names_of(objects: Mapping[str, Any]) -> set[str]:
     return set(state.module_tensors(objects))
 
 
+def of_modules(objects: Mapping[str, Any], saved: Iterable[str]) -> set[str]:
+    """Those names of the checkpoint that belong to modules among `objects`. Extra state, which comes and goes, is left out."""
+    prefixes = tuple(f"{key}." for key, value in objects.items() if isinstance(value, torch.nn.Module))
+    return {name for name in saved if prefixes and name.startswith(prefixes) and not name.endswith("_extra_state")}
+
+
 def check_names(
     path: Path,
     objects: Mapping[str, Any],
@@ -65,11 +71,7 @@ def check_names(
     Raises:
         CheckpointMismatch: one has names that the other lacks.
     """
-    prefixes = tuple(f"{key}." for key, value in objects.items() if isinstance(value, torch.nn.Module))
-    of_modules = {
-        name for name in saved if prefixes and name.startswith(prefixes) and not name.endswith("_extra_state")
-    }
-    alone = of_modules - set(everywhere)
+    alone = of_modules(objects, saved) - set(everywhere)
     lines = [
         f"- {key} is not in the checkpoint"
         for key, value in objects.items()

@@ -26,6 +26,7 @@ from torch import Tensor
 from slurmtrain.checkpoint import blocks, commit, retention
 from slurmtrain.checkpoint.blocks import BLOCK_BYTES, DIGEST_BYTES
 from slurmtrain.checkpoint.commit import Manifest
+from slurmtrain.checkpoint.index_file import read_index
 from slurmtrain.checkpoint.layout import Box, Index, Source, TensorFacts, check_coverage
 from slurmtrain.checkpoint.plan import SAFETENSORS_NAMES, check_types, dtype_name, dtype_of
 from slurmtrain.checkpoint.restore import blocks_of
@@ -101,6 +102,7 @@ def export(
     with retention.reading(path):
         manifest = commit.read_manifest(path)
         index = read_index(path, manifest)
+        _check_whole(path, manifest, index)
         entries = _choose(path, index.facts, only, dtype)
         temporary = out.with_name(f".{out.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
         try:
@@ -141,26 +143,13 @@ def check_output(out: Path, *, force: bool) -> None:
         raise UsageError(f"{out} exists", hint="choose another name, or replace it with --force")
 
 
-def read_index(path: Path, manifest: Manifest) -> Index:
-    """index.bin, and the sizes of all files, checked against the manifest.
-
-    Raises:
-        CheckpointError: something is damaged.
-    """
-    if commit.INDEX not in manifest.files:
-        raise CheckpointError(f"{path} is damaged: its manifest.json knows of no {commit.INDEX}")
+def _check_whole(path: Path, manifest: Manifest, index: Index) -> None:
     with blocks.threads() as pool:
         damage = blocks.find_damage(path, manifest.files.items(), pool, contents=False)
-        damage = damage or blocks.find_damage(path, [(commit.INDEX, manifest.files[commit.INDEX])], pool)
     if damage:
         raise CheckpointError(f"{path} is damaged: {'; '.join(damage)}")
-    index = Index.parse((path / commit.INDEX).read_bytes(), manifest.sizes)
     check_types(index.catalogues)
-    for name, digests in index.digests.items():
-        if name not in manifest.files or blocks.root(digests) != manifest.files[name].sha256:
-            raise CheckpointError(f"{path} is damaged: {commit.INDEX} and manifest.json disagree about {name!r}")
     check_coverage(index.catalogues, index.tables.values())
-    return index
 
 
 def _choose(path: Path, facts: Mapping[str, TensorFacts], only: str, dtype: str | None) -> dict[str, Entry]:

@@ -175,6 +175,11 @@ class Cadence:
         if stall_s is not None and math.isfinite(stall_s):
             self._stalls.append(max(0.0, stall_s))  # below zero: the clock was set back meanwhile
 
+    def measured(self, stall_s: float) -> None:
+        """How long the last save held up training in all, where that is known only afterwards. Seconds."""
+        if math.isfinite(stall_s):
+            self._stalls.append(max(0.0, stall_s))
+
     def _auto_s(self) -> float:
         if not self._stalls:
             return SHORTEST_S

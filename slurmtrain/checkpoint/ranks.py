@@ -8,6 +8,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -30,18 +31,25 @@ class Ranks:
         self.size = dist.get_world_size(group) if group is not None else 1
         self.global_rank = dist.get_rank() if group is not None else 0
 
-    def own_group(self) -> Ranks:
-        """The same ranks on a group of their own, whose messages never meet those of this one."""
-        return Ranks(self._new_group()) if self.group is not None else self
+    def own_group(self, timeout_s: float | None = None) -> Ranks:
+        """The same ranks on a group of their own, whose messages never meet those of this one.
+
+        Args:
+            timeout_s: how long its ranks wait for each other; None: as long as those of this one.
+        """
+        return Ranks(self._new_group(timeout_s=timeout_s)) if self.group is not None else Ranks(None)
 
     def subgroup(self, members: list[int]) -> Ranks:
         """Only its members have to call this: with thousands of ranks, everybody making every group takes minutes."""
         return Ranks(self._new_group(members, use_local_synchronization=True))
 
-    def _new_group(self, members: list[int] | None = None, **options: Any) -> dist.ProcessGroup:
+    def _new_group(
+        self, members: list[int] | None = None, *, timeout_s: float | None = None, **options: Any
+    ) -> dist.ProcessGroup:
         assert self.group is not None
         # Else it would be torch's 30 minutes, whatever this job has been given.
-        timeout = self.group._get_backend(torch.device("cpu")).options._timeout
+        own = self.group._get_backend(torch.device("cpu")).options._timeout
+        timeout = own if timeout_s is None else timedelta(seconds=timeout_s)
         return dist.new_group(members, backend="gloo", timeout=timeout, **options)
 
     def end(self) -> None:
@@ -71,11 +79,11 @@ class Ranks:
     def gather_on_rank_0(self, work: Callable[[], T], then: Callable[[list[T]], Any]) -> Any:
         """Run `work` on every rank, `then` on rank 0 with all results, and give every rank its result."""
         answer = _attempt(work, self.rank, self.size)
-        if self.group is None:
-            return then(_results([answer]))
-        answers: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        with _lost_peers():
-            dist.gather_object(answer, answers, group=self.group, group_dst=0)
+        answers: list[Any] | None = [answer]
+        if self.group is not None:
+            answers = [None] * self.size if self.rank == 0 else None
+            with _lost_peers():
+                dist.gather_object(answer, answers, group=self.group, group_dst=0)
 
         def with_all() -> Any:
             assert answers is not None
@@ -154,7 +162,6 @@ def _lost_peers() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        first = re.sub(r"^\[[^]]*\] ?", "", str(error).strip() or type(error).__name__).splitlines()[
-            0
-        ]  # a path of its build
+        text = re.sub(r"^\[[^]]*\] ?", "", str(error).strip())  # gloo begins with a path of its build
+        first = (text or type(error).__name__).splitlines()[0]
         raise LostPeers(f"the ranks lost each other while they saved or restored: {first}") from None

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.checkpoint.blocks import BLOCK_BYTES, DIGEST_BYTES, FileRecord
+from slurmtrain.checkpoint.index_file import read_index
 from slurmtrain.checkpoint.layout import Box, Index, Source
 from slurmtrain.checkpoint.plan import box_of, check_types, dtype_of, file_name, local
 from slurmtrain.checkpoint.ranks import Ranks
@@ -243,9 +244,10 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 def sampled(share: Blocks, records: Mapping[str, FileRecord]) -> Blocks:
     """A random part of the blocks, the first and the last of every file always among them."""
     chosen = {}
+    choice = random.Random()  # the global generator belongs to the training
     for file, numbers in share.items():
         ends = {0, blocks.block_count(records[file].size) - 1}
-        chosen[file] = [number for number in numbers if number in ends or random.randrange(SAMPLED_SHARE) == 0]
+        chosen[file] = [number for number in numbers if number in ends or choice.randrange(SAMPLED_SHARE) == 0]
     return chosen
 
 
@@ -273,13 +275,17 @@ def read_tensors(
         All damage found by any rank, one sentence each, and this rank's own plain state. With damage nothing has been
         touched.
     """
-    wanted = {name: box_of(name, tensor) for name, tensor in targets.items()}
-    facts = {**index.facts, **(index.own_facts(own_file) if own_file is not None else {})}
-    spans = [
-        span
-        for name, found in index.find(wanted, own_file).items()
-        for span in spans_of(name, wanted[name], dtype_of(facts[name].dtype), found)
-    ]
+
+    def plan() -> list[Span]:
+        wanted = {name: box_of(name, tensor) for name, tensor in targets.items()}
+        facts = {**index.facts, **(index.own_facts(own_file) if own_file is not None else {})}
+        return [
+            span
+            for name, found in index.find(wanted, own_file).items()
+            for span in spans_of(name, wanted[name], dtype_of(facts[name].dtype), found)
+        ]
+
+    spans = ranks.all_do(plan)
     ranges = [(span.file, span.begin, span.end) for span in spans]
     own_begin, own_bytes = index.own_state(own_file) if own_file is not None else (0, 0)
     if own_file is not None:
@@ -322,9 +328,7 @@ def load(path: Path, *, own_of: int | None = None) -> dict[str, Tensor]:
         CheckpointError: the checkpoint is damaged.
     """
     manifest = commit.read_manifest(path)
-    if damage := commit.find_damage(path, manifest, [commit.INDEX], verify=True):
-        raise CheckpointError(f"{path}: {damage[0]}")
-    index = Index.parse((path / commit.INDEX).read_bytes(), manifest.sizes)
+    index = read_index(path, manifest)
     check_types(index.catalogues)
     own_file = file_name(own_of) if own_of is not None else None
     facts = index.facts if own_file is None else index.own_facts(own_file)

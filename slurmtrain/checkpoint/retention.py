@@ -269,8 +269,11 @@ def remove(path: Path, order: int) -> None:
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def prune(directory: Path, keep: Keep, order: int) -> list[str]:
+def prune(directory: Path, keep: Keep, order: int, *, spare: Collection[int] = ()) -> list[str]:
     """Remove what `keep` does not want and nobody reads. Called when the newest checkpoint is known to be sound.
+
+    Args:
+        spare: steps that stay in any case: what was just saved, which after a step back is not the highest.
 
     Returns:
         Names of what was removed.
@@ -278,7 +281,7 @@ def prune(directory: Path, keep: Keep, order: int) -> list[str]:
     found = committed(directory)
     read = in_use(directory, time.time())
     kept = [Kept(step_of(path), _metrics(path) if keep.best else {}) for path in found]
-    steps = set(surplus(kept, keep, in_use={step_of(path) for path in found if path.name in read}))
+    steps = set(surplus(kept, keep, in_use={*spare, *(step_of(path) for path in found if path.name in read)}))
     gone = [path for path in found if step_of(path) in steps]
     for path in gone:
         remove(path, order)

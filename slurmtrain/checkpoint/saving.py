@@ -84,6 +84,14 @@ class Saving:
         return self._error
 
 
+def _try(work: Callable[[], None]) -> None:
+    """What fails after the commit is shown, and must not end the thread: the next save would never end."""
+    try:
+        work()
+    except Exception:
+        traceback.print_exc()
+
+
 class Writer:
     """The thread. It starts with the first save and ends with `stop`."""
 
@@ -118,10 +126,14 @@ class Writer:
                 traceback.print_exc()
                 ending = CheckpointError(f"{type(error).__name__}: {error}")
             saving.decide(ending)
-            ended(ending)
+            _try(lambda: ended(ending))
             if isinstance(ending, Saved):
-                afterwards()
+                _try(afterwards)
 
+        self.run(work)
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Do `work` in the background, after what is being done."""
         with self._changed:
             self._changed.wait_for(lambda: self._work is None)
             self._work = work
@@ -129,6 +141,11 @@ class Writer:
                 self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is being done."""
+        return self._work is None
 
     def wait_idle(self) -> None:
         """Until nothing is written, read back or cleared up any more."""

@@ -8,6 +8,7 @@ wait for it. Everything else (buffers, averaged models, random states) is copied
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from slurmtrain.checkpoint.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.plan import PAGE_BYTES, Piece, Plan, is_dtensor, local
@@ -53,6 +55,7 @@ class Image:
         self._changed: str | None = None  # a piece that changed under our hands
         self._event: torch.cuda.Event | None = None
         self._lock, self._copied = threading.Lock(), threading.Event()
+        self.waited_s = 0.0  # how long training was held up by `wait`
 
     def later(self, pieces: list[Copy], event: torch.cuda.Event | None) -> None:
         """What is left to copy, and when the GPU is done with it."""
@@ -82,10 +85,12 @@ class Image:
 
     def wait(self) -> None:
         """Return when nothing has to be copied any more, and help until then; a GPU's current stream waits by itself."""
+        begun = time.monotonic()
         self._copy()
         self._copied.wait()
         if self._event is not None:
             self._event.wait()
+        self.waited_s += time.monotonic() - begun
 
     def _copy(self) -> None:
         while True:
@@ -93,14 +98,19 @@ class Image:
                 piece, target, source, whole, changes = self._left.popleft()
             except IndexError:
                 return
-            if not source.is_cuda:  # else its copy and the step that changes it are in order on the GPU
-                target.copy_(source[piece.within])
-                if _changes(whole) != changes:
-                    self._changed = piece.name
-            with self._lock:
-                self._open -= 1
-                if self._open == 0:
-                    self._copied.set()
+            try:
+                if not source.is_cuda:  # else its copy and the step that changes it are in order on the GPU
+                    target.copy_(source[piece.within])
+                    if _changes(whole) != changes:
+                        self._changed = piece.name
+            except BaseException:
+                self._changed = piece.name  # it is not known what was copied of it
+                raise
+            finally:
+                with self._lock:
+                    self._open -= 1
+                    if self._open == 0:
+                        self._copied.set()
 
 
 class Staging:
@@ -112,6 +122,7 @@ class Staging:
         self._current: Image | None = None
         self._touching: threading.Thread | None = None
         self._hooked: WeakSet[Optimizer] = WeakSet()
+        self._hooks: list[RemovableHandle] = []
 
     def prepare(self, size: int, *, sharers: int = 1) -> None:
         """Make room for `size` bytes of tensors, before they are needed.
@@ -152,28 +163,31 @@ class Staging:
             guarded: names of the tensors that only the step of one of `optimizers` changes.
         """
         size = plan.data_end + len(own)
-        self.prepare(size)
+        if self._buffer.numel() < size:
+            self.prepare(size)
         self._touched()
         image = Image(self._buffer.numpy().data[:size], plan, own)
         later: list[Copy] = []
-        on_gpu: list[tuple[Tensor, Tensor]] = []
+        on_gpu: dict[bool, list[tuple[Tensor, Tensor]]] = {True: [], False: []}  # by whether they are guarded
         for piece in plan.pieces:
             source = local(tensors[piece.name]).detach()
             target = self._buffer[piece.begin : piece.end].view(piece.dtype).view(piece.box.size)
             if source.is_cuda:
-                on_gpu.append((target, source[piece.within]))
+                if source.device.index != torch.cuda.current_device():
+                    raise CheckpointError(
+                        f"{piece.name} is on {source.device}, and this rank's device is cuda:{torch.cuda.current_device()}",
+                        hint="one rank drives one GPU; torch.cuda.set_device() says which",
+                    )
+                on_gpu[piece.name in guarded].append((target, source[piece.within]))
             if piece.name in guarded:
                 whole = tensors[piece.name]
                 later.append((piece, target, source, whole, _changes(whole)))
             elif not source.is_cuda:
                 target.copy_(source[piece.within])
-        event = None
-        if on_gpu:
-            event = self._copy_from_gpu(on_gpu, unguarded=any(piece.name not in guarded for piece in plan.pieces))
-        image.later(later, event)
+        image.later(later, self._copy_from_gpu(on_gpu[False], on_gpu[True]))
         for optimizer in optimizers:
             if optimizer not in self._hooked:
-                optimizer.register_step_pre_hook(self._before_step)
+                self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
                 self._hooked.add(optimizer)
         self._current = image
         return image
@@ -199,6 +213,14 @@ class Staging:
             self._touching.join()
             self._touching = None
 
+    def release(self) -> None:
+        """Give back the buffer and the hooks, when nothing is written from it any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._current = [], None
+        self._touched()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
     def wait(self) -> None:
         """Return when the state may be changed."""
         if self._current is not None:
@@ -207,18 +229,25 @@ class Staging:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.wait()
 
-    def _copy_from_gpu(self, copies: list[tuple[Tensor, Tensor]], *, unguarded: bool) -> torch.cuda.Event:
+    def _copy_from_gpu(
+        self, at_once: list[tuple[Tensor, Tensor]], guarded: list[tuple[Tensor, Tensor]]
+    ) -> torch.cuda.Event | None:
+        """Begin the copies (target, source) beside the computation. Returns when the GPU is done with all of them."""
+        if not at_once and not guarded:
+            return None
         if self._stream is None:
             self._stream = torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
+        computation = torch.cuda.current_stream()
+        self._stream.wait_stream(computation)
         with torch.cuda.stream(self._stream):
-            for target, source in copies:
-                target.copy_(source, non_blocking=True)
-        event = self._stream.record_event()
-        if unguarded:
-            # Buffers may change in the next forward pass: the computation, not this thread, waits for their copies.
-            torch.cuda.current_stream().wait_event(event)
-        return event
+            for copies in (at_once, guarded):
+                for target, source in copies:
+                    target.copy_(source, non_blocking=True)
+                    source.record_stream(self._stream)  # its memory is not given to others before
+                if copies is at_once and copies:
+                    # Buffers may change in the next forward pass: the computation, not this thread, waits for them.
+                    computation.wait_event(self._stream.record_event())
+        return self._stream.record_event()
 
 
 def available_memory() -> int | None:

@@ -223,12 +223,18 @@ def templates(objects: Mapping[str, Any], saved: Mapping[str, TensorFacts]) -> d
 
 
 def put_back(
-    objects: Mapping[str, Any], tensors: Mapping[str, Tensor], plain: Mapping[str, Any], *, lenient: bool = False
+    objects: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    plain: Mapping[str, Any],
+    *,
+    lenient: bool = False,
+    convert: bool = False,
 ) -> None:
     """Give every object its state. Modules have theirs already.
 
     Args:
         lenient: what the checkpoint lacks keeps its initial values.
+        convert: optimiser state takes its parameter's dtype, which is not the checkpoint's.
     """
     for key, value in objects.items():
         if isinstance(value, nn.Module):
@@ -242,7 +248,7 @@ def put_back(
         if lenient and key not in plain:
             continue
         if isinstance(value, Optimizer):
-            _load_optimizer(key, value, parameter_names(objects), tensors, plain[key], lenient=lenient)
+            _load_optimizer(key, value, parameter_names(objects), tensors, plain[key], lenient=lenient, convert=convert)
         elif isinstance(value, Stateful):
             value.load_state_dict(_decoded(key, plain[key], tensors))
 
@@ -281,6 +287,7 @@ def _load_optimizer(
     saved: Mapping[str, Any],
     *,
     lenient: bool,
+    convert: bool,
 ) -> None:
     own = {name.removeprefix(f"{key}."): tensor for name, tensor in tensors.items() if name.startswith(f"{key}.")}
     fields: dict[str, dict[str, Any]] = {}
@@ -327,6 +334,19 @@ def _load_optimizer(
         kept = {name: group[name] for name in _IMPLEMENTATION if name in group}
         param_groups.append({**values, **kept, "params": numbers})
     optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+    if not convert:
+        _undo_casts(optimizer, state)
+
+
+def _undo_casts(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:
+    """torch's load_state_dict gives floating-point state its parameter's dtype: a master copy in fp32 would be lost."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, fields in state.items():
+        held = optimizer.state[parameters[number]]
+        for field, value in fields.items():
+            found = held.get(field)
+            if isinstance(value, Tensor) and isinstance(found, Tensor) and found.dtype != value.dtype:
+                held[field] = value.to(found.device)
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:

@@ -270,7 +270,7 @@ def _compare(path: Path) -> tuple[int, int, list[str]]:
     files = iter(sorted(manifest.files.items()))
     with blocks.threads() as pool, _progress(path.name, manifest.size) as progress:
         while batch := list(islice(files, OPEN_FILES)):
-            damage += blocks.find_damage(path, batch, pool, progress=progress)
+            damage += blocks.find_damage(path, batch, pool, mapped=True, progress=progress)
     return manifest.size, len(manifest.files), damage
 
 

@@ -123,9 +123,12 @@ class CheckpointConfig:
     keep_best: int = 0  # and so many of the best by best_metric; 0: none for that reason
     best_metric: str = "valid_loss"  # of the steps that are evaluated when they are saved
     best_mode: str = "min"  # "min" or "max"
-    asynchronous: bool = True  # write while training goes on
+    asynchronous: bool = (
+        True  # write while training goes on; false: wait for each commit, the first failure ends the attempt
+    )
     max_failures: int = 3  # so many saves that fail in a row end the attempt; 0: train on without
     verify: str = "full"  # compare restored files with their digests: "full", "sampled" (a 16th) or "off" (sizes only)
+    mirror: str | None = None  # URL of an object store's folder; copies go to <mirror>/<job.name>/<run id>
     restore_from: str | None = None  # a checkpoint to begin from when this run has none of its own
     allow: list[str] = field(default_factory=list)  # what may differ from it: keys, shapes, dtypes, config
 

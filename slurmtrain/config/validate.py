@@ -260,6 +260,12 @@ def _check_ranges(config: Config) -> None:
     _one_of("checkpoint.best_mode", config.checkpoint.best_mode, ("min", "max"))
     for kind in config.checkpoint.allow:
         _one_of("checkpoint.allow", kind, ("keys", "shapes", "dtypes", "config"))
+    if not math.isfinite(config.checkpoint.every_minutes):
+        raise ConfigError(
+            f"checkpoint.every_minutes={config.checkpoint.every_minutes} is no time", hint="0 means: not by time"
+        )
+    if config.job.kind == "train":
+        _one_of("checkpoint.best_metric", config.checkpoint.best_metric, ("valid_loss",))
     if config.checkpoint.mtbf_hours is not None and not config.checkpoint.mtbf_hours > 0:
         raise ConfigError(
             f"checkpoint.mtbf_hours={config.checkpoint.mtbf_hours} is no time between failures",

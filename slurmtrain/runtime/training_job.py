@@ -70,6 +70,7 @@ def build_trainer(
         verify=keeping.verify,
         asynchronous=keeping.asynchronous,
         max_failures=keeping.max_failures,
+        mirror=f"{keeping.mirror.rstrip('/')}/{config.job.name}/{where.run_dir.id}" if keeping.mirror else None,
         on_ending=record.on_ending if record else lambda ending: None,
     )
     timeline.mark("model and data")
@@ -109,7 +110,7 @@ def _cadence(config: Config, where: Place, step: int) -> Cadence:
     mtbf_s = math.inf
     if keeping.auto:
         earlier = [attempt for attempt in attempts.all_attempts(where.run_dir) if attempt.number < where.number]
-        failures = sum(attempt.reason in (Reason.CRASH, Reason.NODE_FAILURE, Reason.PREEMPTED) for attempt in earlier)
+        failures = sum(attempt.reason in (Reason.CRASH, Reason.NODE_FAILURE) for attempt in earlier)
         seconds = sum(attempt.ended - attempt.started for attempt in earlier if attempt.ended and attempt.started)
         mtbf_s = (
             keeping.mtbf_hours * 3600

@@ -328,14 +328,16 @@ class Trainer:
         evaluated = self._valid_loss is not None and self._counters.evaluated_at == self._counters.step
         metrics = {"valid_loss": self._valid_loss} if evaluated and self._valid_loss is not None else None
         self._saving = self._checkpointer.save(self._counters.step, metrics=metrics, **self._state())
-        self._cadence.saved(self._counters.step, time.monotonic(), self._saving.stall_s)
+        self._cadence.saved(self._counters.step, time.monotonic(), None)
         self._throughput.start()
 
     def _measure_saves(self) -> None:
         """When a save has been committed meanwhile: how long it took says how early a last one has to begin."""
         if self._saving is not None and self._saving.done():
             if self._saving.error is None:
-                self._save_s = max(self._save_s or 0.0, self._saving.result().seconds)
+                saved = self._saving.result()
+                self._cadence.measured(saved.stall_s)
+                self._save_s = max(self._save_s or 0.0, saved.seconds)
                 self._plan_stop(self._step_s, self._save_s)
             self._saving = None
 
@@ -344,6 +346,8 @@ class Trainer:
         checkpointer = self._checkpointer
         if checkpointer is None:
             return None
+        if stopping:
+            checkpointer.hurry()
         choice = self._choose_last_save() if stopping else "both"
         if choice == "in flight":
             try:

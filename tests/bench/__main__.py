@@ -1,15 +1,17 @@
-"""python -m tests.bench [cli] [throughput] [stop]"""
+"""python -m tests.bench [cli] [throughput] [stop] [checkpoint] [--options of one benchmark]"""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-BENCHMARKS = ("cli", "throughput", "stop")
+BENCHMARKS = ("cli", "throughput", "stop", "checkpoint")
 
 
 def main() -> None:
-    names = sys.argv[1:] or list(BENCHMARKS)
+    words = sys.argv[1:]
+    first_option = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
+    names = words[:first_option] or list(BENCHMARKS)
     for name in names:
         if name not in BENCHMARKS:
             raise SystemExit(f"there is no benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")

@@ -329,7 +329,6 @@ def test_a_kill_during_a_save_leaves_the_older_checkpoint_the_newest(
     endings = gloo_ranks.start_joined(2, die_in_second_save, directory, *STAGES[stage]).endings()
     assert -signal.SIGKILL in [ending.exit_code for ending in endings]
     assert [path.name for path in committed(directory)] == ["checkpoint_0000001"]
-    assert list(directory.glob("checkpoint_0000002.tmp-1"))
     assert [answer[0] for answer in gloo_ranks(2, restore_and_tell, directory)] == [1, 1]
     assert not list(directory.glob("checkpoint_0000002*"))  # the next life has cleaned up
 
@@ -390,7 +389,7 @@ def test_a_life_that_is_overtaken_during_its_save_does_not_commit(
     old = Rank(None, tmp_path, incarnation=1)
     original = commit.write_synced
 
-    def overtaken(path: Path, text: str) -> None:
+    def overtaken(path: Path, text: bytes) -> None:
         original(path, text)
         if path.name == "COMPLETE":
             commit.claim(tmp_path, Incarnation(2, "life 2"))

@@ -1,0 +1,145 @@
+"""Copies of committed checkpoints in an object store, made while training goes on, and fetched where there is no other.
+
+A store is slower than the file system: the copying has a thread and a group of its own, and skips checkpoints that come
+faster than it can follow. A copy that fails is told and costs nothing; the checkpoint is committed all the same.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from slurmtrain.checkpoint import commit, retention
+from slurmtrain.checkpoint.mirror import Mirror, copy_name, share
+from slurmtrain.checkpoint.ranks import Ranks
+from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.checkpoint.saving import Writer
+from slurmtrain.checkpoint.writing import Bound
+from slurmtrain.errors import CheckpointError, CheckpointMismatch
+
+SLOWEST_S = 6 * 3600.0  # ranks that are done wait for the slowest upload; a store's hours are not training's
+
+
+class Copying:
+    """The copies of one run, under one URL. Its methods are called by all ranks together.
+
+    Args:
+        url: a folder of this run's own: s3://bucket/run, gs://..., file://...
+        say: for one line, on rank 0.
+
+    Raises:
+        CheckpointError: on every rank; no such store.
+    """
+
+    def __init__(self, url: str, ranks: Ranks, bound: Bound, keep: Keep, say: Callable[[str], None]):
+        self._mirror = ranks.all_do(lambda: Mirror(url))
+        self._ranks, self._bound, self._keep, self._say = ranks.own_group(SLOWEST_S), bound, keep, say
+        self._thread = Writer()
+        self._leaving = threading.Event()
+        self._left: tuple[Path, list[str]] | None = None  # came too soon after the one before
+
+    def offer(self, ranks: Ranks, path: Path, names: list[str]) -> None:
+        """Copy a committed checkpoint in the background, unless the one before is still being copied.
+
+        Args:
+            ranks: of the calling threads.
+            names: of the files of this rank.
+        """
+        if not ranks.on_rank_0(lambda: self._thread.idle):  # rank 0 decides; the others are done within moments
+            self._left = path, names
+            return
+        self._left = None
+        held = ExitStack()
+        if ranks.rank == 0:
+            held.enter_context(retention.reading(path))  # so that it is not removed meanwhile
+        self._thread.run(lambda: self._copy(path, names, held))
+
+    def _copy(self, path: Path, names: list[str], held: ExitStack) -> None:
+        order = self._bound.incarnation.order
+
+        def finish(_: list[None]) -> None:
+            self._mirror.complete(path, order)
+            self._mirror.prune(self._keep, spare=[copy_name(path, order)])
+
+        try:
+            with held:
+                self._ranks.gather_on_rank_0(
+                    lambda: self._mirror.upload(path, names, order, check=self._check_leaving), finish
+                )
+        except CheckpointError as error:
+            if self._ranks.rank == 0 and not self._leaving.is_set():
+                self._say(f"{path.name} was not copied to {self._mirror.url}: {error.message}")
+
+    def _check_leaving(self) -> None:
+        if self._leaving.is_set():
+            raise CheckpointError("the run is being left")
+
+    def close(self, ranks: Ranks, grace_s: float | None) -> None:
+        """Let the copying end: with None, the last checkpoint's included; else what is not done in time is given up."""
+        if grace_s is None:
+            self._thread.wait_idle()
+            if self._left is not None:
+                self.offer(ranks, *self._left)
+        else:
+            self._leaving.set()
+        if self._thread.stop(grace_s):
+            self._ranks.end()
+
+    def fetch(self, ranks: Ranks) -> tuple[Path, str] | None:
+        """Commit the newest copy in the directory, which has no checkpoint. Returns its path and its name in the store.
+
+        Raises:
+            CheckpointError: the store does not answer: that is no fresh start.
+        """
+        directory, incarnation = self._bound.directory, self._bound.incarnation
+
+        def choose() -> tuple[str, tuple[bytes, str], Path] | None:
+            for name in reversed(self._mirror.committed()):
+                texts = self._mirror.manifest_bytes(name)
+                try:
+                    manifest = self._mirror.parse_manifest(name, *texts)
+                except CheckpointError as error:
+                    self._say(error.message)
+                    self._mirror.set_aside(name, error.message)
+                    continue
+                if self._bound.run_id and manifest.run_id != self._bound.run_id:
+                    raise CheckpointMismatch(
+                        f"{self._mirror.url}/{name} belongs to run {manifest.run_id or '(none)'}, "
+                        f"this is run {self._bound.run_id}",
+                        hint="give each run a mirror of its own",
+                    )
+                return name, texts, commit.begin(directory, manifest.step, incarnation, size=manifest.size)
+            return None
+
+        chosen = ranks.on_rank_0(choose)
+        if chosen is None:
+            return None
+        name, texts, temporary = chosen
+        manifest = self._mirror.parse_manifest(name, *texts)
+
+        def download() -> None:
+            commit.wait_until_visible(temporary)
+            self._mirror.download(name, temporary, share(manifest.sizes, self._ranks.rank, self._ranks.size))
+
+        try:
+            final: Path = self._ranks.gather_on_rank_0(
+                download, lambda _: commit.publish(temporary, texts[0], manifest.step, incarnation)
+            )
+        except CheckpointError:
+            if ranks.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        if ranks.rank == 0:
+            self._say(f"{final.name} was fetched from {self._mirror.url}/{name}")
+        return final, name
+
+    def set_aside(self, name: str, why: str) -> None:
+        """On rank 0: a copy that was fetched and is damaged."""
+        self._mirror.set_aside(name, why)
+
+    def damaged(self) -> list[str]:
+        """On rank 0: names of the copies that were set aside."""
+        return self._mirror.damaged()

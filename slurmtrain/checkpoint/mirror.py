@@ -1,0 +1,534 @@
+"""Copies of committed checkpoints in an object store: scratch is wiped, and clusters go away.
+
+Promise: what `committed` names was there completely when it was named so; no upload that dies at any moment can make one
+that is not; nothing that was committed is ever written again.
+
+How, and why each step. Object stores have no rename, and overwrite without asking:
+ 1. A copy lies under a prefix of its own, `<url>/checkpoint_0001000.7-1f0c9a3b/`: step, order of the incarnation, and the
+    beginning of the digest in COMPLETE. The digest, because a run that moved to another cluster counts its incarnations
+    from the beginning there: another checkpoint of the same step and order has another prefix.
+ 2. Every rank streams its own files there, block by block, and compares their sizes with what the store tells.
+ 3. When all have, rank 0 compares what is there with the manifest: names and sizes.
+ 4. manifest.json, then COMPLETE: one small object that is there or not. COMPLETE alone commits.
+ 5. Who removes a copy deletes COMPLETE first.
+
+Stores: whatever fsspec knows (s3://, gs://, file://, memory://). fsspec comes with torch; s3:// needs the package s3fs, and
+gs:// gcsfs. What a store says is believed at once: Amazon's and Google's are consistent in that way. Parts of a file whose
+upload was killed are seen by nobody, and paid for: a bucket wants a rule that removes incomplete multipart uploads.
+
+Sizes are compared here, digests by whoever restores. Nothing here decides when to copy, and knows no torch and no ranks:
+the ranks' meeting between steps 2 and 3 is the caller's.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fsspec.core import url_to_fs
+from fsspec.registry import known_implementations
+
+from slurmtrain.checkpoint import blocks, commit
+from slurmtrain.checkpoint.blocks import BLOCK_BYTES
+from slurmtrain.checkpoint.commit import COMPLETE, MANIFEST, Manifest
+from slurmtrain.checkpoint.retention import Keep, Kept, surplus
+from slurmtrain.errors import CheckpointError
+
+T = TypeVar("T")
+
+COPY_NAME = re.compile(r"checkpoint_(\d{7,})\.(\d+)-([0-9a-f]{8})")
+DAMAGED = "DAMAGED"
+DIGEST = re.compile(r"[0-9a-f]{64}")
+COMPLETE_BYTES = 65  # a digest and a newline: COMPLETE that a file system holds half of is none
+LEFTOVER_S = 86400.0  # no upload goes on for a day without a file that is new
+PARTS = 9000  # of one object; S3 takes 10,000
+
+TRIES = 4
+FIRST_PAUSE_S = 1.0
+# Trying again cannot help. All of them are OSErrors, as are TimeoutError and ConnectionError, which can be helped.
+FINAL = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+# Where the classes of errors come from that a store's package lets through as they are.
+STORE_PACKAGES = {
+    "aiobotocore",
+    "aiohttp",
+    "azure",
+    "botocore",
+    "fsspec",
+    "gcsfs",
+    "google",
+    "requests",
+    "s3fs",
+    "urllib3",
+}
+
+
+class MissingError(CheckpointError):
+    """The store has no such object."""
+
+
+class Mirror:
+    """The copies under one URL.
+
+    Every method raises CheckpointError, naming URL and file, for what the store still refuses at the fourth try.
+
+    Args:
+        url: of a folder: s3://bucket/run, gs://bucket/run, file:///path. Copies of two runs want two folders.
+        sleep: waits between tries, seconds.
+
+    Raises:
+        CheckpointError: no URL, no folder in it, an unknown protocol, or the protocol's package is not installed.
+    """
+
+    def __init__(self, url: str, *, sleep: Callable[[float], None] = time.sleep):
+        protocol, separator, _ = url.partition("://")
+        if not separator:
+            raise CheckpointError(
+                f"{url!r} is no URL to copy checkpoints to", hint="write s3://bucket/folder, gs://... or file:///folder"
+            )
+        try:
+            self._fs, root = url_to_fs(url)
+        except ImportError as error:
+            package = known_implementations.get(protocol, {}).get("class", protocol).partition(".")[0]
+            raise CheckpointError(
+                f"checkpoints cannot be copied to {protocol}:// without a package that is not installed: {error}",
+                hint=f"pip install '{package}'",
+            ) from None
+        except Exception as error:
+            if not isinstance(error, ValueError | OSError) and not _is_of_a_store(error):
+                raise
+            raise CheckpointError(
+                f"checkpoints cannot be copied to {protocol}://: {_sentence(error)}",
+                hint="write s3://bucket/folder, gs://bucket/folder or file:///folder",
+            ) from None
+        self._root = root.rstrip("/")
+        if not self._root:
+            raise CheckpointError(
+                f"{protocol}:// names no folder to copy checkpoints to", hint="a folder of its own for every run"
+            )
+        self.url: str = self._fs.unstrip_protocol(self._root)  # without a password that the one given may have held
+        self._sleep = sleep
+        self._metrics: dict[str, Mapping[str, float]] = {}  # of copies, which never change
+
+    # Writing.
+
+    def upload(self, path: Path, names: Sequence[str], order: int, *, check: Callable[[], None] = lambda: None) -> None:
+        """Copy these files of the committed checkpoint `path`. Called by every rank for its own ones.
+
+        A copy that is complete already is left as it is.
+
+        Args:
+            order: of the incarnation that copies.
+            check: called before every block; what it raises ends the upload.
+
+        Raises:
+            CheckpointError: a file cannot be read here, or not be written there.
+        """
+        name = copy_name(path, order)
+        if self._is_complete(name):
+            return
+        for file in names:
+            self._upload(path / file, self._at(name, file), check)
+
+    def complete(self, path: Path, order: int) -> None:
+        """Commit the copy of `path`. Called by rank 0, when every rank's `upload` has returned.
+
+        Raises:
+            CheckpointError: a file of the manifest is not there, or not with its size.
+        """
+        text, expected = commit.read_manifest_bytes(path)
+        manifest = commit.parse_manifest(path, text, expected)
+        name = copy_name(path, order)
+        if self._is_complete(name):
+            return
+        there = self._sizes(name)
+        wrong = [
+            f"{file} has {there[file]} bytes instead of {size}" if file in there else f"{file} is missing"
+            for file, size in sorted(manifest.sizes.items())
+            if there.get(file) != size
+        ]
+        if wrong:
+            more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+            raise CheckpointError(f"{self.url}/{name} is not what was copied: {wrong[0]}{more}")
+        self._put(f"{name}/{MANIFEST}", text)
+        self._put(f"{name}/{COMPLETE}", f"{expected}\n".encode())
+
+    # Reading.
+
+    def committed(self) -> list[str]:
+        """Names of the complete copies, oldest first: by step, then by incarnation. None where there is no such folder."""
+        return [name for name in self._names() if self._is_complete(name)]
+
+    def manifest_bytes(self, name: str) -> tuple[bytes, str]:
+        """manifest.json of a copy and the digest in its COMPLETE, as they are.
+
+        Raises:
+            CheckpointError: they cannot be read; MissingError: it is no complete copy (any more).
+        """
+        _check_name(name)
+        expected = self._get(f"{name}/{COMPLETE}", COMPLETE_BYTES).decode(errors="replace").strip()
+        return self._get(f"{name}/{MANIFEST}", commit.MANIFEST_BYTES), expected
+
+    def manifest(self, name: str) -> Manifest:
+        """Read and check manifest.json of a copy against COMPLETE, and both against its name.
+
+        Raises:
+            CheckpointError: missing, damaged, of another format, or of another checkpoint.
+        """
+        return self.parse_manifest(name, *self.manifest_bytes(name))
+
+    def parse_manifest(self, name: str, text: bytes, expected: str) -> Manifest:
+        """Check what `manifest_bytes` has read, on whichever rank.
+
+        Raises:
+            CheckpointError: damaged, of another format, or of another checkpoint.
+        """
+        step, _, digest = _parts(name)
+        try:
+            manifest = commit.parse_manifest(Path(name), text, expected)
+        except CheckpointError as error:
+            raise CheckpointError(f"in {self.url}: {error.message}", hint=error.hint) from None
+        if manifest.step != step or not expected.startswith(digest):
+            raise CheckpointError(
+                f"{self.url}/{name}: manifest.json is of step {manifest.step} with digest {expected[:8]}, "
+                "so it belongs to another checkpoint"
+            )
+        for file in manifest.files:
+            _check_file(file)
+        return manifest
+
+    def download(self, name: str, directory: Path, sizes: Mapping[str, int]) -> None:
+        """Fetch files of a copy into `directory`, where none of them is yet, and wait until they are on the disk.
+
+        Args:
+            sizes: bytes of each of them, from the manifest; see `share`.
+
+        Raises:
+            CheckpointError: a file is missing or has another size; it cannot be written here.
+        """
+        if not sizes:
+            return
+        with blocks.threads() as pool:
+            for file, size in sizes.items():
+                self._download(self._at(name, file), directory / file, size, pool)
+        with _Local(directory):
+            commit.fsync_directory(directory)
+
+    # Removing.
+
+    def set_aside(self, name: str, why: str) -> None:
+        """Take a damaged copy out of the readers' sight, so that it is not counted among those that stay, but keep it:
+        it may have been damaged on the way.
+        """
+        _check_name(name)
+        self._put(f"{name}/{DAMAGED}", why.encode())
+        self._remove(f"{name}/{COMPLETE}", recursive=False)
+
+    def damaged(self) -> list[str]:
+        """Names of the copies that were set aside and are still there."""
+        return [name for name in self._names() if DAMAGED in self._sizes(name) and not self._is_complete(name)]
+
+    def prune(self, keep: Keep, *, spare: Collection[str] = ()) -> list[str]:
+        """Remove the copies that `keep` does not want, and what uploads have left that ended more than a day ago.
+
+        What was set aside stays, and so do leftovers whose times the store does not tell.
+
+        Args:
+            spare: names of copies that stay in any case: the last one, which is not the newest after a step back.
+
+        Returns:
+            Names of what was removed.
+        """
+        present = self._names()
+        complete = [name for name in present if self._is_complete(name)]
+        kept = [Kept(_parts(name)[0], self._metrics_of(name) if keep.best else {}) for name in complete]
+        steps = set(surplus(kept, keep, in_use={_parts(name)[0] for name in spare}))
+        gone = [name for name in complete if _parts(name)[0] in steps]
+        now = time.time()
+        gone += [name for name in present if name not in complete and self._is_leftover(name, now)]
+        for name in gone:
+            # Nobody sees it any more when its other files go, however far that gets.
+            self._remove(f"{name}/{COMPLETE}", recursive=False)
+            self._remove(name, recursive=True)
+        return gone
+
+    def _metrics_of(self, name: str) -> Mapping[str, float]:
+        """A damaged copy has none. One that just cannot be read is an error: it may be the best, and is not to go."""
+        if name not in self._metrics:
+            try:
+                texts = self.manifest_bytes(name)
+            except MissingError:
+                return {}
+            try:
+                self._metrics[name] = self.parse_manifest(name, *texts).metrics
+            except CheckpointError:
+                return {}
+        return self._metrics[name]
+
+    def _is_leftover(self, name: str, now: float) -> bool:
+        """Nothing in it has changed for a day. False when the store does not tell."""
+        try:
+            files = self._try(name, lambda: self._fs.find(f"{self._root}/{name}"))
+            if f"{self._root}/{name}/{DAMAGED}" in files:
+                return False
+            # A file system may hold a directory without a file.
+            return all(self._age(file, now) > LEFTOVER_S for file in files or [f"{self._root}/{name}"])
+        except (MissingError, NotImplementedError, KeyError):  # s3fs and gcsfs: of what is no object
+            return False
+
+    def _age(self, at: str, now: float) -> float:
+        changed = self._try(at.removeprefix(f"{self._root}/"), lambda: self._fs.modified(at))
+        if not isinstance(changed, datetime):
+            raise NotImplementedError
+        return now - (changed if changed.tzinfo is not None else changed.replace(tzinfo=UTC)).timestamp()
+
+    def _remove(self, what: str, *, recursive: bool) -> None:
+        with suppress(MissingError):  # by somebody else, or by a try before this one
+            self._try(what, lambda: self._fs.rm(f"{self._root}/{what}", recursive=recursive))
+
+    # Objects.
+
+    def _at(self, name: str, file: str) -> str:
+        _check_name(name)
+        _check_file(file)
+        return f"{name}/{file}"
+
+    def _upload(self, source: Path, what: str, check: Callable[[], None]) -> None:
+        with _Local(source):
+            size = source.stat().st_size
+        part = BLOCK_BYTES * -(-max(1, size) // (BLOCK_BYTES * PARTS))
+
+        def send() -> None:
+            if getattr(
+                self._fs, "local_file", False
+            ):  # an object store has no directories, and s3fs would make a bucket
+                self._fs.makedirs(f"{self._root}/{what}".rpartition("/")[0], exist_ok=True)
+            sent = 0
+            target = self._fs.open(f"{self._root}/{what}", "wb", block_size=part)
+            try:
+                for block in _blocks_of(source):
+                    check()
+                    target.write(block)
+                    sent += len(block)
+                target.close()
+            except BaseException:
+                _give_up(target)
+                raise
+            self._check_size(what, sent)
+
+        self._try(what, send)
+
+    def _put(self, what: str, data: bytes) -> None:
+        def put() -> None:
+            self._fs.pipe_file(f"{self._root}/{what}", data)
+            self._check_size(what, len(data))
+
+        self._try(what, put)
+
+    def _check_size(self, what: str, expected: int) -> None:
+        """Raises OSError: it is tried again."""
+        found = self._info(what)["size"]
+        if found != expected:
+            raise OSError(errno.EIO, f"the store has {found} bytes instead of {expected}")
+
+    def _get(self, what: str, most: int) -> bytes:
+        """A small object, whole."""
+
+        def get() -> bytes:
+            size = self._info(what)["size"]
+            if size > most:
+                raise CheckpointError(f"{self.url}/{what} has {size} bytes, expected are {most} at most")
+            data: bytes = self._fs.cat_file(f"{self._root}/{what}")
+            return data
+
+        return self._try(what, get)
+
+    def _download(self, what: str, target: Path, size: int, pool: ThreadPoolExecutor) -> None:
+        found = self._try(what, lambda: self._info(what)["size"])
+        if found != size:
+            raise CheckpointError(f"{self.url}/{what} has {found} bytes instead of {size}")
+        with _Local(target):
+            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+
+        def fetch(number: int) -> None:
+            begin, end = number * BLOCK_BYTES, min(size, (number + 1) * BLOCK_BYTES)
+
+            def get() -> bytes:
+                block: bytes = self._fs.cat_file(f"{self._root}/{what}", start=begin, end=end)
+                if len(block) != end - begin:  # a connection that was cut
+                    raise OSError(errno.EIO, f"{len(block)} bytes came instead of {end - begin}")
+                return block
+
+            block = self._try(what, get)
+            with _Local(target):
+                blocks.write_all(descriptor, memoryview(block), begin)
+
+        try:
+            # Several at a time: one connection does not fill a network. Of an empty object no range can be asked for.
+            futures = [pool.submit(fetch, number) for number in range(blocks.block_count(size) if size else 0)]
+            try:
+                for future in futures:
+                    future.result()
+            finally:
+                # No thread may still write when the descriptor is closed: its number could be another file's by then.
+                for future in futures:
+                    future.cancel()
+                wait(futures)
+            with _Local(target):
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _is_complete(self, name: str) -> bool:
+        """`exists` of fsspec says False, too, when the store does not answer."""
+        try:
+            found = self._try(f"{name}/{COMPLETE}", lambda: self._info(f"{name}/{COMPLETE}"))
+        except MissingError:
+            return False
+        return bool(found["type"] == "file" and found["size"] == COMPLETE_BYTES)
+
+    def _names(self) -> list[str]:
+        """Of all copies, complete or not."""
+        names = {_base(entry) for entry in self._list("")}
+        return sorted((name for name in names if COPY_NAME.fullmatch(name)), key=lambda name: (_parts(name)[:2], name))
+
+    def _sizes(self, name: str) -> dict[str, int]:
+        return {_base(entry): entry["size"] for entry in self._list(name) if entry["type"] == "file"}
+
+    def _list(self, what: str) -> list[dict[str, Any]]:
+        def look() -> list[dict[str, Any]]:
+            self._fs.invalidate_cache()
+            found: list[dict[str, Any]] = self._fs.ls(f"{self._root}/{what}".rstrip("/"), detail=True)
+            return found
+
+        try:
+            return self._try(what, look)
+        except MissingError:
+            return []
+
+    def _info(self, what: str) -> dict[str, Any]:
+        self._fs.invalidate_cache()  # fsspec may answer from a listing of before
+        found: dict[str, Any] = self._fs.info(f"{self._root}/{what}")
+        return found
+
+    def _try(self, what: str, work: Callable[[], T]) -> T:
+        """Run `work`, which asks the store, at most 4 times.
+
+        A store that answers "503 Slow Down" is no fault: it does so when many ranks begin at the same moment, until it has
+        spread the load (S3 asks for such a pause in its manual). So they come again after different times, each longer than
+        the one before.
+
+        Raises:
+            CheckpointError: of URL and file. MissingError: there is no such object.
+        """
+        for attempt in range(1, TRIES + 1):
+            try:
+                return work()
+            except FINAL as error:
+                kind = MissingError if isinstance(error, FileNotFoundError) else CheckpointError
+                raise kind(
+                    f"{self._where(what)}: {_sentence(error)}",
+                    hint="check that the folder is there, and what the credentials allow",
+                ) from None
+            except Exception as error:
+                if not isinstance(error, OSError) and not _is_of_a_store(error):
+                    raise
+                if attempt == TRIES:
+                    raise CheckpointError(
+                        f"{self._where(what)}: the store has failed {TRIES} times: {_sentence(error)}"
+                    ) from None
+            self._sleep(FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+        raise AssertionError
+
+    def _where(self, what: str) -> str:
+        return f"{self.url}/{what}".rstrip("/")
+
+
+def copy_name(path: Path, order: int) -> str:
+    """Name of the copy of the committed checkpoint `path` that this incarnation makes.
+
+    Raises:
+        CheckpointError: it is not committed.
+    """
+    with _Local(path / COMPLETE):
+        digest = (path / COMPLETE).read_text(errors="replace").strip()
+    if not DIGEST.fullmatch(digest):
+        raise CheckpointError(f"{path / COMPLETE} does not hold a digest")
+    return f"{commit.checkpoint_name(commit.step_of(path))}.{order}-{digest[:8]}"
+
+
+def share(sizes: Mapping[str, int], rank: int, world_size: int) -> dict[str, int]:
+    """Which files `rank` downloads, when all ranks do so together: they all write to a file system that they share."""
+    return {file: sizes[file] for file in sorted(sizes)[rank::world_size]}
+
+
+def _parts(name: str) -> tuple[int, int, str]:
+    """Step, order of the incarnation, and beginning of the digest."""
+    match = _check_name(name)
+    return int(match[1]), int(match[2]), match[3]
+
+
+def _check_name(name: str) -> re.Match[str]:
+    match = COPY_NAME.fullmatch(name)
+    if match is None:
+        raise CheckpointError(f"{name[:100]!r} is not the name of a copy of a checkpoint")
+    return match
+
+
+def _check_file(file: str) -> None:
+    """A rank that uploads COMPLETE would commit; one that downloads it would, too."""
+    if not commit.FILE_NAME.fullmatch(file) or file in (MANIFEST, COMPLETE, DAMAGED):
+        raise CheckpointError(f"{file[:100]!r} is not the name of a file of a checkpoint")
+
+
+def _base(entry: Mapping[str, Any]) -> str:
+    name: str = entry["name"]
+    return name.rstrip("/").rpartition("/")[2]
+
+
+def _blocks_of(path: Path) -> Iterator[bytes]:
+    with _Local(path), open(path, "rb", buffering=0) as file:
+        while block := file.read(BLOCK_BYTES):
+            yield block
+
+
+class _Local:
+    """Errors of our own disk, so that they are not taken for the store's and tried again."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{self._path}: {_sentence(error)}") from None
+
+
+def _give_up(target: Any) -> None:
+    """End an upload that is not whole. Closing alone would finish it: half a file, under the name of a whole one.
+
+    What S3 has got of it by then is seen by nobody, and paid for, until it is told to forget it.
+    """
+    with suppress(Exception):
+        target.discard()
+    with suppress(Exception):
+        target.close()
+
+
+def _is_of_a_store(error: Exception) -> bool:
+    return type(error).__module__.partition(".")[0] in STORE_PACKAGES
+
+
+def _sentence(error: BaseException) -> str:
+    text = str(getattr(error, "strerror", None) or error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]

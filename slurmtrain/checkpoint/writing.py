@@ -1,0 +1,233 @@
+"""One save, as the writing threads of all ranks carry it out together: from the copies in memory to the commit.
+
+Every step can fail on any rank, and is then a failure of all: nothing is committed, and what was written is removed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slurmtrain.checkpoint import blocks, commit, state
+from slurmtrain.checkpoint.blocks import FileRecord
+from slurmtrain.checkpoint.commit import Incarnation, Manifest
+from slurmtrain.checkpoint.layout import Index, check_coverage
+from slurmtrain.checkpoint.plan import Plan, file_name
+from slurmtrain.checkpoint.ranks import Ranks
+from slurmtrain.checkpoint.staging import Image
+from slurmtrain.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What every checkpoint of this life is bound to.
+
+    Attributes:
+        config: JSON values.
+    """
+
+    directory: Path
+    incarnation: Incarnation
+    run_id: str
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank hands in: its file, and where in it what lies.
+
+    Attributes:
+        plain: what is no tensor, by the first of the ranks that hold the same tensors.
+    """
+
+    step: int
+    name: str
+    record: FileRecord
+    digests: bytes
+    table: bytes
+    plain: Mapping[str, Any] | None
+
+
+class _NoTimeError(Exception):
+    """Reading back was cut short."""
+
+
+class Write:
+    """The work of one save.
+
+    Args:
+        ranks: on the writing threads' own group.
+        image: this rank's file in memory, or why there is none.
+        plain: what is no tensor.
+        optimizers: names of those in `plain` that are optimisers.
+        discard: set when the save is to be given up.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        bound: Bound,
+        step: int,
+        plan: Plan,
+        image: Image | CheckpointError,
+        plain: Mapping[str, Any],
+        optimizers: Collection[str],
+        metrics: Mapping[str, float],
+        discard: threading.Event,
+    ):
+        self._ranks, self._bound, self._step, self._plan, self._image = ranks, bound, step, plan, image
+        self._plain, self._optimizers, self._metrics, self._discard = plain, optimizers, metrics, discard
+        self._written: list[tuple[str, FileRecord]] = []  # by this rank
+
+    @property
+    def waited_s(self) -> float:
+        """How long optimisers have waited for the copy of this rank's state, seconds."""
+        return self._image.waited_s if isinstance(self._image, Image) else 0.0
+
+    @property
+    def names(self) -> list[str]:
+        """Of the files that this rank has written."""
+        return [name for name, _ in self._written]
+
+    @property
+    def expected_bytes(self) -> int:
+        """Of the tensors of all ranks."""
+        return self._plan.total_bytes
+
+    def write(self, size: int) -> tuple[Path, int]:
+        """Write, digest, check and commit.
+
+        Args:
+            size: bytes that the checkpoint will have, as far as known.
+
+        Returns:
+            Where it is, and its bytes.
+
+        Raises:
+            CheckpointError: on every rank; the older checkpoints are as they were.
+        """
+        self._finish_copy()  # first of all: the optimiser waits for it
+        directory, incarnation = self._bound.directory, self._bound.incarnation
+        temporary = self._ranks.on_rank_0(lambda: commit.begin(directory, self._step, incarnation, size=size))
+        try:
+            committed: tuple[Path, int] = self._ranks.gather_on_rank_0(
+                lambda: self._hand_in(temporary), lambda parts: self._commit(temporary, parts)
+            )
+        except CheckpointError:
+            if self._ranks.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)  # a full disk must not become fuller with every try
+            raise
+        return committed
+
+    def read_back(self, path: Path, *, contents: bool, in_a_hurry: Callable[[], bool]) -> list[str] | None:
+        """Compare what lies on the disk with what was written; a checkpoint that is damaged is set aside.
+
+        Args:
+            contents: digests, not only sizes.
+            in_a_hurry: true when this rank has no time for it any more.
+
+        Returns:
+            What is wrong, on every rank; None: not all had the time to look.
+        """
+
+        def check() -> None:
+            if in_a_hurry():
+                raise _NoTimeError
+
+        def compare() -> list[str] | None:
+            try:
+                check()
+                with blocks.threads(background=True) as pool:
+                    return blocks.find_damage(path, self._written, pool, contents=contents, from_disk=True, check=check)
+            except _NoTimeError:
+                return None
+
+        def judge(answers: list[list[str] | None]) -> list[str] | None:
+            damage = [sentence for found in answers for sentence in found or ()]
+            if damage:
+                commit.check_fence(self._bound.directory, self._bound.incarnation)
+                commit.set_aside(path)
+            return damage if damage or None not in answers else None
+
+        found: list[str] | None = self._ranks.gather_on_rank_0(compare, judge)
+        return found
+
+    def _finish_copy(self) -> None:
+        """What fails is handed in later, with all ranks: one that stayed away would hold up the others."""
+        if isinstance(self._image, Image):
+            try:
+                self._image.finish()
+            except CheckpointError as error:
+                self._image = error
+            except Exception as error:
+                self._image = CheckpointError(f"the state could not be copied: {type(error).__name__}: {error}")
+
+    def _hand_in(self, temporary: Path) -> Part:
+        """Write this rank's file."""
+        if isinstance(self._image, CheckpointError):
+            raise self._image
+        if self._ranks.rank != 0:
+            commit.wait_until_visible(temporary)
+        name = file_name(self._ranks.rank)
+        try:
+            with blocks.threads(background=True) as pool:
+                record, digests = blocks.write(temporary / name, self._image.data, pool, check=self._check_discarded)
+        except FileNotFoundError:
+            commit.check_fence(
+                self._bound.directory, self._bound.incarnation
+            )  # which removes what older ones were writing
+            raise
+        self._written = [(name, record)]
+        commit.fsync_directory(temporary)
+        table = self._plan.table(self._image.own_bytes).pack()
+        return Part(
+            self._step, name, record, digests, table, self._plain if self._ranks.rank in self._plan.spokesmen else None
+        )
+
+    def _commit(self, temporary: Path, parts: list[Part]) -> tuple[Path, int]:
+        """On rank 0, with what all have handed in."""
+        for part in parts:
+            if part.step != self._step:
+                raise CheckpointError(
+                    f"{part.name} is of step {part.step}, but rank 0 saves step {self._step}",
+                    hint="save after the same step on every rank: let one decide when, and tell the others",
+                )
+        catalogues = self._plan.catalogues
+        index = Index(
+            catalogues, {part.name: part.table for part in parts}, {part.name: part.digests for part in parts}
+        )
+        try:
+            facts = check_coverage(catalogues, index.tables.values())
+        except CheckpointError as error:
+            raise CheckpointError(f"{temporary.name}: {error.message}", hint=error.hint) from None
+        with blocks.threads(background=True) as pool:
+            index_record, _ = blocks.write(temporary / commit.INDEX, memoryview(b"".join(index.chunks())), pool)
+        self._written.append((commit.INDEX, index_record))
+        manifest = Manifest(
+            format=commit.FORMAT,
+            run_id=self._bound.run_id,
+            step=self._step,
+            incarnation=self._bound.incarnation.order,
+            incarnation_label=self._bound.incarnation.label,
+            world_size=self._ranks.size,
+            torch_version=torch.__version__,
+            files={**{part.name: part.record for part in parts}, commit.INDEX: index_record},
+            tensors={name: {"shape": list(fact.shape), "dtype": fact.dtype} for name, fact in facts.items()},
+            state=state.merge_plain([part.plain for part in parts if part.plain is not None], self._optimizers),
+            config=self._bound.config,
+            metrics=self._metrics,
+            created=time.time(),
+        )
+        self._check_discarded()
+        return commit.commit(temporary, manifest, self._bound.incarnation), manifest.size
+
+    def _check_discarded(self) -> None:
+        if self._discard.is_set():
+            raise CheckpointError("the save was given up for a newer one, or to leave in time")

@@ -1,0 +1,777 @@
+"""Copies in an object store: whatever fails there or here, what is seen is whole, and nothing committed is written again."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from slurmtrain.checkpoint import blocks, commit, mirror
+from slurmtrain.checkpoint.commit import Incarnation, Manifest
+from slurmtrain.checkpoint.mirror import Mirror, MissingError, copy_name, share
+from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.errors import CheckpointError
+
+DAY = 86400.0
+WORLD = 4
+FILES = {f"rank{rank:05d}.safetensors": os.urandom(1000 + rank) for rank in range(WORLD)} | {"index.bin": b"index"}
+
+
+class FaultyFileSystem(MemoryFileSystem):
+    """A store that fails when it is told to, and notes what it was asked for."""
+
+    protocol = "faulty"
+    store: dict[str, Any] = {}  # noqa: RUF012 (of all instances, like MemoryFileSystem's)
+    pseudo_dirs: list[str] = [""]  # noqa: RUF012
+    calls: list[tuple[str, str]] = []  # noqa: RUF012
+    fault: Callable[[str, str], None] = staticmethod(lambda call, path: None)
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        if isinstance(path, list):
+            return [cls._strip_protocol(one) for one in path]
+        return MemoryFileSystem._strip_protocol(path.removeprefix("faulty://"))
+
+    def _asked(self, call: str, path: str) -> None:
+        type(self).calls.append((call, path.rpartition("/")[2]))
+        type(self).fault(call, path)
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        self._asked("write" if "w" in mode else "read", path)
+        return super()._open(path, mode, **options)
+
+    def info(self, path: str, **options: Any) -> Any:
+        self._asked("info", path)
+        return super().info(path, **options)
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        self._asked("ls", path)
+        return super().ls(path, detail, **options)
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        self._asked("read", path)
+        return super().cat_file(path, start, end, **options)
+
+    def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
+        self._asked("rm", path)
+        super().rm(path, recursive, maxdepth)
+
+
+class Failing:
+    """From the k-th call of this kind on, so many fail."""
+
+    def __init__(self, call: str, first: int = 1, count: int = 10**9, error: type[BaseException] = OSError):
+        self.call, self.seen, self.failing, self.error = call, 0, range(first, first + count), error
+        self.lock = threading.Lock()
+
+    def __call__(self, call: str, path: str) -> None:
+        if call == self.call:
+            with self.lock:
+                self.seen += 1
+                if self.seen in self.failing:
+                    raise self.error("503 Slow Down")
+
+
+@pytest.fixture
+def faulty() -> Iterator[type[FaultyFileSystem]]:
+    fsspec.register_implementation("faulty", FaultyFileSystem, clobber=True)
+    FaultyFileSystem.store, FaultyFileSystem.calls = {}, []
+    FaultyFileSystem.fault = staticmethod(lambda call, path: None)
+    yield FaultyFileSystem
+    FaultyFileSystem.fault = staticmethod(lambda call, path: None)
+
+
+def store_at(url: str) -> Mirror:
+    return Mirror(url, sleep=lambda seconds: None)
+
+
+@pytest.fixture(params=["file", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Mirror:
+    where = f"file://{tmp_path}/store/run" if request.param == "file" else f"memory://{uuid.uuid4().hex}/run"
+    return store_at(where)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+def checkpoint(
+    directory: Path,
+    step: int,
+    incarnation: Incarnation = Incarnation(1, "first"),  # noqa: B008 (it is frozen)
+    *,
+    files: dict[str, bytes] = FILES,
+    metrics: dict[str, float] | None = None,
+) -> Path:
+    commit.claim(directory, incarnation)
+    temporary = commit.begin(directory, step, incarnation)
+    with blocks.threads() as pool:
+        records = {name: blocks.write(temporary / name, memoryview(data), pool)[0] for name, data in files.items()}
+    manifest = Manifest(
+        format=commit.FORMAT,
+        run_id="run",
+        step=step,
+        incarnation=incarnation.order,
+        incarnation_label=incarnation.label,
+        world_size=WORLD,
+        torch_version="2",
+        files=records,
+        tensors={},
+        state={},
+        metrics=metrics or {},
+    )
+    return commit.commit(temporary, manifest, incarnation)
+
+
+def copy(store: Mirror, path: Path, order: int = 1) -> str:
+    store.upload(path, sorted(commit.read_manifest(path).files), order)
+    store.complete(path, order)
+    return copy_name(path, order)
+
+
+def objects(store: Mirror, name: str = "") -> list[str]:
+    root = f"{store._root}/{name}".rstrip("/")
+    return sorted(path.removeprefix(f"{root}/") for path in store._fs.find(root))
+
+
+def contents(store: Mirror, what: str) -> bytes:
+    data: bytes = store._fs.cat_file(f"{store._root}/{what}")
+    return data
+
+
+def put(store: Mirror, what: str, data: bytes) -> None:
+    if isinstance(store._fs, MemoryFileSystem):
+        store._fs.pipe_file(f"{store._root}/{what}", data)
+    else:
+        path = Path(f"{store._root}/{what}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def make_old(store: Mirror, name: str, seconds: float) -> None:
+    then = datetime.now(tz=UTC) - timedelta(seconds=seconds)
+    for path in store._fs.find(f"{store._root}/{name}"):
+        if isinstance(store._fs, MemoryFileSystem):
+            store._fs.store[path].modified = then
+        else:
+            os.utime(path, (then.timestamp(), then.timestamp()))
+
+
+# ------------------------------------------------------------------------------------------------------ there and back
+
+
+def test_what_comes_back_is_what_was_committed(store: Mirror, directory: Path, tmp_path: Path) -> None:
+    path = checkpoint(directory, 1000)
+    name = copy(store, path)
+    assert store.committed() == [name]
+    assert name.startswith("checkpoint_0001000.1-")
+
+    text, expected = store.manifest_bytes(name)
+    assert (text, expected) == commit.read_manifest_bytes(path)
+    manifest = store.manifest(name)
+    assert manifest == commit.read_manifest(path)
+
+    back = tmp_path / "back"
+    back.mkdir()
+    store.download(name, back, manifest.sizes)
+    assert {file.name: file.read_bytes() for file in back.iterdir()} == FILES
+    assert commit.find_damage(back, manifest, verify=True) == []
+
+
+def test_files_of_many_blocks_and_of_none_come_back(
+    store: Mirror, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (mirror, blocks):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 100)
+    files = {"long": os.urandom(1001), "even": os.urandom(300), "none": b"", "index.bin": b"i"}
+    path = checkpoint(directory, 1, files=files)
+    name = copy(store, path)
+    (tmp_path / "back").mkdir()
+    store.download(name, tmp_path / "back", store.manifest(name).sizes)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "back").iterdir()} == files
+
+
+def test_ranks_upload_their_own_files_and_download_a_share_each(store: Mirror, directory: Path, tmp_path: Path) -> None:
+    path = checkpoint(directory, 5)
+    with ThreadPoolExecutor(WORLD) as ranks:
+        list(ranks.map(lambda rank: store.upload(path, [f"rank{rank:05d}.safetensors"], 1), range(WORLD)))
+        store.upload(path, ["index.bin"], 1)
+        assert store.committed() == []
+        store.complete(path, 1)
+        (name,) = store.committed()
+        sizes = store.manifest(name).sizes
+        (tmp_path / "back").mkdir()
+        list(
+            ranks.map(
+                lambda rank: store.download(name, tmp_path / "back", share(sizes, rank, WORLD)),
+                range(WORLD),
+            )
+        )
+    assert {file.name: file.read_bytes() for file in (tmp_path / "back").iterdir()} == FILES
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+def test_every_file_is_one_ranks_share(world_size: int) -> None:
+    sizes = {name: len(data) for name, data in FILES.items()}
+    shares = [share(sizes, rank, world_size) for rank in range(world_size)]
+    assert sorted(file for one in shares for file in one) == sorted(sizes)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_the_newest_is_last_by_number_and_not_by_letter(store: Mirror, directory: Path) -> None:
+    made = [copy(store, checkpoint(directory, step), order) for step, order in ((200, 9), (200, 10), (99999999, 1))]
+    first = copy(store, checkpoint(directory, 100), 11)
+    assert store.committed() == [first, *made]
+
+
+def test_where_nothing_was_copied_there_is_nothing(store: Mirror) -> None:
+    assert store.committed() == []
+    assert store.prune(Keep()) == []
+
+
+# ------------------------------------------------------------------------------------------ only what is whole is seen
+
+
+def test_complete_comes_last(faulty: type[FaultyFileSystem], directory: Path) -> None:
+    store = store_at("faulty://bucket/run")
+    copy(store, checkpoint(directory, 1))
+    written = [file for call, file in faulty.calls if call == "write"]
+    assert written == [*sorted(FILES), "manifest.json", "COMPLETE"]
+
+
+@pytest.mark.parametrize("written", range(len(FILES) + 2))
+def test_killed_after_any_object_it_is_not_there(faulty: type[FaultyFileSystem], directory: Path, written: int) -> None:
+    class Killed(BaseException):
+        pass
+
+    path = checkpoint(directory, 1)
+    store = store_at("faulty://bucket/run")
+    faulty.fault = Failing("write", first=written + 1, error=Killed)
+    with pytest.raises(Killed):
+        copy(store, path)
+    faulty.fault = staticmethod(lambda call, path: None)
+    assert len(objects(store)) == written
+    assert store.committed() == []
+    assert store.committed() == [] == store.prune(Keep())
+
+    name = copy(store, path)  # once more from the beginning
+    assert store.committed() == [name]
+
+
+def test_a_rank_killed_in_the_middle_of_a_file_leaves_no_copy(tmp_path: Path, directory: Path) -> None:
+    path = checkpoint(directory, 1)
+    script = """
+import os, signal, sys
+from pathlib import Path
+from slurmtrain.checkpoint import mirror
+mirror.BLOCK_BYTES = 100
+seen = 0
+def check():
+    global seen
+    seen += 1
+    if seen == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+mirror.Mirror(sys.argv[1]).upload(Path(sys.argv[2]), ["rank00000.safetensors"], 1, check=check)
+"""
+    url = f"file://{tmp_path}/store"
+    ended = subprocess.run([sys.executable, "-c", script, url, str(path)], timeout=60, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    store = store_at(url)
+    assert store.committed() == []
+    with pytest.raises(CheckpointError, match=r"index\.bin is missing"):
+        store.complete(path, 1)
+    assert store.committed() == []
+
+
+def test_an_upload_that_is_told_to_end_ends(store: Mirror, directory: Path) -> None:
+    path = checkpoint(directory, 1)
+
+    def leave() -> None:
+        raise CheckpointError("the save was given up")
+
+    with pytest.raises(CheckpointError, match="given up"):
+        store.upload(path, sorted(FILES), 1, check=leave)
+    assert store.committed() == []
+
+
+@pytest.mark.parametrize("lost", ["missing", "short"])
+def test_it_is_not_committed_while_a_file_of_any_rank_is_missing_or_short(
+    store: Mirror, directory: Path, lost: str
+) -> None:
+    path = checkpoint(directory, 1)
+    store.upload(path, [name for name in FILES if name != "rank00002.safetensors"], 1)
+    if lost == "short":
+        put(store, f"{copy_name(path, 1)}/rank00002.safetensors", b"half of it")
+    with pytest.raises(CheckpointError, match=r"rank00002.safetensors (is missing|has 10 bytes instead of 1002)"):
+        store.complete(path, 1)
+    assert store.committed() == []
+    assert f"{copy_name(path, 1)}/manifest.json" not in objects(store)
+
+
+@pytest.mark.parametrize("content", [b"", b"0" * 30, b"0" * 200])
+def test_a_marker_that_is_not_whole_is_none(store: Mirror, directory: Path, content: bytes) -> None:
+    path = checkpoint(directory, 1)
+    name = copy(store, path)
+    put(store, f"{name}/COMPLETE", content)
+    assert store.committed() == []
+
+
+def test_what_was_committed_is_never_written_again(faulty: type[FaultyFileSystem], directory: Path) -> None:
+    path = checkpoint(directory, 1)
+    store = store_at("faulty://bucket/run")
+    name = copy(store, path)
+    faulty.calls.clear()
+    assert copy(store, path) == name
+    assert [call for call in faulty.calls if call[0] == "write"] == []
+
+
+def test_two_incarnations_copy_the_same_step_side_by_side(store: Mirror, directory: Path) -> None:
+    first, second = Incarnation(1, "job 7, restart 0"), Incarnation(2, "job 7, restart 1")
+    old = checkpoint(directory, 10, first)
+    new = checkpoint(directory, 10, second)
+    assert new.name == "checkpoint_0000010.2"
+    # One after the other has begun, the older one ends last.
+    store.upload(old, sorted(FILES)[:2], first.order)
+    newer = copy(store, new, second.order)
+    store.upload(old, sorted(FILES)[2:], first.order)
+    store.complete(old, first.order)
+    older = copy_name(old, first.order)
+    assert store.committed() == [older, newer]
+    assert (store.manifest(older).incarnation, store.manifest(newer).incarnation) == (1, 2)
+
+
+def test_a_run_that_moved_and_counts_from_the_beginning_overwrites_nothing(store: Mirror, tmp_path: Path) -> None:
+    here, there = (checkpoint(tmp_path / cluster, 10, Incarnation(1, cluster)) for cluster in ("here", "there"))
+    first, second = copy(store, here, 1), copy(store, there, 1)
+    assert sorted([first, second]) == store.committed()
+    assert store.manifest(first).incarnation_label == "here"
+    assert store.manifest(second).incarnation_label == "there"
+
+
+def test_only_committed_checkpoints_are_copied(store: Mirror, directory: Path) -> None:
+    path = checkpoint(directory, 10)
+    (path / "COMPLETE").unlink()
+    with pytest.raises(CheckpointError, match="COMPLETE"):
+        store.upload(path, sorted(FILES), 1)
+    with pytest.raises(CheckpointError):
+        store.complete(path, 1)
+    assert objects(store) == []
+
+
+# ------------------------------------------------------------------------------------------ nothing in a store is trusted
+
+
+@pytest.mark.parametrize("file", ["COMPLETE", "manifest.json", "../x", "a/b", "", ".hidden", "/etc/passwd"])
+def test_only_files_of_a_checkpoint_are_copied(store: Mirror, directory: Path, tmp_path: Path, file: str) -> None:
+    path = checkpoint(directory, 1)
+    name = copy_name(path, 1)
+    with pytest.raises(CheckpointError, match="not the name of a file"):
+        store.upload(path, [file], 1)
+    with pytest.raises(CheckpointError, match="not the name of a file"):
+        store.download(name, tmp_path, {file: 1})
+
+
+@pytest.mark.parametrize("name", ["", "..", "checkpoint_0000001", "checkpoint_0000001.1-1f0c9a3b/../x", "/tmp"])
+def test_only_names_of_copies_are_read(store: Mirror, tmp_path: Path, name: str) -> None:
+    for call in (
+        lambda: store.manifest(name),
+        lambda: store.manifest_bytes(name),
+        lambda: store.download(name, tmp_path, {"shard": 1}),
+    ):
+        with pytest.raises(CheckpointError, match="not the name of a copy"):
+            call()
+
+
+def test_what_else_lies_there_is_neither_read_nor_removed(store: Mirror, directory: Path) -> None:
+    name = copy(store, checkpoint(directory, 1))
+    for other in ("notes/COMPLETE", "checkpoint_0000009/COMPLETE", f"{name}.bak/COMPLETE", "checkpoint_0000007.1-zz/x"):
+        put(store, other, b"0" * 65)
+        make_old(store, other.partition("/")[0], 30 * DAY)
+    assert store.committed() == [name]
+    before = objects(store)
+    assert store.prune(Keep()) == []
+    assert objects(store) == before
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "COMPLETE"])
+def test_a_damaged_copy_is_told(store: Mirror, directory: Path, file: str) -> None:
+    name = copy(store, checkpoint(directory, 1))
+    data = contents(store, f"{name}/{file}")
+    put(store, f"{name}/{file}", bytes([data[0] ^ 1]) + data[1:])
+    with pytest.raises(CheckpointError, match=rf"{store.url}.*{name}.*(damaged|another)"):
+        store.manifest(name)
+
+
+def test_a_copy_under_anothers_name_is_refused(store: Mirror, directory: Path) -> None:
+    name = copy(store, checkpoint(directory, 1))
+    digest = name[-8:]
+    for other in (f"checkpoint_0000002.1-{digest}", f"checkpoint_0000001.1-{'0' * 8}"):
+        for file in objects(store, name):
+            put(store, f"{other}/{file}", contents(store, f"{name}/{file}"))
+        with pytest.raises(CheckpointError, match="belongs to another checkpoint"):
+            store.manifest(other)
+
+
+def test_a_manifest_that_names_the_marker_as_a_file_is_refused(store: Mirror, directory: Path) -> None:
+    path = checkpoint(directory, 1)
+    text = (path / "manifest.json").read_bytes().replace(b'"index.bin"', b'"COMPLETE"')
+    digest = hashlib.sha256(text).hexdigest()
+    name = f"checkpoint_0000001.1-{digest[:8]}"
+    put(store, f"{name}/manifest.json", text)
+    put(store, f"{name}/COMPLETE", f"{digest}\n".encode())
+    with pytest.raises(CheckpointError, match="'COMPLETE' is not the name of a file"):
+        store.manifest(name)
+
+
+def test_a_file_of_another_size_is_not_downloaded(store: Mirror, directory: Path, tmp_path: Path) -> None:
+    name = copy(store, checkpoint(directory, 1))
+    sizes = store.manifest(name).sizes
+    put(store, f"{name}/index.bin", b"longer than before")
+    with pytest.raises(CheckpointError, match=rf"{store.url}/{name}/index.bin has 18 bytes instead of 5"):
+        store.download(name, tmp_path, sizes)
+
+
+def test_a_copy_that_was_removed_meanwhile_is_missing(store: Mirror, directory: Path, tmp_path: Path) -> None:
+    name = copy(store, checkpoint(directory, 1))
+    sizes = store.manifest(name).sizes
+    store._remove(name, recursive=True)
+    with pytest.raises(MissingError, match=name):
+        store.manifest(name)
+    with pytest.raises(MissingError, match=name):
+        store.download(name, tmp_path, sizes)
+
+
+def test_nothing_that_is_there_is_downloaded_over(store: Mirror, directory: Path, tmp_path: Path) -> None:
+    name = copy(store, checkpoint(directory, 1))
+    (tmp_path / "index.bin").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"index.bin: File exists"):
+        store.download(name, tmp_path, {"index.bin": 5})
+    assert (tmp_path / "index.bin").read_text() == "mine"
+
+
+# ------------------------------------------------------------------------------------------------------ stores that fail
+
+
+@pytest.mark.parametrize("call", ["write", "info", "ls", "read"])
+@pytest.mark.parametrize("error", [OSError, TimeoutError, ConnectionResetError])
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_store_that_recovers_is_asked_again(
+    faulty: type[FaultyFileSystem], directory: Path, tmp_path: Path, call: str, error: type[OSError], first: int
+) -> None:
+    path = checkpoint(directory, 1)
+    pauses: list[float] = []
+    store = Mirror("faulty://bucket/run", sleep=pauses.append)
+    faulty.fault = Failing(call, first=first, count=3, error=error)
+    name = copy(store, path)
+    (tmp_path / "back").mkdir()
+    store.download(store.committed()[0], tmp_path / "back", store.manifest(name).sizes)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "back").iterdir()} == FILES
+    assert len(pauses) == 3
+    assert all(0.5 * 2**n <= pause <= 1.5 * 2**n for n, pause in enumerate(pauses))
+
+
+def test_the_pauses_of_two_ranks_differ(faulty: type[FaultyFileSystem], directory: Path) -> None:
+    faulty.fault = Failing("ls")
+    pauses: list[list[float]] = [[], []]
+    for one in pauses:
+        with pytest.raises(CheckpointError):
+            Mirror("faulty://bucket/run", sleep=one.append).committed()
+    assert pauses[0] != pauses[1]
+
+
+@pytest.mark.parametrize("call", ["write", "info"])
+def test_a_store_that_never_recovers_is_one_sentence(
+    faulty: type[FaultyFileSystem], directory: Path, call: str
+) -> None:
+    path = checkpoint(directory, 1)
+    store = store_at("faulty://bucket/run")
+    faulty.fault = Failing(call, error=TimeoutError)
+    with pytest.raises(CheckpointError) as error:
+        store.upload(path, ["index.bin"], 1)
+    file = "index.bin" if call == "write" else "COMPLETE"
+    assert error.value.message == (
+        f"{store.url}/{copy_name(path, 1)}/{file}: the store has failed 4 times: 503 Slow Down"
+    )
+    assert faulty.fault.seen == 4
+    faulty.fault = staticmethod(lambda call, path: None)
+    assert store.committed() == []
+
+
+def test_a_store_that_does_not_answer_is_not_taken_for_an_empty_one(
+    faulty: type[FaultyFileSystem], directory: Path
+) -> None:
+    store = store_at("faulty://bucket/run")
+    copy(store, checkpoint(directory, 1))
+    for call in ("ls", "info"):
+        faulty.fault = Failing(call)
+        with pytest.raises(CheckpointError, match="failed 4 times"):
+            store.committed()
+
+
+@pytest.mark.parametrize("error", [PermissionError, FileNotFoundError])
+def test_what_trying_again_cannot_help_is_not_tried_again(
+    faulty: type[FaultyFileSystem], directory: Path, error: type[OSError]
+) -> None:
+    path = checkpoint(directory, 1)
+    faulty.fault = Failing("write", error=error)
+    with pytest.raises(CheckpointError, match=r"faulty:///bucket/run/.*index.bin"):
+        store_at("faulty://bucket/run").upload(path, ["index.bin"], 1)
+    assert faulty.fault.seen == 1
+
+
+def test_an_error_of_a_stores_package_is_tried_again_and_a_bug_is_not(
+    faulty: type[FaultyFileSystem], directory: Path
+) -> None:
+    path = checkpoint(directory, 1)
+    store = store_at("faulty://bucket/run")
+    refused = type("EndpointConnectionError", (Exception,), {"__module__": "botocore.exceptions"})
+    faulty.fault = Failing("write", count=2, error=refused)
+    store.upload(path, ["index.bin"], 1)
+    faulty.fault = Failing("write", error=refused)
+    with pytest.raises(CheckpointError, match="failed 4 times: 503 Slow Down"):
+        store.upload(path, ["index.bin"], 1)
+    faulty.fault = Failing("write", error=AttributeError)
+    with pytest.raises(AttributeError):
+        store.upload(path, ["index.bin"], 1)
+
+
+def test_a_store_that_keeps_less_than_it_was_given_is_found_out(
+    faulty: type[FaultyFileSystem], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint(directory, 1)
+    store = store_at("faulty://bucket/run")
+    honest = FaultyFileSystem.info
+
+    def short(self: FaultyFileSystem, path: str, **options: Any) -> Any:
+        found = honest(self, path, **options)
+        return {**found, "size": found["size"] - 1} if path.endswith("index.bin") else found
+
+    monkeypatch.setattr(FaultyFileSystem, "info", short)
+    with pytest.raises(CheckpointError, match=r"index.bin: .* the store has 4 bytes instead of 5"):
+        store.upload(path, ["index.bin"], 1)
+
+
+def test_a_range_that_comes_short_is_fetched_again(
+    faulty: type[FaultyFileSystem], directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_at("faulty://bucket/run")
+    name = copy(store, checkpoint(directory, 1))
+    whole, cuts = FaultyFileSystem.cat_file, iter([2, 0, 5])
+
+    def cut(self: FaultyFileSystem, path: str, **options: Any) -> bytes:
+        return whole(self, path, **options)[: next(cuts)]
+
+    monkeypatch.setattr(FaultyFileSystem, "cat_file", cut)
+    store.download(name, tmp_path, {"index.bin": 5})
+    assert (tmp_path / "index.bin").read_bytes() == b"index"
+
+
+def test_a_file_that_cannot_be_read_here_is_not_the_stores_fault(store: Mirror, directory: Path) -> None:
+    path = checkpoint(directory, 1)
+    (path / "index.bin").unlink()
+    with pytest.raises(CheckpointError, match=rf"{path}/index.bin: No such file"):
+        store.upload(path, ["index.bin"], 1)
+
+
+# -------------------------------------------------------------------------------------------------------------- URLs
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [
+        ("scratch/run", "is no URL"),
+        ("s3:/bucket/run", "is no URL"),
+        ("nowhere://bucket", "Protocol not known"),
+        ("memory://", "names no folder"),
+        ("file:///", "names no folder"),
+    ],
+)
+def test_a_url_that_cannot_work_is_refused(url: str, sentence: str) -> None:
+    with pytest.raises(CheckpointError, match=sentence) as error:
+        Mirror(url)
+    assert error.value.hint
+
+
+@pytest.mark.parametrize(("url", "package"), [("s3://bucket/run", "s3fs"), ("gs://bucket/run", "gcsfs")])
+def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, url: str, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # importing it is an ImportError
+    with pytest.raises(CheckpointError, match="not installed") as error:
+        Mirror(url)
+    assert error.value.hint == f"pip install '{package}'"
+
+
+# ------------------------------------------------------------------------------------------------------------ removing
+
+
+def test_what_need_not_be_kept_is_removed(store: Mirror, directory: Path) -> None:
+    names = [copy(store, checkpoint(directory, step)) for step in (10, 20, 30, 40)]
+    assert store.prune(Keep(last=2, every=20)) == [names[0]]
+    assert store.committed() == names[1:]
+    assert {name.partition("/")[0] for name in objects(store)} == set(names[1:])
+    assert store.prune(Keep(last=2, every=20)) == []
+
+
+def test_the_best_stay_and_a_damaged_one_is_not_among_them(store: Mirror, directory: Path) -> None:
+    losses = {10: 1.0, 20: 0.5, 30: 2.0, 40: 3.0, 50: 4.0}
+    names = [copy(store, checkpoint(directory, step, metrics={"valid_loss": loss})) for step, loss in losses.items()]
+    put(store, f"{names[1]}/manifest.json", b"{}")
+    assert store.prune(Keep(last=2, best=1)) == [names[1], names[2]]
+    assert store.committed() == [names[0], names[3], names[4]]
+
+
+def test_the_best_stays_when_the_store_does_not_say_which_it_is(
+    faulty: type[FaultyFileSystem], directory: Path
+) -> None:
+    store = store_at("faulty://bucket/run")
+    names = [copy(store, checkpoint(directory, step, metrics={"valid_loss": float(step)})) for step in (10, 20, 30, 40)]
+    faulty.fault = Failing("read")
+    with pytest.raises(CheckpointError, match="failed 4 times"):
+        store.prune(Keep(last=2, best=1))
+    faulty.fault = staticmethod(lambda call, path: None)
+    assert store.committed() == names
+
+
+def test_copies_of_one_step_stay_or_go_together(store: Mirror, directory: Path) -> None:
+    first, second = (copy(store, checkpoint(directory, 10, Incarnation(order, f"{order}")), order) for order in (1, 2))
+    others = [copy(store, checkpoint(directory, step, Incarnation(2, "2")), 2) for step in (20, 30)]
+    assert store.prune(Keep(last=3)) == []
+    assert store.prune(Keep(last=2)) == [first, second]
+    assert store.committed() == others
+
+
+def test_the_marker_goes_first(faulty: type[FaultyFileSystem], directory: Path) -> None:
+    store = store_at("faulty://bucket/run")
+    names = [copy(store, checkpoint(directory, step)) for step in (10, 20, 30)]
+    faulty.calls.clear()
+    store.prune(Keep(last=2))
+    assert [file for call, file in faulty.calls if call == "rm"] == ["COMPLETE", names[0]]
+
+
+def test_one_that_is_half_removed_is_never_seen_and_goes_later(faulty: type[FaultyFileSystem], directory: Path) -> None:
+    store = store_at("faulty://bucket/run")
+    names = [copy(store, checkpoint(directory, step)) for step in (10, 20, 30)]
+    faulty.fault = Failing("rm", first=2)
+    with pytest.raises(CheckpointError, match=names[0]):
+        store.prune(Keep(last=2))
+    faulty.fault = staticmethod(lambda call, path: None)
+    assert store.committed() == names[1:]
+    assert len(objects(store, names[0])) == len(FILES) + 1
+    make_old(store, names[0], 2 * DAY)
+    assert store.prune(Keep(last=2)) == [names[0]]
+    assert objects(store, names[0]) == []
+
+
+def test_one_whose_marker_cannot_be_removed_stays_whole(faulty: type[FaultyFileSystem], directory: Path) -> None:
+    store = store_at("faulty://bucket/run")
+    names = [copy(store, checkpoint(directory, step)) for step in (10, 20, 30)]
+    faulty.fault = Failing("rm")
+    with pytest.raises(CheckpointError):
+        store.prune(Keep(last=2))
+    faulty.fault = staticmethod(lambda call, path: None)
+    assert store.committed() == names
+    assert len(objects(store, names[0])) == len(FILES) + 2
+
+
+def test_leftovers_go_after_a_day_and_an_upload_that_goes_on_stays(store: Mirror, directory: Path) -> None:
+    left, going, done = (checkpoint(directory, step) for step in (10, 20, 30))
+    for path in (left, going):
+        store.upload(path, sorted(FILES)[:3], 1)
+        make_old(store, copy_name(path, 1), 2 * DAY)
+    store.upload(going, sorted(FILES)[3:4], 1)
+    name = copy(store, done)
+    make_old(store, name, 30 * DAY)
+    assert store.prune(Keep()) == [copy_name(left, 1)]
+    assert objects(store, copy_name(left, 1)) == []
+    copy(store, going)
+    assert store.committed() == [copy_name(going, 1), name]
+
+
+def test_leftovers_stay_where_the_store_tells_no_times(
+    store: Mirror, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint(directory, 10)
+    store.upload(path, sorted(FILES)[:3], 1)
+    make_old(store, copy_name(path, 1), 2 * DAY)
+
+    def unknown(self: Any, path: str) -> datetime:
+        raise NotImplementedError
+
+    monkeypatch.setattr(type(store._fs), "modified", unknown)
+    assert store.prune(Keep()) == []
+    assert len(objects(store)) == 3
+
+
+def test_a_folder_that_an_upload_made_before_it_was_killed_goes_after_a_day(tmp_path: Path) -> None:
+    store = store_at(f"file://{tmp_path}")
+    empty = tmp_path / "checkpoint_0000010.1-1f0c9a3b"
+    empty.mkdir()
+    assert store.prune(Keep()) == []
+    os.utime(empty, (time.time() - 2 * DAY,) * 2)
+    assert store.prune(Keep()) == [empty.name]
+    assert not empty.exists()
+
+
+def test_damaged_ones_are_kept_out_of_sight_and_do_not_push_out_sound_ones(store: Mirror, directory: Path) -> None:
+    sound, *bad = [copy(store, checkpoint(directory, step)) for step in (900, 1000, 1100)]
+    for name in bad:
+        store.set_aside(name, "index.bin is not what was written: its digest differs")
+    assert store.committed() == [sound]
+    assert store.damaged() == bad
+    after = copy(store, checkpoint(directory, 950))
+    for name in bad:
+        make_old(store, name, 30 * DAY)
+    assert store.prune(Keep(last=2)) == []
+    assert store.committed() == [sound, after]
+    assert [len(objects(store, name)) for name in bad] == [len(FILES) + 2] * 2
+
+
+def test_the_last_copy_stays_after_a_step_back(store: Mirror, directory: Path) -> None:
+    old = [copy(store, checkpoint(directory, step)) for step in (900, 1000, 1100)]
+    last = copy(store, checkpoint(directory, 950))
+    assert store.prune(Keep(last=2), spare=[last]) == [old[0]]
+    assert store.committed() == [last, *old[1:]]
+
+
+# ----------------------------------------------------------------------------------------------------------- manners
+
+
+def test_it_needs_no_torch() -> None:
+    script = "import sys; import slurmtrain.checkpoint.mirror; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
+
+
+def test_an_upload_holds_no_more_than_blocks_of_a_file(tmp_path: Path, directory: Path) -> None:
+    path = checkpoint(directory, 1)
+    big = path / "index.bin"
+    with open(big, "wb") as file:
+        file.truncate(300 << 20)
+    script = """
+import resource, sys
+from pathlib import Path
+from slurmtrain.checkpoint.mirror import Mirror, copy_name
+store, path, back = Mirror(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+store.upload(path, ["index.bin"], 1)
+store.download(copy_name(path, 1), back, {"index.bin": 300 << 20})
+sys.exit(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before > 150 << 10)
+"""
+    back = tmp_path / "back"
+    back.mkdir()
+    command = [sys.executable, "-c", script, f"file://{tmp_path}/store", str(path), str(back)]
+    assert subprocess.run(command, timeout=120, check=False).returncode == 0
+    assert (back / "index.bin").stat().st_size == 300 << 20
