@@ -38,7 +38,7 @@ from slurmtrain.checkpoint.restore import read_tensors
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.checkpoint.saving import Saved, Saving, Writer
 from slurmtrain.checkpoint.staging import Image, Staging
-from slurmtrain.checkpoint.writing import Bound, Write
+from slurmtrain.checkpoint.writing import Bound, Discarded, Write
 from slurmtrain.errors import CheckpointError, CheckpointMismatch, LostPeers, nearest
 
 if TYPE_CHECKING:
@@ -56,12 +56,14 @@ class Restored:
     incarnation_label: str
     set_aside: tuple[str, ...] = ()
     asked_for: bool = False
+    left_out: tuple[str, ...] = ()  # objects that the checkpoint has and that nobody asked for
 
     @property
     def sentence(self) -> str:
         skipped = f" ({len(self.set_aside)} newer set aside: {'; '.join(self.set_aside)})" if self.set_aside else ""
         why = "as asked for" if self.asked_for else "the newest complete checkpoint"
-        return f"resuming at step {self.step} from {self.path.name}, {why}{skipped}"
+        left_out = f"; it has more that was not asked for: {', '.join(self.left_out)}" if self.left_out else ""
+        return f"resuming at step {self.step} from {self.path.name}, {why}{skipped}{left_out}"
 
 
 class Checkpointer:
@@ -124,7 +126,6 @@ class Checkpointer:
         self.lost: CheckpointError | None = None  # why a save that a script had begun when it ended was lost
         self._last_step: int | None = None
         self._discard, self._hurried, self._closed = threading.Event(), threading.Event(), False
-        _refuse_a_second(self, incarnation)
 
         hosts = self._agree_on_directory()
         # The writing thread's own group: its messages must not meet those of the thread that trains.
@@ -132,6 +133,7 @@ class Checkpointer:
         self._on_this_host = self._ranks_of_this_host(hosts)
         label = f"pid {os.getpid()} on {socket.gethostname()}"
         claimed = self._ranks.on_rank_0(lambda: commit.claim(self.directory, incarnation, label=label))
+        self._ranks.all_do(lambda: _refuse_a_second(self, incarnation))
         self._bound = Bound(self.directory, claimed, run_id, values)
         self._copying: Copying | None = None
         if mirror:
@@ -364,6 +366,8 @@ class Checkpointer:
             retention.prune(self.directory, self._keep, self._bound.incarnation.order, spare=[saved])
 
     def _ended(self, ending: Saved | CheckpointError, step: int) -> None:
+        if isinstance(ending, Discarded):
+            return
         if isinstance(ending, CheckpointError) and self._asynchronous and self._ranks.rank == 0:
             self._say(f"the save of step {step} failed, older checkpoints are as they were: {ending.message}")
         self._on_ending(ending)
@@ -440,7 +444,10 @@ class Checkpointer:
             self._last_step = manifest.step
         self._last_size = manifest.size
         self._reserve(objects, per_rank)
-        restored = Restored(chosen, manifest.step, manifest.incarnation_label, tuple(set_aside), path is not None)
+        left_out = sorted(state.object_names(manifest.tensors, manifest.state) - objects.keys())
+        restored = Restored(
+            chosen, manifest.step, manifest.incarnation_label, tuple(set_aside), path is not None, tuple(left_out)
+        )
         if self._ranks.rank == 0:
             self._say(restored.sentence)
         return restored

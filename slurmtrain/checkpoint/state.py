@@ -134,6 +134,11 @@ def _name_of(parameter: Tensor, names: Mapping[int, str]) -> str:
     return names[id(parameter)]
 
 
+def object_names(tensors: Collection[str], plain: Collection[str]) -> set[str]:
+    """Names of the objects that a checkpoint holds, from those of its tensors and plain values."""
+    return {name.partition(".")[0] for name in tensors} | {name for name in plain if not name.startswith(EXTRA)}
+
+
 def changed_by_optimizers(objects: Mapping[str, Any]) -> frozenset[str]:
     """Names of the tensors that only the step of a given optimiser changes: its parameters, and its own state."""
     names = parameter_names(objects)

@@ -55,6 +55,10 @@ class Part:
     plain: Mapping[str, Any] | None
 
 
+class Discarded(CheckpointError):
+    """A save that was given up on purpose."""
+
+
 class _NoTimeError(Exception):
     """Reading back was cut short."""
 
@@ -230,4 +234,4 @@ class Write:
 
     def _check_discarded(self) -> None:
         if self._discard.is_set():
-            raise CheckpointError("the save was given up for a newer one, or to leave in time")
+            raise Discarded("the save was given up for a newer one, or to leave in time")

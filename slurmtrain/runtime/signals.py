@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
+from multiprocessing import forkserver
 
 # USR2 is the early warning (USR1 is taken by NCCL). TERM is what a preemption sends where the site did not set
 # send_user_signal, and what scancel and requeue send. INT is Ctrl-C of a person.
@@ -71,7 +72,8 @@ class StopSignals:
         # A launcher may have blocked these until somebody listens (cluster=local does): they arrive now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
         os.register_at_fork(after_in_child=_disarm_child)
-        multiprocessing.set_forkserver_preload(["slurmtrain.runtime.forkserver", "__main__"])
+        preloaded = getattr(forkserver._forkserver, "_preload_modules", ["__main__"])
+        multiprocessing.set_forkserver_preload(["slurmtrain.runtime.forkserver", *preloaded])
 
     def _read(self) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})

@@ -327,7 +327,9 @@ class Trainer:
             return
         evaluated = self._valid_loss is not None and self._counters.evaluated_at == self._counters.step
         metrics = {"valid_loss": self._valid_loss} if evaluated and self._valid_loss is not None else None
-        self._saving = self._checkpointer.save(self._counters.step, metrics=metrics, **self._state())
+        saving = self._checkpointer.save(self._counters.step, metrics=metrics, **self._state())
+        self._measure_saves()  # the one before is decided by now
+        self._saving = saving
         self._cadence.saved(self._counters.step, time.monotonic(), None)
         self._throughput.start()
 

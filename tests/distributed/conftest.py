@@ -34,7 +34,10 @@ from slurmtrain.runtime.world import join
 # Importing torch takes seconds. The fork server does it once, stays single-threaded, and each rank is a fork of it:
 # cheap, and without a lock that some thread of the test process held.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["pytest", "slurmtrain.runtime.training_job", "slurmtrain.runtime.main"])
+PRELOADED = ["pytest", "slurmtrain.runtime.training_job", "slurmtrain.runtime.main", "slurmtrain.config.compose"]
+# What DDP, FSDP and Hydra load when they are first used, seconds for each rank.
+PRELOADED += ["hydra.utils", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+CONTEXT.set_forkserver_preload(PRELOADED)
 
 TIMING = ("tokens_per_s", "step_time_s")  # the fields of metrics.jsonl that depend on the clock
 

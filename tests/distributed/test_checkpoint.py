@@ -6,6 +6,7 @@ import errno
 import hashlib
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -460,3 +461,55 @@ def test_an_object_that_was_not_saved_is_refused_by_name(tmp_path: Path) -> None
     Checkpointer(tmp_path).save(1, model=model()).result()
     with pytest.raises(CheckpointError, match="- counter is not in the checkpoint"):
         Checkpointer(tmp_path).restore(model=model(), counter=Counter(1))
+
+
+def save_at_my_own_step(world: World, directory: Path) -> list[Any]:
+    rank = Rank(world, directory)
+    rank.save(1)
+    try:
+        rank.save(100 + rank.rank)
+        error = "saved"
+    except CheckpointError as failure:
+        error = str(failure)
+    return [error, [path.name for path in committed(directory)]]
+
+
+def test_ranks_at_different_steps_do_not_make_one_checkpoint(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    for error, there in gloo_ranks(2, save_at_my_own_step, tmp_path / "checkpoints"):
+        assert "rank00001.safetensors is of step 101, but rank 0 saves step 100" in error
+        assert there == ["checkpoint_0000001"]
+
+
+def nothing() -> None:
+    """What a child process does that ends at once."""
+
+
+def children_end_while_saving(world: World, directory: Path) -> list[Any]:
+    rank = Rank(world, directory)
+    saving = rank.checkpointer.save(1, **rank.objects)
+    children = [multiprocessing.get_context("fork").Process(target=nothing) for _ in range(3)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(30)
+    return [[child.exitcode for child in children], saving.result().step, rank.save(2).name]
+
+
+def test_forked_children_end_without_harm_to_themselves_or_to_the_save(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    answers = gloo_ranks(2, children_end_while_saving, tmp_path / "checkpoints")
+    assert answers == [[[0, 0, 0], 1, "checkpoint_0000002"]] * 2
+
+
+def test_a_step_back_on_purpose_is_not_removed_behind_ones_back(tmp_path: Path) -> None:
+    elsewhere = Rank(None, tmp_path / "elsewhere")
+    elsewhere.save(100)
+    directory = tmp_path / "checkpoints"
+    first = Rank(None, directory)
+    for step in (900, 1000):
+        first.save(step)
+    first.checkpointer.close()
+    back = Rank(None, directory, incarnation=2)
+    back.checkpointer.restore(path=tmp_path / "elsewhere" / "checkpoint_0000100", **back.objects)
+    saved = back.save(150)
+    back.checkpointer.close()
+    assert saved in committed(directory)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import json
 import os
 import threading
 import time
@@ -17,7 +19,7 @@ from torch import nn
 
 from slurmtrain.checkpoint import blocks
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.commit import committed, read_manifest, step_of
+from slurmtrain.checkpoint.commit import Incarnation, committed, read_manifest, step_of
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.checkpoint.saving import Saved, Saving
 from slurmtrain.checkpoint.staging import Image
@@ -546,3 +548,39 @@ def test_a_module_s_extra_state_is_restored_or_refused(tmp_path: Path, kind: Cal
         other = Counting(0, kind)
         Checkpointer(tmp_path, say=lambda text: None).restore(module=other)
         assert other.count == 7
+
+
+def test_an_error_of_who_is_told_does_not_end_the_writing(training: Callable[..., Training]) -> None:
+    told: list[Any] = []
+
+    def on_ending(ending: Any) -> None:
+        told.append(ending)
+        raise OSError(28, "No space left on device")
+
+    run = training(on_ending=on_ending)
+    for step in (1, 2):
+        run.step()
+        run.save(step).result(PATIENCE_S)
+    run.checkpointer.close()
+    assert len(told) == 2 and run.steps == [1, 2]
+
+
+def test_a_second_checkpointer_of_the_same_life_is_refused(tmp_path: Path) -> None:
+    first = Checkpointer(tmp_path, incarnation=Incarnation(3, "attempt 3"))
+    with pytest.raises(CheckpointError, match="has a Checkpointer in this process already"):
+        Checkpointer(tmp_path, incarnation=Incarnation(3, "attempt 3"))
+    first.close()
+    Checkpointer(tmp_path, incarnation=Incarnation(3, "attempt 3"))
+
+
+def test_a_checkpoint_of_another_version_is_refused_and_stays_where_it_is(training: Callable[..., Training]) -> None:
+    run = training()
+    path = run.save(1).result(PATIENCE_S).path
+    run.checkpointer.close()
+    values = json.loads((path / "manifest.json").read_text())
+    text = json.dumps({**values, "format": 99})
+    (path / "manifest.json").write_text(text)
+    (path / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest())
+    with pytest.raises(CheckpointError, match="has format 99, expected 2"):
+        run.restored()
+    assert path.is_dir()

@@ -202,3 +202,28 @@ def test_random_state_is_restored_for_python_torch_and_numpy() -> None:
     assert drawn[0] == again[0]
     assert torch.equal(drawn[1], again[1])
     assert np.array_equal(drawn[2], again[2])
+
+
+class WithMaster(torch.optim.SGD):
+    """Keeps a copy of its parameters in fp32, as optimisers for bf16 do, and a table of bytes."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("master", parameter.detach().float() + 1e-5)
+                state.setdefault("codes", torch.full_like(parameter, 201, dtype=torch.uint8))
+
+
+def test_optimizer_state_keeps_its_own_dtype(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 3).bfloat16()
+    optimizer = WithMaster(model.parameters(), lr=0.1)
+    optimizer.step()
+    Checkpointer(tmp_path).save(1, model=model, optimizer=optimizer).result()
+    fresh = torch.nn.Linear(3, 3).bfloat16()
+    restored = WithMaster(fresh.parameters(), lr=0.1)
+    Checkpointer(tmp_path).restore(model=fresh, optimizer=restored)
+    for field, dtype in (("master", torch.float32), ("codes", torch.uint8)):
+        found = restored.state[fresh.weight][field]
+        assert found.dtype == dtype
+        assert torch.equal(found, optimizer.state[model.weight][field])

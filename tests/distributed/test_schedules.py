@@ -1,0 +1,194 @@
+"""Any plan of interruptions ends with the bits of the run that nobody interrupted: random moments, signals and ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmtrain.checkpoint import blocks
+from slurmtrain.checkpoint.commit import INDEX, committed, read_manifest
+from slurmtrain.observe import read_metrics
+from slurmtrain.rundir import RunDir
+from slurmtrain.runtime import signals
+from slurmtrain.runtime.agreement import Agreed, StopAgreement
+from slurmtrain.runtime.place import Place
+from slurmtrain.runtime.timeline import Timeline
+from slurmtrain.runtime.training_job import build_trainer
+from slurmtrain.runtime.world import World
+from slurmtrain.training.trainer import Outcome
+from tests.distributed.conftest import TIMING, GlooRanks, assert_same_tensors, checkpoint_tensors
+from tests.distributed.test_training import experiment
+
+STEPS = 40
+OVERRIDES = [
+    f"train.steps={STEPS}",
+    "train.eval_every=15",
+    "cluster.tasks_per_node=2",
+    "model.dropout=0.1",  # so that the random state matters
+    "checkpoint.every_steps=4",
+]
+STEP_S = 0.01  # at least, of an attempt that is interrupted: the signal must come before the end
+WRITE_S = 0.03  # how long a save takes at least that is in flight when the signal comes
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """One signal to this process, at one moment of an attempt.
+
+    Attributes:
+        when: "step": before the `at`th step or round of evaluation; "save": when it begins to write its `at`th checkpoint,
+            while training goes on; "moment": `seconds` after training began, whatever it does then.
+        ranks: who gets it.
+        grace: time that is left then, in saves, which decides about one in flight; None: not known.
+    """
+
+    when: str
+    ranks: tuple[int, ...]
+    number: signal.Signals
+    at: int = 0
+    seconds: float = 0.0
+    grace: float | None = None
+
+
+def draw_schedule(seed: int) -> list[Interruption]:
+    dice = random.Random(seed)
+    # The first kind goes round, so that ten schedules hold each several times.
+    kinds = [("step", "save", "moment")[seed % 3], *dice.choices(("step", "save", "moment"), k=dice.randint(0, 3))]
+    return [
+        Interruption(
+            when,
+            ranks=dice.choice([(0,), (1,), (0, 1)]),
+            number=dice.choice([signal.SIGTERM, signal.SIGUSR2]),
+            at=dice.randint(1, 3) if when == "save" else dice.randint(0, 7),
+            seconds=dice.uniform(0, 0.25),
+            grace=dice.choice([None, 0.0, 1.0]),
+        )
+        for when in kinds
+    ]
+
+
+class Grace:
+    """Stands in for the watchman of rank 0, who asks SLURM how long this job has left."""
+
+    def __init__(self, saves: float | None):
+        self._saves, self._save_s = saves, 0.0
+
+    def plan_stop(self, step_s: float, save_s: float) -> None:
+        self._save_s = save_s
+
+    def seconds_left(self) -> float | None:
+        return None if self._saves is None else self._saves * self._save_s
+
+
+class Observed(StopAgreement):
+    """Calls `hook` with the number of each step and round of evaluation before it, and takes its time for it."""
+
+    def __init__(self, world: World, hook: Callable[[int], None]):
+        super().__init__(signals.arm(), world.control)
+        self._hook, self._asked = hook, 0
+
+    def begin(self, *, save: bool = False) -> None:
+        self._hook(self._asked)
+        self._asked += 1
+        super().begin(save=save)
+
+    def finish(self) -> Agreed:
+        time.sleep(STEP_S)
+        return super().finish()
+
+
+def attempt(world: World, run_path: Path, number: int, plan: Interruption | None) -> Outcome:
+    """One life of the run on this rank, interrupted according to the plan."""
+    run_path.mkdir(exist_ok=True)
+    where = Place(RunDir(run_path), number, supervised=True)
+    where.attempt_dir.mkdir(parents=True, exist_ok=True)
+    stop, watch = StopAgreement(signals.arm(), world.control), Grace(None)
+    if plan is not None:
+        send = partial(os.kill, os.getpid(), plan.number) if world.environment.rank in plan.ranks else lambda: None
+        stop, watch = Observed(world, before_step(plan, send)), Grace(plan.grace)
+        blocks.write = slow_write(plan, send)  # the process is this attempt's own
+    return build_trainer(experiment(*OVERRIDES), world, where, stop, Timeline(), watch).fit()
+
+
+def before_step(plan: Interruption, send: Callable[[], None]) -> Callable[[int], None]:
+    """A hook that sends the signal before a step, or sets the clock for it when training begins."""
+    timer = threading.Timer(plan.seconds, send)
+    timer.daemon = True
+
+    def hook(asked: int) -> None:
+        if plan.when == "step" and asked == plan.at:
+            send()
+        if plan.when == "moment" and asked == 0:
+            timer.start()
+
+    return hook
+
+
+def slow_write(plan: Interruption, send: Callable[[], None]) -> Callable[..., Any]:
+    """As blocks.write, so slow that training goes on for some steps meanwhile; the signal comes at its beginning."""
+    write, begun = blocks.write, 0
+
+    def write_slowly(path: Path, *arguments: Any, **options: Any) -> Any:
+        nonlocal begun
+        begun += path.name != INDEX
+        if plan.when == "save" and path.name != INDEX and begun == plan.at:
+            send()
+        time.sleep(WRITE_S)
+        return write(path, *arguments, **options)
+
+    return write_slowly
+
+
+def records(run_path: Path) -> list[dict[str, Any]]:
+    """The loss log, without what depends on the clock."""
+    found = read_metrics(RunDir(run_path).metrics_file)
+    return [{key: value for key, value in record.items() if key not in TIMING} for record in found]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    ranks = GlooRanks(tmp_path_factory.mktemp("undisturbed"))
+    try:
+        path = ranks.tmp_path / "run"
+        assert [outcome.finished for outcome in ranks(2, attempt, path, 1, None)] == [True, True]
+        yield path
+    finally:
+        for started in ranks.started:
+            started.reap()
+
+
+# Together they take more than a minute of two cores; the three hold each kind of moment.
+SEEDS = range(10)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_random_schedule_of_interruptions_ends_with_the_bits_of_the_undisturbed_run(
+    gloo_ranks: GlooRanks, tmp_path: Path, undisturbed: Path, seed: int
+) -> None:
+    run_path = tmp_path / "run"
+    plans = draw_schedule(seed)
+    outcomes: list[Outcome] = []
+    for number, plan in enumerate([*plans, None], start=1):
+        both = gloo_ranks(2, attempt, run_path, number, plan)
+        outcomes.append(both[0])
+        assert (both[0].finished, both[0].step) == (both[1].finished, both[1].step)
+        if both[0].finished:
+            break
+    assert not outcomes[0].finished  # it was interrupted
+    assert outcomes[-1].finished
+    losses, expected = records(run_path), records(undisturbed)
+    assert [record["step"] for record in expected if "loss" in record] == list(range(1, STEPS + 1))
+    assert losses == expected
+    one, other = RunDir(run_path).checkpoints, RunDir(undisturbed).checkpoints
+    assert_same_tensors(checkpoint_tensors(one), checkpoint_tensors(other))
+    assert read_manifest(committed(one)[-1]).state == read_manifest(committed(other)[-1]).state
