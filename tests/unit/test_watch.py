@@ -1,0 +1,59 @@
+"""Rank 0's watchman: a stop is asked for early enough for the step that runs and a save, by what was measured."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmtrain.runtime.signals import StopSignals
+from slurmtrain.runtime.slurm import JobFacts
+from slurmtrain.runtime.watch import Watch
+
+
+class Slurm:
+    """Says when the job's time ends."""
+
+    def __init__(self, *left_s: float):
+        self._ends = [time.time() + seconds for seconds in left_s]
+
+    def job(self, job_id: str) -> JobFacts:
+        return JobFacts("RUNNING", end_time=self._ends.pop(0) if len(self._ends) > 1 else self._ends[0])
+
+
+def watch(signals: StopSignals, tmp_path: Path, client: Any) -> Watch:
+    made = Watch(signals, tmp_path, client, signal_lead_s=0)
+    deadline = time.monotonic() + 10
+    while made._end_time is None and time.monotonic() < deadline:  # it asks in a thread of its own
+        time.sleep(0.005)
+    return made
+
+
+def test_slow_saves_bring_the_last_one_forward(tmp_path: Path) -> None:
+    signals = StopSignals()
+    made = watch(signals, tmp_path, Slurm(150.3))
+    made.plan_stop(10.0, 40.0)  # 1.5 x 50 s before the end: 75 s from now
+    assert not signals.wait(0.2)
+    begun = time.monotonic()
+    made.plan_stop(10.0, 90.0)  # 150 s before the end: at once
+    assert signals.wait(10)
+    assert time.monotonic() - begun < 5
+    assert signals.first is not None and signals.first.cause == "deadline"
+
+
+def test_a_preemption_s_grace_time_is_what_is_left(tmp_path: Path) -> None:
+    signals = StopSignals()
+    made = watch(signals, tmp_path, Slurm(3600.0, 30.0))
+    signals.request("SIGTERM")
+    assert made.seconds_left() == pytest.approx(30.0, abs=2.0)
+
+
+def test_without_slurm_nothing_is_planned(tmp_path: Path) -> None:
+    signals = StopSignals()
+    made = Watch(signals, tmp_path, None, signal_lead_s=0)
+    made.plan_stop(1e6, 1e6)
+    assert not signals.wait(0.1)
+    signals.request("SIGTERM")
+    assert made.seconds_left() is None
