@@ -319,7 +319,7 @@ def read_manifest(path: Path) -> Manifest:
 def read_manifest_bytes(path: Path) -> tuple[bytes, str]:
     """manifest.json and the digest in COMPLETE, as they are."""
     try:
-        return _read_small(path / MANIFEST), _read_small(path / COMPLETE).decode().strip()
+        return _read_small(path / MANIFEST), _read_small(path / COMPLETE).decode().removesuffix("\n")
     except OSError as error:
         raise CheckpointError(f"{path}: {blocks.cannot_be_read(MANIFEST, error)}") from None
     except ValueError as error:
