@@ -17,6 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+A = TypeVar("A")
+T = TypeVar("T")
 
 BLOCK_BYTES = 16 << 20
 # Read in pieces that stay in the core's own cache until they are digested.
@@ -60,6 +64,20 @@ def block_count(size: int) -> int:
     return max(1, -(-size // BLOCK_BYTES))
 
 
+def each(pool: ThreadPoolExecutor, work: Callable[[A], T], items: Iterable[A]) -> list[T]:
+    """`work` of every item, several at a time, in order; the first error is raised when no thread works any more.
+
+    Not `pool.map`: a descriptor that is closed while a thread still uses its number could be another file's by then.
+    """
+    futures = [pool.submit(work, item) for item in items]
+    try:
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
+        wait(futures)
+
+
 def root(digests: bytes) -> str:
     """The digest of a file from the digests of its blocks, one after another."""
     return hashlib.sha256(digests).hexdigest()
@@ -95,14 +113,7 @@ def write(
                 write_all(descriptor, block, number * BLOCK_BYTES)
             return hashlib.sha256(block).digest()
 
-        futures = [pool.submit(write_block, number) for number in range(block_count(len(image)))]
-        try:
-            digests = b"".join(future.result() for future in futures)
-        finally:
-            # No thread may still write when the descriptor is closed: its number could be another file's by then.
-            for future in futures:
-                future.cancel()
-            wait(futures)
+        digests = b"".join(each(pool, write_block, range(block_count(len(image)))))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -205,7 +216,8 @@ def digest_file(path: Path, pool: ThreadPoolExecutor, *, sync: bool = False) -> 
         if sync:
             os.fsync(descriptor)
         size = os.fstat(descriptor).st_size
-        digests = b"".join(pool.map(lambda number: digest_block(descriptor, number, size), range(block_count(size))))
+        numbers = range(block_count(size))
+        digests = b"".join(each(pool, lambda number: digest_block(descriptor, number, size), numbers))
         return FileRecord(size, root(digests)), digests
     finally:
         os.close(descriptor)
@@ -250,9 +262,13 @@ def find_damage(
 
 def cannot_be_read(name: str, error: OSError) -> str:
     """A sentence for a file that is damaged. Raises `error` when it says nothing about the file."""
+    return f"{name} cannot be read: {_reason(error)}"
+
+
+def _reason(error: OSError) -> str:
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE):
         raise error
-    return f"{name} cannot be read: {error.strerror or error}"
+    return error.strerror or str(error)
 
 
 def _compare(
@@ -284,7 +300,7 @@ def _compare(
             try:
                 found = (digest_mapped if mapped else digest_block)(descriptor, number, size)
             except OSError as error:
-                return cannot_be_read("", error).removeprefix(" cannot be read: ")
+                return _reason(error)
             except EOFError as error:
                 return str(error)
             progress(min(BLOCK_BYTES, size - number * BLOCK_BYTES))
@@ -296,7 +312,7 @@ def _compare(
             for _, expected, descriptor in opened
             for number in range(block_count(expected.size))
         ]
-        answers = pool.map(digest, work)
+        answers = iter(each(pool, digest, work))
         for name, expected, _ in opened:
             found = [next(answers) for _ in range(block_count(expected.size))]
             failures = [answer for answer in found if isinstance(answer, str)]

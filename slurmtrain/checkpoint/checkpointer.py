@@ -15,7 +15,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -183,31 +182,24 @@ class Checkpointer:
             own_tensors, own_plain = state.flatten(self._own(per_rank))
             tensors.update(own_tensors)
             own = json.dumps(own_plain).encode()
-        except CheckpointError as error:
-            tensors = error
-        except Exception as error:  # of somebody's state_dict; the others must hear of it
-            traceback.print_exc()
-            tensors = CheckpointError(f"rank {self._ranks.rank}: {type(error).__name__}: {error}")
-        plan = make_plan(tensors, self._ranks, self._plan, of_first=state.buffers(objects))
+        except Exception as error:  # it may be of somebody's state_dict; the others must hear of it
+            tensors = self._ranks.explain(error)
+        plan = make_plan(tensors, self._ranks, self._plan, of_first=lambda: state.buffers(objects))
         assert not isinstance(tensors, CheckpointError)
         if plan is not self._plan:
             self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._on_this_host.size))
             self._plan = plan
-        optimizers = [value for value in objects.values() if isinstance(value, Optimizer)]
+        optimizers = {key: value for key, value in objects.items() if isinstance(value, Optimizer)}
         guarded = state.changed_by_optimizers(objects) if self._asynchronous else frozenset[str]()
         image: Image | CheckpointError
         try:
-            image = self._staging.stage(plan, tensors, own, guarded=guarded, optimizers=optimizers)
-        except CheckpointError as error:  # handed in like an error of the writing, so that nobody waits for this rank
-            image = error
-        except Exception as error:
-            traceback.print_exc()
-            image = CheckpointError(f"rank {self._ranks.rank}: {type(error).__name__}: {error}")
+            image = self._staging.stage(plan, tensors, own, guarded=guarded, optimizers=optimizers.values())
+        except Exception as error:  # handed in like an error of the writing, so that nobody waits for this rank
+            image = self._ranks.explain(error)
 
         saving = self._saving = Saving(step, begun)
         self._discard.clear()
-        names = [key for key, value in objects.items() if isinstance(value, Optimizer)]
-        write = Write(self._writers, self._bound, step, plan, image, plain, names, measured, self._discard)
+        write = Write(self._writers, self._bound, step, plan, image, plain, optimizers, measured, self._discard)
         saving.stall_s = time.monotonic() - begun
         self._writer.submit(
             saving,
@@ -250,9 +242,7 @@ class Checkpointer:
         saving = self._saving
         if saving is not None:
             saving.wait()
-            failures = self._failures
             self._count(saving)
-            self._failures = min(failures, self._failures)  # what was given up is no failure
 
     @property
     def in_flight(self) -> int | None:
@@ -325,7 +315,7 @@ class Checkpointer:
         if saving.error is None:
             self._failures = 0
             self._last_step = saving.step
-        else:
+        elif not isinstance(saving.error, Discarded):
             self._failures += 1
 
     def _own(self, per_rank: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -337,7 +327,7 @@ class Checkpointer:
     # By the writing thread.
 
     def _write(self, saving: Saving, write: Write) -> Saved:
-        path, size = write.write(max(self._last_size, write.expected_bytes))
+        path, size = write.write(self._last_size)
         self._last_size = size
         seconds = time.monotonic() - saving.begun
         return Saved(
@@ -502,11 +492,9 @@ class Checkpointer:
         asked_for: bool,
     ) -> list[str]:
         """Fill `objects`, unless it is damaged: then what is wrong, and nothing was touched."""
-        if self._bound.run_id and manifest.run_id != self._bound.run_id and not asked_for:
-            raise CheckpointMismatch(
-                f"{path} belongs to run {manifest.run_id or '(none)'}, this is run {self._bound.run_id}",
-                hint=f"move it away, or start from it on purpose: checkpoint.restore_from={path}",
-            )
+        if not asked_for:
+            hint = f"move it away, or start from it on purpose: checkpoint.restore_from={path}"
+            self._bound.check_run(path, manifest, hint=hint)
         index = self._ranks.all_do(lambda: self._read_index(path, manifest))
         own_file = file_name(self._ranks.rank)
         own_there = own_file in index.tables
@@ -565,7 +553,8 @@ class Checkpointer:
             return {**tensors, **state.expected_optimizer_state(objects)}
 
         expected = self._ranks.all_do(expect)
-        plan = make_plan(expected, self._ranks, None, of_first=state.buffers(objects))
+        # With everything there already, as after a restore, this is the first save's plan.
+        plan = self._plan = make_plan(expected, self._ranks, self._plan, of_first=lambda: state.buffers(objects))
         self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._on_this_host.size))
         size = max(self._last_size, plan.total_bytes)
         self._ranks.on_rank_0(lambda: commit.check_space(self.directory, size))

@@ -32,8 +32,8 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from slurmtrain.errors import CheckpointError, CheckpointMismatch
 
 FORMAT = 2
 FINAL_NAME = re.compile(r"checkpoint_(\d{7,})(?:\.(\d+))?")
-TEMPORARY_NAME = re.compile(r"checkpoint_\d{7,}(?:\.\d+)?\.(?:tmp|removed)-(\d+)(?:-[0-9a-f]+)?")
+TEMPORARY_NAME = re.compile(r"checkpoint_\d{7,}(?:\.\d+)?\.(?:tmp|removed)-(\d+)")
 CLAIMS = ".incarnations"
 MANIFEST, COMPLETE, INDEX = "manifest.json", "COMPLETE", "index.bin"
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
@@ -172,11 +172,7 @@ def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") 
     for path in directory.iterdir():
         match = TEMPORARY_NAME.fullmatch(path.name)
         if match and int(match.group(1)) < own.order:
-            # Renamed first: whoever still writes there could otherwise commit what is left of it.
-            removed = path.with_name(f"{path.name.partition('.')[0]}.removed-{own.order}-{uuid.uuid4().hex[:8]}")
-            with suppress(FileNotFoundError):
-                path.rename(removed)
-                shutil.rmtree(removed, ignore_errors=True)
+            remove(path, own.order)
     return own
 
 
@@ -247,6 +243,21 @@ def begin(directory: Path, step: int, incarnation: Incarnation, *, size: int = 0
     return path
 
 
+@contextmanager
+def nothing_left(temporary: Path, *, here: bool) -> Iterator[None]:
+    """Remove what was written when it is not committed: a full disk must not become fuller with every try.
+
+    Args:
+        here: this is the rank that removes it.
+    """
+    try:
+        yield
+    except CheckpointError:
+        if here:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
 def check_space(directory: Path, size: int) -> None:
     """Raise when the disk has no room for `size` bytes and a reserve: better than to fill it for everybody."""
     status = os.statvfs(directory)
@@ -302,6 +313,32 @@ def publish(temporary: Path, manifest: bytes, step: int, incarnation: Incarnatio
         revision += 1
     fsync_directory(directory)
     return final
+
+
+def remove(path: Path, order: int) -> None:
+    """Remove a checkpoint or a leftover: out of sight by a rename first, so that none is seen half removed.
+
+    A leftover is renamed, too: if its writer lives after all, it either still commits all of it or nothing. What cannot
+    be deleted right now (files still open over NFS) stays under the name of a leftover until these are cleaned up.
+
+    Args:
+        path: of a checkpoint or a leftover of one; may be gone already.
+        order: of the incarnation that removes it.
+
+    Raises:
+        OSError: it could not be renamed, and is as it was.
+    """
+    checkpoint = FINAL_NAME.match(path.name)
+    assert checkpoint is not None, path
+    removed = path.with_name(f"{checkpoint[0]}.removed-{order}")
+    if path != removed:
+        shutil.rmtree(removed, ignore_errors=True)  # an earlier removal of the same step that was cut short
+        try:
+            path.rename(removed)
+        except FileNotFoundError:
+            return
+        fsync_directory(path.parent)  # else, after a power loss, files may be missing under the old name
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 # Reading.

@@ -6,7 +6,6 @@ faster than it can follow. A copy that fails is told and costs nothing; the chec
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from slurmtrain.checkpoint.ranks import Ranks
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.checkpoint.saving import Writer
 from slurmtrain.checkpoint.writing import Bound
-from slurmtrain.errors import CheckpointError, CheckpointMismatch
+from slurmtrain.errors import CheckpointError
 
 SLOWEST_S = 6 * 3600.0  # ranks that are done wait for the slowest upload; a store's hours are not training's
 
@@ -105,12 +104,8 @@ class Copying:
                     self._say(error.message)
                     self._mirror.set_aside(name, error.message)
                     continue
-                if self._bound.run_id and manifest.run_id != self._bound.run_id:
-                    raise CheckpointMismatch(
-                        f"{self._mirror.url}/{name} belongs to run {manifest.run_id or '(none)'}, "
-                        f"this is run {self._bound.run_id}",
-                        hint="give each run a mirror of its own",
-                    )
+                where = f"{self._mirror.url}/{name}"
+                self._bound.check_run(where, manifest, hint="give each run a mirror of its own")
                 return name, texts, commit.begin(directory, manifest.step, incarnation, size=manifest.size)
             return None
 
@@ -124,14 +119,10 @@ class Copying:
             commit.wait_until_visible(temporary)
             self._mirror.download(name, temporary, share(manifest.sizes, self._ranks.rank, self._ranks.size))
 
-        try:
+        with commit.nothing_left(temporary, here=ranks.rank == 0):
             final: Path = self._ranks.gather_on_rank_0(
                 download, lambda _: commit.publish(temporary, texts[0], manifest.step, incarnation)
             )
-        except CheckpointError:
-            if ranks.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
         if ranks.rank == 0:
             self._say(f"{final.name} was fetched from {self._mirror.url}/{name}")
         return final, name

@@ -160,8 +160,6 @@ def _choose(path: Path, facts: Mapping[str, TensorFacts], only: str, dtype: str 
         if not name.startswith(f"{only}."):
             continue
         saved = dtype_of(fact.dtype)
-        if fact.itemsize != saved.itemsize:
-            raise CheckpointError(f"{path} is damaged: {name} is {fact.dtype} of {fact.itemsize} bytes")
         converted = target if target is not None and saved.is_floating_point else saved
         entries[name] = Entry(name.removeprefix(f"{only}."), fact.shape, saved, converted)
     if not entries:

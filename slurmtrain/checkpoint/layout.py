@@ -32,7 +32,6 @@ Ints = npt.NDArray[np.int64]
 # Smaller tensors are written whole by one of the ranks that hold them; larger ones are split among all of these.
 SPLIT_BYTES = 1 << 20
 EVEN = 8  # rows per rank from which on one row more or less does not matter
-DIGEST_BYTES = 32
 MAX_DIMENSIONS = 64  # of any tensor of torch
 
 

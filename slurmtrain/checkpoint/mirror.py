@@ -28,7 +28,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -373,15 +373,7 @@ class Mirror:
 
         try:
             # Several at a time: one connection does not fill a network. Of an empty object no range can be asked for.
-            futures = [pool.submit(fetch, number) for number in range(blocks.block_count(size) if size else 0)]
-            try:
-                for future in futures:
-                    future.result()
-            finally:
-                # No thread may still write when the descriptor is closed: its number could be another file's by then.
-                for future in futures:
-                    future.cancel()
-                wait(futures)
+            blocks.each(pool, fetch, range(blocks.block_count(size) if size else 0))
             with _Local(target):
                 os.fsync(descriptor)
         finally:

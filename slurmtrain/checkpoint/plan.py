@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,13 +212,13 @@ def make_plan(
     ranks: Ranks,
     known: Plan | None,
     *,
-    of_first: Collection[str] = (),
+    of_first: Callable[[], Collection[str]] = frozenset,
 ) -> Plan:
     """The plan for `tensors`, by all ranks together; `known` when it still holds everywhere.
 
     Args:
         tensors: or why this rank has none to give; it becomes everybody's error.
-        of_first: names of those that are no exact replicas (buffers): the first rank that has one writes it.
+        of_first: gives the names of those that are no exact replicas (buffers): the first rank that has one writes it.
 
     Raises:
         CheckpointError: on every rank; a tensor that cannot be saved, or that is another one on another rank.
@@ -248,7 +248,7 @@ def make_plan(
     texts = [ranks.tell(text, source=owners[0]) for owners in members.values()]
     number = next(index for index, owners in enumerate(members.values()) if ranks.rank in owners)
     described = list(zip(texts, members.values(), strict=True))
-    return ranks.all_do(lambda: _make(tensors, number, described, ranks, signature, of_first))
+    return ranks.all_do(lambda: _make(tensors, number, described, ranks, signature, of_first()))
 
 
 def _raise(found: object) -> None:

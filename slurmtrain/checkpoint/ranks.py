@@ -19,6 +19,10 @@ from slurmtrain.errors import CheckpointError, LostPeers
 T = TypeVar("T")
 
 
+_EXPECTED = (OSError, MemoryError, RuntimeError)
+Failure = tuple[type[CheckpointError], str, str | None]
+
+
 class Ranks:
     """The ranks of a gloo group, or a single process (`group` None). Every method is called by all of them together.
 
@@ -58,9 +62,29 @@ class Ranks:
             dist.destroy_process_group(self.group)
             self.group = None
 
+    def explain(self, error: Exception) -> CheckpointError:
+        """An error of this rank as all ranks hear of it. What may be a bug, of ours or in a user's own class, is shown, too."""
+        if isinstance(error, CheckpointError):
+            return error
+        sentence = _sentence(error)
+        if not isinstance(error, _EXPECTED):
+            traceback.print_exc()
+            sentence = f"{type(error).__name__}: {error}"
+        prefix = f"rank {self.rank}: " if self.size > 1 else ""
+        return CheckpointError(prefix + sentence, hint=_hint(error))
+
+    def _attempt(self, work: Callable[[], T]) -> tuple[T | None, Failure | None]:
+        try:
+            return work(), None
+        except Exception as error:
+            if self.size == 1 and not isinstance(error, (CheckpointError, *_EXPECTED)):
+                raise
+            told = self.explain(error)
+            return None, (type(told), told.message, told.hint)
+
     def on_rank_0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and give every rank its result."""
-        answer = [_attempt(work, self.rank, self.size) if self.rank == 0 else None]
+        answer = [self._attempt(work) if self.rank == 0 else None]
         if self.group is not None:
             with _lost_peers():
                 dist.broadcast_object_list(answer, group=self.group, group_src=0)
@@ -68,7 +92,7 @@ class Ranks:
 
     def gather(self, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank and give each all results, in the order of ranks."""
-        answer = _attempt(work, self.rank, self.size)
+        answer = self._attempt(work)
         answers: list[Any] = [answer]
         if self.group is not None:
             answers = [None] * self.size
@@ -78,7 +102,7 @@ class Ranks:
 
     def gather_on_rank_0(self, work: Callable[[], T], then: Callable[[list[T]], Any]) -> Any:
         """Run `work` on every rank, `then` on rank 0 with all results, and give every rank its result."""
-        answer = _attempt(work, self.rank, self.size)
+        answer = self._attempt(work)
         answers: list[Any] | None = [answer]
         if self.group is not None:
             answers = [None] * self.size if self.rank == 0 else None
@@ -114,23 +138,6 @@ class Ranks:
         with _lost_peers():
             dist.broadcast_object_list(box, group=self.group, group_src=source)
         return box[0]
-
-
-Failure = tuple[type[CheckpointError], str, str | None]
-
-
-def _attempt(work: Callable[[], T], rank: int, size: int) -> tuple[T | None, Failure | None]:
-    try:
-        return work(), None
-    except CheckpointError as error:
-        return None, (type(error), error.message, error.hint)
-    except Exception as error:
-        if not isinstance(error, (OSError, MemoryError, RuntimeError)):
-            if size == 1:
-                raise
-            traceback.print_exc()  # a bug, of ours or in somebody's load_state_dict: it has to be found
-        prefix = f"rank {rank}: " if size > 1 else ""
-        return None, (CheckpointError, prefix + _sentence(error), _hint(error))
 
 
 def _sentence(error: BaseException) -> str:

@@ -12,7 +12,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,15 +124,8 @@ class Files:
         self._opening = threading.Lock()
         self._held: dict[tuple[str, int], memoryview] = {}
 
-    @classmethod
-    @contextmanager
-    def open(cls, path: Path, records: Mapping[str, FileRecord], pool: ThreadPoolExecutor) -> Any:
-        files = cls(path, records, pool)
-        with ExitStack() as stack:
-            stack.callback(files._close)
-            yield files
-
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the files; what is in memory stays."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
@@ -155,7 +148,7 @@ class Files:
         position = 0
         for files in _batches(list(share)):
             position = self._verify(files, share, digests, into, position, damage)
-            self._close()
+            self.close()
         return [damage[file] for file in sorted(damage)]
 
     def _verify(
@@ -193,7 +186,7 @@ class Files:
             if target is not None:
                 self._held[file, number] = target
 
-        list(self._pool.map(check, work))
+        blocks.each(self._pool, check, work)
         return position
 
     def fill(self, spans: Sequence[Span], tensors: Mapping[str, Tensor]) -> None:
@@ -203,8 +196,8 @@ class Files:
             by_file.setdefault(span.file, []).append(span)
         for files in _batches(list(by_file)):
             some = [span for file in files for span in by_file[file]]
-            list(self._pool.map(lambda span: self._fill(span, local(tensors[span.name]).detach()), some))
-            self._close()
+            blocks.each(self._pool, lambda span: self._fill(span, local(tensors[span.name]).detach()), some)
+            self.close()
 
     def _fill(self, span: Span, tensor: Tensor) -> None:
         target = tensor[span.into]
@@ -292,7 +285,7 @@ def read_tensors(
         ranges.append((own_file, own_begin, own_begin + own_bytes))
 
     share = share_out(on_this_host.gather(lambda: blocks_of(ranges)), on_this_host.rank) if mode != "off" else {}
-    with blocks.threads() as pool, Files.open(path, records, pool) as files:
+    with blocks.threads() as pool, closing(Files(path, records, pool)) as files:
 
         def verify() -> list[str]:
             if mode == "full":

@@ -15,7 +15,6 @@ import math
 import os
 import re
 import secrets
-import shutil
 import socket
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -27,9 +26,9 @@ from slurmtrain.checkpoint.commit import (
     FINAL_NAME,
     TEMPORARY_NAME,
     committed,
-    fsync_directory,
     read_manifest,
     refresh,
+    remove,
     step_of,
 )
 from slurmtrain.errors import CheckpointError
@@ -241,32 +240,6 @@ def _newest_change(path: Path) -> float | None:
     except OSError:
         return None
     return newest
-
-
-def remove(path: Path, order: int) -> None:
-    """Remove a checkpoint or a leftover: out of sight by a rename first, so that none is seen half removed.
-
-    A leftover is renamed, too: if its writer lives after all, it either still commits all of it or nothing. What cannot
-    be deleted right now (files still open over NFS) stays under the name of a leftover until these are cleaned up.
-
-    Args:
-        path: of a checkpoint or a leftover of one; may be gone already.
-        order: of the incarnation that removes it.
-
-    Raises:
-        OSError: it could not be renamed, and is as it was.
-    """
-    checkpoint = FINAL_NAME.match(path.name)
-    assert checkpoint is not None, path
-    removed = path.with_name(f"{checkpoint[0]}.removed-{order}")
-    if path != removed:
-        shutil.rmtree(removed, ignore_errors=True)  # an earlier removal of the same step that was cut short
-        try:
-            path.rename(removed)
-        except FileNotFoundError:
-            return
-        fsync_directory(path.parent)  # else, after a power loss, files may be missing under the old name
-    shutil.rmtree(removed, ignore_errors=True)
 
 
 def prune(directory: Path, keep: Keep, order: int, *, spare: Collection[int] = ()) -> list[str]:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from slurmtrain.errors import CheckpointError
 
+DRAIN_S = 30.0  # how long whoever has failed waits for a save in flight
+
 
 @dataclass(frozen=True)
 class Saved:

@@ -5,7 +5,6 @@ Every step can fail on any rank, and is then a failure of all: nothing is commit
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -22,7 +21,7 @@ from slurmtrain.checkpoint.layout import Index, check_coverage
 from slurmtrain.checkpoint.plan import Plan, file_name
 from slurmtrain.checkpoint.ranks import Ranks
 from slurmtrain.checkpoint.staging import Image
-from slurmtrain.errors import CheckpointError
+from slurmtrain.errors import CheckpointError, CheckpointMismatch
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,13 @@ class Bound:
     incarnation: Incarnation
     run_id: str
     config: Mapping[str, Any]
+
+    def check_run(self, where: Path | str, manifest: Manifest, *, hint: str) -> None:
+        """Raise CheckpointMismatch when the checkpoint at `where` belongs to another run."""
+        if self.run_id and manifest.run_id != self.run_id:
+            raise CheckpointMismatch(
+                f"{where} belongs to run {manifest.run_id or '(none)'}, this is run {self.run_id}", hint=hint
+            )
 
 
 @dataclass(frozen=True)
@@ -100,16 +106,11 @@ class Write:
         """Of the files that this rank has written."""
         return [name for name, _ in self._written]
 
-    @property
-    def expected_bytes(self) -> int:
-        """Of the tensors of all ranks."""
-        return self._plan.total_bytes
-
-    def write(self, size: int) -> tuple[Path, int]:
+    def write(self, last_size: int) -> tuple[Path, int]:
         """Write, digest, check and commit.
 
         Args:
-            size: bytes that the checkpoint will have, as far as known.
+            last_size: bytes of the checkpoint before; there has to be room for as much.
 
         Returns:
             Where it is, and its bytes.
@@ -119,15 +120,12 @@ class Write:
         """
         self._finish_copy()  # first of all: the optimiser waits for it
         directory, incarnation = self._bound.directory, self._bound.incarnation
+        size = max(last_size, self._plan.total_bytes)
         temporary = self._ranks.on_rank_0(lambda: commit.begin(directory, self._step, incarnation, size=size))
-        try:
+        with commit.nothing_left(temporary, here=self._ranks.rank == 0):
             committed: tuple[Path, int] = self._ranks.gather_on_rank_0(
                 lambda: self._hand_in(temporary), lambda parts: self._commit(temporary, parts)
             )
-        except CheckpointError:
-            if self._ranks.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)  # a full disk must not become fuller with every try
-            raise
         return committed
 
     def read_back(self, path: Path, *, contents: bool, in_a_hurry: Callable[[], bool]) -> list[str] | None:
@@ -168,10 +166,8 @@ class Write:
         if isinstance(self._image, Image):
             try:
                 self._image.finish()
-            except CheckpointError as error:
-                self._image = error
             except Exception as error:
-                self._image = CheckpointError(f"the state could not be copied: {type(error).__name__}: {error}")
+                self._image = self._ranks.explain(error)
 
     def _hand_in(self, temporary: Path) -> Part:
         """Write this rank's file."""

@@ -31,8 +31,6 @@ from slurmtrain.rundir import RunDir
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-# Files that are open at a time: most systems allow 1,024, and a checkpoint can have more.
-OPEN_FILES = 256
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
@@ -266,11 +264,9 @@ def _compare(path: Path) -> tuple[int, int, list[str]]:
         manifest = commit.read_manifest(path)
     except CheckpointError as error:
         return 0, 0, [error.message.removeprefix(f"{path}: ")]
-    damage = []
-    files = iter(sorted(manifest.files.items()))
+    files = sorted(manifest.files.items())
     with blocks.threads() as pool, _progress(path.name, manifest.size) as progress:
-        while batch := list(islice(files, OPEN_FILES)):
-            damage += blocks.find_damage(path, batch, pool, mapped=True, progress=progress)
+        damage = blocks.find_damage(path, files, pool, mapped=True, progress=progress)
     return manifest.size, len(manifest.files), damage
 
 

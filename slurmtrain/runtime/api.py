@@ -41,7 +41,7 @@ from slurmtrain.checkpoint.checkpointer import Checkpointer as BaseCheckpointer 
 from slurmtrain.checkpoint.checkpointer import Restored  # noqa: E402
 from slurmtrain.checkpoint.commit import Incarnation  # noqa: E402
 from slurmtrain.checkpoint.retention import Keep  # noqa: E402
-from slurmtrain.checkpoint.saving import Saved  # noqa: E402
+from slurmtrain.checkpoint.saving import DRAIN_S, Saved  # noqa: E402
 from slurmtrain.config.compose import load_frozen  # noqa: E402
 from slurmtrain.config.schema import ClusterConfig  # noqa: E402
 from slurmtrain.runtime.agreement import StopAgreement  # noqa: E402
@@ -67,7 +67,6 @@ class Run:
     directory: Path
 
 
-DRAIN_S = 30.0  # how long a script that has failed waits for its save in flight
 _world: World | None = None
 _place: Place | None = None
 _agreement: StopAgreement | None = None

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored
 from slurmtrain.checkpoint.interval import Cadence, Interval, choose_last_save
-from slurmtrain.checkpoint.saving import Saved, Saving
+from slurmtrain.checkpoint.saving import DRAIN_S, Saved, Saving
 from slurmtrain.config.schema import CheckpointConfig, OptimConfig, TrainConfig
 from slurmtrain.data import IGNORED_TARGET
 from slurmtrain.data.loader import Batch, BatchLoader, MapDataset, eval_batches, fetch
@@ -28,8 +28,6 @@ from slurmtrain.errors import CheckpointError
 from slurmtrain.observe import Reporter, Throughput
 from slurmtrain.parallel.ddp import no_sync, settle_buckets
 from slurmtrain.training.optim import build_optimizer, learning_rate, set_learning_rate
-
-DRAIN_S = 30.0  # how long an attempt that has failed waits for a save in flight
 
 
 class Answer(Protocol):

@@ -22,7 +22,6 @@ import pytest
 import torch
 
 from slurmtrain.checkpoint.commit import committed, read_manifest
-from slurmtrain.checkpoint.restore import load
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.observe import read_metrics
 from slurmtrain.rundir import RunDir, all_runs
@@ -30,6 +29,7 @@ from slurmtrain.runtime import attempts, signals
 from slurmtrain.runtime.attempts import Attempt
 from slurmtrain.runtime.environment import LAUNCHER_VARIABLE, Environment
 from slurmtrain.runtime.world import join
+from tests.reading import checkpoint_tensors
 
 # Importing torch takes seconds. The fork server does it once, stays single-threaded, and each rank is a fork of it:
 # cheap, and without a lock that some thread of the test process held.
@@ -370,17 +370,6 @@ def project(tmp_path: Path) -> Iterator[Project]:
         yield project
     finally:
         project.reap()
-
-
-def checkpoint_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the newest checkpoint: weights, optimiser, random state of each rank."""
-    newest = committed(directory)[-1]
-    own = {
-        f"rank {rank}: {name}": tensor
-        for rank in range(read_manifest(newest).world_size)
-        for name, tensor in load(newest, own_of=rank).items()
-    }
-    return {**load(newest), **own}
 
 
 def assert_same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from slurmtrain.checkpoint.commit import committed, read_manifest
 from slurmtrain.observe import read_metrics
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.attempts import Attempt
+from tests.reading import checkpoint_tensors
 from tests.slurm.conftest import Cluster
 
 # A model of the user's own. The pause gives tests the time to interfere; it does not change a single bit.
@@ -140,18 +140,6 @@ class Run:
         for path in sorted([*self.run_dir.path.glob("slurm-*.log"), *self.run_dir.attempts.glob("*/*.log")]):
             parts.append(f"--- {path.relative_to(self.run_dir.path)}\n{path.read_text(errors='replace')[-3000:]}")
         return "\n".join(parts)
-
-
-def checkpoint_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    from slurmtrain.checkpoint.restore import load
-
-    newest = committed(directory)[-1]
-    own = {
-        f"rank {rank}: {name}": tensor
-        for rank in range(read_manifest(newest).world_size)
-        for name, tensor in load(newest, own_of=rank).items()
-    }
-    return {**load(newest), **own}
 
 
 def assert_same_bits(one: Run, other: Run) -> None:

@@ -142,15 +142,15 @@ def test_verify_looks_at_one_step_only(run: RunDir, capsys: Out) -> None:
 
 
 def test_more_files_than_may_be_open_are_no_damage(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "OPEN_FILES", 1)
+    monkeypatch.setattr(blocks, "OPEN_FILES", 1)
     seen: list[int] = []
-    real = blocks.find_damage
+    real = blocks._compare
 
-    def find_damage(path: Path, files: Any, *rest: Any, **options: Any) -> list[str]:
+    def compare(path: Path, files: Any, *rest: Any, **options: Any) -> list[str]:
         seen.append(len(files))
         return real(path, files, *rest, **options)
 
-    monkeypatch.setattr(blocks, "find_damage", find_damage)
+    monkeypatch.setattr(blocks, "_compare", compare)
     assert main(["checkpoints", "last", "verify", "10"]) == 0
     assert seen == [1, 1]
 

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmtrain.checkpoint import retention
-from slurmtrain.checkpoint.retention import Keep, Kept, in_use, leftovers, reading, remove, surplus
+from slurmtrain.checkpoint import commit
+from slurmtrain.checkpoint.commit import remove
+from slurmtrain.checkpoint.retention import Keep, Kept, in_use, leftovers, reading, surplus
 from slurmtrain.errors import CheckpointError
 
 HOUR = 3600.0
@@ -354,7 +355,7 @@ def test_nobody_sees_a_checkpoint_half_removed(checkpoint: Path, monkeypatch: py
         if path.exists():
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(retention.shutil, "rmtree", killed)
+    monkeypatch.setattr(commit.shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         remove(checkpoint, 7)
     assert names_in(checkpoint.parent) == ["checkpoint_0000010.removed-7"]
@@ -389,7 +390,7 @@ def test_a_writer_that_lives_after_all_cannot_commit_half_of_what_was_removed(
         except FileNotFoundError:
             outcomes.append("refused")
 
-    monkeypatch.setattr(retention, "fsync_directory", thawed)
+    monkeypatch.setattr(commit, "fsync_directory", thawed)
     remove(temporary, 7)
     assert outcomes == ["refused"] and names_in(tmp_path) == []
 
