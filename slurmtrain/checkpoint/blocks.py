@@ -13,7 +13,7 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,12 +46,13 @@ class FileRecord:
 
 
 def threads(*, background: bool = False) -> ThreadPoolExecutor:
-    """A pool for reading, writing and digesting blocks; as many threads as cores this process may use, at most 4.
+    """A pool for reading, writing and digesting blocks: two threads for a core that this process may use, of which one
+    waits for the disk; at most 4.
 
     Args:
         background: the threads step back when others want the core.
     """
-    count = min(THREADS, len(os.sched_getaffinity(0)))
+    count = min(THREADS, 2 * len(os.sched_getaffinity(0)))
     return ThreadPoolExecutor(count, "checkpoint-blocks", _step_back if background else lambda: None)
 
 
@@ -184,18 +185,30 @@ def open_file(path: Path) -> int:
     return descriptor
 
 
-def digest_block(descriptor: int, number: int, size: int, into: memoryview | None = None) -> bytes:
-    """SHA-256 of one block of a file of `size` bytes; the block's bytes are left in `into`, when given."""
+def digest_block(descriptor: int, number: int, size: int, into: Sequence[memoryview] | None = None) -> bytes:
+    """SHA-256 of one block of a file of `size` bytes.
+
+    Args:
+        into: where the block's bytes are left, one part after another; together as long as the block.
+    """
     checksum = hashlib.sha256()
-    begin, end = number * BLOCK_BYTES, min(size, (number + 1) * BLOCK_BYTES)
-    # The disk fetches the whole block while its beginning is digested.
-    os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_WILLNEED)
-    for offset in range(begin, end, PIECE_BYTES):
-        length = min(PIECE_BYTES, end - offset)
-        part = _scratch()[:length] if into is None else into[offset - begin : offset - begin + length]
-        read_into(descriptor, part, offset)
-        checksum.update(part)
+    offset, end = number * BLOCK_BYTES, min(size, (number + 1) * BLOCK_BYTES)
+    # Nothing is said about what comes next: the kernel reads ahead in large pages by itself, and in small ones when told.
+    for piece in _pieces(end - offset, into):
+        read_into(descriptor, piece, offset)
+        checksum.update(piece)
+        offset += len(piece)
     return checksum.digest()
+
+
+def _pieces(length: int, into: Sequence[memoryview] | None) -> Iterator[memoryview]:
+    if into is None:
+        for offset in range(0, length, PIECE_BYTES):
+            yield _scratch()[: min(PIECE_BYTES, length - offset)]
+    else:
+        for part in into:
+            for offset in range(0, len(part), PIECE_BYTES):
+                yield part[offset : offset + PIECE_BYTES]
 
 
 _local = threading.local()

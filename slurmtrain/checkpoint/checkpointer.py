@@ -523,6 +523,7 @@ class Checkpointer:
             manifest.files,
             targets,
             own_file if own_there else None,
+            live=wanted | drift.names_of(own),
             ranks=self._ranks,
             on_this_host=self._on_this_host,
             mode=self._verify,

@@ -28,9 +28,9 @@ from slurmtrain.checkpoint.blocks import BLOCK_BYTES, DIGEST_BYTES
 from slurmtrain.checkpoint.commit import Manifest
 from slurmtrain.checkpoint.index_file import read_index
 from slurmtrain.checkpoint.layout import Box, Index, Source, TensorFacts, check_coverage
+from slurmtrain.checkpoint.memory import available_memory
 from slurmtrain.checkpoint.plan import SAFETENSORS_NAMES, check_types, dtype_name, dtype_of
-from slurmtrain.checkpoint.restore import blocks_of
-from slurmtrain.checkpoint.staging import available_memory
+from slurmtrain.checkpoint.restore import need_of
 from slurmtrain.errors import CheckpointError, UsageError, nearest
 
 SAFETENSORS, TORCH = (".safetensors",), (".pt", ".pth")
@@ -231,7 +231,7 @@ def _copy(
     with blocks.threads() as pool:
         try:
             for _ in pool.map(
-                work, [(file, number) for file, numbers in blocks_of(ranges).items() for number in numbers]
+                work, [(file, number) for file, numbers in need_of(ranges).items() for number in numbers]
             ):
                 pass
         finally:
@@ -259,7 +259,7 @@ def _read_block(path: Path, file: str, number: int, size: int, digests: bytes) -
     try:
         descriptor = blocks.open_file(path / file)
         try:
-            found = blocks.digest_block(descriptor, number, size, data)
+            found = blocks.digest_block(descriptor, number, size, [data])
         finally:
             os.close(descriptor)
     except (OSError, EOFError) as error:

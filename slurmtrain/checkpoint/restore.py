@@ -1,8 +1,9 @@
 """From the files of a checkpoint into the tensors of any layout: verified first, then read; each byte once per host.
 
-The ranks of a host say which blocks they need and share them out. Each reads its share into the staging buffer, digesting it
-in the same pass; when all ranks know that everything is sound, tensors are filled from there. What another rank of the host
-has read is taken from the page cache, where it lies by then. No rank ever holds more than its share.
+The ranks of a host say which blocks they need and share them out. Each reads its share, digesting it in the same pass: into
+the staging buffer, and what belongs to tensors that were made for it (an optimiser's state) straight into those. When all
+ranks know that everything is sound, the others are filled from the buffer. What another rank of the host has read is taken
+from the page cache, where it lies by then. No rank ever holds more than its share.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,10 @@ from slurmtrain.checkpoint.state import parse
 from slurmtrain.errors import CheckpointError
 
 SAMPLED_SHARE = 16  # of so many blocks one is looked at
+STRAIGHT_BYTES = 4 << 10  # what is smaller is not worth a read of its own
 
 Blocks = dict[str, list[int]]  # numbers of blocks by file
+Need = dict[str, dict[int, int]]  # bytes that are needed of a block, by file and number
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,23 @@ class Span:
     rows: tuple[int, ...]
     out: tuple[slice, ...]
     into: tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes `begin` to `end` of a file, and the memory that holds them."""
+
+    begin: int
+    end: int
+    target: memoryview | None
+
+    def between(self, begin: int, end: int) -> Part | None:
+        """What of it lies in these bytes of the file, if anything."""
+        first, last = max(begin, self.begin), min(end, self.end)
+        if first >= last:
+            return None
+        target = self.target[first - self.begin : last - self.begin] if self.target is not None else None
+        return Part(first, last, target)
 
 
 def spans_of(name: str, wanted: Box, dtype: torch.dtype, sources: Sequence[Source]) -> list[Span]:
@@ -88,26 +109,35 @@ def spans_of(name: str, wanted: Box, dtype: torch.dtype, sources: Sequence[Sourc
     return spans
 
 
-def blocks_of(ranges: Sequence[tuple[str, int, int]]) -> Blocks:
-    """The blocks that byte ranges (file, begin, end) touch."""
-    found: dict[str, set[int]] = {}
+def need_of(ranges: Sequence[tuple[str, int, int]]) -> Need:
+    """How much of each block the byte ranges (file, begin, end) touch."""
+    need: Need = {}
     for file, begin, end in ranges:
-        if begin < end:
-            found.setdefault(file, set()).update(range(begin // BLOCK_BYTES, (end - 1) // BLOCK_BYTES + 1))
-    return {file: sorted(numbers) for file, numbers in found.items()}
+        numbers = need.setdefault(file, {})
+        while begin < end:
+            number = begin // BLOCK_BYTES
+            stop = min(end, (number + 1) * BLOCK_BYTES)
+            numbers[number] = numbers.get(number, 0) + stop - begin
+            begin = stop
+    return need
 
 
-def share_out(needs: Sequence[Blocks], rank: int) -> Blocks:
-    """Which of the blocks `rank` reads for its host: each goes to one of those that need it, as evenly as can be."""
-    wanted: dict[tuple[str, int], list[int]] = {}
+def share_out(needs: Sequence[Need], rank: int) -> Blocks:
+    """Which of the blocks `rank` reads for its host: each goes to one of those that need most of it, as evenly as can be."""
+    wanted: dict[tuple[str, int], dict[int, int]] = {}
     for who, need in enumerate(needs):
         for file, numbers in need.items():
-            for number in numbers:
-                wanted.setdefault((file, number), []).append(who)
+            for number, count in numbers.items():
+                wanted.setdefault((file, number), {})[who] = count
+    # A few bytes in the midst of another's, such as Adam's counts of steps, are no reason to read the other's block.
+    ranked = {
+        block: [who for who, count in counts.items() if 2 * count > max(counts.values())]
+        for block, counts in wanted.items()
+    }
     load = [0] * len(needs)
     own: Blocks = {}
-    # What only one rank needs first, so that the rest can level out.
-    for (file, number), candidates in sorted(wanted.items(), key=lambda entry: (len(entry[1]), entry[0])):
+    # What has but one candidate first, so that the rest can level out.
+    for (file, number), candidates in sorted(ranked.items(), key=lambda entry: (len(entry[1]), entry[0])):
         chosen = min(candidates, key=lambda one: (load[one], one))
         load[chosen] += 1
         if chosen == rank:
@@ -116,13 +146,30 @@ def share_out(needs: Sequence[Blocks], rank: int) -> Blocks:
 
 
 class Files:
-    """Open files of a checkpoint, and the blocks of them that this rank has in memory."""
+    """Open files of a checkpoint, and the blocks of them that this rank has in memory.
 
-    def __init__(self, path: Path, records: Mapping[str, FileRecord], pool: ThreadPoolExecutor):
+    Args:
+        straight: what belongs into memory that may be written to before all is verified, and that memory.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        records: Mapping[str, FileRecord],
+        pool: ThreadPoolExecutor,
+        straight: Iterable[tuple[Span, memoryview]] = (),
+    ):
         self._path, self._records, self._pool = path, records, pool
         self._descriptors: dict[str, int] = {}
         self._opening = threading.Lock()
-        self._held: dict[tuple[str, int], memoryview] = {}
+        self._straight: dict[str, list[Part]] = {}
+        self._in_place: set[tuple[str, str, int]] = set()
+        for span, memory in sorted(straight, key=lambda entry: entry[0].begin):
+            parts = self._straight.setdefault(span.file, [])
+            if not parts or parts[-1].end <= span.begin:  # a forged index may give the same bytes to two tensors
+                parts.append(Part(span.begin, span.end, memory))
+                self._in_place.add((span.name, span.file, span.begin))
+        self._held: dict[tuple[str, int], list[Part]] = {}
 
     def close(self) -> None:
         """Close the files; what is in memory stays."""
@@ -135,15 +182,39 @@ class Files:
                 self._descriptors[file] = blocks.open_file(self._path / file)
             return self._descriptors[file]
 
-    def size(self, share: Blocks) -> int:
-        """Bytes of these blocks."""
-        return sum(self._extent(file, number) for file, numbers in share.items() for number in numbers)
+    def buffer_bytes(self, share: Blocks) -> int:
+        """Bytes of these blocks that have no place of their own."""
+        return sum(
+            part.end - part.begin
+            for file, numbers in share.items()
+            for number in numbers
+            for part in self._parts(file, number)
+            if part.target is None
+        )
 
-    def _extent(self, file: str, number: int) -> int:
-        return min(BLOCK_BYTES, self._records[file].size - number * BLOCK_BYTES)
+    def _parts(self, file: str, number: int) -> list[Part]:
+        """A block as parts, one behind the other, each with the memory where it belongs, or None."""
+        position, stop = number * BLOCK_BYTES, min(self._records[file].size, (number + 1) * BLOCK_BYTES)
+        straight = self._straight.get(file, [])
+        parts = []
+        for number in range(bisect_right(straight, position, key=lambda part: part.end), len(straight)):
+            part = straight[number].between(position, stop)
+            if part is None:
+                break
+            if position < part.begin:
+                parts.append(Part(position, part.begin, None))
+            parts.append(part)
+            position = part.end
+        if position < stop or not parts:
+            parts.append(Part(position, stop, None))
+        return parts
 
     def verify(self, share: Blocks, digests: Mapping[str, bytes], into: memoryview | None) -> list[str]:
-        """Digest blocks, and keep them in `into` when it is given. Returns a sentence for every file that is damaged."""
+        """Digest blocks, and when `into` is given, keep them: there, and in the places of their own.
+
+        Returns:
+            A sentence for every file that is damaged.
+        """
         damage: dict[str, str] = {}
         position = 0
         for files in _batches(list(share)):
@@ -168,66 +239,89 @@ class Files:
                 damage[file] = blocks.cannot_be_read(file, error)
                 continue
             for number in share[file]:
-                extent = self._extent(file, number)
-                target = into[position : position + extent] if into is not None else None
-                position += extent
-                work.append((file, descriptor, number, target))
+                parts = []
+                for part in self._parts(file, number) if into is not None else ():
+                    if part.target is None and into is not None:
+                        length = part.end - part.begin
+                        part = replace(part, target=into[position : position + length])
+                        position += length
+                    parts.append(part)
+                work.append((file, descriptor, number, parts))
 
-        def check(block: tuple[str, int, int, memoryview | None]) -> None:
-            file, descriptor, number, target = block
+        def check(block: tuple[str, int, int, list[Part]]) -> None:
+            file, descriptor, number, parts = block
             expected = digests[file][number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+            targets = [part.target for part in parts if part.target is not None] if into is not None else None
             try:
-                if blocks.digest_block(descriptor, number, self._records[file].size, target) != expected:
+                if blocks.digest_block(descriptor, number, self._records[file].size, targets) != expected:
                     damage[file] = f"{file} is not what was written: its digest differs"
             except OSError as error:
                 damage[file] = blocks.cannot_be_read(file, error)
             except EOFError as error:
                 damage[file] = f"{file} cannot be read: {error}"
-            if target is not None:
-                self._held[file, number] = target
+            if into is not None:
+                self._held[file, number] = parts
 
         blocks.each(self._pool, check, work)
         return position
 
     def fill(self, spans: Sequence[Span], tensors: Mapping[str, Tensor]) -> None:
         """Copy what the spans say into the local parts of `tensors`, converting to their dtype."""
-        by_file: dict[str, list[Span]] = {}
+        by_file: dict[str, dict[int, list[Span]]] = {}
         for span in spans:
-            by_file.setdefault(span.file, []).append(span)
+            # Those that begin in one block are one thread's work: a thousand small ones are not worth a change of thread each.
+            by_file.setdefault(span.file, {}).setdefault(span.begin // BLOCK_BYTES, []).append(span)
         for files in _batches(list(by_file)):
-            some = [span for file in files for span in by_file[file]]
-            blocks.each(self._pool, lambda span: self._fill(span, local(tensors[span.name]).detach()), some)
+            work = [some for file in files for some in by_file[file].values()]
+            blocks.each(self._pool, lambda some: self._fill(some, tensors), work)
             self.close()
 
-    def _fill(self, span: Span, tensor: Tensor) -> None:
-        target = tensor[span.into]
-        as_it_is = target.shape == span.rows and target.dtype == span.dtype
-        if as_it_is and target.is_contiguous() and target.device.type == "cpu":
-            self.read(span.file, span.begin, span.end, _bytes_of(target))
+    def _fill(self, spans: Sequence[Span], tensors: Mapping[str, Tensor]) -> None:
+        for span in spans:
+            self._fill_one(span, local(tensors[span.name]).detach())
+
+    def _fill_one(self, span: Span, tensor: Tensor) -> None:
+        target = memory_of(span, tensor)
+        if target is not None:
+            in_place = (span.name, span.file, span.begin) in self._in_place
+            self.read(span.file, span.begin, span.end, target, in_place=in_place)
             return
         rows = torch.empty(span.rows, dtype=span.dtype)
         self.read(span.file, span.begin, span.end, _bytes_of(rows))
-        target.copy_(rows[span.out])
+        tensor[span.into].copy_(rows[span.out])
 
-    def read(self, file: str, begin: int, end: int, target: memoryview) -> None:
-        """Bytes of a file, from memory where this rank holds them."""
+    def read(self, file: str, begin: int, end: int, target: memoryview, *, in_place: bool = False) -> None:
+        """Bytes of a file, from memory where this rank holds them.
+
+        Args:
+            in_place: what this rank holds of them is in `target` already.
+        """
         position = begin
         while position < end:
             number = position // BLOCK_BYTES
             stop = min(end, (number + 1) * BLOCK_BYTES)
-            part = target[position - begin : stop - begin]
             held = self._held.get((file, number))
-            if held is not None:
-                offset = position - number * BLOCK_BYTES
-                part[:] = held[offset : offset + stop - position]
-            else:
-                blocks.read_into(self.descriptor(file), part, position)
+            if held is None:
+                blocks.read_into(self.descriptor(file), target[position - begin : stop - begin], position)
+            elif not in_place:
+                for whole in held:
+                    part = whole.between(position, stop)
+                    if part is not None and part.target is not None:
+                        target[part.begin - begin : part.end - begin] = part.target
             position = stop
 
 
 def _batches(files: Sequence[str]) -> Iterator[Sequence[str]]:
     for begin in range(0, len(files), blocks.OPEN_FILES):
         yield files[begin : begin + blocks.OPEN_FILES]
+
+
+def memory_of(span: Span, tensor: Tensor) -> memoryview | None:
+    """The memory where the span's bytes belong just as they are, if there is such."""
+    target = tensor[span.into]
+    if target.shape != span.rows or target.dtype != span.dtype or target.device.type != "cpu":
+        return None
+    return _bytes_of(target) if target.is_contiguous() else None
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -251,6 +345,7 @@ def read_tensors(
     targets: Mapping[str, Tensor],
     own_file: str | None,
     *,
+    live: Collection[str],
     ranks: Ranks,
     on_this_host: Ranks,
     mode: str,
@@ -260,13 +355,14 @@ def read_tensors(
 
     Args:
         targets: tensors to fill, by name.
+        live: those of them that must not be touched before all is known to be sound.
         own_file: the file that holds this rank's own tensors and state, if there is one.
         mode: "full", "sampled" or "off": which of the needed blocks are compared with their digest.
         buffer: gives memory of a size, to hold this rank's share.
 
     Returns:
-        All damage found by any rank, one sentence each, and this rank's own plain state. With damage nothing has been
-        touched.
+        All damage found by any rank, one sentence each, and this rank's own plain state. With damage nothing that is live
+        has been touched.
     """
 
     def plan() -> list[Span]:
@@ -284,12 +380,18 @@ def read_tensors(
     if own_file is not None:
         ranges.append((own_file, own_begin, own_begin + own_bytes))
 
-    share = share_out(on_this_host.gather(lambda: blocks_of(ranges)), on_this_host.rank) if mode != "off" else {}
-    with blocks.threads() as pool, closing(Files(path, records, pool)) as files:
+    share = share_out(on_this_host.gather(lambda: need_of(ranges)), on_this_host.rank) if mode != "off" else {}
+    straight = []
+    for span in spans if mode == "full" else ():
+        if span.name not in live and span.end - span.begin >= STRAIGHT_BYTES:
+            memory = memory_of(span, local(targets[span.name]).detach())
+            if memory is not None:
+                straight.append((span, memory))
+    with blocks.threads() as pool, closing(Files(path, records, pool, straight)) as files:
 
         def verify() -> list[str]:
             if mode == "full":
-                found: list[str] = files.verify(share, index.digests, buffer(files.size(share)))
+                found: list[str] = files.verify(share, index.digests, buffer(files.buffer_bytes(share)))
             else:
                 found = files.verify(sampled(share, records), index.digests, None)
             return found
@@ -333,6 +435,7 @@ def load(path: Path, *, own_of: int | None = None) -> dict[str, Tensor]:
         manifest.files,
         tensors,
         own_file,
+        live=(),
         ranks=alone,
         on_this_host=alone,
         mode="full",

@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from slurmtrain.checkpoint.blocks import BLOCK_BYTES
+from slurmtrain.checkpoint.memory import ask_for_huge_pages, available_memory
 from slurmtrain.checkpoint.plan import PAGE_BYTES, Piece, Plan, is_dtensor, local
 from slurmtrain.errors import CheckpointError
 
@@ -205,6 +205,8 @@ class Staging:
         # Whole pages, from the beginning of a page on, which writing past the page cache asks for.
         size = -(-size // PAGE_BYTES) * PAGE_BYTES
         memory = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        if not memory.is_pinned():
+            ask_for_huge_pages(memory)
         first = -memory.data_ptr() % PAGE_BYTES
         self._buffer = memory[first : first + size]
 
@@ -248,39 +250,3 @@ class Staging:
                     # Buffers may change in the next forward pass: the computation, not this thread, waits for them.
                     computation.wait_event(self._stream.record_event())
         return self._stream.record_event()
-
-
-def available_memory() -> int | None:
-    """Bytes that this process may still use: of the host, and of the control group that SLURM put it in."""
-    found = []
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-        for limit, used, reclaimable in _cgroup_limits():
-            found.append(limit - used + reclaimable)
-    except (OSError, ValueError, IndexError):
-        pass
-    return min(found, default=None)
-
-
-def _cgroup_limits() -> Iterable[tuple[int, int, int]]:
-    """(limit, used, page cache) in bytes of this process's memory cgroup and those above it, version 2 or 1."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base = Path("/sys/fs/cgroup/memory")
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        folder = base / path.lstrip("/")
-        while folder.is_relative_to(base):
-            try:
-                limit, used = ((folder / name).read_text().strip() for name in names[:2])
-                statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                if limit != "max":
-                    yield int(limit), int(used), int(statistics.get(names[2], 0))
-            except (OSError, ValueError):
-                pass
-            folder = folder.parent

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slurmtrain.checkpoint.layout import TensorFacts
-from slurmtrain.checkpoint.plan import dtype_of
+from slurmtrain.checkpoint.memory import ask_for_huge_pages
+from slurmtrain.checkpoint.plan import dtype_of, local
 from slurmtrain.errors import CheckpointError, CheckpointMismatch
 
 
@@ -222,6 +223,7 @@ def templates(objects: Mapping[str, Any], saved: Mapping[str, TensorFacts]) -> d
             parameter = parameters.get(name.removeprefix(f"{key}.state.").rpartition(".")[0])
             if parameter is not None and tuple(parameter.shape) == fact.shape and fact.shape:
                 targets[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                ask_for_huge_pages(local(targets[name]))
                 continue
         targets[name] = torch.empty(fact.shape, dtype=dtype)
     return targets

@@ -1,6 +1,6 @@
 """Checkpoints against what the machine can do (memcpy, dd, plain reads, SHA-256) and against torch.distributed.checkpoint.
 
-python -m tests.bench checkpoint [--gb 3] [--rounds 3] [--layouts replicated sharded]
+python -m tests.bench checkpoint [--gb 3] [--rounds 3] [--layouts replicated sharded] [--only stalls writes ...]
 
 Two processes hold parameters with Adam; everything is measured in turn in the same processes, the order changing from round
 to round, and each ratio is one of two measurements of the same round. Wanted, each by its median:
@@ -65,6 +65,7 @@ from tests.bench.checkpoint_reference import (
 
 RANKS, WIDTH, UNDISTURBED_STEPS = 2, 2048, 3
 LAYOUTS = ("replicated", "sharded")
+MEASUREMENTS = ("stalls", "writes", "reads", "verify", "planning")
 
 
 def main() -> None:
@@ -73,6 +74,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="that count; one more comes before as a warm-up")
     parser.add_argument("--compute", type=float, default=1.0, help="seconds of forward and backward of a step")
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS, choices=LAYOUTS)
+    parser.add_argument("--only", nargs="+", default=MEASUREMENTS, choices=MEASUREMENTS, help="leave out the others")
     options, _ = parser.parse_known_args()
     check_memory(options.gb, 8 if "replicated" in options.layouts else 6)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the folder is removed
@@ -82,7 +84,8 @@ def main() -> None:
         check_disk(folder, options.gb)
         for layout in options.layouts:
             run_ranks(layout, folder / layout, options)
-    checkpoint_planning.main()
+    if "planning" in options.only:
+        checkpoint_planning.main()
 
 
 def check_memory(gb: float, times: int) -> None:
@@ -119,7 +122,9 @@ def run_rank(rank: int, layout: str, folder: Path, options: argparse.Namespace) 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     bench = Bench(rank, layout, folder, options)
     for number in range(options.rounds + 1):
-        for measure in rotated((bench.stalls, bench.writes, bench.reads, bench.verify), number):
+        for measure in rotated(
+            tuple(getattr(bench, name) for name in MEASUREMENTS[:-1] if name in options.only), number
+        ):
             measure(number)
             give_back_memory()
         if number == 0:
@@ -300,7 +305,7 @@ class Bench:
 
     def reads(self, number: int) -> None:
         """The last checkpoint into the live model, and its files by plain reads; from the disk and from the page cache."""
-        files = sorted(commit.committed(self.folder / "ours")[-1].iterdir())
+        files = sorted(self.newest().iterdir())
         model, optimizer = self.training.model, self.training.optimizer
 
         def restore() -> None:
@@ -314,9 +319,18 @@ class Bench:
             self.together(f"{name}, cold", action)
             self.together(f"{name}, warm", action)
 
+    def newest(self) -> Path:
+        """The last checkpoint that another measurement has left, or a first one."""
+        dist.barrier()
+        if not commit.committed(self.folder / "ours"):
+            save = OurAsync(self.checkpointer)
+            save.save(self.training.model, self.training.optimizer)
+            save.settle()
+        return commit.committed(self.folder / "ours")[-1]
+
     def verify(self, number: int) -> None:
         """All files' digests against SHA-256 of as many bytes in memory, by rank 0."""
-        path = commit.committed(self.folder / "ours")[-1]
+        path = self.newest()
         files = commit.read_manifest(path).files
         size = sum(record.size for record in files.values())
         self.on_rank_0(lambda: read_part([path / name for name in files], 0, 1))
@@ -346,7 +360,7 @@ class Bench:
         )
         for name, values in sorted(self.seconds.items()):
             print(f"  {name:44} {spread(values)} s   {self.rate(name)}")
-        of = self.seconds
+        of = self.seconds  # nothing of what was not measured
         plain, kept = DcpAsync.KINDS[:2], DcpAsync.KINDS[2:]
         lost = "after compute: all time lost"
         bound = [copy + write for copy, write in zip(of["memcpy at preemption"], of["dd"], strict=True)]
@@ -365,6 +379,8 @@ class Bench:
             ("preemption to commit / (memcpy + dd)", of["save and wait"], bound, "<= 1.3"),
         ):
             ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
+            if not ratios:
+                continue
             print(f"  {name:44} {spread(ratios)}   {verdict(statistics.median(ratios), wanted)}")
 
     def best(self, kinds: Sequence[str], what: str) -> list[float]:
