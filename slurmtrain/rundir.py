@@ -217,12 +217,17 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Replace a JSON file in one step: a reader sees the old or the new one, never half of it."""
+def write_json(path: Path, value: dict[str, Any], *, durable: bool = True) -> None:
+    """Replace a JSON file in one step: a reader sees the old or the new one, never half of it.
+
+    Args:
+        durable: wait until it is on the disk; not for thousands of files that can be made again.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(2)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(json.dumps(value, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     temporary.replace(path)

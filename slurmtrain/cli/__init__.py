@@ -60,12 +60,16 @@ def _run(words: list[str]) -> int:
             raise arguments.unknown_verb(parsed.positionals[0])
         names = ", ".join(name for name, each in VERBS.items() if not each.hidden)
         raise UsageError("no verb was given", hint=f"one of: {names}; python -m slurmtrain --help explains them")
-    if "--multirun" in parsed.options:
-        raise UsageError("sweeps (--multirun, -m) are not supported yet", hint="submit the points one by one")
     if parsed.positionals and parsed.verb != "train":
         word = parsed.positionals[0]
         raise UsageError(
             f"cannot read {word!r}: neither a verb nor an override like key=value", hint=nearest(word, VERBS)
         )
+    if "--multirun" in parsed.options:
+        if parsed.verb != "submit":
+            raise UsageError(f"-m (--multirun) goes with submit, not with {parsed.verb}", hint="-m key=1,2 submit")
+        from slurmtrain.cli import sweep
+
+        return sweep.submit(parsed)
     code: int = importlib.import_module(VERBS[parsed.verb].module).main(parsed)
     return code

@@ -22,11 +22,18 @@ class Verb:
 
 VERBS: dict[str, Verb] = {
     "submit": Verb(
-        "[+cluster=NAME] [key=value ...] submit [--dry-run] [--follow]",
-        "submit a run, or run it here with cluster=local; --dry-run prints what sbatch would get",
+        "[-m] [+cluster=NAME] [key=value ...] submit [--dry-run] [--follow] [--array-parallelism N] [--again] [--json]",
+        "submit a run, or run it here with cluster=local; --dry-run prints what sbatch would get. With -m and choices "
+        "(key=1,2) a sweep: all points as one array, N at a time; the same command again submits only what is missing",
         "slurmtrain.cli.submit",
         composes=True,
-        options=(("--dry-run", False), ("--follow", False)),
+        options=(
+            ("--dry-run", False),
+            ("--follow", False),
+            ("--array-parallelism", True),
+            ("--again", False),
+            ("--json", False),
+        ),
     ),
     "render": Verb(
         "[+cluster=NAME] [key=value ...] render [-o FILE]",
@@ -51,6 +58,11 @@ VERBS: dict[str, Verb] = {
     ),
     "requeue": Verb("requeue RUN", "save and start again; a waiting or held job starts now", "slurmtrain.cli.runs"),
     "resume": Verb("resume RUN", "continue a run that has ended, from its newest checkpoint", "slurmtrain.cli.runs"),
+    "sweep": Verb(
+        "sweep list | status SWEEP | retry SWEEP | cancel SWEEP [--json]",
+        "the sweeps, the points of one, what failed once more, the end of all",
+        "slurmtrain.cli.sweep",
+    ),
     "checkpoints": Verb(
         "checkpoints RUN [list | verify [STEP] | prune [--dry-run] ... | export OUT ...]",
         "what a run can be resumed from (RUN: also a directory of checkpoints, or one); verify compares every file with its "

@@ -11,7 +11,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,23 +51,9 @@ def compose(
         UsageError: an unknown key, group or option, or an override that cannot be parsed.
         ConfigError: a value of the wrong type.
     """
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     primary = Primary(config_name, search_folders(config_name, config_dir, config_path))
-    try:
-        composed = _compose(primary, overrides)
-        _keep_secrets_unresolved(composed)
-        values = OmegaConf.to_container(composed, resolve=True)
-        resolve_secrets(values)  # said here when one is not set, not by every rank later
-        return to_config(values)
-    except (
-        HydraException,
-        OmegaConfBaseException,
-        ValueError,
-    ) as error:  # ValueError: Hydra's, for `=3` or `cluster=3`
-        raise _explain(error, overrides, primary) from None
+    with explaining(overrides, primary), initialized(primary):
+        return finish(composed_by_hydra(primary, overrides))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,22 +88,74 @@ def search_folders(config_name: str, config_dir: str | None, config_path: str | 
     return folders
 
 
-def _compose(primary: Primary, overrides: Sequence[str]) -> Any:
-    """What Hydra makes of it: a DictConfig, interpolations unresolved."""
-    from hydra import compose as hydra_compose
+@contextmanager
+def explaining(overrides: Sequence[str], primary: Primary) -> Iterator[None]:
+    """One sentence for what Hydra or omegaconf refuses."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        yield
+    except (
+        HydraException,
+        OmegaConfBaseException,
+        ValueError,
+    ) as error:  # ValueError: Hydra's, for `=3` or `cluster=3`
+        raise _explain(error, overrides, primary) from None
+
+
+@contextmanager
+def initialized(primary: Primary) -> Iterator[None]:
+    """Hydra, set up to compose from these folders."""
     from hydra import initialize_config_dir
 
     register_schema()
-    first, *others = primary.folders
+    with initialize_config_dir(str(primary.folders[0]), version_base="1.3"):
+        yield
+
+
+def composed_by_hydra(primary: Primary, overrides: Sequence[str], *, with_hydra: bool = False) -> Any:
+    """What Hydra makes of it: a DictConfig, interpolations unresolved. Within `initialized`.
+
+    Args:
+        with_hydra: keep Hydra's own node.
+    """
+    from hydra import compose as hydra_compose
+
+    others = primary.folders[1:]
     words = [*overrides, search_path(others)] if others else list(overrides)
-    with initialize_config_dir(str(first), version_base="1.3"):
-        return hydra_compose(primary.name, words)
+    return hydra_compose(primary.name, words, return_hydra_config=with_hydra)
+
+
+def finish(composed: Any) -> Config:
+    """Resolve what was composed, secrets aside, and check it against the schema."""
+    from omegaconf import OmegaConf
+
+    _keep_secrets_unresolved(composed)
+    if OmegaConf.get_type(composed) is Config:
+        config: Config = OmegaConf.to_object(composed)  # type: ignore[assignment]
+        _refuse_unknown(config)  # `+cluster.node=3` gets past Hydra, and omegaconf makes an attribute of it
+    else:  # a primary config of somebody's own, that does not begin with our schema
+        config = to_config(OmegaConf.to_container(composed, resolve=True))
+    resolve_secrets(to_values(config))  # said here when one is not set, not by every rank later
+    return config
 
 
 def search_path(folders: Sequence[Path]) -> str:
     """The override that makes Hydra search these folders after the first one. Quoted: a path may hold a comma."""
     quoted = ",".join("'file://" + str(folder).replace("'", "\\'") + "'" for folder in folders)
     return f"hydra.searchpath=[{quoted}]"
+
+
+def _refuse_unknown(part: Any, where: str = "") -> None:
+    known = {field.name for field in dataclasses.fields(part)}
+    for name, value in vars(part).items():
+        if name not in known:
+            error = _unknown_field(f"{where}{name}", "")
+            assert error is not None
+            raise error
+        if dataclasses.is_dataclass(value):
+            _refuse_unknown(value, f"{where}{name}.")
 
 
 def to_config(values: Any) -> Config:
@@ -340,7 +379,8 @@ def _without_unknown_keys(
         and (match.group(2) in groups or (match.group(1) in ("+", "++") and match.group(2).startswith(f"{top}.")))
     ]
     try:
-        values: Any = OmegaConf.to_container(_compose(primary, kept))
+        with initialized(primary):
+            values: Any = OmegaConf.to_container(composed_by_hydra(primary, kept))
     except Exception:  # whatever it is: the error that is being explained is the one to show
         return None
     return values if isinstance(values, dict) else None

@@ -14,6 +14,7 @@ from pathlib import Path
 from slurmtrain import __version__
 from slurmtrain.config.compose import SECRET_REFERENCE
 from slurmtrain.config.schema import ClusterConfig, Config
+from slurmtrain.launch.arrays import array_option
 from slurmtrain.resources import shipped
 
 # A rank must survive the signals of a preemption before its handlers are there. Dispositions that are "ignored"
@@ -29,11 +30,13 @@ class JobPaths:
         run_dirs: one run directory, or one per array task.
         workdir: where the ranks run, relative to each run directory ("code", "code/sub"), or absolute.
         python: the interpreter that submits; the batch shell runs `settle` with it.
+        parallelism: how many tasks of an array may run at the same time; None: as many as there is room for.
     """
 
     run_dirs: Sequence[Path]
     workdir: str
     python: str
+    parallelism: int | None = None
 
 
 def render_script(config: Config, paths: JobPaths) -> str:
@@ -92,7 +95,7 @@ def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
         ("reservation", cluster.reservation),
         ("exclude", cluster.exclude),
         ("exclusive", cluster.exclusive),
-        ("array", f"0-{len(paths.run_dirs) - 1}" if array else None),
+        ("array", array_option(len(paths.run_dirs), paths.parallelism)),
         # Without --requeue a preempted job is cancelled before its first line runs, and a dead node ends it.
         ("requeue" if config.requeue.mode == "requeue" else "no-requeue", True),
         # A restart would truncate the log of the attempt before.

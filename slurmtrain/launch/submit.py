@@ -5,24 +5,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import getpass
-import io
 import os
-import re
 import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from slurmtrain import __version__, rundir
-from slurmtrain.config.compose import config_hash, freeze
+from slurmtrain.config.compose import config_hash, freeze, load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError
+from slurmtrain.launch.handover import hand_over
 from slurmtrain.launch.sbatch import JobPaths, render_script
 from slurmtrain.launch.snapshot import Snapshot, Source, find_source, take_snapshot
 from slurmtrain.rundir import RunDir
-from slurmtrain.runtime.slurm import INSTALL_HINT, belongs_to_a_job
+from slurmtrain.runtime.slurm import INSTALL_HINT, SlurmClient
 
 PLACEHOLDER_ID = "RUN_ID"  # stands for the run's id in a dry run, which creates nothing
 
@@ -36,7 +36,7 @@ def dry_run(config: Config, cwd: Path) -> str:
 @contextlib.contextmanager
 def preparing(config: Config, overrides: Sequence[str], cwd: Path) -> Iterator[RunDir]:
     """Make the run directory: frozen config, snapshot of the code, script. Removed again when the block fails."""
-    config = _with_absolute_paths(config, cwd)
+    config = with_absolute_paths(config, cwd)
     source = find_source(config.job, cwd)
     run_dir = rundir.create(Path(config.job.runs_dir), config.job.name)
     try:
@@ -51,7 +51,7 @@ def preparing(config: Config, overrides: Sequence[str], cwd: Path) -> Iterator[R
         raise
 
 
-def submit(run_dirs: Sequence[RunDir], config: Config) -> str:
+def submit(run_dirs: Sequence[RunDir], config: Config, say: Callable[[str], None] = lambda text: None) -> str:
     """Hand the script of these runs to sbatch: one job, or an array with one task a run.
 
     Returns:
@@ -61,15 +61,14 @@ def submit(run_dirs: Sequence[RunDir], config: Config) -> str:
         ClusterError: sbatch is missing or refused; its own words are in the message.
     """
     slurm_conf = slurm_conf_of(config)
-    environment = f"SLURM_CONF={slurm_conf}" if slurm_conf else None
-    _check_slurm_is_here()
+    check_slurm_is_here()
     first = run_dirs[0]
     if len(run_dirs) > 1:
         paths = JobPaths([run_dir.path for run_dir in run_dirs], first.info()["workdir"], sys.executable)
         script = render_script(config, paths)
         for run_dir in run_dirs:
             run_dir.script.write_text(script)
-    job_id = _sbatch(first.script.read_text(), first, environment)
+    job_id = _sbatch(first.script.read_text(), first, slurm_conf, say)
     for index, run_dir in enumerate(run_dirs):
         element = f"{job_id}_{index}" if len(run_dirs) > 1 else job_id
         run_dir.update_info(job_ids=[*run_dir.info()["job_ids"], element], slurm_conf=slurm_conf)
@@ -77,18 +76,18 @@ def submit(run_dirs: Sequence[RunDir], config: Config) -> str:
     return job_id
 
 
-def resubmit(run_dir: RunDir) -> str:
+def resubmit(run_dir: RunDir, say: Callable[[str], None] = lambda text: None) -> str:
     """Submit an existing run again, with the script it was first submitted with."""
     slurm_conf = run_dir.info().get("slurm_conf")
-    _check_slurm_is_here()
+    check_slurm_is_here()
     script = _alone(run_dir, run_dir.script.read_text())
-    job_id = _sbatch(script, run_dir, f"SLURM_CONF={slurm_conf}" if slurm_conf else None)
+    job_id = _sbatch(script, run_dir, slurm_conf, say)
     run_dir.update_info(job_ids=[*run_dir.info()["job_ids"], job_id])
     run_dir.event("submitted", job_id=job_id)
     return job_id
 
 
-def _check_slurm_is_here() -> None:
+def check_slurm_is_here() -> None:
     for program in ("sbatch", "srun"):  # submitit takes a machine without srun for one without SLURM
         if shutil.which(program) is None:
             raise ClusterError(f"there is no `{program}` on this machine", hint=INSTALL_HINT)
@@ -117,77 +116,49 @@ def slurm_conf_of(config: Config) -> str | None:
     return str(found.slurm_conf)
 
 
-def _sbatch(script: str, run_dir: RunDir, environment: str | None) -> str:
-    """sbatch through submitit, with our script and a clean environment."""
-    from submitit.core.utils import FailedJobError
-    from submitit.slurm.slurm import SlurmExecutor
-
-    class ScriptExecutor(SlurmExecutor):
-        """submitit's submission, with the script from our one template instead of its own."""
-
-        def _make_submission_file_text(self, command: str, uid: str) -> str:
-            return script
-
-        def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-            # A job submitted from inside another one must not inherit its layout. SLURM_CONF says which cluster.
-            leaked = [word for name in os.environ if belongs_to_a_job(name) for word in ("-u", name)]
-            settings = [environment] if environment else []
-            return ["env", *leaked, *settings, *super()._make_submission_command(submission_file_path)]
-
-    folder = run_dir.path / "submitit"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    words = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(words):  # submitit prints sbatch's words; they are in our message instead
-            job = ScriptExecutor(folder)._submit_command(f"train {run_dir.path}")
-    except FailedJobError as error:
-        lines = (str(error).strip() or words.getvalue().strip()).splitlines()
-        said = "; ".join(re.sub(r"^sbatch: (error: )?", "", line) for line in lines) or "without a word"
-        raise ClusterError(f"sbatch refused the job: {said}", hint=_advice(said)) from None
-    return str(job.job_id)
-
-
-def _advice(said: str) -> str:
-    """What to change, for what sbatch says most often."""
-    for words, advice in {
-        "account": "cluster.account; `sacctmgr show associations user=$USER` lists yours",
-        "partition": "cluster.partition; `sinfo` lists the partitions",
-        "qos": "cluster.qos; `sacctmgr show qos` lists them",
-        "node configuration": "cluster.nodes, cpus_per_task, gpus_per_node or mem_*: no node has that much; see `sinfo -N -l`",
-        "node count": "cluster.nodes; `sinfo` shows how many there are",
-        "time limit": "cluster.time_limit_min; `sinfo` shows the partition's limit",
-        "controller": "the controller does not answer; try again later",
-    }.items():
-        if words in said.lower():
-            return advice
-    return "see `man sbatch`; `submit --dry-run` prints what it got"
+def _sbatch(script: str, run_dir: RunDir, slurm_conf: str | None, say: Callable[[str], None]) -> str:
+    """Submit a run for the first time, or once more."""
+    config = load_frozen(run_dir.config_file, secrets=False)
+    times = len(run_dir.info()["job_ids"])
+    run_dir.event("submitting", time_no=times + 1)
+    return hand_over(
+        script,
+        run_dir.path / "submitit",
+        f"{run_dir.id}:{times}",
+        SlurmClient(slurm_conf),
+        comment=config.cluster.sbatch.get("comment"),
+        say=say,
+    )
 
 
 def _write(
     run_dir: RunDir, config: Config, overrides: Sequence[str], snapshot: Snapshot, source: Source, cwd: Path
 ) -> None:
-    rundir.write_json(
-        run_dir.info_file,
-        {
-            "id": run_dir.id,
-            "name": config.job.name,
-            "overrides": list(overrides),
-            "config_hash": config_hash(config),
-            "backend": config.cluster.backend,
-            "code": {"revision": snapshot.revision, "dirty": snapshot.dirty, "from": str(source.root or cwd)},
-            "workdir": snapshot.workdir,
-            "user": getpass.getuser(),
-            "host": socket.gethostname(),
-            "submit_dir": str(cwd),
-            "created": time.time(),
-            "version": __version__,
-            "slurm_conf": _slurm_conf_if_known(config),
-            "job_ids": [],
-        },
-    )
+    info = run_info(config, overrides, snapshot, source, cwd)
+    rundir.write_json(run_dir.info_file, {**info, "id": run_dir.id})
     run_dir.config_file.write_text(freeze(config))
     run_dir.config_file.chmod(0o600)
     run_dir.script.write_text(render_script(config, JobPaths([run_dir.path], snapshot.workdir, sys.executable)))
+
+
+def run_info(config: Config, overrides: Sequence[str], snapshot: Snapshot, source: Source, cwd: Path) -> dict[str, Any]:
+    """What run.json says of a run before it is submitted, its id aside."""
+    return {
+        "id": None,
+        "name": config.job.name,
+        "overrides": list(overrides),
+        "config_hash": config_hash(config),
+        "backend": config.cluster.backend,
+        "code": {"revision": snapshot.revision, "dirty": snapshot.dirty, "from": str(source.root or cwd)},
+        "workdir": snapshot.workdir,
+        "user": getpass.getuser(),
+        "host": socket.gethostname(),
+        "submit_dir": str(cwd),
+        "created": time.time(),
+        "version": __version__,
+        "slurm_conf": _slurm_conf_if_known(config),
+        "job_ids": [],
+    }
 
 
 def _slurm_conf_if_known(config: Config) -> str | None:
@@ -200,7 +171,7 @@ def _slurm_conf_if_known(config: Config) -> str | None:
         return None
 
 
-def _with_absolute_paths(config: Config, cwd: Path) -> Config:
+def with_absolute_paths(config: Config, cwd: Path) -> Config:
     """The job runs elsewhere; what was relative to the submitting shell must stay what it was."""
     return dataclasses.replace(config, job=dataclasses.replace(config.job, runs_dir=str(_runs_dir(config, cwd))))
 
@@ -214,7 +185,5 @@ def _alone(run_dir: RunDir, script: str) -> str:
     """The script of a run that was an array's task, for that run by itself."""
     if "\n#SBATCH --array=" not in script:
         return script
-    from slurmtrain.config.compose import load_frozen
-
     config = load_frozen(run_dir.config_file, secrets=False)  # a script on disk
     return render_script(config, JobPaths([run_dir.path], run_dir.info()["workdir"], sys.executable))

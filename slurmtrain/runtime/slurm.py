@@ -54,6 +54,7 @@ class SlurmClient:
     """
 
     def __init__(self, slurm_conf: str | None = None, run: Runner = run_command):
+        self.slurm_conf = slurm_conf
         self._environment = clean_environment(os.environ)
         if slurm_conf:
             self._environment["SLURM_CONF"] = slurm_conf
@@ -92,8 +93,29 @@ class SlurmClient:
                     found[job_id] = (state, reason)
         return found
 
-    def cancel(self, job_id: str) -> None:
-        self._call(["scancel", job_id])
+    def job_with_comment(self, word: str) -> str | None:
+        """The user's job whose comment has this word, as long as slurmctld remembers it; of an array, the array's id.
+
+        Raises:
+            ClusterError: squeue is missing, or the controller does not answer.
+        """
+        for line in self._call(["squeue", "--noheader", "--me", "--states=all", "--format=%F|%k"]).splitlines():
+            job_id, _, comment = line.strip().partition("|")
+            if word in comment.split():
+                return job_id
+        return None
+
+    def configuration(self) -> dict[str, str]:
+        """slurm.conf as the controller sees it: "MaxArraySize" -> "1001"; empty when it cannot be asked."""
+        try:
+            answer = self._call(["scontrol", "show", "config"])
+        except ClusterError:
+            return {}
+        lines = (line.partition("=") for line in answer.splitlines())
+        return {name.strip(): value.strip() for name, equals, value in lines if equals}
+
+    def cancel(self, *job_ids: str) -> None:
+        self._call(["scancel", *job_ids])
 
     def signal(self, job_id: str, name: str) -> None:
         """Send a signal to every rank of the job's steps."""

@@ -1,0 +1,209 @@
+"""Sweeps: `-m ... submit`, and the verbs that look at one or steer it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+
+from slurmtrain import rundir
+from slurmtrain.cli.arguments import Arguments, Parser
+from slurmtrain.cli.runs import print_table
+from slurmtrain.cli.verbs import VERBS
+from slurmtrain.config.compose import Primary, search_folders
+from slurmtrain.config.points import check, composing
+from slurmtrain.errors import UsageError
+from slurmtrain.launch import sweep as sweeps
+from slurmtrain.launch.state import RunState
+from slurmtrain.launch.submit import check_slurm_is_here, dry_run, slurm_conf_of
+from slurmtrain.launch.sweep import Sweep
+from slurmtrain.runtime.slurm import SlurmClient
+
+GOING_ON = ("waiting", "starting", "running", "stopping", "requeued", "held", "unknown")
+
+
+def submit(arguments: Arguments) -> int:
+    """Expand, compose and validate all points, then submit what is not there yet."""
+    options, cwd = arguments.options, Path.cwd()
+    parallelism = _positive(options.get("--array-parallelism"))
+    name = options.get("--config-name", "config")
+    primary = Primary(name, search_folders(name, options.get("--config-dir"), options.get("--config-path")))
+    with composing(primary) as composer:
+        grid = composer.expand(arguments.overrides)
+        if "--dry-run" in options:
+            for number, config in enumerate(check(composer, grid)):
+                if number == 0:
+                    print(dry_run(config, cwd), end="")
+            print(f"# and {len(grid.points) - 1} more points: {', '.join(grid.keys) or 'nothing varies'}")
+            return 0
+        draft = sweeps.draft(check(composer, grid), cwd)
+    if draft.first.cluster.backend == "local":
+        raise UsageError(
+            "a sweep with cluster=local is not supported",
+            hint="sandbox up, then cluster=sandbox: a throwaway SLURM on this machine",
+        )
+    client = SlurmClient(slurm_conf_of(draft.first))
+    check_slurm_is_here()
+    again = "--again" in options
+    sweep = None if again else sweeps.find_same(draft)
+    there = sweep is not None
+    if sweep is None:
+        size = client.configuration().get("MaxArraySize", "")
+        sweep = sweeps.make(
+            draft,
+            grid.varied,
+            arguments.overrides,
+            cwd,
+            max_array_size=int(size) or 1 if size.isdigit() else None,  # 0: the cluster has no arrays
+            parallelism=parallelism,
+            again=again,
+        )
+    submission = sweeps.submit_arrays(sweep, client, say=_say)
+    jobs = [*submission.found, *submission.submitted]
+    if "--json" in options:
+        print(json.dumps({"sweep": sweep.id, "path": str(sweep.path), "points": len(grid.points), "job_ids": jobs}))
+    else:
+        what = "is there already" if there else f"of {len(grid.points)} points is submitted"
+        print(f"sweep {sweep.id} {what}: job {', '.join(jobs) or 'none yet'}\n  {sweep.path}")
+        if there and not submission.submitted:
+            print(
+                f"  the same points as in this command; --again submits them anew   sweep retry {sweep.id}: what failed"
+            )
+        print(f"  sweep status {sweep.id}   sweep collect {sweep.id}   sweep cancel {sweep.id}   (or: last)")
+    sweeps.check_submitted(submission)
+    return 0
+
+
+def main(verb: str, words: list[str]) -> int:
+    parser = Parser(prog=f"python -m slurmtrain {verb}", description=VERBS[verb].help)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list|status|retry|cancel")
+    for name, text in {
+        "list": "all sweeps",
+        "status": "the points of one, and how they stand",
+        "retry": "submit again what failed, was stopped or lost, or could not be submitted",
+        "cancel": "end all that has not ended",
+    }.items():
+        action = actions.add_parser(name, help=text)
+        if name != "list":
+            action.add_argument("sweep", metavar="SWEEP", help="its name, a part of it, a path, or last")
+        action.add_argument("--json", action="store_true")
+    options = parser.parse_args(words)
+    runs = rundir.runs_root()
+    if options.action == "list":
+        return _list(runs, as_json=options.json)
+    sweep = sweeps.find(options.sweep, runs)
+    if options.action == "status":
+        return _status(sweep, as_json=options.json)
+    return {"retry": _retry, "cancel": _cancel}[options.action](sweep, as_json=options.json)
+
+
+def _list(runs: Path, *, as_json: bool) -> int:
+    found = sweeps.all_sweeps(runs)
+    rows = []
+    for sweep in found:
+        info, now = sweep.info(), sweeps.states_of(sweep)
+        rows.append((sweep, info, _counts(now)))
+    if as_json:
+        print(
+            json.dumps([{"sweep": s.id, "path": str(s.path), "points": i["points"], "states": c} for s, i, c in rows])
+        )
+        return 0
+    if not rows:
+        raise UsageError(f"there are no sweeps under {runs.resolve()}", hint="python -m slurmtrain -m key=1,2 submit")
+    print_table(
+        ["sweep", "submitted", "points", "states", "overrides"],
+        [
+            [
+                sweep.id,
+                time.strftime("%m-%d %H:%M", time.localtime(info["created"])),
+                str(info["points"]),
+                _summary(counts),
+                " ".join(info["overrides"]),
+            ]
+            for sweep, info, counts in rows
+        ],
+    )
+    return 0
+
+
+def _status(sweep: Sweep, *, as_json: bool) -> int:
+    points, now = sweep.points(), sweeps.states_of(sweep)
+    if as_json:
+        print(
+            json.dumps(
+                {"sweep": sweep.id, "states": _counts(now), "points": [_as_json(p, now[p.run_id]) for p in points]}
+            )
+        )
+        return 0
+    keys = list(points[0].varied)
+    rows = []
+    for point in points:
+        state = now[point.run_id]
+        step = "?" if state.step is None else str(state.step)
+        varied = [point.varied[key] for key in keys]
+        rows.append(
+            [str(point.number), *varied, state.word, step, str(len(state.attempts)), point.run_id, state.sentence]
+        )
+    print_table(["point", *keys, "state", "step", "attempts", "run", ""], rows)
+    print(f"\n{sweep.id}: {_summary(_counts(now))}")
+    for doubt in dict.fromkeys(state.doubt for state in now.values() if state.doubt):
+        print(f"SLURM cannot be asked: {doubt}")
+    return 0
+
+
+def _as_json(point: sweeps.Point, state: RunState) -> dict[str, object]:
+    return {
+        "point": point.number,
+        "varied": point.varied,
+        "run": point.run_id,
+        "state": state.word,
+        "sentence": state.sentence,
+        "step": state.step,
+        "attempts": len(state.attempts),
+        "job_id": state.job_id,
+    }
+
+
+def _retry(sweep: Sweep, *, as_json: bool) -> int:
+    chosen = sweeps.add_retry(sweep)
+    submission = sweeps.submit_arrays(sweep, sweeps.client_of(sweep), say=_say)
+    if as_json:
+        print(json.dumps({"sweep": sweep.id, "runs": chosen, "job_ids": submission.submitted}))
+    elif submission.submitted:
+        print(f"{len(chosen)} runs of {sweep.id} are submitted again: job {', '.join(submission.submitted)}")
+    else:
+        print(f"there is nothing to retry in {sweep.id}: {_summary(_counts(sweeps.states_of(sweep)))}")
+    sweeps.check_submitted(submission)
+    return 0
+
+
+def _cancel(sweep: Sweep, *, as_json: bool) -> int:
+    count = sweeps.cancel(sweep, sweeps.client_of(sweep))
+    if as_json:
+        print(json.dumps({"sweep": sweep.id, "cancelled": count}))
+    else:
+        print(
+            f"{count} runs of {sweep.id} are told to end" if count else f"nothing of {sweep.id} is running or waiting"
+        )
+    return 0
+
+
+def _counts(now: dict[str, RunState]) -> dict[str, int]:
+    return dict(Counter(state.word for state in now.values()).most_common())
+
+
+def _summary(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {word}" for word, count in counts.items())
+
+
+def _positive(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise UsageError(f"--array-parallelism {text}: a number of runs, at least 1, was expected")
+    return int(text)
+
+
+def _say(text: str) -> None:
+    print(f"slurmtrain: {text}", flush=True)

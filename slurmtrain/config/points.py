@@ -1,0 +1,153 @@
+"""From one command line with choices to the points of a sweep: the overrides of each, and its config.
+
+Hydra's grammar and Hydra's order. Composing takes Hydra a tenth of a second, so it composes once for each combination of
+groups; the plain values of a point are put into a copy of that, by Hydra's own function.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from slurmtrain.config.compose import Primary, composed_by_hydra, explaining, finish, initialized
+from slurmtrain.config.schema import Config
+from slurmtrain.config.validate import validate
+from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError
+
+BASES = 64  # compositions kept: sweeps vary few groups, and each takes a few hundred kilobytes
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What a command line with choices stands for.
+
+    Attributes:
+        points: the overrides of every point, in the order and form in which Hydra's own sweeper numbers them.
+        keys: the keys that vary, in the order of the command line.
+    """
+
+    points: Sequence[tuple[str, ...]]
+    keys: tuple[str, ...]
+
+    def varied(self, number: int) -> dict[str, str]:
+        """What distinguishes a point: key -> value, as text."""
+        values = dict(override.partition("=")[::2] for override in self.points[number])
+        return {key.lstrip("+"): values[key] for key in self.keys}
+
+
+class Composer:
+    """Composes points. Hydra is set up while it is open.
+
+    Args:
+        primary: what all points are composed from.
+    """
+
+    def __init__(self, primary: Primary, loader: Any):
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+
+        self._primary, self._loader = primary, loader
+        self._parser = OverridesParser.create(config_loader=loader)
+        self._parsed = functools.lru_cache(maxsize=4096)(self._parse_one)
+        self._base = functools.lru_cache(maxsize=BASES)(self._compose_base)
+
+    def expand(self, overrides: Sequence[str]) -> Grid:
+        """The points of choices like `a=1,2`, `a=range(3)` and `group=glob(*)`, those of hydra.sweeper.params included.
+
+        Raises:
+            UsageError: an override that cannot be read, or that only a sweeper that chooses values understands.
+        """
+        words = [*self._configured(overrides), *overrides]
+        choices: dict[str, list[str]] = {}
+        sweeps: dict[str, bool] = {}
+        for word in words:
+            override = self._parsed(word)
+            key = override.get_key_element()
+            sweeps[key] = override.is_sweep_override()
+            if override.is_hydra_override():
+                if override.is_sweep_override():
+                    raise UsageError(f"{word!r}: what belongs to Hydra itself cannot vary", hint="submit two sweeps")
+                choices[key] = [word]
+            elif not override.is_sweep_override():
+                choices[key] = [f"{key}={override.get_value_element_as_str()}"]
+            elif override.is_discrete_sweep():
+                choices[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+            else:
+                raise UsageError(
+                    f"{word!r} gives a range, not choices",
+                    hint="a sweeper that chooses values is needed: hydra/sweeper=optuna",
+                )
+        for key, values in choices.items():
+            if not values:
+                raise UsageError(f"{key} has no choices at all", hint="write them with commas: key=1,2,3")
+        keys = tuple(key for key in choices if sweeps[key])
+        return Grid([tuple(point) for point in itertools.product(*choices.values())], keys)
+
+    def compose(self, overrides: Sequence[str]) -> Config:
+        """The same `Config` as `compose` gives.
+
+        Raises:
+            UsageError, ConfigError: as `compose`.
+        """
+        from hydra._internal.config_loader_impl import ConfigLoaderImpl
+
+        groups, values = [], []
+        for word in overrides:
+            override = self._parsed(word)
+            if override.is_hydra_override() or self._chooses_group(override):
+                groups.append(word)
+            else:
+                values.append(override)
+        with explaining(overrides, self._primary):
+            composed = copy.deepcopy(self._base(tuple(groups)))
+            ConfigLoaderImpl._apply_overrides_to_config(values, composed)
+            return finish(composed)
+
+    def _parse_one(self, word: str) -> Any:
+        with explaining([word], self._primary):
+            return self._parser.parse_overrides([word])[0]
+
+    def _chooses_group(self, override: Any) -> bool:
+        """As Hydra tells it (hydra._internal.defaults_list.Overrides)."""
+        group = self._loader.repository.group_exists(override.key_or_group)
+        return bool(group) and not isinstance(override.value(), dict)
+
+    def _compose_base(self, groups: tuple[str, ...]) -> Any:
+        return composed_by_hydra(self._primary, groups)
+
+    def _configured(self, overrides: Sequence[str]) -> list[str]:
+        """Choices that stand in the config itself, as hydra.sweeper.params."""
+        fixed = [word for word in overrides if not self._parsed(word).is_sweep_override()]
+        with explaining(overrides, self._primary):
+            composed = composed_by_hydra(self._primary, fixed, with_hydra=True)
+        params: Mapping[str, Any] = composed.hydra.sweeper.get("params") or {}
+        return [f"{key}={value}" for key, value in params.items()]
+
+
+@contextmanager
+def composing(primary: Primary) -> Iterator[Composer]:
+    """A composer, for as long as Hydra is set up."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    with initialized(primary):
+        yield Composer(primary, GlobalHydra.instance().config_loader())
+
+
+def check(composer: Composer, grid: Grid) -> Iterator[Config]:
+    """Compose and validate every point, in order.
+
+    Raises:
+        ConfigError: a point is wrong; the message says which.
+    """
+    for number, point in enumerate(grid.points):
+        try:
+            config = composer.compose(point)
+            validate(config)
+        except SlurmtrainError as error:
+            what = " ".join(f"{key}={value}" for key, value in grid.varied(number).items())
+            raise ConfigError(f"point {number} ({what}): {error.message}", hint=error.hint) from None
+        yield config

@@ -1,0 +1,70 @@
+"""Which runs go into which array job: pure arithmetic, before anything is submitted.
+
+An array has one script, so runs that ask for different resources need different arrays. MaxArraySize caps the *index*
+(slurm.conf(5): the largest index is one less), so the second half of a long array has to begin at 0 again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array job.
+
+    Attributes:
+        members: numbers of the points, in the order of the array's indices.
+        parallelism: how many of its tasks may run at the same time; None: as many as there is room for.
+        after: number of the array that has to end before this one begins, so that the limit holds for both together.
+    """
+
+    members: tuple[int, ...]
+    parallelism: int | None = None
+    after: int | None = None
+
+
+def plan_arrays(
+    shapes: Sequence[Hashable], *, max_size: int | None = None, parallelism: int | None = None
+) -> list[Array]:
+    """Arrays for points 0 to len(shapes) - 1.
+
+    Args:
+        shapes: what a point asks for; points of one array have the same.
+        max_size: most tasks of an array.
+        parallelism: how many points may run at the same time, in all arrays together.
+    """
+    by_shape: dict[Hashable, list[int]] = {}
+    for number, shape in enumerate(shapes):
+        by_shape.setdefault(shape, []).append(number)
+    members = []
+    for numbers in by_shape.values():
+        size = max_size or len(numbers)
+        members += [tuple(numbers[begin : begin + size]) for begin in range(0, len(numbers), size)]
+    if parallelism is None:
+        return [Array(each) for each in members]
+    if parallelism < len(members):  # not even one task for each: one array after the other
+        return [
+            Array(each, min(parallelism, len(each)), number - 1 if number else None)
+            for number, each in enumerate(members)
+        ]
+    shares = _share(parallelism, [len(each) for each in members])
+    return [Array(each, share) for each, share in zip(members, shares, strict=True)]
+
+
+def _share(total: int, sizes: Sequence[int]) -> list[int]:
+    """Parts of `total` in proportion to `sizes`: at least 1, at most the size, and together no more than `total`."""
+    shares = [1] * len(sizes)
+    for _ in range(min(total, sum(sizes)) - len(sizes)):
+        # The one that is furthest behind its proportion (Sainte-Lague).
+        open_ones = [number for number, size in enumerate(sizes) if shares[number] < size]
+        best = max(open_ones, key=lambda number: sizes[number] / (2 * shares[number] + 1))
+        shares[best] += 1
+    return shares
+
+
+def array_option(size: int, parallelism: int | None = None) -> str | None:
+    """The value of sbatch's --array for so many tasks; None for a single job."""
+    limit = f"%{parallelism}" if parallelism is not None and parallelism < size else ""
+    return f"0-{size - 1}{limit}" if size > 1 else None

@@ -1,0 +1,227 @@
+"""Handing a script to sbatch so that its job is there exactly once.
+
+The controller may accept a job and fail to say so: then sbatch ends with an error, and a plain retry makes a double. So every
+submission has a token of its own in the job's comment, and before anything is submitted again SLURM is asked for it. One
+empty answer proves nothing; several do. It needs no accounting: slurmctld itself remembers a job for MinJobAge after its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmtrain.errors import ClusterError
+from slurmtrain.runtime.slurm import SlurmClient, belongs_to_a_job
+
+TOKEN_PREFIX = "slurmtrain:"
+# What passes by itself, in the words of slurm_errno.c and of sbatch: the controller was never reached, or has refused;
+NOT_THERE = (
+    "unable to contact slurm controller",
+    "connection refused",
+    "slurm temporarily unable to accept job",
+    "in standby",
+)
+# and after these the job may be there.
+UNSURE = (
+    "socket timed out",
+    "transport endpoint is not connected",
+    "zero bytes were transmitted",
+    "unexpected message received",
+    "connection reset",
+    "connection timed out",
+    "resource temporarily unavailable",
+    "communication connection failure",
+)
+LIMIT = ("submit limit", "submitjoblimit", "job limit", "maxjobcount", "max_job", "job/core submit")
+
+
+class SubmitLimit(ClusterError):
+    """The user, the account or the cluster may not have more jobs in the queue now."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to go on.
+
+    Attributes:
+        tries: calls of sbatch at most; half as many while the controller cannot be reached at all.
+        first_delay_s: before the second call; doubled each time.
+        call_s: sbatch is given up after so long; whether the job is there is then found out.
+        confirmations: empty answers in a row after which a job is taken for not there.
+        confirm_every_s: between them. Together longer than slurmctld needs for a message that is on its way.
+    """
+
+    tries: int = 6
+    first_delay_s: float = 1.0
+    call_s: int = 90
+    confirmations: int = 3
+    confirm_every_s: float = 2.0
+
+
+def hand_over(
+    script: str,
+    folder: Path,
+    token: str,
+    client: SlurmClient,
+    *,
+    comment: str | None = None,
+    looked_for_before: bool = False,
+    patience: Patience = Patience(),
+    say: Callable[[str], None] = lambda text: None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> str:
+    """Submit `script`. Returns the job id, SLURM's for an array.
+
+    Args:
+        folder: where submitit keeps its files.
+        token: this submission's own; the same again finds the job that it has made.
+        comment: the user's own, which stays in front.
+        looked_for_before: an earlier call with this token may have been cut short: look first.
+        say: told of what is waited for.
+
+    Raises:
+        SubmitLimit: no more jobs may be submitted now. Nothing was.
+        ClusterError: sbatch refused, in its own words; or it is not known whether the job is there.
+    """
+    if looked_for_before:
+        found = _look(token, client, patience, sleep)
+        if found is not None:
+            return found
+    delay = patience.first_delay_s
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            return _sbatch(script, folder, token, client.slurm_conf, comment, patience.call_s)
+        except _Passing as error:
+            passing = error
+        if passing.may_be_there:
+            say(f"sbatch: {passing.said}; looking whether the job is there all the same")
+            found = _look(token, client, patience, sleep, passing.said)
+            if found is not None:
+                return found
+        if attempt >= (patience.tries if passing.may_be_there else patience.tries / 2):
+            raise ClusterError(
+                f"sbatch failed {attempt} times, the last time with: {passing.said}; nothing was submitted",
+                hint="try again later",
+            )
+        say(f"sbatch: {passing.said}; trying again in about {delay:g} s")
+        sleep(delay * (1 + random.Random().random() / 4))  # many shells must not come back at the same moment
+        delay *= 2
+
+
+class _Passing(Exception):
+    """sbatch failed in a way that passes by itself."""
+
+    def __init__(self, said: str, *, may_be_there: bool):
+        super().__init__(said)
+        self.said, self.may_be_there = said, may_be_there
+
+
+def _look(
+    token: str, client: SlurmClient, patience: Patience, sleep: Callable[[float], None], said: str = ""
+) -> str | None:
+    """The job with this token, or None when SLURM has said often enough that there is none.
+
+    Raises:
+        ClusterError: it cannot be asked.
+    """
+    answers = failures = 0
+    while True:
+        try:
+            found = client.job_with_comment(TOKEN_PREFIX + token)
+            answers += 1
+        except ClusterError as error:
+            found = None
+            failures += 1
+            if failures >= patience.tries:
+                before = f"sbatch said: {said}, and then " if said else ""
+                raise ClusterError(
+                    f"it is not known whether the job was submitted: {before}{error.message}",
+                    hint="the same command again finds out first",
+                ) from None
+        if found is not None or answers >= patience.confirmations:
+            return found
+        sleep(patience.confirm_every_s)
+
+
+def _sbatch(script: str, folder: Path, token: str, slurm_conf: str | None, comment: str | None, call_s: int) -> str:
+    """sbatch through submitit, with our script and a clean environment."""
+    from submitit.core.utils import FailedJobError
+    from submitit.slurm.slurm import SlurmExecutor
+
+    class ScriptExecutor(SlurmExecutor):
+        """submitit's submission, with the script from our one template instead of its own."""
+
+        def _make_submission_file_text(self, command: str, uid: str) -> str:
+            return script
+
+        def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+            # A job submitted from inside another one must not inherit its layout. SLURM_CONF says which cluster.
+            leaked = [word for name in os.environ if belongs_to_a_job(name) for word in ("-u", name)]
+            settings = [f"SLURM_CONF={slurm_conf}"] if slurm_conf else []
+            text = f"{comment} {TOKEN_PREFIX}{token}" if comment else TOKEN_PREFIX + token
+            return [
+                "env",
+                *leaked,
+                *settings,
+                "timeout",
+                str(call_s),
+                "sbatch",
+                f"--comment={text}",
+                str(submission_file_path),
+            ]
+
+    folder.mkdir(mode=0o700, exist_ok=True)
+    words = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(words):  # submitit prints sbatch's words; they are in our message instead
+            job = ScriptExecutor(folder)._submit_command("train")
+    except FailedJobError as error:
+        lines = (str(error).strip() or words.getvalue().strip()).splitlines()
+        said = "; ".join(re.sub(r"^sbatch: (error: )?", "", line) for line in lines)
+        raise refusal(said, call_s) from None
+    return str(job.job_id)
+
+
+def refusal(said: str, call_s: int) -> Exception:
+    """What sbatch's words mean: a limit, something that passes, or a refusal with what to change."""
+    low = said.lower()
+    if any(words in low for words in LIMIT):
+        return SubmitLimit(
+            f"sbatch refused the job: {said}",
+            hint="wait until jobs have ended, then give the same command again: it goes on from here",
+        )
+    if not said:  # `timeout` has killed it, or somebody else has
+        return _Passing(f"no answer within {call_s} s", may_be_there=True)
+    if any(words in low for words in UNSURE):
+        return _Passing(said, may_be_there=True)
+    if any(words in low for words in NOT_THERE):
+        return _Passing(said, may_be_there=False)
+    return ClusterError(f"sbatch refused the job: {said}", hint=advice(said))
+
+
+def advice(said: str) -> str:
+    """What to change, for what sbatch says most often."""
+    for words, hint in {
+        "account": "cluster.account; `sacctmgr show associations user=$USER` lists yours",
+        "partition": "cluster.partition; `sinfo` lists the partitions",
+        "qos": "cluster.qos; `sacctmgr show qos` lists them",
+        "node configuration": "cluster.nodes, cpus_per_task, gpus_per_node or mem_*: no node has that much; see `sinfo -N -l`",
+        "node count": "cluster.nodes; `sinfo` shows how many there are",
+        "time limit": "cluster.time_limit_min; `sinfo` shows the partition's limit",
+        "controller": "the controller does not answer; try again later",
+        "array": "MaxArraySize and MaxJobCount; `scontrol show config` shows them",
+        "dependency": "the run it waits for has ended or is not in the queue any more",
+        "memory": "cluster.mem_*; see `sinfo -N -l`",
+    }.items():
+        if words in said.lower():
+            return hint
+    return "see `man sbatch`; `submit --dry-run` prints what it got"

@@ -1,0 +1,578 @@
+"""A sweep on disk: which point is which run, which run is in which array, and who submits it.
+
+    runs/<name>.sweep-<identity>/
+      sweep.json       overrides, options, who and when
+      points.jsonl     one line a point: number, what varies, identity, run id
+      arrays/0000/     plan.json: its runs; claim.json: who submits it; job.sbatch; job.json: SLURM's answer
+      code/            the snapshot that all points run from
+      <run id>/        a run directory like any other
+
+The identity is that of the points, so the same command means the same sweep, for whoever types it: what is missing is
+submitted, and nothing twice. Every step can be cut short at any moment and is taken up by the next command: the folder
+appears complete or not at all, an array has one claimant, and what a dead claimant has submitted is found by its token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmtrain import rundir
+from slurmtrain.config.compose import freeze, load_frozen, to_values
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import ClusterError, ConfigError, UsageError
+from slurmtrain.launch.arrays import Array, plan_arrays
+from slurmtrain.launch.handover import Patience, SubmitLimit, hand_over
+from slurmtrain.launch.sbatch import JobPaths, render_script
+from slurmtrain.launch.snapshot import find_source, take_snapshot
+from slurmtrain.launch.state import RunState, states
+from slurmtrain.launch.submit import run_info, with_absolute_paths
+from slurmtrain.rundir import RunDir, read_json, write_json
+from slurmtrain.runtime.slurm import SlurmClient
+
+PREPARING = ".preparing"  # below runs/; deep enough that no verb takes what is in it for runs
+CLAIM_LASTS_S = 900.0  # of a shell on another host, whose life cannot be seen from here
+POLL_S = 0.2  # of a claim on a shared file system: there is no event to await
+RETRIED = ("failed", "lost", "stopped", "prepared")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One line of points.jsonl.
+
+    Attributes:
+        varied: what distinguishes it, by key, as text.
+        identity: of its config.
+        run_id: of the run that computes it; points with the same config share one.
+    """
+
+    number: int
+    varied: dict[str, str]
+    identity: str
+    run_id: str
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Paths and small files of one sweep. Holds no state of its own."""
+
+    path: Path
+
+    @property
+    def id(self) -> str:
+        return self.path.name
+
+    @property
+    def info_file(self) -> Path:
+        return self.path / "sweep.json"
+
+    @property
+    def points_file(self) -> Path:
+        return self.path / "points.jsonl"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
+
+    def array(self, number: int) -> Path:
+        return self.path / "arrays" / f"{number:04d}"
+
+    def info(self) -> dict[str, Any]:
+        """sweep.json.
+
+        Raises:
+            UsageError: this is not a sweep.
+        """
+        info = read_json(self.info_file)
+        if info is None:
+            raise UsageError(f"{self.path} is not a sweep: it has no readable sweep.json")
+        return info
+
+    def points(self) -> list[Point]:
+        return [Point(**json.loads(line)) for line in self.points_file.read_text().splitlines()]
+
+    def run_dir(self, run_id: str) -> RunDir:
+        return RunDir(self.path / run_id)
+
+    def run_dirs(self) -> dict[str, RunDir]:
+        """The runs of all points, by id; each once."""
+        return {point.run_id: self.run_dir(point.run_id) for point in self.points()}
+
+    def array_numbers(self) -> list[int]:
+        return sorted(int(path.name) for path in (self.path / "arrays").iterdir() if path.name.isdigit())
+
+    def members(self, number: int) -> list[str]:
+        """Run ids of an array, in the order of its indices."""
+        return list((read_json(self.array(number) / "plan.json") or {})["members"])
+
+    def job_id(self, number: int) -> str | None:
+        job = read_json(self.array(number) / "job.json")
+        return str(job["job_id"]) if job is not None else None
+
+
+def identity_of(config: Config) -> str:
+    """16 hex digits over the whole config, whatever the order of keys; where runs and code lie does not count."""
+    values = to_values(config)
+    for key in ("runs_dir", "snapshot", "snapshot_max_mb"):
+        del values["job"][key]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass
+class Draft:
+    """All points of a sweep that is to be made, composed and validated. Keeps text, not configs: there may be thousands.
+
+    Attributes:
+        first: the first point's config; name and folder of the runs are the same for all.
+        frozen: configs by identity.
+        shapes: what they ask of the cluster, by identity.
+        identities: of every point, in order.
+    """
+
+    first: Config
+    frozen: dict[str, str] = dataclasses.field(default_factory=dict)
+    shapes: dict[str, str] = dataclasses.field(default_factory=dict)
+    identities: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def identity(self) -> str:
+        """8 hex digits, the same for the same points in any order."""
+        return hashlib.sha256("\n".join(sorted(self.identities)).encode()).hexdigest()[:8]
+
+
+def draft(configs: Iterable[Config], cwd: Path) -> Draft:
+    """Take in every point's config; whatever is wrong with one ends it before anything is made.
+
+    Raises:
+        ConfigError: a point is wrong, or they do not belong together.
+    """
+    found: Draft | None = None
+    for config in configs:
+        config = with_absolute_paths(config, cwd)
+        if found is None:
+            found = Draft(config)
+        first = found.first.job
+        if (config.job.name, config.job.runs_dir) != (first.name, first.runs_dir):
+            raise ConfigError(
+                f"the points of a sweep share job.name and job.runs_dir, and these differ: {first.name!r}, {config.job.name!r}",
+                hint="what varies is a column of `sweep collect`; it need not be in the name",
+            )
+        identity = identity_of(config)
+        found.identities.append(identity)
+        if identity not in found.frozen:
+            found.frozen[identity] = freeze(config)
+            found.shapes[identity] = _shape(config)
+    assert found is not None
+    return found
+
+
+def _shape(config: Config) -> str:
+    """Whatever the script shows of a config: points that differ in it need different arrays."""
+    values = to_values(config)
+    text = json.dumps([values["cluster"], values["requeue"], values["job"]], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def find_same(draft: Draft) -> Sweep | None:
+    """The newest sweep with the same points, if there is one."""
+    runs = Path(draft.first.job.runs_dir)
+    name = f"{draft.first.job.name}.sweep-{draft.identity}"
+    found = [path for path in (runs / name, *runs.glob(f"{name}.[0-9]*")) if (path / "sweep.json").exists()]
+    return Sweep(max(found, key=lambda path: int(path.name.removeprefix(name).lstrip(".") or 1))) if found else None
+
+
+def make(
+    draft: Draft,
+    varied: Callable[[int], dict[str, str]],
+    overrides: Sequence[str],
+    cwd: Path,
+    *,
+    max_array_size: int | None = None,
+    parallelism: int | None = None,
+    again: bool = False,
+) -> Sweep:
+    """Make the sweep's folder, with a run directory for every point. Another shell may make the same: then it is its.
+
+    Args:
+        varied: what distinguishes point i.
+        max_array_size: most tasks of an array.
+        parallelism: how many points may run at the same time.
+        again: beside one with the same points.
+
+    Raises:
+        ConfigError: the folder cannot be made, or the snapshot is refused.
+    """
+    job = draft.first.job
+    runs = Path(job.runs_dir)
+    source = find_source(job, cwd)
+    name = f"{job.name}.sweep-{draft.identity}"
+    try:
+        (runs / PREPARING).mkdir(parents=True, exist_ok=True)
+        temporary = Sweep(runs / PREPARING / f"{name}-{os.getpid()}-{secrets.token_hex(3)}")
+        temporary.path.mkdir(mode=0o700)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make a folder under {runs}: {error.strerror}",
+            hint="set job.runs_dir to a folder that you may write and that the compute nodes see",
+        ) from None
+    try:
+        snapshot = take_snapshot(job, source, temporary.code)
+        info = run_info(draft.first, overrides, snapshot, source, cwd)
+        stamp = rundir.new_run_id()
+        run_ids: dict[str, str] = {}
+        with temporary.points_file.open("x") as file:
+            for number, identity in enumerate(draft.identities):
+                run_id = run_ids.setdefault(identity, f"{stamp}-{number:04d}")
+                file.write(json.dumps(asdict(Point(number, varied(number), identity, run_id))) + "\n")
+                if run_id == f"{stamp}-{number:04d}":
+                    own = [f"{key}={value}" for key, value in varied(number).items()]
+                    _make_run(temporary.run_dir(run_id), draft.frozen[identity], {**info, "varied": own})
+        arrays = plan_arrays(
+            [draft.shapes[identity] for identity in run_ids], max_size=max_array_size, parallelism=parallelism
+        )
+        ids = list(run_ids.values())
+        for number, array in enumerate(arrays):
+            _make_array(temporary, number, [ids[member] for member in array.members], array)
+        facts = {"points": len(draft.identities), "runs": len(ids), "token": secrets.token_hex(4)}
+        write_json(temporary.info_file, {**info, **facts, "id": name, "parallelism": parallelism})
+        return _publish(temporary, runs / name, again=again)
+    finally:
+        shutil.rmtree(temporary.path, ignore_errors=True)
+
+
+def _publish(temporary: Sweep, path: Path, *, again: bool) -> Sweep:
+    number = 1
+    while True:
+        target = path if number == 1 else path.with_name(f"{path.name}.{number}")
+        try:
+            temporary.path.rename(target)
+            return Sweep(target)
+        except OSError as error:
+            if not (target / "sweep.json").exists():
+                raise ConfigError(f"cannot make {target}: {error.strerror}") from None
+        if not again:  # somebody else has made it meanwhile, with the same points
+            return Sweep(target)
+        number += 1
+
+
+def _make_run(run_dir: RunDir, frozen: str, info: dict[str, Any]) -> None:
+    run_dir.path.mkdir(mode=0o700)
+    for folder in (run_dir.attempts, run_dir.checkpoints):
+        folder.mkdir(mode=0o700)
+    if not info["workdir"].startswith("/"):
+        run_dir.code.symlink_to(Path("..") / "code")
+    run_dir.config_file.write_text(frozen)
+    run_dir.config_file.chmod(0o600)
+    write_json(run_dir.info_file, {**info, "id": run_dir.id}, durable=False)
+
+
+def _make_array(sweep: Sweep, number: int, run_ids: Sequence[str], array: Array) -> None:
+    path = sweep.array(number)
+    path.mkdir(parents=True, mode=0o700)
+    plan = {"members": list(run_ids), "parallelism": array.parallelism, "after": array.after}
+    write_json(path / "plan.json", plan, durable=False)
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Attributes:
+    submitted: job ids of arrays that were submitted now.
+    found: job ids of those that were there.
+    waiting: runs that could not be submitted, because of `limit`.
+    """
+
+    submitted: list[str]
+    found: list[str]
+    waiting: int = 0
+    limit: SubmitLimit | None = None
+
+
+def submit_arrays(
+    sweep: Sweep,
+    client: SlurmClient,
+    *,
+    patience: Patience = Patience(),  # noqa: B008 (it is frozen)
+    say: Callable[[str], None] = lambda text: None,
+) -> Submission:
+    """Submit every array that has not been. Several shells may do it at the same time.
+
+    Raises:
+        ClusterError: sbatch refused, or it is not known whether a job is there; what was submitted stays.
+    """
+    submitted: list[str] = []
+    found: list[str] = []
+    numbers = sweep.array_numbers()
+    for position, number in enumerate(numbers):
+        try:
+            job_id, new = _submit_array(sweep, number, client, patience, say)
+        except SubmitLimit as limit:
+            waiting = sum(len(sweep.members(each)) for each in numbers[position:])
+            return Submission(submitted, found, waiting, limit)
+        (submitted if new else found).append(job_id)
+    return Submission(submitted, found)
+
+
+def _submit_array(
+    sweep: Sweep, number: int, client: SlurmClient, patience: Patience, say: Callable[[str], None]
+) -> tuple[str, bool]:
+    """Its job id, and whether it was submitted here and now."""
+    job_id = sweep.job_id(number)
+    if job_id is None:
+        with _claim(sweep.array(number), say) as somebody_before:
+            job_id = sweep.job_id(number)  # the one who had the claim may have finished
+            if job_id is None:
+                job_id = _hand_over(sweep, number, client, somebody_before, patience, say)
+                note_jobs(sweep, number)
+                return job_id, True
+    note_jobs(sweep, number)
+    return job_id, False
+
+
+def _hand_over(
+    sweep: Sweep,
+    number: int,
+    client: SlurmClient,
+    somebody_before: bool,
+    patience: Patience,
+    say: Callable[[str], None],
+) -> str:
+    path = sweep.array(number)
+    plan = read_json(path / "plan.json") or {}
+    run_dirs = [sweep.run_dir(run_id) for run_id in plan["members"]]
+    config = load_frozen(run_dirs[0].config_file, secrets=False)
+    if plan["after"] is not None:
+        given = config.cluster.sbatch.get("dependency")
+        waits = [*(given if isinstance(given, list) else [given] if given else [])]
+        waits.append(f"afterany:{sweep.job_id(plan['after'])}")
+        sbatch = {**config.cluster.sbatch, "dependency": waits}
+        config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, sbatch=sbatch))
+    paths = JobPaths(
+        [run_dir.path for run_dir in run_dirs], sweep.info()["workdir"], sys.executable, parallelism=plan["parallelism"]
+    )
+    script = render_script(config, paths)
+    (path / "job.sbatch").write_text(script)
+    for run_dir in run_dirs:
+        link = run_dir.path / f".{run_dir.script.name}.{os.getpid()}"
+        os.link(path / "job.sbatch", link)
+        link.replace(run_dir.script)
+    job_id = hand_over(
+        script,
+        path / "submitit",
+        f"{sweep.id}:{number:04d}:{sweep.info()['token']}",
+        client,
+        comment=config.cluster.sbatch.get("comment"),
+        looked_for_before=somebody_before,
+        patience=patience,
+        say=say,
+    )
+    write_json(path / "job.json", {"job_id": job_id, "time": time.time()})
+    return job_id
+
+
+def note_jobs(sweep: Sweep, number: int) -> None:
+    """Tell every run of an array its job, if that has not been done to the end."""
+    path = sweep.array(number) / "job.json"
+    job = read_json(path)
+    if job is None or job.get("noted"):
+        return
+    members = sweep.members(number)
+    conf = sweep.info()["slurm_conf"]
+    for index, run_id in enumerate(members):
+        run_dir = sweep.run_dir(run_id)
+        element = f"{job['job_id']}_{index}" if len(members) > 1 else str(job["job_id"])
+        info = run_dir.info()
+        if element not in info["job_ids"]:
+            run_dir.event("submitted", job_id=element)
+            write_json(
+                run_dir.info_file, {**info, "job_ids": [*info["job_ids"], element], "slurm_conf": conf}, durable=False
+            )
+    write_json(path, {**job, "noted": True})
+
+
+@contextlib.contextmanager
+def _claim(path: Path, say: Callable[[str], None]) -> Any:
+    """Be the one who submits this array. Yields whether somebody has tried before, and was cut short.
+
+    Another shell that is at it is waited for: it ends, dies, or is given up after a quarter of an hour.
+    """
+    claim = path / "claim.json"
+    somebody_before = False
+    told = False
+    while True:
+        try:
+            descriptor = os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            break
+        except FileExistsError:
+            pass
+        owner = read_json(claim)
+        if owner is not None and _lives(owner):
+            if not told:
+                say(f"process {owner['pid']} on {owner['host']} is submitting this array; waiting for it")
+                told = True
+            time.sleep(POLL_S)
+            continue
+        if owner is None and claim.exists() and time.time() - claim.stat().st_mtime < 10 * POLL_S:
+            time.sleep(POLL_S)  # it is being written
+            continue
+        with contextlib.suppress(FileNotFoundError):  # of several that find it orphaned, one takes it away
+            claim.rename(claim.with_name(f".claim-{os.getpid()}-{secrets.token_hex(3)}"))
+            somebody_before = True
+    somebody_before = somebody_before or any(path.glob(".claim-*"))
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(
+            {"host": socket.gethostname(), "pid": os.getpid(), "born": _born(os.getpid()), "time": time.time()}, file
+        )
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        yield somebody_before
+    finally:
+        if (path / "job.json").exists():
+            for left in (claim, *path.glob(".claim-*")):
+                left.unlink(missing_ok=True)
+        else:  # whoever comes next looks for the job first
+            with contextlib.suppress(FileNotFoundError):
+                claim.rename(claim.with_name(f".claim-{os.getpid()}-{secrets.token_hex(3)}"))
+
+
+def _lives(owner: dict[str, Any]) -> bool:
+    if owner["host"] != socket.gethostname():
+        return time.time() - float(owner["time"]) < CLAIM_LASTS_S
+    return owner["born"] is not None and _born(int(owner["pid"])) == owner["born"]
+
+
+def _born(pid: int) -> str | None:
+    """When a process of this host was started, in ticks since boot: with its pid, a name that is not given twice."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else fields[19]
+
+
+# Looking at sweeps.
+
+
+def all_sweeps(runs: Path) -> list[Sweep]:
+    """Every sweep under `runs`, oldest first."""
+    found = [Sweep(file.parent.resolve()) for file in runs.glob("*/sweep.json")]
+    return sorted(found, key=lambda sweep: float(sweep.info()["created"]))
+
+
+def find(reference: str, runs: Path) -> Sweep:
+    """The sweep that a person means: its name, a part of it that no other has, a path, or "last".
+
+    Raises:
+        UsageError: none or several match.
+    """
+    path = Path(reference)
+    if (path / "sweep.json").is_file():
+        return Sweep(path.resolve())
+    sweeps = all_sweeps(runs)
+    if not sweeps:
+        raise UsageError(
+            f"there are no sweeps under {runs.resolve()}",
+            hint="go to the folder where it was submitted, or set SLURMTRAIN_RUNS to its runs folder",
+        )
+    if reference == "last":
+        return sweeps[-1]
+    matching = [sweep for sweep in sweeps if sweep.id == reference] or [
+        sweep for sweep in sweeps if reference in sweep.id
+    ]
+    if len(matching) == 1:
+        return matching[0]
+    names = ", ".join(sweep.id for sweep in (matching or sweeps)[-5:])
+    if not matching:
+        raise UsageError(f"no sweep is called {reference!r}", hint=f"the latest are: {names}")
+    raise UsageError(
+        f"{len(matching)} sweeps are called something like {reference!r}", hint=f"write more of it: {names}"
+    )
+
+
+def states_of(sweep: Sweep) -> dict[str, RunState]:
+    """State of every run of the sweep, by run id; one squeue call."""
+    for number in sweep.array_numbers():
+        note_jobs(sweep, number)
+    return states(sweep.run_dirs().values())
+
+
+def add_retry(sweep: Sweep, words: Sequence[str] = RETRIED) -> list[str]:
+    """Plan an array of the runs that have ended without a result. Returns their ids; it is submitted by `submit_arrays`.
+
+    Two who retry at the same moment do not get the same runs: the second finds them planned.
+    """
+    while True:
+        numbers = sweep.array_numbers()
+        planned = {run_id for number in numbers if sweep.job_id(number) is None for run_id in sweep.members(number)}
+        now = states_of(sweep)
+        chosen = [run_id for run_id, state in now.items() if state.word in words and run_id not in planned]
+        if not chosen:
+            return []
+        for run_id in chosen:
+            sweep.run_dir(run_id).request_file.unlink(missing_ok=True)
+        shapes = [_shape(load_frozen(sweep.run_dir(run_id).config_file, secrets=False)) for run_id in chosen]
+        arrays = plan_arrays(shapes, parallelism=sweep.info()["parallelism"])
+        temporary = Sweep(sweep.path / f".retry-{os.getpid()}-{secrets.token_hex(3)}")
+        try:
+            for position, array in enumerate(arrays):
+                number = numbers[-1] + 1 + position
+                after = numbers[-1] + 1 + array.after if array.after is not None else None
+                _make_array(
+                    temporary,
+                    number,
+                    [chosen[member] for member in array.members],
+                    dataclasses.replace(array, after=after),
+                )
+            for number in temporary.array_numbers():
+                temporary.array(number).rename(sweep.array(number))
+            return chosen
+        except FileExistsError:
+            continue
+        except OSError:
+            if not sweep.array(numbers[-1] + 1).exists():
+                raise
+        finally:
+            shutil.rmtree(temporary.path, ignore_errors=True)
+
+
+def cancel(sweep: Sweep, client: SlurmClient) -> int:
+    """End all runs of the sweep that have not ended, with one scancel. Returns how many there were."""
+    now = states_of(sweep)
+    alive = [run_id for run_id, state in now.items() if state.alive]
+    jobs = sorted({state.job_id for run_id, state in now.items() if state.alive and state.job_id})
+    for run_id in alive:
+        run_dir = sweep.run_dir(run_id)
+        write_json(run_dir.request_file, {"action": "cancel", "time": time.time(), "by": os.environ.get("USER", "")})
+        run_dir.event("cancel asked")
+    if jobs:
+        client.cancel(*_whole_arrays(jobs, now))
+    return len(alive)
+
+
+def _whole_arrays(jobs: Sequence[str], now: dict[str, RunState]) -> list[str]:
+    """One word for an array of which everything that is left is to end: thousands of ids make a line too long."""
+    return sorted({job.partition("_")[0] for job in jobs})
+
+
+def client_of(sweep: Sweep) -> SlurmClient:
+    return SlurmClient(sweep.info()["slurm_conf"])
+
+
+def check_submitted(submission: Submission) -> None:
+    """Raises: ClusterError: a limit kept runs out of the queue."""
+    if submission.limit is not None:
+        raise ClusterError(
+            f"{submission.waiting} runs could not be submitted: {submission.limit.message}", hint=submission.limit.hint
+        )
