@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from slurmtrain.cli.checkpoints import printable
 from slurmtrain.cli.runs import print_table
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.collect import Table
@@ -61,13 +62,14 @@ def print_collected(table: Table, options: argparse.Namespace) -> None:
 
 
 def _print(table: Table) -> None:
-    rows = [[short(cell) for cell in row] for row in table.rows]
+    header = [printable(name) for name in table.columns]
+    rows = [[printable(short(cell)) for cell in row] for row in table.rows]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     least = 3 + len(table.varied) if table.goal is None else table.columns.index(table.goal.column) + 1
-    count = _columns_that_fit([table.columns, *rows], width, least)
-    print_table(table.columns[:count], [row[:count] for row in rows])
+    count = _columns_that_fit([header, *rows], width, least)
+    print_table(header[:count], [row[:count] for row in rows])
     if count < len(table.columns):
-        print(f"\n{len(table.columns) - count} more columns have no room: {', '.join(table.columns[count:])}")
+        print(f"\n{len(table.columns) - count} more columns have no room: {', '.join(header[count:])}")
 
 
 def _columns_that_fit(rows: Sequence[Sequence[str]], width: int | None, least: int) -> int:

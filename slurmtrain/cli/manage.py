@@ -12,7 +12,7 @@ from typing import Any
 from slurmtrain import rundir
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.as_json import print_json, run_object
-from slurmtrain.cli.checkpoints import format_size
+from slurmtrain.cli.checkpoints import format_size, printable
 from slurmtrain.cli.runs import print_table, runs_or_refuse, say_doubts
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import UsageError
@@ -115,7 +115,9 @@ def _compare(options: argparse.Namespace) -> int:
 def _print_comparison(a: RunDir, b: RunDir, found: Comparison, tolerance: float) -> None:
     print(f"a: {a.path}\nb: {b.path}\n")
     if found.config:
-        print_table(["config", "a", "b"], [[key, _value(left), _value(right)] for key, left, right in found.config])
+        print_table(
+            ["config", "a", "b"], [[printable(key), _value(left), _value(right)] for key, left, right in found.config]
+        )
     else:
         print("the configs are the same")
     print(f"\n{_code_sentence(a, b, found.files)}\n{_parting_sentence(found, tolerance)}")
@@ -127,7 +129,7 @@ def _print_comparison(a: RunDir, b: RunDir, found: Comparison, tolerance: float)
 
 
 def _value(value: Any) -> str:
-    return "-" if value is MISSING else "null" if value is None else str(value)
+    return "-" if value is MISSING else "null" if value is None else printable(str(value))
 
 
 def _code_sentence(a: RunDir, b: RunDir, files: list[str] | None) -> str:
@@ -146,7 +148,7 @@ def _code_sentence(a: RunDir, b: RunDir, files: list[str] | None) -> str:
 def _revision(run: RunDir) -> str:
     code = run.info().get("code") or {}
     revision = code.get("revision")
-    name = f"revision {revision[:12]}" if revision else "without a revision"
+    name = f"revision {revision[:12]}" if revision else "of no known revision"
     return name + (" with changes" if code.get("dirty") else "")
 
 
@@ -160,14 +162,14 @@ def _parting_sentence(found: Comparison, tolerance: float) -> str:
     names = [
         name for name, each in found.partings.items() if each.step == found.parted.step and not compare.is_speed(name)
     ]
-    return f"they part at step {found.parted.step} ({', '.join(sorted(names))}), of {logged}"
+    return f"they part at step {found.parted.step} ({printable(', '.join(sorted(names)))}), of {logged}"
 
 
 def _metric_row(name: str, found: Comparison) -> list[str]:
     a, b = found.final[name]
     parting = found.partings.get(name)
     where = f"{parting.step}: {parting.a:.9g} and {parting.b:.9g}" if parting is not None else ""
-    return [name, short(a), short(b), where]
+    return [printable(name), short(a), short(b), where]
 
 
 def _comparison_object(a: RunDir, b: RunDir, found: Comparison, tolerance: float) -> dict[str, Any]:

@@ -175,8 +175,8 @@ def _candidates(points: Sequence[Point], metric: str | None, mode: str | None) -
     """What the points may be compared by, the most wanted first."""
     configured = _configured(points)
     if metric is None:
-        loss = Goal("loss", "min")
-        return [Goal(configured.metric, mode or configured.mode), *([loss] if loss.metric != configured.metric else [])]
+        wanted, loss = Goal(configured.metric, mode or configured.mode), Goal("loss", mode or "min")
+        return [wanted] if wanted.metric == loss.metric else [wanted, loss]
     if mode is None and metric == configured.metric:
         mode = configured.mode
     if mode is None and not LOSS_LIKE.search(metric):

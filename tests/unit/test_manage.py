@@ -205,6 +205,13 @@ def test_two_runs_are_compared_in_config_code_and_metrics(make: Make, project: P
     assert read(capsys, "runs", "compare", a.id, b.id, "--json", "--tolerance", "0.2")["parted_at"] is None
 
 
+def test_what_a_config_says_does_not_steer_the_terminal(make: Make, capsys: Out) -> None:
+    a, b = make("finished"), make("finished")
+    b.config_file.write_text(b.config_file.read_text() + '"k\\e[31m": "v\\e[31m"\n')
+    text = printed(capsys, "runs", "compare", a.id, b.id)
+    assert ["k?[31m", "-", "v?[31m"] in [line.split() for line in text.splitlines()]
+
+
 def test_runs_that_are_the_same_are_said_to_be(make: Make, capsys: Out) -> None:
     a, b = (make("finished", losses={10: 2.0, 20: 1.5}) for _ in range(2))
     text = printed(capsys, "runs", "compare", a.id, b.id)
@@ -423,4 +430,4 @@ def test_what_cannot_be_removed_is_said_and_the_others_go(
 def test_find_means_no_run_that_is_being_removed(make: Make) -> None:
     kept, gone = make(), make()
     gone.path.rename(gone.path.with_name(f"{prune.REMOVED}{gone.id}-ab12"))
-    assert find("last", Path("runs")) == kept
+    assert all_runs(Path("runs")) == [kept] and find("last", Path("runs")) == kept
