@@ -131,7 +131,7 @@ def _sources(runs: Sequence[RunDir]) -> dict[Path, str]:
         except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
             continue
         if source:
-            path = os.path.join(run.info()["submit_dir"], Path(str(source)).expanduser())
+            path = os.path.join(run.info().get("submit_dir", ""), Path(str(source)).expanduser())
             found[Path(os.path.realpath(path))] = run.id
     return found
 
