@@ -173,10 +173,9 @@ def reference(run_dir: RunDir) -> str:
 
 
 def all_runs(root: Path) -> list[RunDir]:
-    """Every run under `root`, oldest first."""
-    return [
-        RunDir(file.parent.resolve()) for file in sorted(root.glob("*/*/run.json"), key=lambda file: file.parent.name)
-    ]
+    """Every run under `root`, oldest first. A hidden folder is one that is being removed."""
+    files = [file for file in root.glob("*/*/run.json") if not file.parent.name.startswith(".")]
+    return [RunDir(file.parent.resolve()) for file in sorted(files, key=lambda file: file.parent.name)]
 
 
 def find(reference: str, root: Path) -> RunDir:
@@ -206,6 +205,18 @@ def find(reference: str, root: Path) -> RunDir:
         f"{len(matching)} runs begin with {reference!r}",
         hint="write more of the id: " + ", ".join(r.id for r in matching[:5]),
     )
+
+
+def disk_usage(path: Path) -> int:
+    """Bytes of a file, or of all files below a folder."""
+    total = os.lstat(path).st_size if path.is_file() else 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_size
+            except OSError:  # it goes away just now
+                continue
+    return total
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.runs import print_table
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import CheckpointError, SlurmtrainError, UsageError, nearest
-from slurmtrain.rundir import RunDir
+from slurmtrain.rundir import RunDir, disk_usage
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -201,7 +201,7 @@ def _row(path: Path, now: float) -> list[str]:
     if not aside and commit.TEMPORARY_NAME.fullmatch(path.name):
         leaves = ".removed-" in path.name
         state = f"{path.name}: {'being removed' if leaves else 'being written'}, or left by a process that was killed"
-        return [str(_step(path)), _size(_disk_usage(path)), _age(path, now), "", "", "", "", state]
+        return [str(_step(path)), format_size(disk_usage(path)), _age(path, now), "", "", "", "", state]
     manifest, damage = _inspect(path)
     state = damage[0] if damage else "complete"
     if aside:
@@ -211,11 +211,11 @@ def _row(path: Path, now: float) -> list[str]:
     elif path.name != commit.checkpoint_name(_step(path)) and _named(path):
         state += f" ({path.name})"  # a second one of this step
     if manifest is None:
-        return [str(_step(path)), _size(_disk_usage(path)), _age(path, now), "", "", "", "", printable(state)]
+        return [str(_step(path)), format_size(disk_usage(path)), _age(path, now), "", "", "", "", printable(state)]
     ranks = f"{manifest.world_size} rank{'s' if manifest.world_size != 1 else ''}"
     cells = [
         str(manifest.step),
-        _size(manifest.size),
+        format_size(manifest.size),
         _age(path, now),
         f"{ranks}, {len(manifest.tensors)} tensors",
         ", ".join(f"{name} {_number(value)}" for name, value in islice(manifest.metrics.items(), 3)),
@@ -252,7 +252,9 @@ def _verify(place: Place, options: argparse.Namespace) -> int:
             damaged += 1
             print(printable(f"{path.name}: DAMAGED: {'; '.join(damage)}"))
         else:
-            print(f"{path.name}: sound ({files} files, {_size(size)}, {size / 1e6 / max(seconds, 1e-6):.0f} MB/s)")
+            print(
+                f"{path.name}: sound ({files} files, {format_size(size)}, {size / 1e6 / max(seconds, 1e-6):.0f} MB/s)"
+            )
     for name in aside:
         print(f"{name}: set aside as damaged by a restore; nothing reads it, `prune --damaged` removes it")
     return 1 if damaged else 0
@@ -334,7 +336,7 @@ def _prune(place: Place, options: argparse.Namespace) -> int:
     freed, failed = 0, 0
     order = _newest_order(place.directory)
     for removal in removals:
-        size = _disk_usage(removal.path)
+        size = disk_usage(removal.path)
         if not options.dry_run:
             try:
                 retention.remove(removal.path, order)
@@ -343,11 +345,13 @@ def _prune(place: Place, options: argparse.Namespace) -> int:
                 failed += 1
                 continue
         freed += size
-        print(f"{'would remove' if options.dry_run else 'removed'} {removal.path.name} ({removal.what}, {_size(size)})")
+        print(
+            f"{'would remove' if options.dry_run else 'removed'} {removal.path.name} ({removal.what}, {format_size(size)})"
+        )
     if not removals:
         print(f"{place.name}: nothing to remove")
     else:
-        print(f"{_size(freed)} {'would be' if options.dry_run else 'were'} freed ({freed} bytes)")
+        print(f"{format_size(freed)} {'would be' if options.dry_run else 'were'} freed ({freed} bytes)")
     return 1 if failed else 0
 
 
@@ -453,7 +457,7 @@ def _export(place: Place, options: argparse.Namespace) -> int:
     size = commit.read_manifest(path).size
     with _progress(path.name, size) as progress:
         done = export(path, options.out, only=options.only, dtype=options.dtype, force=options.force, progress=progress)
-    print(f"{done.path}: {done.tensors} tensors of {options.only} from {path.name}, {_size(done.size)}")
+    print(f"{done.path}: {done.tensors} tensors of {options.only} from {path.name}, {format_size(done.size)}")
     return 0
 
 
@@ -470,19 +474,7 @@ def _step(path: Path) -> int:
     return int(match.group(1)) if match else -1
 
 
-def _disk_usage(path: Path) -> int:
-    """Bytes of all files below `path`."""
-    total = 0
-    for folder, _, names in os.walk(path):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(folder, name)).st_size
-            except OSError:  # it goes away just now
-                continue
-    return total
-
-
-def _size(size: int) -> str:
+def format_size(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from slurmtrain import rundir
 from slurmtrain.cli.arguments import Parser
+from slurmtrain.cli.as_json import print_json, run_object
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.launch.state import RunState, is_over, process_lives, state, states
@@ -28,6 +29,7 @@ def main(verb: str, words: list[str]) -> int:
     parser = Parser(prog=f"python -m slurmtrain {verb}", description=VERBS[verb].help)
     if verb == "status":
         parser.add_argument("run", nargs="?", metavar="RUN")
+        parser.add_argument("--json", action="store_true", help="the same for a program: an object, or a list of them")
     else:
         parser.add_argument("run", metavar="RUN", help="a run id, a unique beginning of one, a path, or last")
     if verb == "logs":
@@ -37,12 +39,12 @@ def main(verb: str, words: list[str]) -> int:
     options = parser.parse_args(words)
     root = rundir.runs_root()
     if verb == "status" and options.run is None:
-        return _all(root)
+        return _all(root, as_json=options.json)
     run_dir = rundir.find(options.run, root)
     if verb == "logs":
         return _logs(run_dir, options.rank, options.attempt, options.follow)
     verbs: dict[str, Callable[[RunDir], int]] = {
-        "status": _status,
+        "status": lambda run: _status(run, as_json=options.json),
         "cancel": _cancel,
         "preempt": lambda run: _stop_and_start_again(run, "preempt", "TERM"),
         "requeue": lambda run: _stop_and_start_again(run, "requeue", "USR2"),
@@ -51,14 +53,12 @@ def main(verb: str, words: list[str]) -> int:
     return verbs[verb](run_dir)
 
 
-def _all(root: Path) -> int:
-    runs = rundir.all_runs(root)
-    if not runs:
-        raise UsageError(
-            f"there are no runs under {root.resolve()}",
-            hint="go to the folder where submit was typed, or set SLURMTRAIN_RUNS to its runs folder",
-        )
+def _all(root: Path, *, as_json: bool) -> int:
+    runs = runs_or_refuse(root)
     found = states(runs)
+    if as_json:
+        print_json([run_object(run, found[run.id]) for run in runs])
+        return 0
     rows = [
         [
             run.id,
@@ -71,12 +71,30 @@ def _all(root: Path) -> int:
         for run in runs
     ]
     print_table(["run", "name", "state", "step", "attempts", ""], rows)
-    _say_doubts(found.values())
+    say_doubts(found.values())
     return 0
 
 
-def _status(run_dir: RunDir) -> int:
+def runs_or_refuse(root: Path) -> list[RunDir]:
+    """All runs under `root`, oldest first.
+
+    Raises:
+        UsageError: there are none.
+    """
+    runs = rundir.all_runs(root)
+    if not runs:
+        raise UsageError(
+            f"there are no runs under {root.resolve()}",
+            hint="go to the folder where submit was typed, or set SLURMTRAIN_RUNS to its runs folder",
+        )
+    return runs
+
+
+def _status(run_dir: RunDir, *, as_json: bool) -> int:
     info, now = run_dir.info(), state(run_dir)
+    if as_json:
+        print_json(run_object(run_dir, now))
+        return 0
     jobs = f" as job {', '.join(info['job_ids'])}" if info["job_ids"] else ""
     print(f"run {run_dir.id} ({info['name']}): {now.word}")
     print(f"  {now.sentence}")
@@ -89,11 +107,12 @@ def _status(run_dir: RunDir) -> int:
             ["attempt", "job", "started", "took", "nodes", "steps", "reason", "then"],
             [_attempt_row(attempt, now) for attempt in now.attempts],
         )
-    _say_doubts([now])
+    say_doubts([now])
     return 0
 
 
-def _say_doubts(found: Iterable[RunState]) -> None:
+def say_doubts(found: Iterable[RunState]) -> None:
+    """Why SLURM could not be asked, each reason once."""
     for doubt in dict.fromkeys(now.doubt for now in found if now.doubt):
         print(f"\nSLURM cannot be asked: {doubt}")
 

@@ -49,7 +49,15 @@ VERBS: dict[str, Verb] = {
         composes=True,
     ),
     "status": Verb(
-        "status [RUN]", "all runs, or one: attempts, steps, reasons, what comes next", "slurmtrain.cli.runs"
+        "status [RUN] [--json]",
+        "all runs, or one: attempts, steps, reasons, what comes next; --json for programs",
+        "slurmtrain.cli.runs",
+    ),
+    "runs": Verb(
+        "runs list | compare A B | prune [--older-than DAYS] [--state STATE ...] [--dry-run] ...",
+        "what runs there are; what differs between two, and from which step on; remove those that have ended. "
+        "list and compare take --json",
+        "slurmtrain.cli.manage",
     ),
     "logs": Verb("logs RUN [-f] [--rank N] [--attempt N]", "a rank's output; -f follows it", "slurmtrain.cli.runs"),
     "cancel": Verb("cancel RUN", "stop for good; saves if time allows", "slurmtrain.cli.runs"),

@@ -1,0 +1,250 @@
+"""runs: what runs there are, what differs between two of them, and removing those that have ended. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from slurmtrain import rundir
+from slurmtrain.cli.arguments import Parser
+from slurmtrain.cli.as_json import print_json, run_object
+from slurmtrain.cli.checkpoints import format_size, printable
+from slurmtrain.cli.runs import print_table, runs_or_refuse, say_doubts
+from slurmtrain.cli.verbs import VERBS
+from slurmtrain.errors import UsageError
+from slurmtrain.launch import compare, prune
+from slurmtrain.launch.compare import MISSING, Comparison
+from slurmtrain.launch.state import states
+from slurmtrain.launch.table_files import short
+from slurmtrain.rundir import RunDir
+
+FILES_SHOWN = 10
+
+
+def main(verb: str, words: list[str]) -> int:
+    options = _parser(verb).parse_args(words)
+    actions: dict[str, Callable[[argparse.Namespace], int]] = {"list": _list, "compare": _compare, "prune": _prune}
+    return actions[options.action](options)
+
+
+def _parser(verb: str) -> Parser:
+    prog = f"python -m slurmtrain {verb}"
+    parser = Parser(prog=prog, description=VERBS[verb].help)
+    actions = parser.add_subparsers(dest="action", metavar="list|compare|prune", title="actions", required=True)
+
+    listing = actions.add_parser("list", prog=f"{prog} list", help="all runs, oldest first")
+    listing.add_argument("--size", action="store_true", help="with the bytes on disk, which takes a while")
+    listing.add_argument("--json", action="store_true", help="a list of objects, as of `status --json`")
+
+    comparing = actions.add_parser(
+        "compare",
+        prog=f"{prog} compare",
+        help="what differs between two runs",
+        description="What differs between two runs: config, code, the first logged step where their metrics part, and "
+        "the last values. Metrics whose name ends in _s measure speed and always differ.",
+    )
+    for name in ("a", "b"):
+        comparing.add_argument(name, metavar=name.upper(), help="a run id, a unique beginning of one, a path, or last")
+    comparing.add_argument(
+        "--tolerance", type=float, default=0.0, metavar="R", help="relative; values part beyond it (default: any bit)"
+    )
+    comparing.add_argument("--json", action="store_true", help="the same for a program")
+
+    pruning = actions.add_parser(
+        "prune",
+        prog=f"{prog} prune",
+        help="remove runs that have ended",
+        description="Removes directories of runs that have ended, checkpoints and all. What is alive, waits, cannot be "
+        "asked about, is being read, or is what another run begins from, always stays.",
+    )
+    pruning.add_argument("--older-than", type=float, metavar="DAYS", help="nothing has happened to it for so long")
+    pruning.add_argument(
+        "--state", nargs="+", choices=prune.ENDED, metavar="STATE", help=f"only these: {', '.join(prune.ENDED)}"
+    )
+    pruning.add_argument("--keep-checkpoints", action="store_true", help="all but checkpoints and config.yaml")
+    pruning.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    return parser
+
+
+# list
+
+
+def _list(options: argparse.Namespace) -> int:
+    runs = runs_or_refuse(rundir.runs_root())
+    found = states(runs)
+    sizes = {run.id: rundir.disk_usage(run.path) for run in runs} if options.size else {}
+    if options.json:
+        size = {run_id: {"size_bytes": size} for run_id, size in sizes.items()}
+        print_json([{**run_object(run, found[run.id]), **size.get(run.id, {})} for run in runs])
+        return 0
+    rows = []
+    for run in runs:
+        now = found[run.id]
+        row = [run.id, run.path.parent.name, now.word, "?" if now.step is None else str(now.step)]
+        row += [str(len(now.attempts)), _date(run.info().get("created"))]
+        rows.append(row + ([format_size(sizes[run.id])] if options.size else []))
+    print_table(["run", "name", "state", "step", "attempts", "created", *(["size"] if options.size else [])], rows)
+    say_doubts(found.values())
+    return 0
+
+
+def _date(seconds: float | None) -> str:
+    return "?" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+# compare
+
+
+def _compare(options: argparse.Namespace) -> int:
+    if not (math.isfinite(options.tolerance) and options.tolerance >= 0):
+        raise UsageError(f"--tolerance {options.tolerance:g} is no tolerance", hint="0, or a small number such as 1e-6")
+    root = rundir.runs_root()
+    a, b = rundir.find(options.a, root), rundir.find(options.b, root)
+    found = compare.compare(a, b, tolerance=options.tolerance)
+    if options.json:
+        print_json(_comparison_object(a, b, found, options.tolerance))
+    else:
+        _print_comparison(a, b, found, options.tolerance)
+    return 0
+
+
+def _print_comparison(a: RunDir, b: RunDir, found: Comparison, tolerance: float) -> None:
+    print(f"a: {a.path}\nb: {b.path}\n")
+    if found.config:
+        print_table(
+            ["config", "a", "b"], [[printable(key), _value(left), _value(right)] for key, left, right in found.config]
+        )
+    else:
+        print("the configs are the same")
+    print(f"\n{_code_sentence(a, b, found.files)}\n{_parting_sentence(found, tolerance)}")
+    if found.final:
+        print()
+        print_table(
+            ["metric", "last in a", "last in b", "parts at"], [_metric_row(name, found) for name in found.final]
+        )
+
+
+def _value(value: Any) -> str:
+    return "-" if value is MISSING else "null" if value is None else printable(str(value))
+
+
+def _code_sentence(a: RunDir, b: RunDir, files: list[str] | None) -> str:
+    left, right = _revision(a), _revision(b)
+    revisions = f"the code is {left} in both" if left == right else f"the code is {left} in a, {right} in b"
+    if files is None:
+        return f"{revisions}; its files are not compared, since there are no snapshots of both"
+    if not files:
+        return f"{revisions}; no file of the snapshots differs"
+    shown = ", ".join(files[:FILES_SHOWN]) + (
+        f" and {len(files) - FILES_SHOWN} more" if len(files) > FILES_SHOWN else ""
+    )
+    return f"{revisions}; {len(files)} files of the snapshots differ: {shown}"
+
+
+def _revision(run: RunDir) -> str:
+    code = run.info().get("code") or {}
+    revision = code.get("revision")
+    name = f"revision {revision[:12]}" if revision else "of no known revision"
+    return name + (" with changes" if code.get("dirty") else "")
+
+
+def _parting_sentence(found: Comparison, tolerance: float) -> str:
+    if not found.steps:
+        return "no step was logged by both"
+    within = f"within {tolerance:g}" if tolerance else "to the last bit"
+    logged = f"{len(found.steps)} steps that both have logged, {found.steps[0]} to {found.steps[-1]}"
+    if found.parted is None:
+        return f"they are equal {within} at all {logged}"
+    names = [
+        name for name, each in found.partings.items() if each.step == found.parted.step and not compare.is_speed(name)
+    ]
+    return f"they part at step {found.parted.step} ({printable(', '.join(sorted(names)))}), of {logged}"
+
+
+def _metric_row(name: str, found: Comparison) -> list[str]:
+    a, b = found.final[name]
+    parting = found.partings.get(name)
+    where = f"{parting.step}: {parting.a:.9g} and {parting.b:.9g}" if parting is not None else ""
+    return [printable(name), short(a), short(b), where]
+
+
+def _comparison_object(a: RunDir, b: RunDir, found: Comparison, tolerance: float) -> dict[str, Any]:
+    """What `runs compare A B --json` prints.
+
+    a, b         id, path and code (revision, dirty) of each
+    config       a list of key, a, b; without a or b where that run has no such key
+    files        paths of code that differ; null when there are no snapshots of both
+    tolerance    as it was given
+    steps        number of steps that both have logged
+    parted_at    the first step where a metric that does not measure speed parts; null when none does
+    metrics      by name: final (a and b), and where it parts (step, a, b) or null
+    """
+    return {
+        **{
+            side: {"id": run.id, "path": str(run.path), "code": run.info().get("code")}
+            for side, run in (("a", a), ("b", b))
+        },
+        "config": [
+            {"key": key, **{side: value for side, value in (("a", left), ("b", right)) if value is not MISSING}}
+            for key, left, right in found.config
+        ],
+        "files": found.files,
+        "tolerance": tolerance,
+        "steps": len(found.steps),
+        "parted_at": found.parted.step if found.parted is not None else None,
+        "metrics": {
+            name: {
+                "final": {"a": final[0], "b": final[1]},
+                "parts": vars(found.partings[name]) if name in found.partings else None,
+            }
+            for name, final in found.final.items()
+        },
+    }
+
+
+# prune
+
+
+def _prune(options: argparse.Namespace) -> int:
+    if options.older_than is None and options.state is None and not options.dry_run:
+        raise UsageError(
+            "this would remove every run that has ended, with its checkpoints",
+            hint=f"say which: --older-than DAYS, or --state {' '.join(prune.ENDED)}; --dry-run shows them",
+        )
+    days = options.older_than or 0.0
+    if not (math.isfinite(days) and days >= 0):
+        raise UsageError(f"--older-than {days:g} is no number of days", hint="such as 30, or 0.5 for twelve hours")
+    decided = prune.plan(
+        rundir.runs_root(),
+        now=time.time(),
+        words=options.state or prune.ENDED,
+        older_than_s=days * 86400,
+        keep_checkpoints=options.keep_checkpoints,
+    )
+    for run_id, reason in decided.stays.items():
+        print(f"{run_id} stays: {reason}")
+    freed, failed = 0, 0
+    for removal in decided.removals:
+        if not options.dry_run:
+            try:
+                if not prune.remove(removal, now=time.time()):
+                    print(f"{removal.path.name} stays: something has happened to it just now")
+                    continue
+            except OSError as error:
+                print(f"{removal.path.name} cannot be removed: {error.strerror}", file=sys.stderr)
+                failed += 1
+                continue
+        freed += removal.size
+        left = ", all but its checkpoints" if removal.keep else ""
+        verb = "would remove" if options.dry_run else "removed"
+        print(f"{verb} {removal.path.name} ({removal.what}, {format_size(removal.size)}{left})")
+    if decided.removals:
+        print(f"{format_size(freed)} {'would be' if options.dry_run else 'were'} freed ({freed} bytes)")
+    else:
+        print("nothing to remove")
+    say_doubts(decided.states.values())
+    return 1 if failed else 0

@@ -1,0 +1,159 @@
+"""What differs between two runs: config, code, and the first step where their logs part. Pure but for reading their files."""
+
+from __future__ import annotations
+
+import filecmp
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.errors import ConfigError
+from slurmtrain.launch.collect import is_scalar
+from slurmtrain.observe import read_metrics
+from slurmtrain.rundir import RunDir
+
+MISSING = object()  # a key that one of the two does not have, which is not null
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first step that both have logged with different values of a metric."""
+
+    step: int
+    a: float
+    b: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Attributes:
+    config: (dotted key, value in a, value in b) of what differs; MISSING where there is no such key.
+    files: of the snapshots of the code, those that differ, by their path in it; None when one ran in place.
+    steps: that both have logged.
+    partings: by metric; a metric that never parts is not in it.
+    final: by metric, the last value of each; None where it was never logged.
+    """
+
+    config: list[tuple[str, Any, Any]]
+    files: list[str] | None
+    steps: list[int]
+    partings: dict[str, Parting]
+    final: dict[str, tuple[float | None, float | None]]
+
+    @property
+    def parted(self) -> Parting | None:
+        """Where training parts: the earliest parting of a metric that does not measure speed."""
+        found = [parting for name, parting in self.partings.items() if not is_speed(name)]
+        return min(found, key=lambda parting: parting.step, default=None)
+
+
+def compare(a: RunDir, b: RunDir, *, tolerance: float = 0.0) -> Comparison:
+    """Compare two runs.
+
+    Args:
+        tolerance: relative; values that differ by more part. 0: every bit counts.
+
+    Raises:
+        ConfigError: one of the configs or logs cannot be read.
+    """
+    logs = _by_step(_records(a)), _by_step(_records(b))
+    return Comparison(
+        config_differences(_config(a), _config(b)),
+        None if _in_place(a) or _in_place(b) else code_differences(a.code, b.code),
+        sorted(logs[0].keys() & logs[1].keys()),
+        partings(*logs, tolerance=tolerance),
+        _final(*logs),
+    )
+
+
+def is_speed(name: str) -> bool:
+    """A metric with seconds in its unit: it tells of the machine, and is never the same twice."""
+    return name.endswith("_s")
+
+
+def config_differences(a: Any, b: Any, where: str = "") -> list[tuple[str, Any, Any]]:
+    """(dotted key, a's value, b's value) of everything that differs, in a's order. Lists are compared as a whole."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return [
+            difference
+            for key in dict.fromkeys([*a, *b])
+            for difference in config_differences(a.get(key, MISSING), b.get(key, MISSING), f"{where}.{key}".lstrip("."))
+        ]
+    if isinstance(a, Mapping) and a and b is MISSING:
+        return [difference for key in a for difference in config_differences(a[key], MISSING, f"{where}.{key}")]
+    if isinstance(b, Mapping) and b and a is MISSING:
+        return [difference for key in b for difference in config_differences(MISSING, b[key], f"{where}.{key}")]
+    same = type(a) is type(b) and (a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b)))
+    return [] if same else [(where, a, b)]
+
+
+def code_differences(a: Path, b: Path) -> list[str]:
+    """Paths of files that differ between two snapshots, or are in one of them only."""
+    left, right = _files(a), _files(b)
+    both = left.keys() & right.keys()
+    differ = {name for name in both if not filecmp.cmp(left[name], right[name], shallow=False)}
+    return sorted(differ | (left.keys() ^ right.keys()))
+
+
+def partings(
+    a: Mapping[int, Mapping[str, float]], b: Mapping[int, Mapping[str, float]], *, tolerance: float = 0.0
+) -> dict[str, Parting]:
+    """By metric, the first step that both have with values that differ. Logs are values by step and name."""
+    found: dict[str, Parting] = {}
+    for step in sorted(a.keys() & b.keys()):
+        for name in a[step].keys() & b[step].keys() - found.keys():
+            if not _equal(a[step][name], b[step][name], tolerance):
+                found[name] = Parting(step, a[step][name], b[step][name])
+    return found
+
+
+def _equal(a: float, b: float, tolerance: float) -> bool:
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return True
+    return math.isfinite(a) and math.isfinite(b) and abs(a - b) <= tolerance * max(abs(a), abs(b))
+
+
+def _by_step(records: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
+    """Scalars by step and name; of a step that was logged again, the latest."""
+    steps: dict[int, dict[str, float]] = {}
+    for record in records:
+        values = {name: value for name, value in record.items() if name != "step" and is_scalar(value)}
+        steps.setdefault(record["step"], {}).update(values)
+    return steps
+
+
+def _final(*logs: Mapping[int, Mapping[str, float]]) -> dict[str, tuple[float | None, float | None]]:
+    last = [{name: value for step in sorted(log) for name, value in log[step].items()} for log in logs]
+    return {name: (last[0].get(name), last[1].get(name)) for name in dict.fromkeys([*last[0], *last[1]])}
+
+
+def _in_place(run_dir: RunDir) -> bool:
+    """It ran where it was submitted; the folder `code` has this package at most."""
+    return str(run_dir.info().get("workdir", "/")).startswith("/")
+
+
+def _files(tree: Path) -> dict[str, Path]:
+    return {str(path.relative_to(tree)): path for path in tree.rglob("*") if path.is_file()}
+
+
+def _config(run_dir: RunDir) -> Any:
+    """The frozen config as plain values: a run of another version of the schema can be compared, too."""
+    import yaml
+
+    try:
+        return yaml.safe_load(run_dir.config_file.read_text())
+    except OSError as error:
+        raise ConfigError(f"{run_dir.config_file} cannot be read: {error.strerror}") from None
+    except (ValueError, yaml.YAMLError):
+        raise ConfigError(
+            f"{run_dir.config_file} is no YAML", hint="it was written at submit; has it been edited?"
+        ) from None
+
+
+def _records(run_dir: RunDir) -> list[dict[str, Any]]:
+    try:
+        return read_metrics(run_dir.metrics_file)
+    except OSError as error:
+        raise ConfigError(f"{run_dir.metrics_file} cannot be read: {error.strerror}") from None

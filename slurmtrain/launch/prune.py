@@ -1,0 +1,189 @@
+"""Removing runs that have ended. Nobody ever sees a run half removed, and what may still be wanted stays.
+
+Promise: a run is removed only when its own files and SLURM say that it has ended, nothing has happened to it since they
+were asked, nobody reads its checkpoints, and no run that is still to come begins from them.
+
+Deciding is apart from removing, so that a dry run shows the very same decisions.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmtrain.checkpoint import retention
+from slurmtrain.checkpoint.commit import committed
+from slurmtrain.launch.state import RunState, states
+from slurmtrain.rundir import RunDir, all_runs, disk_usage
+
+ENDED = ("finished", "stopped", "failed", "lost")  # the words of a state that nobody runs any more
+# A local run has no attempt for a moment after it was prepared, and looks lost; so does one between two attempts.
+QUIET_S = 600.0
+REMOVED = ".removed-"  # a hidden name, which `all_runs` does not look into
+KEPT = ("checkpoints", "config.yaml")  # by --keep-checkpoints: the weights, and what they are the weights of
+
+
+@dataclass(frozen=True)
+class Removal:
+    """Attributes:
+    path: of the run, or of what is left of one.
+    what: why it may go.
+    size: bytes that are freed.
+    fingerprint: of what changes when something happens to the run.
+    keep: names in it that stay.
+    """
+
+    path: Path
+    what: str
+    size: int
+    fingerprint: tuple[object, ...] = ()
+    keep: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Attributes:
+    removals: what goes.
+    stays: by run id, why one that was asked for stays.
+    states: of all runs, as they were found.
+    """
+
+    removals: list[Removal]
+    stays: dict[str, str]
+    states: dict[str, RunState]
+
+
+def plan(
+    root: Path,
+    *,
+    now: float,
+    words: Collection[str] = ENDED,
+    older_than_s: float = 0.0,
+    keep_checkpoints: bool = False,
+) -> Plan:
+    """Decide which runs under `root` go. Changes nothing.
+
+    Args:
+        now: unix time.
+        words: states to remove, of `ENDED`.
+        older_than_s: since their last change.
+    """
+    root = root.resolve()
+    runs = all_runs(root)
+    before = {run.path: fingerprint(run) for run in runs}
+    found = states(runs)
+    sources = _sources([run for run in runs if found[run.id].word not in ENDED])
+    twice = {run_id for run_id, count in Counter(run.id for run in runs).items() if count > 1}
+    removals, stays = [], {}
+    for run in runs:
+        if found[run.id].word not in words or now - _changed(run) < older_than_s:
+            continue
+        reason = _reason_to_stay(run, root, found[run.id], now, sources, twice)
+        if reason is not None:
+            stays[run.id] = reason
+            continue
+        keep = KEPT if keep_checkpoints and committed(run.checkpoints) else ()
+        size = disk_usage(run.path) - sum(disk_usage(run.path / name) for name in keep)
+        removals.append(Removal(run.path, found[run.id].word, size, before[run.path], keep))
+    removals += [
+        Removal(path, "left by a removal that was cut short", disk_usage(path))
+        for path in sorted(root.glob(f"*/{REMOVED}*"))
+        if path.is_dir() and not path.is_symlink()
+    ]
+    return Plan(removals, stays, found)
+
+
+def _reason_to_stay(
+    run: RunDir, root: Path, state: RunState, now: float, sources: Mapping[Path, str], twice: Collection[str]
+) -> str | None:
+    if run.path.parent.parent != root:
+        return f"it is a link to {run.path}"
+    if run.id in twice:
+        return "there are two runs of this id, and their states cannot be told apart"
+    if state.word == "lost":  # which no file says: it is what is left when nobody knows of it
+        if now - _changed(run) < QUIET_S:
+            return f"it looks lost, but something happened to it {now - _changed(run):.0f} s ago: it may be starting"
+        if run.info()["host"] != socket.gethostname():
+            return (
+                f"it looks lost from here, but was submitted on {run.info()['host']}, where another SLURM may have it"
+            )
+    if retention.in_use(run.checkpoints, now):
+        return "somebody is reading its checkpoints"
+    reader = next((reader for source, reader in sources.items() if run.path in (source, *source.parents)), None)
+    return f"run {reader}, which has not ended, begins from its checkpoints" if reader is not None else None
+
+
+def _sources(runs: Sequence[RunDir]) -> dict[Path, str]:
+    """Where runs that have not ended begin from (checkpoint.restore_from), with their ids."""
+    import yaml
+
+    found = {}
+    for run in runs:
+        try:
+            source = yaml.safe_load(run.config_file.read_text())["checkpoint"]["restore_from"]
+        except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+            continue
+        if source:
+            path = os.path.join(run.info().get("submit_dir", ""), Path(str(source)).expanduser())
+            found[Path(os.path.realpath(path))] = run.id
+    return found
+
+
+def fingerprint(run: RunDir) -> tuple[object, ...]:
+    """What changes when a run is submitted, resumed, started or asked for something."""
+    files = (run.info_file, run.events_file, run.request_file, run.attempts, run.checkpoints)
+    return (*(_stamp(path) for path in files), *(_stamp(run.attempt(number)) for number in run.attempt_numbers()))
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _changed(run: RunDir) -> float:
+    """When something happened to the run last."""
+    times = [0.0]
+    attempts = [run.attempt(number) for number in run.attempt_numbers()]
+    for path in (run.info_file, run.events_file, run.metrics_file, run.attempts, run.checkpoints, *attempts):
+        with suppress(OSError):
+            times.append(path.stat().st_mtime)
+    return max(times)
+
+
+def remove(removal: Removal, *, now: float) -> bool:
+    """Remove it: out of sight by renames first, then for good. False: something has happened to it since; it stays.
+
+    Raises:
+        OSError: it could not be renamed. It is as it was; or, of a run whose checkpoints stay, no run any more.
+    """
+    path = removal.path
+    if path.name.startswith(REMOVED):
+        shutil.rmtree(path, ignore_errors=True)
+        return True
+    run = RunDir(path)
+    if fingerprint(run) != removal.fingerprint or retention.in_use(run.checkpoints, now):
+        return False
+    aside = path.with_name(f"{REMOVED}{path.name}-{secrets.token_hex(2)}")
+    if removal.keep:
+        aside.mkdir(mode=0o700)
+        # The checkpoints stay where they are. Without run.json nothing lists it, and without attempts it is no run.
+        first = [run.info_file.name, run.attempts.name]
+        others = [entry.name for entry in path.iterdir() if entry.name not in (*removal.keep, *first)]
+        for name in (*first, *others):
+            (path / name).rename(aside / name)
+    else:
+        path.rename(aside)
+    (aside / run.info_file.name).unlink(missing_ok=True)
+    # What cannot be deleted right now, such as files still open over NFS, is for the next time.
+    shutil.rmtree(aside, ignore_errors=True)
+    return True
