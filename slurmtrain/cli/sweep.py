@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections import Counter
@@ -9,11 +10,13 @@ from pathlib import Path
 
 from slurmtrain import rundir
 from slurmtrain.cli.arguments import Arguments, Parser
+from slurmtrain.cli.collect import add_collect_options, print_collected
 from slurmtrain.cli.runs import print_table
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.config.compose import Primary, search_folders
 from slurmtrain.config.points import check, composing
 from slurmtrain.errors import UsageError
+from slurmtrain.launch import collect
 from slurmtrain.launch import sweep as sweeps
 from slurmtrain.launch.state import RunState
 from slurmtrain.launch.submit import check_slurm_is_here, dry_run, slurm_conf_of
@@ -77,17 +80,21 @@ def submit(arguments: Arguments) -> int:
 
 def main(verb: str, words: list[str]) -> int:
     parser = Parser(prog=f"python -m slurmtrain {verb}", description=VERBS[verb].help)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="list|status|retry|cancel")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list|status|collect|retry|cancel")
     for name, text in {
         "list": "all sweeps",
         "status": "the points of one, and how they stand",
+        "collect": "a table of all points with their metrics, and a picture of a metric over what varies",
         "retry": "submit again what failed, was stopped or lost, or could not be submitted",
         "cancel": "end all that has not ended",
     }.items():
         action = actions.add_parser(name, help=text)
         if name != "list":
             action.add_argument("sweep", metavar="SWEEP", help="its name, a part of it, a path, or last")
-        action.add_argument("--json", action="store_true")
+        if name == "collect":
+            add_collect_options(action)
+        else:
+            action.add_argument("--json", action="store_true")
     options = parser.parse_args(words)
     runs = rundir.runs_root()
     if options.action == "list":
@@ -95,6 +102,8 @@ def main(verb: str, words: list[str]) -> int:
     sweep = sweeps.find(options.sweep, runs)
     if options.action == "status":
         return _status(sweep, as_json=options.json)
+    if options.action == "collect":
+        return _collect(sweep, options)
     return {"retry": _retry, "cancel": _cancel}[options.action](sweep, as_json=options.json)
 
 
@@ -163,6 +172,16 @@ def _as_json(point: sweeps.Point, state: RunState) -> dict[str, object]:
         "attempts": len(state.attempts),
         "job_id": state.job_id,
     }
+
+
+def _collect(sweep: Sweep, options: argparse.Namespace) -> int:
+    now = sweeps.states_of(sweep)
+    points = [
+        collect.Point(point.number, point.varied, sweep.run_dir(point.run_id), now[point.run_id].word)
+        for point in sweep.points()
+    ]
+    print_collected(collect.table_of(points, metric=options.metric, mode=options.mode), options)
+    return 0
 
 
 def _retry(sweep: Sweep, *, as_json: bool) -> int:

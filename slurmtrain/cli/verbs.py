@@ -67,8 +67,8 @@ VERBS: dict[str, Verb] = {
     "requeue": Verb("requeue RUN", "save and start again; a waiting or held job starts now", "slurmtrain.cli.runs"),
     "resume": Verb("resume RUN", "continue a run that has ended, from its newest checkpoint", "slurmtrain.cli.runs"),
     "sweep": Verb(
-        "sweep list | status SWEEP | retry SWEEP | cancel SWEEP [--json]",
-        "the sweeps, the points of one, what failed once more, the end of all",
+        "sweep list | status SWEEP | collect SWEEP [-o FILE] [--plot FILE] | retry SWEEP | cancel SWEEP [--json]",
+        "the sweeps; the points of one; their metrics as a table or a picture; what failed once more; the end of all",
         "slurmtrain.cli.sweep",
     ),
     "checkpoints": Verb(
