@@ -1,0 +1,263 @@
+"""Sweeps on a real SLURM: one array, nothing twice, whatever is killed, refused or answered late."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmtrain.launch.sweep import Sweep
+from tests.slurm.conftest import Cluster
+from tests.slurm.project import SMALL, Run, make_project
+
+# Raises for some seeds, until a file says that somebody has mended it.
+STUMBLING_MODEL = """
+import os
+from paced import Paced
+
+class Stumbling(Paced):
+    def __init__(self, *, seed, **arguments):
+        super().__init__(**arguments)
+        if seed in (3, 5, 7) and not os.path.exists("{mended}"):
+            raise ValueError(f"no luck with {{seed}}")
+"""
+
+# In front of the real sbatch: what it does is the next line of a file.
+FAULTY_SBATCH = """#!/bin/bash
+plan={folder}/plan
+read -r fault < "$plan"
+sed -i 1d "$plan"
+echo "$fault" >> {folder}/calls
+case "$fault" in
+  times-out-after-accepting)
+    {sbatch} "$@" > /dev/null
+    echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2
+    exit 1 ;;
+  times-out-before)
+    echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2
+    exit 1 ;;
+  refuses)
+    echo "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying" >&2
+    exit 1 ;;
+  limits)
+    echo "sbatch: error: AssocMaxSubmitJobLimit" >&2
+    echo "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy" >&2
+    exit 1 ;;
+  answers-late)
+    answer="$({sbatch} "$@")"; sleep 3; echo "$answer" ;;
+  kills-the-shell)
+    {sbatch} "$@" > /dev/null
+    # timeout, which was env, is this shell's parent; its parent is the one that submits
+    kill -KILL "$(ps -o ppid= -p "$PPID" | tr -d ' ')"
+    sleep 1 ;;
+  *) exec {sbatch} "$@" ;;
+esac
+"""
+
+
+@dataclass(frozen=True)
+class Sweeper:
+    """A project, and sweeps submitted from it as a person would."""
+
+    path: Path
+    cluster: Cluster
+
+    def words(self, *overrides: str) -> list[str]:
+        return [
+            "-m",
+            "+cluster=sandbox",
+            "cluster.sandbox=null",
+            f"cluster.slurm_conf={self.cluster.sandbox.slurm_conf}",
+            "cluster.nodes=1",
+            "cluster.tasks_per_node=1",
+            *overrides,
+            "submit",
+        ]
+
+    def start(self, *words: str, **env: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "slurmtrain", *words],
+            cwd=self.path,
+            env=self.cluster.env(**env),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def cli(self, *words: str, check: bool = True, **env: str) -> str:
+        done = self.cluster.run(
+            [sys.executable, "-m", "slurmtrain", *words], cwd=self.path, check=check, env=env, timeout_s=400
+        )
+        return done.stdout + (done.stderr if not check else "")
+
+    def submit(self, *overrides: str, **env: str) -> Sweep:
+        answer = json.loads(self.cli(*self.words(*overrides), "--json", **env).splitlines()[-1])
+        return Sweep(Path(answer["path"]))
+
+    def state(self, sweep: Sweep) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.cli("sweep", "status", sweep.id, "--json"))
+        return found
+
+    def wait_until_ended(self, sweep: Sweep, timeout_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        while set((now := self.state(sweep))["states"]) - {"finished", "failed", "stopped", "lost"}:
+            assert time.monotonic() < deadline, now
+            time.sleep(1)
+        return now
+
+    def queue(self) -> dict[str, int]:
+        """Tasks in the queue and those that slurmctld remembers, by the id of their array; of this project's sweeps only."""
+        mine = str(self.path)
+        text = self.cluster.run(["squeue", "-h", "--array", "--states=all", "--format=%F|%K|%o|%Z|%k"]).stdout
+        rows = [line.strip().split("|") for line in text.splitlines()]
+        return Counter(row[0] for row in rows if row[3].startswith(mine) and "slurmtrain:" in row[4])
+
+    def faulty_sbatch(self, *faults: str) -> str:
+        """PATH with a front for sbatch that does one of `faults` a call, and then what sbatch does."""
+        folder = self.path.parent / "front"
+        folder.mkdir(exist_ok=True)
+        (folder / "plan").write_text("".join(f"{fault}\n" for fault in faults))
+        (folder / "calls").unlink(missing_ok=True)
+        real = subprocess.run(["which", "sbatch"], capture_output=True, text=True, check=True).stdout.strip()
+        (folder / "sbatch").write_text(FAULTY_SBATCH.format(folder=folder, sbatch=real))
+        (folder / "sbatch").chmod(0o755)
+        return f"{folder}:{os.environ['PATH']}"
+
+
+@pytest.fixture
+def sweeper(sandbox: Cluster, tmp_path: Path) -> Iterator[Sweeper]:
+    project = make_project(tmp_path / "project", sandbox)
+    (project.path / "stumbling.py").write_text(STUMBLING_MODEL.format(mended=tmp_path / "mended"))
+    subprocess.run(["git", "add", "-A"], cwd=project.path, check=True)
+    yield Sweeper(project.path, sandbox)
+    jobs = Sweeper(project.path, sandbox).queue()
+    if jobs:
+        sandbox.run(["scancel", *jobs], check=False)
+
+
+LATER = "+cluster.sbatch.begin=now+1hour"
+
+
+@pytest.mark.parametrize("points", [10, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_sweep_survives_its_shell_preemptions_and_points_that_raise(sweeper: Sweeper, points: int) -> None:
+    small = [word for word in SMALL if not word.startswith("model._target_")]
+    words = sweeper.words(
+        *small,
+        "model._target_=stumbling.Stumbling",
+        "+model.seed=${train.seed}",
+        "+model.pause_s=0.1",
+        "train.steps=20",
+        f"train.seed=range({points})",
+        "requeue.max_attempts_without_progress=1",
+    )
+    # The shell is killed in the moment in which SLURM has the array and the shell does not know it yet.
+    path = sweeper.faulty_sbatch("kills-the-shell")
+    shell = sweeper.start(*words, "--array-parallelism", "8", PATH=path)
+    assert shell.wait(120) == -signal.SIGKILL
+    answer = json.loads(sweeper.cli(*words, "--array-parallelism", "8", "--json", PATH=path).splitlines()[-1])
+    sweep = Sweep(Path(answer["path"]))
+    assert len(sweeper.queue()) == 1 and sum(sweeper.queue().values()) == points
+    # Two of its tasks are preempted, and come back by themselves.
+    runs = [Run(sweep.run_dir(point.run_id), sweeper.cluster, sweeper.path) for point in sweep.points()]
+    for run in runs[:2]:
+        run.wait_for_step(3, timeout_s=120)
+        run.cli("preempt", run.run_dir.id)
+    now = sweeper.wait_until_ended(sweep, timeout_s=60 + 12 * points)
+    assert now["states"] == {"finished": points - 3, "failed": 3}
+    assert [point["point"] for point in now["points"] if point["state"] == "failed"] == [3, 5, 7]
+    assert all("no luck with" in point["sentence"] for point in now["points"] if point["state"] == "failed")
+    assert [[attempt.reason for attempt in run.attempts()] for run in runs[:2]] == [["asked", "finished"]] * 2
+    states = {run.job_id: sweeper.cluster.job(run.job_id)["JobState"] for run in runs}
+    assert [states[runs[number].job_id] for number in (3, 5, 7)] == ["FAILED"] * 3
+    assert Counter(states.values()) == {"COMPLETED": points - 3, "FAILED": 3}
+    # Once more, only what failed; everything stays in its run directory.
+    (sweeper.path.parent / "mended").touch()
+    before = {run.run_dir.id: len(run.attempts()) for run in runs}
+    sweeper.cli("sweep", "retry", sweep.id)
+    # What runs is the snapshot: the file is looked at where it was named.
+    now = sweeper.wait_until_ended(sweep, timeout_s=120)
+    assert now["states"] == {"finished": points}
+    more = {number: len(run.attempts()) - before[run.run_dir.id] for number, run in enumerate(runs)}
+    assert {number for number, count in more.items() if count} == {3, 5, 7}
+    assert "nothing to retry" in sweeper.cli("sweep", "retry", sweep.id)
+    rows = list(csv.DictReader(io.StringIO(sweeper.cli("sweep", "collect", sweep.id, "--format", "csv"))))
+    assert [int(row["point"]) for row in rows] == list(range(points))
+    assert all(row["state"] == "finished" and float(row["loss"]) > 0 and row["step"] == "20" for row in rows)
+    assert [row["train.seed"] for row in rows] == [str(number) for number in range(points)]
+
+
+def test_two_shells_at_the_same_moment_make_one_sweep(sweeper: Sweeper) -> None:
+    words = [*sweeper.words("train.seed=range(20)", LATER), "--json"]
+    shells = [sweeper.start(*words) for _ in range(3)]
+    answers = []
+    for shell in shells:
+        text, _ = shell.communicate(timeout=120)
+        assert shell.returncode == 0, text
+        answers.append(json.loads(text.splitlines()[-1]))
+    assert len({json.dumps(answer) for answer in answers}) == 1
+    assert list(sweeper.queue().values()) == [20]
+    assert not list((sweeper.path / "runs" / ".preparing").iterdir())
+
+
+def test_the_same_command_is_the_same_sweep_whatever_the_order(sweeper: Sweeper) -> None:
+    first = sweeper.submit("train.seed=1,2", "optim.lr=0.1,0.2", LATER)
+    assert sweeper.submit("optim.lr=0.2,0.1", LATER, "train.seed=2,1") == first
+    assert list(sweeper.queue().values()) == [4]
+    other = sweeper.submit("train.seed=1,2", "optim.lr=0.1,0.2", LATER, "--again")
+    assert other.id == f"{first.id}.2"
+    assert list(sweeper.queue().values()) == [4, 4]
+    assert set(first.run_dirs()).isdisjoint(other.run_dirs())
+    listed = json.loads(sweeper.cli("sweep", "list", "--json"))
+    assert [each["sweep"] for each in listed] == [first.id, other.id]
+    sweeper.cli("sweep", "cancel", first.id)
+    assert sweeper.wait_until_ended(first, 30)["states"] == {"stopped": 4}
+    assert set(sweeper.state(other)["states"]) == {"waiting"}
+
+
+def test_points_that_ask_for_different_resources_are_different_arrays(sweeper: Sweeper) -> None:
+    sweep = sweeper.submit("cluster.nodes=1,2", "train.seed=1,2,3", LATER, "--array-parallelism", "4")
+    assert sorted(sweeper.queue().values()) == [3, 3]
+    for number in sweep.array_numbers():
+        job = sweeper.cluster.job(f"{sweep.job_id(number)}_0")
+        assert job["NumNodes"].partition("-")[0] == ("1", "2")[number] and job["ArrayTaskThrottle"] == "2"
+
+
+def test_a_wrong_point_keeps_all_from_being_submitted(sweeper: Sweeper) -> None:
+    said = sweeper.cli(*sweeper.words("optim.lr=0.1,0.2", "train.steps=60,5"), check=False)
+    assert "point 1 (optim.lr=0.1 train.steps=5): optim.warmup_steps=30 is more than train.steps=5" in said
+    assert not sweeper.queue() and not (sweeper.path / "runs").exists()
+
+
+@pytest.mark.parametrize("points", [1100, pytest.param(2500, marks=pytest.mark.slow)])
+def test_an_sbatch_that_lies_refuses_and_dawdles_makes_no_double_and_loses_nothing(
+    sweeper: Sweeper, points: int
+) -> None:
+    faults = ["times-out-after-accepting", "refuses", "times-out-before", "answers-late"]
+    sweep = sweeper.submit(f"train.seed=range({points})", LATER, PATH=sweeper.faulty_sbatch(*faults))
+    sizes = [min(1001, points - begin) for begin in range(0, points, 1001)]
+    assert sorted(sweeper.queue().values()) == sorted(sizes)
+    jobs = [sweep.job_id(number) for number in sweep.array_numbers()]
+    assert sorted(jobs) == sorted(sweeper.queue())
+    elements = [run_dir.info()["job_ids"] for run_dir in sweep.run_dirs().values()]
+    assert len({json.dumps(each) for each in elements}) == points and all(len(each) == 1 for each in elements)
+
+
+def test_at_the_submit_limit_what_fits_is_there_and_the_rest_comes_later(sweeper: Sweeper) -> None:
+    words = sweeper.words("cluster.nodes=1,2", "train.seed=1,2", LATER)
+    said = sweeper.cli(*words, check=False, PATH=sweeper.faulty_sbatch("", "limits"))
+    assert "2 runs could not be submitted: sbatch refused the job: AssocMaxSubmitJobLimit" in said
+    assert list(sweeper.queue().values()) == [2]
+    assert "job" in sweeper.cli(*words)
+    assert list(sweeper.queue().values()) == [2, 2]
