@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from slurmtrain.launch.submit import dry_run, preparing, slurm_conf_of, submit
 
 
 def main(arguments: Arguments) -> int:
+    for option in ("--array-parallelism", "--again"):
+        if option in arguments.options:
+            raise UsageError(f"{option} is for sweeps", hint="add -m, and choices: -m key=1,2 submit")
     config = compose_and_validate(arguments)
     if arguments.verb == "render":
         return _render(config, arguments)
@@ -41,6 +45,9 @@ def _submit(config: Config, arguments: Arguments) -> int:
     slurm_conf_of(config)  # a sandbox that is not running: said before anything is made
     with preparing(config, arguments.overrides, Path.cwd()) as run_dir:
         job_id = submit([run_dir], config)
+    if "--json" in arguments.options:
+        print(json.dumps({"run": run_dir.id, "path": str(run_dir.path), "job_id": job_id}))
+        return 0
     print(f"submitted run {run_dir.id} as job {job_id}\n  {run_dir.path}")
     run = rundir.reference(run_dir)
     print(f"  status {run}   logs {run} -f   cancel {run}" + ("   (or: last)" if run == run_dir.id else ""))

@@ -108,11 +108,7 @@ def main(verb: str, words: list[str]) -> int:
 
 
 def _list(runs: Path, *, as_json: bool) -> int:
-    found = sweeps.all_sweeps(runs)
-    rows = []
-    for sweep in found:
-        info, now = sweep.info(), sweeps.states_of(sweep)
-        rows.append((sweep, info, _counts(now)))
+    rows = [(sweep, sweep.info(), _counts(now)) for sweep, now in sweeps.states_of_all(sweeps.all_sweeps(runs))]
     if as_json:
         print(
             json.dumps([{"sweep": s.id, "path": str(s.path), "points": i["points"], "states": c} for s, i, c in rows])

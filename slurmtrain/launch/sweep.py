@@ -503,9 +503,18 @@ def find(reference: str, runs: Path) -> Sweep:
 
 def states_of(sweep: Sweep) -> dict[str, RunState]:
     """State of every run of the sweep, by run id; one squeue call."""
-    for number in sweep.array_numbers():
-        note_jobs(sweep, number)
-    return states(sweep.run_dirs().values())
+    ((_, now),) = states_of_all([sweep])
+    return now
+
+
+def states_of_all(found: Sequence[Sweep]) -> list[tuple[Sweep, dict[str, RunState]]]:
+    """State of every run of each sweep; one squeue call for all."""
+    for sweep in found:
+        for number in sweep.array_numbers():
+            note_jobs(sweep, number)
+    runs = {sweep.id: sweep.run_dirs() for sweep in found}
+    now = states([run_dir for members in runs.values() for run_dir in members.values()])
+    return [(sweep, {run_id: now[run_id] for run_id in runs[sweep.id]}) for sweep in found]
 
 
 def add_retry(sweep: Sweep, words: Sequence[str] = RETRIED) -> list[str]:
