@@ -11,13 +11,17 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import UsageError
+from slurmtrain.launch.again import submit_links
 from slurmtrain.launch.submit import dry_run, preparing, slurm_conf_of, submit
+from slurmtrain.runtime.slurm import SlurmClient
 
 
 def main(arguments: Arguments) -> int:
     config = compose_and_validate(arguments)
     if arguments.verb == "render":
         return _render(config, arguments)
+    if "--after" in arguments.options:
+        config = _starting_after(config, arguments.options["--after"])
     if "--dry-run" in arguments.options:
         print(dry_run(config, Path.cwd()), end="")
         return 0
@@ -37,10 +41,25 @@ def compose_and_validate(arguments: Arguments) -> Config:
     return config
 
 
+def _starting_after(config: Config, runs: str) -> Config:
+    from slurmtrain.launch.after import starting_after
+
+    if config.cluster.backend == "local":
+        raise UsageError(
+            "--after is for jobs of SLURM, and cluster=local has no queue", hint="submit when it has finished"
+        )
+    return starting_after(config, runs, rundir.runs_root())
+
+
 def _submit(config: Config, arguments: Arguments) -> int:
     slurm_conf_of(config)  # a sandbox that is not running: said before anything is made
     with preparing(config, arguments.overrides, Path.cwd()) as run_dir:
         job_id = submit([run_dir], config)
+        if config.requeue.mode == "chain":
+            links = submit_links(
+                run_dir, job_id, config.requeue.chain_length, SlurmClient(run_dir.info()["slurm_conf"])
+            )
+            job_id = f"{job_id}, followed by {', '.join(links[1:])}"
     print(f"submitted run {run_dir.id} as job {job_id}\n  {run_dir.path}")
     run = rundir.reference(run_dir)
     print(f"  status {run}   logs {run} -f   cancel {run}" + ("   (or: last)" if run == run_dir.id else ""))

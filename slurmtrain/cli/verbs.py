@@ -22,11 +22,12 @@ class Verb:
 
 VERBS: dict[str, Verb] = {
     "submit": Verb(
-        "[+cluster=NAME] [key=value ...] submit [--dry-run] [--follow]",
-        "submit a run, or run it here with cluster=local; --dry-run prints what sbatch would get",
+        "[+cluster=NAME] [key=value ...] submit [--dry-run] [--follow] [--after RUN[,RUN]]",
+        "submit a run, or run it here with cluster=local; --dry-run prints what sbatch would get; --after starts it when "
+        "other runs have finished",
         "slurmtrain.cli.submit",
         composes=True,
-        options=(("--dry-run", False), ("--follow", False)),
+        options=(("--dry-run", False), ("--follow", False), ("--after", True)),
     ),
     "render": Verb(
         "[+cluster=NAME] [key=value ...] render [-o FILE]",
@@ -64,5 +65,11 @@ VERBS: dict[str, Verb] = {
     ),
     "settle": Verb(
         "settle RUN_DIRECTORY ...", "for the batch script: judge an attempt", "slurmtrain.cli.settle", hidden=True
+    ),
+    "begin": Verb(
+        "begin RUN_DIRECTORY", "for the batch script: is there anything left to do", "slurmtrain.cli.again", hidden=True
+    ),
+    "again": Verb(
+        "again RUN_DIRECTORY ...", "for the batch script: submit the next job", "slurmtrain.cli.again", hidden=True
     ),
 }

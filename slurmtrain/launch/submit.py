@@ -12,14 +12,14 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from slurmtrain import __version__, rundir
 from slurmtrain.config.compose import config_hash, freeze
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError
-from slurmtrain.launch.sbatch import JobPaths, render_script
+from slurmtrain.launch.sbatch import JobPaths, render_script, without_past
 from slurmtrain.launch.snapshot import Snapshot, Source, find_source, take_snapshot
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.slurm import INSTALL_HINT, belongs_to_a_job
@@ -63,6 +63,11 @@ def submit(run_dirs: Sequence[RunDir], config: Config) -> str:
     slurm_conf = slurm_conf_of(config)
     environment = f"SLURM_CONF={slurm_conf}" if slurm_conf else None
     _check_slurm_is_here()
+    if len(run_dirs) > 1 and config.requeue.mode == "chain":
+        raise ConfigError(
+            f"requeue.mode=chain for {len(run_dirs)} runs at once: the tasks of an array cannot each wait for their own",
+            hint="requeue=resubmit, or requeue=requeue where the cluster allows it",
+        )
     first = run_dirs[0]
     if len(run_dirs) > 1:
         paths = JobPaths([run_dir.path for run_dir in run_dirs], first.info()["workdir"], sys.executable)
@@ -77,15 +82,25 @@ def submit(run_dirs: Sequence[RunDir], config: Config) -> str:
     return job_id
 
 
-def resubmit(run_dir: RunDir) -> str:
-    """Submit an existing run again, with the script it was first submitted with."""
+def resubmit(run_dir: RunDir, options: Callable[[str], Sequence[str]] = lambda script: (), **facts: object) -> str:
+    """Submit an existing run again, as one job, with the script it was first submitted with, but not what that waited for.
+
+    Args:
+        options: further options for sbatch, given the script.
+        facts: for the record.
+    """
     slurm_conf = run_dir.info().get("slurm_conf")
     _check_slurm_is_here()
-    script = _alone(run_dir, run_dir.script.read_text())
-    job_id = _sbatch(script, run_dir, f"SLURM_CONF={slurm_conf}" if slurm_conf else None)
-    run_dir.update_info(job_ids=[*run_dir.info()["job_ids"], job_id])
-    run_dir.event("submitted", job_id=job_id)
+    script = without_past(_alone(run_dir, run_dir.script.read_text()))
+    job_id = _sbatch(script, run_dir, f"SLURM_CONF={slurm_conf}" if slurm_conf else None, options(script))
+    note(run_dir, job_id, **facts)
     return job_id
+
+
+def note(run_dir: RunDir, job_id: str, **facts: object) -> None:
+    """Write down that this job is the run's latest."""
+    run_dir.update_info(job_ids=[*run_dir.info()["job_ids"], job_id])
+    run_dir.event("submitted", job_id=job_id, **facts)
 
 
 def _check_slurm_is_here() -> None:
@@ -117,8 +132,8 @@ def slurm_conf_of(config: Config) -> str | None:
     return str(found.slurm_conf)
 
 
-def _sbatch(script: str, run_dir: RunDir, environment: str | None) -> str:
-    """sbatch through submitit, with our script and a clean environment."""
+def _sbatch(script: str, run_dir: RunDir, environment: str | None, options: Sequence[str] = ()) -> str:
+    """sbatch through submitit, with our script and a clean environment. `options` overrule the script's own."""
     from submitit.core.utils import FailedJobError
     from submitit.slurm.slurm import SlurmExecutor
 
@@ -132,7 +147,8 @@ def _sbatch(script: str, run_dir: RunDir, environment: str | None) -> str:
             # A job submitted from inside another one must not inherit its layout. SLURM_CONF says which cluster.
             leaked = [word for name in os.environ if belongs_to_a_job(name) for word in ("-u", name)]
             settings = [environment] if environment else []
-            return ["env", *leaked, *settings, *super()._make_submission_command(submission_file_path)]
+            sbatch, *path = super()._make_submission_command(submission_file_path)
+            return ["env", *leaked, *settings, sbatch, *options, *path]
 
     folder = run_dir.path / "submitit"
     folder.mkdir(mode=0o700, exist_ok=True)

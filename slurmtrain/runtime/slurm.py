@@ -20,6 +20,18 @@ Runner = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProce
 # scontrol called from inside a job gets the job's own TERM while it works, and may die of it although the controller
 # has done what was asked. Dispositions that are "ignored" survive exec.
 SHIELD = ("bash", "-c", 'trap "" TERM USR2; exec "$@"', "shielded")
+# States of a job that will not run again by itself.
+GONE = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "OUT_OF_MEMORY",
+)
 INSTALL_HINT = "is this a login node? For a throwaway SLURM here: apt-get install slurm-wlm munge, then: sandbox up"
 
 
@@ -92,8 +104,23 @@ class SlurmClient:
                     found[job_id] = (state, reason)
         return found
 
-    def cancel(self, job_id: str) -> None:
-        self._call(["scancel", job_id])
+    def find_by_comment(self, word: str) -> str | None:
+        """The user's job in the queue whose comment has a word that is this, or begins with it where it ends with ":".
+
+        Raises:
+            ClusterError: squeue is missing, or the controller does not answer.
+        """
+        answer = self._call(["squeue", "--noheader", "--me", "--format=%A|%T|%k"])
+        for line in answer.splitlines():
+            job_id, state, comment = [*line.strip().split("|", 2), "", ""][:3]
+            words = comment.split()
+            found = any(each.startswith(word) for each in words) if word.endswith(":") else word in words
+            if found and state not in GONE:
+                return job_id
+        return None
+
+    def cancel(self, *job_ids: str) -> None:
+        self._call(["scancel", *job_ids])
 
     def signal(self, job_id: str, name: str) -> None:
         """Send a signal to every rank of the job's steps."""

@@ -66,7 +66,7 @@ BAD_CONFIGS = [
     ([*SLURM, "train.device=tpu"], "train.device=tpu is not known", "auto, cpu, cuda"),
     ([*SLURM, "train.data_workers=-1"], "train.data_workers=-1 must be at least 0", ""),
     ([*SLURM, "checkpoint.keep_last=1"], "checkpoint.keep_last=1 must be at least 2", "one good checkpoint"),
-    ([*SLURM, "requeue.mode=always"], "requeue.mode=always is not known", "requeue, off"),
+    ([*SLURM, "requeue.mode=always"], "requeue.mode=always is not known", "requeue, resubmit, chain, off"),
     ([*SLURM, "requeue.max_attempts_without_progress=0"], "must be at least 1", ""),
     ([*SLURM, "~model._target_"], "model._target_ is missing", "model="),
     ([*SLURM, "data=files"], "data.paths", ""),

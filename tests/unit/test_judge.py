@@ -223,7 +223,7 @@ EVIDENCE = st.builds(
 @given(evidence=EVIDENCE, budget=st.integers(1, 4))
 def test_promises_that_hold_for_every_evidence(evidence: Evidence, budget: int) -> None:
     judgement = judge(evidence, Policy(max_attempts_without_progress=budget))
-    off = judge(evidence, Policy(requeue=False, max_attempts_without_progress=budget))
+    off = judge(evidence, Policy(mode="off", max_attempts_without_progress=budget))
     slurm_restarts = evidence.facts is not None and evidence.facts.restarts > 0
     assert judgement.sentence and "\n" not in judgement.sentence
     assert off.verdict is not Verdict.REQUEUE  # requeue.mode=off
