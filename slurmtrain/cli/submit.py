@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 from slurmtrain import rundir
@@ -13,6 +14,7 @@ from slurmtrain.config.validate import validate
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.again import submit_links
 from slurmtrain.launch.submit import dry_run, preparing, slurm_conf_of, submit
+from slurmtrain.launch.timeplan import look_ahead
 from slurmtrain.runtime.slurm import SlurmClient
 
 
@@ -52,13 +54,13 @@ def _starting_after(config: Config, runs: str) -> Config:
 
 
 def _submit(config: Config, arguments: Arguments) -> int:
-    slurm_conf_of(config)  # a sandbox that is not running: said before anything is made
+    client = SlurmClient(slurm_conf_of(config))  # a sandbox that is not running: said before anything is made
+    for warning in look_ahead(config, Path(config.job.runs_dir).expanduser(), client):
+        print(f"slurmtrain: warning: {warning}", file=sys.stderr)
     with preparing(config, arguments.overrides, Path.cwd()) as run_dir:
         job_id = submit([run_dir], config)
         if config.requeue.mode == "chain":
-            links = submit_links(
-                run_dir, job_id, config.requeue.chain_length, SlurmClient(run_dir.info()["slurm_conf"])
-            )
+            links = submit_links(run_dir, job_id, config.requeue.chain_length, client)
             job_id = f"{job_id}, followed by {', '.join(links[1:])}"
     print(f"submitted run {run_dir.id} as job {job_id}\n  {run_dir.path}")
     run = rundir.reference(run_dir)

@@ -7,6 +7,7 @@ not among the launchers, because the job itself asks SLURM, too: why was I told 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -50,6 +51,21 @@ class JobFacts:
     def preempted(self) -> bool:
         """SLURM has told this incarnation that it is being preempted."""
         return self.preempt_time is not None and (self.start_time is None or self.preempt_time >= self.start_time)
+
+
+@dataclass(frozen=True)
+class PreemptionTimes:
+    """How long a job lives on when it is preempted. Seconds, or None when it is not, or when nobody says.
+
+    Attributes:
+        kill_wait_s: from SIGTERM at the end to SIGKILL, at the time limit, too.
+        grace_s: from the announcement to that SIGTERM.
+        grace_of: whose setting that is: "partition low", "QOS cheap".
+    """
+
+    kill_wait_s: float | None = None
+    grace_s: float | None = None
+    grace_of: str = ""
 
 
 def run_command(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
@@ -119,6 +135,35 @@ class SlurmClient:
                 return job_id
         return None
 
+    def preemption_times(self, partition: str | None, qos: str | None) -> PreemptionTimes | None:
+        """What a job in this partition (None: the default one) and QOS has. None when SLURM cannot be asked."""
+        settings = self._glance(["scontrol", "show", "config"])
+        if settings is None:
+            return None
+        config = parse_show_config(settings)
+        kill_wait_s = parse_duration(config.get("KillWait", ""))
+        by = config.get("PreemptType", "")
+        if by == "preempt/qos" and qos:
+            answer = self._glance(["sacctmgr", "-nP", "show", "qos", qos, "format=gracetime"]) or ""
+            grace_s = parse_duration(answer.strip().partition("\n")[0])
+            return PreemptionTimes(kill_wait_s, grace_s, f"QOS {qos}")
+        if by == "preempt/partition_prio":
+            name, its = chosen_partition(self._glance(["scontrol", "show", "partition", "-o"]) or "", partition)
+            if its.get("PreemptMode") in ("REQUEUE", "CANCEL"):  # else it is suspended, or left alone
+                return PreemptionTimes(kill_wait_s, parse_duration(its.get("GraceTime", "")), f"partition {name}")
+        return PreemptionTimes(kill_wait_s)
+
+    def _glance(self, command: Sequence[str]) -> str | None:
+        """The answer of a command that nothing depends on; None when there is none within two seconds."""
+        paths = [shutil.which(name, path=self._environment.get("PATH")) for name in (command[0], "timeout")]
+        if None in paths:
+            return None
+        try:
+            answer = self._run(["timeout", "2", *command], self._environment)
+        except subprocess.TimeoutExpired:
+            return None
+        return answer.stdout if answer.returncode == 0 else None
+
     def cancel(self, *job_ids: str) -> None:
         self._call(["scancel", *job_ids])
 
@@ -171,6 +216,34 @@ def parse_show_job(text: str) -> JobFacts | None:
         end_time=parse_time(fields.get("EndTime", "")),
         preempt_time=parse_time(fields.get("PreemptTime", "")),
     )
+
+
+def parse_show_config(text: str) -> dict[str, str]:
+    """Read `scontrol show config`: a line each, NAME = VALUE."""
+    pairs = (line.partition("=") for line in text.splitlines())
+    return {name.strip(): value.strip() for name, equals, value in pairs if equals}
+
+
+def chosen_partition(text: str, name: str | None) -> tuple[str, dict[str, str]]:
+    """Name and fields of one partition (None: the default one) in `scontrol show partition -o`; none when it is not there.
+
+    Of several names, separated by commas, the first: where the job will run is not known yet.
+    """
+    wanted = name.partition(",")[0] if name else None
+    for line in text.splitlines():
+        fields = dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
+        if fields.get("PartitionName") == wanted or (wanted is None and fields.get("Default") == "YES"):
+            return fields.get("PartitionName", ""), fields
+    return wanted or "", {}
+
+
+def parse_duration(text: str) -> float | None:
+    """Seconds, as SLURM writes them: "30 sec", "30", "00:00:30", "1-00:00:00"; None for what is no duration."""
+    match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):(\d+):)?(\d+)(?: sec)?", text.strip())
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def parse_time(text: str) -> float | None:

@@ -140,14 +140,16 @@ def test_a_task_of_an_array_is_submitted_again_alone(project: Project, monkeypat
 
 
 def test_a_run_after_another_starts_when_that_one_has_finished_in_whatever_attempt(project: Project) -> None:
-    first = project.submit(*SLOW, nodes="n0")
-    chain = project.submit(*SLOW, "requeue=chain", nodes="n1")
+    slower = "model.pause_s=0.5"
+    first = project.submit(*SLOW, slower, nodes="n0")
+    chain = project.submit(*SLOW, slower, "requeue=chain", nodes="n1")
     after, after_chain = (
         project.submit(*TWO_RANKS, "train.steps=5", words=("--after", run.run_dir.id)) for run in (first, chain)
     )
     for run in (first, chain):
         run.wait_for_step(3)
         run.cli("preempt", run.run_dir.id)
+    for run in (first, chain):
         run.wait_for_attempt(2)
     assert all("Dependency" in run.status() and run.attempts() == [] for run in (after, after_chain))
     for run, before in ((after, first), (after_chain, chain)):
