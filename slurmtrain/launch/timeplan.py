@@ -96,10 +96,11 @@ def check(cluster: ClusterConfig, measured: Measured | None, times: PreemptionTi
     alive_s = times.grace_s + (times.kill_wait_s or 0)
     if alive_s >= measured.stop_s:
         return []
+    stop = f"one step ({_seconds(measured.step_s)}) plus a save ({_seconds(measured.save_s)})"
     return [
-        f"a preempted job lives on for {times.grace_s:.0f} s (GraceTime of {times.grace_of}) and {times.kill_wait_s or 0:.0f} s"
-        f" (KillWait), less than one step ({_seconds(measured.step_s)}) plus a save ({_seconds(measured.save_s)}), as measured in"
-        f" run {measured.run_id}: after a preemption it goes on from its last regular checkpoint"
+        f"a preempted job lives on for {times.grace_s:.0f} s (GraceTime of {times.grace_of}) and "
+        f"{times.kill_wait_s or 0:.0f} s (KillWait), less than {stop}, as measured in run {measured.run_id}: after a preemption it goes on "
+        "from its last regular checkpoint"
     ]
 
 

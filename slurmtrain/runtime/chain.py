@@ -49,13 +49,13 @@ def cancel_rest(run_dir: RunDir, job_id: str | None, client: SlurmClient) -> Non
 
 
 def ended_before(run_dir: RunDir) -> Verdict | None:
-    """Whether there is nothing left to do for a link that starts: the run is DONE, or an earlier link came to its END."""
-    info = run_dir.info()
-    for attempt in attempts.all_attempts(run_dir):
-        in_chain = attempt.number > int(info.get("chain_after") or 0)
-        setup_failed = (run_dir.attempt(attempt.number) / "setup-failed").exists()
-        if attempt.verdict == Verdict.DONE:
-            return Verdict.DONE
-        if in_chain and (attempt.verdict == Verdict.END or setup_failed):
-            return Verdict.END
-    return None
+    """Whether there is nothing left to do for a link that starts: the run is DONE, or the link before came to its END."""
+    numbers = run_dir.attempt_numbers()
+    if not numbers:
+        return None
+    last = attempts.read_attempt(run_dir, numbers[-1])
+    if last.verdict == Verdict.DONE:
+        return Verdict.DONE
+    in_chain = last.number > int(run_dir.info().get("chain_after") or 0)
+    ended = last.verdict == Verdict.END or (run_dir.attempt(last.number) / "setup-failed").exists()
+    return Verdict.END if in_chain and ended else None
