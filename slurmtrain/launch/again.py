@@ -31,8 +31,11 @@ def resume(run_dir: RunDir, client: SlurmClient) -> list[str]:
         ClusterError: sbatch is missing or refused.
     """
     config = load_frozen(run_dir.config_file, secrets=False)
-    found = _find(run_dir, token(run_dir), client) if config.requeue.mode == "resubmit" else None
-    job_id = found or resubmit(run_dir)
+    job_id = _unnoted(run_dir, client) if config.requeue.mode == "resubmit" else None
+    if job_id is not None:
+        note(run_dir, job_id, found_by=token(run_dir))
+    else:
+        job_id = resubmit(run_dir)
     length = config.requeue.chain_length if config.requeue.mode == "chain" else 1
     return submit_links(run_dir, job_id, length, client)
 
@@ -98,12 +101,10 @@ def waiting_for(script: str, job_ids: Sequence[str]) -> list[str]:
     return [f"--dependency=afterany:{':'.join(job_ids)}{f',{own}' if own else ''}"]
 
 
-def _find(run_dir: RunDir, word: str, client: SlurmClient) -> str | None:
-    """The job with this token, where whoever submitted it was killed before it was noted, or had no answer from sbatch."""
-    job_id = client.find_by_comment(word)
-    if job_id is not None and job_id not in run_dir.info()["job_ids"]:
-        note(run_dir, job_id, found_by=word)
-    return job_id
+def _unnoted(run_dir: RunDir, client: SlurmClient) -> str | None:
+    """A job that was to carry on, whose submitter was killed before it could note it. A noted one may still be leaving."""
+    known = run_dir.info()["job_ids"]
+    return next((job_id for job_id in client.find_by_comment(token(run_dir)) if job_id not in known), None)
 
 
 def _find_or_submit(
@@ -119,7 +120,12 @@ def _find_or_submit(
 
     for pause in (*TRIES_S, None):
         try:
-            return _find(run_dir, mine, client) or resubmit(run_dir, options, after_attempt=number)
+            found = client.find_by_comment(mine)
+            if not found:
+                return resubmit(run_dir, options, after_attempt=number)
+            if found[0] not in run_dir.info()["job_ids"]:
+                note(run_dir, found[0], found_by=mine)
+            return found[0]
         except ClusterError:  # the controller may be busy; and a sbatch that it did not answer may have worked
             if pause is None:
                 raise

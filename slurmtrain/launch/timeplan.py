@@ -93,14 +93,14 @@ def check(cluster: ClusterConfig, measured: Measured | None, times: PreemptionTi
         )
     if measured is None or times is None or times.grace_s is None:
         return []
-    alive_s = times.grace_s + (times.kill_wait_s or 0)
-    if alive_s >= measured.stop_s:
+    kill_wait_s = times.kill_wait_s or 0.0
+    if times.grace_s + kill_wait_s >= measured.stop_s:
         return []
+    grace = f"{times.grace_s:.0f} s (GraceTime of {times.grace_of}) and {kill_wait_s:.0f} s (KillWait)"
     stop = f"one step ({_seconds(measured.step_s)}) plus a save ({_seconds(measured.save_s)})"
     return [
-        f"a preempted job lives on for {times.grace_s:.0f} s (GraceTime of {times.grace_of}) and "
-        f"{times.kill_wait_s or 0:.0f} s (KillWait), less than {stop}, as measured in run {measured.run_id}: after a preemption it goes on "
-        "from its last regular checkpoint"
+        f"a preempted job lives on for {grace}, less than {stop}, as measured in run {measured.run_id}: after a preemption "
+        "it goes on from its last regular checkpoint"
     ]
 
 

@@ -120,20 +120,21 @@ class SlurmClient:
                     found[job_id] = (state, reason)
         return found
 
-    def find_by_comment(self, word: str) -> str | None:
-        """The user's job in the queue whose comment has a word that is this, or begins with it where it ends with ":".
+    def find_by_comment(self, word: str) -> list[str]:
+        """The user's jobs in the queue whose comment has a word that is this, or begins with it where it ends with ":".
 
         Raises:
             ClusterError: squeue is missing, or the controller does not answer.
         """
         answer = self._call(["squeue", "--noheader", "--me", "--format=%A|%T|%k"])
+        jobs = []
         for line in answer.splitlines():
             job_id, state, comment = [*line.strip().split("|", 2), "", ""][:3]
             words = comment.split()
             found = any(each.startswith(word) for each in words) if word.endswith(":") else word in words
             if found and state not in GONE:
-                return job_id
-        return None
+                jobs.append(job_id)
+        return jobs
 
     def preemption_times(self, partition: str | None, qos: str | None) -> PreemptionTimes | None:
         """What a job in this partition (None: the default one) and QOS has. None when SLURM cannot be asked."""

@@ -9,6 +9,7 @@ import pytest
 from slurmtrain.config.compose import compose
 from slurmtrain.launch.submit import preparing, submit
 from slurmtrain.rundir import RunDir
+from slurmtrain.runtime.slurm import PreemptionTimes, SlurmClient
 from tests.slurm.conftest import Cluster
 from tests.slurm.project import SMALL, Project, Run, assert_same_bits, assert_steps_join, events, make_project
 
@@ -173,3 +174,9 @@ def test_a_dead_node_is_survived_by_a_chain(undisturbed: Run, project: Project) 
     finally:
         run.cluster.start_node(dead)
     assert events(run, "rest of the chain cancelled")
+
+
+def test_how_long_a_preempted_job_lives_is_read_from_slurm_itself(sandbox: Cluster) -> None:
+    client = SlurmClient(str(sandbox.sandbox.slurm_conf))
+    assert client.preemption_times(None, None) == PreemptionTimes(10.0, 10.0, "partition low")
+    assert client.preemption_times("high", None) == PreemptionTimes(10.0)

@@ -134,6 +134,13 @@ def test_a_resume_takes_the_job_that_was_never_noted(
     assert slurm.submitted == [] and run.info()["job_ids"] == ["100", "101"]
 
 
+def test_a_resume_does_not_take_the_job_that_is_just_leaving(make: Make, slurm: FakeSlurm) -> None:
+    run = make("requeue=resubmit", job_ids=("100", "90"))
+    stopped(run, "end", job_id="90", reason="crash")
+    in_queue(slurm, f"90|COMPLETING|slurmtrain:{run.id}:1")
+    assert again.resume(run, SlurmClient()) == ["101"]
+
+
 def test_where_no_new_job_is_taken_the_run_says_so_and_can_be_resumed(
     make: Make, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -276,6 +283,19 @@ def test_a_chain_between_two_jobs_says_which_one_goes_on(make: Make, slurm: Fake
     assert lines(slurm, "cancelled") == ["103 102"]
     in_queue(slurm)
     assert not state(run).alive
+
+
+@pytest.mark.parametrize(
+    ("left", "promise"), [(("102",), "the next job of its chain, 102, resumes it"), ((), "save and end; `resume")]
+)
+def test_a_drill_promises_what_the_chain_will_do(
+    make: Make, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], left: tuple[str, ...], promise: str
+) -> None:
+    run = chained(make)
+    attempts.write_attempt(run, Attempt(run.new_attempt(), job_id="101", started=time.time()))
+    in_queue(slurm, "101|101_N/A|RUNNING|None", *(f"{job}|{job}_N/A|PENDING|Dependency" for job in left))
+    assert main(["preempt", run.id]) == 0
+    assert promise in capsys.readouterr().out
 
 
 def test_a_finished_chain_is_finished_whatever_is_left_of_it_in_the_queue(make: Make, slurm: FakeSlurm) -> None:

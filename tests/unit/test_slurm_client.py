@@ -204,9 +204,9 @@ def test_a_job_is_found_by_a_word_of_its_comment(fake_slurm: FakeSlurm) -> None:
     client, _ = answers(
         "5|CANCELLED|slurmtrain:RUN:1\n6|RUNNING|(null)\n7|PENDING|mine | and slurmtrain:RUN:12\n8|PENDING|slurmtrain:RUN:1\n"
     )
-    assert client.find_by_comment("slurmtrain:RUN:1") == "8"
-    assert client.find_by_comment("slurmtrain:RUN:") == "7"
-    assert client.find_by_comment("slurmtrain:RUN:2") is None
+    assert client.find_by_comment("slurmtrain:RUN:1") == ["8"]
+    assert client.find_by_comment("slurmtrain:RUN:") == ["7", "8"]
+    assert client.find_by_comment("slurmtrain:RUN:2") == []
 
 
 # Asking.
