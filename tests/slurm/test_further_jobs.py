@@ -161,25 +161,31 @@ def test_a_run_after_another_starts_when_that_one_has_finished_in_whatever_attem
     done.finish()
 
 
-@pytest.mark.parametrize("mode", ["resubmit", "chain"])
-def test_a_dead_node_is_survived_where_the_batch_shell_lives(project: Project, mode: str) -> None:
+def test_a_dead_node_is_survived_by_resubmit_where_the_batch_shell_lives_and_by_a_chain_anyway(
+    project: Project,
+) -> None:
     two_nodes = ["cluster.nodes=2", "cluster.tasks_per_node=1", "cluster.exclude=n3"]
-    run = project.submit(*SLOW, f"requeue={mode}", *two_nodes)
-    run.wait_for_step(13)
-    dead = run.attempts()[0].nodes[1]
-    run.cluster.kill_node(dead)
+    resubmitted = project.submit(*SLOW, "requeue=resubmit", *two_nodes)
+    chained = project.submit(*SLOW, "requeue=chain", nodes="n3")
+    for run in (resubmitted, chained):
+        run.wait_for_step(13)
+    dead = resubmitted.attempts()[0].nodes[1]
+    cluster = project.cluster
+    cluster.kill_node(dead)
+    cluster.kill_node("n3")
     try:
-        run.wait_for_attempt(2, timeout_s=120)
-        first, second = run.attempts()[:2]
-        assert (first.reason, first.sentence) == (
-            "node failure",
-            f"a node failed; {'it is submitted again' if mode == 'resubmit' else 'the next job of the chain goes on'}",
-        )
-        assert second.first_step == 10 and dead not in second.nodes
-        run.wait_until(lambda: run.attempts()[-1].verdict == "done", "finished")
+        cluster.wait_for(jobs(chained)[0], "NODE_FAIL")
+        cluster.start_node("n3")
+        for run in (resubmitted, chained):
+            run.wait_until(lambda run=run: run.attempts()[-1].verdict == "done", "finished")
     finally:
-        run.cluster.start_node(dead)
-    assert bool(events(run, "rest of the chain cancelled")) == (mode == "chain")
+        cluster.start_node(dead)
+    first, second = resubmitted.attempts()
+    assert (first.reason, first.sentence) == ("node failure", "a node failed; it is submitted again")
+    assert second.first_step == 10 and dead not in second.nodes
+    first, second = chained.attempts()
+    assert (first.reason, second.first_step, second.job_id) == ("node failure", 10, jobs(chained)[1])
+    assert events(chained, "rest of the chain cancelled")
 
 
 def test_how_long_a_preempted_job_lives_is_read_from_slurm_itself(sandbox: Cluster) -> None:
