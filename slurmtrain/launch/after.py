@@ -71,16 +71,6 @@ def _condition(run_dir: RunDir, now: RunState, here: str | None) -> str | None:
             f"run {run_dir.id} is on another cluster, that of {info['slurm_conf'] or '/etc/slurm/slurm.conf'}",
             hint="submit when it has finished",
         )
-    if _mode(run_dir) == "resubmit":
-        raise UsageError(
-            f"run {run_dir.id} goes on as a new job after a stop (requeue.mode=resubmit), whose id is not known yet",
-            hint="submit when it has finished; runs with requeue.mode=requeue or chain can be waited for",
-        )
-    # The job of the chain in which the run finishes is the only one that ends with 0.
+    # The job of a chain in which the run finishes is the only one that ends with 0. A run that is resubmitted passes its
+    # dependents on to the next job.
     return "?".join(f"afterok:{job_id}" for job_id in (now.job_id, *now.following))
-
-
-def _mode(run_dir: RunDir) -> str:
-    from slurmtrain.config.compose import load_frozen
-
-    return load_frozen(run_dir.config_file, secrets=False).requeue.mode

@@ -6,6 +6,7 @@ No two work at the same time: each waits for all before it.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -87,6 +88,7 @@ def submit_again(
         client.cancel(new)
         _end(run_dir, number, "cancelled by `cancel RUN`")
         return None
+    _pass_on_dependents(run_dir, job_id, new, client)
     return new
 
 
@@ -131,6 +133,17 @@ def _find_or_submit(
                 raise
             sleep(pause)
     raise AssertionError("unreachable")
+
+
+def _pass_on_dependents(run_dir: RunDir, job_id: str, new: str, client: SlurmClient) -> None:
+    """Jobs submitted with --after this run wait for its success, which will be that of the new job."""
+    try:
+        moved = client.pass_on_dependents(job_id, new)
+    except ClusterError as error:  # they show it as DependencyNeverSatisfied, and can be submitted again
+        print(f"slurmtrain: jobs that wait for this run may never start: {error.message}", file=sys.stderr)
+        return
+    if moved:
+        run_dir.event("dependents passed on", job_ids=moved, job_id=new)
 
 
 def _cancelled(run_dir: RunDir) -> bool:

@@ -165,6 +165,24 @@ class SlurmClient:
             return None
         return answer.stdout if answer.returncode == 0 else None
 
+    def pass_on_dependents(self, job_id: str, successor: str) -> list[str]:
+        """Let the user's jobs that wait for the success of this one wait for its successor instead. Returns them.
+
+        To be called before the job has ended: after that they can never start.
+
+        Raises:
+            ClusterError: squeue or scontrol is missing or refused.
+        """
+        answer = self._call(["squeue", "--noheader", "--me", "--array", "--states=PENDING", "--format=%i|%E"])
+        moved = []
+        for line in answer.splitlines():
+            waiting, _, dependency = line.strip().partition("|")
+            changed = moved_dependency(dependency, job_id, successor)
+            if changed is not None:
+                self._call(["scontrol", "update", f"JobId={waiting}", f"Dependency={changed}"])
+                moved.append(waiting)
+        return moved
+
     def cancel(self, *job_ids: str) -> None:
         self._call(["scancel", *job_ids])
 
@@ -236,6 +254,16 @@ def chosen_partition(text: str, name: str | None) -> tuple[str, dict[str, str]]:
         if fields.get("PartitionName") == wanted or (wanted is None and fields.get("Default") == "YES"):
             return fields.get("PartitionName", ""), fields
     return wanted or "", {}
+
+
+def moved_dependency(text: str, job_id: str, successor: str) -> str | None:
+    """A dependency as squeue prints it, with the job's success replaced by its successor's; None when it has none of it.
+
+    As in "afterok:12(unfulfilled),afterany:13(unfulfilled)": what is in brackets, SLURM does not take back.
+    """
+    words = [re.sub(r"\(\w+\)", "", word) for word in re.split(r"([,?])", text)]
+    changed = [f"afterok:{successor}" if word == f"afterok:{job_id}" else word for word in words]
+    return "".join(changed) if changed != words else None
 
 
 def parse_duration(text: str) -> float | None:

@@ -144,19 +144,20 @@ def test_a_run_after_another_starts_when_that_one_has_finished_in_whatever_attem
     slower = "model.pause_s=0.5"
     first = project.submit(*SLOW, slower, nodes="n0")
     chain = project.submit(*SLOW, slower, "requeue=chain", nodes="n1")
-    after, after_chain = (
-        project.submit(*TWO_RANKS, "train.steps=5", words=("--after", run.run_dir.id)) for run in (first, chain)
-    )
-    for run in (first, chain):
-        run.wait_for_step(3)
+    resubmitted = project.submit(*SLOW, slower, "requeue=resubmit", nodes="n2")
+    before = (first, chain, resubmitted)
+    after = [project.submit(*TWO_RANKS, "train.steps=5", words=("--after", run.run_dir.id)) for run in before]
+    for run in before:
+        run.wait_for_step(2)
         run.cli("preempt", run.run_dir.id)
-    for run in (first, chain):
+    for run in before:
         run.wait_for_attempt(2)
-    assert all("Dependency" in run.status() and run.attempts() == [] for run in (after, after_chain))
-    for run, before in ((after, first), (after_chain, chain)):
+    assert all("Dependency" in run.status() and run.attempts() == [] for run in after)
+    for run, other in zip(after, before, strict=True):
         run.finish()
-        assert run.attempts()[0].started > (before.attempts()[-1].ended or 0.0)
-    done = project.submit(*TWO_RANKS, "train.steps=5", words=("--after", f"{first.run_dir.id},{after.run_dir.id}"))
+        assert run.attempts()[0].started > (other.attempts()[-1].ended or 0.0)
+    both = f"{first.run_dir.id},{after[0].run_dir.id}"
+    done = project.submit(*TWO_RANKS, "train.steps=5", words=("--after", both))
     assert "Dependency=(null)" in done.cluster.run(["scontrol", "show", "job", "-o", done.job_id]).stdout
     done.finish()
 

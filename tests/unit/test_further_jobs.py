@@ -200,6 +200,20 @@ def test_a_new_job_that_cannot_be_submitted_is_said_in_the_jobs_log(tmp_path: Pa
     assert "no new job was submitted; continue with: resume run" in done.stderr
 
 
+def test_jobs_that_wait_for_the_run_are_passed_on_to_its_next_job(
+    make: Make, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make("requeue=resubmit", job_ids=("100",))
+    stopped(run, "resubmit")
+    slurm.command("squeue", 'case "$*" in *%E*) echo "55|afterok:100(unfulfilled)"; echo "56|(null)";; esac')
+    slurm.command("scontrol", 'echo "$*" >>"$here/updates"')
+    assert again.submit_again(run, 1, "100", SlurmClient(), no_sleep) == "101"
+    assert lines(slurm, "updates") == ["update JobId=55 Dependency=afterok:101"]
+    slurm.command("scontrol", "exit 1")
+    assert again.submit_again(run, 1, "100", SlurmClient(), no_sleep) == "102"
+    assert "may never start" in capsys.readouterr().err
+
+
 # requeue.mode=chain.
 
 
@@ -391,14 +405,13 @@ def test_of_a_chain_the_job_that_finishes_the_run_is_waited_for(make: Make, slur
     [
         ("failed", "will not finish: failed"),
         ("prepared", "has not been submitted yet"),
-        ("resubmit", "requeue.mode=resubmit"),
         ("elsewhere", "is on another cluster"),
     ],
 )
 def test_what_cannot_be_waited_for_is_refused_and_nothing_is_left(
     make: Make, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], case: str, words: str, project: Path
 ) -> None:
-    run = make(*(["requeue=resubmit"] if case == "resubmit" else []), job_ids=() if case == "prepared" else ("7",))
+    run = make(job_ids=() if case == "prepared" else ("7",))
     if case == "failed":
         stopped(run, "end", job_id="7", reason="crash", sentence="crashed: x")
     elif case == "elsewhere":

@@ -18,6 +18,7 @@ from slurmtrain.runtime.slurm import (
     belongs_to_a_job,
     chosen_partition,
     clean_environment,
+    moved_dependency,
     parse_duration,
     parse_show_config,
     parse_show_job,
@@ -207,6 +208,23 @@ def test_a_job_is_found_by_a_word_of_its_comment(fake_slurm: FakeSlurm) -> None:
     assert client.find_by_comment("slurmtrain:RUN:1") == ["8"]
     assert client.find_by_comment("slurmtrain:RUN:") == ["7", "8"]
     assert client.find_by_comment("slurmtrain:RUN:2") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "moved"),
+    [
+        ("afterok:12(unfulfilled)", "afterok:99"),
+        ("afterok:12", "afterok:99"),  # without a remark
+        ("afterok:3(unfulfilled),afterok:12(unfulfilled),singleton(unfulfilled)", "afterok:3,afterok:99,singleton"),
+        ("afterany:12(unfulfilled)", None),  # a successor of its own
+        ("afterok:123(unfulfilled)", None),
+        ("afterok:12_1(unfulfilled)", None),
+        ("(null)", None),
+        ("", None),
+    ],
+)
+def test_who_waits_for_a_run_waits_for_its_next_job(text: str, moved: str | None) -> None:
+    assert moved_dependency(text, "12", "99") == moved
 
 
 # Asking.
