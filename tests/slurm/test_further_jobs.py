@@ -79,7 +79,7 @@ def test_a_chain_goes_on_in_its_next_job_and_leaves_the_queue_when_it_has_finish
     ]
     for link in chain[2:]:
         run.cluster.wait_for(link, "CANCELLED")
-    assert run.cluster.job(chain[1])["JobState"] == "COMPLETED"
+    run.cluster.wait_for(chain[1], "COMPLETED")
     assert "the next job of the chain goes on" in run.status()
     assert_steps_join(run, total=STEPS)
     undisturbed.finish()
@@ -141,12 +141,13 @@ def test_a_task_of_an_array_is_submitted_again_alone(project: Project, monkeypat
 
 
 def test_a_run_after_another_starts_when_that_one_has_finished_in_whatever_attempt(project: Project) -> None:
-    slower = "model.pause_s=0.5"
-    first = project.submit(*SLOW, slower, nodes="n0")
-    chain = project.submit(*SLOW, slower, "requeue=chain", nodes="n1")
-    resubmitted = project.submit(*SLOW, slower, "requeue=resubmit", nodes="n2")
+    paced = [*SLOW, "cluster.tasks_per_node=1", "model.pause_s=0.4"]
+    first = project.submit(*paced, nodes="n0")
+    chain = project.submit(*paced, "requeue=chain", nodes="n1")
+    resubmitted = project.submit(*paced, "requeue=resubmit", nodes="n2")
     before = (first, chain, resubmitted)
-    after = [project.submit(*TWO_RANKS, "train.steps=5", words=("--after", run.run_dir.id)) for run in before]
+    short = [*TWO_RANKS, "cluster.tasks_per_node=1", "train.steps=5"]
+    after = [project.submit(*short, words=("--after", run.run_dir.id)) for run in before]
     for run in before:
         run.wait_for_step(2)
         run.cli("preempt", run.run_dir.id)
@@ -157,7 +158,7 @@ def test_a_run_after_another_starts_when_that_one_has_finished_in_whatever_attem
         run.finish()
         assert run.attempts()[0].started > (other.attempts()[-1].ended or 0.0)
     both = f"{first.run_dir.id},{after[0].run_dir.id}"
-    done = project.submit(*TWO_RANKS, "train.steps=5", words=("--after", both))
+    done = project.submit(*short, words=("--after", both))
     assert "Dependency=(null)" in done.cluster.run(["scontrol", "show", "job", "-o", done.job_id]).stdout
     done.finish()
 
