@@ -245,7 +245,8 @@ def _cancel(run_dir: RunDir) -> int:
     else:
         job_id = _job_id(now)
         with _asking(run_dir, "cancel"):
-            _client(run_dir).cancel(job_id)
+            # The last of a chain first: each would start when those before it are gone.
+            _client(run_dir).cancel(*reversed(now.following), job_id)
     run_dir.event("cancel asked")
     print(f"run {run_dir.id} is told to end; it saves if time allows and does not come back")
     return 0
@@ -273,18 +274,17 @@ def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> int:
         )
     if now.word == "stopping":
         raise ClusterError(f"run {run_dir.id} is leaving already: {now.sentence}", hint=f"status {run_dir.id}")
-    starts_again = _starts_again(run_dir, now)
+    next_step = _next_step(run_dir, now)
     if _is_local(run_dir, now) or not now.own_job:
         _signal_rank_0(run_dir, now, action, signal.SIGTERM if name == "TERM" else signal.SIGUSR2)
     else:
         with _asking(run_dir, action):
             _client(run_dir).signal(_job_id(now), name)
     run_dir.event(f"{action} asked")
-    if starts_again:
-        what = f"leave; it is requeued and resumes by itself (logs {run_dir.id} -f)"
-    else:
-        what = f"end; `resume {run_dir.id}` continues it"
-    print(f"run {run_dir.id} is told to save and {what}")
+    goes_on = f"leave; {next_step} (logs {run_dir.id} -f)"
+    print(
+        f"run {run_dir.id} is told to save and {goes_on if next_step else f'end; `resume {run_dir.id}` continues it'}"
+    )
     return 0
 
 
@@ -308,12 +308,23 @@ def _job_id(now: RunState) -> str:
     return now.job_id
 
 
-def _starts_again(run_dir: RunDir, now: RunState) -> bool:
+def _next_step(run_dir: RunDir, now: RunState) -> str | None:
+    """How the run goes on after a stop; None when it does not."""
     from slurmtrain.config.compose import load_frozen
 
     # The launchers write a log of every rank; ranks that somebody started by hand print where they were started.
     by_hand = not now.own_job and not (run_dir.attempt(now.attempts[-1].number) / "rank-0.log").exists()
-    return not by_hand and load_frozen(run_dir.config_file, secrets=False).requeue.mode == "requeue"
+    if by_hand:
+        return None
+    config = load_frozen(run_dir.config_file, secrets=False)
+    mode = "requeue" if config.cluster.backend == "local" and config.requeue.mode != "off" else config.requeue.mode
+    if mode == "chain" and not now.following:
+        return None
+    return {
+        "requeue": "it is requeued and resumes by itself",
+        "resubmit": "it is submitted again and resumes by itself",
+        "chain": f"the next job of its chain, {', '.join(now.following[:1])}, resumes it",
+    }.get(mode)
 
 
 def _signal_rank_0(run_dir: RunDir, now: RunState, action: str, number: int) -> None:
@@ -360,9 +371,9 @@ def _resume(run_dir: RunDir) -> int:
         from slurmtrain.launch.local import run_local
 
         return run_local(run_dir, lambda text: print(f"slurmtrain: {text}", flush=True))
-    from slurmtrain.launch.submit import resubmit
+    from slurmtrain.launch import again
 
-    print(f"run {run_dir.id} is submitted again as job {resubmit(run_dir)}")
+    print(f"run {run_dir.id} is submitted again as job {', then '.join(again.resume(run_dir, _client(run_dir)))}")
     return 0
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from slurmtrain.cli.again import cancel_rest
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.rundir import RunDir
-from slurmtrain.runtime.settle import settle
+from slurmtrain.runtime.judge import Verdict
+from slurmtrain.runtime.settle import own_job_id, settle
 from slurmtrain.runtime.slurm import SlurmClient
 
 
@@ -23,4 +25,6 @@ def main(verb: str, words: list[str]) -> int:
     judgement = settle(run_dir, options.attempt, options.exit_code, config, SlurmClient())
     print(f"slurmtrain: attempt {options.attempt}: {judgement.sentence}", file=sys.stderr)
     print(judgement.verdict)
+    if config.requeue.mode == "chain" and judgement.verdict in (Verdict.DONE, Verdict.END):
+        cancel_rest(run_dir, own_job_id())
     return 0

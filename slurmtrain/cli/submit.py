@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 from slurmtrain import rundir
@@ -12,7 +13,10 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import UsageError
+from slurmtrain.launch.again import submit_links
 from slurmtrain.launch.submit import dry_run, preparing, slurm_conf_of, submit
+from slurmtrain.launch.timeplan import look_ahead
+from slurmtrain.runtime.slurm import SlurmClient
 
 
 def main(arguments: Arguments) -> int:
@@ -22,6 +26,8 @@ def main(arguments: Arguments) -> int:
     config = compose_and_validate(arguments)
     if arguments.verb == "render":
         return _render(config, arguments)
+    if "--after" in arguments.options:
+        config = _starting_after(config, arguments.options["--after"])
     if "--dry-run" in arguments.options:
         print(dry_run(config, Path.cwd()), end="")
         return 0
@@ -41,12 +47,27 @@ def compose_and_validate(arguments: Arguments) -> Config:
     return config
 
 
+def _starting_after(config: Config, runs: str) -> Config:
+    from slurmtrain.launch.after import starting_after
+
+    if config.cluster.backend == "local":
+        raise UsageError(
+            "--after is for jobs of SLURM, and cluster=local has no queue", hint="submit when it has finished"
+        )
+    return starting_after(config, runs, rundir.runs_root())
+
+
 def _submit(config: Config, arguments: Arguments) -> int:
-    slurm_conf_of(config)  # a sandbox that is not running: said before anything is made
+    client = SlurmClient(slurm_conf_of(config))  # a sandbox that is not running: said before anything is made
+    for warning in look_ahead(config, Path(config.job.runs_dir).expanduser(), client):
+        print(f"slurmtrain: warning: {warning}", file=sys.stderr)
     with preparing(config, arguments.overrides, Path.cwd()) as run_dir:
-        job_id = submit([run_dir], config)
+        job_id = submit([run_dir], config, say=lambda text: print(f"slurmtrain: {text}", file=sys.stderr))
+        if config.requeue.mode == "chain":
+            links = submit_links(run_dir, job_id, config.requeue.chain_length, client)
+            job_id = f"{job_id}, followed by {', '.join(links[1:])}"
     if "--json" in arguments.options:
-        print(json.dumps({"run": run_dir.id, "path": str(run_dir.path), "job_id": job_id}))
+        print(json.dumps({"run": run_dir.id, "path": str(run_dir.path), "job_ids": run_dir.info()["job_ids"]}))
         return 0
     print(f"submitted run {run_dir.id} as job {job_id}\n  {run_dir.path}")
     run = rundir.reference(run_dir)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,12 +16,13 @@ from slurmtrain.cli.runs import print_table
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.config.compose import Primary, search_folders
 from slurmtrain.config.points import check, composing
-from slurmtrain.errors import UsageError
+from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.launch import collect
 from slurmtrain.launch import sweep as sweeps
 from slurmtrain.launch.state import RunState
 from slurmtrain.launch.submit import check_slurm_is_here, dry_run, slurm_conf_of
 from slurmtrain.launch.sweep import Sweep
+from slurmtrain.launch.timeplan import look_ahead
 from slurmtrain.runtime.slurm import SlurmClient
 
 GOING_ON = ("waiting", "starting", "running", "stopping", "requeued", "held", "unknown")
@@ -29,6 +31,9 @@ GOING_ON = ("waiting", "starting", "running", "stopping", "requeued", "held", "u
 def submit(arguments: Arguments) -> int:
     """Expand, compose and validate all points, then submit what is not there yet."""
     options, cwd = arguments.options, Path.cwd()
+    for option in ("--after", "--follow"):
+        if option in options:
+            raise UsageError(f"{option} does not go with -m", hint="sweep status last shows how the points stand")
     parallelism = _positive(options.get("--array-parallelism"))
     name = options.get("--config-name", "config")
     primary = Primary(name, search_folders(name, options.get("--config-dir"), options.get("--config-path")))
@@ -46,8 +51,15 @@ def submit(arguments: Arguments) -> int:
             "a sweep with cluster=local is not supported",
             hint="sandbox up, then cluster=sandbox: a throwaway SLURM on this machine",
         )
+    if draft.first.requeue.mode == "chain":
+        raise ConfigError(
+            "requeue.mode=chain in a sweep: the tasks of an array cannot each wait for their own",
+            hint="requeue=resubmit, or requeue=requeue where the cluster allows it",
+        )
     client = SlurmClient(slurm_conf_of(draft.first))
     check_slurm_is_here()
+    for warning in look_ahead(draft.first, Path(draft.first.job.runs_dir), client):
+        _say(f"warning: {warning}")
     again = "--again" in options
     sweep = None if again else sweeps.find_same(draft)
     there = sweep is not None
@@ -221,4 +233,4 @@ def _positive(text: str | None) -> int | None:
 
 
 def _say(text: str) -> None:
-    print(f"slurmtrain: {text}", flush=True)
+    print(f"slurmtrain: {text}", file=sys.stderr)  # --json has stdout

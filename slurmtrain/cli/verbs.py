@@ -22,14 +22,17 @@ class Verb:
 
 VERBS: dict[str, Verb] = {
     "submit": Verb(
-        "[-m] [+cluster=NAME] [key=value ...] submit [--dry-run] [--follow] [--array-parallelism N] [--again] [--json]",
-        "submit a run, or run it here with cluster=local; --dry-run prints what sbatch would get. With -m and choices "
-        "(key=1,2) a sweep: all points as one array, N at a time; the same command again submits only what is missing",
+        "[-m] [+cluster=NAME] [key=value ...] submit [--dry-run] [--follow] [--after RUN[,RUN]] [--json]"
+        " [--array-parallelism N] [--again]",
+        "submit a run, or run it here with cluster=local; --dry-run prints what sbatch would get; --after starts it when "
+        "other runs have finished. With -m and choices (key=1,2) a sweep: all points as one array, N at a time; the same "
+        "command again submits only what is missing",
         "slurmtrain.cli.submit",
         composes=True,
         options=(
             ("--dry-run", False),
             ("--follow", False),
+            ("--after", True),
             ("--array-parallelism", True),
             ("--again", False),
             ("--json", False),
@@ -84,5 +87,11 @@ VERBS: dict[str, Verb] = {
     ),
     "settle": Verb(
         "settle RUN_DIRECTORY ...", "for the batch script: judge an attempt", "slurmtrain.cli.settle", hidden=True
+    ),
+    "begin": Verb(
+        "begin RUN_DIRECTORY", "for the batch script: is there anything left to do", "slurmtrain.cli.again", hidden=True
+    ),
+    "again": Verb(
+        "again RUN_DIRECTORY ...", "for the batch script: submit the next job", "slurmtrain.cli.again", hidden=True
     ),
 }

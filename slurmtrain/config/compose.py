@@ -219,7 +219,7 @@ def config_hash(config: Config) -> str:
     """
     values = to_values(config)
     del values["cluster"]
-    for key in ("name", "runs_dir", "snapshot", "snapshot_max_mb"):
+    for key in ("name", "runs_dir", "snapshot", "snapshot_max_mb", "singleton"):
         del values["job"][key]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 

@@ -73,6 +73,7 @@ class JobConfig:
     runs_dir: str = field(default_factory=lambda: str(runs_root()))
     snapshot: str = "auto"  # "auto": the git work tree if there is one, else run in place; "cwd": this folder; "none"
     snapshot_max_mb: int = 64  # a larger work tree is refused: data does not belong into the snapshot
+    singleton: bool = False  # wait until no other job of this name and user is left (--dependency=singleton)
 
 
 @dataclass
@@ -135,7 +136,16 @@ class CheckpointConfig:
 
 @dataclass
 class RequeueConfig:
-    mode: str = "requeue"  # "requeue": SLURM's requeue, same job id; "off": a stopped job stays stopped
+    """What happens after a job has stopped early. Modes:
+
+    "requeue": SLURM's requeue, same job id. Only here SLURM itself starts a job again whose node has died.
+    "resubmit": where requeueing is forbidden: the same script is submitted again as a new job.
+    "chain": chain_length jobs are submitted at once, each waits for those before it and goes on where they stopped.
+    "off": a stopped job stays stopped; `resume RUN` continues it.
+    """
+
+    mode: str = "requeue"
+    chain_length: int = 4  # jobs of mode=chain; the run ends with the last of them, finished or not
     max_attempts_without_progress: int = 3  # crashes or time limits in a row, no new checkpoint between: then it ends
     restart_delay_s: int = 8  # SLURM holds a requeued job for about 121 s; it is asked for this delay instead
 

@@ -54,7 +54,7 @@ def validate(config: Config) -> None:
         ConfigError: with the field, the value, what was expected and a hint.
     """
     _check_job(config.job)
-    _check_cluster(config.cluster)
+    _check_cluster(config.cluster, singleton=config.job.singleton)
     _check_strings(config.cluster)
     _check_batch(config)
     _check_ranges(config)
@@ -81,7 +81,7 @@ def _check_job(job: JobConfig) -> None:
         )
 
 
-def _check_cluster(cluster: ClusterConfig) -> None:
+def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
     _one_of("cluster.backend", cluster.backend, ("slurm", "local"))
     _one_of("cluster.container.kind", cluster.container.kind, (None, "pyxis", "apptainer"))
     for name in (
@@ -148,6 +148,12 @@ def _check_cluster(cluster: ClusterConfig) -> None:
         )
     for option, value in cluster.sbatch.items():
         _check_sbatch_option(option, value)
+    dependency = str(cluster.sbatch.get("dependency") or "")
+    if singleton and "?" in dependency:
+        raise ConfigError(
+            f"job.singleton=true with cluster.sbatch.dependency={dependency!r}: SLURM cannot combine `?` with others",
+            hint="join the conditions with commas, or set job.singleton=false",
+        )
 
 
 def _check_sbatch_option(option: str, value: object) -> None:
@@ -271,7 +277,9 @@ def _check_ranges(config: Config) -> None:
             f"checkpoint.mtbf_hours={config.checkpoint.mtbf_hours} is no time between failures",
             hint="give hours above 0, or null to go by the number of nodes",
         )
-    _one_of("requeue.mode", config.requeue.mode, ("requeue", "off"))
+    _one_of("requeue.mode", config.requeue.mode, ("requeue", "resubmit", "chain", "off"))
+    if config.requeue.mode == "chain":
+        _at_least("requeue.chain_length", config.requeue.chain_length, 2, why="requeue=off submits a single job")
     _at_least("requeue.max_attempts_without_progress", config.requeue.max_attempts_without_progress, 1)
     _at_least("requeue.restart_delay_s", config.requeue.restart_delay_s, 0)
     if config.job.kind == "train":

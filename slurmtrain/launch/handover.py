@@ -12,8 +12,9 @@ import io
 import os
 import random
 import re
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,7 @@ UNSURE = (
     "resource temporarily unavailable",
     "communication connection failure",
 )
+TIMED_OUT = 124  # timeout(1)
 LIMIT = ("submit limit", "submitjoblimit", "job limit", "maxjobcount", "max_job", "job/core submit")
 
 
@@ -72,6 +74,7 @@ def hand_over(
     client: SlurmClient,
     *,
     comment: str | None = None,
+    options: Sequence[str] = (),
     looked_for_before: bool = False,
     patience: Patience = Patience(),
     say: Callable[[str], None] = lambda text: None,
@@ -83,6 +86,7 @@ def hand_over(
         folder: where submitit keeps its files.
         token: this submission's own; the same again finds the job that it has made.
         comment: the user's own, which stays in front.
+        options: further ones for sbatch; they overrule the script's.
         looked_for_before: an earlier call with this token may have been cut short: look first.
         say: told of what is waited for.
 
@@ -90,6 +94,7 @@ def hand_over(
         SubmitLimit: no more jobs may be submitted now. Nothing was.
         ClusterError: sbatch refused, in its own words; or it is not known whether the job is there.
     """
+    words = f"{comment} {TOKEN_PREFIX}{token}" if comment else TOKEN_PREFIX + token
     if looked_for_before:
         found = _look(token, client, patience, sleep)
         if found is not None:
@@ -99,8 +104,8 @@ def hand_over(
     while True:
         attempt += 1
         try:
-            return _sbatch(script, folder, token, client.slurm_conf, comment, patience.call_s)
-        except _Passing as error:
+            return sbatch(script, folder, client.slurm_conf, [f"--comment={words}", *options], call_s=patience.call_s)
+        except Passing as error:
             passing = error
         if passing.may_be_there:
             say(f"sbatch: {passing.said}; looking whether the job is there all the same")
@@ -117,11 +122,15 @@ def hand_over(
         delay *= 2
 
 
-class _Passing(Exception):
-    """sbatch failed in a way that passes by itself."""
+class Passing(ClusterError):
+    """sbatch failed in a way that passes by itself.
+
+    Attributes:
+        may_be_there: the job may have been accepted all the same.
+    """
 
     def __init__(self, said: str, *, may_be_there: bool):
-        super().__init__(said)
+        super().__init__(f"sbatch failed: {said}", hint="try again later")
         self.said, self.may_be_there = said, may_be_there
 
 
@@ -136,7 +145,7 @@ def _look(
     answers = failures = 0
     while True:
         try:
-            found = client.job_with_comment(TOKEN_PREFIX + token)
+            found = next(iter(client.find_by_comment(TOKEN_PREFIX + token, ended=True)), None)
             answers += 1
         except ClusterError as error:
             found = None
@@ -152,8 +161,15 @@ def _look(
         sleep(patience.confirm_every_s)
 
 
-def _sbatch(script: str, folder: Path, token: str, slurm_conf: str | None, comment: str | None, call_s: int) -> str:
-    """sbatch through submitit, with our script and a clean environment."""
+def sbatch(script: str, folder: Path, slurm_conf: str | None, options: Sequence[str], *, call_s: int = 90) -> str:
+    """One call of sbatch, through submitit, with our script and a clean environment. Returns the job id.
+
+    Args:
+        options: they overrule the script's own.
+
+    Raises:
+        Passing, SubmitLimit, ClusterError: as `refusal` says.
+    """
     from submitit.core.utils import FailedJobError
     from submitit.slurm.slurm import SlurmExecutor
 
@@ -167,17 +183,8 @@ def _sbatch(script: str, folder: Path, token: str, slurm_conf: str | None, comme
             # A job submitted from inside another one must not inherit its layout. SLURM_CONF says which cluster.
             leaked = [word for name in os.environ if belongs_to_a_job(name) for word in ("-u", name)]
             settings = [f"SLURM_CONF={slurm_conf}"] if slurm_conf else []
-            text = f"{comment} {TOKEN_PREFIX}{token}" if comment else TOKEN_PREFIX + token
-            return [
-                "env",
-                *leaked,
-                *settings,
-                "timeout",
-                str(call_s),
-                "sbatch",
-                f"--comment={text}",
-                str(submission_file_path),
-            ]
+            sbatch = ["timeout", str(call_s), "sbatch", *options, str(submission_file_path)]
+            return ["env", *leaked, *settings, *sbatch]
 
     folder.mkdir(mode=0o700, exist_ok=True)
     words = io.StringIO()
@@ -187,25 +194,28 @@ def _sbatch(script: str, folder: Path, token: str, slurm_conf: str | None, comme
     except FailedJobError as error:
         lines = (str(error).strip() or words.getvalue().strip()).splitlines()
         said = "; ".join(re.sub(r"^sbatch: (error: )?", "", line) for line in lines)
-        raise refusal(said, call_s) from None
+        call = error.__cause__ or error.__context__
+        raise refusal(said, call.returncode if isinstance(call, subprocess.CalledProcessError) else 1, call_s) from None
     return str(job.job_id)
 
 
-def refusal(said: str, call_s: int) -> Exception:
-    """What sbatch's words mean: a limit, something that passes, or a refusal with what to change."""
+def refusal(said: str, code: int, call_s: int) -> ClusterError:
+    """What sbatch's words and exit code mean: a limit, something that passes, or a refusal with what to change."""
     low = said.lower()
     if any(words in low for words in LIMIT):
         return SubmitLimit(
             f"sbatch refused the job: {said}",
             hint="wait until jobs have ended, then give the same command again: it goes on from here",
         )
-    if not said:  # `timeout` has killed it, or somebody else has
-        return _Passing(f"no answer within {call_s} s", may_be_there=True)
+    if code == TIMED_OUT:
+        return Passing(f"no answer within {call_s} s", may_be_there=True)
+    if code < 0 or code > 128:
+        return Passing(f"it was killed (exit code {code})", may_be_there=True)
     if any(words in low for words in UNSURE):
-        return _Passing(said, may_be_there=True)
+        return Passing(said, may_be_there=True)
     if any(words in low for words in NOT_THERE):
-        return _Passing(said, may_be_there=False)
-    return ClusterError(f"sbatch refused the job: {said}", hint=advice(said))
+        return Passing(said, may_be_there=False)
+    return ClusterError(f"sbatch refused the job: {said or f'exit code {code}, without a word'}", hint=advice(said))
 
 
 def advice(said: str) -> str:

@@ -66,7 +66,8 @@ def render_script(config: Config, paths: JobPaths) -> str:
         workdir=workdir,
         pythonpath=":".join(roots),
         srun=srun_words(config.cluster, paths),
-        settle=f"{shlex.quote(paths.python)} -m slurmtrain settle",
+        slurmtrain=f"{shlex.quote(paths.python)} -m slurmtrain",
+        mode=config.requeue.mode,
         restart_delay_s=config.requeue.restart_delay_s,
     )
 
@@ -96,14 +97,41 @@ def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
         ("exclude", cluster.exclude),
         ("exclusive", cluster.exclusive),
         ("array", array_option(len(paths.run_dirs), paths.parallelism)),
+        ("dependency", _dependency(config)),
         # Without --requeue a preempted job is cancelled before its first line runs, and a dead node ends it.
         ("requeue" if config.requeue.mode == "requeue" else "no-requeue", True),
         # A restart would truncate the log of the attempt before.
         ("open-mode", "append"),
         ("output", logs),
-        *sorted(cluster.sbatch.items()),
+        *sorted((name, value) for name, value in cluster.sbatch.items() if name != "dependency"),
     ]
     return [text for name, value in options if (text := _directive(name, value))]
+
+
+def _dependency(config: Config) -> str | None:
+    """All that the job waits for. Commas: for each of them."""
+    given = config.cluster.sbatch.get("dependency")
+    conditions = [*(given if isinstance(given, list) else [given]), "singleton" if config.job.singleton else None]
+    return ",".join(str(condition) for condition in conditions if condition) or None
+
+
+def directive(script: str, name: str) -> str | None:
+    """The value of an #SBATCH line of a script, or None when it has none."""
+    for line in script.splitlines():
+        if line.startswith(f"#SBATCH --{name}="):
+            return shlex.split(line)[1].partition("=")[2]
+    return None
+
+
+def without_past(script: str) -> str:
+    """The script of a run that is submitted once more: what it waited for at first is over, and may be forgotten."""
+    waits = directive(script, "dependency")
+    if waits is None:
+        return script
+    line = "#SBATCH --dependency=singleton\n" if "singleton" in waits.split(",") else ""
+    return "".join(
+        line if each.startswith("#SBATCH --dependency=") else each for each in script.splitlines(keepends=True)
+    )
 
 
 def _quote_secret(value: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import ConfigError
-from slurmtrain.resources import PACKAGE, is_installed_copy
+from slurmtrain.resources import PACKAGE, is_installed_copy, shipped
 from slurmtrain.rundir import RunDir
 
 
@@ -91,6 +91,9 @@ def take_snapshot(job: JobConfig, source: Source, target: Path) -> Snapshot:
     if not is_installed_copy() and not (target / "slurmtrain" / "__main__.py").exists():
         # An editable install: this package's own code is a work tree, too.
         shutil.copytree(PACKAGE, target / "slurmtrain", ignore=shutil.ignore_patterns("__pycache__"))
+        template = Path("jobs") / "job.sbatch.j2"  # a task of an array that is submitted again renders its own script
+        (target / "slurmtrain" / "jobs").mkdir()
+        shutil.copy2(shipped("jobs") / template.name, target / "slurmtrain" / template)
     return Snapshot(source.workdir, revision, dirty)
 
 

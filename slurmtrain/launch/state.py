@@ -5,6 +5,7 @@ The run's files come first: they are there without sacct, without history, and w
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import time
@@ -17,20 +18,10 @@ from slurmtrain.errors import ClusterError
 from slurmtrain.rundir import RunDir, read_json
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.attempts import Attempt
+from slurmtrain.runtime.chain import links
 from slurmtrain.runtime.judge import Verdict
-from slurmtrain.runtime.slurm import SlurmClient
+from slurmtrain.runtime.slurm import GONE, SlurmClient
 
-GONE = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "PREEMPTED",
-    "BOOT_FAIL",
-    "DEADLINE",
-    "OUT_OF_MEMORY",
-)
 LOCAL_START_S = 60.0  # a local attempt whose rank 0 has not said anything for longer than this never will
 
 
@@ -43,6 +34,7 @@ class RunState:
     alive: SLURM or a local launcher still has it, or may have it for all that can be known here.
     own_job: the job is this run's alone; False where somebody started the run inside of an allocation.
     doubt: why SLURM could not be asked, where it should have been.
+    following: jobs of its chain that wait for this one.
     """
 
     word: str
@@ -53,6 +45,7 @@ class RunState:
     step: int | None
     own_job: bool = True
     doubt: str | None = None
+    following: tuple[str, ...] = ()
 
 
 def states(run_dirs: Iterable[RunDir]) -> dict[str, RunState]:
@@ -61,9 +54,13 @@ def states(run_dirs: Iterable[RunDir]) -> dict[str, RunState]:
     by_cluster: dict[str | None, list[str]] = {}
     for record in records:
         if not record.local and record.job_id:
-            by_cluster.setdefault(record.info["slurm_conf"], []).append(record.job_id)
+            by_cluster.setdefault(record.info["slurm_conf"], []).extend(record.chain or [record.job_id])
     queues = {conf: _queue(conf, ids) for conf, ids in by_cluster.items()}
-    return {record.id: _state(record, queues.get(record.info["slurm_conf"], _Queue())) for record in records}
+    found = {}
+    for record in records:
+        queue = queues.get(record.info["slurm_conf"], _Queue())
+        found[record.id] = _state(_at_its_link(record, queue), queue)
+    return found
 
 
 def state(run_dir: RunDir) -> RunState:
@@ -96,13 +93,18 @@ class _Record:
     """What a run's own files say, read once.
 
     Attributes:
-        job_id: its latest job, as far as is known; None before it was submitted, and outside of SLURM.
+        job_id: its latest job, as far as is known; None before it was submitted, and outside of SLURM. Of a chain,
+            the one whose turn it is.
+        chain: the jobs of the chain, where the latest job is one of it.
+        following: those that wait for the latest job.
     """
 
     run_dir: RunDir
     info: dict[str, Any]
     attempts: list[Attempt]
     job_id: str | None
+    chain: list[str]
+    following: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
@@ -123,9 +125,13 @@ class _Record:
 
     @property
     def has_begun(self) -> bool:
-        """The last attempt belongs to the latest job, rather than to one before."""
+        """The last attempt belongs to the latest job, or to one that it carries on from, rather than to one before."""
         if self.last is None or self.job_id is None:
             return self.last is not None
+        if self.chain:
+            return self.last.number > int(self.info.get("chain_after") or 0)
+        if self.last.verdict == Verdict.RESUBMIT:
+            return True
         if self.last.job_id is not None:
             return self.last.job_id == self.job_id
         # Rank 0 never wrote down the job, so what tells is whether the job's script has run at all.
@@ -163,7 +169,21 @@ class _Record:
 
 def _read(run_dir: RunDir) -> _Record:
     info, tries = run_dir.info(), attempts.all_attempts(run_dir)
-    return _Record(run_dir, info, tries, _latest_job_id(run_dir, [str(job) for job in info["job_ids"]], tries))
+    job_id = _latest_job_id(run_dir, [str(job) for job in info["job_ids"]], tries)
+    chain = links(info)
+    return _Record(run_dir, info, tries, job_id, chain if job_id in chain else [])
+
+
+def _at_its_link(record: _Record, queue: _Queue) -> _Record:
+    """The record of a chain with the job whose turn it is: the first that is left, else the last that has run."""
+    if not record.chain:
+        return record
+    left = [link for link in record.chain if queue.jobs.get(link, ("",))[0] not in ("", *GONE)]
+    if queue.doubt is not None or not left:
+        ran = [attempt.job_id for attempt in record.attempts if attempt.job_id in record.chain]
+        job_id = ran[-1] if ran else record.chain[0 if queue.doubt is not None else -1]
+        return dataclasses.replace(record, job_id=job_id)
+    return dataclasses.replace(record, job_id=left[0], following=tuple(left[1:]))
 
 
 def _latest_job_id(run_dir: RunDir, submitted: list[str], tries: list[Attempt]) -> str | None:
@@ -215,6 +235,7 @@ def _state(record: _Record, queue: _Queue) -> RunState:
         step=max((step for step in steps if step), default=None),
         own_job=record.own_job,
         doubt=None if without_slurm else queue.doubt,
+        following=record.following,
     )
 
 
@@ -261,12 +282,14 @@ def _unasked(record: _Record) -> tuple[str, str, bool]:
 def _asked(record: _Record, queued: str, why: str) -> tuple[str, str, bool]:
     """A run under SLURM, with what squeue says of its job; "" when it has forgotten it."""
     last, job_id = record.last, record.job_id
-    if queued == "PENDING":  # before all else: somebody may have requeued a job that had ended
-        return *_pending(record, why), True
+    if queued == "PENDING" and not (record.chain and record.over):
+        return *_pending(record, why), True  # before all else: somebody may have requeued a job that had ended
     if not queued or queued in GONE or record.over:  # a job may outlive the run: an allocation does
         return *_ended(record, queued if queued in GONE else ""), False
     if queued == "COMPLETING":
         return "stopping", f"job {job_id}: the last ranks are leaving", True
+    if last is not None and last.verdict in (Verdict.RESUBMIT, Verdict.NEXT) and last.job_id == job_id:
+        return "stopping", f"{last.sentence}; job {job_id} is about to leave", True
     if last is not None and record.setting_up:
         return "starting", f"attempt {last.number} is setting up, job {job_id}", True
     if last is None or not record.has_begun or last.verdict is not None:
@@ -282,12 +305,18 @@ def _pending(record: _Record, why: str) -> tuple[str, str]:
     if "held" in why.lower() or why == "JobHoldMaxRequeue":
         return "held", f"SLURM holds it ({why}); `requeue {record.id}` releases it"
     last = record.last
+    job = f"job {record.job_id}"
+    if record.chain:
+        job += f", {record.chain.index(record.job_id or '') + 1} of {len(record.chain)} of its chain,"
+    if why == "DependencyNeverSatisfied":
+        return "waiting", f"{job} will never start: what it waits for has failed; `cancel {record.id}`"
     if last is None or not record.has_begun:
-        return "waiting", f"job {record.job_id} is pending: {why}"
+        return "waiting", f"{job} is pending: {why}"
     before = last.sentence or (
         f"attempt {last.number} ended while it was set up" if record.setting_up else "was requeued"
     )
-    return "requeued", f"{before}; waiting to start again ({why})"
+    as_job = f" as {job.rstrip(',')}" if record.job_id != last.job_id and last.job_id is not None else ""
+    return "requeued", f"{before}; waiting to start again{as_job} ({why})"
 
 
 def _ended(record: _Record, queued: str = "") -> tuple[str, str]:

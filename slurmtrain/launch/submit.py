@@ -18,8 +18,8 @@ from slurmtrain import __version__, rundir
 from slurmtrain.config.compose import config_hash, freeze, load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError
-from slurmtrain.launch.handover import hand_over
-from slurmtrain.launch.sbatch import JobPaths, render_script
+from slurmtrain.launch.handover import hand_over, sbatch
+from slurmtrain.launch.sbatch import JobPaths, directive, render_script, without_past
 from slurmtrain.launch.snapshot import Snapshot, Source, find_source, take_snapshot
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.slurm import INSTALL_HINT, SlurmClient
@@ -62,6 +62,11 @@ def submit(run_dirs: Sequence[RunDir], config: Config, say: Callable[[str], None
     """
     slurm_conf = slurm_conf_of(config)
     check_slurm_is_here()
+    if len(run_dirs) > 1 and config.requeue.mode == "chain":
+        raise ConfigError(
+            f"requeue.mode=chain for {len(run_dirs)} runs at once: the tasks of an array cannot each wait for their own",
+            hint="requeue=resubmit, or requeue=requeue where the cluster allows it",
+        )
     first = run_dirs[0]
     if len(run_dirs) > 1:
         paths = JobPaths([run_dir.path for run_dir in run_dirs], first.info()["workdir"], sys.executable)
@@ -76,15 +81,25 @@ def submit(run_dirs: Sequence[RunDir], config: Config, say: Callable[[str], None
     return job_id
 
 
-def resubmit(run_dir: RunDir, say: Callable[[str], None] = lambda text: None) -> str:
-    """Submit an existing run again, with the script it was first submitted with."""
+def resubmit(run_dir: RunDir, options: Callable[[str], Sequence[str]] = lambda script: (), **facts: object) -> str:
+    """Submit an existing run again, as one job, with the script it was first submitted with, but not what that waited for.
+
+    Args:
+        options: further options for sbatch, given the script.
+        facts: for the record.
+    """
     slurm_conf = run_dir.info().get("slurm_conf")
     check_slurm_is_here()
-    script = _alone(run_dir, run_dir.script.read_text())
-    job_id = _sbatch(script, run_dir, slurm_conf, say)
-    run_dir.update_info(job_ids=[*run_dir.info()["job_ids"], job_id])
-    run_dir.event("submitted", job_id=job_id)
+    script = without_past(_alone(run_dir, run_dir.script.read_text()))
+    job_id = _sbatch(script, run_dir, slurm_conf, options=options(script))
+    note(run_dir, job_id, **facts)
     return job_id
+
+
+def note(run_dir: RunDir, job_id: str, **facts: object) -> None:
+    """Write down that this job is the run's latest."""
+    run_dir.update_info(job_ids=[*run_dir.info()["job_ids"], job_id])
+    run_dir.event("submitted", job_id=job_id, **facts)
 
 
 def check_slurm_is_here() -> None:
@@ -116,19 +131,21 @@ def slurm_conf_of(config: Config) -> str | None:
     return str(found.slurm_conf)
 
 
-def _sbatch(script: str, run_dir: RunDir, slurm_conf: str | None, say: Callable[[str], None]) -> str:
-    """Submit a run for the first time, or once more."""
-    config = load_frozen(run_dir.config_file, secrets=False)
+def _sbatch(
+    script: str,
+    run_dir: RunDir,
+    slurm_conf: str | None,
+    say: Callable[[str], None] = lambda text: None,
+    options: Sequence[str] = (),
+) -> str:
+    """Submit a run for the first time, or once more. `options` overrule the script's own."""
+    folder = run_dir.path / "submitit"
+    if any(option.startswith("--comment=") for option in options):  # a token of the caller's, who looks for it
+        return sbatch(script, folder, slurm_conf, options)
     times = len(run_dir.info()["job_ids"])
-    run_dir.event("submitting", time_no=times + 1)
-    return hand_over(
-        script,
-        run_dir.path / "submitit",
-        f"{run_dir.id}:{times}",
-        SlurmClient(slurm_conf),
-        comment=config.cluster.sbatch.get("comment"),
-        say=say,
-    )
+    comment = directive(script, "comment")
+    token = f"{run_dir.id}:s{times}"
+    return hand_over(script, folder, token, SlurmClient(slurm_conf), comment=comment, options=options, say=say)
 
 
 def _write(

@@ -5,7 +5,8 @@ about SLURM below were observed with 22.05 (tests/slurm shows them again):
 
 - A preempted job that leaves within its grace time is not requeued by SLURM (before 24.05): we must.
 - While COMPLETING, SLURM has decided already. `Restarts` one higher than ours: it will start the job again (somebody's
-  `scontrol requeue`, the end of a preemption's grace, a dead node). Unchanged: it will not (scancel, or the time limit).
+  `scontrol requeue`, the end of a preemption's grace, a dead node). Unchanged: it will not (scancel, the time limit, or,
+  where it was submitted with --no-requeue, a dead node, which the field Reason tells).
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Verdict(StrEnum):
 
     DONE = "done"
     REQUEUE = "requeue"  # by us
+    RESUBMIT = "resubmit"  # by us, as a new job
+    NEXT = "next"  # the next job of the chain goes on
     RESTARTING = "restarting"  # SLURM does it already
     END = "end"
 
@@ -78,10 +81,13 @@ class Policy:
     """The part of the config that decides.
 
     Attributes:
+        mode: requeue.mode.
+        links_left: jobs of the chain that still wait for this one.
         signal_lead_s: how long before the time limit the early warning was asked for.
     """
 
-    requeue: bool = True
+    mode: str = "requeue"
+    links_left: int = 0
     max_attempts_without_progress: int = 3
     signal_lead_s: float = 120.0
     early_s: float = 90.0  # SLURM may warn 60 s early, and looks every 30 s
@@ -109,7 +115,7 @@ def judge(evidence: Evidence, policy: Policy) -> Judgement:
     stalled = _is_stall(reason, evidence)
     if _slurm_restarts(evidence):
         return Judgement(reason, Verdict.RESTARTING, f"{sentence}; SLURM starts it again", stalled)
-    if not policy.requeue:
+    if policy.mode == "off":
         return Judgement(reason, Verdict.END, f"{sentence}; it is not requeued (requeue.mode=off)", stalled)
     if stalled and evidence.stalled_before + 1 >= policy.max_attempts_without_progress:
         tries = f"{policy.max_attempts_without_progress} attempts in a row without a new checkpoint"
@@ -117,7 +123,18 @@ def judge(evidence: Evidence, policy: Policy) -> Judgement:
             tries = "an attempt without a new checkpoint"
         sentence = f"{sentence}; {tries}: giving up (requeue.max_attempts_without_progress)"
         return Judgement(reason, Verdict.END, sentence, stalled)
-    return Judgement(reason, Verdict.REQUEUE, f"{sentence}; it is requeued", stalled)
+    if policy.mode == "chain" and policy.links_left == 0:
+        sentence = f"{sentence}; no job of the chain is left to go on (requeue.chain_length)"
+        return Judgement(reason, Verdict.END, sentence, stalled)
+    verdict, next_step = _NEXT_STEPS[policy.mode]
+    return Judgement(reason, verdict, f"{sentence}; {next_step}", stalled)
+
+
+_NEXT_STEPS = {
+    "requeue": (Verdict.REQUEUE, "it is requeued"),
+    "resubmit": (Verdict.RESUBMIT, "it is submitted again"),
+    "chain": (Verdict.NEXT, "the next job of the chain goes on"),
+}
 
 
 def judge_abandoned(evidence: Evidence, policy: Policy) -> Judgement:
@@ -181,6 +198,8 @@ def _told_by_slurm(evidence: Evidence) -> tuple[Reason, str] | None:
         if evidence.killed is not None or (evidence.said is None and evidence.cause is None):
             return Reason.NODE_FAILURE, "a node failed"
         return Reason.REQUEUED, "requeued by SLURM or by `scontrol requeue`"
+    if facts.reason == "NodeDown" or facts.state == "NODE_FAIL":  # of a job that SLURM may not start again
+        return Reason.NODE_FAILURE, "a node failed"
     if facts.reason == "TimeLimit" or facts.state == "TIMEOUT":
         return Reason.TIME_LIMIT, "the time limit was reached before a checkpoint was saved"
     return Reason.CANCELLED, "cancelled by scancel"

@@ -12,7 +12,7 @@ import time
 
 from slurmtrain.config.schema import Config
 from slurmtrain.rundir import RunDir
-from slurmtrain.runtime import attempts
+from slurmtrain.runtime import attempts, chain
 from slurmtrain.runtime.attempts import Attempt
 from slurmtrain.runtime.judge import Evidence, Judgement, Policy, judge, judge_abandoned
 from slurmtrain.runtime.slurm import JobFacts, SlurmClient
@@ -26,9 +26,13 @@ def settle(run_dir: RunDir, number: int, exit_code: int, config: Config, client:
         client: None outside of SLURM.
     """
     attempt = attempts.read_attempt(run_dir, number)
-    facts = client.job(attempt.job_id or own_job_id() or "") if client is not None else None
+    job_id = attempt.job_id or own_job_id()
+    facts = client.job(job_id or "") if client is not None else None
+    links_left = 0
+    if client is not None and config.requeue.mode == "chain":
+        links_left = len(chain.waiting_after(run_dir, job_id, client))
     _find_last_steps(run_dir, attempt)
-    judgement = judge(_evidence(run_dir, attempt, exit_code, facts, config), policy(config))
+    judgement = judge(_evidence(run_dir, attempt, exit_code, facts, config), policy(config, links_left))
     attempt.exit_code = exit_code
     try:
         _record(run_dir, attempt, judgement)
@@ -72,9 +76,13 @@ def _record(run_dir: RunDir, attempt: Attempt, judgement: Judgement) -> None:
     )
 
 
-def policy(config: Config) -> Policy:
+def policy(config: Config, links_left: int = 0) -> Policy:
+    mode = config.requeue.mode
+    if config.cluster.backend == "local" and mode != "off":
+        mode = "requeue"  # there is no queue: whoever started the ranks starts them again
     return Policy(
-        requeue=config.requeue.mode == "requeue",
+        mode=mode,
+        links_left=links_left,
         max_attempts_without_progress=config.requeue.max_attempts_without_progress,
         signal_lead_s=config.cluster.signal_lead_s,
     )

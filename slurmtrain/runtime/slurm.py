@@ -7,6 +7,7 @@ not among the launchers, because the job itself asks SLURM, too: why was I told 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -20,6 +21,18 @@ Runner = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProce
 # scontrol called from inside a job gets the job's own TERM while it works, and may die of it although the controller
 # has done what was asked. Dispositions that are "ignored" survive exec.
 SHIELD = ("bash", "-c", 'trap "" TERM USR2; exec "$@"', "shielded")
+# States of a job that will not run again by itself.
+GONE = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "OUT_OF_MEMORY",
+)
 INSTALL_HINT = "is this a login node? For a throwaway SLURM here: apt-get install slurm-wlm munge, then: sandbox up"
 
 
@@ -38,6 +51,21 @@ class JobFacts:
     def preempted(self) -> bool:
         """SLURM has told this incarnation that it is being preempted."""
         return self.preempt_time is not None and (self.start_time is None or self.preempt_time >= self.start_time)
+
+
+@dataclass(frozen=True)
+class PreemptionTimes:
+    """How long a job lives on when it is preempted. Seconds, or None when it is not, or when nobody says.
+
+    Attributes:
+        kill_wait_s: from SIGTERM at the end to SIGKILL, at the time limit, too.
+        grace_s: from the announcement to that SIGTERM.
+        grace_of: whose setting that is: "partition low", "QOS cheap".
+    """
+
+    kill_wait_s: float | None = None
+    grace_s: float | None = None
+    grace_of: str = ""
 
 
 def run_command(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
@@ -93,26 +121,76 @@ class SlurmClient:
                     found[job_id] = (state, reason)
         return found
 
-    def job_with_comment(self, word: str) -> str | None:
-        """The user's job whose comment has this word, as long as slurmctld remembers it; of an array, the array's id.
+    def find_by_comment(self, word: str, *, ended: bool = False) -> list[str]:
+        """The user's jobs whose comment has a word that is this, or begins with it where it ends with ":". An array is one.
+
+        Args:
+            ended: those, too, that have ended, as long as slurmctld remembers them (MinJobAge).
 
         Raises:
             ClusterError: squeue is missing, or the controller does not answer.
         """
-        for line in self._call(["squeue", "--noheader", "--me", "--states=all", "--format=%F|%k"]).splitlines():
-            job_id, _, comment = line.strip().partition("|")
-            if word in comment.split():
-                return job_id
-        return None
+        states = ["--states=all"] if ended else []
+        answer = self._call(["squeue", "--noheader", "--me", *states, "--format=%F|%T|%k"])
+        jobs = []
+        for line in answer.splitlines():
+            job_id, state, comment = [*line.strip().split("|", 2), "", ""][:3]
+            words = comment.split()
+            found = any(each.startswith(word) for each in words) if word.endswith(":") else word in words
+            if found and (ended or state not in GONE) and job_id not in jobs:
+                jobs.append(job_id)
+        return jobs
 
     def configuration(self) -> dict[str, str]:
         """slurm.conf as the controller sees it: "MaxArraySize" -> "1001"; empty when it cannot be asked."""
+        return parse_show_config(self._glance(["scontrol", "show", "config"]) or "")
+
+    def preemption_times(self, partition: str | None, qos: str | None) -> PreemptionTimes | None:
+        """What a job in this partition (None: the default one) and QOS has. None when SLURM cannot be asked."""
+        settings = self._glance(["scontrol", "show", "config"])
+        if settings is None:
+            return None
+        config = parse_show_config(settings)
+        kill_wait_s = parse_duration(config.get("KillWait", ""))
+        by = config.get("PreemptType", "")
+        if by == "preempt/qos" and qos:
+            answer = self._glance(["sacctmgr", "-nP", "show", "qos", qos, "format=gracetime"]) or ""
+            grace_s = parse_duration(answer.strip().partition("\n")[0])
+            return PreemptionTimes(kill_wait_s, grace_s, f"QOS {qos}")
+        if by == "preempt/partition_prio":
+            name, its = chosen_partition(self._glance(["scontrol", "show", "partition", "-o"]) or "", partition)
+            if its.get("PreemptMode") in ("REQUEUE", "CANCEL"):  # else it is suspended, or left alone
+                return PreemptionTimes(kill_wait_s, parse_duration(its.get("GraceTime", "")), f"partition {name}")
+        return PreemptionTimes(kill_wait_s)
+
+    def _glance(self, command: Sequence[str]) -> str | None:
+        """The answer of a command that nothing depends on; None when there is none within two seconds."""
+        paths = [shutil.which(name, path=self._environment.get("PATH")) for name in (command[0], "timeout")]
+        if None in paths:
+            return None
         try:
-            answer = self._call(["scontrol", "show", "config"])
-        except ClusterError:
-            return {}
-        lines = (line.partition("=") for line in answer.splitlines())
-        return {name.strip(): value.strip() for name, equals, value in lines if equals}
+            answer = self._run(["timeout", "2", *command], self._environment)
+        except subprocess.TimeoutExpired:
+            return None
+        return answer.stdout if answer.returncode == 0 else None
+
+    def pass_on_dependents(self, job_id: str, successor: str) -> list[str]:
+        """Let the user's jobs that wait for the success of this one wait for its successor instead. Returns them.
+
+        To be called before the job has ended: after that they can never start.
+
+        Raises:
+            ClusterError: squeue or scontrol is missing or refused.
+        """
+        answer = self._call(["squeue", "--noheader", "--me", "--array", "--states=PENDING", "--format=%i|%E"])
+        moved = []
+        for line in answer.splitlines():
+            waiting, _, dependency = line.strip().partition("|")
+            changed = moved_dependency(dependency, job_id, successor)
+            if changed is not None:
+                self._call(["scontrol", "update", f"JobId={waiting}", f"Dependency={changed}"])
+                moved.append(waiting)
+        return moved
 
     def cancel(self, *job_ids: str) -> None:
         self._call(["scancel", *job_ids])
@@ -166,6 +244,44 @@ def parse_show_job(text: str) -> JobFacts | None:
         end_time=parse_time(fields.get("EndTime", "")),
         preempt_time=parse_time(fields.get("PreemptTime", "")),
     )
+
+
+def parse_show_config(text: str) -> dict[str, str]:
+    """Read `scontrol show config`: a line each, NAME = VALUE."""
+    pairs = (line.partition("=") for line in text.splitlines())
+    return {name.strip(): value.strip() for name, equals, value in pairs if equals}
+
+
+def chosen_partition(text: str, name: str | None) -> tuple[str, dict[str, str]]:
+    """Name and fields of one partition (None: the default one) in `scontrol show partition -o`; none when it is not there.
+
+    Of several names, separated by commas, the first: where the job will run is not known yet.
+    """
+    wanted = name.partition(",")[0] if name else None
+    for line in text.splitlines():
+        fields = dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
+        if fields.get("PartitionName") == wanted or (wanted is None and fields.get("Default") == "YES"):
+            return fields.get("PartitionName", ""), fields
+    return wanted or "", {}
+
+
+def moved_dependency(text: str, job_id: str, successor: str) -> str | None:
+    """A dependency as squeue prints it, with the job's success replaced by its successor's; None when it has none of it.
+
+    As in "afterok:12(unfulfilled),afterany:13(unfulfilled)": what is in brackets, SLURM does not take back.
+    """
+    words = [re.sub(r"\(\w+\)", "", word) for word in re.split(r"([,?])", text)]
+    changed = [f"afterok:{successor}" if word == f"afterok:{job_id}" else word for word in words]
+    return "".join(changed) if changed != words else None
+
+
+def parse_duration(text: str) -> float | None:
+    """Seconds, as SLURM writes them: "30 sec", "30", "00:00:30", "1-00:00:00"; None for what is no duration."""
+    match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):(\d+):)?(\d+)(?: sec)?", text.strip())
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def parse_time(text: str) -> float | None:

@@ -166,9 +166,9 @@ class Project:
     path: Path
     cluster: Cluster
 
-    def submit(self, *overrides: str, nodes: str | None = None, small: bool = True) -> Run:
-        """Submit as a person would. `nodes` pins the run, so that tests do not disturb each other."""
-        words = [
+    def submit(self, *overrides: str, nodes: str | None = None, small: bool = True, words: tuple[str, ...] = ()) -> Run:
+        """Submit as a person would. `nodes` pins the run, so that tests do not disturb each other; `words` are options."""
+        line = [
             "+cluster=sandbox",
             "cluster.sandbox=null",
             f"cluster.slurm_conf={self.cluster.sandbox.slurm_conf}",
@@ -176,8 +176,9 @@ class Project:
             *([f"+cluster.sbatch.nodelist='{nodes}'"] if nodes else []),
             *overrides,
             "submit",
+            *words,
         ]
-        done = self.cluster.run([sys.executable, "-m", "slurmtrain", *words], cwd=self.path)
+        done = self.cluster.run([sys.executable, "-m", "slurmtrain", *line], cwd=self.path)
         assert "submitted run" in done.stdout, done.stdout + done.stderr
         path = next(line.strip() for line in done.stdout.splitlines() if line.startswith("  /"))
         return Run(RunDir(Path(path)), self.cluster, self.path)

@@ -66,7 +66,7 @@ BAD_CONFIGS = [
     ([*SLURM, "train.device=tpu"], "train.device=tpu is not known", "auto, cpu, cuda"),
     ([*SLURM, "train.data_workers=-1"], "train.data_workers=-1 must be at least 0", ""),
     ([*SLURM, "checkpoint.keep_last=1"], "checkpoint.keep_last=1 must be at least 2", "one good checkpoint"),
-    ([*SLURM, "requeue.mode=always"], "requeue.mode=always is not known", "requeue, off"),
+    ([*SLURM, "requeue.mode=always"], "requeue.mode=always is not known", "requeue, resubmit, chain, off"),
     ([*SLURM, "requeue.max_attempts_without_progress=0"], "must be at least 1", ""),
     ([*SLURM, "~model._target_"], "model._target_ is missing", "model="),
     ([*SLURM, "data=files"], "data.paths", ""),
@@ -129,7 +129,8 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
     code = main(words)
     said = capsys.readouterr()
     assert "Traceback" not in said.err
-    sentence, *hint = said.err.rstrip("\n").split("\n  hint: ")
+    ending = "".join(line for line in said.err.splitlines(keepends=True) if "; trying again in about " not in line)
+    sentence, *hint = ending.rstrip("\n").split("\n  hint: ")
     assert "\n" not in sentence and sentence.startswith("slurmtrain: error: ")
     assert all("\n" not in line for line in hint)
     assert said.out == ""

@@ -9,7 +9,7 @@ import pytest
 
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch import handover
-from slurmtrain.launch.handover import Patience, SubmitLimit, hand_over, refusal
+from slurmtrain.launch.handover import Passing, Patience, SubmitLimit, hand_over, refusal
 from slurmtrain.runtime.slurm import SlurmClient
 
 TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
@@ -25,12 +25,13 @@ class Scheduler(SlurmClient):
     asked: list[str] = field(default_factory=list)
     slurm_conf: str | None = None
 
-    def job_with_comment(self, word: str) -> str | None:
+    def find_by_comment(self, word: str, *, ended: bool = False) -> list[str]:
+        assert ended  # it may have been a short one
         self.asked.append(word)
         answer = self.answers.pop(0)
         if isinstance(answer, ClusterError):
             raise answer
-        return answer
+        return [answer] if answer is not None else []
 
 
 @pytest.fixture
@@ -38,13 +39,13 @@ def sbatch(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What sbatch says, one call a time: its error, or a job id."""
     words: list[str] = []
 
-    def call(*arguments: object) -> str:
+    def call(*arguments: object, **options: object) -> str:
         said = words.pop(0)
         if said.isdigit():
             return said
-        raise refusal(said, 90)
+        raise refusal(said, 1, 90)
 
-    monkeypatch.setattr(handover, "_sbatch", call)
+    monkeypatch.setattr(handover, "sbatch", call)
     yield words
     assert words == []  # all calls that were expected came
 
@@ -90,6 +91,14 @@ def test_a_controller_that_was_never_reached_has_no_job(sbatch: list[str]) -> No
     sbatch += [DOWN, "19"]
     scheduler = Scheduler([])
     assert submit(scheduler)[0] == "19" and scheduler.asked == []
+
+
+def test_what_was_killed_may_have_worked_and_what_failed_without_a_word_has_not() -> None:
+    for code in (124, 137, -9):
+        passing = refusal("", code, 90)
+        assert isinstance(passing, Passing) and passing.may_be_there
+    silent = refusal("", 1, 90)
+    assert not isinstance(silent, Passing) and "exit code 1, without a word" in silent.message
 
 
 def test_it_gives_up_in_the_end(sbatch: list[str]) -> None:

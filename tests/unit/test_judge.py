@@ -203,6 +203,52 @@ def test_a_program_that_asks_to_be_started_again_without_reason_or_progress_uses
     assert judge(Evidence(75, "stopped", stalled_before=2, progressed=True), Policy()).verdict == Verdict.REQUEUE
 
 
+# Where SLURM does not requeue: the same reasons, other consequences.
+
+NODE_DOWN = JobFacts("COMPLETING", "NodeDown", start_time=1000.0)
+GOES_ON = {
+    "resubmit": (Policy(mode="resubmit"), "resubmit", "it is submitted again"),
+    "chain": (Policy(mode="chain", links_left=2), "next", "the next job of the chain goes on"),
+    "last of a chain": (Policy(mode="chain"), "end", "no job of the chain is left to go on"),
+    "off": (Policy(mode="off"), "end", "it is not requeued"),
+}
+
+
+@pytest.mark.parametrize("mode", GOES_ON)
+@pytest.mark.parametrize(
+    ("evidence", "reason"),
+    [
+        ({**SLURM_TERM, "facts": PREEMPTED}, "preempted"),
+        ({**EARLY, "facts": RUNNING}, "time limit"),
+        ({**KILLED, "cause": "SIGUSR2", "facts": TIMED_OUT}, "time limit"),
+        ({**SLURM_TERM, "facts": RUNNING, "request": "preempt"}, "asked"),
+        ({"exit_code": 143, "facts": NODE_DOWN}, "node failure"),
+        ({**SLURM_TERM, "facts": NODE_DOWN}, "node failure"),
+        (KILLED, "crash"),
+    ],
+)
+def test_each_mode_goes_on_in_its_own_way_and_says_so(mode: str, evidence: dict[str, object], reason: str) -> None:
+    policy, verdict, words = GOES_ON[mode]
+    judgement = judge(Evidence(**evidence), policy)  # type: ignore[arg-type]
+    assert (judgement.reason, judgement.verdict) == (reason, verdict)
+    assert words in judgement.sentence
+
+
+@pytest.mark.parametrize("mode", GOES_ON)
+@pytest.mark.parametrize(
+    ("evidence", "verdict"),
+    [
+        ({"exit_code": 0, "said": "finished", "facts": RUNNING}, "done"),
+        ({**SLURM_TERM, "facts": CANCELLED}, "end"),
+        ({**SLURM_TERM, "facts": RUNNING, "request": "cancel"}, "end"),
+        ({"exit_code": 78}, "end"),
+        ({"exit_code": 1, "failure": (1, "rank 0: boom"), "facts": RUNNING, "stalled_before": 2}, "end"),
+    ],
+)
+def test_what_ends_a_run_ends_it_in_every_mode(mode: str, evidence: dict[str, object], verdict: str) -> None:
+    assert judge(Evidence(**evidence), GOES_ON[mode][0]).verdict == verdict  # type: ignore[arg-type]
+
+
 # Whatever the evidence.
 
 EVIDENCE = st.builds(
@@ -220,13 +266,17 @@ EVIDENCE = st.builds(
 )
 
 
-@given(evidence=EVIDENCE, budget=st.integers(1, 4))
-def test_promises_that_hold_for_every_evidence(evidence: Evidence, budget: int) -> None:
+@given(evidence=EVIDENCE, budget=st.integers(1, 4), mode=st.sampled_from(["resubmit", "chain"]))
+def test_promises_that_hold_for_every_evidence(evidence: Evidence, budget: int, mode: str) -> None:
     judgement = judge(evidence, Policy(max_attempts_without_progress=budget))
-    off = judge(evidence, Policy(requeue=False, max_attempts_without_progress=budget))
+    off = judge(evidence, Policy(mode="off", max_attempts_without_progress=budget))
     slurm_restarts = evidence.facts is not None and evidence.facts.restarts > 0
     assert judgement.sentence and "\n" not in judgement.sentence
     assert off.verdict is not Verdict.REQUEUE  # requeue.mode=off
+    other = judge(evidence, Policy(mode=mode, links_left=1, max_attempts_without_progress=budget))
+    same = {Verdict.RESUBMIT: Verdict.REQUEUE, Verdict.NEXT: Verdict.REQUEUE}
+    assert other.reason is judgement.reason
+    assert same.get(other.verdict, other.verdict) is judgement.verdict  # a mode decides how a run goes on, not whether
     if judgement.verdict is Verdict.REQUEUE:
         assert not slurm_restarts  # or it would be requeued twice
         assert evidence.request != "cancel"

@@ -64,10 +64,12 @@ def golden_text(name: str) -> str:
     if name == "array":
         runs = [RUN.with_name(f"RUN_{letter}") for letter in "ABC"]
         return render_script(config_of("cluster=a100x4"), JobPaths(runs, "code/experiments", PYTHON))
+    if name in ("resubmit", "chain"):
+        return render_script(config_of(f"cluster=a100x4  requeue={name}  job.singleton=true"), PATHS)
     return render_script(config_of(f"cluster={name}"), PATHS)
 
 
-ALL_GOLDENS = [*SLURM_CLUSTERS, "everything", "apptainer", "array"]
+ALL_GOLDENS = [*SLURM_CLUSTERS, "everything", "apptainer", "array", "resubmit", "chain"]
 
 
 # Goldens.

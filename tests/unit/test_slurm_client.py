@@ -13,9 +13,14 @@ from hypothesis import strategies as st
 from slurmtrain.errors import ClusterError
 from slurmtrain.runtime.slurm import (
     JobFacts,
+    PreemptionTimes,
     SlurmClient,
     belongs_to_a_job,
+    chosen_partition,
     clean_environment,
+    moved_dependency,
+    parse_duration,
+    parse_show_config,
     parse_show_job,
     parse_time,
 )
@@ -104,6 +109,124 @@ def test_any_text_is_parsed_or_none(text: str) -> None:
     assert parse_show_job(text) is None or "JobState" in text
 
 
+# `scontrol show config`: 22.05, and 24.11, which has more lines and other spaces.
+SHOW_CONFIG = {
+    "22.05": "Configuration data as of 2026-11-21T10:13:55\nAccountingStorageBackupHost = (null)\n"
+    "KillOnBadExit           = 0\nKillWait                = 30 sec\nLaunchParameters        = (null)\n"
+    "PreemptMode             = REQUEUE\nPreemptType             = preempt/partition_prio\nPreemptExemptTime       = 00:00:00\n"
+    "SLURM_CONF              = /etc/slurm/slurm.conf\n\nSlurmctld(primary) at login is UP\n",
+    "24.11": "Configuration data as of 2026-11-21T10:13:55\nKillOnBadExit           = 0\nKillWait = 30 sec\n"
+    "PreemptParameters       = send_user_signal\nPreemptType             = preempt/partition_prio\n\n"
+    "Cgroup Support Configuration:\nAllowedRAMSpace         = 100.0%\n",
+}
+SHOW_PARTITION = (
+    "PartitionName=low AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default=YES QoS=N/A "
+    "DefaultTime=NONE DisableRootJobs=NO ExclusiveUser=NO GraceTime=120 Hidden=NO MaxNodes=UNLIMITED "
+    "MaxTime=UNLIMITED MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED Nodes=n[0-3] PriorityJobFactor=1 PriorityTier=1 "
+    "RootOnly=NO ReqResv=NO OverSubscribe=NO OverTimeLimit=NONE PreemptMode=REQUEUE State=UP TotalCPUs=16 \n"
+    "PartitionName=high AllowGroups=ALL Default=NO GraceTime=0 PriorityTier=10 PreemptMode=OFF State=UP\n"
+)
+
+
+@pytest.mark.parametrize("version", SHOW_CONFIG)
+def test_the_settings_of_a_cluster_are_read(version: str) -> None:
+    config = parse_show_config(SHOW_CONFIG[version])
+    assert (config["KillWait"], config["PreemptType"]) == ("30 sec", "preempt/partition_prio")
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "grace"),
+    [(None, "low", "120"), ("low", "low", "120"), ("high,low", "high", "0"), ("nope", "nope", None)],
+)
+def test_the_partition_of_a_job_is_found(name: str | None, found: str, grace: str | None) -> None:
+    partition, fields = chosen_partition(SHOW_PARTITION, name)
+    assert (partition, fields.get("GraceTime")) == (found, grace)
+
+
+@pytest.mark.parametrize(
+    ("text", "duration"),
+    [
+        ("30 sec", 30),
+        ("120", 120),
+        ("00:02:00", 120),
+        ("1-01:00:01", 90001),
+        ("", None),
+        ("NONE", None),
+        ("(null)", None),
+    ],
+)
+def test_durations(text: str, duration: float | None) -> None:
+    assert parse_duration(text) == duration
+
+
+def scripted(answers: dict[str, str], seen: list[list[str]]) -> SlurmClient:
+    """A client whose commands answer by their last but one or last word; others fail."""
+
+    def run(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+        seen.append(list(command))
+        found = next((text for word, text in answers.items() if word in command), None)
+        return subprocess.CompletedProcess(command, 0 if found is not None else 1, found or "", "")
+
+    return SlurmClient(run=run)
+
+
+def test_how_long_a_preempted_job_lives_takes_two_short_questions(fake_slurm: FakeSlurm) -> None:
+    seen: list[list[str]] = []
+    client = scripted({"config": SHOW_CONFIG["22.05"], "partition": SHOW_PARTITION}, seen)
+    assert client.preemption_times(None, None) == PreemptionTimes(30, 120, "partition low")
+    assert [command[-2:] for command in seen] == [["show", "config"], ["partition", "-o"]]
+    assert client.preemption_times("high", None) == PreemptionTimes(30)
+    assert scripted({}, seen).preemption_times(None, None) is None
+
+
+def test_the_grace_of_a_qos_is_asked_for_where_qos_preempt_and_sacctmgr_is_there(
+    fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    fake_slurm.command("timeout", "exit 0")
+    monkeypatch.setenv("PATH", str(fake_slurm.directory))
+    config = SHOW_CONFIG["22.05"].replace("partition_prio", "qos")
+    client = scripted({"config": config, "qos": "00:01:00\n"}, seen)
+    assert client.preemption_times("low", "cheap") == PreemptionTimes(30, None, "QOS cheap")
+    fake_slurm.command("sacctmgr", "exit 0")
+    client = scripted({"config": config, "qos": "00:01:00\n"}, seen)
+    assert client.preemption_times("low", "cheap") == PreemptionTimes(30, 60, "QOS cheap")
+    assert client.preemption_times("low", None) == PreemptionTimes(30)
+
+
+def test_a_glance_that_takes_too_long_is_no_answer(fake_slurm: FakeSlurm) -> None:
+    fake_slurm.command("scontrol", "sleep 30")
+    started = time.monotonic()
+    assert SlurmClient().preemption_times("low", None) is None
+    assert time.monotonic() - started < 10
+
+
+def test_a_job_is_found_by_a_word_of_its_comment(fake_slurm: FakeSlurm) -> None:
+    client, _ = answers(
+        "5|CANCELLED|slurmtrain:RUN:1\n6|RUNNING|(null)\n7|PENDING|mine | and slurmtrain:RUN:12\n8|PENDING|slurmtrain:RUN:1\n"
+    )
+    assert client.find_by_comment("slurmtrain:RUN:1") == ["8"]
+    assert client.find_by_comment("slurmtrain:RUN:") == ["7", "8"]
+    assert client.find_by_comment("slurmtrain:RUN:2") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "moved"),
+    [
+        ("afterok:12(unfulfilled)", "afterok:99"),
+        ("afterok:12", "afterok:99"),  # without a remark
+        ("afterok:3(unfulfilled),afterok:12(unfulfilled),singleton(unfulfilled)", "afterok:3,afterok:99,singleton"),
+        ("afterany:12(unfulfilled)", None),  # a successor of its own
+        ("afterok:123(unfulfilled)", None),
+        ("afterok:12_1(unfulfilled)", None),
+        ("(null)", None),
+        ("", None),
+    ],
+)
+def test_who_waits_for_a_run_waits_for_its_next_job(text: str, moved: str | None) -> None:
+    assert moved_dependency(text, "12", "99") == moved
+
+
 # Asking.
 
 
@@ -155,6 +278,7 @@ ACTIONS: list[Callable[[SlurmClient], object]] = [
     lambda client: client.signal("1", "TERM"),
     lambda client: client.release("1"),
     lambda client: client.start_now("1"),
+    lambda client: client.find_by_comment("x"),
 ]
 
 
@@ -175,7 +299,7 @@ def test_every_action_says_when_the_controller_is_silent_refuses_or_is_not_there
 
 def test_the_actions_are_slurms(fake_slurm: FakeSlurm) -> None:
     client, ran = answers()
-    for action in ACTIONS[1:]:
+    for action in ACTIONS[1:-1]:
         action(client)
     assert ran == [
         ["scancel", "1"],

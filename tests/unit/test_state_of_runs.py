@@ -300,7 +300,13 @@ def test_a_stop_that_would_reach_nobody_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("mode", "promise"), [("requeue", "it is requeued and resumes by itself"), ("off", "save and end; `resume")]
+    ("mode", "promise"),
+    [
+        ("requeue", "it is requeued and resumes by itself"),
+        ("resubmit", "it is submitted again and resumes by itself"),
+        ("chain", "save and end; `resume"),  # the last of it
+        ("off", "save and end; `resume"),
+    ],
 )
 @pytest.mark.parametrize(("verb", "number"), [("preempt", "TERM"), ("requeue", "USR2")])
 def test_only_what_will_happen_is_promised(

@@ -1,0 +1,76 @@
+"""submit --after: what a job has to wait for until other runs have finished."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from slurmtrain import rundir
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import UsageError
+from slurmtrain.launch.state import RunState, states
+from slurmtrain.launch.submit import slurm_conf_of
+from slurmtrain.rundir import RunDir
+
+
+def starting_after(config: Config, references: str, root: Path) -> Config:
+    """The config of a job that SLURM starts when these runs have finished.
+
+    Args:
+        references: runs as a person names them, separated by commas.
+
+    Raises:
+        UsageError: one of them is not known, has failed, or is nothing that SLURM can wait for.
+    """
+    run_dirs = [rundir.find(reference.strip(), root) for reference in references.split(",") if reference.strip()]
+    if not run_dirs:
+        raise UsageError(f"--after {references!r} names no run", hint="--after RUN, or RUN,RUN")
+    here, found = slurm_conf_of(config), states(run_dirs)
+    conditions = [_condition(run_dir, found[run_dir.id], here) for run_dir in dict.fromkeys(run_dirs)]
+    return with_dependency(config, [condition for condition in conditions if condition])
+
+
+def with_dependency(config: Config, conditions: Sequence[str]) -> Config:
+    """The config with these conditions beside those that it has. All have to be met.
+
+    Raises:
+        UsageError: one of several is a choice, which SLURM cannot combine with others.
+    """
+    if not conditions:
+        return config
+    given = config.cluster.sbatch.get("dependency")
+    every = [*(given if isinstance(given, list) else [given] if given else []), *conditions]
+    choice = next((condition for condition in every if "?" in str(condition)), None)
+    if choice is not None and (len(every) > 1 or config.job.singleton):
+        raise UsageError(
+            f"SLURM cannot wait for one of several jobs ({choice}) and for something else, too",
+            hint="a run with requeue.mode=chain can only be waited for alone, and without job.singleton",
+        )
+    options = {**config.cluster.sbatch, "dependency": ",".join(map(str, every))}
+    return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, sbatch=options))
+
+
+def _condition(run_dir: RunDir, now: RunState, here: str | None) -> str | None:
+    """The dependency that is met when this run has finished; None when it has."""
+    if now.word == "finished":
+        return None
+    if not now.alive:
+        what = "has not been submitted yet" if now.word == "prepared" else f"will not finish: {now.word}"
+        raise UsageError(
+            f"run {run_dir.id} {what}, {now.sentence}", hint=f"resume {run_dir.id}, then submit --after it again"
+        )
+    info = run_dir.info()
+    if now.job_id is None or not now.own_job:
+        raise UsageError(
+            f"run {run_dir.id} was not started as a job of its own, so SLURM cannot wait for it",
+            hint="submit when it has finished",
+        )
+    if info["slurm_conf"] != here:
+        raise UsageError(
+            f"run {run_dir.id} is on another cluster, that of {info['slurm_conf'] or '/etc/slurm/slurm.conf'}",
+            hint="submit when it has finished",
+        )
+    # The job of a chain in which the run finishes is the only one that ends with 0. A run that is resubmitted passes its
+    # dependents on to the next job.
+    return "?".join(f"afterok:{job_id}" for job_id in (now.job_id, *now.following))

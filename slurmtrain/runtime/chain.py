@@ -1,0 +1,61 @@
+"""requeue.mode=chain: jobs submitted at once, of which each waits for all before it and goes on where they stopped.
+
+run.json names them: `chain`, their ids in order, and `chain_after`, the number of the last attempt before them. A job of
+the chain is called a link.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slurmtrain.errors import ClusterError
+from slurmtrain.rundir import RunDir
+from slurmtrain.runtime import attempts
+from slurmtrain.runtime.judge import Verdict
+from slurmtrain.runtime.slurm import GONE, SlurmClient
+
+
+def links(info: dict[str, Any]) -> list[str]:
+    """The chain's jobs; none for a run that has no chain."""
+    return [str(job_id) for job_id in info.get("chain") or []]
+
+
+def links_after(info: dict[str, Any], job_id: str | None) -> list[str]:
+    """The jobs that wait for this one."""
+    chain = links(info)
+    return chain[chain.index(job_id) + 1 :] if job_id in chain else []
+
+
+def waiting_after(run_dir: RunDir, job_id: str | None, client: SlurmClient) -> list[str]:
+    """Those of them that are still in the queue; all of them where SLURM cannot be asked."""
+    later = links_after(run_dir.info(), job_id)
+    try:
+        found = client.queue(later)
+    except ClusterError:
+        return later
+    return [link for link in later if link in found and found[link][0] not in GONE]
+
+
+def cancel_rest(run_dir: RunDir, job_id: str | None, client: SlurmClient) -> None:
+    """The run has ended: take the jobs after this one out of the queue.
+
+    Raises:
+        ClusterError: SLURM refused; each of them would find out by itself when it starts.
+    """
+    rest = waiting_after(run_dir, job_id, client)
+    if rest:
+        client.cancel(*reversed(rest))
+        run_dir.event("rest of the chain cancelled", job_ids=rest)
+
+
+def ended_before(run_dir: RunDir) -> Verdict | None:
+    """Whether there is nothing left to do for a link that starts: the run is DONE, or the link before came to its END."""
+    numbers = run_dir.attempt_numbers()
+    if not numbers:
+        return None
+    last = attempts.read_attempt(run_dir, numbers[-1])
+    if last.verdict == Verdict.DONE:
+        return Verdict.DONE
+    in_chain = last.number > int(run_dir.info().get("chain_after") or 0)
+    ended = last.verdict == Verdict.END or (run_dir.attempt(last.number) / "setup-failed").exists()
+    return Verdict.END if in_chain and ended else None

@@ -1,0 +1,196 @@
+"""Runs that go on in further jobs: submitted again, in a chain, after another run; on a real SLURM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.config.compose import compose
+from slurmtrain.launch.submit import preparing, submit
+from slurmtrain.rundir import RunDir
+from slurmtrain.runtime.slurm import PreemptionTimes, SlurmClient
+from tests.slurm.conftest import Cluster
+from tests.slurm.project import SMALL, Project, Run, assert_same_bits, assert_steps_join, events, make_project
+
+STEPS = 30
+TWO_RANKS = ["cluster.nodes=1", "cluster.tasks_per_node=2", f"train.steps={STEPS}"]
+SLOW = [*TWO_RANKS, "+model.pause_s=0.15"]
+
+
+@pytest.fixture(scope="module")
+def project(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    return make_project(tmp_path_factory.mktemp("work") / "project", sandbox)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(project: Project) -> Run:
+    return project.submit(*TWO_RANKS, nodes="n3")
+
+
+def jobs(run: Run) -> list[str]:
+    return [str(job_id) for job_id in run.run_dir.info()["job_ids"]]
+
+
+def test_resubmitted_after_a_preemption_it_finishes_with_the_same_bits(
+    undisturbed: Run, project: Project, tmp_path: Path
+) -> None:
+    seen = tmp_path / "seen"
+    run = project.submit(
+        *SLOW,
+        "requeue=resubmit",
+        f"cluster.setup=['echo \"$MARK|$PYTHONPATH\" >>{seen}','export MARK=left-over']",
+        nodes="n0",
+    )
+    run.wait_for_step(3)
+    run.preempt_by_high()
+    run.wait_until(lambda: len(jobs(run)) == 2, "submitted again")
+    first, second = jobs(run)
+    assert f"Comment=slurmtrain:{run.run_dir.id}:1" in run.cluster.run(["scontrol", "show", "job", "-o", second]).stdout
+    run.finish()
+    assert [(attempt.job_id, attempt.reason) for attempt in run.attempts()] == [
+        (first, "preempted"),
+        (second, "finished"),
+    ]
+    assert run.attempts()[0].sentence == "preempted; it is submitted again"
+    assert len(set(seen.read_text().splitlines())) == 1, (
+        "the second job saw what the first one had made of its environment"
+    )
+    assert run.cluster.job(second)["Requeue"] == "0"
+    assert_steps_join(run, total=STEPS)
+    undisturbed.finish()
+    assert_same_bits(run, undisturbed)
+
+
+def test_a_chain_goes_on_in_its_next_job_and_leaves_the_queue_when_it_has_finished(
+    undisturbed: Run, project: Project
+) -> None:
+    run = project.submit(*SLOW, "requeue=chain", nodes="n1")
+    chain = jobs(run)
+    assert len(chain) == 4
+    run.wait_for_step(3)
+    assert "running" in run.status()
+    run.preempt_by_high()
+    run.wait_for_attempt(2)
+    run.wait_until(lambda: run.attempts()[-1].verdict == "done", "finished")
+    assert [(attempt.job_id, attempt.reason) for attempt in run.attempts()] == [
+        (chain[0], "preempted"),
+        (chain[1], "finished"),
+    ]
+    for link in chain[2:]:
+        run.cluster.wait_for(link, "CANCELLED")
+    run.cluster.wait_for(chain[1], "COMPLETED")
+    assert "the next job of the chain goes on" in run.status()
+    assert_steps_join(run, total=STEPS)
+    undisturbed.finish()
+    assert_same_bits(run, undisturbed)
+
+
+def test_a_job_of_a_chain_that_finds_the_run_finished_leaves_at_once(project: Project) -> None:
+    run = project.submit(*TWO_RANKS, "requeue=chain", "requeue.chain_length=3", nodes="n1")
+    run.wait_until(lambda: bool(run.attempts()) and run.attempts()[-1].verdict == "done", "finished")
+    for link in jobs(run)[1:]:
+        run.cluster.wait_for(link, "CANCELLED")
+    late = run.cluster.run(["sbatch", "--parsable", str(run.run_dir.script)], cwd=project.path).stdout.strip()
+    run.cluster.wait_for(late, "COMPLETED")
+    assert len(run.attempts()) == 1
+
+
+def test_cancel_ends_the_whole_chain_and_resume_makes_another(project: Project) -> None:
+    run = project.submit(*SLOW, "requeue=chain", "requeue.chain_length=2", nodes="n1")
+    run.wait_for_step(3)
+    run.cli("cancel", run.run_dir.id)
+    first = jobs(run)
+    for link in first:
+        run.cluster.wait_for(link, "CANCELLED")
+    (attempt,) = run.attempts()
+    assert (attempt.reason, attempt.committed_step) == ("cancelled", attempt.last_step)
+    assert "stopped" in run.status()
+    run.cli("resume", run.run_dir.id)
+    second = jobs(run)[2:]
+    assert len(second) == 2
+    run.wait_for_attempt(2)
+    assert run.attempts()[1].job_id == second[0]
+    # Killed by nobody's word: the last link has none after it, and says so.
+    run.cluster.run(["scancel", second[1]])
+    run.cluster.wait_for(second[1], "CANCELLED")
+    run.cli("preempt", run.run_dir.id)
+    run.wait_until(lambda: run.attempts()[-1].verdict == "end", "ended")
+    assert "no job of the chain is left to go on" in run.status()
+
+
+def test_a_task_of_an_array_is_submitted_again_alone(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project.path)
+    words = ["cluster=sandbox", "cluster.sandbox=null", f"cluster.slurm_conf={project.cluster.sandbox.slurm_conf}"]
+    small = [word.removeprefix("+") if word.startswith("+exp") else word for word in SMALL]
+    config = compose([*words, *small, *SLOW, "requeue=resubmit", "cluster.tasks_per_node=1"])
+    run_dirs: list[RunDir] = []
+    for _ in range(2):
+        with preparing(config, [], project.path) as run_dir:
+            run_dirs.append(run_dir)
+    array = submit(run_dirs, config)
+    one, other = (Run(run_dir, project.cluster, project.path) for run_dir in run_dirs)
+    other.wait_for_step(3)
+    other.cli("preempt", other.run_dir.id)
+    one.finish()
+    other.finish()
+    assert jobs(one) == [f"{array}_0"]
+    assert jobs(other)[0] == f"{array}_1" and len(jobs(other)) == 2
+    assert [attempt.reason for attempt in other.attempts()] == ["asked", "finished"]
+    assert one.losses() == other.losses()
+
+
+def test_a_run_after_another_starts_when_that_one_has_finished_in_whatever_attempt(project: Project) -> None:
+    paced = [*SLOW, "cluster.tasks_per_node=1", "model.pause_s=0.4"]
+    first = project.submit(*paced, nodes="n0")
+    chain = project.submit(*paced, "requeue=chain", nodes="n1")
+    resubmitted = project.submit(*paced, "requeue=resubmit", nodes="n2")
+    before = (first, chain, resubmitted)
+    short = [*TWO_RANKS, "cluster.tasks_per_node=1", "train.steps=5"]
+    after = [project.submit(*short, words=("--after", run.run_dir.id)) for run in before]
+    for run in before:
+        run.wait_for_step(2)
+        run.cli("preempt", run.run_dir.id)
+    for run in before:
+        run.wait_for_attempt(2)
+    assert all("Dependency" in run.status() and run.attempts() == [] for run in after)
+    for run, other in zip(after, before, strict=True):
+        run.finish()
+        assert run.attempts()[0].started > (other.attempts()[-1].ended or 0.0)
+    both = f"{first.run_dir.id},{after[0].run_dir.id}"
+    done = project.submit(*short, words=("--after", both))
+    assert "Dependency=(null)" in done.cluster.run(["scontrol", "show", "job", "-o", done.job_id]).stdout
+    done.finish()
+
+
+def test_a_dead_node_is_survived_by_resubmit_where_the_batch_shell_lives_and_by_a_chain_anyway(
+    project: Project,
+) -> None:
+    two_nodes = ["cluster.nodes=2", "cluster.tasks_per_node=1", "cluster.exclude=n3"]
+    resubmitted = project.submit(*SLOW, "requeue=resubmit", *two_nodes)
+    chained = project.submit(*SLOW, "requeue=chain", nodes="n3")
+    for run in (resubmitted, chained):
+        run.wait_for_step(13)
+    dead = resubmitted.attempts()[0].nodes[1]
+    cluster = project.cluster
+    cluster.kill_node(dead)
+    cluster.kill_node("n3")
+    try:
+        cluster.wait_for(jobs(chained)[0], "NODE_FAIL")
+        cluster.start_node("n3")
+        for run in (resubmitted, chained):
+            run.wait_until(lambda run=run: run.attempts()[-1].verdict == "done", "finished")
+    finally:
+        cluster.start_node(dead)
+    first, second = resubmitted.attempts()
+    assert (first.reason, first.sentence) == ("node failure", "a node failed; it is submitted again")
+    assert second.first_step == 10 and dead not in second.nodes
+    first, second = chained.attempts()
+    assert (first.reason, second.first_step, second.job_id) == ("node failure", 10, jobs(chained)[1])
+    assert events(chained, "rest of the chain cancelled")
+
+
+def test_how_long_a_preempted_job_lives_is_read_from_slurm_itself(sandbox: Cluster) -> None:
+    client = SlurmClient(str(sandbox.sandbox.slurm_conf))
+    assert client.preemption_times(None, None) == PreemptionTimes(10.0, 10.0, "partition low")
+    assert client.preemption_times("high", None) == PreemptionTimes(10.0)
