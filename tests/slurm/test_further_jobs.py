@@ -163,6 +163,7 @@ def test_a_run_after_another_starts_when_that_one_has_finished_in_whatever_attem
     done.finish()
 
 
+@pytest.mark.slow
 def test_a_dead_node_is_survived_by_resubmit_where_the_batch_shell_lives_and_by_a_chain_anyway(
     project: Project,
 ) -> None:

@@ -110,6 +110,7 @@ SlurmdTimeout={spec.slurmd_timeout_s}
 ReturnToService=2
 EnforcePartLimits=ANY
 MinJobAge=3600
+MaxJobCount=50000
 
 # Nobody waits for a scheduler that has four nodes to look at.
 SchedulerType=sched/backfill
