@@ -76,6 +76,16 @@ class RunDir:
         """What a person asked of the running job: written by `cancel`, `preempt` and `requeue`."""
         return self.path / "request.json"
 
+    @property
+    def stop_switch(self) -> Path:
+        """A file that anybody who may write here can make, with `touch`: end the run for good, as `cancel` does."""
+        return self.path / "stop"
+
+    @property
+    def save_switch(self) -> Path:
+        """The same: save a checkpoint now, and go on."""
+        return self.path / "save"
+
     # What is in them.
     def exists(self) -> bool:
         """Is this a run, or one in the making? `create` makes two folders; run.json comes after the code is copied."""

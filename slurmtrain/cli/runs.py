@@ -1,4 +1,4 @@
-"""The verbs that look at a run or steer it: status, logs, cancel, preempt, requeue, resume."""
+"""The verbs that show how runs are or steer one: status, cancel, preempt, requeue, resume."""
 
 from __future__ import annotations
 
@@ -15,14 +15,10 @@ from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.as_json import print_json, run_object
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import ClusterError, UsageError
-from slurmtrain.launch.state import RunState, is_over, process_lives, state, states
+from slurmtrain.launch.state import RunState, process_lives, state, states
 from slurmtrain.rundir import RunDir
-from slurmtrain.runtime.attempts import Attempt, read_attempt, write_request
-from slurmtrain.runtime.judge import Verdict
+from slurmtrain.runtime.attempts import Attempt, write_request
 from slurmtrain.runtime.slurm import SlurmClient
-
-FOLLOW_POLL_S = 0.2  # of a log on a shared file system: there is no event to await
-ASK_EVERY_S = 5.0  # the controller belongs to everybody
 
 
 def main(verb: str, words: list[str]) -> int:
@@ -32,17 +28,11 @@ def main(verb: str, words: list[str]) -> int:
         parser.add_argument("--json", action="store_true", help="the same for a program: an object, or a list of them")
     else:
         parser.add_argument("run", metavar="RUN", help="a run id, a unique beginning of one, a path, or last")
-    if verb == "logs":
-        parser.add_argument("-f", "--follow", action="store_true", help="go on until the run has ended")
-        parser.add_argument("--rank", type=int, default=0)
-        parser.add_argument("--attempt", type=int, help="default: the latest")
     options = parser.parse_args(words)
     root = rundir.runs_root()
     if verb == "status" and options.run is None:
         return _all(root, as_json=options.json)
     run_dir = rundir.find(options.run, root)
-    if verb == "logs":
-        return _logs(run_dir, options.rank, options.attempt, options.follow)
     verbs: dict[str, Callable[[RunDir], int]] = {
         "status": lambda run: _status(run, as_json=options.json),
         "cancel": _cancel,
@@ -148,91 +138,6 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table.add_row(*[cell.replace("[", "\\[") for cell in row])
     width = None if sys.stdout.isatty() else 400
     Console(width=width, highlight=False).print(table)
-
-
-def _logs(run_dir: RunDir, rank: int, attempt: int | None, follow: bool) -> int:
-    numbers = run_dir.attempt_numbers()
-    if attempt is not None and attempt not in numbers:
-        raise UsageError(
-            f"run {run_dir.id} has no attempt {attempt}", hint=f"it has: {', '.join(map(str, numbers)) or 'none yet'}"
-        )
-    if follow:
-        return _follow(run_dir, rank, attempt)
-    if not numbers:
-        raise UsageError(
-            f"run {run_dir.id} has not started yet, so there is no log",
-            hint=f"status {run_dir.id}; logs -f waits for it",
-        )
-    log = _log_file(run_dir, rank, attempt or numbers[-1])
-    sys.stdout.write(log.read_text(errors="replace"))
-    return 0
-
-
-def _log_file(run_dir: RunDir, rank: int, number: int) -> Path:
-    directory = run_dir.attempt(number)
-    log = directory / f"rank-{rank}.log"
-    if log.exists():
-        return log
-    ranks = sorted(int(path.stem[5:]) for path in directory.glob("rank-*.log"))
-    for other in (directory / "setup-failed", directory / "srun.log"):
-        if not ranks and other.exists():
-            return other
-    raise UsageError(
-        f"attempt {number} of run {run_dir.id} has no log of rank {rank}",
-        hint=f"it has ranks 0 to {ranks[-1]}" if ranks else f"no rank has started; see {run_dir.path}/slurm-*.log",
-    )
-
-
-def _follow(run_dir: RunDir, rank: int, attempt: int | None) -> int:
-    """Print a rank's output as it comes, from attempt to attempt, until the run has ended."""
-    for text in _lines_as_they_come(run_dir, rank, attempt):
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    return 0
-
-
-def _lines_as_they_come(run_dir: RunDir, rank: int, attempt: int | None) -> Iterator[str]:
-    number, position = attempt or (run_dir.attempt_numbers() or [1])[-1], 0
-    asked = time.monotonic() - ASK_EVERY_S
-    ended = looked = False
-    while True:
-        log = run_dir.attempt(number) / f"rank-{rank}.log"
-        text = ""
-        if log.exists():
-            with log.open(errors="replace") as file:
-                file.seek(position)
-                text = file.read()
-                position = file.tell()
-        if text:
-            yield text
-            continue
-        if attempt is None and number + 1 in run_dir.attempt_numbers():
-            number, position, looked = number + 1, 0, False
-            continue
-        if ended:
-            return
-        # What the run itself wrote says soonest that it is over; the queue is asked seldom, for runs that cannot write.
-        record = read_attempt(run_dir, number)
-        if attempt is not None:
-            ended = record.ended is not None or run_dir.attempt_numbers()[-1] > attempt
-        elif not looked and record.verdict in (Verdict.DONE, Verdict.END):
-            ended, looked = is_over(run_dir), True  # not if it has been submitted again
-        if not ended and time.monotonic() - asked >= ASK_EVERY_S:
-            ended = not state(run_dir).alive
-            asked = time.monotonic()
-        time.sleep(FOLLOW_POLL_S)
-
-
-def follow_to_the_end(run_dir: RunDir) -> int:
-    """For `submit --follow`: 0 when the run has finished, 1 when it has ended otherwise. Ctrl-C leaves the job alone."""
-    try:
-        _follow(run_dir, 0, None)
-    except KeyboardInterrupt:
-        print(f"\nthe job goes on; come back with: logs {run_dir.id} -f")
-        return 130
-    now = state(run_dir)
-    print(f"run {run_dir.id}: {now.word}: {now.sentence}")
-    return 0 if now.word == "finished" else 1
 
 
 def _cancel(run_dir: RunDir) -> int:

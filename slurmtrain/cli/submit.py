@@ -74,7 +74,7 @@ def _submit(config: Config, arguments: Arguments) -> int:
     print(f"  status {run}   logs {run} -f   cancel {run}" + ("   (or: last)" if run == run_dir.id else ""))
     if "--follow" not in arguments.options:
         return 0
-    from slurmtrain.cli.runs import follow_to_the_end
+    from slurmtrain.cli.logs import follow_to_the_end
 
     return follow_to_the_end(run_dir)
 

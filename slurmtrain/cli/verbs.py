@@ -62,7 +62,11 @@ VERBS: dict[str, Verb] = {
         "list and compare take --json",
         "slurmtrain.cli.manage",
     ),
-    "logs": Verb("logs RUN [-f] [--rank N] [--attempt N]", "a rank's output; -f follows it", "slurmtrain.cli.runs"),
+    "logs": Verb(
+        "logs RUN [-f] [--rank N|all] [--attempt N]",
+        "a rank's output, or that of all; -f follows it through all attempts",
+        "slurmtrain.cli.logs",
+    ),
     "cancel": Verb("cancel RUN", "stop for good; saves if time allows", "slurmtrain.cli.runs"),
     "preempt": Verb(
         "preempt RUN", "a drill: the signal of a preemption; it saves, is requeued, resumes", "slurmtrain.cli.runs"

@@ -7,6 +7,7 @@ GPU time and cannot meet the gradients' collectives.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,20 +24,27 @@ class Agreed(NamedTuple):
 
 
 class StopAgreement:
-    """Implements training's `StopCheck` over all ranks of `group` (gloo), or for a single process."""
+    """Implements training's `StopCheck` over all ranks of `group` (gloo), or for a single process.
 
-    def __init__(self, signals: StopSignals, group: dist.ProcessGroup | None):
-        self._signals, self._group = signals, group
+    Args:
+        take_save: whether somebody has asked this rank for a checkpoint since the last step.
+    """
+
+    def __init__(
+        self, signals: StopSignals, group: dist.ProcessGroup | None, take_save: Callable[[], bool] = lambda: False
+    ):
+        self._signals, self._group, self._take_save = signals, group, take_save
         self._flags = torch.zeros(2, dtype=torch.int32)
         self._work: dist.Work | None = None
 
-    def begin(self, *, save: bool = False) -> None:
+    def begin(self, *, save: bool | None = None) -> None:
         """Hand in this rank's flags; returns at once.
 
         Args:
-            save: this rank wants a checkpoint.
+            save: this rank wants a checkpoint; None: this is no moment for one, and who has asked for one is heard later.
         """
-        self._flags[0], self._flags[1] = self._signals.requested, save
+        wanted = save is not None and (self._take_save() or save)
+        self._flags[0], self._flags[1] = self._signals.requested, wanted
         if self._group is not None:
             self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 

@@ -54,7 +54,7 @@ class Evidence:
         seconds_left: from the stop request to the time limit; None when unknown.
         failure: (exit code, sentence) of the first rank that failed by itself.
         killed: srun's words on tasks that were killed, e.g. "n1: task 3: Killed".
-        request: what a person asked of this attempt: "cancel", "preempt", "requeue".
+        request: what a person asked of this attempt: "cancel", "stop" (by the file), "preempt", "requeue".
         facts: what SLURM says of the job; None outside of SLURM.
         restart_count: SLURM_RESTART_COUNT of this attempt.
         progressed: a checkpoint was committed that is newer than what the attempt started from.
@@ -139,8 +139,8 @@ _NEXT_STEPS = {
 
 def judge_abandoned(evidence: Evidence, policy: Policy) -> Judgement:
     """For an attempt that nobody settled: its batch shell is gone, and the job has started again already."""
-    if evidence.request == "cancel":
-        reason, sentence = Reason.CANCELLED, "cancelled by `cancel RUN`, and killed before that was on record"
+    if evidence.request in ("cancel", "stop"):
+        reason, sentence = Reason.CANCELLED, "cancelled by a person, and killed before that was on record"
     elif evidence.facts is not None and evidence.facts.preempted:
         reason, sentence = Reason.PREEMPTED, "preempted, and killed before it could say so"
     elif evidence.said == "finished":
@@ -169,6 +169,8 @@ def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
         return Reason.FINISHED, "finished"
     if evidence.failure is not None and evidence.failure[0] == EXIT_CONFIG:
         return Reason.CONFIG, evidence.failure[1]
+    if evidence.request == "stop":
+        return Reason.CANCELLED, "stopped by the file `stop` in its directory"
     if evidence.request == "cancel":
         return Reason.CANCELLED, "cancelled by `cancel RUN`"
     external = _told_by_slurm(evidence)

@@ -102,7 +102,8 @@ def _begin(where: Place, environment: Environment, config: Config, stop: signals
     """Rank 0 opens the attempt's record and starts to watch the clock and SLURM."""
     place.open_attempt(where, environment, config)
     client = SlurmClient() if environment.source == "slurm" else None
-    return Watch(stop, where.attempt_dir, client, signal_lead_s=config.cluster.signal_lead_s)
+    lead_s = config.cluster.signal_lead_s
+    return Watch(stop, where.attempt_dir, client, signal_lead_s=lead_s, run_dir=where.run_dir)
 
 
 def _join(
@@ -139,7 +140,8 @@ def _train(
     from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.training_job import build_trainer
 
-    trainer = build_trainer(config, world, where, StopAgreement(stop, world.control), timeline, watch)
+    agreement = StopAgreement(stop, world.control, watch.take_save if watch is not None else lambda: False)
+    trainer = build_trainer(config, world, where, agreement, timeline, watch)
     outcome = trainer.fit()
     if world.environment.rank == 0:
         said = "finished" if outcome.finished else "stopped"

@@ -1,4 +1,4 @@
-"""Rank 0's watchman: a thread that knows the clock and SLURM's word, and writes down why a stop was asked for."""
+"""Rank 0's watchman: a thread that knows the clock, SLURM's word and the switches, and writes down why a stop was asked for."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import time
 from pathlib import Path
 
 from slurmtrain.checkpoint.interval import latest_stop
+from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.settle import own_job_id
 from slurmtrain.runtime.signals import StopSignals
 from slurmtrain.runtime.slurm import JobFacts, SlurmClient
 
 RECORD_TIMEOUT_S = 5.0
+LOOK_EVERY_S = 2.0  # for switches, on a file system that may be shared: there is no event to await
 
 
 class Watch:
@@ -21,11 +23,23 @@ class Watch:
 
     A signal that came before Python had handlers was ignored. What it meant is still on record, so SLURM is asked
     once at the start; and should the early warning never come, the clock gives it.
+
+    Args:
+        run_dir: whose switches are looked at; None: nobody's.
     """
 
-    def __init__(self, signals: StopSignals, attempt_dir: Path, client: SlurmClient | None, *, signal_lead_s: float):
+    def __init__(
+        self,
+        signals: StopSignals,
+        attempt_dir: Path,
+        client: SlurmClient | None,
+        *,
+        signal_lead_s: float,
+        run_dir: RunDir | None = None,
+    ):
         self._signals, self._attempt_dir, self._client = signals, attempt_dir, client
-        self._signal_lead_s = signal_lead_s
+        self._signal_lead_s, self._run_dir = signal_lead_s, run_dir
+        self._save_asked = threading.Event()
         self._end_time: float | None = None
         self._planned: threading.Timer | None = None
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
@@ -54,12 +68,21 @@ class Watch:
         self._thread.join(timeout=RECORD_TIMEOUT_S)
         return None if self._end_time is None else self._end_time - time.time()
 
+    def take_save(self) -> bool:
+        """Whether somebody has asked for a checkpoint since this was asked last."""
+        asked = self._save_asked.is_set()
+        self._save_asked.clear()
+        return asked
+
     def _watch(self) -> None:
         end_time = self._end_time = self._ask_once()
         # Half of the lead: SLURM's own signal, which may be up to 60 s early but never late, should come first.
         deadline = end_time - self._signal_lead_s / 2 if end_time is not None and self._signal_lead_s else None
-        if not self._signals.wait(None if deadline is None else max(0.0, deadline - time.time())):
-            self._signals.request("deadline")
+        self._look_at_switches()
+        while not self._signals.wait(self._pause(deadline)):
+            if deadline is not None and time.time() >= deadline:
+                self._signals.request("deadline")
+            self._look_at_switches()
         first = self._signals.first
         assert first is not None
         facts = self._client.job(own_job_id() or "") if self._client is not None else None
@@ -69,6 +92,32 @@ class Watch:
         attempts.record_stop(
             self._attempt_dir, cause=first.cause, cause_time=first.time, seconds_left=left, facts=facts
         )
+
+    def _pause(self, deadline: float | None) -> float | None:
+        pauses = [LOOK_EVERY_S] if self._run_dir is not None else []
+        if deadline is not None:
+            pauses.append(max(0.0, deadline - time.time()))
+        return min(pauses, default=None)
+
+    def _look_at_switches(self) -> None:
+        if self._run_dir is None:
+            return
+        if self._take(self._run_dir.save_switch):
+            self._save_asked.set()
+        if self._take(self._run_dir.stop_switch):
+            attempts.write_request(self._run_dir, "stop")
+            self._signals.request("the file stop")
+
+    def _take(self, switch: Path) -> bool:
+        """Whether it is there. It works once: the next life must not find it again."""
+        try:
+            owner = switch.stat().st_uid
+            switch.unlink()
+        except OSError:
+            return False
+        assert self._run_dir is not None
+        self._run_dir.event(f"the file {switch.name} was found", uid=owner)
+        return True
 
     def _ask_once(self) -> float | None:
         """When the job's time ends. Requests a stop when SLURM has ended or preempted the job already."""

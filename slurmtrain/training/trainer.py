@@ -43,8 +43,8 @@ class Answer(Protocol):
 class StopCheck(Protocol):
     """How all ranks learn in the same step that one of them was told to stop, or that it is time to save."""
 
-    def begin(self, *, save: bool = False) -> None:
-        """Start to ask; returns at once."""
+    def begin(self, *, save: bool | None = None) -> None:
+        """Start to ask; returns at once. None: this is no moment for a checkpoint."""
 
     def finish(self) -> Answer:
         """The answer, the same on all ranks."""

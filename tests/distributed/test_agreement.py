@@ -54,3 +54,14 @@ def test_a_single_process_stops_at_the_step_in_which_it_was_told() -> None:
     assert agreement.finish()
     assert stop.first is not None
     assert stop.first.cause == "deadline"
+
+
+def test_a_checkpoint_that_was_asked_for_waits_for_a_moment_for_one() -> None:
+    asked = [True, False]
+    agreement = StopAgreement(signals.StopSignals(), None, lambda: asked.pop(0))
+    agreement.begin()  # in the midst of an evaluation, say
+    assert not agreement.finish().save
+    agreement.begin(save=False)
+    assert agreement.finish().save
+    agreement.begin(save=False)
+    assert not agreement.finish().save

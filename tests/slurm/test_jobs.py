@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from slurmtrain.checkpoint.commit import committed, step_of
 from slurmtrain.config.compose import compose
 from slurmtrain.launch.submit import preparing, submit
 from slurmtrain.rundir import RunDir, all_runs
@@ -48,6 +49,20 @@ def test_an_array_task_is_requeued_alone(project: Project, monkeypatch: pytest.M
     ]
     assert_steps_join(last, total=40)
     assert runs[0].losses() == last.losses()
+
+
+def test_team_mates_save_and_end_a_run_with_files(project: Project) -> None:
+    run = project.submit("train.steps=400", "+model.pause_s=0.1", "checkpoint.every_steps=0", nodes="n0")
+    run.wait_for_step(3)
+    (run.run_dir.path / "save").touch()
+    run.wait_until(lambda: len(committed(run.run_dir.checkpoints)) == 1, "saved")
+    assert run.attempts()[-1].ended is None
+    (run.run_dir.path / "stop").touch()
+    last = run.wait_for_end()
+    assert (last.reason, last.verdict) == ("cancelled", "end")
+    assert "stopped by the file `stop`" in (last.sentence or "") and len(run.attempts()) == 1
+    assert step_of(committed(run.run_dir.checkpoints)[-1]) == last.last_step
+    assert "stopped" in run.status()
 
 
 def test_two_runs_share_their_nodes(project: Project) -> None:

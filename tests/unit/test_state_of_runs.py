@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.cli import main, runs
+from slurmtrain.cli import logs, main
 from slurmtrain.config.compose import compose
 from slurmtrain.launch import state as state_module
 from slurmtrain.launch.state import RunState, is_over, state, states
@@ -456,8 +456,8 @@ def test_following_asks_the_queue_seldom_and_outlives_its_errors(
             attempts.write_attempt(run, Attempt(1, job_id=JOB, started=1.0, ended=2.0, verdict="end", sentence="x"))
 
     clock = Clock(later)
-    monkeypatch.setattr(runs, "time", clock)
-    assert "".join(runs._lines_as_they_come(run, 0, None)) == "last words\n"
+    monkeypatch.setattr(logs, "time", clock)
+    assert "".join(logs.lines_as_they_come(run, 0, None)) == "last words\n"
     assert clock.sleeps in range(200, 203)
     assert len(asked(fake_slurm, but="")) in range(7, 10)  # 40 s, every 5 s
 
@@ -470,8 +470,8 @@ def test_a_run_that_says_it_is_over_is_followed_no_longer_whatever_its_job_does(
     ended(run, "done")
     (run.attempt(1) / "rank-0.log").write_text("all of it\n")
     queue({JOB: (word, "None")})
-    monkeypatch.setattr(runs, "time", clock := Clock())
-    assert "".join(runs._lines_as_they_come(run, 0, None)) == "all of it\n"
+    monkeypatch.setattr(logs, "time", clock := Clock())
+    assert "".join(logs.lines_as_they_come(run, 0, None)) == "all of it\n"
     assert clock.sleeps == 1
     assert asked(fake_slurm, but="") == []
 
@@ -489,8 +489,8 @@ def test_a_resumed_run_is_followed_into_its_next_attempt(
             ended(run, "done")
             (run.attempt(2) / "rank-0.log").write_text("second\n")
 
-    monkeypatch.setattr(runs, "time", Clock(later))
-    assert "".join(runs._lines_as_they_come(run, 0, None)) == "first\nsecond\n"
+    monkeypatch.setattr(logs, "time", Clock(later))
+    assert "".join(logs.lines_as_they_come(run, 0, None)) == "first\nsecond\n"
     assert len(asked(fake_slurm, but="")) in range(2, 5)
 
 
@@ -500,8 +500,39 @@ def test_one_attempt_is_followed_to_its_own_end(make: Make, queue: Queue, monkey
     attempt(run, job_id=JOB)
     (run.attempt(1) / "rank-0.log").write_text("first\n")
     queue({JOB: ("RUNNING", "None")})
-    monkeypatch.setattr(runs, "time", Clock())
-    assert "".join(runs._lines_as_they_come(run, 0, 1)) == "first\n"
+    monkeypatch.setattr(logs, "time", Clock())
+    assert "".join(logs.lines_as_they_come(run, 0, 1)) == "first\n"
+
+
+def test_all_ranks_are_followed_line_by_line_and_into_the_next_attempt(
+    make: Make, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(JOB)
+    attempt(run, job_id=JOB)
+    queue({JOB: ("RUNNING", "None")})
+    (run.attempt(1) / "rank-10.log").write_text("ten: begun\nten: ha")
+
+    def later(count: int) -> None:
+        if count == 10:
+            (run.attempt(1) / "rank-2.log").write_bytes("two: gr\u00fc".encode()[:-1])
+        elif count == 20:
+            (run.attempt(1) / "rank-2.log").write_text("two: gr\u00fcn\r\n", newline="")
+            with (run.attempt(1) / "rank-10.log").open("a") as log:
+                log.write("lf a line\n")
+        elif count == 30:
+            with (run.attempt(1) / "rank-10.log").open("a") as log:
+                log.write("cut short")
+            ended(run, "done")
+            (run.attempt(2) / "rank-0.log").write_text("again\n")
+
+    monkeypatch.setattr(logs, "time", Clock(later))
+    assert "".join(logs.lines_as_they_come(run, None, None)).splitlines() == [
+        "[10] ten: begun",
+        "[2] two: gr\u00fcn",
+        "[10] ten: half a line",
+        "[10] cut short",
+        "[0] again",
+    ]
 
 
 def test_the_record_is_read_once_for_a_status(make: Make, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from slurmtrain.rundir import RunDir, create, read_json
+from slurmtrain.runtime import watch as watch_module
 from slurmtrain.runtime.signals import StopSignals
 from slurmtrain.runtime.slurm import JobFacts
 from slurmtrain.runtime.watch import Watch
@@ -57,3 +59,38 @@ def test_without_slurm_nothing_is_planned(tmp_path: Path) -> None:
     assert not signals.wait(0.1)
     signals.request("SIGTERM")
     assert made.seconds_left() is None
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return create(tmp_path, "run")
+
+
+def test_a_file_saves_once_and_another_ends_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "LOOK_EVERY_S", 0.01)
+    signals = StopSignals()
+    (run_dir.path / "save").touch()
+    made = Watch(signals, run_dir.attempts, None, signal_lead_s=0, run_dir=run_dir)
+    deadline = time.monotonic() + 10
+    while not made.take_save():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert not made.take_save() and not (run_dir.path / "save").exists() and not signals.requested
+    (run_dir.path / "stop").touch()
+    assert signals.wait(10)
+    made.wait_for_record()
+    assert not (run_dir.path / "stop").exists()
+    record = read_json(run_dir.attempts / "stop.json")
+    assert record is not None and record["cause"] == "the file stop"
+    request = read_json(run_dir.request_file)
+    assert request is not None and request["action"] == "stop"
+
+
+def test_a_switch_that_cannot_be_taken_away_is_not_obeyed(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end every life of the run, and nobody could resume it."""
+    monkeypatch.setattr(watch_module, "LOOK_EVERY_S", 0.01)
+    signals = StopSignals()
+    (run_dir.path / "stop").mkdir()
+    Watch(signals, run_dir.attempts, None, signal_lead_s=0, run_dir=run_dir)
+    assert not signals.wait(0.2)
+    signals.request("SIGTERM")

@@ -1,0 +1,168 @@
+"""The verb logs: what the ranks print, of one or all of them, from attempt to attempt as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from slurmtrain import rundir
+from slurmtrain.cli.arguments import Parser
+from slurmtrain.cli.verbs import VERBS
+from slurmtrain.errors import UsageError
+from slurmtrain.launch.state import is_over, state
+from slurmtrain.rundir import RunDir
+from slurmtrain.runtime.attempts import read_attempt
+from slurmtrain.runtime.judge import Verdict
+
+FOLLOW_POLL_S = 0.2  # of a log on a shared file system: there is no event to await
+ASK_EVERY_S = 5.0  # the controller belongs to everybody
+
+
+def main(verb: str, words: list[str]) -> int:
+    parser = Parser(prog=f"python -m slurmtrain {verb}", description=VERBS[verb].help)
+    parser.add_argument("run", metavar="RUN", help="a run id, a unique beginning of one, a path, or last")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run has ended")
+    parser.add_argument("--rank", type=_rank, default=0, help="a number, or all: each line with its rank (default: 0)")
+    parser.add_argument("--attempt", type=int, help="default: the latest")
+    options = parser.parse_args(words)
+    run_dir = rundir.find(options.run, rundir.runs_root())
+    numbers, attempt = run_dir.attempt_numbers(), options.attempt
+    if attempt is not None and attempt not in numbers:
+        raise UsageError(
+            f"run {run_dir.id} has no attempt {attempt}", hint=f"it has: {', '.join(map(str, numbers)) or 'none yet'}"
+        )
+    if options.follow:
+        return follow(run_dir, options.rank, attempt)
+    if not numbers:
+        raise UsageError(
+            f"run {run_dir.id} has not started yet, so there is no log",
+            hint=f"status {run_dir.id}; logs -f waits for it",
+        )
+    number = attempt or numbers[-1]
+    if options.rank is None and _logs_of(run_dir, number):
+        for rank, log in _logs_of(run_dir, number).items():
+            sys.stdout.write(_marked(rank, log.read_text(errors="replace")))
+    else:
+        sys.stdout.write(_log_file(run_dir, options.rank or 0, number).read_text(errors="replace"))
+    return 0
+
+
+def _rank(text: str) -> int | None:
+    if text == "all":
+        return None
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a rank's number nor all")
+    return int(text)
+
+
+def _logs_of(run_dir: RunDir, number: int) -> dict[int, Path]:
+    """Logs of all ranks of an attempt, in their order."""
+    found = {int(path.stem[5:]): path for path in run_dir.attempt(number).glob("rank-*.log")}
+    return dict(sorted(found.items()))
+
+
+def _log_file(run_dir: RunDir, rank: int, number: int) -> Path:
+    directory = run_dir.attempt(number)
+    log = directory / f"rank-{rank}.log"
+    if log.exists():
+        return log
+    ranks = list(_logs_of(run_dir, number))
+    for other in (directory / "setup-failed", directory / "srun.log"):
+        if not ranks and other.exists():
+            return other
+    raise UsageError(
+        f"attempt {number} of run {run_dir.id} has no log of rank {rank}",
+        hint=f"it has ranks 0 to {ranks[-1]}" if ranks else f"no rank has started; see {run_dir.path}/slurm-*.log",
+    )
+
+
+def _marked(rank: int, text: str) -> str:
+    """Each line behind its rank; a last one that has no end yet gets one."""
+    return "".join(f"[{rank}] {line}\n" for line in text.removesuffix("\n").split("\n"))
+
+
+class Tail:
+    """What has been added to a log since the last look.
+
+    Args:
+        rank: to mark each line with; then only whole lines are given. None: as it comes.
+    """
+
+    def __init__(self, log: Path, rank: int | None):
+        self._log, self._rank = log, rank
+        self._position = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may come in two parts
+        self._rest = ""
+
+    def more(self) -> str:
+        if not self._log.exists():
+            return ""
+        with self._log.open("rb") as file:
+            file.seek(self._position)
+            added = self._decoder.decode(file.read())
+            self._position = file.tell()
+        if self._rank is None:
+            return added
+        whole, end, self._rest = (self._rest + added).rpartition("\n")
+        return _marked(self._rank, whole) if end else ""
+
+    def rest(self) -> str:
+        """A last line without an end, when no more will come."""
+        return _marked(self._rank, self._rest) if self._rank is not None and self._rest else ""
+
+
+def follow(run_dir: RunDir, rank: int | None, attempt: int | None) -> int:
+    """Print a rank's output as it comes (None: that of all), from attempt to attempt, until the run has ended."""
+    for text in lines_as_they_come(run_dir, rank, attempt):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    return 0
+
+
+def lines_as_they_come(run_dir: RunDir, rank: int | None, attempt: int | None) -> Iterator[str]:
+    number = attempt or (run_dir.attempt_numbers() or [1])[-1]
+    tails: dict[int, Tail] = {}
+    asked = time.monotonic() - ASK_EVERY_S
+    ended = looked = False
+    while True:
+        ranks = [rank] if rank is not None else list(_logs_of(run_dir, number))
+        for each in ranks:
+            if each not in tails:
+                tails[each] = Tail(run_dir.attempt(number) / f"rank-{each}.log", each if rank is None else None)
+        text = "".join(tails[each].more() for each in ranks)
+        if text:
+            yield text
+            continue
+        if attempt is None and number + 1 in run_dir.attempt_numbers():
+            yield "".join(tail.rest() for tail in tails.values())
+            number, tails, looked = number + 1, {}, False
+            continue
+        if ended:
+            yield "".join(tail.rest() for tail in tails.values())
+            return
+        # What the run itself wrote says soonest that it is over; the queue is asked seldom, for runs that cannot write.
+        record = read_attempt(run_dir, number)
+        if attempt is not None:
+            ended = record.ended is not None or run_dir.attempt_numbers()[-1] > attempt
+        elif not looked and record.verdict in (Verdict.DONE, Verdict.END):
+            ended, looked = is_over(run_dir), True  # not if it has been submitted again
+        if not ended and time.monotonic() - asked >= ASK_EVERY_S:
+            ended = not state(run_dir).alive
+            asked = time.monotonic()
+        time.sleep(FOLLOW_POLL_S)
+
+
+def follow_to_the_end(run_dir: RunDir) -> int:
+    """For `submit --follow`: 0 when the run has finished, 1 when it has ended otherwise. Ctrl-C leaves the job alone."""
+    try:
+        follow(run_dir, 0, None)
+    except KeyboardInterrupt:
+        print(f"\nthe job goes on; come back with: logs {run_dir.id} -f")
+        return 130
+    now = state(run_dir)
+    print(f"run {run_dir.id}: {now.word}: {now.sentence}")
+    return 0 if now.word == "finished" else 1
