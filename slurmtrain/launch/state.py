@@ -5,6 +5,7 @@ The run's files come first: they are there without sacct, without history, and w
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import socket
@@ -22,6 +23,9 @@ from slurmtrain.runtime.chain import links
 from slurmtrain.runtime.judge import Verdict
 from slurmtrain.runtime.slurm import GONE, SlurmClient
 
+CONFIRMATIONS = 3  # answers without a job after which it is taken for gone
+CONFIRM_EVERY_S = 0.7
+GONE_EVENT = "gone from the queue"
 LOCAL_START_S = 60.0  # a local attempt whose rank 0 has not said anything for longer than this never will
 
 
@@ -49,13 +53,16 @@ class RunState:
 
 
 def states(run_dirs: Iterable[RunDir]) -> dict[str, RunState]:
-    """State of every run, by id, with one squeue call for each cluster they are on."""
+    """State of every run, by id, with one squeue call for each cluster they are on.
+
+    A job that should be there and is not is asked for again: a controller that has just been restarted answers with nothing.
+    """
     records = [_read(run_dir) for run_dir in run_dirs]
-    by_cluster: dict[str | None, list[str]] = {}
+    by_cluster: dict[str | None, list[_Record]] = {}
     for record in records:
         if not record.local and record.job_id:
-            by_cluster.setdefault(record.info["slurm_conf"], []).extend(record.chain or [record.job_id])
-    queues = {conf: _queue(conf, ids) for conf, ids in by_cluster.items()}
+            by_cluster.setdefault(record.info["slurm_conf"], []).append(record)
+    queues = {conf: _confirmed_queue(conf, theirs) for conf, theirs in by_cluster.items()}
     found = {}
     for record in records:
         queue = queues.get(record.info["slurm_conf"], _Queue())
@@ -117,6 +124,18 @@ class _Record:
     @property
     def last(self) -> Attempt | None:
         return self.attempts[-1] if self.attempts else None
+
+    @property
+    def possible_jobs(self) -> list[str]:
+        """The jobs of which one should be in the queue, if the run has not ended."""
+        return self.chain or ([self.job_id] if self.job_id is not None else [])
+
+    def is_missing_from(self, queue: _Queue) -> bool:
+        """Nothing says that it has ended, and the queue has no job of it; unless that is known for certain."""
+        if self.over or any(job_id in queue.jobs for job_id in self.possible_jobs):
+            return False
+        known = [event["job_ids"] for event in self.run_dir.events() if event["event"] == GONE_EVENT]
+        return self.possible_jobs not in known
 
     @property
     def own_job(self) -> bool:
@@ -206,6 +225,23 @@ class _Queue:
 
     jobs: dict[str, tuple[str, str]] = field(default_factory=dict)
     doubt: str | None = None
+
+
+def _confirmed_queue(slurm_conf: str | None, records: list[_Record]) -> _Queue:
+    job_ids = [job_id for record in records for job_id in record.possible_jobs]
+    queue = _queue(slurm_conf, job_ids)
+    for _ in range(CONFIRMATIONS - 1):
+        missing = [record for record in records if record.is_missing_from(queue)]
+        if queue.doubt is not None or not missing:
+            return queue
+        time.sleep(CONFIRM_EVERY_S)
+        again = _queue(slurm_conf, job_ids)
+        queue = _Queue({**queue.jobs, **again.jobs}, again.doubt)
+    for record in records:
+        if queue.doubt is None and record.is_missing_from(queue):
+            with contextlib.suppress(OSError):  # somebody else's run
+                record.run_dir.event(GONE_EVENT, job_ids=record.possible_jobs)
+    return queue
 
 
 def _queue(slurm_conf: str | None, job_ids: list[str]) -> _Queue:

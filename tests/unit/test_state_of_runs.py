@@ -44,8 +44,9 @@ def make(project: Path) -> Callable[..., RunDir]:
 
 
 @pytest.fixture
-def queue(fake_slurm: FakeSlurm) -> Callable[[dict[str, tuple[str, str]]], None]:
+def queue(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, tuple[str, str]]], None]:
     """Lets squeue answer with these jobs. It, scancel and scontrol note down what they were asked."""
+    monkeypatch.setattr(state_module, "CONFIRM_EVERY_S", 0.0)
     for name in ("scancel", "scontrol"):
         fake_slurm.command(name, f'echo "{name} $*" >>"$here/asked"')
 
@@ -548,3 +549,37 @@ def test_the_record_is_read_once_for_a_status(make: Make, queue: Queue, monkeypa
     monkeypatch.setattr(attempts, "all_attempts", counted)
     state(run)
     assert calls == [run]
+
+
+# An answer with nothing in it.
+
+
+def test_one_empty_answer_of_squeue_is_not_believed(make: Make, queue: Queue, fake_slurm: FakeSlurm) -> None:
+    run = make(JOB)
+    attempt(run, job_id=JOB)
+    queue({JOB: ("RUNNING", "None")})
+    fake_slurm.command("squeue", 'echo squeue >>"$here/asked"; [ "$(wc -l <"$here/asked")" = 1 ] || cat "$here/queue"')
+    assert said(state(run)) == ("running", True)
+    assert len(asked(fake_slurm, but="")) == 2
+
+
+def test_an_empty_answer_after_which_nobody_answers_leaves_it_open(
+    make: Make, queue: Queue, fake_slurm: FakeSlurm
+) -> None:
+    run = make(JOB)
+    attempt(run, job_id=JOB)
+    fake_slurm.command("squeue", 'echo squeue >>"$here/asked"; [ "$(wc -l <"$here/asked")" = 1 ]')
+    assert said(state(run)) == ("unknown", True)
+
+
+def test_a_job_that_is_gone_is_asked_for_three_times_and_then_once(
+    make: Make, queue: Queue, fake_slurm: FakeSlurm
+) -> None:
+    run = make(JOB)
+    attempt(run, job_id=JOB)
+    assert said(state(run)) == ("lost", False)
+    assert len(asked(fake_slurm, but="")) == 3
+    assert said(state(run)) == ("lost", False)
+    assert len(asked(fake_slurm, but="")) == 4
+    queue({JOB: ("RUNNING", "None")})  # and believed when it is there after all
+    assert said(state(run)) == ("running", True)
