@@ -122,6 +122,21 @@ def hand_over(
         delay *= 2
 
 
+def check(script: Path, client: SlurmClient) -> None:
+    """Ask SLURM whether it would take this script, without submitting it.
+
+    What passes by itself, and a limit that is reached, are no fault of the script.
+
+    Raises:
+        ClusterError: it would refuse; its own words are in the message.
+    """
+    code, words = client.test_only(script)
+    if code != 0:
+        error = refusal(_without_prefix(words), code, 60)
+        if not isinstance(error, (Passing, SubmitLimit)):
+            raise error
+
+
 class Passing(ClusterError):
     """sbatch failed in a way that passes by itself.
 
@@ -192,11 +207,14 @@ def sbatch(script: str, folder: Path, slurm_conf: str | None, options: Sequence[
         with contextlib.redirect_stderr(words):  # submitit prints sbatch's words; they are in our message instead
             job = ScriptExecutor(folder)._submit_command("train")
     except FailedJobError as error:
-        lines = (str(error).strip() or words.getvalue().strip()).splitlines()
-        said = "; ".join(re.sub(r"^sbatch: (error: )?", "", line) for line in lines)
+        said = _without_prefix(str(error).strip() or words.getvalue().strip())
         call = error.__cause__ or error.__context__
         raise refusal(said, call.returncode if isinstance(call, subprocess.CalledProcessError) else 1, call_s) from None
     return str(job.job_id)
+
+
+def _without_prefix(words: str) -> str:
+    return "; ".join(re.sub(r"^(sbatch: |allocation failure: )(error: )?", "", line) for line in words.splitlines())
 
 
 def refusal(said: str, code: int, call_s: int) -> ClusterError:

@@ -34,8 +34,8 @@ from slurmtrain.config.compose import freeze, load_frozen, to_values
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError, UsageError
 from slurmtrain.launch.arrays import Array, plan_arrays
-from slurmtrain.launch.handover import Patience, SubmitLimit, hand_over
-from slurmtrain.launch.sbatch import JobPaths, render_script
+from slurmtrain.launch.handover import Patience, SubmitLimit, check, hand_over
+from slurmtrain.launch.sbatch import JobPaths, directive, render_script
 from slurmtrain.launch.snapshot import find_source, take_snapshot
 from slurmtrain.launch.state import RunState, states
 from slurmtrain.launch.submit import run_info, with_absolute_paths
@@ -299,6 +299,34 @@ class Submission:
     limit: SubmitLimit | None = None
 
 
+def check_arrays(sweep: Sweep, client: SlurmClient) -> None:
+    """Ask SLURM whether it would take every array that has not been submitted.
+
+    Raises:
+        ClusterError: it would not. A sweep of which nothing has been submitted is gone again.
+    """
+    numbers = sweep.array_numbers()
+    missing = [number for number in numbers if sweep.job_id(number) is None]
+    for number in missing:
+        path = sweep.array(number) / f".test-{os.getpid()}.sbatch"
+        try:
+            path.write_text(_script(sweep, number))
+            check(path, client)
+        except ClusterError:
+            if missing == numbers and not any((sweep.array(each) / "claim.json").exists() for each in numbers):
+                remove(sweep)
+            raise
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def remove(sweep: Sweep) -> None:
+    """Out of sight first, so that nobody finds half of it."""
+    gone = sweep.path.parent / PREPARING / f"{sweep.id}-{os.getpid()}-{secrets.token_hex(3)}"
+    sweep.path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
 def submit_arrays(
     sweep: Sweep,
     client: SlurmClient,
@@ -308,9 +336,12 @@ def submit_arrays(
 ) -> Submission:
     """Submit every array that has not been. Several shells may do it at the same time.
 
+    SLURM is asked first whether it would take all of them, so that no half of a sweep waits for a cure of the other.
+
     Raises:
         ClusterError: sbatch refused, or it is not known whether a job is there; what was submitted stays.
     """
+    check_arrays(sweep, client)
     submitted: list[str] = []
     found: list[str] = []
     numbers = sweep.array_numbers()
@@ -349,21 +380,10 @@ def _hand_over(
     say: Callable[[str], None],
 ) -> str:
     path = sweep.array(number)
-    plan = read_json(path / "plan.json") or {}
-    run_dirs = [sweep.run_dir(run_id) for run_id in plan["members"]]
-    config = load_frozen(run_dirs[0].config_file, secrets=False)
-    if plan["after"] is not None:
-        given = config.cluster.sbatch.get("dependency")
-        waits = [*(given if isinstance(given, list) else [given] if given else [])]
-        waits.append(f"afterany:{sweep.job_id(plan['after'])}")
-        sbatch = {**config.cluster.sbatch, "dependency": waits}
-        config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, sbatch=sbatch))
-    paths = JobPaths(
-        [run_dir.path for run_dir in run_dirs], sweep.info()["workdir"], sys.executable, parallelism=plan["parallelism"]
-    )
-    script = render_script(config, paths)
+    script = _script(sweep, number)
     (path / "job.sbatch").write_text(script)
-    for run_dir in run_dirs:
+    for run_id in sweep.members(number):
+        run_dir = sweep.run_dir(run_id)
         link = run_dir.path / f".{run_dir.script.name}.{os.getpid()}"
         os.link(path / "job.sbatch", link)
         link.replace(run_dir.script)
@@ -372,13 +392,30 @@ def _hand_over(
         path / "submitit",
         f"{sweep.id}:{number:04d}:{sweep.info()['token']}",
         client,
-        comment=config.cluster.sbatch.get("comment"),
+        comment=directive(script, "comment"),
         looked_for_before=somebody_before,
         patience=patience,
         say=say,
     )
     write_json(path / "job.json", {"job_id": job_id, "time": time.time()})
     return job_id
+
+
+def _script(sweep: Sweep, number: int) -> str:
+    """What is handed to sbatch for an array; of those that it waits for, what has been submitted by now."""
+    plan = read_json(sweep.array(number) / "plan.json") or {}
+    run_dirs = [sweep.run_dir(run_id) for run_id in plan["members"]]
+    config = load_frozen(run_dirs[0].config_file, secrets=False)
+    before = sweep.job_id(plan["after"]) if plan["after"] is not None else None
+    if before is not None:
+        given = config.cluster.sbatch.get("dependency")
+        waits = [*(given if isinstance(given, list) else [given] if given else []), f"afterany:{before}"]
+        sbatch = {**config.cluster.sbatch, "dependency": waits}
+        config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, sbatch=sbatch))
+    paths = JobPaths(
+        [run_dir.path for run_dir in run_dirs], sweep.info()["workdir"], sys.executable, parallelism=plan["parallelism"]
+    )
+    return render_script(config, paths)
 
 
 def note_jobs(sweep: Sweep, number: int) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from slurmtrain.errors import ClusterError
 
@@ -192,6 +193,15 @@ class SlurmClient:
                 moved.append(waiting)
         return moved
 
+    def test_only(self, script: Path) -> tuple[int, str]:
+        """Exit code and words of `sbatch --test-only`: whether and when this script would start. Nothing is submitted.
+
+        Raises:
+            ClusterError: sbatch is missing, or the controller does not answer.
+        """
+        answer = self._answer(["sbatch", "--test-only", str(script)])
+        return answer.returncode, (answer.stderr or answer.stdout).strip()
+
     def cancel(self, *job_ids: str) -> None:
         self._call(["scancel", *job_ids])
 
@@ -207,20 +217,23 @@ class SlurmClient:
         self._call(["scontrol", "update", f"JobId={job_id}", "StartTime=now"])
 
     def _call(self, command: Sequence[str]) -> str:
-        if shutil.which(command[0], path=self._environment.get("PATH")) is None:
-            raise ClusterError(f"there is no `{command[0]}` on this machine", hint=INSTALL_HINT)
-        try:
-            answer = self._run(command, self._environment)
-        except subprocess.TimeoutExpired:
-            raise ClusterError(
-                f"SLURM's controller did not answer `{command[0]}` within 60 s", hint="try again later"
-            ) from None
+        answer = self._answer(command)
         if answer.returncode != 0:
             words = (answer.stderr or answer.stdout).strip().splitlines()
             raise ClusterError(
                 f"`{' '.join(command)}` failed: {words[-1] if words else f'exit code {answer.returncode}'}"
             )
         return answer.stdout
+
+    def _answer(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        if shutil.which(command[0], path=self._environment.get("PATH")) is None:
+            raise ClusterError(f"there is no `{command[0]}` on this machine", hint=INSTALL_HINT)
+        try:
+            return self._run(command, self._environment)
+        except subprocess.TimeoutExpired:
+            raise ClusterError(
+                f"SLURM's controller did not answer `{command[0]}` within 60 s", hint="try again later"
+            ) from None
 
 
 def parse_show_job(text: str) -> JobFacts | None:

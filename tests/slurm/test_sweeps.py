@@ -36,6 +36,7 @@ class Stumbling(Paced):
 
 # In front of the real sbatch: what it does is the next line of a file.
 FAULTY_SBATCH = """#!/bin/bash
+case " $* " in *" --test-only "*) exec {sbatch} "$@" ;; esac
 plan={folder}/plan
 read -r fault < "$plan"
 sed -i 1d "$plan"
@@ -238,6 +239,12 @@ def test_a_wrong_point_keeps_all_from_being_submitted(sweeper: Sweeper) -> None:
     said = sweeper.cli(*sweeper.words("optim.lr=0.1,0.2", "train.steps=60,5"), check=False)
     assert "point 1 (optim.lr=0.1 train.steps=5): optim.warmup_steps=30 is more than train.steps=5" in said
     assert not sweeper.queue() and not (sweeper.path / "runs").exists()
+
+
+def test_what_slurm_would_refuse_in_one_array_keeps_all_from_being_submitted(sweeper: Sweeper) -> None:
+    said = sweeper.cli(*sweeper.words("cluster.nodes=1,8", "train.seed=1,2", LATER), check=False)
+    assert "sbatch refused the job" in said and "cluster.nodes" in said
+    assert not sweeper.queue() and not list((sweeper.path / "runs").glob("*/sweep.json"))
 
 
 @pytest.mark.parametrize("points", [1100, pytest.param(2500, marks=pytest.mark.slow)])
