@@ -23,9 +23,8 @@ from slurmtrain.launch.state import RunState
 from slurmtrain.launch.submit import check_slurm_is_here, dry_run, slurm_conf_of
 from slurmtrain.launch.sweep import Sweep
 from slurmtrain.launch.timeplan import look_ahead
+from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.slurm import SlurmClient
-
-GOING_ON = ("waiting", "starting", "running", "stopping", "requeued", "held", "unknown")
 
 
 def submit(arguments: Arguments) -> int:
@@ -185,11 +184,16 @@ def _as_json(point: sweeps.Point, state: RunState) -> dict[str, object]:
 def _collect(sweep: Sweep, options: argparse.Namespace) -> int:
     now = sweeps.states_of(sweep)
     points = [
-        collect.Point(point.number, point.varied, sweep.run_dir(point.run_id), now[point.run_id].word)
+        collect.Point(point.number, point.varied, _run_dir_of(sweep, point), now[point.run_id].word)
         for point in sweep.points()
     ]
     print_collected(collect.table_of(points, metric=options.metric, mode=options.mode), options)
     return 0
+
+
+def _run_dir_of(sweep: Sweep, point: sweeps.Point) -> RunDir | None:
+    run_dir = sweep.run_dir(point.run_id)
+    return run_dir if run_dir.info_file.exists() else None
 
 
 def _retry(sweep: Sweep, *, as_json: bool) -> int:

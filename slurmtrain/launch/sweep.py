@@ -43,8 +43,9 @@ from slurmtrain.rundir import RunDir, read_json, write_json
 from slurmtrain.runtime.slurm import SlurmClient
 
 PREPARING = ".preparing"  # below runs/; deep enough that no verb takes what is in it for runs
-CLAIM_LASTS_S = 900.0  # of a shell on another host, whose life cannot be seen from here
+CLAIM_LASTS_S = 3600.0  # of a shell on another host, whose life cannot be seen from here; longer than it may be patient
 POLL_S = 0.2  # of a claim on a shared file system: there is no event to await
+REMOVED = RunState("removed", "its run directory is gone", False, [], None, None)
 RETRIED = ("failed", "lost", "stopped", "prepared")
 
 
@@ -385,7 +386,10 @@ def _hand_over(
     for run_id in sweep.members(number):
         run_dir = sweep.run_dir(run_id)
         link = run_dir.path / f".{run_dir.script.name}.{os.getpid()}"
-        os.link(path / "job.sbatch", link)
+        try:
+            os.link(path / "job.sbatch", link)
+        except OSError:  # not every file system can
+            link.write_text(script)
         link.replace(run_dir.script)
     job_id = hand_over(
         script,
@@ -429,12 +433,18 @@ def note_jobs(sweep: Sweep, number: int) -> None:
     for index, run_id in enumerate(members):
         run_dir = sweep.run_dir(run_id)
         element = f"{job['job_id']}_{index}" if len(members) > 1 else str(job["job_id"])
-        info = run_dir.info()
-        if element not in info["job_ids"]:
-            run_dir.event("submitted", job_id=element)
-            write_json(
-                run_dir.info_file, {**info, "job_ids": [*info["job_ids"], element], "slurm_conf": conf}, durable=False
-            )
+        info = read_json(run_dir.info_file)
+        if info is None or element in info["job_ids"]:  # None: removed by `runs prune`
+            continue
+        # The latest job comes last. When this is made up for long afterwards, the run may have had others since.
+        events = [event for event in run_dir.events() if event["event"] == "submitted"]
+        since = {event["job_id"] for event in events if float(event["time"]) > float(job["time"])}
+        job_ids = [each for each in info["job_ids"] if each not in since]
+        later = [each for each in info["job_ids"] if each in since]
+        run_dir.event("submitted", job_id=element)
+        write_json(
+            run_dir.info_file, {**info, "job_ids": [*job_ids, element, *later], "slurm_conf": conf}, durable=False
+        )
     write_json(path, {**job, "noted": True})
 
 
@@ -549,9 +559,10 @@ def states_of_all(found: Sequence[Sweep]) -> list[tuple[Sweep, dict[str, RunStat
     for sweep in found:
         for number in sweep.array_numbers():
             note_jobs(sweep, number)
-    runs = {sweep.id: sweep.run_dirs() for sweep in found}
-    now = states([run_dir for members in runs.values() for run_dir in members.values()])
-    return [(sweep, {run_id: now[run_id] for run_id in runs[sweep.id]}) for sweep in found]
+    runs = [(sweep, sweep.run_dirs()) for sweep in found]
+    there = [run_dir for _, members in runs for run_dir in members.values() if run_dir.info_file.exists()]
+    now = states(there)
+    return [(sweep, {run_id: now.get(run_id, REMOVED) for run_id in members}) for sweep, members in runs]
 
 
 def add_retry(sweep: Sweep, words: Sequence[str] = RETRIED) -> list[str]:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 
 from slurmtrain.launch.sweep import Sweep
+from slurmtrain.rundir import read_json, write_json
 from tests.slurm.conftest import Cluster
 from tests.slurm.project import SMALL, Run, make_project
 
@@ -225,6 +227,34 @@ def test_the_same_command_is_the_same_sweep_whatever_the_order(sweeper: Sweeper)
     sweeper.cli("sweep", "cancel", first.id)
     assert sweeper.wait_until_ended(first, 30)["states"] == {"stopped": 4}
     assert set(sweeper.state(other)["states"]) == {"waiting"}
+
+
+def test_a_submission_that_was_cut_short_is_made_up_for_in_the_right_order(sweeper: Sweeper) -> None:
+    """The shell was killed before it told the runs their job; one of them has had another job since."""
+    sweep = sweeper.submit("train.seed=1,2,3", LATER)
+    first, second, third = sweep.run_dirs().values()
+    elements = [run_dir.info()["job_ids"] for run_dir in (first, second, third)]
+    for run_dir in (first, second):
+        run_dir.update_info(job_ids=[])
+    second.update_info(job_ids=["77"])
+    second.event("submitted", job_id="77")
+    job = read_json(sweep.array(0) / "job.json")
+    assert job is not None
+    write_json(sweep.array(0) / "job.json", {"job_id": job["job_id"], "time": job["time"]})
+    sweeper.cli("sweep", "status", sweep.id)
+    assert [run_dir.info()["job_ids"] for run_dir in (first, second, third)] == [
+        elements[0],
+        [*elements[1], "77"],
+        elements[2],
+    ]
+
+
+def test_a_point_whose_run_was_removed_keeps_its_row(sweeper: Sweeper) -> None:
+    sweep = sweeper.submit("train.seed=1,2", LATER)
+    shutil.rmtree(sweep.run_dir(sweep.points()[0].run_id).path)
+    assert sweeper.state(sweep)["states"] == {"removed": 1, "waiting": 1}
+    rows = list(csv.DictReader(io.StringIO(sweeper.cli("sweep", "collect", sweep.id, "--format", "csv"))))
+    assert [(row["train.seed"], row["state"]) for row in rows] == [("1", "removed"), ("2", "waiting")]
 
 
 def test_points_that_ask_for_different_resources_are_different_arrays(sweeper: Sweeper) -> None:
