@@ -18,6 +18,7 @@ from typing import Any
 from slurmtrain.errors import ConfigError, UsageError
 
 RUN_DIR_VARIABLE = "SLURMTRAIN_RUN_DIR"
+PREPARING = ".preparing"  # below runs/: sweeps in the making; deep enough that no verb takes what is in it for runs
 ATTEMPT_VARIABLE = "SLURMTRAIN_ATTEMPT"
 
 
@@ -139,6 +140,11 @@ class RunDir:
                 number += 1
 
 
+def is_sweep(folder: Path) -> bool:
+    """A folder under the runs that holds the points of one sweep."""
+    return (folder / "sweep.json").is_file()
+
+
 def new_run_id() -> str:
     """Sorts by time, to the millisecond; the random part keeps two of the same moment apart."""
     now = time.time()
@@ -236,6 +242,13 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file in one step; other links to the one before keep that."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(2)}")
+    temporary.write_text(text)
+    temporary.replace(path)
 
 
 def write_json(path: Path, value: dict[str, Any], *, durable: bool = True) -> None:

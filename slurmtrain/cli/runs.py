@@ -270,6 +270,10 @@ def _resume(run_dir: RunDir) -> int:
     if now.word == "finished":
         print(f"run {run_dir.id} is finished: there is nothing to resume")
         return 0
+    if rundir.is_sweep(run_dir.path.parent):
+        from slurmtrain.launch.sweep import check_not_planned
+
+        check_not_planned(run_dir)
     run_dir.request_file.unlink(missing_ok=True)
     run_dir.event("resume asked")
     if run_dir.info()["backend"] == "local":

@@ -16,7 +16,7 @@ from slurmtrain.cli.runs import print_table
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.config.compose import Primary, search_folders
 from slurmtrain.config.points import check, composing
-from slurmtrain.errors import ConfigError, UsageError
+from slurmtrain.errors import UsageError
 from slurmtrain.launch import collect
 from slurmtrain.launch import sweep as sweeps
 from slurmtrain.launch.state import RunState
@@ -42,19 +42,11 @@ def submit(arguments: Arguments) -> int:
             for number, config in enumerate(check(composer, grid)):
                 if number == 0:
                     print(dry_run(config, cwd), end="")
-            print(f"# and {len(grid.points) - 1} more points: {', '.join(grid.keys) or 'nothing varies'}")
+            print(
+                f"# That is point 0, as a job of its own. {len(grid.points)} points vary: {', '.join(grid.keys) or 'nothing'}"
+            )
             return 0
         draft = sweeps.draft(check(composer, grid), cwd)
-    if draft.first.cluster.backend == "local":
-        raise UsageError(
-            "a sweep with cluster=local is not supported",
-            hint="sandbox up, then cluster=sandbox: a throwaway SLURM on this machine",
-        )
-    if draft.first.requeue.mode == "chain":
-        raise ConfigError(
-            "requeue.mode=chain in a sweep: the tasks of an array cannot each wait for their own",
-            hint="requeue=resubmit, or requeue=requeue where the cluster allows it",
-        )
     client = SlurmClient(slurm_conf_of(draft.first))
     check_slurm_is_here()
     for warning in look_ahead(draft.first, Path(draft.first.job.runs_dir), client):
@@ -202,8 +194,10 @@ def _retry(sweep: Sweep, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"sweep": sweep.id, "runs": chosen, "job_ids": submission.submitted}))
     elif submission.submitted:
-        print(f"{len(chosen)} runs of {sweep.id} are submitted again: job {', '.join(submission.submitted)}")
-    else:
+        print(
+            f"{len(chosen)} runs of {sweep.id} are chosen to be submitted again: job {', '.join(submission.submitted)}"
+        )
+    elif submission.limit is None:
         print(f"there is nothing to retry in {sweep.id}: {_summary(_counts(sweeps.states_of(sweep)))}")
     sweeps.check_submitted(submission)
     return 0

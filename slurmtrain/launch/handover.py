@@ -44,7 +44,15 @@ TIMED_OUT = 124  # timeout(1)
 LIMIT = ("submit limit", "submitjoblimit", "job limit", "maxjobcount", "max_job", "job/core submit")
 
 
-class SubmitLimit(ClusterError):
+class NotSubmitted(ClusterError):
+    """The job is not there, for certain."""
+
+
+class Refused(NotSubmitted):
+    """SLURM will not have it as it is."""
+
+
+class SubmitLimit(NotSubmitted):
     """The user, the account or the cluster may not have more jobs in the queue now."""
 
 
@@ -76,6 +84,7 @@ def hand_over(
     comment: str | None = None,
     options: Sequence[str] = (),
     looked_for_before: bool = False,
+    finds_out: str = "the same command again looks for it first",
     patience: Patience = Patience(),
     say: Callable[[str], None] = lambda text: None,
     sleep: Callable[[float], None] = time.sleep,
@@ -88,15 +97,17 @@ def hand_over(
         comment: the user's own, which stays in front.
         options: further ones for sbatch; they overrule the script's.
         looked_for_before: an earlier call with this token may have been cut short: look first.
+        finds_out: what to do when it stays unknown whether the job is there, as a hint.
         say: told of what is waited for.
 
     Raises:
-        SubmitLimit: no more jobs may be submitted now. Nothing was.
-        ClusterError: sbatch refused, in its own words; or it is not known whether the job is there.
+        NotSubmitted: sbatch refused, in its own words, or could not be reached; or no more jobs may be submitted now.
+        ClusterError: it is not known whether the job is there.
     """
     words = f"{comment} {TOKEN_PREFIX}{token}" if comment else TOKEN_PREFIX + token
     if looked_for_before:
-        found = _look(token, client, patience, sleep)
+        _wait_for_orphans(token, patience, say, sleep)
+        found = _look(token, client, patience, sleep, finds_out)
         if found is not None:
             return found
     delay = patience.first_delay_s
@@ -109,11 +120,11 @@ def hand_over(
             passing = error
         if passing.may_be_there:
             say(f"sbatch: {passing.said}; looking whether the job is there all the same")
-            found = _look(token, client, patience, sleep, passing.said)
+            found = _look(token, client, patience, sleep, finds_out, passing.said)
             if found is not None:
                 return found
         if attempt >= (patience.tries if passing.may_be_there else patience.tries / 2):
-            raise ClusterError(
+            raise NotSubmitted(
                 f"sbatch failed {attempt} times, the last time with: {passing.said}; nothing was submitted",
                 hint="try again later",
             )
@@ -125,16 +136,18 @@ def hand_over(
 def check(script: Path, client: SlurmClient) -> None:
     """Ask SLURM whether it would take this script, without submitting it.
 
-    What passes by itself, and a limit that is reached, are no fault of the script.
+    What passes by itself, and a limit that is reached, are no fault of the script; who does not answer will be asked again.
 
     Raises:
-        ClusterError: it would refuse; its own words are in the message.
+        Refused: it would refuse; its own words are in the message.
     """
-    code, words = client.test_only(script)
-    if code != 0:
-        error = refusal(_without_prefix(words), code, 60)
-        if not isinstance(error, (Passing, SubmitLimit)):
-            raise error
+    try:
+        code, words = client.test_only(script)
+    except ClusterError:
+        return
+    error = refusal(_without_prefix(words), code, 60) if code != 0 else None
+    if isinstance(error, Refused):
+        raise error
 
 
 class Passing(ClusterError):
@@ -150,7 +163,7 @@ class Passing(ClusterError):
 
 
 def _look(
-    token: str, client: SlurmClient, patience: Patience, sleep: Callable[[float], None], said: str = ""
+    token: str, client: SlurmClient, patience: Patience, sleep: Callable[[float], None], finds_out: str, said: str = ""
 ) -> str | None:
     """The job with this token, or None when SLURM has said often enough that there is none.
 
@@ -169,11 +182,37 @@ def _look(
                 before = f"sbatch said: {said}, and then " if said else ""
                 raise ClusterError(
                     f"it is not known whether the job was submitted: {before}{error.message}",
-                    hint="the same command again finds out first",
+                    hint=finds_out,
                 ) from None
         if found is not None or answers >= patience.confirmations:
             return found
         sleep(patience.confirm_every_s)
+
+
+def _wait_for_orphans(
+    token: str, patience: Patience, say: Callable[[str], None], sleep: Callable[[float], None]
+) -> None:
+    """A shell that was killed leaves its sbatch behind, which may still be heard. Only this host's can be seen."""
+    told = False
+    for _ in range(2 * patience.call_s):
+        if not _runs_somewhere(TOKEN_PREFIX + token):
+            return
+        if not told:
+            say("a sbatch that a killed shell has left behind is still at work; waiting for it")
+            told = True
+        sleep(1.0)
+
+
+def _runs_somewhere(word: str) -> bool:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        comments = b" ".join(each.removeprefix(b"--comment=") for each in words if each.startswith(b"--comment="))
+        if b"sbatch" in words and word.encode() in comments.split():
+            return True
+    return False
 
 
 def sbatch(script: str, folder: Path, slurm_conf: str | None, options: Sequence[str], *, call_s: int = 90) -> str:
@@ -233,7 +272,7 @@ def refusal(said: str, code: int, call_s: int) -> ClusterError:
         return Passing(said, may_be_there=True)
     if any(words in low for words in NOT_THERE):
         return Passing(said, may_be_there=False)
-    return ClusterError(f"sbatch refused the job: {said or f'exit code {code}, without a word'}", hint=advice(said))
+    return Refused(f"sbatch refused the job: {said or f'exit code {code}, without a word'}", hint=advice(said))
 
 
 def advice(said: str) -> str:

@@ -7,6 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurmtrain import rundir
 from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import ConfigError
 from slurmtrain.resources import PACKAGE, is_installed_copy, shipped
@@ -116,10 +117,17 @@ def _files_of(source: Source, runs: Path, target: Path) -> list[Path]:
         if runs not in path.parents or len(path.relative_to(runs).parts) < 3:
             return False
         name, run_id = path.relative_to(runs).parts[:2]
-        folder = runs / name / run_id
-        if folder not in run_folders:
-            run_folders[folder] = RunDir(folder).exists()
-        return run_folders[folder]
+        if name == rundir.PREPARING:
+            return True
+        for folder, of_a_run in (
+            (runs / name, rundir.is_sweep),
+            (runs / name / run_id, lambda it: RunDir(it).exists()),
+        ):
+            if folder not in run_folders:
+                run_folders[folder] = of_a_run(folder)
+            if run_folders[folder]:
+                return True
+        return False
 
     return [name for name in names if not belongs_to_a_run(root / name)]
 

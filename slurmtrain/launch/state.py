@@ -33,7 +33,7 @@ LOCAL_START_S = 60.0  # a local attempt whose rank 0 has not said anything for l
 class RunState:
     """Attributes:
     word: one of "prepared", "waiting", "starting", "running", "stopping", "requeued", "held", "unknown", "finished",
-        "stopped", "failed", "lost".
+        "stopped", "failed", "lost"; of a sweep's point also "removed".
     sentence: why, and what comes next.
     alive: SLURM or a local launcher still has it, or may have it for all that can be known here.
     own_job: the job is this run's alone; False where somebody started the run inside of an allocation.

@@ -18,12 +18,13 @@ from slurmtrain import __version__, rundir
 from slurmtrain.config.compose import config_hash, freeze, load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError
-from slurmtrain.launch.handover import hand_over, sbatch
+from slurmtrain.launch.handover import NotSubmitted, hand_over, sbatch
 from slurmtrain.launch.sbatch import JobPaths, directive, render_script, without_past
 from slurmtrain.launch.snapshot import Snapshot, Source, find_source, take_snapshot
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.slurm import INSTALL_HINT, SlurmClient
 
+SUBMITTING = "submitting"  # the event before sbatch is called
 PLACEHOLDER_ID = "RUN_ID"  # stands for the run's id in a dry run, which creates nothing
 
 
@@ -35,7 +36,10 @@ def dry_run(config: Config, cwd: Path) -> str:
 
 @contextlib.contextmanager
 def preparing(config: Config, overrides: Sequence[str], cwd: Path) -> Iterator[RunDir]:
-    """Make the run directory: frozen config, snapshot of the code, script. Removed again when the block fails."""
+    """Make the run directory: frozen config, snapshot of the code, script.
+
+    Removed again when the block fails, unless a job may be in the queue that wants it.
+    """
     config = with_absolute_paths(config, cwd)
     source = find_source(config.job, cwd)
     run_dir = rundir.create(Path(config.job.runs_dir), config.job.name)
@@ -43,7 +47,9 @@ def preparing(config: Config, overrides: Sequence[str], cwd: Path) -> Iterator[R
         snapshot = take_snapshot(config.job, source, run_dir.code)
         _write(run_dir, config, overrides, snapshot, source, cwd)
         yield run_dir
-    except BaseException:
+    except BaseException as error:
+        if not isinstance(error, NotSubmitted) and _submitting(run_dir):
+            raise
         shutil.rmtree(run_dir.path, ignore_errors=True)
         for parent in (run_dir.path.parent, run_dir.path.parent.parent):
             with contextlib.suppress(OSError):
@@ -145,7 +151,24 @@ def _sbatch(
     times = len(run_dir.info()["job_ids"])
     comment = directive(script, "comment")
     token = f"{run_dir.id}:s{times}"
-    return hand_over(script, folder, token, SlurmClient(slurm_conf), comment=comment, options=options, say=say)
+    before = token in _submitting(run_dir)
+    run_dir.event(SUBMITTING, token=token)
+    return hand_over(
+        script,
+        folder,
+        token,
+        SlurmClient(slurm_conf),
+        comment=comment,
+        options=options,
+        looked_for_before=before,
+        finds_out=f"`resume {run_dir.id}` looks for it first",
+        say=say,
+    )
+
+
+def _submitting(run_dir: RunDir) -> list[str]:
+    """Tokens of the submissions that were begun."""
+    return [str(event["token"]) for event in run_dir.events() if event["event"] == SUBMITTING]
 
 
 def _write(

@@ -3,11 +3,11 @@
     runs/<name>.sweep-<identity>/
       sweep.json       overrides, options, who and when
       points.jsonl     one line a point: number, what varies, identity, run id
-      arrays/0000/     plan.json: its runs; claim.json: who submits it; job.sbatch; job.json: SLURM's answer
+      arrays/0000/     plan.json: its runs; claim-0001.json: who submits it; job.sbatch; job.json: SLURM's answer
       code/            the snapshot that all points run from
       <run id>/        a run directory like any other
 
-The identity is that of the points, so the same command means the same sweep, for whoever types it: what is missing is
+The identity is that of the points, so the same command means the same sweep, from whichever shell: what is missing is
 submitted, and nothing twice. Every step can be cut short at any moment and is taken up by the next command: the folder
 appears complete or not at all, an array has one claimant, and what a dead claimant has submitted is found by its token.
 """
@@ -24,7 +24,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,15 +34,15 @@ from slurmtrain.config.compose import freeze, load_frozen, to_values
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError, UsageError
 from slurmtrain.launch.arrays import Array, plan_arrays
-from slurmtrain.launch.handover import Patience, SubmitLimit, check, hand_over
+from slurmtrain.launch.handover import TOKEN_PREFIX, Patience, Refused, SubmitLimit, check, hand_over
 from slurmtrain.launch.sbatch import JobPaths, directive, render_script
 from slurmtrain.launch.snapshot import find_source, take_snapshot
 from slurmtrain.launch.state import RunState, states
 from slurmtrain.launch.submit import run_info, with_absolute_paths
 from slurmtrain.rundir import RunDir, read_json, write_json
+from slurmtrain.runtime import attempts
 from slurmtrain.runtime.slurm import SlurmClient
 
-PREPARING = ".preparing"  # below runs/; deep enough that no verb takes what is in it for runs
 CLAIM_LASTS_S = 3600.0  # of a shell on another host, whose life cannot be seen from here; longer than it may be patient
 POLL_S = 0.2  # of a claim on a shared file system: there is no event to await
 REMOVED = RunState("removed", "its run directory is gone", False, [], None, None)
@@ -122,6 +122,14 @@ class Sweep:
         job = read_json(self.array(number) / "job.json")
         return str(job["job_id"]) if job is not None else None
 
+    def token(self, number: int) -> str:
+        """By which the job of an array is found."""
+        return f"sweep-{self.info()['token']}:{number:04d}"
+
+    def claims(self, number: int) -> list[Path]:
+        """Those who have begun to submit an array, in their order. Only the last may be at it."""
+        return sorted(self.array(number).glob("claim-*.json"))
+
 
 def identity_of(config: Config) -> str:
     """16 hex digits over the whole config, whatever the order of keys; where runs and code lie does not count."""
@@ -173,10 +181,26 @@ def draft(configs: Iterable[Config], cwd: Path) -> Draft:
         identity = identity_of(config)
         found.identities.append(identity)
         if identity not in found.frozen:
+            _check_fits(config, found.first)
             found.frozen[identity] = freeze(config)
             found.shapes[identity] = _shape(config)
     assert found is not None
     return found
+
+
+def _check_fits(config: Config, first: Config) -> None:
+    if config.cluster.backend == "local":
+        raise ConfigError(
+            "a sweep with cluster=local is not supported",
+            hint="sandbox up, then cluster=sandbox: a throwaway SLURM on this machine",
+        )
+    if config.requeue.mode == "chain":
+        raise ConfigError(
+            "requeue.mode=chain in a sweep: the tasks of an array cannot each wait for their own",
+            hint="requeue=resubmit, or requeue=requeue where the cluster allows it",
+        )
+    if (config.cluster.slurm_conf, config.cluster.sandbox) != (first.cluster.slurm_conf, first.cluster.sandbox):
+        raise ConfigError("the points of a sweep are on different clusters", hint="submit a sweep for each")
 
 
 def _shape(config: Config) -> str:
@@ -190,7 +214,7 @@ def find_same(draft: Draft) -> Sweep | None:
     """The newest sweep with the same points, if there is one."""
     runs = Path(draft.first.job.runs_dir)
     name = f"{draft.first.job.name}.sweep-{draft.identity}"
-    found = [path for path in (runs / name, *runs.glob(f"{name}.[0-9]*")) if (path / "sweep.json").exists()]
+    found = [path for path in (runs / name, *runs.glob(f"{name}.[0-9]*")) if rundir.is_sweep(path)]
     return Sweep(max(found, key=lambda path: int(path.name.removeprefix(name).lstrip(".") or 1))) if found else None
 
 
@@ -220,8 +244,8 @@ def make(
     source = find_source(job, cwd)
     name = f"{job.name}.sweep-{draft.identity}"
     try:
-        (runs / PREPARING).mkdir(parents=True, exist_ok=True)
-        temporary = Sweep(runs / PREPARING / f"{name}-{os.getpid()}-{secrets.token_hex(3)}")
+        (runs / rundir.PREPARING).mkdir(parents=True, exist_ok=True)
+        temporary = Sweep(runs / rundir.PREPARING / f"{name}-{os.getpid()}-{secrets.token_hex(3)}")
         temporary.path.mkdir(mode=0o700)
     except OSError as error:
         raise ConfigError(
@@ -304,17 +328,16 @@ def check_arrays(sweep: Sweep, client: SlurmClient) -> None:
     """Ask SLURM whether it would take every array that has not been submitted.
 
     Raises:
-        ClusterError: it would not. A sweep of which nothing has been submitted is gone again.
+        Refused: it would not. A sweep that nobody has begun to submit is gone again.
     """
     numbers = sweep.array_numbers()
-    missing = [number for number in numbers if sweep.job_id(number) is None]
-    for number in missing:
+    for number in [each for each in numbers if sweep.job_id(each) is None]:
         path = sweep.array(number) / f".test-{os.getpid()}.sbatch"
         try:
             path.write_text(_script(sweep, number))
             check(path, client)
-        except ClusterError:
-            if missing == numbers and not any((sweep.array(each) / "claim.json").exists() for each in numbers):
+        except Refused:
+            if not any(sweep.claims(each) or sweep.job_id(each) for each in numbers):
                 remove(sweep)
             raise
         finally:
@@ -323,7 +346,7 @@ def check_arrays(sweep: Sweep, client: SlurmClient) -> None:
 
 def remove(sweep: Sweep) -> None:
     """Out of sight first, so that nobody finds half of it."""
-    gone = sweep.path.parent / PREPARING / f"{sweep.id}-{os.getpid()}-{secrets.token_hex(3)}"
+    gone = sweep.path.parent / rundir.PREPARING / f"{sweep.id}-{os.getpid()}-{secrets.token_hex(3)}"
     sweep.path.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
 
@@ -362,8 +385,12 @@ def _submit_array(
     """Its job id, and whether it was submitted here and now."""
     job_id = sweep.job_id(number)
     if job_id is None:
-        with _claim(sweep.array(number), say) as somebody_before:
+        with _claim(sweep, number, say) as somebody_before:
             job_id = sweep.job_id(number)  # the one who had the claim may have finished
+            if job_id is None and somebody_before:
+                job_id = _job_of_attempts(sweep, number)
+                if job_id is not None:
+                    write_json(sweep.array(number) / "job.json", {"job_id": job_id, "time": time.time()})
             if job_id is None:
                 job_id = _hand_over(sweep, number, client, somebody_before, patience, say)
                 note_jobs(sweep, number)
@@ -382,19 +409,13 @@ def _hand_over(
 ) -> str:
     path = sweep.array(number)
     script = _script(sweep, number)
-    (path / "job.sbatch").write_text(script)
+    rundir.write_text(path / "job.sbatch", script)
     for run_id in sweep.members(number):
-        run_dir = sweep.run_dir(run_id)
-        link = run_dir.path / f".{run_dir.script.name}.{os.getpid()}"
-        try:
-            os.link(path / "job.sbatch", link)
-        except OSError:  # not every file system can
-            link.write_text(script)
-        link.replace(run_dir.script)
+        _link_script(path / "job.sbatch", sweep.run_dir(run_id))
     job_id = hand_over(
         script,
         path / "submitit",
-        f"{sweep.id}:{number:04d}:{sweep.info()['token']}",
+        sweep.token(number),
         client,
         comment=directive(script, "comment"),
         looked_for_before=somebody_before,
@@ -403,6 +424,38 @@ def _hand_over(
     )
     write_json(path / "job.json", {"job_id": job_id, "time": time.time()})
     return job_id
+
+
+def _link_script(script: Path, run_dir: RunDir) -> None:
+    """The run's script is that of its array; a link, since thousands may share a long one."""
+    if not run_dir.path.exists():  # removed by `runs prune`
+        return
+    link = run_dir.path / f".{run_dir.script.name}.{os.getpid()}.{secrets.token_hex(3)}"
+    try:
+        os.link(script, link)
+    except OSError:  # not every file system can
+        link.write_text(script.read_text())
+    link.replace(run_dir.script)
+    link.unlink(missing_ok=True)  # a rename to another link of the same file does nothing (rename(2))
+
+
+def _job_of_attempts(sweep: Sweep, number: int) -> str | None:
+    """The job of an array whose submitter was killed, by what its tasks have left: SLURM soon forgets what has ended."""
+    known = {sweep.job_id(each) for each in sweep.array_numbers()}
+    members = sweep.members(number)
+    for index, run_id in enumerate(members):
+        run_dir = sweep.run_dir(run_id)
+        if len(members) == 1:
+            logs = (path.stem.removeprefix("slurm-") for path in run_dir.path.glob("slurm-*.log"))
+            jobs = [job_id for job_id in logs if run_dir.exists() and job_id not in run_dir.info()["job_ids"]]
+        else:
+            suffix = f"_{index}"
+            ran = (attempt.job_id or "" for attempt in attempts.all_attempts(run_dir))
+            jobs = [job_id.removesuffix(suffix) for job_id in ran if job_id.endswith(suffix)]
+        for job_id in jobs:
+            if job_id not in known:
+                return job_id
+    return None
 
 
 def _script(sweep: Sweep, number: int) -> str:
@@ -436,62 +489,58 @@ def note_jobs(sweep: Sweep, number: int) -> None:
         info = read_json(run_dir.info_file)
         if info is None or element in info["job_ids"]:  # None: removed by `runs prune`
             continue
-        # The latest job comes last. When this is made up for long afterwards, the run may have had others since.
-        events = [event for event in run_dir.events() if event["event"] == "submitted"]
-        since = {event["job_id"] for event in events if float(event["time"]) > float(job["time"])}
-        job_ids = [each for each in info["job_ids"] if each not in since]
-        later = [each for each in info["job_ids"] if each in since]
+        # When this is made up for long afterwards, the run may have had other jobs since; SLURM counts them up.
+        job_ids = sorted([*info["job_ids"], element], key=lambda each: int(each.partition("_")[0]))
         run_dir.event("submitted", job_id=element)
-        write_json(
-            run_dir.info_file, {**info, "job_ids": [*job_ids, element, *later], "slurm_conf": conf}, durable=False
-        )
+        write_json(run_dir.info_file, {**info, "job_ids": job_ids, "slurm_conf": conf}, durable=False)
     write_json(path, {**job, "noted": True})
 
 
 @contextlib.contextmanager
-def _claim(path: Path, say: Callable[[str], None]) -> Any:
-    """Be the one who submits this array. Yields whether somebody has tried before, and was cut short.
+def _claim(sweep: Sweep, number: int, say: Callable[[str], None]) -> Iterator[bool]:
+    """Be the one who submits this array. Yields whether somebody has tried before, and may have been cut short.
 
-    Another shell that is at it is waited for: it ends, dies, or is given up after a quarter of an hour.
+    Claims are numbered and never taken away: the next one can be made when the last one's owner has given up or is dead,
+    and of several that see that, one makes it. Another shell that is at it is waited for.
     """
-    claim = path / "claim.json"
-    somebody_before = False
-    told = False
+    somebody_before = told = False
     while True:
-        try:
-            descriptor = os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            break
-        except FileExistsError:
-            pass
-        owner = read_json(claim)
-        if owner is not None and _lives(owner):
-            if not told:
-                say(f"process {owner['pid']} on {owner['host']} is submitting this array; waiting for it")
-                told = True
-            time.sleep(POLL_S)
-            continue
-        if owner is None and claim.exists() and time.time() - claim.stat().st_mtime < 10 * POLL_S:
-            time.sleep(POLL_S)  # it is being written
-            continue
-        with contextlib.suppress(FileNotFoundError):  # of several that find it orphaned, one takes it away
-            claim.rename(claim.with_name(f".claim-{os.getpid()}-{secrets.token_hex(3)}"))
+        claims = sweep.claims(number)
+        owner = read_json(claims[-1]) if claims else None
+        if claims and not _given_up(claims[-1]):
             somebody_before = True
-    somebody_before = somebody_before or any(path.glob(".claim-*"))
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(
-            {"host": socket.gethostname(), "pid": os.getpid(), "born": _born(os.getpid()), "time": time.time()}, file
-        )
-        file.flush()
-        os.fsync(file.fileno())
+            if owner is None or _lives(owner):
+                if not told and owner is not None:
+                    say(f"process {owner['pid']} on {owner['host']} is submitting this array; waiting for it")
+                    told = True
+                time.sleep(POLL_S)
+                continue
+        somebody_before = somebody_before or bool(claims)
+        claim = sweep.array(number) / f"claim-{len(claims) + 1:04d}.json"
+        if _make_claim(claim):
+            break
     try:
         yield somebody_before
     finally:
-        if (path / "job.json").exists():
-            for left in (claim, *path.glob(".claim-*")):
-                left.unlink(missing_ok=True)
-        else:  # whoever comes next looks for the job first
-            with contextlib.suppress(FileNotFoundError):
-                claim.rename(claim.with_name(f".claim-{os.getpid()}-{secrets.token_hex(3)}"))
+        claim.with_suffix(".over").touch()
+
+
+def _given_up(claim: Path) -> bool:
+    return claim.with_suffix(".over").exists()
+
+
+def _make_claim(claim: Path) -> bool:
+    """Whole or not at all, and by one only (link(2))."""
+    temporary = claim.with_name(f".{claim.name}.{os.getpid()}.{secrets.token_hex(3)}")
+    me = {"host": socket.gethostname(), "pid": os.getpid(), "born": _born(os.getpid()), "time": time.time()}
+    write_json(temporary, me)
+    try:
+        os.link(temporary, claim)
+        return True
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _lives(owner: dict[str, Any]) -> bool:
@@ -606,21 +655,30 @@ def add_retry(sweep: Sweep, words: Sequence[str] = RETRIED) -> list[str]:
 
 def cancel(sweep: Sweep, client: SlurmClient) -> int:
     """End all runs of the sweep that have not ended, with one scancel. Returns how many there were."""
+    for number in sweep.array_numbers():
+        if sweep.job_id(number) is None and sweep.claims(number):  # its submitter may have been killed
+            found = client.find_by_comment(TOKEN_PREFIX + sweep.token(number))
+            if found:
+                write_json(sweep.array(number) / "job.json", {"job_id": found[0], "time": time.time()})
     now = states_of(sweep)
-    alive = [run_id for run_id, state in now.items() if state.alive]
-    jobs = sorted({state.job_id for run_id, state in now.items() if state.alive and state.job_id})
+    # What somebody runs by hand in an allocation of his is not ours to cancel.
+    alive = {run_id: state.job_id for run_id, state in now.items() if state.alive and state.own_job and state.job_id}
     for run_id in alive:
-        run_dir = sweep.run_dir(run_id)
-        write_json(run_dir.request_file, {"action": "cancel", "time": time.time(), "by": os.environ.get("USER", "")})
-        run_dir.event("cancel asked")
-    if jobs:
-        client.cancel(*_whole_arrays(jobs, now))
+        attempts.write_request(sweep.run_dir(run_id), "cancel")
+        sweep.run_dir(run_id).event("cancel asked")
+    if alive:  # whole arrays: thousands of ids make a line too long
+        client.cancel(*sorted({job_id.partition("_")[0] for job_id in alive.values()}))
     return len(alive)
 
 
-def _whole_arrays(jobs: Sequence[str], now: dict[str, RunState]) -> list[str]:
-    """One word for an array of which everything that is left is to end: thousands of ids make a line too long."""
-    return sorted({job.partition("_")[0] for job in jobs})
+def check_not_planned(run_dir: RunDir) -> None:
+    """Raises: ClusterError: this run is in an array that is still to be submitted; alone it would be there twice."""
+    sweep = Sweep(run_dir.path.parent)
+    for number in sweep.array_numbers():
+        if sweep.job_id(number) is None and run_dir.id in sweep.members(number):
+            raise ClusterError(
+                f"run {run_dir.id} is to be submitted with others of its sweep", hint=f"sweep retry {sweep.id} does it"
+            )
 
 
 def client_of(sweep: Sweep) -> SlurmClient:

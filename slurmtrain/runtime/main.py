@@ -102,8 +102,9 @@ def _begin(where: Place, environment: Environment, config: Config, stop: signals
     """Rank 0 opens the attempt's record and starts to watch the clock and SLURM."""
     place.open_attempt(where, environment, config)
     client = SlurmClient() if environment.source == "slurm" else None
-    lead_s = config.cluster.signal_lead_s
-    return Watch(stop, where.attempt_dir, client, signal_lead_s=lead_s, run_dir=where.run_dir)
+    # A program of the user's own would not hear of a switch: nothing but a signal reaches it.
+    run_dir = where.run_dir if config.job.kind == "train" else None
+    return Watch(stop, where.attempt_dir, client, signal_lead_s=config.cluster.signal_lead_s, run_dir=run_dir)
 
 
 def _join(

@@ -109,7 +109,7 @@ class SlurmClient:
         Raises:
             ClusterError: squeue is missing, or the controller does not answer.
         """
-        ids = sorted(set(job_ids))
+        ids = set(job_ids)
         if not ids:
             return {}
         # All of the user's jobs: a list with one unknown id makes squeue refuse the whole list.

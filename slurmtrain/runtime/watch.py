@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -105,7 +106,8 @@ class Watch:
         if self._take(self._run_dir.save_switch):
             self._save_asked.set()
         if self._take(self._run_dir.stop_switch):
-            attempts.write_request(self._run_dir, "stop")
+            with contextlib.suppress(OSError):  # a full disk; it stops all the same
+                attempts.write_request(self._run_dir, "stop")
             self._signals.request("the file stop")
 
     def _take(self, switch: Path) -> bool:
@@ -116,7 +118,8 @@ class Watch:
         except OSError:
             return False
         assert self._run_dir is not None
-        self._run_dir.event(f"the file {switch.name} was found", uid=owner)
+        with contextlib.suppress(OSError):
+            self._run_dir.event(f"the file {switch.name} was found", uid=owner)
         return True
 
     def _ask_once(self) -> float | None:

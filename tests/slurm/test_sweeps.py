@@ -236,15 +236,14 @@ def test_a_submission_that_was_cut_short_is_made_up_for_in_the_right_order(sweep
     elements = [run_dir.info()["job_ids"] for run_dir in (first, second, third)]
     for run_dir in (first, second):
         run_dir.update_info(job_ids=[])
-    second.update_info(job_ids=["77"])
-    second.event("submitted", job_id="77")
+    second.update_info(job_ids=["99999"])
     job = read_json(sweep.array(0) / "job.json")
     assert job is not None
     write_json(sweep.array(0) / "job.json", {"job_id": job["job_id"], "time": job["time"]})
     sweeper.cli("sweep", "status", sweep.id)
     assert [run_dir.info()["job_ids"] for run_dir in (first, second, third)] == [
         elements[0],
-        [*elements[1], "77"],
+        [*elements[1], "99999"],
         elements[2],
     ]
 
