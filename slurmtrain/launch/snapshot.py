@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,32 +103,29 @@ def _files_of(source: Source, runs: Path, target: Path) -> list[Path]:
     """Files to copy, relative to the root.
 
     Args:
-        runs: the folder of all runs. Runs in it are left out, other files are not: it may be the work tree itself.
+        runs: the folder of all runs. Runs and sweeps in it are left out, other files are not: it may be the work tree itself.
         target: where the copy goes.
     """
     assert source.root is not None
     root = source.root.resolve()
     names = _files_in_git(root) if source.git else _visible_files(root)
     runs, target = runs.resolve(), target.resolve()
-    run_folders: dict[Path, bool] = {}
+    known: dict[Path, bool] = {}
 
     def belongs_to_a_run(path: Path) -> bool:
         if target in path.parents:
             return True
-        if runs not in path.parents or len(path.relative_to(runs).parts) < 3:
+        if runs not in path.parents:
             return False
-        name, run_id = path.relative_to(runs).parts[:2]
-        if name == rundir.PREPARING:
+        name, *below = path.relative_to(runs).parts
+        if name == rundir.PREPARING or (below and is_one(runs / name, rundir.is_sweep)):
             return True
-        for folder, of_a_run in (
-            (runs / name, rundir.is_sweep),
-            (runs / name / run_id, lambda it: RunDir(it).exists()),
-        ):
-            if folder not in run_folders:
-                run_folders[folder] = of_a_run(folder)
-            if run_folders[folder]:
-                return True
-        return False
+        return len(below) > 1 and is_one(runs / name / below[0], lambda folder: RunDir(folder).exists())
+
+    def is_one(folder: Path, ask: Callable[[Path], bool]) -> bool:
+        if folder not in known:
+            known[folder] = ask(folder)
+        return known[folder]
 
     return [name for name in names if not belongs_to_a_run(root / name)]
 

@@ -21,6 +21,8 @@ import pytest
 
 from slurmtrain.launch.sweep import Sweep
 from slurmtrain.rundir import read_json, write_json
+from slurmtrain.runtime import attempts
+from slurmtrain.runtime.attempts import Attempt
 from tests.slurm.conftest import Cluster
 from tests.slurm.project import SMALL, Run, make_project
 
@@ -246,6 +248,22 @@ def test_a_submission_that_was_cut_short_is_made_up_for_in_the_right_order(sweep
         [*elements[1], "99999"],
         elements[2],
     ]
+
+
+def test_a_job_that_slurm_has_forgotten_is_found_by_what_its_tasks_have_left(sweeper: Sweeper) -> None:
+    """The shell was killed before it could write the job down, and everything has run and ended since."""
+    words = ["train.seed=1,2,3", LATER]
+    sweep = sweeper.submit(*words)
+    (sweep.array(0) / "job.json").unlink()
+    for each in sweep.run_dirs().values():
+        each.update_info(job_ids=[])
+    run_dir = sweep.run_dir(sweep.members(0)[1])
+    attempts.write_attempt(run_dir, Attempt(run_dir.new_attempt(), job_id="4242_1", started=1.0))
+    said = sweeper.cli("resume", run_dir.id, check=False)
+    assert "is to be submitted with others of its sweep" in said and f"sweep retry {sweep.id}" in said
+    assert sweeper.submit(*words) == sweep
+    assert sweep.job_id(0) == "4242" and list(sweeper.queue().values()) == [3]
+    assert "4242_1" in run_dir.info()["job_ids"]
 
 
 def test_a_point_whose_run_was_removed_keeps_its_row(sweeper: Sweeper) -> None:

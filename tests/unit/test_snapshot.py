@@ -119,6 +119,16 @@ def test_runs_inside_the_tree_are_not_copied_into_each_other(below: str, kind: s
     assert {name for name in copied(code) if name.endswith(".py")} == {"train.py", "sub/deep.py"}
 
 
+def test_sweeps_inside_the_tree_are_not_copied_into_each_other(tree: Path, tmp_path: Path) -> None:
+    for name in ("runs/train.sweep-1/code/sub", "runs/.preparing/train.sweep-2-7/code"):
+        (tree / name).mkdir(parents=True)
+        (tree / name / "copy.py").write_text("a copy")
+    (tree / "runs/train.sweep-1/sweep.json").write_text("{}")
+    (tree / "runs/notes.txt").write_text("mine")
+    snapshot(tree, tmp_path / "code")
+    assert copied(tmp_path / "code") == {".gitignore", "train.py", "sub/deep.py", "runs/notes.txt"}
+
+
 def test_outside_of_git_the_job_runs_in_place(tmp_path: Path) -> None:
     folder = tmp_path / "plain"
     folder.mkdir()
