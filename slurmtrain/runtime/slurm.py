@@ -207,7 +207,18 @@ class SlurmClient:
 
     def signal(self, job_id: str, name: str) -> None:
         """Send a signal to every rank of the job's steps."""
-        self._call(["scancel", f"--signal={name}", job_id])
+        # Of an array with tasks that still wait, slurmctld (22.05) delivers it and calls the task "in transition", whereupon
+        # scancel sends it again and again for minutes. To the steps by themselves it goes once.
+        steps = self._steps(job_id) if "_" in job_id else []
+        self._call(["scancel", f"--signal={name}", *(steps or [job_id])])
+
+    def _steps(self, element: str) -> list[str]:
+        """The running steps of an array's task, by the id that it has of its own: "17.0"."""
+        own = re.search(r"\bJobId=(\d+)", self._call(["scontrol", "show", "job", "-o", element]))
+        if own is None:
+            return []
+        shown = self._call(["scontrol", "show", "step", "-o", own.group(1)])
+        return [f"{own.group(1)}.{number}" for number in re.findall(r"\bStepId=\S+\.(\d+)\b", shown)]
 
     def release(self, job_id: str) -> None:
         self._call(["scontrol", "release", job_id])
