@@ -205,10 +205,7 @@ def find(reference: str, root: Path) -> RunDir:
         return RunDir(path.resolve())
     runs = all_runs(root)
     if not runs:
-        raise UsageError(
-            f"there are no runs under {root.resolve()}",
-            hint="go to the folder where submit was typed, or set SLURMTRAIN_RUNS to its runs folder",
-        )
+        raise nothing_under(root, "runs")
     if reference == "last":
         return runs[-1]
     matching = [run for run in runs if run.id.startswith(reference)]
@@ -220,6 +217,13 @@ def find(reference: str, root: Path) -> RunDir:
     raise UsageError(
         f"{len(matching)} runs begin with {reference!r}",
         hint="write more of the id: " + ", ".join(r.id for r in matching[:5]),
+    )
+
+
+def nothing_under(root: Path, what: str) -> UsageError:
+    return UsageError(
+        f"there are no {what} under {root.resolve()}",
+        hint="go to the folder where submit was typed, or set SLURMTRAIN_RUNS to its runs folder",
     )
 
 
@@ -244,15 +248,13 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace a file in one step; other links to the one before keep that."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(2)}")
-    temporary.write_text(text)
-    temporary.replace(path)
-
-
 def write_json(path: Path, value: dict[str, Any], *, durable: bool = True) -> None:
-    """Replace a JSON file in one step: a reader sees the old or the new one, never half of it.
+    """`write_text` of an object."""
+    write_text(path, json.dumps(value, indent=1) + "\n", durable=durable)
+
+
+def write_text(path: Path, text: str, *, durable: bool = True) -> None:
+    """Replace a file in one step: a reader sees the old or the new one, never half of it; other links keep the old one.
 
     Args:
         durable: wait until it is on the disk; not for thousands of files that can be made again.
@@ -260,7 +262,7 @@ def write_json(path: Path, value: dict[str, Any], *, durable: bool = True) -> No
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(2)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
-        file.write(json.dumps(value, indent=1) + "\n")
+        file.write(text)
         if durable:
             file.flush()
             os.fsync(file.fileno())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slurmtrain.launch.json_text import json_text
 from slurmtrain.launch.state import RunState
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.attempts import Attempt
+
+if TYPE_CHECKING:
+    from slurmtrain.launch.sweep import Point
 
 
 def print_json(value: Any) -> None:
@@ -44,6 +47,26 @@ def run_object(run_dir: RunDir, now: RunState) -> dict[str, Any]:
         "created": info.get("created"),
         "doubt": now.doubt,
         "attempts": [_attempt_object(attempt) for attempt in now.attempts],
+    }
+
+
+def point_object(point: Point, now: RunState) -> dict[str, Any]:
+    """One point of a sweep, as in `sweep status SWEEP --json`: {"sweep", "states" (word -> count), "points"}.
+
+    point, varied  its number, and what distinguishes it: key -> value, as text
+    run            id of the run that computes it
+    state, sentence, step, job_id as of a run; state may also be removed
+    attempts       how many there were
+    """
+    return {
+        "point": point.number,
+        "varied": point.varied,
+        "run": point.run_id,
+        "state": now.word,
+        "sentence": now.sentence,
+        "step": now.step,
+        "attempts": len(now.attempts),
+        "job_id": now.job_id,
     }
 
 

@@ -14,7 +14,7 @@ from slurmtrain import rundir
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.as_json import print_json, run_object
 from slurmtrain.cli.verbs import VERBS
-from slurmtrain.errors import ClusterError, UsageError
+from slurmtrain.errors import ClusterError
 from slurmtrain.launch.state import RunState, process_lives, state, states
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.attempts import Attempt, write_request
@@ -73,10 +73,7 @@ def runs_or_refuse(root: Path) -> list[RunDir]:
     """
     runs = rundir.all_runs(root)
     if not runs:
-        raise UsageError(
-            f"there are no runs under {root.resolve()}",
-            hint="go to the folder where submit was typed, or set SLURMTRAIN_RUNS to its runs folder",
-        )
+        raise rundir.nothing_under(root, "runs")
     return runs
 
 

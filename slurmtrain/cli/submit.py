@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
 
 from slurmtrain import rundir
 from slurmtrain.cli.arguments import Arguments
+from slurmtrain.cli.as_json import print_json
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
@@ -67,7 +67,7 @@ def _submit(config: Config, arguments: Arguments) -> int:
             links = submit_links(run_dir, job_id, config.requeue.chain_length, client)
             job_id = f"{job_id}, followed by {', '.join(links[1:])}"
     if "--json" in arguments.options:
-        print(json.dumps({"run": run_dir.id, "path": str(run_dir.path), "job_ids": run_dir.info()["job_ids"]}))
+        print_json({"run": run_dir.id, "path": str(run_dir.path), "job_ids": run_dir.info()["job_ids"]})
         return 0
     print(f"submitted run {run_dir.id} as job {job_id}\n  {run_dir.path}")
     run = rundir.reference(run_dir)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections import Counter
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from slurmtrain import rundir
 from slurmtrain.cli.arguments import Arguments, Parser
+from slurmtrain.cli.as_json import point_object, print_json
 from slurmtrain.cli.collect import add_collect_options, print_collected
 from slurmtrain.cli.runs import print_table
 from slurmtrain.cli.verbs import VERBS
@@ -68,7 +68,7 @@ def submit(arguments: Arguments) -> int:
     submission = sweeps.submit_arrays(sweep, client, say=_say)
     jobs = [*submission.found, *submission.submitted]
     if "--json" in options:
-        print(json.dumps({"sweep": sweep.id, "path": str(sweep.path), "points": len(grid.points), "job_ids": jobs}))
+        print_json({"sweep": sweep.id, "path": str(sweep.path), "points": len(grid.points), "job_ids": jobs})
     else:
         what = "is there already" if there else f"of {len(grid.points)} points is submitted"
         print(f"sweep {sweep.id} {what}: job {', '.join(jobs) or 'none yet'}\n  {sweep.path}")
@@ -113,9 +113,7 @@ def main(verb: str, words: list[str]) -> int:
 def _list(runs: Path, *, as_json: bool) -> int:
     rows = [(sweep, sweep.info(), _counts(now)) for sweep, now in sweeps.states_of_all(sweeps.all_sweeps(runs))]
     if as_json:
-        print(
-            json.dumps([{"sweep": s.id, "path": str(s.path), "points": i["points"], "states": c} for s, i, c in rows])
-        )
+        print_json([{"sweep": s.id, "path": str(s.path), "points": i["points"], "states": c} for s, i, c in rows])
         return 0
     if not rows:
         raise UsageError(f"there are no sweeps under {runs.resolve()}", hint="python -m slurmtrain -m key=1,2 submit")
@@ -138,10 +136,8 @@ def _list(runs: Path, *, as_json: bool) -> int:
 def _status(sweep: Sweep, *, as_json: bool) -> int:
     points, now = sweep.points(), sweeps.states_of(sweep)
     if as_json:
-        print(
-            json.dumps(
-                {"sweep": sweep.id, "states": _counts(now), "points": [_as_json(p, now[p.run_id]) for p in points]}
-            )
+        print_json(
+            {"sweep": sweep.id, "states": _counts(now), "points": [point_object(p, now[p.run_id]) for p in points]}
         )
         return 0
     keys = list(points[0].varied)
@@ -158,19 +154,6 @@ def _status(sweep: Sweep, *, as_json: bool) -> int:
     for doubt in dict.fromkeys(state.doubt for state in now.values() if state.doubt):
         print(f"SLURM cannot be asked: {doubt}")
     return 0
-
-
-def _as_json(point: sweeps.Point, state: RunState) -> dict[str, object]:
-    return {
-        "point": point.number,
-        "varied": point.varied,
-        "run": point.run_id,
-        "state": state.word,
-        "sentence": state.sentence,
-        "step": state.step,
-        "attempts": len(state.attempts),
-        "job_id": state.job_id,
-    }
 
 
 def _collect(sweep: Sweep, options: argparse.Namespace) -> int:
@@ -192,7 +175,7 @@ def _retry(sweep: Sweep, *, as_json: bool) -> int:
     chosen = sweeps.add_retry(sweep)
     submission = sweeps.submit_arrays(sweep, sweeps.client_of(sweep), say=_say)
     if as_json:
-        print(json.dumps({"sweep": sweep.id, "runs": chosen, "job_ids": submission.submitted}))
+        print_json({"sweep": sweep.id, "runs": chosen, "job_ids": submission.submitted})
     elif submission.submitted:
         print(
             f"{len(chosen)} runs of {sweep.id} are chosen to be submitted again: job {', '.join(submission.submitted)}"
@@ -206,7 +189,7 @@ def _retry(sweep: Sweep, *, as_json: bool) -> int:
 def _cancel(sweep: Sweep, *, as_json: bool) -> int:
     count = sweeps.cancel(sweep, sweeps.client_of(sweep))
     if as_json:
-        print(json.dumps({"sweep": sweep.id, "cancelled": count}))
+        print_json({"sweep": sweep.id, "cancelled": count})
     else:
         print(
             f"{count} runs of {sweep.id} are told to end" if count else f"nothing of {sweep.id} is running or waiting"

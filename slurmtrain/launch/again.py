@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.errors import ClusterError, SlurmtrainError
+from slurmtrain.launch.handover import TOKEN_PREFIX
 from slurmtrain.launch.sbatch import directive
 from slurmtrain.launch.submit import note, resubmit
 from slurmtrain.rundir import RunDir, read_json
@@ -34,7 +35,7 @@ def resume(run_dir: RunDir, client: SlurmClient) -> list[str]:
     config = load_frozen(run_dir.config_file, secrets=False)
     job_id = _unnoted(run_dir, client) if config.requeue.mode == "resubmit" else None
     if job_id is not None:
-        note(run_dir, job_id, found_by=token(run_dir))
+        note(run_dir, job_id, found_by=TOKEN_PREFIX + token(run_dir))
     else:
         job_id = resubmit(run_dir)
     length = config.requeue.chain_length if config.requeue.mode == "chain" else 1
@@ -93,8 +94,8 @@ def submit_again(
 
 
 def token(run_dir: RunDir, number: int | None = None) -> str:
-    """A word for the comment of the job that carries on after attempt `number`; without one, how all such words begin."""
-    return f"slurmtrain:{run_dir.id}:{'' if number is None else number}"
+    """Of the job that carries on after attempt `number`; without one, how all such tokens begin."""
+    return f"{run_dir.id}:{'' if number is None else number}"
 
 
 def waiting_for(script: str, job_ids: Sequence[str]) -> list[str]:
@@ -106,7 +107,9 @@ def waiting_for(script: str, job_ids: Sequence[str]) -> list[str]:
 def _unnoted(run_dir: RunDir, client: SlurmClient) -> str | None:
     """A job that was to carry on, whose submitter was killed before it could note it. A noted one may still be leaving."""
     known = run_dir.info()["job_ids"]
-    return next((job_id for job_id in client.find_by_comment(token(run_dir)) if job_id not in known), None)
+    return next(
+        (job_id for job_id in client.find_by_comment(TOKEN_PREFIX + token(run_dir)) if job_id not in known), None
+    )
 
 
 def _find_or_submit(
@@ -115,18 +118,16 @@ def _find_or_submit(
     mine = token(run_dir, number)
 
     def options(script: str) -> list[str]:
-        own = directive(script, "comment")
-        comment = f"{own} {mine}" if own else mine
         # SLURM starts it when this job is gone altogether, so that no rank that lingers meets its successor.
-        return [f"--comment={comment}", *waiting_for(script, [job_id])]
+        return waiting_for(script, [job_id])
 
     for pause in (*TRIES_S, None):
         try:
-            found = client.find_by_comment(mine)
+            found = client.find_by_comment(TOKEN_PREFIX + mine)
             if not found:
-                return resubmit(run_dir, options, after_attempt=number)
+                return resubmit(run_dir, options, token=mine, after_attempt=number)
             if found[0] not in run_dir.info()["job_ids"]:
-                note(run_dir, found[0], found_by=mine)
+                note(run_dir, found[0], found_by=TOKEN_PREFIX + mine)
             return found[0]
         except ClusterError:  # the controller may be busy; and a sbatch that it did not answer may have worked
             if pause is None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.errors import ClusterError
+from slurmtrain.launch.sbatch import directive
 from slurmtrain.runtime.slurm import SlurmClient, belongs_to_a_job
 
 TOKEN_PREFIX = "slurmtrain:"
@@ -81,7 +82,6 @@ def hand_over(
     token: str,
     client: SlurmClient,
     *,
-    comment: str | None = None,
     options: Sequence[str] = (),
     looked_for_before: bool = False,
     finds_out: str = "the same command again looks for it first",
@@ -94,7 +94,6 @@ def hand_over(
     Args:
         folder: where submitit keeps its files.
         token: this submission's own; the same again finds the job that it has made.
-        comment: the user's own, which stays in front.
         options: further ones for sbatch; they overrule the script's.
         looked_for_before: an earlier call with this token may have been cut short: look first.
         finds_out: what to do when it stays unknown whether the job is there, as a hint.
@@ -104,7 +103,7 @@ def hand_over(
         NotSubmitted: sbatch refused, in its own words, or could not be reached; or no more jobs may be submitted now.
         ClusterError: it is not known whether the job is there.
     """
-    words = f"{comment} {TOKEN_PREFIX}{token}" if comment else TOKEN_PREFIX + token
+    with_token = [comment_option(script, token), *options]
     if looked_for_before:
         _wait_for_orphans(token, patience, say, sleep)
         found = _look(token, client, patience, sleep, finds_out)
@@ -115,7 +114,7 @@ def hand_over(
     while True:
         attempt += 1
         try:
-            return sbatch(script, folder, client.slurm_conf, [f"--comment={words}", *options], call_s=patience.call_s)
+            return sbatch(script, folder, client.slurm_conf, with_token, call_s=patience.call_s)
         except Passing as error:
             passing = error
         if passing.may_be_there:
@@ -131,6 +130,12 @@ def hand_over(
         say(f"sbatch: {passing.said}; trying again in about {delay:g} s")
         sleep(delay * (1 + random.Random().random() / 4))  # many shells must not come back at the same moment
         delay *= 2
+
+
+def comment_option(script: str, token: str) -> str:
+    """The option that puts a token into the job's comment, behind the user's own."""
+    own = directive(script, "comment")
+    return f"--comment={own} {TOKEN_PREFIX}{token}" if own else f"--comment={TOKEN_PREFIX}{token}"
 
 
 def check(script: Path, client: SlurmClient) -> None:

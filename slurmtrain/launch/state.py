@@ -17,7 +17,7 @@ from typing import Any
 
 from slurmtrain.errors import ClusterError
 from slurmtrain.rundir import RunDir, read_json
-from slurmtrain.runtime import attempts
+from slurmtrain.runtime import attempts, process
 from slurmtrain.runtime.attempts import Attempt
 from slurmtrain.runtime.chain import links
 from slurmtrain.runtime.judge import Verdict
@@ -88,8 +88,9 @@ def process_lives(attempt: Attempt) -> bool | None:
     try:
         os.kill(attempt.pid, 0)
         # One whose launcher was killed stays as a zombie where nobody collects orphans, as in many containers.
-        return Path(f"/proc/{attempt.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
+        fields = process.stat(attempt.pid)
+        return fields is not None and fields[process.STATE] != "Z"
+    except ProcessLookupError:
         return False
     except PermissionError:
         return True

@@ -18,8 +18,8 @@ from slurmtrain import __version__, rundir
 from slurmtrain.config.compose import config_hash, freeze, load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError
-from slurmtrain.launch.handover import NotSubmitted, hand_over, sbatch
-from slurmtrain.launch.sbatch import JobPaths, directive, render_script, without_past
+from slurmtrain.launch.handover import NotSubmitted, comment_option, hand_over, sbatch
+from slurmtrain.launch.sbatch import JobPaths, render_script, without_past
 from slurmtrain.launch.snapshot import Snapshot, Source, find_source, take_snapshot
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.slurm import INSTALL_HINT, SlurmClient
@@ -69,17 +69,14 @@ def submit(run_dirs: Sequence[RunDir], config: Config, say: Callable[[str], None
     slurm_conf = slurm_conf_of(config)
     check_slurm_is_here()
     if len(run_dirs) > 1 and config.requeue.mode == "chain":
-        raise ConfigError(
-            f"requeue.mode=chain for {len(run_dirs)} runs at once: the tasks of an array cannot each wait for their own",
-            hint="requeue=resubmit, or requeue=requeue where the cluster allows it",
-        )
+        raise no_chain(f"for {len(run_dirs)} runs at once")
     first = run_dirs[0]
     if len(run_dirs) > 1:
         paths = JobPaths([run_dir.path for run_dir in run_dirs], first.info()["workdir"], sys.executable)
         script = render_script(config, paths)
         for run_dir in run_dirs:
             run_dir.script.write_text(script)
-    job_id = _sbatch(first.script.read_text(), first, slurm_conf, say)
+    job_id = _hand_over(first.script.read_text(), first, slurm_conf, say)
     for index, run_dir in enumerate(run_dirs):
         element = f"{job_id}_{index}" if len(run_dirs) > 1 else job_id
         run_dir.update_info(job_ids=[*run_dir.info()["job_ids"], element], slurm_conf=slurm_conf)
@@ -87,17 +84,35 @@ def submit(run_dirs: Sequence[RunDir], config: Config, say: Callable[[str], None
     return job_id
 
 
-def resubmit(run_dir: RunDir, options: Callable[[str], Sequence[str]] = lambda script: (), **facts: object) -> str:
+def no_chain(what: str) -> ConfigError:
+    return ConfigError(
+        f"requeue.mode=chain {what}: the tasks of an array cannot each wait for their own",
+        hint="requeue=resubmit, or requeue=requeue where the cluster allows it",
+    )
+
+
+def resubmit(
+    run_dir: RunDir,
+    options: Callable[[str], Sequence[str]] = lambda script: (),
+    *,
+    token: str | None = None,
+    **facts: object,
+) -> str:
     """Submit an existing run again, as one job, with the script it was first submitted with, but not what that waited for.
 
     Args:
         options: further options for sbatch, given the script.
+        token: for a caller who looks for the job by it and tries again: sbatch is called once.
         facts: for the record.
     """
     slurm_conf = run_dir.info().get("slurm_conf")
     check_slurm_is_here()
     script = without_past(_alone(run_dir, run_dir.script.read_text()))
-    job_id = _sbatch(script, run_dir, slurm_conf, options=options(script))
+    if token is not None:
+        words = [comment_option(script, token), *options(script)]
+        job_id = sbatch(script, run_dir.path / "submitit", slurm_conf, words)
+    else:
+        job_id = _hand_over(script, run_dir, slurm_conf, options=options(script))
     note(run_dir, job_id, **facts)
     return job_id
 
@@ -137,7 +152,7 @@ def slurm_conf_of(config: Config) -> str | None:
     return str(found.slurm_conf)
 
 
-def _sbatch(
+def _hand_over(
     script: str,
     run_dir: RunDir,
     slurm_conf: str | None,
@@ -145,20 +160,14 @@ def _sbatch(
     options: Sequence[str] = (),
 ) -> str:
     """Submit a run for the first time, or once more. `options` overrule the script's own."""
-    folder = run_dir.path / "submitit"
-    if any(option.startswith("--comment=") for option in options):  # a token of the caller's, who looks for it
-        return sbatch(script, folder, slurm_conf, options)
-    times = len(run_dir.info()["job_ids"])
-    comment = directive(script, "comment")
-    token = f"{run_dir.id}:s{times}"
+    token = f"{run_dir.id}:s{len(run_dir.info()['job_ids'])}"
     before = token in _submitting(run_dir)
     run_dir.event(SUBMITTING, token=token)
     return hand_over(
         script,
-        folder,
+        run_dir.path / "submitit",
         token,
         SlurmClient(slurm_conf),
-        comment=comment,
         options=options,
         looked_for_before=before,
         finds_out=f"`resume {run_dir.id}` looks for it first",
@@ -175,7 +184,7 @@ def _write(
     run_dir: RunDir, config: Config, overrides: Sequence[str], snapshot: Snapshot, source: Source, cwd: Path
 ) -> None:
     info = run_info(config, overrides, snapshot, source, cwd)
-    rundir.write_json(run_dir.info_file, {**info, "id": run_dir.id})
+    rundir.write_json(run_dir.info_file, {"id": run_dir.id, **info})
     run_dir.config_file.write_text(freeze(config))
     run_dir.config_file.chmod(0o600)
     run_dir.script.write_text(render_script(config, JobPaths([run_dir.path], snapshot.workdir, sys.executable)))
@@ -184,7 +193,6 @@ def _write(
 def run_info(config: Config, overrides: Sequence[str], snapshot: Snapshot, source: Source, cwd: Path) -> dict[str, Any]:
     """What run.json says of a run before it is submitted, its id aside."""
     return {
-        "id": None,
         "name": config.job.name,
         "overrides": list(overrides),
         "config_hash": config_hash(config),

@@ -33,20 +33,21 @@ from slurmtrain import rundir
 from slurmtrain.config.compose import freeze, load_frozen, to_values
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError, UsageError
+from slurmtrain.launch.after import with_dependency
 from slurmtrain.launch.arrays import Array, plan_arrays
 from slurmtrain.launch.handover import TOKEN_PREFIX, Patience, Refused, SubmitLimit, check, hand_over
-from slurmtrain.launch.sbatch import JobPaths, directive, render_script
+from slurmtrain.launch.sbatch import JobPaths, render_script
 from slurmtrain.launch.snapshot import find_source, take_snapshot
 from slurmtrain.launch.state import RunState, states
-from slurmtrain.launch.submit import run_info, with_absolute_paths
+from slurmtrain.launch.submit import no_chain, run_info, with_absolute_paths
 from slurmtrain.rundir import RunDir, read_json, write_json
-from slurmtrain.runtime import attempts
+from slurmtrain.runtime import attempts, process
 from slurmtrain.runtime.slurm import SlurmClient
 
 CLAIM_LASTS_S = 3600.0  # of a shell on another host, whose life cannot be seen from here; longer than it may be patient
 POLL_S = 0.2  # of a claim on a shared file system: there is no event to await
 REMOVED = RunState("removed", "its run directory is gone", False, [], None, None)
-RETRIED = ("failed", "lost", "stopped", "prepared")
+RETRIED = ("failed", "lost", "stopped")
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,14 @@ class Point:
     Attributes:
         varied: what distinguishes it, by key, as text.
         identity: of its config.
+        shape: of what it asks of the cluster; points that differ in it need different arrays.
         run_id: of the run that computes it; points with the same config share one.
     """
 
     number: int
     varied: dict[str, str]
     identity: str
+    shape: str
     run_id: str
 
 
@@ -195,16 +198,13 @@ def _check_fits(config: Config, first: Config) -> None:
             hint="sandbox up, then cluster=sandbox: a throwaway SLURM on this machine",
         )
     if config.requeue.mode == "chain":
-        raise ConfigError(
-            "requeue.mode=chain in a sweep: the tasks of an array cannot each wait for their own",
-            hint="requeue=resubmit, or requeue=requeue where the cluster allows it",
-        )
+        raise no_chain("in a sweep")
     if (config.cluster.slurm_conf, config.cluster.sandbox) != (first.cluster.slurm_conf, first.cluster.sandbox):
         raise ConfigError("the points of a sweep are on different clusters", hint="submit a sweep for each")
 
 
 def _shape(config: Config) -> str:
-    """Whatever the script shows of a config: points that differ in it need different arrays."""
+    """Whatever the script shows of a config."""
     values = to_values(config)
     text = json.dumps([values["cluster"], values["requeue"], values["job"]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -260,9 +260,10 @@ def make(
         with temporary.points_file.open("x") as file:
             for number, identity in enumerate(draft.identities):
                 run_id = run_ids.setdefault(identity, f"{stamp}-{number:04d}")
-                file.write(json.dumps(asdict(Point(number, varied(number), identity, run_id))) + "\n")
-                if run_id == f"{stamp}-{number:04d}":
-                    own = [f"{key}={value}" for key, value in varied(number).items()]
+                point = Point(number, varied(number), identity, draft.shapes[identity], run_id)
+                file.write(json.dumps(asdict(point)) + "\n")
+                if run_id == f"{stamp}-{number:04d}":  # the first of those with this config
+                    own = [f"{key}={value}" for key, value in point.varied.items()]
                     _make_run(temporary.run_dir(run_id), draft.frozen[identity], {**info, "varied": own})
         arrays = plan_arrays(
             [draft.shapes[identity] for identity in run_ids], max_size=max_array_size, parallelism=parallelism
@@ -271,7 +272,7 @@ def make(
         for number, array in enumerate(arrays):
             _make_array(temporary, number, [ids[member] for member in array.members], array)
         facts = {"points": len(draft.identities), "runs": len(ids), "token": secrets.token_hex(4)}
-        write_json(temporary.info_file, {**info, **facts, "id": name, "parallelism": parallelism})
+        write_json(temporary.info_file, {**info, **facts, "parallelism": parallelism})
         return _publish(temporary, runs / name, again=again)
     finally:
         shutil.rmtree(temporary.path, ignore_errors=True)
@@ -285,7 +286,7 @@ def _publish(temporary: Sweep, path: Path, *, again: bool) -> Sweep:
             temporary.path.rename(target)
             return Sweep(target)
         except OSError as error:
-            if not (target / "sweep.json").exists():
+            if not rundir.is_sweep(target):
                 raise ConfigError(f"cannot make {target}: {error.strerror}") from None
         if not again:  # somebody else has made it meanwhile, with the same points
             return Sweep(target)
@@ -300,7 +301,7 @@ def _make_run(run_dir: RunDir, frozen: str, info: dict[str, Any]) -> None:
         run_dir.code.symlink_to(Path("..") / "code")
     run_dir.config_file.write_text(frozen)
     run_dir.config_file.chmod(0o600)
-    write_json(run_dir.info_file, {**info, "id": run_dir.id}, durable=False)
+    write_json(run_dir.info_file, {"id": run_dir.id, **info}, durable=False)
 
 
 def _make_array(sweep: Sweep, number: int, run_ids: Sequence[str], array: Array) -> None:
@@ -390,7 +391,7 @@ def _submit_array(
             if job_id is None and somebody_before:
                 job_id = _job_of_attempts(sweep, number)
                 if job_id is not None:
-                    write_json(sweep.array(number) / "job.json", {"job_id": job_id, "time": time.time()})
+                    _write_job(sweep, number, job_id)
             if job_id is None:
                 job_id = _hand_over(sweep, number, client, somebody_before, patience, say)
                 note_jobs(sweep, number)
@@ -417,13 +418,16 @@ def _hand_over(
         path / "submitit",
         sweep.token(number),
         client,
-        comment=directive(script, "comment"),
         looked_for_before=somebody_before,
         patience=patience,
         say=say,
     )
-    write_json(path / "job.json", {"job_id": job_id, "time": time.time()})
+    _write_job(sweep, number, job_id)
     return job_id
+
+
+def _write_job(sweep: Sweep, number: int, job_id: str) -> None:
+    write_json(sweep.array(number) / "job.json", {"job_id": job_id, "time": time.time()})
 
 
 def _link_script(script: Path, run_dir: RunDir) -> None:
@@ -465,10 +469,7 @@ def _script(sweep: Sweep, number: int) -> str:
     config = load_frozen(run_dirs[0].config_file, secrets=False)
     before = sweep.job_id(plan["after"]) if plan["after"] is not None else None
     if before is not None:
-        given = config.cluster.sbatch.get("dependency")
-        waits = [*(given if isinstance(given, list) else [given] if given else []), f"afterany:{before}"]
-        sbatch = {**config.cluster.sbatch, "dependency": waits}
-        config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, sbatch=sbatch))
+        config = with_dependency(config, [f"afterany:{before}"])
     paths = JobPaths(
         [run_dir.path for run_dir in run_dirs], sweep.info()["workdir"], sys.executable, parallelism=plan["parallelism"]
     )
@@ -551,11 +552,8 @@ def _lives(owner: dict[str, Any]) -> bool:
 
 def _born(pid: int) -> str | None:
     """When a process of this host was started, in ticks since boot: with its pid, a name that is not given twice."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else fields[19]
+    fields = process.stat(pid)
+    return None if fields is None or fields[process.STATE] == "Z" else fields[process.START]
 
 
 # Looking at sweeps.
@@ -574,14 +572,11 @@ def find(reference: str, runs: Path) -> Sweep:
         UsageError: none or several match.
     """
     path = Path(reference)
-    if (path / "sweep.json").is_file():
+    if rundir.is_sweep(path):
         return Sweep(path.resolve())
     sweeps = all_sweeps(runs)
     if not sweeps:
-        raise UsageError(
-            f"there are no sweeps under {runs.resolve()}",
-            hint="go to the folder where it was submitted, or set SLURMTRAIN_RUNS to its runs folder",
-        )
+        raise rundir.nothing_under(runs, "sweeps")
     if reference == "last":
         return sweeps[-1]
     matching = [sweep for sweep in sweeps if sweep.id == reference] or [
@@ -614,22 +609,22 @@ def states_of_all(found: Sequence[Sweep]) -> list[tuple[Sweep, dict[str, RunStat
     return [(sweep, {run_id: now.get(run_id, REMOVED) for run_id in members}) for sweep, members in runs]
 
 
-def add_retry(sweep: Sweep, words: Sequence[str] = RETRIED) -> list[str]:
+def add_retry(sweep: Sweep) -> list[str]:
     """Plan an array of the runs that have ended without a result. Returns their ids; it is submitted by `submit_arrays`.
 
     Two who retry at the same moment do not get the same runs: the second finds them planned.
     """
+    shapes = {point.run_id: point.shape for point in sweep.points()}
     while True:
         numbers = sweep.array_numbers()
         planned = {run_id for number in numbers if sweep.job_id(number) is None for run_id in sweep.members(number)}
         now = states_of(sweep)
-        chosen = [run_id for run_id, state in now.items() if state.word in words and run_id not in planned]
+        chosen = [run_id for run_id, state in now.items() if state.word in RETRIED and run_id not in planned]
         if not chosen:
             return []
         for run_id in chosen:
             sweep.run_dir(run_id).request_file.unlink(missing_ok=True)
-        shapes = [_shape(load_frozen(sweep.run_dir(run_id).config_file, secrets=False)) for run_id in chosen]
-        arrays = plan_arrays(shapes, parallelism=sweep.info()["parallelism"])
+        arrays = plan_arrays([shapes[run_id] for run_id in chosen], parallelism=sweep.info()["parallelism"])
         temporary = Sweep(sweep.path / f".retry-{os.getpid()}-{secrets.token_hex(3)}")
         try:
             for position, array in enumerate(arrays):
@@ -659,7 +654,7 @@ def cancel(sweep: Sweep, client: SlurmClient) -> int:
         if sweep.job_id(number) is None and sweep.claims(number):  # its submitter may have been killed
             found = client.find_by_comment(TOKEN_PREFIX + sweep.token(number))
             if found:
-                write_json(sweep.array(number) / "job.json", {"job_id": found[0], "time": time.time()})
+                _write_job(sweep, number, found[0])
     now = states_of(sweep)
     # What somebody runs by hand in an allocation of his is not ours to cancel.
     alive = {run_id: state.job_id for run_id, state in now.items() if state.alive and state.own_job and state.job_id}

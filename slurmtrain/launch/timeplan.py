@@ -6,7 +6,6 @@ A plan that cannot work is refused before anything is queued. What still works, 
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterable
@@ -26,7 +25,6 @@ ROOM = 1.25  # what is advised: so much more than has been measured, since no st
 RUNS_LOOKED_AT = 200  # the newest; reading so many run.json takes about 10 ms
 RUNS_REMEMBERED = 3  # of those, the newest that have measured both
 SAVES_REMEMBERED = 3  # as slow as the slowest of the last: a shared file system has bad days
-TAIL_BYTES = 65536  # of the metrics of a run
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,9 @@ def _measured(run_dir: RunDir, world_size: int) -> Measured | None:
     tries = [attempt for attempt in attempts.all_attempts(run_dir) if attempt.stepping is not None]
     if not tries or any(attempt.world_size != world_size for attempt in tries):
         return None
-    steps = [float(each["step_time_s"]) for each in _last_records(run_dir.metrics_file) if each.get("step_time_s")]
+    steps = [
+        float(each["step_time_s"]) for each in attempts.last_records(run_dir.metrics_file) if each.get("step_time_s")
+    ]
     saves = [float(each["seconds"]) for each in run_dir.events() if each["event"] == "checkpoint"]
     if not steps or not saves:
         return None
@@ -145,25 +145,6 @@ def _measured(run_dir: RunDir, world_size: int) -> Measured | None:
         start_s=sum(tries[-1].start_up_s.values()),
         run_id=run_dir.id,
     )
-
-
-def _last_records(path: Path) -> list[dict[str, float]]:
-    """The whole records in the last part of a metrics file: those of a long run are many, and take time to read."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        return []
-    records = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:  # the first, cut; the last, not written to its end
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
 
 
 def _advised(needed_s: float) -> int:

@@ -19,6 +19,8 @@ from slurmtrain.rundir import RunDir, read_json, write_json
 from slurmtrain.runtime.judge import Verdict
 from slurmtrain.runtime.slurm import JobFacts
 
+TAIL_BYTES = 65536  # of the metrics of a run
+
 
 @dataclass
 class Attempt:
@@ -108,16 +110,31 @@ def newest_checkpoint_step(run_dir: RunDir) -> int | None:
 
 def last_logged_step(run_dir: RunDir) -> int | None:
     """The last step in metrics.jsonl: where a crashed attempt had got to, up to train.log_every."""
-    try:
-        lines = run_dir.metrics_file.read_bytes().splitlines()
-    except FileNotFoundError:
-        return None
-    for line in reversed(lines):
+    for record in reversed(last_records(run_dir.metrics_file)):
         try:
-            return int(json.loads(line)["step"])
+            return int(record["step"])
         except (ValueError, KeyError, TypeError):
             continue
     return None
+
+
+def last_records(path: Path) -> list[dict[str, Any]]:
+    """The whole records in the last part of a metrics file: those of a long run are many, and take time to read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return []
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:  # the first, cut; the last, not written to its end
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
 
 
 def record_stop(

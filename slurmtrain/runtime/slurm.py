@@ -148,10 +148,9 @@ class SlurmClient:
 
     def preemption_times(self, partition: str | None, qos: str | None) -> PreemptionTimes | None:
         """What a job in this partition (None: the default one) and QOS has. None when SLURM cannot be asked."""
-        settings = self._glance(["scontrol", "show", "config"])
-        if settings is None:
+        config = self.configuration()
+        if not config:
             return None
-        config = parse_show_config(settings)
         kill_wait_s = parse_duration(config.get("KillWait", ""))
         by = config.get("PreemptType", "")
         if by == "preempt/qos" and qos:
@@ -213,11 +212,11 @@ class SlurmClient:
         self._call(["scancel", f"--signal={name}", *(steps or [job_id])])
 
     def _steps(self, element: str) -> list[str]:
-        """The running steps of an array's task, by the id that it has of its own: "17.0"."""
-        own = re.search(r"\bJobId=(\d+)", self._call(["scontrol", "show", "job", "-o", element]))
+        """The running steps of an array's task, by the id that it has of its own: "17.0". None where SLURM names none."""
+        own = re.search(r"\bJobId=(\d+)", self._glance(["scontrol", "show", "job", "-o", element]) or "")
         if own is None:
             return []
-        shown = self._call(["scontrol", "show", "step", "-o", own.group(1)])
+        shown = self._glance(["scontrol", "show", "step", "-o", own.group(1)]) or ""
         return [f"{own.group(1)}.{number}" for number in re.findall(r"\bStepId=\S+\.(\d+)\b", shown)]
 
     def release(self, job_id: str) -> None:

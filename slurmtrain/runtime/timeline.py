@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
+
+from slurmtrain.runtime import process
 
 
 class Timeline:
@@ -23,6 +24,7 @@ class Timeline:
 
 def process_age_s() -> float:
     """Seconds since the kernel started this process (`man 5 proc`, starttime of /proc/pid/stat)."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    fields = process.stat("self")
+    assert fields is not None
+    started = int(fields[process.START]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started

@@ -74,6 +74,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="that count; one more comes before as a warm-up")
     parser.add_argument("--compute", type=float, default=1.0, help="seconds of forward and backward of a step")
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS, choices=LAYOUTS)
+    parser.add_argument(
+        "--kinds", nargs="+", default=DcpAsync.KINDS, choices=DcpAsync.KINDS, help="of DCP; each takes memory"
+    )
     parser.add_argument("--only", nargs="+", default=MEASUREMENTS, choices=MEASUREMENTS, help="leave out the others")
     options, _ = parser.parse_known_args()
     check_memory(options.gb, 8 if "replicated" in options.layouts else 6)
@@ -192,7 +195,7 @@ class Bench:
     def __init__(self, rank: int, layout: str, folder: Path, options: argparse.Namespace):
         self.rank, self.layout, self.folder = rank, layout, folder
         self.training = Training(layout, options.gb, options.compute)
-        self.compute_s = options.compute
+        self.compute_s, self.kinds = options.compute, tuple(options.kinds)
         # What a rank of ours stages and writes: of replicas its share, of shards all.
         self.own = [share_of(tensor, rank) if layout == "replicated" else tensor for tensor in self.training.tensors()]
         self.own_bytes = sum(tensor.nbytes for tensor in self.own)
@@ -229,7 +232,7 @@ class Bench:
     def stalls(self, number: int) -> None:
         """An asynchronous save of each kind; right behind it the optimiser steps, or forward and backward come first."""
         self.memcpy("memcpy")
-        for kind in rotated(("ours", *DcpAsync.KINDS), number):
+        for kind in rotated(("ours", *self.kinds), number):
             save = OurAsync(self.checkpointer) if kind == "ours" else DcpAsync(kind, self.dcp_group)
             with quiet_children():  # the process of DCP tells everything that it does
                 self.stall(save, self.train_step())  # a warm-up: buffers and processes are made
@@ -361,7 +364,7 @@ class Bench:
         for name, values in sorted(self.seconds.items()):
             print(f"  {name:44} {spread(values)} s   {self.rate(name)}")
         of = self.seconds  # nothing of what was not measured
-        plain, kept = DcpAsync.KINDS[:2], DcpAsync.KINDS[2:]
+        plain, kept = ([kind for kind in self.kinds if ("kept" in kind) is keeps] for keeps in (False, True))
         lost = "after compute: all time lost"
         bound = [copy + write for copy, write in zip(of["memcpy at preemption"], of["dd"], strict=True)]
         for name, numerator, denominator, wanted in (

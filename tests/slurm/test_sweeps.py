@@ -97,7 +97,7 @@ class Sweeper:
             cwd=self.path,
             env=self.cluster.env(**env),
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.PIPE,
             text=True,
         )
 
@@ -108,7 +108,7 @@ class Sweeper:
         return done.stdout + (done.stderr if not check else "")
 
     def submit(self, *overrides: str, **env: str) -> Sweep:
-        answer = json.loads(self.cli(*self.words(*overrides), "--json", **env).splitlines()[-1])
+        answer = json.loads(self.cli(*self.words(*overrides), "--json", **env))
         return Sweep(Path(answer["path"]))
 
     def state(self, sweep: Sweep) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def test_a_sweep_survives_its_shell_preemptions_and_points_that_raise(sweeper: S
     path = sweeper.faulty_sbatch("kills-the-shell")
     shell = sweeper.start(*words, "--array-parallelism", "8", PATH=path)
     assert shell.wait(120) == -signal.SIGKILL
-    answer = json.loads(sweeper.cli(*words, "--array-parallelism", "8", "--json", PATH=path).splitlines()[-1])
+    answer = json.loads(sweeper.cli(*words, "--array-parallelism", "8", "--json", PATH=path))
     sweep = Sweep(Path(answer["path"]))
     assert len(sweeper.queue()) == 1 and sum(sweeper.queue().values()) == points
     # Two of its tasks are preempted, and come back by themselves.
@@ -208,9 +208,9 @@ def test_two_shells_at_the_same_moment_make_one_sweep(sweeper: Sweeper) -> None:
     shells = [sweeper.start(*words) for _ in range(3)]
     answers = []
     for shell in shells:
-        text, _ = shell.communicate(timeout=120)
-        assert shell.returncode == 0, text
-        answers.append(json.loads(text.splitlines()[-1]))
+        text, said = shell.communicate(timeout=120)
+        assert shell.returncode == 0, said
+        answers.append(json.loads(text))
     assert len({json.dumps(answer) for answer in answers}) == 1
     assert list(sweeper.queue().values()) == [20]
     assert not list((sweeper.path / "runs" / ".preparing").iterdir())

@@ -1,0 +1,15 @@
+"""What the kernel says of a process of this host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+STATE, START = 0, 19  # man 5 proc, /proc/pid/stat: state and starttime, counted from behind the name
+
+
+def stat(pid: int | str) -> list[str] | None:
+    """The fields of /proc/<pid>/stat behind the process's name, which may hold anything. None: there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
