@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
         if unknown is None:
             raise UsageError(message, hint=" ".join(self.format_usage().split()))
         option = unknown.group(1).partition("=")[0]
-        raise UsageError(f"there is no option {option!r}", hint=nearest(option, self._known_options()))
+        raise UsageError(f"there is no option {option!r}", hint=nearest(option, self._known_options() - {option}))
 
     def _known_options(self) -> set[str]:
         """Own ones and those of the actions below: argparse lets the uppermost parser complain."""

@@ -26,6 +26,8 @@ from slurmtrain.launch.timeplan import look_ahead
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.slurm import SlurmClient
 
+BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"  # Hydra's own: choices and nothing else
+
 
 def submit(arguments: Arguments) -> int:
     """Expand, compose and validate all points, then submit what is not there yet."""
@@ -37,6 +39,10 @@ def submit(arguments: Arguments) -> int:
     name = options.get("--config-name", "config")
     primary = Primary(name, search_folders(name, options.get("--config-dir"), options.get("--config-path")))
     with composing(primary) as composer:
+        if composer.sweeper(arguments.overrides)["_target_"] != BASIC_SWEEPER:
+            from slurmtrain.cli.search import search
+
+            return search(composer, arguments, parallelism)
         grid = composer.expand(arguments.overrides)
         if "--dry-run" in options:
             for number, config in enumerate(check(composer, grid)):
@@ -55,13 +61,12 @@ def submit(arguments: Arguments) -> int:
     sweep = None if again else sweeps.find_same(draft)
     there = sweep is not None
     if sweep is None:
-        size = client.configuration().get("MaxArraySize", "")
         sweep = sweeps.make(
             draft,
             grid.varied,
             arguments.overrides,
             cwd,
-            max_array_size=int(size) or 1 if size.isdigit() else None,  # 0: the cluster has no arrays
+            max_array_size=client.max_array_size(),
             parallelism=parallelism,
             again=again,
         )
@@ -113,7 +118,7 @@ def main(verb: str, words: list[str]) -> int:
 def _list(runs: Path, *, as_json: bool) -> int:
     rows = [(sweep, sweep.info(), _counts(now)) for sweep, now in sweeps.states_of_all(sweeps.all_sweeps(runs))]
     if as_json:
-        print_json([{"sweep": s.id, "path": str(s.path), "points": i["points"], "states": c} for s, i, c in rows])
+        print_json([{"sweep": s.id, "path": str(s.path), "points": s.point_count(), "states": c} for s, _, c in rows])
         return 0
     if not rows:
         raise UsageError(f"there are no sweeps under {runs.resolve()}", hint="python -m slurmtrain -m key=1,2 submit")
@@ -123,7 +128,7 @@ def _list(runs: Path, *, as_json: bool) -> int:
             [
                 sweep.id,
                 time.strftime("%m-%d %H:%M", time.localtime(info["created"])),
-                str(info["points"]),
+                str(sweep.point_count()),
                 _summary(counts),
                 " ".join(info["overrides"]),
             ]

@@ -50,10 +50,11 @@ class Composer:
     def __init__(self, primary: Primary, loader: Any):
         from hydra.core.override_parser.overrides_parser import OverridesParser
 
-        self._primary, self._loader = primary, loader
+        self.primary, self._loader = primary, loader
         self._parser = OverridesParser.create(config_loader=loader)
         self._parsed = functools.lru_cache(maxsize=4096)(self._parse_one)
         self._base = functools.lru_cache(maxsize=BASES)(self._compose_base)
+        self._with_hydra = functools.lru_cache(maxsize=1)(self._compose_with_hydra)
 
     def expand(self, overrides: Sequence[str]) -> Grid:
         """The points of choices like `a=1,2`, `a=range(3)` and `group=glob(*)`, those of hydra.sweeper.params included.
@@ -61,7 +62,7 @@ class Composer:
         Raises:
             UsageError: an override that cannot be read, or that only a sweeper that chooses values understands.
         """
-        words = [*self._configured(overrides), *overrides]
+        words = self._with_configured(overrides)
         choices: dict[str, list[str]] = {}
         sweeps: dict[str, bool] = {}
         for word in words:
@@ -87,6 +88,25 @@ class Composer:
         keys = tuple(key for key in choices if sweeps[key])
         return Grid([tuple(point) for point in itertools.product(*choices.values())], keys)
 
+    def sweeper(self, overrides: Sequence[str]) -> dict[str, Any]:
+        """hydra.sweeper, as plain values: who expands or chooses the points."""
+        from omegaconf import OmegaConf
+
+        with explaining(overrides, self.primary):
+            composed = self._with_hydra(tuple(self.fixed(overrides)))
+            values = OmegaConf.to_container(composed.hydra.sweeper, enum_to_str=True)
+        assert isinstance(values, dict)
+        return {str(key): value for key, value in values.items()}
+
+    def fixed(self, overrides: Sequence[str]) -> list[str]:
+        """Those that give no choice."""
+        return [word for word in overrides if not self._parsed(word).is_sweep_override()]
+
+    def choices(self, overrides: Sequence[str]) -> dict[str, str]:
+        """The keys that vary, each with what there is to choose from, as text."""
+        words = [word for word in self._with_configured(overrides) if self._parsed(word).is_sweep_override()]
+        return dict(word.partition("=")[::2] for word in words)
+
     def compose(self, overrides: Sequence[str]) -> Config:
         """The same `Config` as `compose` gives.
 
@@ -102,13 +122,13 @@ class Composer:
                 groups.append(word)
             else:
                 values.append(override)
-        with explaining(overrides, self._primary):
+        with explaining(overrides, self.primary):
             composed = copy.deepcopy(self._base(tuple(groups)))
             ConfigLoaderImpl._apply_overrides_to_config(values, composed)
             return finish(composed)
 
     def _parse_one(self, word: str) -> Any:
-        with explaining([word], self._primary):
+        with explaining([word], self.primary):
             return self._parser.parse_overrides([word])[0]
 
     def _chooses_group(self, override: Any) -> bool:
@@ -116,16 +136,16 @@ class Composer:
         group = self._loader.repository.group_exists(override.key_or_group)
         return bool(group) and not isinstance(override.value(), dict)
 
-    def _compose_base(self, groups: tuple[str, ...]) -> Any:
-        return composed_by_hydra(self._primary, groups)
+    def _compose_with_hydra(self, overrides: tuple[str, ...]) -> Any:
+        return composed_by_hydra(self.primary, overrides, with_hydra=True)
 
-    def _configured(self, overrides: Sequence[str]) -> list[str]:
-        """Choices that stand in the config itself, as hydra.sweeper.params."""
-        fixed = [word for word in overrides if not self._parsed(word).is_sweep_override()]
-        with explaining(overrides, self._primary):
-            composed = composed_by_hydra(self._primary, fixed, with_hydra=True)
-        params: Mapping[str, Any] = composed.hydra.sweeper.get("params") or {}
-        return [f"{key}={value}" for key, value in params.items()]
+    def _compose_base(self, groups: tuple[str, ...]) -> Any:
+        return composed_by_hydra(self.primary, groups)
+
+    def _with_configured(self, overrides: Sequence[str]) -> list[str]:
+        """And the choices that stand in the config itself, as hydra.sweeper.params."""
+        params: Mapping[str, Any] = self.sweeper(overrides).get("params") or {}
+        return [*(f"{key}={value}" for key, value in params.items()), *overrides]
 
 
 @contextmanager

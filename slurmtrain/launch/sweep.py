@@ -14,17 +14,15 @@ appears complete or not at all, an array has one claimant, and what a dead claim
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import secrets
 import shutil
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,19 +33,19 @@ from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError, UsageError
 from slurmtrain.launch.after import with_dependency
 from slurmtrain.launch.arrays import Array, plan_arrays
+from slurmtrain.launch.claims import Owner, claimed, claims
 from slurmtrain.launch.handover import TOKEN_PREFIX, Patience, Refused, SubmitLimit, check, hand_over
 from slurmtrain.launch.sbatch import JobPaths, render_script
 from slurmtrain.launch.snapshot import find_source, take_snapshot
 from slurmtrain.launch.state import RunState, states
 from slurmtrain.launch.submit import no_chain, run_info, with_absolute_paths
 from slurmtrain.rundir import RunDir, read_json, write_json
-from slurmtrain.runtime import attempts, process
+from slurmtrain.runtime import attempts
 from slurmtrain.runtime.slurm import SlurmClient
 
-CLAIM_LASTS_S = 3600.0  # of a shell on another host, whose life cannot be seen from here; longer than it may be patient
-POLL_S = 0.2  # of a claim on a shared file system: there is no event to await
 REMOVED = RunState("removed", "its run directory is gone", False, [], None, None)
 RETRIED = ("failed", "lost", "stopped")
+OF_THE_SWEEP = ("token", "parallelism")  # in sweep.json; the rest says the same of every run
 
 
 @dataclass(frozen=True)
@@ -90,8 +88,12 @@ class Sweep:
     def code(self) -> Path:
         return self.path / "code"
 
+    @property
+    def arrays(self) -> Path:
+        return self.path / "arrays"
+
     def array(self, number: int) -> Path:
-        return self.path / "arrays" / f"{number:04d}"
+        return self.arrays / f"{number:04d}"
 
     def info(self) -> dict[str, Any]:
         """sweep.json.
@@ -107,6 +109,9 @@ class Sweep:
     def points(self) -> list[Point]:
         return [Point(**json.loads(line)) for line in self.points_file.read_text().splitlines()]
 
+    def point_count(self) -> int:
+        return self.points_file.read_bytes().count(b"\n")
+
     def run_dir(self, run_id: str) -> RunDir:
         return RunDir(self.path / run_id)
 
@@ -115,7 +120,8 @@ class Sweep:
         return {point.run_id: self.run_dir(point.run_id) for point in self.points()}
 
     def array_numbers(self) -> list[int]:
-        return sorted(int(path.name) for path in (self.path / "arrays").iterdir() if path.name.isdigit())
+        """From 0 on, without a gap."""
+        return sorted(int(path.name) for path in self.arrays.iterdir() if path.name.isdigit())
 
     def members(self, number: int) -> list[str]:
         """Run ids of an array, in the order of its indices."""
@@ -128,10 +134,6 @@ class Sweep:
     def token(self, number: int) -> str:
         """By which the job of an array is found."""
         return f"sweep-{self.info()['token']}:{number:04d}"
-
-    def claims(self, number: int) -> list[Path]:
-        """Those who have begun to submit an array, in their order. Only the last may be at it."""
-        return sorted(self.array(number).glob("claim-*.json"))
 
 
 def identity_of(config: Config) -> str:
@@ -151,17 +153,40 @@ class Draft:
         frozen: configs by identity.
         shapes: what they ask of the cluster, by identity.
         identities: of every point, in order.
+        search: of a sweep whose points are chosen on the way: what they are chosen by, as text.
     """
 
     first: Config
     frozen: dict[str, str] = dataclasses.field(default_factory=dict)
     shapes: dict[str, str] = dataclasses.field(default_factory=dict)
     identities: list[str] = dataclasses.field(default_factory=list)
+    search: str | None = None
 
     @property
     def identity(self) -> str:
-        """8 hex digits, the same for the same points in any order."""
-        return hashlib.sha256("\n".join(sorted(self.identities)).encode()).hexdigest()[:8]
+        """8 hex digits, the same for the same points in any order, or for the same search."""
+        text = "\n".join(sorted(self.identities)) if self.search is None else self.search
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+    def add(self, config: Config) -> str:
+        """Take in one more point. Returns the identity of its config.
+
+        Raises:
+            ConfigError: it does not fit to the others.
+        """
+        first = self.first.job
+        if (config.job.name, config.job.runs_dir) != (first.name, first.runs_dir):
+            raise ConfigError(
+                f"the points of a sweep share job.name and job.runs_dir, and these differ: {first.name!r}, {config.job.name!r}",
+                hint="what varies is a column of `sweep collect`; it need not be in the name",
+            )
+        identity = identity_of(config)
+        self.identities.append(identity)
+        if identity not in self.frozen:
+            _check_fits(config, self.first, local_too=self.search is not None)
+            self.frozen[identity] = freeze(config)
+            self.shapes[identity] = _shape(config)
+        return identity
 
 
 def draft(configs: Iterable[Config], cwd: Path) -> Draft:
@@ -175,24 +200,13 @@ def draft(configs: Iterable[Config], cwd: Path) -> Draft:
         config = with_absolute_paths(config, cwd)
         if found is None:
             found = Draft(config)
-        first = found.first.job
-        if (config.job.name, config.job.runs_dir) != (first.name, first.runs_dir):
-            raise ConfigError(
-                f"the points of a sweep share job.name and job.runs_dir, and these differ: {first.name!r}, {config.job.name!r}",
-                hint="what varies is a column of `sweep collect`; it need not be in the name",
-            )
-        identity = identity_of(config)
-        found.identities.append(identity)
-        if identity not in found.frozen:
-            _check_fits(config, found.first)
-            found.frozen[identity] = freeze(config)
-            found.shapes[identity] = _shape(config)
+        found.add(config)
     assert found is not None
     return found
 
 
-def _check_fits(config: Config, first: Config) -> None:
-    if config.cluster.backend == "local":
+def _check_fits(config: Config, first: Config, *, local_too: bool) -> None:
+    if config.cluster.backend == "local" and not local_too:
         raise ConfigError(
             "a sweep with cluster=local is not supported",
             hint="sandbox up, then cluster=sandbox: a throwaway SLURM on this machine",
@@ -263,16 +277,15 @@ def make(
                 point = Point(number, varied(number), identity, draft.shapes[identity], run_id)
                 file.write(json.dumps(asdict(point)) + "\n")
                 if run_id == f"{stamp}-{number:04d}":  # the first of those with this config
-                    own = [f"{key}={value}" for key, value in point.varied.items()]
-                    _make_run(temporary.run_dir(run_id), draft.frozen[identity], {**info, "varied": own})
+                    _make_run(temporary.run_dir(run_id), point, draft.frozen[identity], info)
         arrays = plan_arrays(
             [draft.shapes[identity] for identity in run_ids], max_size=max_array_size, parallelism=parallelism
         )
         ids = list(run_ids.values())
+        temporary.arrays.mkdir(mode=0o700)
         for number, array in enumerate(arrays):
             _make_array(temporary, number, [ids[member] for member in array.members], array)
-        facts = {"points": len(draft.identities), "runs": len(ids), "token": secrets.token_hex(4)}
-        write_json(temporary.info_file, {**info, **facts, "parallelism": parallelism})
+        write_json(temporary.info_file, {**info, "token": secrets.token_hex(4), "parallelism": parallelism})
         return _publish(temporary, runs / name, again=again)
     finally:
         shutil.rmtree(temporary.path, ignore_errors=True)
@@ -293,7 +306,21 @@ def _publish(temporary: Sweep, path: Path, *, again: bool) -> Sweep:
         number += 1
 
 
-def _make_run(run_dir: RunDir, frozen: str, info: dict[str, Any]) -> None:
+def add_run(sweep: Sweep, point: Point, frozen: str) -> None:
+    """Make the run directory of one more point; it appears complete."""
+    temporary = RunDir(sweep.path / f".{point.run_id}-{os.getpid()}-{secrets.token_hex(3)}")
+    info = sweep.info()
+    try:
+        _make_run(temporary, point, frozen, {key: info[key] for key in info if key not in OF_THE_SWEEP})
+        temporary.path.rename(sweep.run_dir(point.run_id).path)
+    finally:
+        shutil.rmtree(temporary.path, ignore_errors=True)
+
+
+def _make_run(run_dir: RunDir, point: Point, frozen: str, info: dict[str, Any]) -> None:
+    """Args:
+    info: what run.json says of all runs of the sweep.
+    """
     run_dir.path.mkdir(mode=0o700)
     for folder in (run_dir.attempts, run_dir.checkpoints):
         folder.mkdir(mode=0o700)
@@ -301,7 +328,8 @@ def _make_run(run_dir: RunDir, frozen: str, info: dict[str, Any]) -> None:
         run_dir.code.symlink_to(Path("..") / "code")
     run_dir.config_file.write_text(frozen)
     run_dir.config_file.chmod(0o600)
-    write_json(run_dir.info_file, {"id": run_dir.id, **info}, durable=False)
+    varied = [f"{key}={value}" for key, value in point.varied.items()]
+    write_json(run_dir.info_file, {"id": point.run_id, **info, "varied": varied}, durable=False)
 
 
 def _make_array(sweep: Sweep, number: int, run_ids: Sequence[str], array: Array) -> None:
@@ -338,7 +366,7 @@ def check_arrays(sweep: Sweep, client: SlurmClient) -> None:
             path.write_text(_script(sweep, number))
             check(path, client)
         except Refused:
-            if not any(sweep.claims(each) or sweep.job_id(each) for each in numbers):
+            if not any(claims(sweep.array(each)) or sweep.job_id(each) for each in numbers):
                 remove(sweep)
             raise
         finally:
@@ -386,7 +414,11 @@ def _submit_array(
     """Its job id, and whether it was submitted here and now."""
     job_id = sweep.job_id(number)
     if job_id is None:
-        with _claim(sweep, number, say) as somebody_before:
+
+        def busy(owner: Owner) -> None:
+            say(f"process {owner['pid']} on {owner['host']} is submitting this array; waiting for it")
+
+        with claimed(sweep.array(number), busy) as somebody_before:
             job_id = sweep.job_id(number)  # the one who had the claim may have finished
             if job_id is None and somebody_before:
                 job_id = _job_of_attempts(sweep, number)
@@ -497,65 +529,6 @@ def note_jobs(sweep: Sweep, number: int) -> None:
     write_json(path, {**job, "noted": True})
 
 
-@contextlib.contextmanager
-def _claim(sweep: Sweep, number: int, say: Callable[[str], None]) -> Iterator[bool]:
-    """Be the one who submits this array. Yields whether somebody has tried before, and may have been cut short.
-
-    Claims are numbered and never taken away: the next one can be made when the last one's owner has given up or is dead,
-    and of several that see that, one makes it. Another shell that is at it is waited for.
-    """
-    somebody_before = told = False
-    while True:
-        claims = sweep.claims(number)
-        owner = read_json(claims[-1]) if claims else None
-        if claims and not _given_up(claims[-1]):
-            somebody_before = True
-            if owner is None or _lives(owner):
-                if not told and owner is not None:
-                    say(f"process {owner['pid']} on {owner['host']} is submitting this array; waiting for it")
-                    told = True
-                time.sleep(POLL_S)
-                continue
-        somebody_before = somebody_before or bool(claims)
-        claim = sweep.array(number) / f"claim-{len(claims) + 1:04d}.json"
-        if _make_claim(claim):
-            break
-    try:
-        yield somebody_before
-    finally:
-        claim.with_suffix(".over").touch()
-
-
-def _given_up(claim: Path) -> bool:
-    return claim.with_suffix(".over").exists()
-
-
-def _make_claim(claim: Path) -> bool:
-    """Whole or not at all, and by one only (link(2))."""
-    temporary = claim.with_name(f".{claim.name}.{os.getpid()}.{secrets.token_hex(3)}")
-    me = {"host": socket.gethostname(), "pid": os.getpid(), "born": _born(os.getpid()), "time": time.time()}
-    write_json(temporary, me)
-    try:
-        os.link(temporary, claim)
-        return True
-    except FileExistsError:
-        return False
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _lives(owner: dict[str, Any]) -> bool:
-    if owner["host"] != socket.gethostname():
-        return time.time() - float(owner["time"]) < CLAIM_LASTS_S
-    return owner["born"] is not None and _born(int(owner["pid"])) == owner["born"]
-
-
-def _born(pid: int) -> str | None:
-    """When a process of this host was started, in ticks since boot: with its pid, a name that is not given twice."""
-    fields = process.stat(pid)
-    return None if fields is None or fields[process.STATE] == "Z" else fields[process.START]
-
-
 # Looking at sweeps.
 
 
@@ -625,33 +598,33 @@ def add_retry(sweep: Sweep) -> list[str]:
         for run_id in chosen:
             sweep.run_dir(run_id).request_file.unlink(missing_ok=True)
         arrays = plan_arrays([shapes[run_id] for run_id in chosen], parallelism=sweep.info()["parallelism"])
-        temporary = Sweep(sweep.path / f".retry-{os.getpid()}-{secrets.token_hex(3)}")
-        try:
-            for position, array in enumerate(arrays):
-                number = numbers[-1] + 1 + position
-                after = numbers[-1] + 1 + array.after if array.after is not None else None
-                _make_array(
-                    temporary,
-                    number,
-                    [chosen[member] for member in array.members],
-                    dataclasses.replace(array, after=after),
-                )
-            for number in temporary.array_numbers():
-                temporary.array(number).rename(sweep.array(number))
+        if append_arrays(sweep, len(numbers), chosen, arrays):
             return chosen
-        except FileExistsError:
-            continue
-        except OSError:
-            if not sweep.array(numbers[-1] + 1).exists():
-                raise
-        finally:
-            shutil.rmtree(temporary.path, ignore_errors=True)
+
+
+def append_arrays(sweep: Sweep, first: int, run_ids: Sequence[str], arrays: Sequence[Array]) -> bool:
+    """Plan further arrays of these runs. False: somebody else has made arrays from number `first` on, these are not there."""
+    temporary = Sweep(sweep.path / f".more-{os.getpid()}-{secrets.token_hex(3)}")
+    try:
+        for number, array in enumerate(arrays, first):
+            after = first + array.after if array.after is not None else None
+            members = [run_ids[member] for member in array.members]
+            _make_array(temporary, number, members, dataclasses.replace(array, after=after))
+        for number in temporary.array_numbers():
+            temporary.array(number).rename(sweep.array(number))
+        return True
+    except OSError:
+        if not sweep.array(first).exists():
+            raise
+        return False
+    finally:
+        shutil.rmtree(temporary.path, ignore_errors=True)
 
 
 def cancel(sweep: Sweep, client: SlurmClient) -> int:
     """End all runs of the sweep that have not ended, with one scancel. Returns how many there were."""
     for number in sweep.array_numbers():
-        if sweep.job_id(number) is None and sweep.claims(number):  # its submitter may have been killed
+        if sweep.job_id(number) is None and claims(sweep.array(number)):  # its submitter may have been killed
             found = client.find_by_comment(TOKEN_PREFIX + sweep.token(number))
             if found:
                 _write_job(sweep, number, found[0])

@@ -146,6 +146,11 @@ class SlurmClient:
         """slurm.conf as the controller sees it: "MaxArraySize" -> "1001"; empty when it cannot be asked."""
         return parse_show_config(self._glance(["scontrol", "show", "config"]) or "")
 
+    def max_array_size(self) -> int | None:
+        """Most tasks of an array; None when it cannot be asked."""
+        size = self.configuration().get("MaxArraySize", "")
+        return int(size) or 1 if size.isdigit() else None  # 0: the cluster has no arrays
+
     def preemption_times(self, partition: str | None, qos: str | None) -> PreemptionTimes | None:
         """What a job in this partition (None: the default one) and QOS has. None when SLURM cannot be asked."""
         config = self.configuration()

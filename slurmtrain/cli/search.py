@@ -1,0 +1,57 @@
+"""`-m hydra/sweeper=... submit`: a sweep whose points are chosen by the results of earlier ones."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from slurmtrain.cli.arguments import Arguments
+from slurmtrain.cli.as_json import print_json
+from slurmtrain.config.points import Composer
+from slurmtrain.config.validate import validate
+from slurmtrain.errors import UsageError
+from slurmtrain.launch.open_sweep import open_sweep
+from slurmtrain.launch.search import Search, identity_text, seeds
+from slurmtrain.launch.submit import check_slurm_is_here, slurm_conf_of, with_absolute_paths
+from slurmtrain.launch.sweep import Draft
+from slurmtrain.runtime.slurm import SlurmClient
+
+
+def search(composer: Composer, arguments: Arguments, parallelism: int | None) -> int:
+    """A sweep whose points a sweeper of Hydra's chooses by the results of earlier ones. Waits until it is done."""
+    options, overrides = arguments.options, arguments.overrides
+    if "--dry-run" in options:
+        raise UsageError(
+            "--dry-run cannot show a search: its points are chosen by the results of earlier ones",
+            hint="without the choices and -m it shows one point",
+        )
+    base = with_absolute_paths(composer.compose(composer.fixed(overrides)), Path.cwd())
+    validate(base)
+    client = None
+    if base.cluster.backend != "local":
+        client = SlurmClient(slurm_conf_of(base))
+        check_slurm_is_here()
+    choices, sweeper = composer.choices(overrides), composer.sweeper(overrides)
+    identity = identity_text(base, sweeper, choices)
+    opened = open_sweep(
+        Draft(base, search=identity),
+        overrides,
+        client,
+        parallelism=parallelism,
+        again="--again" in options,
+        say=_say,
+    )
+    _say(f"sweep {opened.sweep.id}: this shell waits for results; if it dies, the same command goes on where it was")
+    words = [*overrides, *seeds(sweeper, identity)]
+    Search(composer, opened, list(choices), _say).sweep(words)
+    if "--json" in options:
+        points = opened.sweep.points()
+        print_json({"sweep": opened.sweep.id, "path": str(opened.sweep.path), "points": len(points), "job_ids": []})
+    else:
+        print(f"sweep {opened.sweep.id} is done\n  {opened.sweep.path}")
+        print(f"  sweep collect {opened.sweep.id}   sweep status {opened.sweep.id}   (or: last)")
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"slurmtrain: {text}", file=sys.stderr, flush=True)

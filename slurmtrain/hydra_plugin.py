@@ -1,0 +1,66 @@
+"""What Hydra finds of us: pip puts a copy of this file into the namespace hydra_plugins, as hydra_plugins.slurmtrain.
+
+Every Hydra program on the machine imports it when it starts, so it does nothing before a launcher is asked for jobs.
+"""
+
+# No `from __future__ import annotations`: Hydra runs a plugin's module before it is in sys.modules, where dataclasses
+# would look the annotations up.
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.plugins.launcher import Launcher
+
+
+@dataclass
+class LauncherConf:
+    """hydra.launcher of `hydra/launcher=slurmtrain`: any Hydra program's jobs as runs of slurmtrain."""
+
+    _target_: str = "hydra_plugins.slurmtrain.SlurmtrainLauncher"
+    cluster: str = "local"  # a config of slurmtrain's group of this name; local: processes of this machine
+    overrides: list[str] = field(default_factory=list)  # further ones of slurmtrain's: cluster.nodes=2, requeue=off
+    config_dir: str | None = None  # a folder with clusters of one's own, as in slurmtrain's --config-dir
+    array_parallelism: int | None = None  # how many jobs may run at the same time
+    again: bool = False  # do not come back to a multirun with the same hydra.sweep.dir whose shell has died
+
+
+@dataclass
+class SearchLauncherConf:
+    """What `slurmtrain -m hydra/sweeper=... submit` chooses by itself."""
+
+    _target_: str = "hydra_plugins.slurmtrain.SearchLauncher"
+
+
+class SlurmtrainLauncher(Launcher):
+    def __init__(self, **settings: Any):
+        self._settings = settings
+        self._tasks: Any = None
+
+    def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
+        from slurmtrain.launch.hydra_tasks import Tasks
+
+        self._tasks = Tasks(hydra_context, task_function, config, **self._settings)
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[Any]:
+        return self._tasks.launch(job_overrides, initial_job_idx)
+
+
+class SearchLauncher(Launcher):
+    def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
+        self._context, self._search, self._config = hydra_context, task_function, config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[Any]:
+        from slurmtrain.launch.hydra_tasks import job_config
+
+        jobs = [
+            (overrides, job_config(self._context, self._config, overrides, number))
+            for number, overrides in enumerate(job_overrides, initial_job_idx)
+        ]
+        return self._search.launch(jobs)
+
+
+ConfigStore.instance().store(group="hydra/launcher", name="slurmtrain", node=LauncherConf, provider="slurmtrain")
+ConfigStore.instance().store(
+    group="hydra/launcher", name="slurmtrain_search", node=SearchLauncherConf, provider="slurmtrain"
+)

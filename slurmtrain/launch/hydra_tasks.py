@@ -1,0 +1,237 @@
+"""`hydra/launcher=slurmtrain`: the jobs of any Hydra program's multirun as runs of ours.
+
+Each job is a run of job=command that calls the program's task function (`runtime/hydra_task.py`): submitted as an array,
+requeued when it is preempted, failed in SLURM when the function raises, seen by `status`, `logs` and `sweep`. What the
+function gives back, or raises, reaches the sweeper as from Hydra's own launcher.
+
+A shell that waits may die. Started again with the same hydra.sweep.dir, the program comes back to its jobs, those that
+have ended included; unless it had come to its end before, when its jobs are run anew as anybody would expect.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import copy
+import dataclasses
+import hashlib
+import json
+import os
+import pickle
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slurmtrain.config.compose import compose
+from slurmtrain.config.schema import Config
+from slurmtrain.config.validate import NAME, validate
+from slurmtrain.errors import ClusterError
+from slurmtrain.launch.open_sweep import OpenSweep, Wanted, open_sweep
+from slurmtrain.launch.state import RunState
+from slurmtrain.launch.submit import check_slurm_is_here, slurm_conf_of, with_absolute_paths
+from slurmtrain.launch.sweep import Draft, Sweep
+from slurmtrain.rundir import RunDir, write_json
+from slurmtrain.runtime.hydra_task import RESULT
+from slurmtrain.runtime.slurm import SlurmClient
+
+if TYPE_CHECKING:
+    from hydra.core.utils import JobReturn
+    from omegaconf import DictConfig
+
+OVER = "over"  # a file in the sweep: the program has come to its end
+
+
+class Tasks:
+    """The launcher, from one `setup` on.
+
+    Args:
+        context, function, config: what Hydra gives to launchers.
+        cluster, overrides, config_dir: of ours, see `slurmtrain/hydra_plugin.py`.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        function: Any,
+        config: DictConfig,
+        *,
+        cluster: str,
+        overrides: Sequence[str],
+        config_dir: str | None,
+        array_parallelism: int | None,
+        again: bool,
+    ):
+        self._context, self._function, self._config = context, function, config
+        self._overrides = [f"cluster={cluster}", "job=command", "job.command=set-below", "job.snapshot=none"]
+        # A function that raises would raise again.
+        once = "requeue.max_attempts_without_progress=1"
+        self._overrides += [f"job.name={_name(config.hydra.job.name)}", once, *overrides]
+        self._config_dir = config_dir
+        self._parallelism, self._again = array_parallelism, again
+        self._cut_short = False
+        self._open: OpenSweep | None = None
+        self._base: Config | None = None
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
+        """Run some jobs and wait for them. A job that fails is returned as failed, with its exception.
+
+        Args:
+            first: number of the first of them.
+
+        Raises:
+            SlurmtrainError: the launcher's own settings are wrong, or SLURM refuses.
+        """
+        import cloudpickle
+
+        hydra = self._config.hydra
+        folder = Path(str(hydra.sweep.dir)).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        if "mode" in hydra.sweep:
+            folder.chmod(int(str(hydra.sweep.mode), 8))
+        opened = self._open = self._open or self._find_or_make(folder)
+        tasks = opened.sweep.path / "tasks"
+        tasks.mkdir(mode=0o700, exist_ok=True)
+        pickled = cloudpickle.dumps(self._what_all_jobs_share())
+        shared = tasks / f"{hashlib.sha256(pickled).hexdigest()[:16]}.pkl"
+        wanted = []
+        for number, overrides in enumerate(job_overrides, first):
+            digest = hashlib.sha256(json.dumps(list(overrides)).encode()).hexdigest()[:8]
+            task = tasks / f"{number:04d}-{digest}.json"
+            if not task.exists():  # else it was asked for before the last shell died
+                if not shared.exists():
+                    shared.write_bytes(pickled)
+                facts = {"shared": str(shared), "number": number, "overrides": list(overrides)}
+                write_json(task, {**facts, "path": [os.path.abspath(each) for each in sys.path]})
+            wanted.append(Wanted(_varied(overrides), self._run_config(task)))
+        try:
+            with opened.steering():
+                ended = opened.run(wanted, lambda run_dir, now: None)
+        except BaseException:
+            self._cut_short = True
+            raise
+        configs = [
+            job_config(self._context, self._config, list(overrides), number)
+            for number, overrides in enumerate(job_overrides, first)
+        ]
+        return [_returned(run_dir, now, config) for (run_dir, now), config in zip(ended, configs, strict=True)]
+
+    def _find_or_make(self, folder: Path) -> OpenSweep:
+        from omegaconf import OmegaConf
+
+        first = with_absolute_paths(self._run_config(Path("tasks")), Path.cwd())
+        asked = without_hydra(self._config)
+        function = f"{getattr(self._function, '__module__', '')}.{getattr(self._function, '__qualname__', '')}"
+        search = json.dumps([str(folder), function, OmegaConf.to_yaml(asked), self._overrides])
+        client = None
+        if first.cluster.backend != "local":
+            check_slurm_is_here()
+            client = SlurmClient(slurm_conf_of(first))
+        opened = open_sweep(
+            Draft(first, search=search),
+            list(self._config.hydra.overrides.task),
+            client,
+            parallelism=self._parallelism,
+            again=self._again,
+            ended=lambda sweep: (sweep.path / OVER).exists(),
+            say=_say,
+        )
+        atexit.register(self._end, opened.sweep)
+        return opened
+
+    def _end(self, sweep: Sweep) -> None:
+        """At the program's end: unless it was stopped while it waited, nobody will come back."""
+        if not self._cut_short and sweep.path.exists():
+            (sweep.path / OVER).touch()
+
+    def _run_config(self, task: Path) -> Config:
+        """Of the run that calls the task function."""
+        if self._base is None:
+            with _beside_the_program():
+                self._base = compose(self._overrides, config_dir=self._config_dir)
+            validate(self._base)
+        python = self._base.cluster.python or sys.executable
+        command = shlex.join([python, "-m", "slurmtrain.runtime.hydra_task", str(task)])
+        return dataclasses.replace(self._base, job=dataclasses.replace(self._base.job, command=command))
+
+    def _what_all_jobs_share(self) -> dict[str, Any]:
+        from hydra.core.singleton import Singleton
+
+        return {
+            "context": self._context,
+            "function": self._function,
+            "config": self._config,
+            "singletons": Singleton.get_state(),
+        }
+
+
+def job_config(context: Any, config: DictConfig, overrides: Sequence[str], number: int) -> DictConfig:
+    """The config of one job of a multirun, as Hydra's own launcher makes it; hydra.job.id is its number until it runs."""
+    from omegaconf import open_dict
+
+    composed: DictConfig = context.config_loader.load_sweep_config(config, list(overrides))
+    with open_dict(composed.hydra.job):
+        composed.hydra.job.num = number
+        composed.hydra.job.id = str(number)
+    return composed
+
+
+def without_hydra(config: DictConfig) -> DictConfig:
+    """What a task function is called with."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+
+
+@contextlib.contextmanager
+def _beside_the_program() -> Iterator[None]:
+    """Compose configs of ours within a Hydra program: its global state, and the names of its configs, stay what they are."""
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.core.singleton import Singleton
+    from hydra.core.utils import JobRuntime
+    from hydra.version import VersionBase
+
+    program, names = Singleton._instances, copy.copy(ConfigStore.instance().repo)
+    its_own = (GlobalHydra, HydraConfig, JobRuntime, VersionBase)
+    Singleton._instances = {kind: each for kind, each in program.items() if kind not in its_own}
+    try:
+        yield
+    finally:
+        Singleton._instances = program
+        ConfigStore.instance().repo = names
+
+
+def _name(task: str) -> str:
+    """job.name for a program's name."""
+    name = re.sub(r"[^A-Za-z0-9._+-]", "_", task).lstrip("._+-")[:64]
+    return name if NAME.fullmatch(name) else "multirun"
+
+
+def _varied(overrides: Sequence[str]) -> dict[str, str]:
+    return {key.lstrip("+"): value for key, _, value in (override.partition("=") for override in overrides)}
+
+
+def _returned(run_dir: RunDir, now: RunState, config: DictConfig) -> JobReturn:
+    """What the job has left; else what is known of its end."""
+    from hydra.core.utils import JobReturn, JobStatus
+    from omegaconf import OmegaConf
+
+    with contextlib.suppress(FileNotFoundError), (run_dir.path / RESULT).open("rb") as file:
+        returned: JobReturn = pickle.load(file)
+        if now.word == "finished" or returned.status is JobStatus.FAILED:  # else another rank has failed
+            return returned
+    overrides, hydra_config = list(config.hydra.overrides.task), OmegaConf.masked_copy(config, ["hydra"])
+    returned = JobReturn(overrides, without_hydra(config), hydra_config, str(run_dir.path), config.hydra.job.name)
+    returned.return_value = ClusterError(f"run {run_dir.id} {now.word}: {now.sentence}", hint=f"logs {run_dir.id}")
+    returned.status = JobStatus.FAILED
+    return returned
+
+
+def _say(text: str) -> None:
+    import logging
+
+    logging.getLogger("slurmtrain").info(text)

@@ -1,0 +1,178 @@
+"""A sweep whose points are chosen on the way, by what earlier ones have given: it is steered, and waits for its runs.
+
+On disk it is a sweep like any other, and every verb takes it. One process at a time steers it. When that one dies, its
+jobs go on; the next one finds the points that it asks for again, with their results, and nothing is run twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from slurmtrain import rundir
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import EXIT_REQUEUE, ClusterError
+from slurmtrain.launch import sweep as sweeps
+from slurmtrain.launch.arrays import plan_arrays
+from slurmtrain.launch.claims import Owner, claimed, renew
+from slurmtrain.launch.local import run_local
+from slurmtrain.launch.state import RunState, is_over, states
+from slurmtrain.launch.submit import with_absolute_paths
+from slurmtrain.launch.sweep import Draft, Point, Sweep
+from slurmtrain.rundir import RunDir
+from slurmtrain.runtime.slurm import SlurmClient
+
+LOOK_EVERY_S = 0.5  # at the runs' own files, which say that they have ended
+ASK_EVERY_S = 20.0  # SLURM, about those that have not: a job may be gone without a word
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One point that is asked for.
+
+    Attributes:
+        varied: what distinguishes it, by key, as text.
+    """
+
+    varied: dict[str, str]
+    config: Config
+
+
+@dataclass(frozen=True)
+class OpenSweep:
+    """Attributes:
+    client: of the cluster; None: the runs are processes of this machine, one after the other.
+    max_array_size: most tasks of an array.
+    say: told what a person may want to know.
+    """
+
+    sweep: Sweep
+    draft: Draft
+    client: SlurmClient | None
+    say: Callable[[str], None]
+
+    @contextlib.contextmanager
+    def steering(self) -> Iterator[None]:
+        """Be the process that adds points.
+
+        Raises:
+            ClusterError: another one is at it.
+        """
+
+        def refuse(owner: Owner) -> None:
+            raise ClusterError(
+                f"process {owner['pid']} on {owner['host']} steers sweep {self.sweep.id} already",
+                hint=f"sweep status {self.sweep.id} shows how it stands; when that process has ended, start again",
+            )
+
+        with claimed(self.sweep.path, refuse):
+            yield
+
+    def run(
+        self, wanted: Sequence[Wanted], on_end: Callable[[RunDir, RunState], None]
+    ) -> list[tuple[RunDir, RunState]]:
+        """Submit what has not been, and wait until all have ended. In the order of `wanted`.
+
+        Args:
+            on_end: called with every run when it has ended, those included that had ended before.
+        """
+        run_dirs = self._add(wanted)
+        ended: dict[str, RunState] = {}
+        for run_dir, now in self._ended(run_dirs):
+            ended[run_dir.id] = now
+            on_end(run_dir, now)
+        return [(run_dir, ended[run_dir.id]) for run_dir in run_dirs]
+
+    def _add(self, wanted: Sequence[Wanted]) -> list[RunDir]:
+        """Each step may be cut short, and is done when the same points are asked for again."""
+        sweep, draft = self.sweep, self.draft
+        points = {point.identity: point for point in sweep.points()}
+        stamp = rundir.new_run_id()
+        chosen = []
+        with sweep.points_file.open("a") as file:
+            for each in wanted:
+                identity = draft.add(with_absolute_paths(each.config, Path.cwd()))
+                if identity not in points:
+                    number = len(points)
+                    points[identity] = Point(
+                        number, each.varied, identity, draft.shapes[identity], f"{stamp}-{number:04d}"
+                    )
+                    file.write(json.dumps(asdict(points[identity])) + "\n")
+                    file.flush()
+                chosen.append(points[identity])
+        for point in chosen:
+            if not sweep.run_dir(point.run_id).info_file.exists():
+                sweeps.add_run(sweep, point, draft.frozen[point.identity])
+        if self.client is not None:
+            self._submit({point.run_id: point.shape for point in chosen})
+        return [sweep.run_dir(point.run_id) for point in chosen]
+
+    def _submit(self, shapes: dict[str, str]) -> None:
+        assert self.client is not None
+        while True:
+            numbers = self.sweep.array_numbers()
+            planned = {run_id for number in numbers for run_id in self.sweep.members(number)}
+            new = [run_id for run_id in shapes if run_id not in planned]
+            size = self.client.max_array_size()
+            arrays = plan_arrays(
+                [shapes[run_id] for run_id in new], max_size=size, parallelism=self.sweep.info()["parallelism"]
+            )
+            if not new or sweeps.append_arrays(self.sweep, len(numbers), new, arrays):
+                break
+        sweeps.check_submitted(sweeps.submit_arrays(self.sweep, self.client, say=self.say))
+
+    def _ended(self, run_dirs: Sequence[RunDir]) -> Iterator[tuple[RunDir, RunState]]:
+        """Every run, as it ends."""
+        if self.client is None:
+            for run_dir in dict.fromkeys(run_dirs):
+                if not is_over(run_dir) and run_local(run_dir, self.say) == EXIT_REQUEUE:
+                    raise KeyboardInterrupt  # it was told to stop, and so are we
+                yield run_dir, states([run_dir])[run_dir.id]
+            return
+        waiting = dict.fromkeys(run_dirs)
+        asked = time.monotonic()
+        while True:
+            ask = time.monotonic() - asked >= ASK_EVERY_S
+            if ask:
+                renew(self.sweep.path)
+                asked = time.monotonic()
+            looked = list(waiting) if ask else [run_dir for run_dir in waiting if is_over(run_dir)]
+            now = states(looked)
+            for run_dir in looked:
+                if not now[run_dir.id].alive:
+                    del waiting[run_dir]
+                    yield run_dir, now[run_dir.id]
+            if not waiting:
+                return
+            time.sleep(LOOK_EVERY_S)  # the files are on a shared file system: there is no event to await
+
+
+def open_sweep(
+    draft: Draft,
+    overrides: Sequence[str],
+    client: SlurmClient | None,
+    *,
+    parallelism: int | None = None,
+    again: bool = False,
+    ended: Callable[[Sweep], bool] = lambda sweep: False,
+    say: Callable[[str], None],
+) -> OpenSweep:
+    """The sweep of this search: the one that is there, or a new one.
+
+    Args:
+        draft: with a `search`, and no points.
+        again: make another one.
+        ended: the one that is there is not to be continued.
+    """
+    found = sweeps.find_same(draft)
+    if found is None or again or ended(found):
+        found = sweeps.make(
+            draft, lambda number: {}, overrides, Path.cwd(), parallelism=parallelism, again=found is not None
+        )
+    elif found.points():
+        say(f"sweep {found.id} is there already, with {len(found.points())} points; going on with it")
+    return OpenSweep(found, draft, client, say)

@@ -1,0 +1,154 @@
+"""`-m hydra/sweeper=... submit`: Hydra's sweepers that choose values by results, such as Optuna's, over runs of ours.
+
+The sweeper asks a launcher for the results of some points; `Search` is the half of that launcher that knows what a run
+is. What a point gives back is the number that `sweep collect` shows as its best: the best value of
+checkpoint.best_metric. A run that fails is a job that failed, with the run's own words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from slurmtrain.config.compose import search_path
+from slurmtrain.config.points import Composer
+from slurmtrain.config.validate import validate
+from slurmtrain.errors import ClusterError, SlurmtrainError
+from slurmtrain.launch import collect
+from slurmtrain.launch.hydra_tasks import without_hydra
+from slurmtrain.launch.open_sweep import OpenSweep, Wanted
+from slurmtrain.launch.state import RunState
+from slurmtrain.launch.sweep import identity_of
+from slurmtrain.rundir import RunDir
+
+if TYPE_CHECKING:
+    from hydra.core.utils import JobReturn
+
+    from slurmtrain.config.schema import Config
+
+LAUNCHER = "hydra/launcher=slurmtrain_search"
+
+
+class RunFailed(ClusterError):
+    """A run of a search has ended without a result."""
+
+
+class Search:
+    """What is given to Hydra as the task function.
+
+    Args:
+        overrides: of the command line.
+        searched: the keys whose values the sweeper chooses.
+        say: told of every run that has ended.
+    """
+
+    def __init__(self, composer: Composer, open_sweep: OpenSweep, searched: Sequence[str], say: Callable[[str], None]):
+        self._composer, self._open_sweep, self._say = composer, open_sweep, say
+        self._searched = searched
+        self._best: tuple[float, str] | None = None
+
+    def __call__(self, config: object) -> None:
+        raise NotImplementedError("Hydra hands this to the launcher, which hands it points")
+
+    def sweep(self, overrides: Sequence[str]) -> None:
+        """Let the sweeper choose until it is done.
+
+        Raises:
+            RunFailed: more points failed than it accepts.
+            ClusterError: a job cannot be submitted.
+        """
+        from hydra.core.global_hydra import GlobalHydra
+
+        hydra, primary = GlobalHydra.instance().hydra, self._composer.primary
+        assert hydra is not None
+        folder = str(self._open_sweep.sweep.path).replace("'", "\\'")
+        words = [*overrides, LAUNCHER, f"hydra.sweep.dir='{folder}'", search_path(primary.folders[1:])]
+        with self._open_sweep.steering():
+            hydra.multirun(primary.name, self, words)
+
+    def launch(self, jobs: Sequence[tuple[Sequence[str], Any]]) -> list[JobReturn]:
+        """The results of some points, in their order, when all have ended.
+
+        Args:
+            jobs: of each its overrides, and its config as Hydra composes it for a job of a multirun.
+        """
+        wanted: list[Wanted] = []
+        refused: dict[int, SlurmtrainError] = {}
+        for position, (overrides, _) in enumerate(jobs):
+            try:
+                config = self._composer.compose(overrides)
+                validate(config)
+            except SlurmtrainError as error:  # of this combination of values: others may do
+                refused[position] = error
+            else:
+                wanted.append(Wanted(self._varied(overrides), config))
+        ended = iter(self._open_sweep.run(wanted, self._tell))
+        return [_job_return(job, refused.get(position) or next(ended)) for position, job in enumerate(jobs)]
+
+    def _varied(self, overrides: Sequence[str]) -> dict[str, str]:
+        values = dict(override.partition("=")[::2] for override in overrides)
+        return {key.lstrip("+"): values[key] for key in self._searched if key in values}
+
+    def _tell(self, run_dir: RunDir, now: RunState) -> None:
+        varied = " ".join(run_dir.info()["varied"])
+        try:
+            goal, value = _result(run_dir, now)
+        except RunFailed as failure:
+            self._say(f"{run_dir.id} {varied}: {failure.message}")
+            return
+        better = self._best is None or goal.best([value, self._best[0]]) == value
+        if better:
+            self._best = (value, varied)
+        self._say(f"{run_dir.id} {varied}: {goal.metric} {value:.6g}" + (", the best so far" if better else ""))
+
+
+def _result(run_dir: RunDir, now: RunState) -> tuple[collect.Goal, float]:
+    """Raises: RunFailed: it has not finished, or has logged no metric."""
+    if now.word != "finished":
+        raise RunFailed(f"run {run_dir.id} {now.word}: {now.sentence}", hint=f"status {run_dir.id}")
+    table = collect.table_of([collect.Point(0, {}, run_dir, now.word)])
+    value = table.column(table.goal.column)[0] if table.goal is not None else None
+    if table.goal is None or value is None:
+        raise RunFailed(f"run {run_dir.id} has finished and logged no metric", hint="set checkpoint.best_metric")
+    return table.goal, float(value)
+
+
+def _job_return(job: tuple[Sequence[str], Any], outcome: SlurmtrainError | tuple[RunDir, RunState]) -> JobReturn:
+    """What Hydra gives for a job that has run."""
+    from hydra.core.utils import JobReturn, JobStatus
+    from omegaconf import OmegaConf
+
+    overrides, config = job
+    hydra_config = OmegaConf.masked_copy(config, ["hydra"])
+    returned = JobReturn(list(overrides), without_hydra(config), hydra_config, task_name=config.hydra.job.name)
+    try:
+        if isinstance(outcome, SlurmtrainError):
+            raise outcome
+        returned.working_dir = str(outcome[0].path)
+        returned.return_value = _result(*outcome)[1]
+        returned.status = JobStatus.COMPLETED
+    except SlurmtrainError as error:
+        returned.return_value = error
+        returned.status = JobStatus.FAILED
+    return returned
+
+
+def identity_text(base: Config, sweeper: Mapping[str, Any], choices: Mapping[str, str]) -> str:
+    """What makes a search the same: what is fixed, who chooses, and from what."""
+    return json.dumps([identity_of(base), sweeper, choices], sort_keys=True)
+
+
+def seeds(sweeper: Mapping[str, Any], identity: str) -> Iterator[str]:
+    """Overrides that give a seed to whatever of a sweeper has none: only one that chooses the same again can be continued."""
+    seed = int(hashlib.sha256(identity.encode()).hexdigest()[:8], 16) >> 1
+
+    def unseeded(part: Mapping[str, Any], path: str) -> Iterator[str]:
+        for key, value in part.items():
+            if key == "seed" and value is None:
+                yield f"{path}.{key}={seed}"
+            elif isinstance(value, Mapping):
+                yield from unseeded(value, f"{path}.{key}")
+
+    return unseeded(sweeper, "hydra.sweeper")

@@ -1,0 +1,117 @@
+"""`hydra/launcher=slurmtrain`: Hydra's own suites for launchers, and what they do not ask."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hydra.test_utils.launcher_common_tests import BatchedSweeperTestSuite, IntegrationTestSuite, LauncherTestSuite
+
+from slurmtrain.launch.sweep import Sweep, states_of
+from slurmtrain.runtime import attempts
+from tests.slurm.conftest import Cluster
+
+LOCAL = "hydra.launcher.cluster=local"
+
+
+def settings(cluster: Cluster) -> list[str]:
+    """What a person writes behind `hydra/launcher=slurmtrain` for a job in this cluster."""
+    own = ["cluster.sandbox=null", f"cluster.slurm_conf={cluster.sandbox.slurm_conf}", "cluster.nodes=1"]
+    return ["hydra.launcher.cluster=sandbox", f"hydra.launcher.overrides={own}"]
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMTRAIN_RUNS", str(tmp_path / "runs"))
+
+
+@pytest.mark.parametrize(("launcher_name", "overrides"), [("slurmtrain", [LOCAL])])
+class TestOnThisMachine(LauncherTestSuite):
+    pass
+
+
+@pytest.mark.parametrize(("task_launcher_cfg", "extra_flags"), [({}, ["-m", "hydra/launcher=slurmtrain", LOCAL])])
+class TestProgramsOnThisMachine(IntegrationTestSuite):
+    pass
+
+
+@pytest.fixture
+def overrides(sandbox: Cluster) -> list[str]:
+    return settings(sandbox)
+
+
+@pytest.fixture
+def extra_flags(sandbox: Cluster) -> list[str]:
+    return ["-m", "hydra/launcher=slurmtrain", *settings(sandbox)]
+
+
+@pytest.mark.parametrize("launcher_name", ["slurmtrain"])
+class TestInSlurm(LauncherTestSuite):
+    pass
+
+
+@pytest.mark.parametrize("task_launcher_cfg", [{}])
+class TestProgramsInSlurm(IntegrationTestSuite):
+    pass
+
+
+@pytest.mark.parametrize("launcher_name", ["slurmtrain"])
+class TestInBatches(BatchedSweeperTestSuite):
+    @pytest.fixture
+    def overrides(self, sandbox: Cluster) -> list[str]:
+        return ["hydra.sweeper.max_batch_size=2", *settings(sandbox)]
+
+
+PROGRAM = """
+import os, time
+import hydra
+
+@hydra.main(version_base="1.3", config_path=None)
+def main(cfg):
+    with open(f"calls-{cfg.x}", "a") as file:
+        file.write("once\\n")
+    while not os.path.exists("go"):
+        time.sleep(0.05)
+    if cfg.x == 2:
+        raise ValueError(f"no luck with {cfg.x}")
+    return cfg.x
+
+main()
+"""
+
+
+def test_a_program_comes_back_to_its_jobs_and_hears_what_they_raised(sandbox: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    choices = ["+x=1,2,3", "hydra.sweep.dir=sweep", "hydra/launcher=slurmtrain", *settings(sandbox)]
+    command = [sys.executable, "program.py", "-m", *choices]
+    env = sandbox.env(SLURMTRAIN_RUNS=str(tmp_path / "runs"))
+    calls = [tmp_path / f"calls-{number}" for number in (1, 2, 3)]
+
+    shell = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not all(call.exists() for call in calls):
+        assert shell.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    shell.kill()
+    shell.wait()
+    (tmp_path / "go").touch()
+    done = sandbox.run(command, cwd=tmp_path, env=env, check=False)
+    assert done.returncode == 1 and "ValueError: no luck with 2" in done.stderr
+    ranks = 2  # of the sandbox's config
+    assert [call.read_text() for call in calls] == ["once\n" * ranks] * 3
+    (sweep,) = map(Sweep, (tmp_path / "runs").glob("*.sweep-*"))
+    states = [state.word for state in states_of(sweep).values()]
+    assert states == ["finished", "failed", "finished"]
+    failed = sweep.run_dir(sweep.points()[1].run_id)
+    assert "ValueError: no luck with 2" in (attempts.all_attempts(failed)[-1].sentence or "")
+    assert sandbox.job(str(failed.info()["job_ids"][-1]))["JobState"] == "FAILED"
+    assert (tmp_path / "sweep" / "2" / ".hydra" / "overrides.yaml").read_text() == "- +x=3\n"
+
+    # It has come to its end: given once more, it is another multirun.
+    (tmp_path / "program.py").write_text(PROGRAM.replace("cfg.x == 2", "False"))
+    again = sandbox.run(command, cwd=tmp_path, env=env)
+    assert again.returncode == 0 and len(list((tmp_path / "runs").glob("*.sweep-*"))) == 2
+    assert calls[0].read_text() == "once\n" * 2 * ranks

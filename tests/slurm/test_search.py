@@ -1,0 +1,92 @@
+"""Sweepers that choose by results, on a real SLURM: Optuna, also when the shell that waits is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slurmtrain.launch.sweep import Sweep
+from slurmtrain.observe import read_metrics
+from slurmtrain.runtime import attempts
+from slurmtrain.runtime.judge import Reason
+from tests.slurm.conftest import Cluster
+
+TRIALS = 12
+BEST = 0.3
+
+# A program of the user's own: what it is to minimise, and no torch, which would take a second of each trial.
+OBJECTIVE = f"""
+import json, os, sys, yaml
+run = os.environ["SLURMTRAIN_RUN_DIR"]
+lr = yaml.safe_load(open(run + "/config.yaml"))["optim"]["lr"]
+with open(run + "/started", "a") as file:
+    file.write("once\\n")
+if lr > 0.95:
+    sys.exit("no luck with " + str(lr))
+with open(run + "/metrics.jsonl", "a") as file:
+    file.write(json.dumps({{"step": 1, "valid_loss": (lr - {BEST}) ** 2}}) + "\\n")
+"""
+
+
+def words(cluster: Cluster, *overrides: str) -> list[str]:
+    where = ["+cluster=sandbox", "cluster.sandbox=null", f"cluster.slurm_conf={cluster.sandbox.slurm_conf}"]
+    job = ["cluster.nodes=1", "cluster.tasks_per_node=1", "job=command", "job.command=python objective.py"]
+    sweeper = ["hydra/sweeper=optuna", f"hydra.sweeper.n_trials={TRIALS}", "requeue.max_attempts_without_progress=1"]
+    return [sys.executable, "-m", "slurmtrain", "-m", *where, *job, *sweeper, *overrides, "submit"]
+
+
+def finished(sweep: Sweep) -> list[str]:
+    """Ids of the runs that have a result."""
+    return [run_id for run_id, run_dir in sweep.run_dirs().items() if run_dir.metrics_file.exists()]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "objective.py").write_text(OBJECTIVE)
+    return tmp_path
+
+
+def test_a_search_whose_shell_is_killed_goes_on_where_it_was(sandbox: Cluster, project: Path) -> None:
+    command = words(sandbox, "optim.lr=interval(0.001,0.9)")
+    shell = subprocess.Popen(command, cwd=project, env=sandbox.env(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + 120
+    while not (found := list(project.glob("runs/*.sweep-*/sweep.json"))) or len(finished(Sweep(found[0].parent))) < 5:
+        assert shell.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    sweep = Sweep(found[0].parent)
+    refused = sandbox.run(command, cwd=project, check=False)
+    assert refused.returncode == 1 and f"process {shell.pid}" in refused.stderr, refused.stderr
+    os.kill(shell.pid, signal.SIGKILL)
+    shell.communicate()
+
+    done = sandbox.run(command, cwd=project, timeout_s=180)
+    assert f"sweep {sweep.id} is there already" in done.stderr and "is done" in done.stdout
+    losses = {}
+    for point in sweep.points():
+        run_dir = sweep.run_dir(point.run_id)
+        assert (run_dir.path / "started").read_text() == "once\n"
+        assert [attempt.reason for attempt in attempts.all_attempts(run_dir)] == [Reason.FINISHED]
+        losses[float(point.varied["optim.lr"])] = read_metrics(run_dir.metrics_file)[-1]["valid_loss"]
+    assert len(losses) == TRIALS == len(sweep.points())
+    found_best = yaml.safe_load((sweep.path / "optimization_results.yaml").read_text())
+    assert found_best["best_value"] == min(losses.values())
+    # A blind guess is 0.1 or nearer in one of four; the second half of the search should do better than the first.
+    first, second = list(losses.values())[:6], list(losses.values())[6:]
+    assert abs(found_best["best_params"]["optim.lr"] - BEST) < 0.1 and sorted(second)[2] <= sorted(first)[2]
+    table = json.loads(sandbox.run([*command[:3], "sweep", "collect", sweep.id, "--json"], cwd=project).stdout)
+    assert len(table) == TRIALS
+
+
+def test_what_fails_is_a_failed_trial_with_the_runs_own_words(sandbox: Cluster, project: Path) -> None:
+    bad = "optim.lr=choice(0.99,0.98)"
+    refused = sandbox.run(words(sandbox, bad, "hydra.sweeper.n_jobs=1"), cwd=project, check=False, timeout_s=120)
+    assert refused.returncode == 1 and "Traceback" not in refused.stderr
+    assert "exit code 1" in refused.stderr and "status " in refused.stderr
