@@ -30,6 +30,12 @@ def run_object(run_dir: RunDir, now: RunState) -> dict[str, Any]:
     job_ids      of all jobs it was submitted as
     created      unix time
     doubt        why SLURM could not be asked; else null
+    steps        steps that there are to be; null for a program of your own. So are the next six, and before anything is logged
+    loss, valid_loss  logged last, in nats per token
+    logged       unix time of the last line of its metrics
+    tokens_per_s, step_time_s, eta_s  over all ranks; seconds per step; seconds that it has to run. While it runs, else null
+    reason       SLURM's word for why its job waits or is held; else null
+    expected_start  unix time at which SLURM expects to start it; null while SLURM has not worked that out
     attempts     oldest first, each with number, job_id, nodes, started, ended (unix times), first_step, last_step,
                  reason, verdict, exit_code and sentence; null where it is not known
     """
@@ -46,6 +52,7 @@ def run_object(run_dir: RunDir, now: RunState) -> dict[str, Any]:
         "job_ids": info["job_ids"],
         "created": info.get("created"),
         "doubt": now.doubt,
+        **_progress_object(now),
         "attempts": [_attempt_object(attempt) for attempt in now.attempts],
     }
 
@@ -55,7 +62,7 @@ def point_object(point: Point, now: RunState) -> dict[str, Any]:
 
     point, varied  its number, and what distinguishes it: key -> value, as text
     run            id of the run that computes it
-    state, sentence, step, job_id as of a run; state may also be removed
+    state, sentence, step, job_id, and steps to expected_start as of a run; state may also be removed
     attempts       how many there were
     """
     return {
@@ -67,6 +74,22 @@ def point_object(point: Point, now: RunState) -> dict[str, Any]:
         "step": now.step,
         "attempts": len(now.attempts),
         "job_id": now.job_id,
+        **_progress_object(now),
+    }
+
+
+def _progress_object(now: RunState) -> dict[str, Any]:
+    progress = now.progress
+    return {
+        "steps": progress.steps,
+        "loss": progress.loss,
+        "valid_loss": progress.valid_loss,
+        "logged": progress.logged,
+        "tokens_per_s": progress.tokens_per_s,
+        "step_time_s": progress.step_time_s,
+        "eta_s": progress.eta_s,
+        "reason": now.reason,
+        "expected_start": now.expected_start,
     }
 
 

@@ -23,7 +23,7 @@ from slurmtrain.checkpoint import blocks, commit, retention
 from slurmtrain.checkpoint.commit import Manifest
 from slurmtrain.checkpoint.retention import Keep, Kept
 from slurmtrain.cli.arguments import Parser
-from slurmtrain.cli.runs import print_table
+from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import CheckpointError, SlurmtrainError, UsageError, nearest
 from slurmtrain.rundir import RunDir, disk_usage

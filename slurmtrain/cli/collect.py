@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slurmtrain.cli.checkpoints import printable
-from slurmtrain.cli.runs import print_table
+from slurmtrain.cli.columns import print_table
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.collect import Table
 from slurmtrain.launch.table_files import FORMATS, format_of, short, table_bytes, write_whole

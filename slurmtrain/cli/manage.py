@@ -13,7 +13,8 @@ from slurmtrain import rundir
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.as_json import print_json, run_object
 from slurmtrain.cli.checkpoints import format_size, printable
-from slurmtrain.cli.runs import print_table, runs_or_refuse, say_doubts
+from slurmtrain.cli.columns import print_table
+from slurmtrain.cli.runs import runs_or_refuse, say_doubts
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import UsageError
 from slurmtrain.launch import compare, prune

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from slurmtrain import rundir
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.as_json import print_json, run_object
+from slurmtrain.cli.columns import (
+    PROGRESS,
+    counts,
+    doubts,
+    print_table,
+    progress_cells,
+    progress_sentence,
+    remark,
+    summary,
+    table_lines,
+    terminal_width,
+    urgency,
+)
 from slurmtrain.cli.verbs import VERBS
+from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, watch
 from slurmtrain.errors import ClusterError
-from slurmtrain.launch.state import RunState, process_lives, state, states
+from slurmtrain.launch.state import WAITING, RunState, process_lives, state, states
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.attempts import Attempt, write_request
 from slurmtrain.runtime.slurm import SlurmClient
+
+HEADER = ("run", "name", "state", *PROGRESS, "attempts", "")
+ATTEMPTS_HEADER = ("attempt", "job", "started", "took", "nodes", "steps", "reason", "then")
 
 
 def main(verb: str, words: list[str]) -> int:
@@ -26,15 +43,15 @@ def main(verb: str, words: list[str]) -> int:
     if verb == "status":
         parser.add_argument("run", nargs="?", metavar="RUN")
         parser.add_argument("--json", action="store_true", help="the same for a program: an object, or a list of them")
+        add_watch_options(parser)
     else:
         parser.add_argument("run", metavar="RUN", help="a run id, a unique beginning of one, a path, or last")
     options = parser.parse_args(words)
     root = rundir.runs_root()
-    if verb == "status" and options.run is None:
-        return _all(root, as_json=options.json)
+    if verb == "status":
+        return _status(options, root)
     run_dir = rundir.find(options.run, root)
     verbs: dict[str, Callable[[RunDir], int]] = {
-        "status": lambda run: _status(run, as_json=options.json),
         "cancel": _cancel,
         "preempt": lambda run: _stop_and_start_again(run, "preempt", "TERM"),
         "requeue": lambda run: _stop_and_start_again(run, "requeue", "USR2"),
@@ -43,26 +60,38 @@ def main(verb: str, words: list[str]) -> int:
     return verbs[verb](run_dir)
 
 
+def _status(options: argparse.Namespace, root: Path) -> int:
+    check_watch_options(options)
+    run_dir = rundir.find(options.run, root) if options.run is not None else None
+    if options.watch:
+        return watch(lambda: _view_of(run_dir) if run_dir else _view(root), options.every)
+    return _one(run_dir, as_json=options.json) if run_dir else _all(root, as_json=options.json)
+
+
 def _all(root: Path, *, as_json: bool) -> int:
     runs = runs_or_refuse(root)
     found = states(runs)
     if as_json:
         print_json([run_object(run, found[run.id]) for run in runs])
         return 0
-    rows = [
-        [
-            run.id,
-            run.path.parent.name,
-            found[run.id].word,
-            _number(found[run.id].step),
-            str(len(found[run.id].attempts)),
-            found[run.id].sentence,
-        ]
-        for run in runs
-    ]
-    print_table(["run", "name", "state", "step", "attempts", ""], rows)
+    print_table(HEADER, [_row(run, found[run.id]) for run in runs])
     say_doubts(found.values())
     return 0
+
+
+def _row(run: RunDir, now: RunState) -> list[str]:
+    return [run.id, run.path.parent.name, now.word, *progress_cells(now), str(len(now.attempts)), remark(now)]
+
+
+def _view(root: Path) -> View:
+    """All runs, first what runs, then what waits, then what has ended; the newest of each first."""
+    runs = runs_or_refuse(root)
+    found = states(runs)
+    runs.sort(key=lambda run: run.id, reverse=True)
+    runs.sort(key=lambda run: urgency(found[run.id]))
+    lines = table_lines(HEADER, [_row(run, found[run.id]) for run in runs], terminal_width())
+    over = not any(now.alive for now in found.values())
+    return View([summary(counts(found.values())), "", *lines], doubts(found.values()), over)
 
 
 def runs_or_refuse(root: Path) -> list[RunDir]:
@@ -77,35 +106,48 @@ def runs_or_refuse(root: Path) -> list[RunDir]:
     return runs
 
 
-def _status(run_dir: RunDir, *, as_json: bool) -> int:
-    info, now = run_dir.info(), state(run_dir)
+def _one(run_dir: RunDir, *, as_json: bool) -> int:
+    now = state(run_dir)
     if as_json:
         print_json(run_object(run_dir, now))
         return 0
-    jobs = f" as job {', '.join(info['job_ids'])}" if info["job_ids"] else ""
-    print(f"run {run_dir.id} ({info['name']}): {now.word}")
-    print(f"  {now.sentence}")
-    print(f"  submitted {_time(info['created'])} by {info['user']} on {info['host']}{jobs}")
-    print(f"  overrides: {' '.join(info['overrides']) or 'none'}")
-    print(f"  {run_dir.path}")
+    print("\n".join(_lines(run_dir, now)))
     if now.attempts:
         print()
-        print_table(
-            ["attempt", "job", "started", "took", "nodes", "steps", "reason", "then"],
-            [_attempt_row(attempt, now) for attempt in now.attempts],
-        )
+        print_table(ATTEMPTS_HEADER, [_attempt_row(attempt, now) for attempt in now.attempts])
     say_doubts([now])
     return 0
 
 
+def _view_of(run_dir: RunDir) -> View:
+    now = state(run_dir)
+    rows = [_attempt_row(attempt, now) for attempt in now.attempts]
+    attempts = ["", *table_lines(ATTEMPTS_HEADER, rows, terminal_width())] if rows else []
+    return View([*_lines(run_dir, now), *attempts], doubts([now]), not now.alive)
+
+
+def _lines(run_dir: RunDir, now: RunState) -> list[str]:
+    """What there is to say of one run, but for its attempts."""
+    info, progress = run_dir.info(), progress_sentence(now, time.time())
+    jobs = f" as job {', '.join(info['job_ids'])}" if info["job_ids"] else ""
+    return [
+        f"run {run_dir.id} ({info['name']}): {now.word}",
+        f"  {now.sentence}",
+        *([f"  {progress}"] if progress else []),
+        f"  submitted {_time(info['created'])} by {info['user']} on {info['host']}{jobs}",
+        f"  overrides: {' '.join(info['overrides']) or 'none'}",
+        f"  {run_dir.path}",
+    ]
+
+
 def say_doubts(found: Iterable[RunState]) -> None:
     """Why SLURM could not be asked, each reason once."""
-    for doubt in dict.fromkeys(now.doubt for now in found if now.doubt):
+    for doubt in doubts(found):
         print(f"\nSLURM cannot be asked: {doubt}")
 
 
 def _attempt_row(attempt: Attempt, now: RunState) -> list[str]:
-    waits = now.word in ("waiting", "requeued", "held")
+    waits = now.word in WAITING
     current = attempt is now.attempts[-1] and now.alive and not waits and attempt.ended is None
     last = now.step if current else attempt.last_step
     end = attempt.ended or (time.time() if current else None)
@@ -120,21 +162,6 @@ def _attempt_row(attempt: Attempt, now: RunState) -> list[str]:
         attempt.reason or (now.word if current else "?"),
         attempt.sentence or "",
     ]
-
-
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns on a terminal, aligned; the last one takes what is left and is never cut in a file or pipe."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*header, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for column in table.columns[:-1]:
-        column.no_wrap = True
-    for row in rows:
-        table.add_row(*[cell.replace("[", "\\[") for cell in row])
-    width = None if sys.stdout.isatty() else 400
-    Console(width=width, highlight=False).print(table)
 
 
 def _cancel(run_dir: RunDir) -> int:
@@ -159,7 +186,7 @@ def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> int:
     now = state(run_dir)
     if not now.alive:
         raise ClusterError(f"run {run_dir.id} is not running: {now.sentence}", hint=f"resume {run_dir.id}")
-    if now.word in ("waiting", "requeued", "held"):
+    if now.word in WAITING:
         if action == "preempt":
             raise ClusterError(
                 f"run {run_dir.id} is not running but {now.word}", hint=f"requeue {run_dir.id} starts it now"

@@ -5,23 +5,37 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from slurmtrain import rundir
 from slurmtrain.cli.arguments import Arguments, Parser
 from slurmtrain.cli.as_json import point_object, print_json
 from slurmtrain.cli.collect import add_collect_options, print_collected
-from slurmtrain.cli.runs import print_table
+from slurmtrain.cli.columns import (
+    PROGRESS,
+    counts,
+    doubts,
+    print_table,
+    progress_cells,
+    remark,
+    summary,
+    table_lines,
+    terminal_width,
+    urgency,
+)
+from slurmtrain.cli.runs import say_doubts
 from slurmtrain.cli.verbs import VERBS
+from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, watch
 from slurmtrain.config.compose import Primary, search_folders
 from slurmtrain.config.points import check, composing
 from slurmtrain.errors import UsageError
 from slurmtrain.launch import collect
 from slurmtrain.launch import sweep as sweeps
+from slurmtrain.launch.progress import eta_of_all, lowest, roughly
 from slurmtrain.launch.state import RunState
 from slurmtrain.launch.submit import check_slurm_is_here, dry_run, slurm_conf_of
-from slurmtrain.launch.sweep import Sweep
+from slurmtrain.launch.sweep import Point, Sweep
 from slurmtrain.launch.timeplan import look_ahead
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.slurm import SlurmClient
@@ -103,20 +117,22 @@ def main(verb: str, words: list[str]) -> int:
             add_collect_options(action)
         else:
             action.add_argument("--json", action="store_true")
+        if name == "status":
+            add_watch_options(action)
     options = parser.parse_args(words)
     runs = rundir.runs_root()
     if options.action == "list":
         return _list(runs, as_json=options.json)
     sweep = sweeps.find(options.sweep, runs)
     if options.action == "status":
-        return _status(sweep, as_json=options.json)
+        return _status(sweep, options)
     if options.action == "collect":
         return _collect(sweep, options)
     return {"retry": _retry, "cancel": _cancel}[options.action](sweep, as_json=options.json)
 
 
 def _list(runs: Path, *, as_json: bool) -> int:
-    rows = [(sweep, sweep.info(), _counts(now)) for sweep, now in sweeps.states_of_all(sweeps.all_sweeps(runs))]
+    rows = [(sweep, sweep.info(), counts(now.values())) for sweep, now in sweeps.states_of_all(sweeps.all_sweeps(runs))]
     if as_json:
         print_json([{"sweep": s.id, "path": str(s.path), "points": s.point_count(), "states": c} for s, _, c in rows])
         return 0
@@ -129,36 +145,74 @@ def _list(runs: Path, *, as_json: bool) -> int:
                 sweep.id,
                 time.strftime("%m-%d %H:%M", time.localtime(info["created"])),
                 str(sweep.point_count()),
-                _summary(counts),
+                summary(states),
                 " ".join(info["overrides"]),
             ]
-            for sweep, info, counts in rows
+            for sweep, info, states in rows
         ],
     )
     return 0
 
 
-def _status(sweep: Sweep, *, as_json: bool) -> int:
+def _status(sweep: Sweep, options: argparse.Namespace) -> int:
+    check_watch_options(options)
+    if options.watch:
+        return watch(lambda: _view(sweep), options.every)
     points, now = sweep.points(), sweeps.states_of(sweep)
-    if as_json:
+    if options.json:
         print_json(
-            {"sweep": sweep.id, "states": _counts(now), "points": [point_object(p, now[p.run_id]) for p in points]}
+            {
+                "sweep": sweep.id,
+                "states": counts(now.values()),
+                "points": [point_object(p, now[p.run_id]) for p in points],
+            }
         )
         return 0
-    keys = list(points[0].varied)
-    rows = []
-    for point in points:
-        state = now[point.run_id]
-        step = "?" if state.step is None else str(state.step)
-        varied = [point.varied[key] for key in keys]
-        rows.append(
-            [str(point.number), *varied, state.word, step, str(len(state.attempts)), point.run_id, state.sentence]
-        )
-    print_table(["point", *keys, "state", "step", "attempts", "run", ""], rows)
-    print(f"\n{sweep.id}: {_summary(_counts(now))}")
-    for doubt in dict.fromkeys(state.doubt for state in now.values() if state.doubt):
-        print(f"SLURM cannot be asked: {doubt}")
+    print(f"{_headline(sweep, points, now)}\n")
+    print_table(_header(points), [_row(point, now[point.run_id]) for point in points])
+    say_doubts(now.values())
     return 0
+
+
+def _view(sweep: Sweep) -> View:
+    """All points, first what runs, then what waits, then what has ended."""
+    points, now = sweep.points(), sweeps.states_of(sweep)
+    headline = _headline(sweep, points, now)
+    points.sort(key=lambda point: urgency(now[point.run_id]))
+    lines = table_lines(_header(points), [_row(point, now[point.run_id]) for point in points], terminal_width())
+    over = not any(state.alive for state in now.values())
+    return View([headline, "", *lines], doubts(now.values()), over)
+
+
+def _header(points: Sequence[Point]) -> list[str]:
+    return ["point", *(points[0].varied if points else ()), "state", *PROGRESS, "attempts", "run", ""]
+
+
+def _row(point: Point, now: RunState) -> list[str]:
+    attempts = str(len(now.attempts))
+    return [
+        str(point.number),
+        *point.varied.values(),
+        now.word,
+        *progress_cells(now),
+        attempts,
+        point.run_id,
+        remark(now),
+    ]
+
+
+def _headline(sweep: Sweep, points: Sequence[Point], now: dict[str, RunState]) -> str:
+    """How many are in which state, how long all of it takes, and the best loss so far."""
+    running = [state.progress for state in now.values() if state.word == "running"]
+    others = [state.progress for state in now.values() if state.alive and state.word != "running"]
+    words = [f"{sweep.id}: {summary(counts(now.values()))}"]
+    eta_s = eta_of_all(others, running)
+    if eta_s is not None:
+        words.append(f"about {roughly(eta_s)} left")
+    best = lowest((point.number, now[point.run_id].progress) for point in points)
+    if best is not None:
+        words.append(f"lowest {best.metric} {best.value:.4f} (point {best.point})")
+    return "; ".join(words)
 
 
 def _collect(sweep: Sweep, options: argparse.Namespace) -> int:
@@ -171,7 +225,7 @@ def _collect(sweep: Sweep, options: argparse.Namespace) -> int:
     return 0
 
 
-def _run_dir_of(sweep: Sweep, point: sweeps.Point) -> RunDir | None:
+def _run_dir_of(sweep: Sweep, point: Point) -> RunDir | None:
     run_dir = sweep.run_dir(point.run_id)
     return run_dir if run_dir.info_file.exists() else None
 
@@ -186,7 +240,7 @@ def _retry(sweep: Sweep, *, as_json: bool) -> int:
             f"{len(chosen)} runs of {sweep.id} are chosen to be submitted again: job {', '.join(submission.submitted)}"
         )
     elif submission.limit is None:
-        print(f"there is nothing to retry in {sweep.id}: {_summary(_counts(sweeps.states_of(sweep)))}")
+        print(f"there is nothing to retry in {sweep.id}: {summary(counts(sweeps.states_of(sweep).values()))}")
     sweeps.check_submitted(submission)
     return 0
 
@@ -200,14 +254,6 @@ def _cancel(sweep: Sweep, *, as_json: bool) -> int:
             f"{count} runs of {sweep.id} are told to end" if count else f"nothing of {sweep.id} is running or waiting"
         )
     return 0
-
-
-def _counts(now: dict[str, RunState]) -> dict[str, int]:
-    return dict(Counter(state.word for state in now.values()).most_common())
-
-
-def _summary(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} {word}" for word, count in counts.items())
 
 
 def _positive(text: str | None) -> int | None:

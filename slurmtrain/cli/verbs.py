@@ -52,8 +52,9 @@ VERBS: dict[str, Verb] = {
         composes=True,
     ),
     "status": Verb(
-        "status [RUN] [--json]",
-        "all runs, or one: attempts, steps, reasons, what comes next; --json for programs",
+        "status [RUN] [-w] [--json]",
+        "all runs, or one: attempts, step, loss, tokens/s, ETA, why it waits and when SLURM expects to start it; -w (--watch) "
+        "draws it anew until all has ended; --json for programs",
         "slurmtrain.cli.runs",
     ),
     "runs": Verb(
@@ -74,8 +75,9 @@ VERBS: dict[str, Verb] = {
     "requeue": Verb("requeue RUN", "save and start again; a waiting or held job starts now", "slurmtrain.cli.runs"),
     "resume": Verb("resume RUN", "continue a run that has ended, from its newest checkpoint", "slurmtrain.cli.runs"),
     "sweep": Verb(
-        "sweep list | status SWEEP | collect SWEEP [-o FILE] [--plot FILE] | retry SWEEP | cancel SWEEP [--json]",
-        "the sweeps; the points of one; their metrics as a table or a picture; what failed once more; the end of all",
+        "sweep list | status SWEEP [-w] | collect SWEEP [-o FILE] [--plot FILE] | retry SWEEP | cancel SWEEP [--json]",
+        "the sweeps; how the points of one stand, live with -w; their metrics as a table or a picture; what failed once "
+        "more; the end of all",
         "slurmtrain.cli.sweep",
     ),
     "checkpoints": Verb(

@@ -106,7 +106,7 @@ class OpenSweep:
                 chosen.append(points[identity])
         for point in chosen:
             if not sweep.run_dir(point.run_id).info_file.exists():
-                sweeps.add_run(sweep, point, draft.frozen[point.identity])
+                sweeps.add_run(sweep, point, draft)
         if self.client is not None:
             self._submit({point.run_id: point.shape for point in chosen})
         return [sweep.run_dir(point.run_id) for point in chosen]

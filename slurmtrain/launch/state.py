@@ -16,16 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.errors import ClusterError
+from slurmtrain.launch.progress import Progress, at_about, read_progress
+from slurmtrain.launch.reasons import in_words, is_held
 from slurmtrain.rundir import RunDir, read_json
 from slurmtrain.runtime import attempts, process
 from slurmtrain.runtime.attempts import Attempt
 from slurmtrain.runtime.chain import links
 from slurmtrain.runtime.judge import Verdict
-from slurmtrain.runtime.slurm import GONE, SlurmClient
+from slurmtrain.runtime.slurm import GONE, QueuedJob, SlurmClient, parse_time
 
 CONFIRMATIONS = 3  # answers without a job after which it is taken for gone
 CONFIRM_EVERY_S = 0.7
 GONE_EVENT = "gone from the queue"
+WAITING = ("waiting", "requeued", "held")  # words for a run whose job is pending
 LOCAL_START_S = 60.0  # a local attempt whose rank 0 has not said anything for longer than this never will
 
 
@@ -37,8 +40,11 @@ class RunState:
     sentence: why, and what comes next.
     alive: SLURM or a local launcher still has it, or may have it for all that can be known here.
     own_job: the job is this run's alone; False where somebody started the run inside of an allocation.
+    progress: how far it is.
     doubt: why SLURM could not be asked, where it should have been.
     following: jobs of its chain that wait for this one.
+    reason: SLURM's word for why its job waits or is held.
+    expected_start: when SLURM expects to start it, in unix seconds; None while SLURM has not worked that out.
     """
 
     word: str
@@ -46,10 +52,17 @@ class RunState:
     alive: bool
     attempts: list[Attempt]
     job_id: str | None
-    step: int | None
+    progress: Progress = field(default_factory=Progress)
     own_job: bool = True
     doubt: str | None = None
     following: tuple[str, ...] = ()
+    reason: str | None = None
+    expected_start: float | None = None
+
+    @property
+    def step(self) -> int | None:
+        """Steps done, as far as is known."""
+        return self.progress.step
 
 
 def states(run_dirs: Iterable[RunDir]) -> dict[str, RunState]:
@@ -198,7 +211,7 @@ def _at_its_link(record: _Record, queue: _Queue) -> _Record:
     """The record of a chain with the job whose turn it is: the first that is left, else the last that has run."""
     if not record.chain:
         return record
-    left = [link for link in record.chain if queue.jobs.get(link, ("",))[0] not in ("", *GONE)]
+    left = [link for link in record.chain if queue.job(link).state not in ("", *GONE)]
     if queue.doubt is not None or not left:
         ran = [attempt.job_id for attempt in record.attempts if attempt.job_id in record.chain]
         job_id = ran[-1] if ran else record.chain[0 if queue.doubt is not None else -1]
@@ -222,10 +235,14 @@ def _latest_job_id(run_dir: RunDir, submitted: list[str], tries: list[Attempt]) 
 
 @dataclass(frozen=True)
 class _Queue:
-    """squeue's answer: state and reason by job id, or why there is none."""
+    """squeue's answer by job id, or why there is none."""
 
-    jobs: dict[str, tuple[str, str]] = field(default_factory=dict)
+    jobs: dict[str, QueuedJob] = field(default_factory=dict)
     doubt: str | None = None
+
+    def job(self, job_id: str | None) -> QueuedJob:
+        """What it says of a job; of one that it does not know, an empty line."""
+        return self.jobs.get(job_id or "", QueuedJob())
 
 
 def _confirmed_queue(slurm_conf: str | None, records: list[_Record]) -> _Queue:
@@ -256,24 +273,34 @@ def _queue(slurm_conf: str | None, job_ids: list[str]) -> _Queue:
 
 def _state(record: _Record, queue: _Queue) -> RunState:
     without_slurm = record.local or record.job_id is None
+    job = queue.job(None if without_slurm else record.job_id)
     if without_slurm:
         word, sentence, alive = _without_slurm(record)
     elif queue.doubt is not None:
         word, sentence, alive = _unasked(record)
     else:
-        word, sentence, alive = _asked(record, *queue.jobs.get(record.job_id or "", ("", "")))
-    steps = (attempts.newest_checkpoint_step(record.run_dir), attempts.last_logged_step(record.run_dir))
+        word, sentence, alive = _asked(record, job)
+    waits = word in WAITING
+    running_since = record.last.started if word == "running" and record.last is not None else None
     return RunState(
         word,
         sentence,
         alive,
         record.attempts,
         record.job_id,
-        step=max((step for step in steps if step), default=None),
+        progress=read_progress(record.run_dir, record.info.get("steps"), running_since=running_since),
         own_job=record.own_job,
         doubt=None if without_slurm else queue.doubt,
         following=record.following,
+        reason=job.reason if waits else None,
+        expected_start=_expected_start(job) if waits else None,
     )
+
+
+def _expected_start(job: QueuedJob) -> float | None:
+    """One that has passed by is an estimate that nobody has made anew."""
+    start = parse_time(job.start)
+    return start if start is not None and start > time.time() else None
 
 
 def _without_slurm(record: _Record) -> tuple[str, str, bool]:
@@ -316,11 +343,11 @@ def _unasked(record: _Record) -> tuple[str, str, bool]:
     return "unknown", f"SLURM cannot be asked; {known}", True
 
 
-def _asked(record: _Record, queued: str, why: str) -> tuple[str, str, bool]:
-    """A run under SLURM, with what squeue says of its job; "" when it has forgotten it."""
-    last, job_id = record.last, record.job_id
+def _asked(record: _Record, job: QueuedJob) -> tuple[str, str, bool]:
+    """A run under SLURM, with what squeue says of its job; an empty line when it has forgotten it."""
+    last, job_id, queued = record.last, record.job_id, job.state
     if queued == "PENDING" and not (record.chain and record.over):
-        return *_pending(record, why), True  # before all else: somebody may have requeued a job that had ended
+        return *_pending(record, job), True  # before all else: somebody may have requeued a job that had ended
     if not queued or queued in GONE or record.over:  # a job may outlive the run: an allocation does
         return *_ended(record, queued if queued in GONE else ""), False
     if queued == "COMPLETING":
@@ -338,22 +365,24 @@ def _asked(record: _Record, queued: str, why: str) -> tuple[str, str, bool]:
     return "running", f"attempt {last.number}, job {job_id}", True
 
 
-def _pending(record: _Record, why: str) -> tuple[str, str]:
-    if "held" in why.lower() or why == "JobHoldMaxRequeue":
-        return "held", f"SLURM holds it ({why}); `requeue {record.id}` releases it"
+def _pending(record: _Record, queued: QueuedJob) -> tuple[str, str]:
+    why = in_words(queued.reason, record.id)
+    if is_held(queued.reason):
+        return "held", f"SLURM holds it: {why}"
     last = record.last
     job = f"job {record.job_id}"
     if record.chain:
         job += f", {record.chain.index(record.job_id or '') + 1} of {len(record.chain)} of its chain,"
-    if why == "DependencyNeverSatisfied":
-        return "waiting", f"{job} will never start: what it waits for has failed; `cancel {record.id}`"
+    start = _expected_start(queued)
+    if start is not None:
+        why += f"; SLURM expects to start it {at_about(start, time.time())}"
     if last is None or not record.has_begun:
         return "waiting", f"{job} is pending: {why}"
     before = last.sentence or (
         f"attempt {last.number} ended while it was set up" if record.setting_up else "was requeued"
     )
     as_job = f" as {job.rstrip(',')}" if record.job_id != last.job_id and last.job_id is not None else ""
-    return "requeued", f"{before}; waiting to start again{as_job} ({why})"
+    return "requeued", f"{before}; waiting to start again{as_job}: {why}"
 
 
 def _ended(record: _Record, queued: str = "") -> tuple[str, str]:

@@ -197,6 +197,7 @@ def run_info(config: Config, overrides: Sequence[str], snapshot: Snapshot, sourc
         "overrides": list(overrides),
         "config_hash": config_hash(config),
         "backend": config.cluster.backend,
+        "steps": steps_of(config),
         "code": {"revision": snapshot.revision, "dirty": snapshot.dirty, "from": str(source.root or cwd)},
         "workdir": snapshot.workdir,
         "user": getpass.getuser(),
@@ -207,6 +208,11 @@ def run_info(config: Config, overrides: Sequence[str], snapshot: Snapshot, sourc
         "slurm_conf": _slurm_conf_if_known(config),
         "job_ids": [],
     }
+
+
+def steps_of(config: Config) -> int | None:
+    """Steps that the trainer is to do; None for a program of the user's own."""
+    return config.train.steps if config.job.kind == "train" else None
 
 
 def _slurm_conf_if_known(config: Config) -> str | None:

@@ -38,12 +38,12 @@ from slurmtrain.launch.handover import TOKEN_PREFIX, Patience, Refused, SubmitLi
 from slurmtrain.launch.sbatch import JobPaths, render_script
 from slurmtrain.launch.snapshot import find_source, take_snapshot
 from slurmtrain.launch.state import RunState, states
-from slurmtrain.launch.submit import no_chain, run_info, with_absolute_paths
+from slurmtrain.launch.submit import no_chain, run_info, steps_of, with_absolute_paths
 from slurmtrain.rundir import RunDir, read_json, write_json
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.slurm import SlurmClient
 
-REMOVED = RunState("removed", "its run directory is gone", False, [], None, None)
+REMOVED = RunState("removed", "its run directory is gone", False, [], None)
 RETRIED = ("failed", "lost", "stopped")
 OF_THE_SWEEP = ("token", "parallelism")  # in sweep.json; the rest says the same of every run
 
@@ -152,6 +152,7 @@ class Draft:
         first: the first point's config; name and folder of the runs are the same for all.
         frozen: configs by identity.
         shapes: what they ask of the cluster, by identity.
+        steps: that they are to do, by identity.
         identities: of every point, in order.
         search: of a sweep whose points are chosen on the way: what they are chosen by, as text.
     """
@@ -159,6 +160,7 @@ class Draft:
     first: Config
     frozen: dict[str, str] = dataclasses.field(default_factory=dict)
     shapes: dict[str, str] = dataclasses.field(default_factory=dict)
+    steps: dict[str, int | None] = dataclasses.field(default_factory=dict)
     identities: list[str] = dataclasses.field(default_factory=list)
     search: str | None = None
 
@@ -186,6 +188,7 @@ class Draft:
             _check_fits(config, self.first, local_too=self.search is not None)
             self.frozen[identity] = freeze(config)
             self.shapes[identity] = _shape(config)
+            self.steps[identity] = steps_of(config)
         return identity
 
 
@@ -277,7 +280,7 @@ def make(
                 point = Point(number, varied(number), identity, draft.shapes[identity], run_id)
                 file.write(json.dumps(asdict(point)) + "\n")
                 if run_id == f"{stamp}-{number:04d}":  # the first of those with this config
-                    _make_run(temporary.run_dir(run_id), point, draft.frozen[identity], info)
+                    _make_run(temporary.run_dir(run_id), point, draft, info)
         arrays = plan_arrays(
             [draft.shapes[identity] for identity in run_ids], max_size=max_array_size, parallelism=parallelism
         )
@@ -306,18 +309,18 @@ def _publish(temporary: Sweep, path: Path, *, again: bool) -> Sweep:
         number += 1
 
 
-def add_run(sweep: Sweep, point: Point, frozen: str) -> None:
+def add_run(sweep: Sweep, point: Point, draft: Draft) -> None:
     """Make the run directory of one more point; it appears complete."""
     temporary = RunDir(sweep.path / f".{point.run_id}-{os.getpid()}-{secrets.token_hex(3)}")
     info = sweep.info()
     try:
-        _make_run(temporary, point, frozen, {key: info[key] for key in info if key not in OF_THE_SWEEP})
+        _make_run(temporary, point, draft, {key: info[key] for key in info if key not in OF_THE_SWEEP})
         temporary.path.rename(sweep.run_dir(point.run_id).path)
     finally:
         shutil.rmtree(temporary.path, ignore_errors=True)
 
 
-def _make_run(run_dir: RunDir, point: Point, frozen: str, info: dict[str, Any]) -> None:
+def _make_run(run_dir: RunDir, point: Point, draft: Draft, info: dict[str, Any]) -> None:
     """Args:
     info: what run.json says of all runs of the sweep.
     """
@@ -326,10 +329,11 @@ def _make_run(run_dir: RunDir, point: Point, frozen: str, info: dict[str, Any]) 
         folder.mkdir(mode=0o700)
     if not info["workdir"].startswith("/"):
         run_dir.code.symlink_to(Path("..") / "code")
-    run_dir.config_file.write_text(frozen)
+    run_dir.config_file.write_text(draft.frozen[point.identity])
     run_dir.config_file.chmod(0o600)
     varied = [f"{key}={value}" for key, value in point.varied.items()]
-    write_json(run_dir.info_file, {"id": point.run_id, **info, "varied": varied}, durable=False)
+    its = {"varied": varied, "steps": draft.steps[point.identity]}
+    write_json(run_dir.info_file, {"id": point.run_id, **info, **its}, durable=False)
 
 
 def _make_array(sweep: Sweep, number: int, run_ids: Sequence[str], array: Array) -> None:

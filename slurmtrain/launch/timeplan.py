@@ -133,9 +133,8 @@ def _measured(run_dir: RunDir, world_size: int) -> Measured | None:
     tries = [attempt for attempt in attempts.all_attempts(run_dir) if attempt.stepping is not None]
     if not tries or any(attempt.world_size != world_size for attempt in tries):
         return None
-    steps = [
-        float(each["step_time_s"]) for each in attempts.last_records(run_dir.metrics_file) if each.get("step_time_s")
-    ]
+    logged = attempts.records_with("step_time_s", attempts.tail(run_dir.metrics_file))
+    steps = [float(each["step_time_s"]) for each in logged if each["step_time_s"]]
     saves = [float(each["seconds"]) for each in run_dir.events() if each["event"] == "checkpoint"]
     if not steps or not saves:
         return None

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,31 +111,35 @@ def newest_checkpoint_step(run_dir: RunDir) -> int | None:
 
 def last_logged_step(run_dir: RunDir) -> int | None:
     """The last step in metrics.jsonl: where a crashed attempt had got to, up to train.log_every."""
-    for record in reversed(last_records(run_dir.metrics_file)):
+    for record in records_with("step", tail(run_dir.metrics_file)):
         try:
             return int(record["step"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, TypeError):
             continue
     return None
 
 
-def last_records(path: Path) -> list[dict[str, Any]]:
-    """The whole records in the last part of a metrics file: those of a long run are many, and take time to read."""
+def tail(path: Path) -> bytes:
+    """The last part of a metrics file: those of a long run are many, and take time to read. Its first line may be cut."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            lines = file.read().splitlines()
+            return file.read()
     except FileNotFoundError:
-        return []
-    records = []
-    for line in lines:
+        return b""
+
+
+def records_with(name: str, log: bytes) -> Iterator[dict[str, Any]]:
+    """The records that have a value of this name, newest first. No other line is parsed, nor is any that nobody asks for."""
+    found = len(log)
+    while (found := log.rfind(f'"{name}":'.encode(), 0, found)) >= 0:
+        begin, end = log.rfind(b"\n", 0, found) + 1, log.find(b"\n", found)
         try:
-            record = json.loads(line)
+            record = json.loads(log[begin : end if end >= 0 else None])
         except ValueError:  # the first, cut; the last, not written to its end
             continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
+        if isinstance(record, dict) and name in record:
+            yield record
 
 
 def record_stop(

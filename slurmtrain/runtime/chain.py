@@ -33,7 +33,7 @@ def waiting_after(run_dir: RunDir, job_id: str | None, client: SlurmClient) -> l
         found = client.queue(later)
     except ClusterError:
         return later
-    return [link for link in later if link in found and found[link][0] not in GONE]
+    return [link for link in later if link in found and found[link].state not in GONE]
 
 
 def cancel_rest(run_dir: RunDir, job_id: str | None, client: SlurmClient) -> None:

@@ -55,6 +55,15 @@ class JobFacts:
 
 
 @dataclass(frozen=True)
+class QueuedJob:
+    """A line of squeue: SLURM's words for state and reason, and when it began or is expected to, as SLURM writes it."""
+
+    state: str = ""
+    reason: str = ""
+    start: str = ""
+
+
+@dataclass(frozen=True)
 class PreemptionTimes:
     """How long a job lives on when it is preempted. Seconds, or None when it is not, or when nobody says.
 
@@ -103,8 +112,8 @@ class SlurmClient:
             return None
         return parse_show_job(answer.stdout) if answer.returncode == 0 else None
 
-    def queue(self, job_ids: Iterable[str]) -> dict[str, tuple[str, str]]:
-        """State and reason of those jobs that are still in the queue, by id, with one squeue call for all.
+    def queue(self, job_ids: Iterable[str]) -> dict[str, QueuedJob]:
+        """Those of the jobs that are still in the queue, by id, with one squeue call for all.
 
         Raises:
             ClusterError: squeue is missing, or the controller does not answer.
@@ -113,13 +122,13 @@ class SlurmClient:
         if not ids:
             return {}
         # All of the user's jobs: a list with one unknown id makes squeue refuse the whole list.
-        answer = self._call(["squeue", "--noheader", "--me", "--array", "--format=%A|%F_%K|%T|%r", "--states=all"])
-        found: dict[str, tuple[str, str]] = {}
+        answer = self._call(["squeue", "--noheader", "--me", "--array", "--format=%A|%F_%K|%T|%S|%r", "--states=all"])
+        found: dict[str, QueuedJob] = {}
         for line in answer.splitlines():
-            raw, element, state, reason = [*line.strip().split("|", 3), "", "", ""][:4]
+            raw, element, state, start, reason = [*line.strip().split("|", 4), "", "", "", ""][:5]
             for job_id in (raw, element):
                 if job_id in ids:
-                    found[job_id] = (state, reason)
+                    found[job_id] = QueuedJob(state, reason, start)
         return found
 
     def find_by_comment(self, word: str, *, ended: bool = False) -> list[str]:

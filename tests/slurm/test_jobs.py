@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -51,9 +52,20 @@ def test_an_array_task_is_requeued_alone(project: Project, monkeypatch: pytest.M
     assert runs[0].losses() == last.losses()
 
 
-def test_team_mates_save_and_end_a_run_with_files(project: Project) -> None:
+def test_team_mates_save_and_end_a_run_with_files_and_status_tells_how_far_it_is(project: Project) -> None:
     run = project.submit("train.steps=400", "+model.pause_s=0.1", "checkpoint.every_steps=0", nodes="n0")
+    waits = project.submit("+cluster.sbatch.begin=now+2hours", *ONE)
     run.wait_for_step(3)
+    runs, waiting = json.loads(run.cli("status", "--json"))
+    assert (runs["state"], runs["steps"], waiting["steps"]) == ("running", 400, 20)
+    record = next(each for each in run.losses() if each["step"] == runs["step"])
+    assert runs["loss"] == record["loss"] and runs["eta_s"] == (400 - runs["step"]) * runs["step_time_s"] > 30
+    assert runs["tokens_per_s"] > 0 and abs(time.time() - runs["logged"]) < 30
+    assert (waiting["reason"], waiting["loss"]) == ("BeginTime", None)
+    assert 7000 < waiting["expected_start"] - time.time() <= 7200
+    (row,) = [line for line in run.cli("status").splitlines() if waits.run_dir.id in line]
+    assert "its begin time has not come (BeginTime)" in row and "expects to start it in about " in row
+    waits.cli("cancel", waits.run_dir.id)
     (run.run_dir.path / "save").touch()
     run.wait_until(lambda: len(committed(run.run_dir.checkpoints)) == 1, "saved")
     assert run.attempts()[-1].ended is None

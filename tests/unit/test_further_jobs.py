@@ -275,7 +275,7 @@ def test_a_chain_before_its_first_attempt(
     run = chained(make)
     for job_id in CHAIN[2:] if queue == {"101": "CANCELLED"} else ():
         queue = {**queue, "102": "CANCELLED", job_id: "CANCELLED"}
-    in_queue(slurm, *(f"{job}|{job}_N/A|{each}|Dependency" for job, each in queue.items()))
+    in_queue(slurm, *(f"{job}|{job}_N/A|{each}|N/A|Dependency" for job, each in queue.items()))
     assert state(run).word == word
     assert words in state(run).sentence
 
@@ -283,13 +283,23 @@ def test_a_chain_before_its_first_attempt(
 def test_a_chain_between_two_jobs_says_which_one_goes_on(make: Make, slurm: FakeSlurm) -> None:
     run = chained(make)
     stopped(run, "next", job_id="101", sentence="preempted; the next job of the chain goes on")
-    in_queue(slurm, "101|101_N/A|RUNNING|None", "102|102_N/A|PENDING|Dependency", "103|103_N/A|PENDING|Dependency")
+    in_queue(
+        slurm,
+        "101|101_N/A|RUNNING|N/A|None",
+        "102|102_N/A|PENDING|N/A|Dependency",
+        "103|103_N/A|PENDING|N/A|Dependency",
+    )
     assert (state(run).word, state(run).following) == ("stopping", ("102", "103"))
-    in_queue(slurm, "101|101_N/A|FAILED|None", "102|102_N/A|PENDING|Priority", "103|103_N/A|PENDING|Dependency")
+    in_queue(
+        slurm, "101|101_N/A|FAILED|N/A|None", "102|102_N/A|PENDING|N/A|Priority", "103|103_N/A|PENDING|N/A|Dependency"
+    )
     now = state(run)
     assert (now.word, now.job_id, now.following) == ("requeued", "102", ("103",))
-    assert "waiting to start again as job 102, 2 of 3 of its chain (Priority)" in now.sentence
-    in_queue(slurm, "101|101_N/A|FAILED|None", "102|102_N/A|RUNNING|None", "103|103_N/A|PENDING|Dependency")
+    assert (
+        "waiting to start again as job 102, 2 of 3 of its chain: jobs of higher priority come first (Priority)"
+        in now.sentence
+    )
+    in_queue(slurm, "101|101_N/A|FAILED|N/A|None", "102|102_N/A|RUNNING|N/A|None", "103|103_N/A|PENDING|N/A|Dependency")
     assert (state(run).word, state(run).job_id) == ("starting", "102")
     attempts.write_attempt(run, Attempt(run.new_attempt(), job_id="102", started=time.time()))
     assert (state(run).word, state(run).job_id) == ("running", "102")
@@ -307,7 +317,7 @@ def test_a_drill_promises_what_the_chain_will_do(
 ) -> None:
     run = chained(make)
     attempts.write_attempt(run, Attempt(run.new_attempt(), job_id="101", started=time.time()))
-    in_queue(slurm, "101|101_N/A|RUNNING|None", *(f"{job}|{job}_N/A|PENDING|Dependency" for job in left))
+    in_queue(slurm, "101|101_N/A|RUNNING|N/A|None", *(f"{job}|{job}_N/A|PENDING|N/A|Dependency" for job in left))
     assert main(["preempt", run.id]) == 0
     assert promise in capsys.readouterr().out
 
@@ -315,7 +325,7 @@ def test_a_drill_promises_what_the_chain_will_do(
 def test_a_finished_chain_is_finished_whatever_is_left_of_it_in_the_queue(make: Make, slurm: FakeSlurm) -> None:
     run = chained(make)
     stopped(run, "done", job_id="101", reason="finished", sentence="finished")
-    in_queue(slurm, "102|102_N/A|PENDING|Dependency", "103|103_N/A|PENDING|Dependency")
+    in_queue(slurm, "102|102_N/A|PENDING|N/A|Dependency", "103|103_N/A|PENDING|N/A|Dependency")
     assert (state(run).word, state(run).alive) == ("finished", False)
     chain.cancel_rest(run, "101", SlurmClient())
     assert lines(slurm, "cancelled") == ["103 102"]
@@ -355,7 +365,7 @@ def test_begin_prints_its_word_and_takes_the_rest_out_of_the_queue(
     assert main(["begin", str(run.path)]) == 0
     assert capsys.readouterr().out == ""
     stopped(run, "done", job_id="101")
-    in_queue(slurm, "103|103_N/A|PENDING|Dependency")
+    in_queue(slurm, "103|103_N/A|PENDING|N/A|Dependency")
     assert main(["begin", str(run.path)]) == 0
     assert capsys.readouterr().out == "done\n"
     assert lines(slurm, "cancelled") == ["103"]
@@ -367,10 +377,12 @@ def test_settle_counts_the_links_that_are_left_and_ends_the_chain_with_the_run(
     run = chained(make)
     monkeypatch.setenv("SLURM_JOB_ID", "101")
     words = ["settle", str(run.path), "--exit-code", "75", "--attempt"]
-    in_queue(slurm, "101|101_N/A|RUNNING|None", "102|102_N/A|CANCELLED|None", "103|103_N/A|PENDING|Dependency")
+    in_queue(
+        slurm, "101|101_N/A|RUNNING|N/A|None", "102|102_N/A|CANCELLED|N/A|None", "103|103_N/A|PENDING|N/A|Dependency"
+    )
     assert main([*words, str(run.new_attempt())]) == 0
     assert capsys.readouterr().out == "next\n"
-    in_queue(slurm, "101|101_N/A|RUNNING|None")
+    in_queue(slurm, "101|101_N/A|RUNNING|N/A|None")
     assert main([*words, str(run.new_attempt())]) == 0
     assert capsys.readouterr().out == "end\n"
     assert "no job of the chain is left" in (attempts.read_attempt(run, 2).sentence or "")
@@ -384,7 +396,7 @@ def test_a_run_that_is_in_the_queue_is_waited_for_and_one_that_has_finished_is_n
 ) -> None:
     running, finished, waiting = make(job_ids=("7",)), make(job_ids=("8",)), make(job_ids=("9_1",))
     stopped(finished, "done", job_id="8")
-    in_queue(slurm, "7|7_N/A|RUNNING|None", "12|9_1|PENDING|Resources")
+    in_queue(slurm, "7|7_N/A|RUNNING|N/A|None", "12|9_1|PENDING|N/A|Resources")
     config = starting_after(compose(["cluster=a100x4"]), f"{running.id},{finished.id},{waiting.id}", Path("runs"))
     assert config.cluster.sbatch == {"dependency": "afterok:7,afterok:9_1"}
     config = starting_after(compose(["cluster=a100x4"]), finished.id, Path("runs"))
@@ -393,7 +405,7 @@ def test_a_run_that_is_in_the_queue_is_waited_for_and_one_that_has_finished_is_n
 
 def test_of_a_chain_the_job_that_finishes_the_run_is_waited_for(make: Make, slurm: FakeSlurm) -> None:
     run = chained(make)
-    in_queue(slurm, *(f"{job}|{job}_N/A|PENDING|Dependency" for job in CHAIN))
+    in_queue(slurm, *(f"{job}|{job}_N/A|PENDING|N/A|Dependency" for job in CHAIN))
     config = starting_after(compose(["cluster=a100x4"]), run.id, Path("runs"))
     assert config.cluster.sbatch == {"dependency": "afterok:101?afterok:102?afterok:103"}
     with pytest.raises(UsageError, match="cannot wait for one of several"):
@@ -417,7 +429,7 @@ def test_what_cannot_be_waited_for_is_refused_and_nothing_is_left(
     elif case == "elsewhere":
         (project / "slurm.conf").touch()
         run.update_info(slurm_conf=str(project / "slurm.conf"))
-    in_queue(slurm, "7|7_N/A|RUNNING|None")
+    in_queue(slurm, "7|7_N/A|RUNNING|N/A|None")
     assert main(["+cluster=a100x4", "submit", "--after", run.id]) == 2
     error = capsys.readouterr().err
     assert words in error and "hint: " in error
@@ -428,7 +440,7 @@ def test_after_and_singleton_are_in_the_script_and_in_a_dry_run(
     make: Make, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make(job_ids=("7",))
-    in_queue(slurm, "7|7_N/A|RUNNING|None")
+    in_queue(slurm, "7|7_N/A|RUNNING|N/A|None")
     words = ["+cluster=a100x4", "job.singleton=true", "submit", "--after", run.id]
     assert main([*words, "--dry-run"]) == 0
     assert "#SBATCH --dependency=afterok:7,singleton\n" in capsys.readouterr().out
@@ -438,7 +450,7 @@ def test_after_and_singleton_are_in_the_script_and_in_a_dry_run(
 
 def test_a_job_that_can_never_start_says_so(make: Make, slurm: FakeSlurm) -> None:
     run = make(job_ids=("7",))
-    in_queue(slurm, "7|7_N/A|PENDING|DependencyNeverSatisfied")
+    in_queue(slurm, "7|7_N/A|PENDING|N/A|DependencyNeverSatisfied")
     assert "will never start" in state(run).sentence and f"cancel {run.id}" in state(run).sentence
 
 

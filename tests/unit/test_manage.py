@@ -35,7 +35,7 @@ NAN = math.nan
 @pytest.fixture
 def make(project: Path, fake_slurm: FakeSlurm) -> Make:
     """A run in a state, with what it logged; SLURM knows of job 1 as pending, and of no other."""
-    fake_slurm.command("squeue", "echo '1|1_N/A|PENDING|Resources'")
+    fake_slurm.command("squeue", "echo '1|1_N/A|PENDING|N/A|Resources'")
 
     def run(
         word: str = "finished", *overrides: str, losses: dict[int, float] | None = None, days_old: float = 0.0
@@ -93,7 +93,8 @@ def read(capsys: Out, *words: str) -> Any:
 
 # status and list, for programs.
 
-RUN_KEYS = "id name path state sentence alive step job_id job_ids created doubt attempts"
+PROGRESS_KEYS = "steps loss valid_loss logged tokens_per_s step_time_s eta_s reason expected_start"
+RUN_KEYS = f"id name path state sentence alive step job_id job_ids created doubt {PROGRESS_KEYS} attempts"
 ATTEMPT_KEYS = "number job_id nodes started ended first_step last_step reason verdict exit_code sentence"
 
 
@@ -110,7 +111,9 @@ def test_status_for_programs_is_one_object_or_a_list_of_them(make: Make, capsys:
     assert (finished["attempts"][0]["number"], finished["attempts"][0]["verdict"]) == (1, "done")
     assert (waiting["state"], waiting["alive"], waiting["step"], waiting["attempts"]) == ("waiting", True, None, [])
     assert (waiting["job_id"], waiting["job_ids"], waiting["name"]) == ("1", ["1"], "train")
-    assert waiting["path"] == str(waits.path) and waiting["sentence"] == "job 1 is pending: Resources"
+    assert waiting["path"] == str(waits.path) and waiting["sentence"].startswith("job 1 is pending: it is next")
+    assert (waiting["reason"], waiting["expected_start"], waiting["loss"]) == ("Resources", None, None)
+    assert (finished["loss"], finished["eta_s"], finished["tokens_per_s"]) == (1.0, None, None)
 
 
 def test_when_slurm_cannot_be_asked_a_program_reads_why(make: Make, fake_slurm: FakeSlurm, capsys: Out) -> None:

@@ -64,7 +64,7 @@ class Finished:
                 f'{{"step": 1, "valid_loss": {each.config.optim.lr}}}\n' if each.config.optim.lr != 2 else ""
             )
             word, sentence = ("failed", "rank 0: no luck") if each.config.optim.lr == 3 else ("finished", "finished")
-            state = RunState(word, sentence, False, [], None, None)
+            state = RunState(word, sentence, False, [], None)
             on_end(run_dir, state)
             ended.append((run_dir, state))
         return ended

@@ -51,7 +51,7 @@ def queue(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Callable[[d
         fake_slurm.command(name, f'echo "{name} $*" >>"$here/asked"')
 
     def answer(jobs: dict[str, tuple[str, str]]) -> None:
-        lines = "\n".join(f"{job}|{job}_N/A|{word}|{why}" for job, (word, why) in jobs.items())
+        lines = "\n".join(f"{job}|{job}_N/A|{word}|N/A|{why}" for job, (word, why) in jobs.items())
         (fake_slurm.directory / "queue").write_text(lines + "\n")
         fake_slurm.command("squeue", 'echo squeue >>"$here/asked"; cat "$here/queue"')
 

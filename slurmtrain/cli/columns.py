@@ -1,0 +1,119 @@
+"""Tables of runs and of points: the columns that tell how far each is, and the line that sums them up."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from slurmtrain.launch.progress import roughly
+from slurmtrain.launch.state import WAITING, RunState
+
+GAP = 3  # between two columns
+LEAST_ROOM = 30  # for a last column beside the others
+INDENT = 4  # of one below them
+PROGRESS = ("step", "loss", "valid loss", "tokens/s", "ETA")
+
+
+def progress_cells(now: RunState) -> list[str]:
+    """The cells below PROGRESS; empty where nothing is known."""
+    progress = now.progress
+    step = "" if progress.step is None else str(progress.step)
+    return [
+        f"{step}/{progress.steps}" if step and progress.steps is not None else step,
+        _loss(progress.loss),
+        _loss(progress.valid_loss),
+        _tokens(progress.tokens_per_s),
+        "" if progress.eta_s is None else roughly(progress.eta_s),
+    ]
+
+
+def progress_sentence(now: RunState, clock: float) -> str | None:
+    """The same of one run in words; None when it has logged nothing. `clock` is in unix seconds."""
+    progress = now.progress
+    if progress.logged is None:
+        return None
+    sayings = ("step {}", "loss {}", "valid loss {}", "{} tokens/s", "ends in about {}")
+    words = [saying.format(cell) for saying, cell in zip(sayings, progress_cells(now), strict=True) if cell]
+    return f"{', '.join(words)}; logged {roughly(max(0.0, clock - progress.logged))} ago"
+
+
+def remark(now: RunState) -> str:
+    """What there is to say beyond the word for its state."""
+    return now.sentence if now.sentence != now.word else ""
+
+
+def urgency(now: RunState) -> int:
+    """To sort by: what runs, what waits, what has ended."""
+    return 2 if not now.alive else int(now.word in WAITING)
+
+
+def counts(found: Iterable[RunState]) -> dict[str, int]:
+    """How many are in which state, the most frequent first."""
+    return dict(Counter(now.word for now in found).most_common())
+
+
+def summary(by_word: dict[str, int]) -> str:
+    return ", ".join(f"{number} {word}" for word, number in by_word.items())
+
+
+def doubts(found: Iterable[RunState]) -> list[str]:
+    """Why SLURM could not be asked, each reason once."""
+    return list(dict.fromkeys(now.doubt for now in found if now.doubt))
+
+
+def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
+    """Aligned columns, without those of PROGRESS that are empty.
+
+    Written by hand, because rich takes longer over a thousand rows than everything else together.
+
+    Args:
+        width: of the terminal. The last column wraps in it; where it has no room, it comes below the others. None: a row
+            is a line.
+    """
+    shown = [i for i, name in enumerate(header) if name not in PROGRESS or any(row[i] for row in rows)]
+    cells = [[_one_line(row[i]) for i in shown] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    beside = sum(widths[:-1]) + GAP * (len(widths) - 1)
+    indent = beside if width is None or width - beside >= LEAST_ROOM else INDENT
+    lines = []
+    for *first, last in cells:
+        begin = "".join(cell.ljust(size + GAP) for cell, size in zip(first, widths, strict=False))
+        if width is None or beside + len(last) <= width:
+            parts = [last]
+        else:
+            parts = textwrap.wrap(last, max(LEAST_ROOM, width - indent), break_on_hyphens=False)
+            if indent != beside:
+                parts.insert(0, "")
+        lines += [(begin + parts[0]).rstrip(), *(" " * indent + part for part in parts[1:])]
+    length = max(map(len, lines))
+    return [lines[0], "-" * (length if width is None else min(length, width)), *lines[1:]]
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """The table, as wide as the terminal; in a file or pipe each row is one line."""
+    print("\n".join(table_lines(header, rows, terminal_width())))
+
+
+def terminal_width() -> int | None:
+    """In letters; None in a file or pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def _one_line(cell: str) -> str:
+    """Without line ends and what else could steer a terminal: a program's last words may hold anything."""
+    return (cell if cell.isprintable() else "".join(each if each.isprintable() else " " for each in cell)).rstrip()
+
+
+def _loss(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}" if abs(value) < 1000 else f"{value:.3g}"
+
+
+def _tokens(value: float | None) -> str:
+    if value is None:
+        return ""
+    from slurmtrain.observe.progress import format_count
+
+    return format_count(value)

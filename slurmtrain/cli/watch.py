@@ -1,0 +1,133 @@
+"""`--watch`: the same table again and again in one place of the terminal, without wearing the controller out."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slurmtrain.errors import UsageError
+from slurmtrain.launch.progress import roughly
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+EVERY_S = 5.0
+SHARE = 0.1  # of the time, at most, is spent on asking: what took a second is not asked for again within ten
+SILENT_AT_MOST_S = 300.0  # between two questions to a controller that does not answer
+
+
+@dataclass(frozen=True)
+class View:
+    """One look.
+
+    Attributes:
+        lines: what there is to see, the most important first; those below the terminal's end are not shown.
+        doubts: why SLURM could not be asked.
+        over: nothing of it will change any more.
+    """
+
+    lines: list[str]
+    doubts: list[str]
+    over: bool
+
+
+def add_watch_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-w", "--watch", action="store_true", help="draw it anew in place until all has ended; Ctrl-C leaves"
+    )
+    parser.add_argument(
+        "--every", type=float, default=EVERY_S, metavar="SECONDS", help=f"between two looks (default: {EVERY_S:g})"
+    )
+
+
+def check_watch_options(options: argparse.Namespace) -> None:
+    """
+    Raises:
+        UsageError: they cannot be.
+    """
+    if not options.every >= 1:
+        raise UsageError(f"--every {options.every:g}: at least 1 second was expected")
+    if options.watch and options.json:
+        raise UsageError("--watch is for a person, and --json for a program", hint="a program asks again by itself")
+    if options.watch and not sys.stdout.isatty():
+        raise UsageError("--watch draws on a terminal, and this is none", hint="leave it out, or use --json")
+
+
+def watch(
+    look: Callable[[], View],
+    every_s: float,
+    *,
+    console: Console | None = None,
+    clock: Callable[[], float] = time.time,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Show what `look` finds until it is over. Ctrl-C goes through, with the terminal as it was.
+
+    While SLURM does not answer, what was seen last stays, with its age.
+
+    Args:
+        every_s: between two looks, where they are quick.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    console = console or Console(highlight=False)
+    screen, failures = _Screen(console, clock), 0
+    with Live(console=console, get_renderable=screen.render, refresh_per_second=1) as live:
+        while True:
+            began = clock()
+            view = look()
+            took_s = clock() - began
+            failures = failures + 1 if view.doubts else 0
+            screen.show(view, began)
+            live.refresh()
+            if view.over:
+                return 0
+            sleep(pause_s(every_s, took_s, failures))
+
+
+def pause_s(every_s: float, took_s: float, failures: int) -> float:
+    """Seconds until the next look, after one that took so long, or after so many in a row that SLURM did not answer."""
+    patience_s = min(every_s * 2 ** min(failures, 10), max(every_s, SILENT_AT_MOST_S))
+    return max(patience_s, took_s * (1 / SHARE - 1))
+
+
+class _Screen:
+    """What is on the terminal. Drawn by another thread too, so that an age grows while SLURM lets us wait."""
+
+    def __init__(self, console: Console, clock: Callable[[], float]):
+        self._console, self._clock = console, clock
+        self._shown: tuple[View, float] | None = None
+        self._doubts: list[str] = []
+
+    def show(self, view: View, seen: float) -> None:
+        self._doubts = view.doubts
+        if self._shown is None or not view.doubts:
+            self._shown = view, seen
+
+    def render(self) -> Text:
+        from rich.text import Text
+
+        return Text("\n".join(self._lines(self._console.height - 1)), no_wrap=True, overflow="ellipsis")
+
+    def _lines(self, height: int) -> list[str]:
+        if self._shown is None:
+            return ["asking SLURM ..."]
+        view, seen = self._shown
+        room = height if view.over else height - 2
+        lines = (
+            view.lines
+            if len(view.lines) <= room
+            else [*view.lines[: room - 1], f"... {len(view.lines) - room + 1} more"]
+        )
+        if view.over:
+            return lines
+        age = roughly(max(0.0, self._clock() - seen))
+        words = f"as of {time.strftime('%H:%M:%S', time.localtime(seen))}, {age} ago"
+        words += f"; SLURM cannot be asked: {'; '.join(self._doubts)}" if self._doubts else "; Ctrl-C leaves"
+        return [*lines, "", words]

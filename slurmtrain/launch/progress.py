@@ -1,0 +1,136 @@
+"""How far a run is: step, loss, speed and the time left. From the last lines of its metrics.jsonl; asks nobody."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from slurmtrain.rundir import RunDir
+from slurmtrain.runtime import attempts
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What is not known is None: a program of the user's own logs nothing, a run that waits has not logged yet.
+
+    Attributes:
+        step: steps done, as far as is known.
+        steps: that there are to be.
+        loss, valid_loss: in nats per token; what was logged last.
+        logged: when that was, in unix seconds.
+        tokens_per_s: over all ranks, while it runs.
+        step_time_s: of the last steps, pauses for evaluations and saves aside; while it runs.
+    """
+
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    valid_loss: float | None = None
+    logged: float | None = None
+    tokens_per_s: float | None = None
+    step_time_s: float | None = None
+
+    @property
+    def left(self) -> int | None:
+        """Steps to do."""
+        return None if self.steps is None else max(0, self.steps - (self.step or 0))
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds that it has to run, at the speed that it has."""
+        return None if self.step_time_s is None or self.left is None else self.left * self.step_time_s
+
+
+def read_progress(run_dir: RunDir, steps: int | None, *, running_since: float | None) -> Progress:
+    """The progress of a run.
+
+    Args:
+        steps: that there are to be.
+        running_since: when the attempt that runs began; None when none does. A speed from before says nothing of now.
+    """
+    saved = attempts.newest_checkpoint_step(run_dir)
+    log = attempts.tail(run_dir.metrics_file)
+    newest = _newest(log, "step")
+    logged_step = newest.get("step")
+    step = max(saved or 0, logged_step if isinstance(logged_step, int) else 0) or None
+    if not newest:
+        return Progress(step, steps)
+    trained, logged = _newest(log, "loss"), run_dir.metrics_file.stat().st_mtime
+    now = trained if running_since is not None and logged >= running_since else {}
+    return Progress(
+        step,
+        steps,
+        loss=_number(trained.get("loss")),
+        valid_loss=_number(_newest(log, "valid_loss").get("valid_loss")),
+        logged=logged,
+        tokens_per_s=_finite(now.get("tokens_per_s")),
+        step_time_s=_finite(now.get("step_time_s")),
+    )
+
+
+def eta_of_all(waiting: Iterable[Progress], running: Collection[Progress]) -> float | None:
+    """Seconds until all of these have ended, if as many at once go on, each as fast: None while no speed is known."""
+    etas = [each.eta_s for each in running if each.eta_s is not None]
+    speeds = [each.step_time_s for each in running if each.step_time_s is not None]
+    if not etas:
+        return None
+    left = sum(each.left or 0 for each in [*waiting, *running])
+    return max(*etas, left * sum(speeds) / len(speeds) / len(running))
+
+
+@dataclass(frozen=True)
+class Lowest:
+    """The best of a set of runs so far: `metric` in words, its value, and the number of the point."""
+
+    metric: str
+    value: float
+    point: int
+
+
+def lowest(points: Iterable[tuple[int, Progress]]) -> Lowest | None:
+    """The point with the lowest validation loss that was logged last, or where none was, training loss."""
+    found = list(points)
+    for metric in ("valid_loss", "loss"):
+        values = [(value, number) for number, each in found if (value := getattr(each, metric)) is not None]
+        finite = [pair for pair in values if math.isfinite(pair[0])]
+        if finite:
+            return Lowest(metric.replace("_", " "), *min(finite))
+    return None
+
+
+def roughly(seconds: float) -> str:
+    """A duration as a person says it: 40 s, 12 min, 2 h 10 min, 3 d 4 h."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minute = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minute} min" if minute else f"{hours} h"
+    days, hour = divmod(round(seconds / 3600), 24)
+    return f"{days} d {hour} h" if hour else f"{days} d"
+
+
+def at_about(moment: float, now: float) -> str:
+    """A moment to come: "in about 2 h 10 min (14:30)", with the day unless it is today. Both in unix seconds."""
+    then = time.localtime(moment)
+    same_day = then[:3] == time.localtime(now)[:3]
+    return f"in about {roughly(moment - now)} ({time.strftime('%H:%M' if same_day else '%m-%d %H:%M', then)})"
+
+
+def _newest(log: bytes, name: str) -> dict[str, Any]:
+    return next(attempts.records_with(name, log), {})
+
+
+def _number(value: object) -> float | None:
+    """A value that was logged, NaN and infinite ones included: that a loss has diverged is worth to be seen."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _finite(value: object) -> float | None:
+    number = _number(value)
+    return number if number is not None and math.isfinite(number) else None
