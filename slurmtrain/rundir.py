@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.errors import ConfigError, UsageError
+from slurmtrain.redaction import redacted
 
 RUN_DIR_VARIABLE = "SLURMTRAIN_RUN_DIR"
 PREPARING = ".preparing"  # below runs/: sweeps in the making; deep enough that no verb takes what is in it for runs
@@ -108,7 +109,7 @@ class RunDir:
 
     def event(self, name: str, **facts: Any) -> None:
         """Append one line to events.jsonl. O_APPEND keeps lines of several writers whole."""
-        line = json.dumps({"time": round(time.time(), 3), "event": name, **facts}) + "\n"
+        line = json.dumps({"time": round(time.time(), 3), "event": name, **redacted(facts)}) + "\n"
         descriptor = os.open(self.events_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             os.write(descriptor, line.encode())
@@ -249,8 +250,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, value: dict[str, Any], *, durable: bool = True) -> None:
-    """`write_text` of an object."""
-    write_text(path, json.dumps(value, indent=1) + "\n", durable=durable)
+    """`write_text` of an object, without secrets."""
+    write_text(path, json.dumps(redacted(value), indent=1) + "\n", durable=durable)
 
 
 def write_text(path: Path, text: str, *, durable: bool = True) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from slurmtrain.cli import arguments
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import SlurmtrainError, UsageError, nearest
+from slurmtrain.redaction import redact
 
 HYDRA_ONLY = ("--cfg", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
 
@@ -19,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(words)
     except SlurmtrainError as error:
-        print(f"slurmtrain: error: {error}", file=sys.stderr)
+        print(f"slurmtrain: error: {redact(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130

@@ -218,7 +218,7 @@ def _next_step(run_dir: RunDir, now: RunState) -> str | None:
     by_hand = not now.own_job and not (run_dir.attempt(now.attempts[-1].number) / "rank-0.log").exists()
     if by_hand:
         return None
-    config = load_frozen(run_dir.config_file, secrets=False)
+    config = load_frozen(run_dir.config_file, with_secrets=False)
     mode = "requeue" if config.cluster.backend == "local" and config.requeue.mode != "off" else config.requeue.mode
     if mode == "chain" and not now.following:
         return None

@@ -35,7 +35,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError, UsageError
 from slurmtrain.launch.after import with_dependency
 from slurmtrain.launch.arrays import Array, plan_arrays
-from slurmtrain.launch.handover import TOKEN_PREFIX, Patience, Refused, SubmitLimit, check, hand_over
+from slurmtrain.launch.handover import TOKEN_PREFIX, Patience, Refused, SubmitLimit, check, export_option, hand_over
 from slurmtrain.launch.sbatch import JobPaths, render_script
 from slurmtrain.launch.snapshot import find_source, take_snapshot
 from slurmtrain.launch.state import RunState, states
@@ -206,7 +206,8 @@ def _check_fits(config: Config, first: Config) -> None:
 def _shape(config: Config) -> str:
     """Whatever the script shows of a config."""
     values = to_values(config)
-    text = json.dumps([values["cluster"], values["requeue"], values["job"]], sort_keys=True)
+    parts = [values[key] for key in ("cluster", "requeue", "hooks", "secrets", "job")]
+    text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -418,6 +419,7 @@ def _hand_over(
         path / "submitit",
         sweep.token(number),
         client,
+        options=export_option(load_frozen(sweep.run_dir(sweep.members(number)[0]).config_file, with_secrets=False)),
         looked_for_before=somebody_before,
         patience=patience,
         say=say,
@@ -466,7 +468,7 @@ def _script(sweep: Sweep, number: int) -> str:
     """What is handed to sbatch for an array; of those that it waits for, what has been submitted by now."""
     plan = read_json(sweep.array(number) / "plan.json") or {}
     run_dirs = [sweep.run_dir(run_id) for run_id in plan["members"]]
-    config = load_frozen(run_dirs[0].config_file, secrets=False)
+    config = load_frozen(run_dirs[0].config_file, with_secrets=False)
     before = sweep.job_id(plan["after"]) if plan["after"] is not None else None
     if before is not None:
         config = with_dependency(config, [f"afterany:{before}"])
