@@ -38,7 +38,7 @@ from slurmtrain.launch.arrays import Array, plan_arrays
 from slurmtrain.launch.handover import TOKEN_PREFIX, Patience, Refused, SubmitLimit, check, export_option, hand_over
 from slurmtrain.launch.sbatch import JobPaths, render_script
 from slurmtrain.launch.snapshot import find_source, take_snapshot
-from slurmtrain.launch.state import RunState, states
+from slurmtrain.launch.state import RunState, is_over, states
 from slurmtrain.launch.submit import no_chain, run_info, with_absolute_paths
 from slurmtrain.rundir import RunDir, read_json, write_json
 from slurmtrain.runtime import attempts, process
@@ -470,12 +470,18 @@ def _script(sweep: Sweep, number: int) -> str:
     run_dirs = [sweep.run_dir(run_id) for run_id in plan["members"]]
     config = load_frozen(run_dirs[0].config_file, with_secrets=False)
     before = sweep.job_id(plan["after"]) if plan["after"] is not None else None
-    if before is not None:
+    if before is not None and not _is_over(sweep, plan["after"]):
         config = with_dependency(config, [f"afterany:{before}"])
     paths = JobPaths(
         [run_dir.path for run_dir in run_dirs], sweep.info()["workdir"], sys.executable, parallelism=plan["parallelism"]
     )
     return render_script(config, paths)
+
+
+def _is_over(sweep: Sweep, number: int) -> bool:
+    """All runs of an array have ended. SLURM may have forgotten it, and then refuse to wait for it."""
+    run_dirs = [sweep.run_dir(run_id) for run_id in sweep.members(number)]
+    return all(is_over(run_dir) for run_dir in run_dirs if run_dir.info_file.exists())
 
 
 def note_jobs(sweep: Sweep, number: int) -> None:
