@@ -22,6 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SlurmtrainError as error:
         print(f"slurmtrain: error: {redact(str(error))}", file=sys.stderr)
         return error.exit_code
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        print(f"slurmtrain: error: {error.filename}: {error.strerror}; whose is it?", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `status | head`

@@ -13,7 +13,7 @@ from slurmtrain import rundir
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.as_json import print_json, run_object
 from slurmtrain.cli.checkpoints import format_size, printable
-from slurmtrain.cli.runs import print_table, runs_or_refuse, say_doubts
+from slurmtrain.cli.runs import print_table, runs_or_refuse, say_doubts, say_unreadable
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import UsageError
 from slurmtrain.launch import compare, prune
@@ -218,6 +218,7 @@ def _prune(options: argparse.Namespace) -> int:
     days = options.older_than or 0.0
     if not (math.isfinite(days) and days >= 0):
         raise UsageError(f"--older-than {days:g} is no number of days", hint="such as 30, or 0.5 for twelve hours")
+    say_unreadable(rundir.runs_root())
     decided = prune.plan(
         rundir.runs_root(),
         now=time.time(),

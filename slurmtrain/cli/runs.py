@@ -72,9 +72,18 @@ def runs_or_refuse(root: Path) -> list[RunDir]:
         UsageError: there are none.
     """
     runs = rundir.all_runs(root)
+    say_unreadable(root)
     if not runs:
         raise rundir.nothing_under(root, "runs")
     return runs
+
+
+def say_unreadable(root: Path) -> None:
+    """How much is left out because it belongs to somebody else."""
+    closed = rundir.unreadable(root)
+    if closed:
+        what = "1 folder is" if len(closed) == 1 else f"{len(closed)} folders are"
+        print(f"slurmtrain: {what} left out, being somebody else's: {closed[0]} cannot be read", file=sys.stderr)
 
 
 def _status(run_dir: RunDir, *, as_json: bool) -> int:

@@ -12,7 +12,7 @@ from slurmtrain import rundir
 from slurmtrain.cli.arguments import Arguments, Parser
 from slurmtrain.cli.as_json import point_object, print_json
 from slurmtrain.cli.collect import add_collect_options, print_collected
-from slurmtrain.cli.runs import print_table
+from slurmtrain.cli.runs import print_table, say_unreadable
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.config.compose import Primary, search_folders
 from slurmtrain.config.points import check, composing
@@ -88,7 +88,7 @@ def main(verb: str, words: list[str]) -> int:
         "list": "all sweeps",
         "status": "the points of one, and how they stand",
         "collect": "a table of all points with their metrics, and a picture of a metric over what varies",
-        "retry": "submit again what failed, was stopped or lost, or could not be submitted",
+        "retry": "submit again what failed, was stopped or lost, and what has not been submitted",
         "cancel": "end all that has not ended",
     }.items():
         action = actions.add_parser(name, help=text)
@@ -111,6 +111,7 @@ def main(verb: str, words: list[str]) -> int:
 
 
 def _list(runs: Path, *, as_json: bool) -> int:
+    say_unreadable(runs)
     rows = [(sweep, sweep.info(), _counts(now)) for sweep, now in sweeps.states_of_all(sweeps.all_sweeps(runs))]
     if as_json:
         print_json([{"sweep": s.id, "path": str(s.path), "points": i["points"], "states": c} for s, i, c in rows])
@@ -150,7 +151,8 @@ def _status(sweep: Sweep, *, as_json: bool) -> int:
             [str(point.number), *varied, state.word, step, str(len(state.attempts)), point.run_id, state.sentence]
         )
     print_table(["point", *keys, "state", "step", "attempts", "run", ""], rows)
-    print(f"\n{sweep.id}: {_summary(_counts(now))}")
+    cancelled = f"; cancelled, sweep retry {sweep.id} goes on" if sweep.cancelled_file.exists() else ""
+    print(f"\n{sweep.id}: {_summary(_counts(now))}{cancelled}")
     for doubt in dict.fromkeys(state.doubt for state in now.values() if state.doubt):
         print(f"SLURM cannot be asked: {doubt}")
     return 0
@@ -177,9 +179,8 @@ def _retry(sweep: Sweep, *, as_json: bool) -> int:
     if as_json:
         print_json({"sweep": sweep.id, "runs": chosen, "job_ids": submission.submitted})
     elif submission.submitted:
-        print(
-            f"{len(chosen)} runs of {sweep.id} are chosen to be submitted again: job {', '.join(submission.submitted)}"
-        )
+        again = f"{len(chosen)} runs of {sweep.id} are" if chosen else f"what was missing of {sweep.id} is"
+        print(f"{again} submitted: job {', '.join(submission.submitted)}")
     elif submission.limit is None:
         print(f"there is nothing to retry in {sweep.id}: {_summary(_counts(sweeps.states_of(sweep)))}")
     sweeps.check_submitted(submission)

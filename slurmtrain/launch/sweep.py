@@ -33,6 +33,7 @@ from slurmtrain import rundir
 from slurmtrain.config.compose import freeze, load_frozen, to_values
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError, UsageError
+from slurmtrain.launch import making
 from slurmtrain.launch.after import with_dependency
 from slurmtrain.launch.arrays import Array, plan_arrays
 from slurmtrain.launch.handover import TOKEN_PREFIX, Patience, Refused, SubmitLimit, check, export_option, hand_over
@@ -89,6 +90,11 @@ class Sweep:
     @property
     def code(self) -> Path:
         return self.path / "code"
+
+    @property
+    def cancelled_file(self) -> Path:
+        """There from `sweep cancel` to `sweep retry`: what has not been submitted is not."""
+        return self.path / "cancelled"
 
     def array(self, number: int) -> Path:
         return self.path / "arrays" / f"{number:04d}"
@@ -246,7 +252,8 @@ def make(
     name = f"{job.name}.sweep-{draft.identity}"
     try:
         (runs / rundir.PREPARING).mkdir(parents=True, exist_ok=True)
-        temporary = Sweep(runs / rundir.PREPARING / f"{name}-{os.getpid()}-{secrets.token_hex(3)}")
+        making.remove_left_over(runs)
+        temporary = Sweep(making.folder(runs, name))
         temporary.path.mkdir(mode=0o700)
     except OSError as error:
         raise ConfigError(
@@ -287,11 +294,12 @@ def _publish(temporary: Sweep, path: Path, *, again: bool) -> Sweep:
             temporary.path.rename(target)
             return Sweep(target)
         except OSError as error:
-            if not rundir.is_sweep(target):
+            if rundir.is_sweep(target):
+                if not again:  # another shell has made it meanwhile, with the same points
+                    return Sweep(target)
+            elif not target.exists() or os.access(target, os.R_OK | os.X_OK):
                 raise ConfigError(f"cannot make {target}: {error.strerror}") from None
-        if not again:  # somebody else has made it meanwhile, with the same points
-            return Sweep(target)
-        number += 1
+        number += 1  # beside that one, which may be somebody else's
 
 
 def _make_run(run_dir: RunDir, frozen: str, info: dict[str, Any]) -> None:
@@ -348,7 +356,7 @@ def check_arrays(sweep: Sweep, client: SlurmClient) -> None:
 
 def remove(sweep: Sweep) -> None:
     """Out of sight first, so that nobody finds half of it."""
-    gone = sweep.path.parent / rundir.PREPARING / f"{sweep.id}-{os.getpid()}-{secrets.token_hex(3)}"
+    gone = making.folder(sweep.path.parent, sweep.id)
     sweep.path.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
 
@@ -365,8 +373,10 @@ def submit_arrays(
     SLURM is asked first whether it would take all of them, so that no half of a sweep waits for a cure of the other.
 
     Raises:
-        ClusterError: sbatch refused, or it is not known whether a job is there; what was submitted stays.
+        ClusterError: the sweep was cancelled; or sbatch refused, or it is not known whether a job is there, and what was
+            submitted stays.
     """
+    check_not_cancelled(sweep)
     check_arrays(sweep, client)
     submitted: list[str] = []
     found: list[str] = []
@@ -394,8 +404,12 @@ def _submit_array(
                 if job_id is not None:
                     _write_job(sweep, number, job_id)
             if job_id is None:
+                check_not_cancelled(sweep)
                 job_id = _hand_over(sweep, number, client, somebody_before, patience, say)
                 note_jobs(sweep, number)
+                if sweep.cancelled_file.exists():  # while sbatch was at work: whoever cancelled did not find it
+                    cancel(sweep, client)
+                    check_not_cancelled(sweep)
                 return job_id, True
     note_jobs(sweep, number)
     return job_id, False
@@ -541,7 +555,7 @@ def _given_up(claim: Path) -> bool:
 def _make_claim(claim: Path) -> bool:
     """Whole or not at all, and by one only (link(2))."""
     temporary = claim.with_name(f".{claim.name}.{os.getpid()}.{secrets.token_hex(3)}")
-    me = {"host": socket.gethostname(), "pid": os.getpid(), "born": _born(os.getpid()), "time": time.time()}
+    me = {"host": socket.gethostname(), "pid": os.getpid(), "born": process.born(os.getpid()), "time": time.time()}
     write_json(temporary, me)
     try:
         os.link(temporary, claim)
@@ -555,13 +569,7 @@ def _make_claim(claim: Path) -> bool:
 def _lives(owner: dict[str, Any]) -> bool:
     if owner["host"] != socket.gethostname():
         return time.time() - float(owner["time"]) < CLAIM_LASTS_S
-    return owner["born"] is not None and _born(int(owner["pid"])) == owner["born"]
-
-
-def _born(pid: int) -> str | None:
-    """When a process of this host was started, in ticks since boot: with its pid, a name that is not given twice."""
-    fields = process.stat(pid)
-    return None if fields is None or fields[process.STATE] == "Z" else fields[process.START]
+    return owner["born"] is not None and process.born(int(owner["pid"])) == owner["born"]
 
 
 # Looking at sweeps.
@@ -569,7 +577,7 @@ def _born(pid: int) -> str | None:
 
 def all_sweeps(runs: Path) -> list[Sweep]:
     """Every sweep under `runs`, oldest first."""
-    found = [Sweep(file.parent.resolve()) for file in runs.glob("*/sweep.json")]
+    found = [Sweep(file.parent.resolve()) for file in runs.glob("*/sweep.json") if os.access(file, os.R_OK)]
     return sorted(found, key=lambda sweep: float(sweep.info()["created"]))
 
 
@@ -584,6 +592,7 @@ def find(reference: str, runs: Path) -> Sweep:
         return Sweep(path.resolve())
     sweeps = all_sweeps(runs)
     if not sweeps:
+        rundir.refuse_unreadable(reference, runs)
         raise rundir.nothing_under(runs, "sweeps")
     if reference == "last":
         return sweeps[-1]
@@ -594,6 +603,7 @@ def find(reference: str, runs: Path) -> Sweep:
         return matching[0]
     names = ", ".join(sweep.id for sweep in (matching or sweeps)[-5:])
     if not matching:
+        rundir.refuse_unreadable(reference, runs)
         raise UsageError(f"no sweep is called {reference!r}", hint=f"the latest are: {names}")
     raise UsageError(
         f"{len(matching)} sweeps are called something like {reference!r}", hint=f"write more of it: {names}"
@@ -620,9 +630,10 @@ def states_of_all(found: Sequence[Sweep]) -> list[tuple[Sweep, dict[str, RunStat
 def add_retry(sweep: Sweep) -> list[str]:
     """Plan an array of the runs that have ended without a result. Returns their ids; it is submitted by `submit_arrays`.
 
-    Two who retry at the same moment do not get the same runs: the second finds them planned.
+    A sweep that was cancelled goes on. Two who retry at the same moment get different runs: the second finds them planned.
     """
     shapes = {point.run_id: point.shape for point in sweep.points()}
+    sweep.cancelled_file.unlink(missing_ok=True)
     while True:
         numbers = sweep.array_numbers()
         planned = {run_id for number in numbers if sweep.job_id(number) is None for run_id in sweep.members(number)}
@@ -657,7 +668,11 @@ def add_retry(sweep: Sweep) -> list[str]:
 
 
 def cancel(sweep: Sweep, client: SlurmClient) -> int:
-    """End all runs of the sweep that have not ended, with one scancel. Returns how many there were."""
+    """End all runs of the sweep that have not ended, with one scancel. Returns how many there were.
+
+    What has not been submitted will not be, neither by a shell that is at it nor by the same command, until `retry`.
+    """
+    sweep.cancelled_file.touch()
     for number in sweep.array_numbers():
         if sweep.job_id(number) is None and sweep.claims(number):  # its submitter may have been killed
             found = client.find_by_comment(TOKEN_PREFIX + sweep.token(number))
@@ -672,6 +687,15 @@ def cancel(sweep: Sweep, client: SlurmClient) -> int:
     if alive:  # whole arrays: thousands of ids make a line too long
         client.cancel(*sorted({job_id.partition("_")[0] for job_id in alive.values()}))
     return len(alive)
+
+
+def check_not_cancelled(sweep: Sweep) -> None:
+    """Raises: ClusterError: the sweep was cancelled, and nobody has asked for it to go on."""
+    if sweep.cancelled_file.exists():
+        raise ClusterError(
+            f"sweep {sweep.id} was cancelled, so nothing of it is submitted",
+            hint=f"sweep retry {sweep.id} goes on with all that has not finished; --again makes another of the same points",
+        )
 
 
 def check_not_planned(run_dir: RunDir) -> None:
