@@ -298,11 +298,11 @@ def _check_hooks(hooks: HooksConfig) -> None:
             continue
         if not command.strip() or "\0" in command:
             raise ConfigError(f"hooks.{name} is {command!r}, which is no command", hint="null runs none")
-        if SECRET_REFERENCE.search(command):
+        secret = SECRET_REFERENCE.search(command)
+        if secret is not None:
             raise ConfigError(
-                f"hooks.{name} holds the secret {SECRET_REFERENCE.search(command)[0]!r}, which would show in every list "  # type: ignore[index]
-                "of processes",
-                hint="name it under secrets; the hook has it in its environment, as $NAME",
+                f"hooks.{name} holds the secret {secret.group()!r}, which would show in every list of processes",
+                hint=f"write +secrets.{secret.group(1)}=env; the hook has it in its environment, as ${secret.group(1)}",
             )
 
 
