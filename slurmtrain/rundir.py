@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.errors import ConfigError, UsageError
+from slurmtrain.redaction import redacted
 
 RUN_DIR_VARIABLE = "SLURMTRAIN_RUN_DIR"
 PREPARING = ".preparing"  # below runs/: sweeps in the making; deep enough that no verb takes what is in it for runs
@@ -108,7 +109,7 @@ class RunDir:
 
     def event(self, name: str, **facts: Any) -> None:
         """Append one line to events.jsonl. O_APPEND keeps lines of several writers whole."""
-        line = json.dumps({"time": round(time.time(), 3), "event": name, **facts}) + "\n"
+        line = json.dumps({"time": round(time.time(), 3), "event": name, **redacted(facts)}) + "\n"
         descriptor = os.open(self.events_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             os.write(descriptor, line.encode())
@@ -142,7 +143,7 @@ class RunDir:
 
 def is_sweep(folder: Path) -> bool:
     """A folder under the runs that holds the points of one sweep."""
-    return (folder / "sweep.json").is_file()
+    return os.path.isfile(folder / "sweep.json")  # not in a folder that cannot be read
 
 
 def new_run_id() -> str:
@@ -190,8 +191,39 @@ def reference(run_dir: RunDir) -> str:
 
 def all_runs(root: Path) -> list[RunDir]:
     """Every run under `root`, oldest first. A hidden folder is one that is being removed."""
-    files = [file for file in root.glob("*/*/run.json") if not file.parent.name.startswith(".")]
+    files = [f for f in root.glob("*/*/run.json") if not f.parent.name.startswith(".") and os.access(f, os.R_OK)]
     return [RunDir(file.parent.resolve()) for file in sorted(files, key=lambda file: file.parent.name)]
+
+
+def unreadable(root: Path) -> list[Path]:
+    """Runs and sweeps under `root`, or whole folders of them, that belong to somebody else and are not for us."""
+    found = []
+    for folder in _visible_folders(root):
+        if _closed(folder):
+            found.append(folder)
+        elif not is_sweep(folder):
+            found += [run for run in _visible_folders(folder) if _closed(run)]
+    return sorted(found)
+
+
+def _visible_folders(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*") if os.path.isdir(path) and not path.name.startswith(".")]
+
+
+def _closed(folder: Path) -> bool:
+    info = folder / ("sweep.json" if is_sweep(folder) else "run.json")
+    return not os.access(folder, os.R_OK | os.X_OK) or (info.exists() and not os.access(info, os.R_OK))
+
+
+def refuse_unreadable(reference: str, root: Path) -> None:
+    """Raises: UsageError: what the person means is there and cannot be read."""
+    named = Path(reference)
+    for path in [named] if named.is_dir() and _closed(named) else unreadable(root):
+        if path == named or path.name.startswith(reference):
+            raise UsageError(
+                f"{path} cannot be read: it belongs to user {path.stat().st_uid}",
+                hint="ask for it to be shared: chmod -R g+rX",
+            )
 
 
 def find(reference: str, root: Path) -> RunDir:
@@ -205,6 +237,7 @@ def find(reference: str, root: Path) -> RunDir:
         return RunDir(path.resolve())
     runs = all_runs(root)
     if not runs:
+        refuse_unreadable(reference, root)
         raise nothing_under(root, "runs")
     if reference == "last":
         return runs[-1]
@@ -212,6 +245,7 @@ def find(reference: str, root: Path) -> RunDir:
     if len(matching) == 1:
         return matching[0]
     if not matching:
+        refuse_unreadable(reference, root)
         latest = ", ".join(run.id for run in runs[-3:])
         raise UsageError(f"no run's id begins with {reference!r}", hint=f"the latest are: {latest}")
     raise UsageError(
@@ -249,8 +283,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, value: dict[str, Any], *, durable: bool = True) -> None:
-    """`write_text` of an object."""
-    write_text(path, json.dumps(value, indent=1) + "\n", durable=durable)
+    """`write_text` of an object, without secrets."""
+    write_text(path, json.dumps(redacted(value), indent=1) + "\n", durable=durable)
 
 
 def write_text(path: Path, text: str, *, durable: bool = True) -> None:

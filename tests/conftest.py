@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from slurmtrain import redaction
 from slurmtrain.runtime.slurm import belongs_to_a_job
 
 # A loaded machine is no failure.
@@ -26,6 +27,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-goldens", action="store_true", help="write jobs/golden/*.sbatch anew instead of comparing"
     )
+
+
+@pytest.fixture(autouse=True)
+def nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test has for a secret is none to the next."""
+    monkeypatch.setattr(redaction, "_hidden", {})
 
 
 @dataclass(frozen=True)

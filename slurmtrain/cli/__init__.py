@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from slurmtrain.cli import arguments
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import SlurmtrainError, UsageError, nearest
+from slurmtrain.redaction import redact
 
 HYDRA_ONLY = ("--cfg", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
 
@@ -19,8 +20,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(words)
     except SlurmtrainError as error:
-        print(f"slurmtrain: error: {error}", file=sys.stderr)
+        print(f"slurmtrain: error: {redact(str(error))}", file=sys.stderr)
         return error.exit_code
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        print(f"slurmtrain: error: {error.filename}: {error.strerror}; whose is it?", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `status | head`

@@ -14,7 +14,7 @@ from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.as_json import print_json, run_object
 from slurmtrain.cli.checkpoints import format_size, printable
 from slurmtrain.cli.columns import print_table
-from slurmtrain.cli.runs import runs_or_refuse, say_doubts
+from slurmtrain.cli.runs import runs_or_refuse, say_doubts, say_unreadable
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import UsageError
 from slurmtrain.launch import compare, prune
@@ -219,6 +219,7 @@ def _prune(options: argparse.Namespace) -> int:
     days = options.older_than or 0.0
     if not (math.isfinite(days) and days >= 0):
         raise UsageError(f"--older-than {days:g} is no number of days", hint="such as 30, or 0.5 for twelve hours")
+    say_unreadable(rundir.runs_root())
     decided = prune.plan(
         rundir.runs_root(),
         now=time.time(),

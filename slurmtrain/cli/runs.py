@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -63,6 +64,8 @@ def main(verb: str, words: list[str]) -> int:
 def _status(options: argparse.Namespace, root: Path) -> int:
     check_watch_options(options)
     run_dir = rundir.find(options.run, root) if options.run is not None else None
+    if options.watch and run_dir is None:
+        runs_or_refuse(root)
     if options.watch:
         return watch(lambda: _view_of(run_dir) if run_dir else _view(root), options.every)
     return _one(run_dir, as_json=options.json) if run_dir else _all(root, as_json=options.json)
@@ -85,7 +88,7 @@ def _row(run: RunDir, now: RunState) -> list[str]:
 
 def _view(root: Path) -> View:
     """All runs, first what runs, then what waits, then what has ended; the newest of each first."""
-    runs = runs_or_refuse(root)
+    runs = rundir.all_runs(root)
     found = states(runs)
     runs.sort(key=lambda run: run.id, reverse=True)
     runs.sort(key=lambda run: urgency(found[run.id]))
@@ -101,9 +104,18 @@ def runs_or_refuse(root: Path) -> list[RunDir]:
         UsageError: there are none.
     """
     runs = rundir.all_runs(root)
+    say_unreadable(root)
     if not runs:
         raise rundir.nothing_under(root, "runs")
     return runs
+
+
+def say_unreadable(root: Path) -> None:
+    """How much is left out because it belongs to somebody else."""
+    closed = rundir.unreadable(root)
+    if closed:
+        what = "1 folder is" if len(closed) == 1 else f"{len(closed)} folders are"
+        print(f"slurmtrain: {what} left out, being somebody else's: {closed[0]} cannot be read", file=sys.stderr)
 
 
 def _one(run_dir: RunDir, *, as_json: bool) -> int:
@@ -245,7 +257,7 @@ def _next_step(run_dir: RunDir, now: RunState) -> str | None:
     by_hand = not now.own_job and not (run_dir.attempt(now.attempts[-1].number) / "rank-0.log").exists()
     if by_hand:
         return None
-    config = load_frozen(run_dir.config_file, secrets=False)
+    config = load_frozen(run_dir.config_file, with_secrets=False)
     mode = "requeue" if config.cluster.backend == "local" and config.requeue.mode != "off" else config.requeue.mode
     if mode == "chain" and not now.following:
         return None

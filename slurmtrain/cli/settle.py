@@ -21,7 +21,7 @@ def main(verb: str, words: list[str]) -> int:
     parser.add_argument("--exit-code", type=int, required=True)
     options = parser.parse_args(words)
     run_dir = RunDir(options.run_dir)
-    config = load_frozen(run_dir.config_file, secrets=False)
+    config = load_frozen(run_dir.config_file, with_secrets=False)
     judgement = settle(run_dir, options.attempt, options.exit_code, config, SlurmClient())
     print(f"slurmtrain: attempt {options.attempt}: {judgement.sentence}", file=sys.stderr)
     print(judgement.verdict)

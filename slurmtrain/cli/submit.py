@@ -14,8 +14,11 @@ from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.again import submit_links
+from slurmtrain.launch.handover import Refused
 from slurmtrain.launch.submit import dry_run, preparing, slurm_conf_of, submit
 from slurmtrain.launch.timeplan import look_ahead
+from slurmtrain.rundir import RunDir
+from slurmtrain.runtime.attempts import write_request
 from slurmtrain.runtime.slurm import SlurmClient
 
 
@@ -26,14 +29,20 @@ def main(arguments: Arguments) -> int:
     config = compose_and_validate(arguments)
     if arguments.verb == "render":
         return _render(config, arguments)
-    if "--after" in arguments.options:
-        config = _starting_after(config, arguments.options["--after"])
+    runs = arguments.options.get("--after")
+    plan = _starting_after(config, runs) if runs is not None else config
     if "--dry-run" in arguments.options:
-        print(dry_run(config, Path.cwd()), end="")
+        print(dry_run(plan, Path.cwd()), end="")
         return 0
-    if config.cluster.backend == "local":
-        return _run_here(config, arguments)
-    return _submit(config, arguments)
+    if plan.cluster.backend == "local":
+        return _run_here(plan, arguments)
+    try:
+        return _submit(plan, arguments)
+    except Refused:  # one of the runs may have ended since, and SLURM may have forgotten its job
+        later = _starting_after(config, runs) if runs is not None else plan
+        if later == plan:
+            raise
+        return _submit(later, arguments)
 
 
 def compose_and_validate(arguments: Arguments) -> Config:
@@ -57,6 +66,17 @@ def _starting_after(config: Config, runs: str) -> Config:
     return starting_after(config, runs, rundir.runs_root())
 
 
+def _check_not_in_vain(run_dir: RunDir, runs: str, client: SlurmClient) -> None:
+    from slurmtrain.launch.after import check_again
+
+    try:
+        check_again(runs, rundir.runs_root())
+    except UsageError:
+        write_request(run_dir, "cancel")
+        client.cancel(*reversed(run_dir.info()["job_ids"]))
+        raise
+
+
 def _submit(config: Config, arguments: Arguments) -> int:
     client = SlurmClient(slurm_conf_of(config))  # a sandbox that is not running: said before anything is made
     for warning in look_ahead(config, Path(config.job.runs_dir).expanduser(), client):
@@ -66,6 +86,8 @@ def _submit(config: Config, arguments: Arguments) -> int:
         if config.requeue.mode == "chain":
             links = submit_links(run_dir, job_id, config.requeue.chain_length, client)
             job_id = f"{job_id}, followed by {', '.join(links[1:])}"
+    if "--after" in arguments.options:
+        _check_not_in_vain(run_dir, arguments.options["--after"], client)
     if "--json" in arguments.options:
         print_json({"run": run_dir.id, "path": str(run_dir.path), "job_ids": run_dir.info()["job_ids"]})
         return 0

@@ -24,7 +24,7 @@ from slurmtrain.cli.columns import (
     terminal_width,
     urgency,
 )
-from slurmtrain.cli.runs import say_doubts
+from slurmtrain.cli.runs import say_doubts, say_unreadable
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, watch
 from slurmtrain.config.compose import Primary, search_folders
@@ -107,7 +107,7 @@ def main(verb: str, words: list[str]) -> int:
         "list": "all sweeps",
         "status": "the points of one, and how they stand",
         "collect": "a table of all points with their metrics, and a picture of a metric over what varies",
-        "retry": "submit again what failed, was stopped or lost, or could not be submitted",
+        "retry": "submit again what failed, was stopped or lost, and what has not been submitted",
         "cancel": "end all that has not ended",
     }.items():
         action = actions.add_parser(name, help=text)
@@ -132,6 +132,7 @@ def main(verb: str, words: list[str]) -> int:
 
 
 def _list(runs: Path, *, as_json: bool) -> int:
+    say_unreadable(runs)
     rows = [(sweep, sweep.info(), counts(now.values())) for sweep, now in sweeps.states_of_all(sweeps.all_sweeps(runs))]
     if as_json:
         print_json([{"sweep": s.id, "path": str(s.path), "points": s.point_count(), "states": c} for s, _, c in rows])
@@ -212,6 +213,8 @@ def _headline(sweep: Sweep, points: Sequence[Point], now: dict[str, RunState]) -
     best = lowest((point.number, now[point.run_id].progress) for point in points)
     if best is not None:
         words.append(f"lowest {best.metric} {best.value:.4f} (point {best.point})")
+    if sweep.cancelled_file.exists():
+        words.append(f"cancelled, sweep retry {sweep.id} goes on")
     return "; ".join(words)
 
 
@@ -236,9 +239,8 @@ def _retry(sweep: Sweep, *, as_json: bool) -> int:
     if as_json:
         print_json({"sweep": sweep.id, "runs": chosen, "job_ids": submission.submitted})
     elif submission.submitted:
-        print(
-            f"{len(chosen)} runs of {sweep.id} are chosen to be submitted again: job {', '.join(submission.submitted)}"
-        )
+        again = f"{len(chosen)} runs of {sweep.id} are" if chosen else f"what was missing of {sweep.id} is"
+        print(f"{again} submitted: job {', '.join(submission.submitted)}")
     elif submission.limit is None:
         print(f"there is nothing to retry in {sweep.id}: {summary(counts(sweeps.states_of(sweep).values()))}")
     sweeps.check_submitted(submission)

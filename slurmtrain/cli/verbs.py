@@ -94,6 +94,12 @@ VERBS: dict[str, Verb] = {
     "settle": Verb(
         "settle RUN_DIRECTORY ...", "for the batch script: judge an attempt", "slurmtrain.cli.settle", hidden=True
     ),
+    "hook": Verb(
+        "hook RUN_DIRECTORY ...",
+        "for the batch script: tell the person's command how an attempt has ended",
+        "slurmtrain.cli.hook",
+        hidden=True,
+    ),
     "begin": Verb(
         "begin RUN_DIRECTORY", "for the batch script: is there anything left to do", "slurmtrain.cli.again", hidden=True
     ),

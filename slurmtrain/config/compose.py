@@ -11,17 +11,22 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from slurmtrain.config import secrets
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, nearest
+from slurmtrain.redaction import hide
 from slurmtrain.resources import shipped
 
 SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL)", re.IGNORECASE)
+# Narrower, for what is done because of a name alone: tokenizers have tokens in theirs, too.
+SECRET_VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY)$", re.IGNORECASE)
 SECRET_REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")  # what stands for a secret on disk; without a default
+ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)")  # the same, with or without a default
 OVERRIDE = re.compile(r"^(\+\+|\+|~)?([A-Za-z_][\w./@-]*)(?:=(.*))?$", re.DOTALL)  # sign, key, value
 
 
@@ -53,7 +58,7 @@ def compose(
     """
     primary = Primary(config_name, search_folders(config_name, config_dir, config_path))
     with explaining(overrides, primary), initialized(primary):
-        return finish(composed_by_hydra(primary, overrides))
+        return finish(composed_by_hydra(primary, overrides), overrides)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,17 +132,20 @@ def composed_by_hydra(primary: Primary, overrides: Sequence[str], *, with_hydra:
     return hydra_compose(primary.name, words, return_hydra_config=with_hydra)
 
 
-def finish(composed: Any) -> Config:
+def finish(composed: Any, overrides: Sequence[str]) -> Config:
     """Resolve what was composed, secrets aside, and check it against the schema."""
     from omegaconf import OmegaConf
 
-    _keep_secrets_unresolved(composed)
+    _keep_secrets_unresolved(composed, frozenset(composed.get("secrets") or ()))
     if OmegaConf.get_type(composed) is Config:
         config: Config = OmegaConf.to_object(composed)  # type: ignore[assignment]
         _refuse_unknown(config)  # `+cluster.node=3` gets past Hydra, and omegaconf makes an attribute of it
     else:  # a primary config of somebody's own, that does not begin with our schema
         config = to_config(OmegaConf.to_container(composed, resolve=True))
-    resolve_secrets(to_values(config))  # said here when one is not set, not by every rank later
+    values = secrets.read(config.secrets)
+    hide(values)
+    secrets.refuse_written_out(values, to_values(config), overrides)
+    resolve_secrets(to_values(config), {**os.environ, **values})  # said here when one is not set, not by every rank
     return config
 
 
@@ -189,11 +197,11 @@ def freeze(config: Config) -> str:
     return text
 
 
-def load_frozen(path: Path, *, secrets: bool = True) -> Config:
+def load_frozen(path: Path, *, with_secrets: bool = True) -> Config:
     """Read a frozen config back.
 
     Args:
-        secrets: put the values of secrets in; without, they stay `${oc.env:X}`, as what is written to disk wants them.
+        with_secrets: put the values of secrets in; without, they stay `${oc.env:X}`, as what is written to disk wants them.
 
     Raises:
         ConfigError: it is missing, is not a config of this version, or a secret is not in the environment.
@@ -203,7 +211,9 @@ def load_frozen(path: Path, *, secrets: bool = True) -> Config:
 
     try:
         values = yaml.safe_load(path.read_text())
-        return to_config(resolve_secrets(values) if secrets else values)
+        if with_secrets:
+            values = resolve_secrets(values, {**os.environ, **secrets.given(values.get("secrets") or {})})
+        return to_config(values)
     except FileNotFoundError:
         raise ConfigError(
             f"{path} is missing", hint="is this a run directory, and is its file system mounted?"
@@ -218,14 +228,19 @@ def config_hash(config: Config) -> str:
     Name, run folder and cluster are left out: the same experiment elsewhere is the same experiment.
     """
     values = to_values(config)
-    del values["cluster"]
+    for key in ("cluster", "hooks", "secrets"):
+        del values[key]
     for key in ("name", "runs_dir", "snapshot", "snapshot_max_mb", "singleton"):
         del values["job"][key]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _keep_secrets_unresolved(node: Any) -> None:
-    """Escape `${oc.env:X}` of secrets, so that resolving leaves the interpolation and no secret reaches the disk."""
+def _keep_secrets_unresolved(node: Any, named: Collection[str]) -> None:
+    """Escape `${oc.env:X}` of secrets, so that resolving leaves the interpolation and no secret reaches the disk.
+
+    Args:
+        named: what is a secret, whatever its name looks like.
+    """
     from omegaconf import DictConfig, ListConfig
 
     keys = list(node.keys()) if isinstance(node, DictConfig) else range(len(node))
@@ -233,10 +248,13 @@ def _keep_secrets_unresolved(node: Any) -> None:
         raw = node._get_node(key)
         if isinstance(raw, (DictConfig, ListConfig)):
             if not raw._is_none() and not raw._is_missing() and not raw._is_interpolation():
-                _keep_secrets_unresolved(raw)
+                _keep_secrets_unresolved(raw, named)
             continue
         text = raw._value() if raw is not None else None
-        if isinstance(text, str) and (SECRET_NAME.search(text) or SECRET_NAME.search(str(key))):
+        if not isinstance(text, str):
+            continue
+        is_named = any(name in named for name in ENVIRONMENT.findall(text))
+        if is_named or SECRET_NAME.search(text) or SECRET_NAME.search(str(key)):
             kept = SECRET_REFERENCE.sub(lambda match: "\\" + match.group(), text)
             if "${oc.env:" in re.sub(r"\\\$", "", kept):
                 raise ConfigError(
@@ -246,26 +264,29 @@ def _keep_secrets_unresolved(node: Any) -> None:
             raw._set_value(kept)
 
 
-def resolve_secrets(values: Any, where: str = "") -> Any:
-    """Plain values with every `${oc.env:X}` that was left in them replaced by the variable's value.
+def resolve_secrets(values: Any, variables: Mapping[str, str], where: str = "") -> Any:
+    """Plain values with every `${oc.env:X}` that was left in them replaced by the variable's value, which is hidden.
 
     Raises:
         ConfigError: the variable is not set.
     """
     if isinstance(values, dict):
-        return {key: resolve_secrets(value, f"{where}.{key}".lstrip(".")) for key, value in values.items()}
+        return {key: resolve_secrets(value, variables, f"{where}.{key}".lstrip(".")) for key, value in values.items()}
     if isinstance(values, list):
-        return [resolve_secrets(value, f"{where}[{index}]") for index, value in enumerate(values)]
+        return [resolve_secrets(value, variables, f"{where}[{index}]") for index, value in enumerate(values)]
     if not isinstance(values, str):
         return values
 
     def value_of(match: re.Match[str]) -> str:
-        if match.group(1) not in os.environ:
+        name = match.group(1)
+        if name not in variables:
             raise ConfigError(
-                f"{where} is {values!r}, but the environment variable {match.group(1)} is not set",
-                hint=f"export {match.group(1)}=... in the shell that submits; the job inherits it",
+                f"{where} is {values!r}, but the environment variable {name} is not set",
+                hint=f"export {name}=... in the shell that submits; the job inherits it",
             )
-        return os.environ[match.group(1)]
+        if SECRET_VARIABLE.search(name):  # that of others may be a part of any path
+            hide({name: variables[name]})
+        return variables[name]
 
     return SECRET_REFERENCE.sub(value_of, values)
 

@@ -125,7 +125,7 @@ class Composer:
         with explaining(overrides, self.primary):
             composed = copy.deepcopy(self._base(tuple(groups)))
             ConfigLoaderImpl._apply_overrides_to_config(values, composed)
-            return finish(composed)
+            return finish(composed, overrides)
 
     def _parse_one(self, word: str) -> Any:
         with explaining([word], self.primary):

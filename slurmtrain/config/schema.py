@@ -151,6 +151,16 @@ class RequeueConfig:
 
 
 @dataclass
+class HooksConfig:
+    """Commands for bash, at most one after each attempt, on its first node, when its ranks have left and it is judged."""
+
+    on_finish: str | None = None  # the run has finished
+    on_failure: str | None = None  # a crash, a dead node, a wrong config, no progress; tried again or not
+    on_preemption: str | None = None  # stopped early by SLURM or on request; not by `cancel`, scancel or Ctrl-C
+    timeout_s: int = 20  # then all its processes are killed; SLURM kills a requeued job after KillWait, often 30 s
+
+
+@dataclass
 class Config:
     """One experiment. `model` and `data` are open: whatever `_target_` takes."""
 
@@ -162,6 +172,9 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     requeue: RequeueConfig = field(default_factory=RequeueConfig)
+    hooks: HooksConfig = field(default_factory=HooksConfig)
+    # Environment variables that the ranks get and nobody writes down: NAME -> "env" (of the shell that submits) or "file:PATH".
+    secrets: dict[str, str] = field(default_factory=dict)
     job: JobConfig = field(default_factory=JobConfig)
 
     @property

@@ -9,8 +9,8 @@ import math
 import re
 import shlex
 
-from slurmtrain.config.compose import SECRET_REFERENCE
-from slurmtrain.config.schema import ClusterConfig, Config, JobConfig
+from slurmtrain.config.compose import SECRET_REFERENCE, SECRET_VARIABLE
+from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig, JobConfig
 from slurmtrain.errors import ConfigError, nearest
 
 # Long options of sbatch, those of `man sbatch`: what decides them here, or "" for those that cluster.sbatch may set.
@@ -41,8 +41,6 @@ SBATCH_OPTIONS = {
     **dict.fromkeys(("output", "error", "open-mode"), "the run directory"),
     **dict.fromkeys(("array", "chdir", "export", "input", "parsable", "wait", "wrap"), "slurmtrain itself"),
 }
-# Narrower than what is kept unresolved when it comes from the environment: a false alarm here refuses a job.
-SECRET_VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY)$", re.IGNORECASE)
 SLURM_EARLY_S = 60  # `man sbatch`, --signal: the signal may be sent up to 60 seconds earlier than specified
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
 
@@ -58,6 +56,7 @@ def validate(config: Config) -> None:
     _check_strings(config.cluster)
     _check_batch(config)
     _check_ranges(config)
+    _check_hooks(config.hooks)
 
 
 def _check_job(job: JobConfig) -> None:
@@ -289,6 +288,22 @@ def _check_ranges(config: Config) -> None:
                     f"{group}._target_ is missing",
                     hint=f"choose one with {group}=..., or write {group}._target_=my.module.Class",
                 )
+
+
+def _check_hooks(hooks: HooksConfig) -> None:
+    _at_least("hooks.timeout_s", hooks.timeout_s, 1)
+    for name in ("on_finish", "on_failure", "on_preemption"):
+        command = getattr(hooks, name)
+        if command is None:
+            continue
+        if not command.strip() or "\0" in command:
+            raise ConfigError(f"hooks.{name} is {command!r}, which is no command", hint="null runs none")
+        secret = SECRET_REFERENCE.search(command)
+        if secret is not None:
+            raise ConfigError(
+                f"hooks.{name} holds the secret {secret.group()!r}, which would show in every list of processes",
+                hint=f"write +secrets.{secret.group(1)}=env; the hook has it in its environment, as ${secret.group(1)}",
+            )
 
 
 def _one_of(name: str, value: str | None, allowed: tuple[str | None, ...]) -> None:

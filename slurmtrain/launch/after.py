@@ -9,7 +9,7 @@ from pathlib import Path
 from slurmtrain import rundir
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import UsageError
-from slurmtrain.launch.state import RunState, states
+from slurmtrain.launch.state import RunState, is_over, state, states
 from slurmtrain.launch.submit import slurm_conf_of
 from slurmtrain.rundir import RunDir
 
@@ -23,12 +23,32 @@ def starting_after(config: Config, references: str, root: Path) -> Config:
     Raises:
         UsageError: one of them is not known, has failed, or is nothing that SLURM can wait for.
     """
-    run_dirs = [rundir.find(reference.strip(), root) for reference in references.split(",") if reference.strip()]
-    if not run_dirs:
-        raise UsageError(f"--after {references!r} names no run", hint="--after RUN, or RUN,RUN")
+    run_dirs = _named(references, root)
     here, found = slurm_conf_of(config), states(run_dirs)
     conditions = [_condition(run_dir, found[run_dir.id], here) for run_dir in dict.fromkeys(run_dirs)]
     return with_dependency(config, [condition for condition in conditions if condition])
+
+
+def check_again(references: str, root: Path) -> None:
+    """When sbatch has taken the job: have all these runs still a chance to finish?
+
+    A job that waits for one that has failed in between never starts; or at once, where SLURM has forgotten that one.
+
+    Raises:
+        UsageError: one has ended, and has not finished.
+    """
+    for run_dir in _named(references, root):
+        if is_over(run_dir):
+            now = state(run_dir)
+            if now.word != "finished":
+                raise _will_not_finish(run_dir, now)
+
+
+def _named(references: str, root: Path) -> list[RunDir]:
+    run_dirs = [rundir.find(reference.strip(), root) for reference in references.split(",") if reference.strip()]
+    if not run_dirs:
+        raise UsageError(f"--after {references!r} names no run", hint="--after RUN, or RUN,RUN")
+    return run_dirs
 
 
 def with_dependency(config: Config, conditions: Sequence[str]) -> Config:
@@ -56,10 +76,7 @@ def _condition(run_dir: RunDir, now: RunState, here: str | None) -> str | None:
     if now.word == "finished":
         return None
     if not now.alive:
-        what = "has not been submitted yet" if now.word == "prepared" else f"will not finish: {now.word}"
-        raise UsageError(
-            f"run {run_dir.id} {what}, {now.sentence}", hint=f"resume {run_dir.id}, then submit --after it again"
-        )
+        raise _will_not_finish(run_dir, now)
     info = run_dir.info()
     if now.job_id is None or not now.own_job:
         raise UsageError(
@@ -74,3 +91,10 @@ def _condition(run_dir: RunDir, now: RunState, here: str | None) -> str | None:
     # The job of a chain in which the run finishes is the only one that ends with 0. A run that is resubmitted passes its
     # dependents on to the next job.
     return "?".join(f"afterok:{job_id}" for job_id in (now.job_id, *now.following))
+
+
+def _will_not_finish(run_dir: RunDir, now: RunState) -> UsageError:
+    what = "has not been submitted yet" if now.word == "prepared" else f"will not finish: {now.word}"
+    return UsageError(
+        f"run {run_dir.id} {what}, {now.sentence}", hint=f"resume {run_dir.id}, then submit --after it again"
+    )

@@ -32,7 +32,7 @@ def resume(run_dir: RunDir, client: SlurmClient) -> list[str]:
     Raises:
         ClusterError: sbatch is missing or refused.
     """
-    config = load_frozen(run_dir.config_file, secrets=False)
+    config = load_frozen(run_dir.config_file, with_secrets=False)
     job_id = _unnoted(run_dir, client) if config.requeue.mode == "resubmit" else None
     if job_id is not None:
         note(run_dir, job_id, found_by=TOKEN_PREFIX + token(run_dir))

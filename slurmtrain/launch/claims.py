@@ -22,7 +22,7 @@ CLAIM_LASTS_S = 3600.0  # unless renewed, of a shell on another host, whose life
 POLL_S = 0.2  # of a claim on a shared file system: there is no event to await
 
 Owner = dict[str, Any]
-"""host, pid and born (see `_born`) of whoever made a claim."""
+"""host, pid and born (see `process.born`) of whoever made a claim."""
 
 
 def claims(folder: Path) -> list[Path]:
@@ -69,7 +69,7 @@ def _given_up(claim: Path) -> bool:
 def _make(claim: Path) -> bool:
     """Whole or not at all, and by one only (link(2))."""
     temporary = claim.with_name(f".{claim.name}.{os.getpid()}.{secrets.token_hex(3)}")
-    me = {"host": socket.gethostname(), "pid": os.getpid(), "born": _born(os.getpid())}
+    me = {"host": socket.gethostname(), "pid": os.getpid(), "born": process.born(os.getpid())}
     write_json(temporary, me)
     try:
         os.link(temporary, claim)
@@ -88,10 +88,4 @@ def renew(folder: Path) -> None:
 def _lives(claim: Path, owner: Owner) -> bool:
     if owner["host"] != socket.gethostname():
         return time.time() - claim.stat().st_mtime < CLAIM_LASTS_S
-    return owner["born"] is not None and _born(int(owner["pid"])) == owner["born"]
-
-
-def _born(pid: int) -> str | None:
-    """When a process of this host was started, in ticks since boot: with its pid, a name that is not given twice."""
-    fields = process.stat(pid)
-    return None if fields is None or fields[process.STATE] == "Z" else fields[process.START]
+    return owner["born"] is not None and process.born(int(owner["pid"])) == owner["born"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import random
 import re
@@ -18,6 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurmtrain.config import secrets
+from slurmtrain.config.compose import SECRET_REFERENCE, to_values
+from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.sbatch import directive
 from slurmtrain.runtime.slurm import SlurmClient, belongs_to_a_job
@@ -136,6 +140,21 @@ def comment_option(script: str, token: str) -> str:
     """The option that puts a token into the job's comment, behind the user's own."""
     own = directive(script, "comment")
     return f"--comment={own} {TOKEN_PREFIX}{token}" if own else f"--comment={TOKEN_PREFIX}{token}"
+
+
+def export_option(config: Config) -> list[str]:
+    """The option by which sbatch exports the secrets where it is told to export less than everything (SBATCH_EXPORT).
+
+    Raises:
+        ConfigError: a secret is not there for the job to inherit, or its file is not.
+    """
+    secrets.read(config.secrets)
+    names = [name for name, source in config.secrets.items() if source == secrets.ENV]
+    names += SECRET_REFERENCE.findall(json.dumps(to_values(config)))
+    told = os.environ.get("SBATCH_EXPORT", "ALL").split(",")
+    if not names or "ALL" in told:
+        return []
+    return ["--export=" + ",".join(dict.fromkeys([*(word for word in told if word not in ("NONE", "NIL")), *names]))]
 
 
 def check(script: Path, client: SlurmClient) -> None:

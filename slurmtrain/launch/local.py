@@ -20,13 +20,14 @@ import threading
 from collections.abc import Callable
 from typing import BinaryIO
 
+from slurmtrain.config import secrets
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
 from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime.environment import LAUNCHER_VARIABLE
 from slurmtrain.runtime.judge import Judgement, Reason, Verdict
-from slurmtrain.runtime.settle import settle
+from slurmtrain.runtime.settle import run_hook_of, settle
 from slurmtrain.runtime.slurm import belongs_to_a_job
 
 PR_SET_PDEATHSIG = 1
@@ -35,12 +36,14 @@ PR_SET_PDEATHSIG = 1
 def run_local(run_dir: RunDir, say: Callable[[str], None]) -> int:
     """Run attempts until one is the last. Returns the exit code: 0 finished, 75 stopped, 78 config, else a crash."""
     config = load_frozen(run_dir.config_file)
+    secrets.take(config.secrets)
     while True:
         attempt = LocalAttempt(run_dir, config)
         code = attempt.run()
         if attempt.told_to_stop:  # by Ctrl-C or TERM to this process: nobody wants it to start again
             config = dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode="off"))
         judgement = settle(run_dir, attempt.number, code, config, None)
+        run_hook_of(run_dir, attempt.number, config)
         say(
             judgement.sentence
             + ("" if judgement.verdict is not Verdict.END else f". Continue with: resume {run_dir.id}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from slurmtrain import __version__
 from slurmtrain.config.compose import SECRET_REFERENCE
 from slurmtrain.config.schema import ClusterConfig, Config
+from slurmtrain.config.secrets import path_of
 from slurmtrain.launch.arrays import array_option
 from slurmtrain.resources import shipped
 
@@ -67,6 +68,8 @@ def render_script(config: Config, paths: JobPaths) -> str:
         pythonpath=":".join(roots),
         srun=srun_words(config.cluster, paths),
         slurmtrain=f"{shlex.quote(paths.python)} -m slurmtrain",
+        secret_files=[(name, path) for name, source in config.secrets.items() if (path := path_of(source)) is not None],
+        hooks=any((config.hooks.on_finish, config.hooks.on_failure, config.hooks.on_preemption)),
         mode=config.requeue.mode,
         restart_delay_s=config.requeue.restart_delay_s,
     )

@@ -18,7 +18,7 @@ from slurmtrain import __version__, rundir
 from slurmtrain.config.compose import config_hash, freeze, load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError
-from slurmtrain.launch.handover import NotSubmitted, comment_option, hand_over, sbatch
+from slurmtrain.launch.handover import NotSubmitted, comment_option, export_option, hand_over, sbatch
 from slurmtrain.launch.sbatch import JobPaths, render_script, without_past
 from slurmtrain.launch.snapshot import Snapshot, Source, find_source, take_snapshot
 from slurmtrain.rundir import RunDir
@@ -76,7 +76,7 @@ def submit(run_dirs: Sequence[RunDir], config: Config, say: Callable[[str], None
         script = render_script(config, paths)
         for run_dir in run_dirs:
             run_dir.script.write_text(script)
-    job_id = _hand_over(first.script.read_text(), first, slurm_conf, say)
+    job_id = _hand_over(first.script.read_text(), first, slurm_conf, say, export_option(config))
     for index, run_dir in enumerate(run_dirs):
         element = f"{job_id}_{index}" if len(run_dirs) > 1 else job_id
         run_dir.update_info(job_ids=[*run_dir.info()["job_ids"], element], slurm_conf=slurm_conf)
@@ -108,11 +108,12 @@ def resubmit(
     slurm_conf = run_dir.info().get("slurm_conf")
     check_slurm_is_here()
     script = without_past(_alone(run_dir, run_dir.script.read_text()))
+    words = [*options(script), *export_option(load_frozen(run_dir.config_file, with_secrets=False))]
     if token is not None:
-        words = [comment_option(script, token), *options(script)]
+        words = [comment_option(script, token), *words]
         job_id = sbatch(script, run_dir.path / "submitit", slurm_conf, words)
     else:
-        job_id = _hand_over(script, run_dir, slurm_conf, options=options(script))
+        job_id = _hand_over(script, run_dir, slurm_conf, options=words)
     note(run_dir, job_id, **facts)
     return job_id
 
@@ -239,5 +240,5 @@ def _alone(run_dir: RunDir, script: str) -> str:
     """The script of a run that was an array's task, for that run by itself."""
     if "\n#SBATCH --array=" not in script:
         return script
-    config = load_frozen(run_dir.config_file, secrets=False)  # a script on disk
+    config = load_frozen(run_dir.config_file, with_secrets=False)  # a script on disk
     return render_script(config, JobPaths([run_dir.path], run_dir.info()["workdir"], sys.executable))

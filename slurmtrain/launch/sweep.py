@@ -31,13 +31,14 @@ from slurmtrain import rundir
 from slurmtrain.config.compose import freeze, load_frozen, to_values
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError, UsageError
+from slurmtrain.launch import making
 from slurmtrain.launch.after import with_dependency
 from slurmtrain.launch.arrays import Array, plan_arrays
 from slurmtrain.launch.claims import Owner, claimed, claims
-from slurmtrain.launch.handover import TOKEN_PREFIX, Patience, Refused, SubmitLimit, check, hand_over
+from slurmtrain.launch.handover import TOKEN_PREFIX, Patience, Refused, SubmitLimit, check, export_option, hand_over
 from slurmtrain.launch.sbatch import JobPaths, render_script
 from slurmtrain.launch.snapshot import find_source, take_snapshot
-from slurmtrain.launch.state import RunState, states
+from slurmtrain.launch.state import RunState, is_over, states
 from slurmtrain.launch.submit import no_chain, run_info, steps_of, with_absolute_paths
 from slurmtrain.rundir import RunDir, read_json, write_json
 from slurmtrain.runtime import attempts
@@ -91,6 +92,11 @@ class Sweep:
     @property
     def arrays(self) -> Path:
         return self.path / "arrays"
+
+    @property
+    def cancelled_file(self) -> Path:
+        """There from `sweep cancel` to `sweep retry`: what has not been submitted is not."""
+        return self.path / "cancelled"
 
     def array(self, number: int) -> Path:
         return self.arrays / f"{number:04d}"
@@ -223,7 +229,8 @@ def _check_fits(config: Config, first: Config, *, local_too: bool) -> None:
 def _shape(config: Config) -> str:
     """Whatever the script shows of a config."""
     values = to_values(config)
-    text = json.dumps([values["cluster"], values["requeue"], values["job"]], sort_keys=True)
+    parts = [values[key] for key in ("cluster", "requeue", "hooks", "secrets", "job")]
+    text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -262,7 +269,8 @@ def make(
     name = f"{job.name}.sweep-{draft.identity}"
     try:
         (runs / rundir.PREPARING).mkdir(parents=True, exist_ok=True)
-        temporary = Sweep(runs / rundir.PREPARING / f"{name}-{os.getpid()}-{secrets.token_hex(3)}")
+        making.remove_left_over(runs)
+        temporary = Sweep(making.folder(runs, name))
         temporary.path.mkdir(mode=0o700)
     except OSError as error:
         raise ConfigError(
@@ -302,11 +310,12 @@ def _publish(temporary: Sweep, path: Path, *, again: bool) -> Sweep:
             temporary.path.rename(target)
             return Sweep(target)
         except OSError as error:
-            if not rundir.is_sweep(target):
+            if rundir.is_sweep(target):
+                if not again:  # another shell has made it meanwhile, with the same points
+                    return Sweep(target)
+            elif not target.exists() or os.access(target, os.R_OK | os.X_OK):
                 raise ConfigError(f"cannot make {target}: {error.strerror}") from None
-        if not again:  # somebody else has made it meanwhile, with the same points
-            return Sweep(target)
-        number += 1
+        number += 1  # beside that one, which may be somebody else's
 
 
 def add_run(sweep: Sweep, point: Point, draft: Draft) -> None:
@@ -379,7 +388,7 @@ def check_arrays(sweep: Sweep, client: SlurmClient) -> None:
 
 def remove(sweep: Sweep) -> None:
     """Out of sight first, so that nobody finds half of it."""
-    gone = sweep.path.parent / rundir.PREPARING / f"{sweep.id}-{os.getpid()}-{secrets.token_hex(3)}"
+    gone = making.folder(sweep.path.parent, sweep.id)
     sweep.path.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
 
@@ -396,8 +405,10 @@ def submit_arrays(
     SLURM is asked first whether it would take all of them, so that no half of a sweep waits for a cure of the other.
 
     Raises:
-        ClusterError: sbatch refused, or it is not known whether a job is there; what was submitted stays.
+        ClusterError: the sweep was cancelled; or sbatch refused, or it is not known whether a job is there, and what was
+            submitted stays.
     """
+    check_not_cancelled(sweep)
     check_arrays(sweep, client)
     submitted: list[str] = []
     found: list[str] = []
@@ -429,8 +440,12 @@ def _submit_array(
                 if job_id is not None:
                     _write_job(sweep, number, job_id)
             if job_id is None:
+                check_not_cancelled(sweep)
                 job_id = _hand_over(sweep, number, client, somebody_before, patience, say)
                 note_jobs(sweep, number)
+                if sweep.cancelled_file.exists():  # while sbatch was at work: whoever cancelled did not find it
+                    cancel(sweep, client)
+                    check_not_cancelled(sweep)
                 return job_id, True
     note_jobs(sweep, number)
     return job_id, False
@@ -454,6 +469,7 @@ def _hand_over(
         path / "submitit",
         sweep.token(number),
         client,
+        options=export_option(load_frozen(sweep.run_dir(sweep.members(number)[0]).config_file, with_secrets=False)),
         looked_for_before=somebody_before,
         patience=patience,
         say=say,
@@ -502,14 +518,20 @@ def _script(sweep: Sweep, number: int) -> str:
     """What is handed to sbatch for an array; of those that it waits for, what has been submitted by now."""
     plan = read_json(sweep.array(number) / "plan.json") or {}
     run_dirs = [sweep.run_dir(run_id) for run_id in plan["members"]]
-    config = load_frozen(run_dirs[0].config_file, secrets=False)
+    config = load_frozen(run_dirs[0].config_file, with_secrets=False)
     before = sweep.job_id(plan["after"]) if plan["after"] is not None else None
-    if before is not None:
+    if before is not None and not _is_over(sweep, plan["after"]):
         config = with_dependency(config, [f"afterany:{before}"])
     paths = JobPaths(
         [run_dir.path for run_dir in run_dirs], sweep.info()["workdir"], sys.executable, parallelism=plan["parallelism"]
     )
     return render_script(config, paths)
+
+
+def _is_over(sweep: Sweep, number: int) -> bool:
+    """All runs of an array have ended. SLURM may have forgotten it, and then refuse to wait for it."""
+    run_dirs = [sweep.run_dir(run_id) for run_id in sweep.members(number)]
+    return all(is_over(run_dir) for run_dir in run_dirs if run_dir.info_file.exists())
 
 
 def note_jobs(sweep: Sweep, number: int) -> None:
@@ -538,7 +560,7 @@ def note_jobs(sweep: Sweep, number: int) -> None:
 
 def all_sweeps(runs: Path) -> list[Sweep]:
     """Every sweep under `runs`, oldest first."""
-    found = [Sweep(file.parent.resolve()) for file in runs.glob("*/sweep.json")]
+    found = [Sweep(file.parent.resolve()) for file in runs.glob("*/sweep.json") if os.access(file, os.R_OK)]
     return sorted(found, key=lambda sweep: float(sweep.info()["created"]))
 
 
@@ -553,6 +575,7 @@ def find(reference: str, runs: Path) -> Sweep:
         return Sweep(path.resolve())
     sweeps = all_sweeps(runs)
     if not sweeps:
+        rundir.refuse_unreadable(reference, runs)
         raise rundir.nothing_under(runs, "sweeps")
     if reference == "last":
         return sweeps[-1]
@@ -563,6 +586,7 @@ def find(reference: str, runs: Path) -> Sweep:
         return matching[0]
     names = ", ".join(sweep.id for sweep in (matching or sweeps)[-5:])
     if not matching:
+        rundir.refuse_unreadable(reference, runs)
         raise UsageError(f"no sweep is called {reference!r}", hint=f"the latest are: {names}")
     raise UsageError(
         f"{len(matching)} sweeps are called something like {reference!r}", hint=f"write more of it: {names}"
@@ -589,9 +613,10 @@ def states_of_all(found: Sequence[Sweep]) -> list[tuple[Sweep, dict[str, RunStat
 def add_retry(sweep: Sweep) -> list[str]:
     """Plan an array of the runs that have ended without a result. Returns their ids; it is submitted by `submit_arrays`.
 
-    Two who retry at the same moment do not get the same runs: the second finds them planned.
+    A sweep that was cancelled goes on. Two who retry at the same moment get different runs: the second finds them planned.
     """
     shapes = {point.run_id: point.shape for point in sweep.points()}
+    sweep.cancelled_file.unlink(missing_ok=True)
     while True:
         numbers = sweep.array_numbers()
         planned = {run_id for number in numbers if sweep.job_id(number) is None for run_id in sweep.members(number)}
@@ -626,7 +651,11 @@ def append_arrays(sweep: Sweep, first: int, run_ids: Sequence[str], arrays: Sequ
 
 
 def cancel(sweep: Sweep, client: SlurmClient) -> int:
-    """End all runs of the sweep that have not ended, with one scancel. Returns how many there were."""
+    """End all runs of the sweep that have not ended, with one scancel. Returns how many there were.
+
+    What has not been submitted will not be, neither by a shell that is at it nor by the same command, until `retry`.
+    """
+    sweep.cancelled_file.touch()
     for number in sweep.array_numbers():
         if sweep.job_id(number) is None and claims(sweep.array(number)):  # its submitter may have been killed
             found = client.find_by_comment(TOKEN_PREFIX + sweep.token(number))
@@ -641,6 +670,15 @@ def cancel(sweep: Sweep, client: SlurmClient) -> int:
     if alive:  # whole arrays: thousands of ids make a line too long
         client.cancel(*sorted({job_id.partition("_")[0] for job_id in alive.values()}))
     return len(alive)
+
+
+def check_not_cancelled(sweep: Sweep) -> None:
+    """Raises: ClusterError: the sweep was cancelled, and nobody has asked for it to go on."""
+    if sweep.cancelled_file.exists():
+        raise ClusterError(
+            f"sweep {sweep.id} was cancelled, so nothing of it is submitted",
+            hint=f"sweep retry {sweep.id} goes on with all that has not finished; --again makes another of the same points",
+        )
 
 
 def check_not_planned(run_dir: RunDir) -> None:

@@ -42,6 +42,7 @@ from slurmtrain.checkpoint.checkpointer import Restored  # noqa: E402
 from slurmtrain.checkpoint.commit import Incarnation  # noqa: E402
 from slurmtrain.checkpoint.retention import Keep  # noqa: E402
 from slurmtrain.checkpoint.saving import DRAIN_S, Saved  # noqa: E402
+from slurmtrain.config import secrets  # noqa: E402
 from slurmtrain.config.compose import load_frozen  # noqa: E402
 from slurmtrain.config.schema import ClusterConfig  # noqa: E402
 from slurmtrain.runtime.agreement import StopAgreement  # noqa: E402
@@ -93,7 +94,9 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
     directory = os.environ.get(RUN_DIR_VARIABLE)
     if directory and ATTEMPT_VARIABLE in os.environ:
         _place = Place(RunDir(Path(directory)), int(os.environ[ATTEMPT_VARIABLE]), supervised=True)
-        cluster = load_frozen(_place.run_dir.config_file).cluster
+        config = load_frozen(_place.run_dir.config_file)
+        secrets.take(config.secrets)
+        cluster = config.cluster
     meeting = _place.attempt_dir if _place else None
     if meeting is None and environment.source == "slurm" and environment.world_size > 1:
         meeting = place.meeting_directory(environment, rundir.runs_root())

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from slurmtrain.config import secrets
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_REQUEUE, LostPeers, SlurmtrainError
@@ -22,7 +23,7 @@ from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts, place, signals
 from slurmtrain.runtime.environment import Environment, check_world_size
 from slurmtrain.runtime.place import Place
-from slurmtrain.runtime.settle import settle
+from slurmtrain.runtime.settle import run_hook_of, settle
 from slurmtrain.runtime.slurm import SlurmClient
 from slurmtrain.runtime.timeline import Timeline
 from slurmtrain.runtime.watch import Watch
@@ -65,6 +66,7 @@ def _run(find: Callable[[], tuple[Config, Callable[[], RunDir]]], given: Place |
     try:
         environment = Environment.detect()
         config, find_or_create = find()
+        secrets.take(config.secrets)
         if strict:
             check_world_size(environment, nodes=config.cluster.nodes, tasks_per_node=config.cluster.tasks_per_node)
         if config.job.kind == "command":
@@ -167,6 +169,7 @@ def _settle_by_hand(config: Config, environment: Environment, where: Place, code
         return
     never = dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode="off"))
     judgement = settle(where.run_dir, where.number, code, never, None)
+    run_hook_of(where.run_dir, where.number, config)
     print(f"slurmtrain: {judgement.sentence}. Run {where.run_dir.id} in {where.run_dir.path}", flush=True)
 
 

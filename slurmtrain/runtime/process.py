@@ -13,3 +13,9 @@ def stat(pid: int | str) -> list[str] | None:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
+
+
+def born(pid: int) -> str | None:
+    """When a process was started, in ticks since boot: with its pid, a name that is not given twice. None: it is no more."""
+    fields = stat(pid)
+    return None if fields is None or fields[STATE] == "Z" else fields[START]

@@ -7,6 +7,7 @@ preemption the grace time is still running.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 
@@ -39,6 +40,14 @@ def settle(run_dir: RunDir, number: int, exit_code: int, config: Config, client:
     except OSError as error:  # a full disk must not turn a clean stop into a lost run
         print(f"slurmtrain: cannot complete the record of attempt {number}: {error}", file=sys.stderr)
     return judgement
+
+
+def run_hook_of(run_dir: RunDir, number: int, config: Config) -> None:
+    """Outside of a batch script: run the hook for how attempt `number` has ended, as the script would."""
+    hooks = config.hooks
+    if hooks.on_finish or hooks.on_failure or hooks.on_preemption:
+        words = ["hook", str(run_dir.path), "--attempt", str(number)]
+        subprocess.run([sys.executable, "-m", "slurmtrain", *words], check=False)
 
 
 def close_abandoned(run_dir: RunDir, current: int, config: Config) -> None:

@@ -20,6 +20,7 @@ from slurmtrain.data import BatchLoader
 from slurmtrain.errors import CheckpointError, ConfigError, SlurmtrainError
 from slurmtrain.observe import Reporter, SilentReporter
 from slurmtrain.parallel.ddp import replicate
+from slurmtrain.redaction import redacted
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.judge import Reason
@@ -96,12 +97,15 @@ def build_trainer(
 def _bound(config: Config) -> dict[str, Any]:
     """What a checkpoint is bound to: with another model, order of samples or optimiser, its state means something else."""
     train = config.train
-    return {
-        "model": config.model,
-        "data": config.data,
-        "optim": dataclasses.asdict(config.optim),
-        "train": {"seed": train.seed, "global_batch_size": train.global_batch_size, "steps": train.steps},
-    }
+    bound: dict[str, Any] = redacted(  # it is written beside the weights
+        {
+            "model": config.model,
+            "data": config.data,
+            "optim": dataclasses.asdict(config.optim),
+            "train": {"seed": train.seed, "global_batch_size": train.global_batch_size, "steps": train.steps},
+        }
+    )
+    return bound
 
 
 def _cadence(config: Config, where: Place, step: int) -> Cadence:

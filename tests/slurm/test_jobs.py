@@ -15,7 +15,7 @@ from slurmtrain.launch.submit import preparing, submit
 from slurmtrain.rundir import RunDir, all_runs
 from slurmtrain.runtime.nodelist import expand_nodelist
 from tests.slurm.conftest import Cluster
-from tests.slurm.project import PACED_MODEL, SMALL, Project, Run, assert_steps_join, make_project
+from tests.slurm.project import PACED_MODEL, SMALL, Project, Run, assert_steps_join, events, make_project
 
 ONE = ["cluster.nodes=1", "cluster.tasks_per_node=1"]
 PYTHON = sys.executable
@@ -107,7 +107,17 @@ def test_any_program_gets_ranks_requeue_and_status(project: Project) -> None:
         "    count += 1; state.write_text(str(count)); time.sleep(0.1)\n"
         "print('counted to', count, 'as', rank, 'of', world, sys.argv[1:])\n"
     )
-    run = project.submit("job=command", f"job.command='{PYTHON} count.py --greeting \"two words\"'", small=False)
+    told = project.path / "told"
+    hook = f"echo $SLURMTRAIN_EVENT $SLURMTRAIN_ATTEMPT $SLURMTRAIN_NEXT $SLURMTRAIN_SENTENCE >>{told}"
+    run = project.submit(
+        "job=command",
+        f"job.command='{PYTHON} count.py --greeting \"two words\"'",
+        f"hooks.on_preemption='{hook}'",
+        f"hooks.on_finish='{hook}; sleep 60'",
+        f"hooks.on_failure='{hook}'",
+        "hooks.timeout_s=1",
+        small=False,
+    )
     run.wait_until(lambda: (run.run_dir.path / "count-3").exists(), "counting")
     run.preempt_by_high()
     run.finish()
@@ -116,15 +126,25 @@ def test_any_program_gets_ranks_requeue_and_status(project: Project) -> None:
     assert [log.strip().splitlines()[-1] for log in logs] == [
         f"counted to 40 as {rank} of 4 ['--greeting', 'two words']" for rank in range(4)
     ]
+    assert told.read_text() == "preemption 1 requeue preempted; it is requeued\nfinish 2 done finished\n"
+    assert [event["outcome"] for event in events(run, "hook ended")][1:] == ["was killed after hooks.timeout_s=1"]
+    assert run.cluster.job(run.job_id)["ExitCode"] == "0:0"
 
 
 def test_a_program_that_fails_is_a_crash_with_its_exit_code(project: Project) -> None:
     run = project.submit(
-        "job=command", "job.command='bash -c \"exit 3\"'", "requeue.max_attempts_without_progress=1", *ONE, small=False
+        "job=command",
+        "job.command='bash -c \"exit 3\"'",
+        "requeue.max_attempts_without_progress=1",
+        *(f"hooks.on_{event}='echo $SLURMTRAIN_EVENT $SLURMTRAIN_EXIT_CODE'" for event in ("failure", "finish")),
+        *ONE,
+        small=False,
     )
     last = run.wait_for_end()
     assert (last.reason, last.verdict) == ("crash", "end")
     assert "exit code 3" in run.status()
+    assert run.cluster.job(run.job_id)["ExitCode"] == "3:0"
+    assert (run.run_dir.attempt(1) / "hook.log").read_text() == "failure 3\n"
 
 
 def test_an_own_loop_resumes_where_it_stopped(project: Project) -> None:

@@ -203,6 +203,61 @@ def test_a_sweep_survives_its_shell_preemptions_and_points_that_raise(sweeper: S
     assert [row["train.seed"] for row in rows] == [str(number) for number in range(points)]
 
 
+# Has its secrets at hand when it fails, after a checkpoint.
+LEAKING_MODEL = """
+import os
+from paced import Paced
+
+class Leaking(Paced):
+    def __init__(self, *, login, **arguments):
+        super().__init__(**arguments)
+        self.login, self.left = login, 4
+
+    def forward(self, tokens):
+        self.left -= 1
+        if self.left == 0:
+            print("logging in as", self.login)
+            assert self.login[::-1] == "{reversed_env}"
+            raise ValueError(f"no login as {{self.login}} with {{os.environ['FROM_FILE']}}")
+        return super().forward(tokens)
+"""
+
+
+def test_secrets_reach_the_ranks_where_nothing_is_exported_and_lie_nowhere(sweeper: Sweeper, tmp_path: Path) -> None:
+    """By sbatch, srun and the batch script; in a sweep that fails with them in its words, and whose hook prints them."""
+    from_env, from_file = "tok-in-the-shell", "tok-in-a-file"
+    (sweeper.path / "leaking.py").write_text(LEAKING_MODEL.format(reversed_env=from_env[::-1]))
+    file = tmp_path / "token"
+    file.write_text(from_file + "\n")
+    file.chmod(0o600)
+    small = [word for word in SMALL if not word.startswith(("model._target_", "checkpoint"))]
+    sweep = sweeper.submit(
+        *small,
+        "model._target_=leaking.Leaking",
+        "+model.login='${oc.env:FROM_ENV}'",
+        "+secrets.FROM_ENV=env",
+        f"+secrets.FROM_FILE=file:{file}",
+        "hooks.on_failure='echo $FROM_ENV $FROM_FILE'",
+        "checkpoint.every_steps=2",
+        "checkpoint.asynchronous=false",
+        "requeue=off",
+        "train.seed=1,2",
+        FROM_ENV=from_env,
+        SBATCH_EXPORT="NONE",
+    )
+    now = sweeper.wait_until_ended(sweep, timeout_s=90)
+    words = "ValueError: no login as ***FROM_ENV*** with ***FROM_FILE***"
+    assert [words in point["sentence"] for point in now["points"]] == [True, True], now
+    for run_dir in sweep.run_dirs().values():
+        attempt = run_dir.attempt(1)
+        Cluster.wait_for_text(attempt / "hook.log", "***FROM_ENV*** ***FROM_FILE***\n")
+        log = (attempt / "rank-0.log").read_text()
+        assert "logging in as ***FROM_ENV***" in log and words in log
+        assert "***FROM_ENV***" in (run_dir.checkpoints / "checkpoint_0000002" / "manifest.json").read_text()
+    found = subprocess.run(["grep", "-rlE", f"{from_env}|{from_file}", sweeper.path], capture_output=True, text=True)
+    assert found.stdout == ""
+
+
 def test_two_shells_at_the_same_moment_make_one_sweep(sweeper: Sweeper) -> None:
     words = [*sweeper.words("train.seed=range(20)", LATER), "--json"]
     shells = [sweeper.start(*words) for _ in range(3)]

@@ -113,6 +113,9 @@ BAD_CONFIGS = [
         "oc.env:WANDB_API_KEY",
     ),
     ([*SLURM, "+cluster.env.HF_TOKEN=abc"], "cluster.env.HF_TOKEN looks like a secret", "oc.env:HF_TOKEN"),
+    ([*SLURM, "hooks.on_finish=' '"], "hooks.on_finish is ' ', which is no command", "null"),
+    ([*SLURM, "hooks.timeout_s=0"], "hooks.timeout_s=0 must be at least 1", ""),
+    ([*SLURM, "+secrets.HF=x"], "secrets.HF is neither env nor file:PATH", "not what it is"),
     ([*SLURM, "+cluster.env.API_KEY='${oc.env:SURELY_NOT_SET}'"], "variable SURELY_NOT_SET is not set", "export"),
     ([*SLURM, "+cluster.env.API_KEY='${oc.env:SURELY_NOT_SET,x}'"], "without a default", "oc.env:NAME"),
 ]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from omegaconf.errors import OmegaConfBaseException
 
 from slurmtrain.config.compose import compose, config_groups, config_hash, freeze, load_frozen, to_config, to_values
-from slurmtrain.config.schema import ClusterConfig, Config, JobConfig, TrainConfig
+from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig, JobConfig, TrainConfig
 from slurmtrain.config.validate import SBATCH_OPTIONS, validate
 from slurmtrain.errors import ConfigError, SlurmtrainError
 from slurmtrain.launch.sbatch import JobPaths, sbatch_directives
@@ -89,7 +89,7 @@ def test_a_secret_is_frozen_by_name_and_there_for_the_ranks(tmp_path: Path, monk
     path = frozen(config, tmp_path)
     assert "s3cret" not in path.read_text() and "${oc.env:WANDB_API_KEY}" in path.read_text()
     assert load_frozen(path).cluster.env == {"WANDB_API_KEY": "s3cret ${x} \\"}
-    assert load_frozen(path, secrets=False) == config
+    assert load_frozen(path, with_secrets=False) == config
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_secret_that_the_job_did_not_inherit_is_named(tmp_path: Path, monkeypa
     monkeypatch.delenv("WANDB_API_KEY")
     with pytest.raises(ConfigError, match=r"cluster\.env\.WANDB_API_KEY .*variable WANDB_API_KEY is not set"):
         load_frozen(path)
-    load_frozen(path, secrets=False)  # `settle` and `resume` do not need it
+    load_frozen(path, with_secrets=False)  # `settle` and `resume` do not need it
 
 
 def test_a_secret_outside_of_the_environment_would_be_written_into_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +135,7 @@ def test_the_hash_ignores_key_order_name_place_and_cluster() -> None:
     values = to_values(config)
     backwards = {key: dict(reversed(value.items())) for key, value in reversed(values.items())}
     elsewhere = compose(["cluster=a100x4", "job.name=other", "job.runs_dir=/elsewhere", "job.snapshot=none"])
+    elsewhere = dataclasses.replace(elsewhere, secrets={"A": "env"}, hooks=HooksConfig(on_finish="date"))
     assert config_hash(to_config(backwards)) == config_hash(elsewhere) == config_hash(config)
     assert len(config_hash(config)) == 12
 

@@ -465,3 +465,32 @@ def test_local_runs_take_no_part(project: Path, capsys: pytest.CaptureFixture[st
     assert main(["+cluster=local", "submit", "--after", "last"]) == 2
     assert "has no queue" in capsys.readouterr().err
     assert os.listdir(project) == []
+
+
+@pytest.mark.parametrize("sbatch", ["accepts", "refuses"])
+@pytest.mark.parametrize("ending", ["done", "end"])
+def test_a_run_that_ends_while_one_is_submitted_after_it(
+    make: Make, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], sbatch: str, ending: str, project: Path
+) -> None:
+    """SLURM remembers a job for a while only: then it takes what waits for it as free to start, or refuses it."""
+    run = make(job_ids=("7",))
+    in_queue(slurm, "7|7_N/A|RUNNING|None")
+    record = run.attempt(1) / "attempt.json"
+    stopped(run, ending, job_id="7", reason="finished" if ending == "done" else "crash")
+    record.rename(project / "ended")
+    attempts.write_attempt(run, Attempt(1, job_id="7", started=time.time()))
+    refusal = 'echo "sbatch: error: Batch job submission failed: Job dependency problem" >&2; exit 1'
+    slurm.command(
+        "sbatch",
+        f'if [ -e {project}/ended ]; then mv {project}/ended {record}; : >"$here/queue"\n'
+        f"{refusal if sbatch == 'refuses' else ':'}; fi\n"
+        'n=$(ls "$here" | grep -c "^script-"); cp "${!#}" "$here/script-$n"; echo "Submitted batch job 101"',
+    )
+    code = main(["+cluster=a100x4", "submit", "--after", run.id])
+    error = capsys.readouterr().err
+    if ending == "done":
+        assert code == 0, error
+        assert ("--dependency" in slurm.submitted[0]) == (sbatch == "accepts")
+    else:
+        assert code == 2 and f"run {run.id} will not finish: failed" in error
+        assert lines(slurm, "cancelled") == (["101"] if sbatch == "accepts" else [])

@@ -43,6 +43,7 @@ EVERYTHING = r"""
     cluster.container.kind=pyxis  cluster.container.image='nvcr.io#nvidia/pytorch:26.01'
     cluster.container.mounts=[/data:/data:ro]  cluster.container.args=[--no-container-mount-home]
     cluster.srun_args=['--mpi=pmix']  train.global_batch_size=32  requeue.restart_delay_s=20
+    hooks.on_failure='mail -s "$SLURMTRAIN_SENTENCE" me'
 """
 APPTAINER = """
     cluster=a100x4  cluster.container.kind=apptainer  cluster.container.image=/images/torch.sif

@@ -1,0 +1,123 @@
+"""Secrets of a run: where their values come from, and that none of them stands in a config.
+
+`secrets:` maps the name of an environment variable, which every rank gets, to where its value is: "env", the environment of
+the shell that submits, or "file:PATH". The config and the script hold names and paths only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.errors import ConfigError
+from slurmtrain.redaction import SHORTEST, hide, redact_output
+from slurmtrain.rundir import ATTEMPT_VARIABLE
+
+ENV, FILE = "env", "file:"
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def path_of(source: str) -> Path | None:
+    """The file of a secret that is in one."""
+    return Path(source.removeprefix(FILE)).expanduser() if source.startswith(FILE) else None
+
+
+def read(secrets: Mapping[str, str]) -> dict[str, str]:
+    """The values, by name.
+
+    Raises:
+        ConfigError: a name or a source is none, a variable is not set, or a file is missing or open to others.
+    """
+    return {name: _read(name, source) for name, source in secrets.items()}
+
+
+def given(secrets: Mapping[str, str]) -> dict[str, str]:
+    """The values for a rank: whoever has started its attempt has read the files, which a container may not see.
+
+    Raises:
+        ConfigError: as `read`.
+    """
+    supervised = ATTEMPT_VARIABLE in os.environ
+    return read(dict.fromkeys(secrets, ENV) if supervised else secrets)
+
+
+def take(secrets: Mapping[str, str]) -> None:
+    """Put the values into this process's environment, and keep them out of all that it writes.
+
+    Raises:
+        ConfigError: as `read`.
+    """
+    values = given(secrets)
+    os.environ.update(values)
+    hide(values)
+    redact_output()
+
+
+def refuse_written_out(values: Mapping[str, str], config: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """A secret that stands in a config or an override would lie on disk in clear text.
+
+    Raises:
+        ConfigError: one does; the message does not.
+    """
+    places = [*_scalars(config), *((f"an override ({word.partition('=')[0]})", word) for word in overrides)]
+    for name, value in values.items():
+        for where, text in places:
+            if len(value) >= SHORTEST and value in text:
+                raise ConfigError(
+                    f"{where} holds the value of the secret {name}, which would lie on disk in clear text",
+                    hint=f"every rank has it in its environment as {name}; in a config, write ${{oc.env:{name}}}",
+                )
+
+
+def _read(name: str, source: str) -> str:
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"secrets has {name!r}, which is no name of an environment variable", hint="e.g. HF_TOKEN")
+    path = path_of(source)
+    if path is not None:
+        value = _read_file(name, path)
+    elif source == ENV:
+        if name not in os.environ:
+            raise ConfigError(
+                f"secrets.{name} is env, but the environment variable {name} is not set",
+                hint=f"export {name}=... in the shell that submits, or put it into a file: secrets.{name}=file:PATH",
+            )
+        value = os.environ[name]
+    else:  # which may be the secret itself
+        raise ConfigError(
+            f"secrets.{name} is neither env nor file:PATH", hint="it says where the value is, not what it is"
+        )
+    if not value or "\0" in value:
+        raise ConfigError(f"secrets.{name}={source} has no value that an environment variable can hold")
+    return value
+
+
+def _read_file(name: str, path: Path) -> str:
+    what = f"secrets.{name}=file:{path}"
+    if not path.is_absolute():
+        raise ConfigError(f"{what}: the path must be absolute, since the job runs elsewhere", hint="file:~/.hf_token")
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o7177:
+            raise ConfigError(f"{what}: must be a file of your own that nobody else may read", hint=f"chmod 600 {path}")
+        return path.read_text().rstrip("\n")  # as $(< file) in the batch script
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{what}: cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}",
+            hint="it holds nothing but the value",
+        ) from None
+
+
+def _scalars(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield f"a key of {where or 'the config'}", str(key)
+            yield from _scalars(item, f"{where}.{key}".lstrip("."))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _scalars(item, f"{where}[{index}]")
+    else:
+        yield where, str(value)

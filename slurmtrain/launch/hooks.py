@@ -1,0 +1,135 @@
+"""Hooks: a person's command that is told how an attempt has ended; see HooksConfig.
+
+It comes last, after the record and the requeue, and in a process of its own, so whatever it does changes nothing: neither
+the exit code nor what happens next. It runs once an attempt, and leaves none of its processes behind.
+
+Facts are in its environment (`variables`), and attempt.json is its standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO
+
+from slurmtrain.config import secrets
+from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.schema import HooksConfig
+from slurmtrain.errors import EXIT_CONFIG, ConfigError
+from slurmtrain.launch.sandbox.processes import Process, become_subreaper, descendants, kill_trees
+from slurmtrain.redaction import redact
+from slurmtrain.rundir import RunDir
+from slurmtrain.runtime import attempts
+from slurmtrain.runtime.attempts import Attempt
+from slurmtrain.runtime.judge import Reason, Verdict
+from slurmtrain.runtime.settle import own_job_id
+
+TEXT_LIMIT = 8192  # characters of a variable; the kernel takes 128 KiB
+LINE_LIMIT = 1 << 20  # characters of output without a line's end
+
+
+def run_hook(run_dir: RunDir, number: int) -> None:
+    """Run the command that is meant for how attempt `number` has ended, if there is one and it has not run yet."""
+    config = load_frozen(run_dir.config_file, with_secrets=False)
+    attempt = _judged(run_dir, number)
+    name = hook_of(attempt)
+    command = getattr(config.hooks, name) if name is not None else None
+    if command is None:
+        return
+    try:
+        log = (run_dir.attempt(number) / "hook.log").open("x")
+    except FileExistsError:  # it has run, or is running
+        return
+    run_dir.event("hook started", attempt=number, hook=name)
+    with log:
+        try:
+            secrets.take(config.secrets)
+            outcome = _run(command, config.hooks, run_dir, attempt, log)
+        except (ConfigError, OSError) as error:
+            outcome = f"could not be run: {error}"
+    run_dir.event("hook ended", attempt=number, hook=name, outcome=outcome)
+    print(f"slurmtrain: hooks.{name} {outcome}", file=sys.stderr, flush=True)
+
+
+def hook_of(attempt: Attempt) -> str | None:
+    """Which hook is meant, or None: nobody has judged the attempt, or a person has ended the run and knows."""
+    if attempt.reason is None or attempt.reason == Reason.CANCELLED:
+        return None
+    if attempt.reason == Reason.FINISHED:
+        return "on_finish"
+    gave_up = attempt.verdict == Verdict.END and attempt.stalled
+    failed = attempt.reason in (Reason.CRASH, Reason.CONFIG, Reason.NODE_FAILURE) or gave_up
+    return "on_failure" if failed else "on_preemption"
+
+
+def variables(run_dir: RunDir, attempt: Attempt, name: str) -> dict[str, str]:
+    """What the command finds in its environment. Empty: not known."""
+    facts = {
+        "EVENT": name.removeprefix("on_"),  # finish, failure or preemption
+        "RUN_ID": run_dir.id,
+        "RUN_NAME": run_dir.info()["name"],
+        "RUN_DIR": run_dir.path,
+        "ATTEMPT": attempt.number,
+        "JOB_ID": attempt.job_id or own_job_id(),
+        "REASON": attempt.reason,  # see judge.Reason
+        "NEXT": attempt.verdict,  # see judge.Verdict
+        "SENTENCE": attempt.sentence,
+        "STEP": attempt.last_step,
+        "EXIT_CODE": attempt.exit_code,
+    }
+    return {f"SLURMTRAIN_{key}": "" if value is None else _plain(str(value)) for key, value in facts.items()}
+
+
+def _plain(text: str) -> str:
+    """As much of a text as a variable can hold."""
+    return text[:TEXT_LIMIT].replace("\0", " ").encode(errors="replace").decode()
+
+
+def _judged(run_dir: RunDir, number: int) -> Attempt:
+    """The attempt's record; made up for one whose set-up has failed, which nobody settles."""
+    attempt = attempts.read_attempt(run_dir, number)
+    set_up = run_dir.attempt(number) / "setup-failed"
+    if attempt.reason is None and set_up.exists():
+        attempt.reason, attempt.verdict, attempt.exit_code = Reason.CONFIG, Verdict.END, EXIT_CONFIG
+        attempt.sentence = set_up.read_text(errors="replace").strip()
+    return attempt
+
+
+def _run(command: str, hooks: HooksConfig, run_dir: RunDir, attempt: Attempt, log: IO[str]) -> str:
+    """Run it to its end or its time limit; returns how it ended. Its output is without secrets."""
+    become_subreaper()  # what it puts into the background stays below us
+    began = time.monotonic()
+    name = hook_of(attempt) or ""
+    record = run_dir.attempt(attempt.number) / "attempt.json"
+    with (record if record.exists() else Path(os.devnull)).open() as facts:
+        shell = subprocess.Popen(
+            ["bash", "-c", command],
+            cwd=run_dir.path / run_dir.info()["workdir"],
+            env={**os.environ, **variables(run_dir, attempt, name)},
+            stdin=facts,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+    copier = threading.Thread(target=_copy, args=(shell.stdout, log), daemon=True)
+    copier.start()
+    code = None
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        code = shell.wait(hooks.timeout_s)
+    kill_trees(descendants([Process.mine()]))
+    copier.join(1.0)
+    if code is None:
+        return f"was killed after hooks.timeout_s={hooks.timeout_s}"
+    return f"ended with exit code {code} after {time.monotonic() - began:.1f} s"
+
+
+def _copy(output: IO[str], log: IO[str]) -> None:
+    for line in iter(lambda: output.readline(LINE_LIMIT), ""):
+        log.write(redact(line))
+        log.flush()

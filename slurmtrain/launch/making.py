@@ -1,0 +1,39 @@
+"""Folders in the making: where nobody looks, under a name that tells who makes them; what a killed maker has left goes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from pathlib import Path
+
+from slurmtrain.rundir import PREPARING
+from slurmtrain.runtime import process
+
+LEFT_AFTER_S = 86400.0  # of a maker on another host, whose life cannot be seen from here
+MAKER = re.compile(r"\.by-\w+-(?P<pid>\d+)-(?P<born>\d+)-(?P<host>.+)$")
+
+
+def folder(runs: Path, name: str) -> Path:
+    """A path for something that will be, or has been, `name`."""
+    pid = os.getpid()
+    return runs / PREPARING / f"{name}.by-{secrets.token_hex(3)}-{pid}-{process.born(pid)}-{socket.gethostname()}"
+
+
+def remove_left_over(runs: Path) -> None:
+    """Remove what shells that were killed have left."""
+    for path in (runs / PREPARING).iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it has just become what it was to be
+            if _is_left(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_left(path: Path) -> bool:
+    maker = MAKER.search(path.name)
+    if maker is not None and maker["host"] == socket.gethostname():
+        return process.born(int(maker["pid"])) != maker["born"]
+    return time.time() - path.lstat().st_mtime > LEFT_AFTER_S

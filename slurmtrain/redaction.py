@@ -1,0 +1,65 @@
+"""What this process writes holds no secret: its records, its error messages, and what Python prints.
+
+The values are the process's, as its environment is, where they come from. Each is replaced as it stands: one that is shown
+in another form (cut, quoted, encoded) is not found, nor is one that is too short to be told from other text.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, TextIO, cast
+
+SHORTEST = 6  # characters; a shorter value would turn up by chance
+_hidden: dict[str, str] = {}  # value -> what stands for it; longer ones first
+
+
+def hide(values: Mapping[str, str]) -> None:
+    """From now on `***NAME***` stands for each of these values."""
+    known = {**_hidden, **{value: f"***{name}***" for name, value in values.items() if len(value) >= SHORTEST}}
+    _hidden.clear()
+    _hidden.update(sorted(known.items(), key=lambda pair: -len(pair[0])))  # one may be a part of another
+
+
+def redact(text: str) -> str:
+    """The text without secrets."""
+    for value, stand_in in _hidden.items():
+        text = text.replace(value, stand_in)
+    return text
+
+
+def redacted(value: Any) -> Any:
+    """The same of every text in a value that JSON can hold; keys stay what they are."""
+    if not _hidden:
+        return value
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, Mapping):
+        return {key: redacted(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redacted(item) for item in value]
+    return value
+
+
+def redact_output() -> None:
+    """Redact what Python prints from now on, tracebacks too. Not seen: other processes, and what C libraries write."""
+    if _hidden and not isinstance(sys.stdout, _Redacting):
+        sys.stdout, sys.stderr = cast(TextIO, _Redacting(sys.stdout)), cast(TextIO, _Redacting(sys.stderr))
+
+
+class _Redacting:
+    """A text stream in front of another one."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(redact(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -1,0 +1,198 @@
+"""Folders of sweeps: what a killed maker leaves, what belongs to somebody else, what was cancelled."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.cli import main
+from slurmtrain.launch import making
+from slurmtrain.launch import sweep as sweeps
+from slurmtrain.launch.sweep import Sweep
+from slurmtrain.rundir import PREPARING
+from slurmtrain.runtime import process
+from tests.conftest import FakeSlurm
+
+Out = pytest.CaptureFixture[str]
+SWEEP = ["-m", "+cluster=a100x4", "cluster.nodes=1,2", "train.seed=1,2", "submit"]  # two arrays
+PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
+
+
+@pytest.fixture
+def slurm(fake_slurm: FakeSlurm) -> FakeSlurm:
+    """sbatch counts the ids up from 101, as long as there is room; jobs are pending."""
+    fake_slurm.command(
+        "sbatch",
+        'case "$*" in *--test-only*) exit 0;; esac\n'
+        'n=$(ls "$here" | grep -c "^script-")\n'
+        'room="$(cat "$here/room" 2>/dev/null || echo 9)"\n'
+        '[ "$n" -lt "$room" ] || { echo "MaxSubmitJobsPerUser: submit limit" >&2; exit 1; }\n'
+        'cp "${!#}" "$here/script-$n"; bash "$here/meanwhile" 2>/dev/null; echo "Submitted batch job $((101 + n))"',
+    )
+    rows = [f"{job}|{job}_{task}|PENDING|x" for job in range(101, 105) for task in range(2)]
+    fake_slurm.command("squeue", f"printf '%s\\n' {' '.join(map(repr, rows))}")
+    fake_slurm.command("scancel", 'echo "$*" >>"$here/cancelled"')
+    fake_slurm.command("scontrol", "exit 1")
+    return fake_slurm
+
+
+def the_sweep(project: Path) -> Sweep:
+    return Sweep(min(project.glob("runs/*.sweep-*")))
+
+
+# In the making.
+
+
+def test_what_a_killed_maker_has_left_goes_with_the_next_submission_and_nothing_else(
+    project: Path, slurm: FakeSlurm
+) -> None:
+    folder = project / "runs" / PREPARING
+    folder.mkdir(parents=True)
+    host, me = socket.gethostname(), os.getpid()
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    born = process.born(me)
+    left = [f"a.by-00aa-{dead.pid}-{born}-{host}", f"a.by-00aa-{me}-1-{host}", "a-17-old", "a.by-00aa-1-1-far-away-old"]
+    kept = [making.folder(project / "runs", "a").name, "a.by-00aa-1-1-far-away", "a-17-abcdef"]
+    for name in (*left, *kept):
+        (folder / name / "code").mkdir(parents=True)
+        if name.endswith("-old"):
+            os.utime(folder / name, (0, 0))
+    assert main(SWEEP) == 0
+    assert sorted(path.name for path in folder.iterdir()) == sorted(kept)
+
+
+# Somebody else's.
+
+
+def as_others_see_it(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command without the rights by which root reads what is not meant for it."""
+
+    def drop() -> None:
+        libc = ctypes.CDLL(None)
+        for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
+            libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+
+    return subprocess.run(
+        [sys.executable, "-m", "slurmtrain", *words], preexec_fn=drop, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture
+def closed(project: Path, slurm: FakeSlurm) -> Callable[[Path], None]:
+    """Give a folder away: mode 000 to those who own it is 0700 to those who do not."""
+    given: list[Path] = []
+
+    def close(path: Path) -> None:
+        given.append(path)
+        path.chmod(0)
+
+    yield close
+    for path in given:
+        path.chmod(0o700)
+
+
+def test_what_belongs_to_others_is_left_out_and_counted(
+    project: Path, slurm: FakeSlurm, closed: Callable[[Path], None]
+) -> None:
+    for line in (SWEEP, ["-m", "+cluster=a100x4", "job.name=mine", "submit"], ["+cluster=a100x4", "submit"]):
+        assert main(line) == 0
+    mine = Sweep(next(project.glob("runs/mine.sweep-*")))
+    closed(next(project.glob("runs/train.sweep-*")))
+    closed(next(project.glob("runs/train/*")))
+    run_id = mine.points()[0].run_id
+    for line, shown in {
+        "status": run_id,
+        "runs list": run_id,
+        "sweep list": mine.id,
+        "runs prune --dry-run": "",
+    }.items():
+        done = as_others_see_it(*line.split())
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+        assert done.stderr.count("2 folders are left out, being somebody else's") == 1
+        assert shown in done.stdout and "train.sweep" not in done.stdout
+
+
+@pytest.mark.parametrize("how", ["name", "path"])
+@pytest.mark.parametrize("verb", [["status"], ["sweep", "status"]])
+def test_naming_what_belongs_to_somebody_else_gives_one_sentence(
+    verb: list[str], how: str, project: Path, slurm: FakeSlurm, closed: Callable[[Path], None]
+) -> None:
+    assert main(SWEEP if verb[0] == "sweep" else ["+cluster=a100x4", "submit"]) == 0
+    path = next(project.glob("runs/train.sweep-*" if verb[0] == "sweep" else "runs/train/*"))
+    closed(path)
+    done = as_others_see_it(*verb, path.name if how == "name" else str(path))
+    assert done.returncode != 0 and done.stdout == ""
+    assert done.stderr.startswith("slurmtrain: error: ") and path.name in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_sweep_of_somebody_else_with_the_same_points_is_not_in_the_way(
+    project: Path, slurm: FakeSlurm, closed: Callable[[Path], None]
+) -> None:
+    assert main(SWEEP) == 0
+    closed(the_sweep(project).path)
+    done = as_others_see_it(*SWEEP)
+    assert done.returncode == 0, done.stderr
+    assert f"sweep {the_sweep(project).id}.2 of 4 points is submitted" in done.stdout
+    assert f"sweep {the_sweep(project).id}.2 is there already" in as_others_see_it(*SWEEP).stdout
+
+
+# Cancelled.
+
+
+def test_a_cancelled_sweep_is_not_submitted_by_the_same_command_but_by_retry(
+    project: Path, slurm: FakeSlurm, capsys: Out
+) -> None:
+    (slurm.directory / "room").write_text("1")  # the second array does not fit
+    assert main(SWEEP) == 1
+    (slurm.directory / "room").unlink()
+    slurm.command("squeue", "exit 0")
+    sweep = the_sweep(project)
+    assert [sweep.job_id(0), sweep.job_id(1)] == ["101", None]
+    assert main(["sweep", "cancel", sweep.id]) == 0
+    capsys.readouterr()
+    assert main(SWEEP) == 1
+    error = capsys.readouterr().err
+    assert "was cancelled, so nothing of it is submitted" in error
+    assert f"sweep retry {sweep.id}" in error and "--again" in error
+    assert len(slurm.submitted) == 1
+    assert main(["sweep", "status", sweep.id]) == 0
+    assert f"cancelled, sweep retry {sweep.id} goes on" in capsys.readouterr().out
+    assert main(["sweep", "retry", sweep.id]) == 0
+    assert sweep.job_id(1) is not None and len(slurm.submitted) == 3  # what was left out, and what was lost
+    assert main(SWEEP) == 0
+    assert len(slurm.submitted) == 3
+
+
+def test_a_sweep_that_is_cancelled_while_it_is_submitted_stops_there(
+    project: Path, slurm: FakeSlurm, capsys: Out
+) -> None:
+    (slurm.directory / "meanwhile").write_text(f"touch $(echo {project}/runs/train.sweep-*)/cancelled")
+    assert main(SWEEP) == 1
+    assert "was cancelled" in capsys.readouterr().err
+    assert len(slurm.submitted) == 1
+    assert (slurm.directory / "cancelled").read_text() == "101\n"
+
+
+def test_an_array_waits_for_no_array_that_has_ended(
+    project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM may have forgotten it, and some versions refuse to wait for what they do not know."""
+    slurm.command("scontrol", "echo MaxArraySize = 2")
+    (slurm.directory / "room").write_text("1")
+    words = ["-m", "+cluster=a100x4", "train.seed=1,2,3", "submit", "--array-parallelism", "1"]
+    assert main(words) == 1
+    (slurm.directory / "room").unlink()
+    sweep = the_sweep(project)
+    script = sweeps._script(sweep, 1)
+    assert "#SBATCH --dependency=afterany:101" in script
+    monkeypatch.setattr(sweeps, "is_over", lambda run_dir: True)
+    assert "--dependency" not in sweeps._script(sweep, 1)
