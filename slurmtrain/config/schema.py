@@ -151,6 +151,13 @@ class RequeueConfig:
 
 
 @dataclass
+class SweepConfig:
+    """How the points of a sweep (`-m`) share jobs."""
+
+    pack: int = 1  # so many runs at the same time in one array task, on the CPUs, memory and GPUs of one run
+
+
+@dataclass
 class Config:
     """One experiment. `model` and `data` are open: whatever `_target_` takes."""
 
@@ -162,6 +169,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     requeue: RequeueConfig = field(default_factory=RequeueConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     job: JobConfig = field(default_factory=JobConfig)
 
     @property

@@ -61,7 +61,7 @@ def _condition(run_dir: RunDir, now: RunState, here: str | None) -> str | None:
             f"run {run_dir.id} {what}, {now.sentence}", hint=f"resume {run_dir.id}, then submit --after it again"
         )
     info = run_dir.info()
-    if now.job_id is None or not now.own_job:
+    if now.job_id is None or not now.own_job or now.packed:
         raise UsageError(
             f"run {run_dir.id} was not started as a job of its own, so SLURM cannot wait for it",
             hint="submit when it has finished",

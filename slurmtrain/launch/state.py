@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.errors import ClusterError
-from slurmtrain.rundir import RunDir, read_json
+from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts, process
 from slurmtrain.runtime.attempts import Attempt
 from slurmtrain.runtime.chain import links
@@ -36,7 +36,8 @@ class RunState:
         "stopped", "failed", "lost"; of a sweep's point also "removed".
     sentence: why, and what comes next.
     alive: SLURM or a local launcher still has it, or may have it for all that can be known here.
-    own_job: the job is this run's alone; False where somebody started the run inside of an allocation.
+    own_job: it was submitted as this job; False where somebody started the run inside of an allocation.
+    packed: the job is that of other runs, too (sweep.pack).
     doubt: why SLURM could not be asked, where it should have been.
     following: jobs of its chain that wait for this one.
     """
@@ -48,6 +49,7 @@ class RunState:
     job_id: str | None
     step: int | None
     own_job: bool = True
+    packed: bool = False
     doubt: str | None = None
     following: tuple[str, ...] = ()
 
@@ -144,6 +146,10 @@ class _Record:
         return self.job_id in self.info["job_ids"] or self._has_log(self.job_id)
 
     @property
+    def packed(self) -> bool:
+        return bool(self.info.get("packed"))
+
+    @property
     def has_begun(self) -> bool:
         """The last attempt belongs to the latest job, or to one that it carries on from, rather than to one before."""
         if self.last is None or self.job_id is None:
@@ -169,6 +175,11 @@ class _Record:
         return last is not None and not last.started and last.verdict is None and self.setup_failed is None
 
     @property
+    def waits(self) -> bool:
+        """No attempt is under way, as far as the run's files say."""
+        return self.last is None or not self.has_begun or self.last.verdict is not None
+
+    @property
     def over(self) -> bool:
         """The last attempt is the last there will be."""
         if self.last is None or not self.has_begun:
@@ -177,10 +188,7 @@ class _Record:
 
     def cancelled(self, queued: str) -> bool:
         """By scancel, while SLURM still remembers, or by `cancel RUN` after what the last attempt could know of."""
-        since = (self.last.ended or self.last.started) if self.last is not None else 0.0
-        request = read_json(self.run_dir.request_file) or {}
-        asked = request.get("action") == "cancel" and float(request.get("time", 0)) >= since
-        return queued == "CANCELLED" or asked
+        return queued == "CANCELLED" or attempts.cancelled_after(self.run_dir, self.last)
 
     def _has_log(self, job_id: str | None) -> bool:
         name = f"slurm-{job_id}.log"  # an array's task has it in the folder above
@@ -271,6 +279,7 @@ def _state(record: _Record, queue: _Queue) -> RunState:
         record.job_id,
         step=max((step for step in steps if step), default=None),
         own_job=record.own_job,
+        packed=record.packed,
         doubt=None if without_slurm else queue.doubt,
         following=record.following,
     )
@@ -302,8 +311,7 @@ def _without_slurm(record: _Record) -> tuple[str, str, bool]:
 def _unasked(record: _Record) -> tuple[str, str, bool]:
     """A run under SLURM, when SLURM does not answer: what has no end on record may be alive."""
     last = record.last
-    waits = last is None or not record.has_begun or last.verdict is not None or record.setting_up
-    if record.over or (waits and record.cancelled("")):
+    if record.over or ((record.waits or record.setting_up) and record.cancelled("")):
         return *_ended(record), False
     if last is None or not record.has_begun:
         known = f"job {record.job_id} was submitted and has left no attempt yet"
@@ -319,6 +327,9 @@ def _unasked(record: _Record) -> tuple[str, str, bool]:
 def _asked(record: _Record, queued: str, why: str) -> tuple[str, str, bool]:
     """A run under SLURM, with what squeue says of its job; "" when it has forgotten it."""
     last, job_id = record.last, record.job_id
+    waits = record.waits or queued == "PENDING"
+    if record.packed and (record.over or (waits and record.cancelled(""))):
+        return *_ended(record), False  # whatever the job does for the others
     if queued == "PENDING" and not (record.chain and record.over):
         return *_pending(record, why), True  # before all else: somebody may have requeued a job that had ended
     if not queued or queued in GONE or record.over:  # a job may outlive the run: an allocation does
@@ -327,6 +338,8 @@ def _asked(record: _Record, queued: str, why: str) -> tuple[str, str, bool]:
         return "stopping", f"job {job_id}: the last ranks are leaving", True
     if last is not None and last.verdict in (Verdict.RESUBMIT, Verdict.NEXT) and last.job_id == job_id:
         return "stopping", f"{last.sentence}; job {job_id} is about to leave", True
+    if record.packed and last is not None and last.verdict == Verdict.REQUEUE and last.job_id == job_id:
+        return "stopping", f"{last.sentence} when the others of its pack have left job {job_id}", True
     if last is not None and record.setting_up:
         return "starting", f"attempt {last.number} is setting up, job {job_id}", True
     if last is None or not record.has_begun or last.verdict is not None:

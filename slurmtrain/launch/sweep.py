@@ -34,7 +34,7 @@ from slurmtrain.config.compose import freeze, load_frozen, to_values
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError, UsageError
 from slurmtrain.launch.after import with_dependency
-from slurmtrain.launch.arrays import Array, plan_arrays
+from slurmtrain.launch.arrays import Array, plan_arrays, tasks_of
 from slurmtrain.launch.handover import TOKEN_PREFIX, Patience, Refused, SubmitLimit, check, hand_over
 from slurmtrain.launch.sbatch import JobPaths, render_script
 from slurmtrain.launch.snapshot import find_source, take_snapshot
@@ -117,9 +117,21 @@ class Sweep:
     def array_numbers(self) -> list[int]:
         return sorted(int(path.name) for path in (self.path / "arrays").iterdir() if path.name.isdigit())
 
+    @property
+    def pack(self) -> int:
+        """How many runs share a task of an array."""
+        return int(self.info()["pack"])
+
     def members(self, number: int) -> list[str]:
-        """Run ids of an array, in the order of its indices."""
+        """Run ids of an array, in the order of its tasks."""
         return list((read_json(self.array(number) / "plan.json") or {})["members"])
+
+    def elements(self, number: int, job_id: str) -> dict[str, str]:
+        """The task of every run of an array, as SLURM names it, when the array is this job."""
+        members, pack = self.members(number), self.pack
+        if tasks_of(len(members), pack) == 1:
+            return dict.fromkeys(members, job_id)
+        return {run_id: f"{job_id}_{index // pack}" for index, run_id in enumerate(members)}
 
     def job_id(self, number: int) -> str | None:
         job = read_json(self.array(number) / "job.json")
@@ -199,6 +211,16 @@ def _check_fits(config: Config, first: Config) -> None:
         )
     if config.requeue.mode == "chain":
         raise no_chain("in a sweep")
+    if config.sweep.pack > 1 and config.requeue.mode == "resubmit":
+        raise ConfigError(
+            f"sweep.pack={config.sweep.pack} with requeue.mode=resubmit: runs of one job cannot each go on in one of their own",
+            hint="requeue=requeue, where the cluster allows it, or requeue=off and `sweep retry`",
+        )
+    if config.sweep.pack != first.sweep.pack:
+        raise ConfigError(
+            f"the points of a sweep share sweep.pack, and these differ: {first.sweep.pack}, {config.sweep.pack}",
+            hint="submit a sweep for each",
+        )
     if (config.cluster.slurm_conf, config.cluster.sandbox) != (first.cluster.slurm_conf, first.cluster.sandbox):
         raise ConfigError("the points of a sweep are on different clusters", hint="submit a sweep for each")
 
@@ -254,7 +276,8 @@ def make(
         ) from None
     try:
         snapshot = take_snapshot(job, source, temporary.code)
-        info = run_info(draft.first, overrides, snapshot, source, cwd)
+        pack = draft.first.sweep.pack
+        info = {**run_info(draft.first, overrides, snapshot, source, cwd), "packed": pack > 1}
         stamp = rundir.new_run_id()
         run_ids: dict[str, str] = {}
         with temporary.points_file.open("x") as file:
@@ -266,13 +289,16 @@ def make(
                     own = [f"{key}={value}" for key, value in point.varied.items()]
                     _make_run(temporary.run_dir(run_id), draft.frozen[identity], {**info, "varied": own})
         arrays = plan_arrays(
-            [draft.shapes[identity] for identity in run_ids], max_size=max_array_size, parallelism=parallelism
+            [draft.shapes[identity] for identity in run_ids],
+            max_size=max_array_size,
+            parallelism=parallelism,
+            pack=pack,
         )
         ids = list(run_ids.values())
         for number, array in enumerate(arrays):
             _make_array(temporary, number, [ids[member] for member in array.members], array)
         facts = {"points": len(draft.identities), "runs": len(ids), "token": secrets.token_hex(4)}
-        write_json(temporary.info_file, {**info, **facts, "parallelism": parallelism})
+        write_json(temporary.info_file, {**info, **facts, "parallelism": parallelism, "pack": pack})
         return _publish(temporary, runs / name, again=again)
     finally:
         shutil.rmtree(temporary.path, ignore_errors=True)
@@ -446,14 +472,14 @@ def _link_script(script: Path, run_dir: RunDir) -> None:
 def _job_of_attempts(sweep: Sweep, number: int) -> str | None:
     """The job of an array whose submitter was killed, by what its tasks have left: SLURM soon forgets what has ended."""
     known = {sweep.job_id(each) for each in sweep.array_numbers()}
-    members = sweep.members(number)
-    for index, run_id in enumerate(members):
+    elements = sweep.elements(number, "")
+    for run_id, suffix in elements.items():
         run_dir = sweep.run_dir(run_id)
-        if len(members) == 1:
-            logs = (path.stem.removeprefix("slurm-") for path in run_dir.path.glob("slurm-*.log"))
-            jobs = [job_id for job_id in logs if run_dir.exists() and job_id not in run_dir.info()["job_ids"]]
+        if not suffix:  # one task is no array
+            folder = run_dir.path if len(elements) == 1 else sweep.path
+            logs = [path.stem.removeprefix("slurm-") for path in folder.glob("slurm-*.log")] if run_dir.exists() else []
+            jobs = [job_id for job_id in logs if job_id.isdigit() and job_id not in run_dir.info()["job_ids"]]
         else:
-            suffix = f"_{index}"
             ran = (attempt.job_id or "" for attempt in attempts.all_attempts(run_dir))
             jobs = [job_id.removesuffix(suffix) for job_id in ran if job_id.endswith(suffix)]
         for job_id in jobs:
@@ -471,7 +497,11 @@ def _script(sweep: Sweep, number: int) -> str:
     if before is not None:
         config = with_dependency(config, [f"afterany:{before}"])
     paths = JobPaths(
-        [run_dir.path for run_dir in run_dirs], sweep.info()["workdir"], sys.executable, parallelism=plan["parallelism"]
+        [run_dir.path for run_dir in run_dirs],
+        sweep.info()["workdir"],
+        sys.executable,
+        parallelism=plan["parallelism"],
+        pack=sweep.pack,
     )
     return render_script(config, paths)
 
@@ -482,11 +512,9 @@ def note_jobs(sweep: Sweep, number: int) -> None:
     job = read_json(path)
     if job is None or job.get("noted"):
         return
-    members = sweep.members(number)
     conf = sweep.info()["slurm_conf"]
-    for index, run_id in enumerate(members):
+    for run_id, element in sweep.elements(number, str(job["job_id"])).items():
         run_dir = sweep.run_dir(run_id)
-        element = f"{job['job_id']}_{index}" if len(members) > 1 else str(job["job_id"])
         info = read_json(run_dir.info_file)
         if info is None or element in info["job_ids"]:  # None: removed by `runs prune`
             continue
@@ -624,7 +652,12 @@ def add_retry(sweep: Sweep) -> list[str]:
             return []
         for run_id in chosen:
             sweep.run_dir(run_id).request_file.unlink(missing_ok=True)
-        arrays = plan_arrays([shapes[run_id] for run_id in chosen], parallelism=sweep.info()["parallelism"])
+        arrays = plan_arrays(
+            [shapes[run_id] for run_id in chosen], parallelism=sweep.info()["parallelism"], pack=sweep.pack
+        )
+        if sweep.pack > 1:  # again, where they have had a job of their own since
+            for run_id in chosen:
+                sweep.run_dir(run_id).update_info(packed=True)
         temporary = Sweep(sweep.path / f".retry-{os.getpid()}-{secrets.token_hex(3)}")
         try:
             for position, array in enumerate(arrays):
