@@ -22,6 +22,7 @@ from slurmtrain.launch import sweep as sweeps
 from slurmtrain.launch.state import RunState
 from slurmtrain.launch.submit import check_slurm_is_here, dry_run, slurm_conf_of
 from slurmtrain.launch.sweep import Sweep
+from slurmtrain.launch.throttle import throttle
 from slurmtrain.launch.timeplan import look_ahead
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.slurm import SlurmClient
@@ -64,6 +65,12 @@ def submit(arguments: Arguments) -> int:
             max_array_size=int(size) or 1 if size.isdigit() else None,  # 0: the cluster has no arrays
             parallelism=parallelism,
             again=again,
+        )
+    elif parallelism not in (None, sweep.info()["parallelism"]):
+        throttle(sweep, parallelism, client)
+    if parallelism is not None and draft.first.requeue.mode == "resubmit":
+        _say(
+            "--array-parallelism does not hold for points that are submitted again (requeue.mode=resubmit), each as a job"
         )
     submission = sweeps.submit_arrays(sweep, client, say=_say)
     jobs = [*submission.found, *submission.submitted]

@@ -333,6 +333,19 @@ def test_points_that_ask_for_different_resources_are_different_arrays(sweeper: S
         assert job["NumNodes"].partition("-")[0] == ("1", "2")[number] and job["ArrayTaskThrottle"] == "2"
 
 
+def test_the_same_command_with_another_limit_changes_that_of_the_arrays_in_the_queue(sweeper: Sweeper) -> None:
+    words = sweeper.words("cluster.nodes=1,2", "train.seed=range(8)", "sweep.pack=2", LATER)
+    sweep = Sweep(Path(json.loads(sweeper.cli(*words, "--json"))["path"]))
+    jobs = [f"{sweep.job_id(number)}_0" for number in sweep.array_numbers()]
+    assert [sweeper.cluster.job(job).get("ArrayTaskThrottle") for job in jobs] == [None, None]
+    sweeper.cli(*words, "--array-parallelism", "13")  # points; there is no half of a pack
+    assert [sweeper.cluster.job(job)["ArrayTaskThrottle"] for job in jobs] == ["3", "3"]
+    assert sweep.info()["parallelism"] == 13 and len(sweeper.queue()) == 2
+    said = sweeper.cli(*words, "--array-parallelism", "3", check=False)
+    assert "2 arrays beside each other, and each runs 2 points at least" in said
+    assert [sweeper.cluster.job(job)["ArrayTaskThrottle"] for job in jobs] == ["3", "3"]
+
+
 def test_a_wrong_point_keeps_all_from_being_submitted(sweeper: Sweeper) -> None:
     said = sweeper.cli(*sweeper.words("optim.lr=0.1,0.2", "train.steps=60,5"), check=False)
     assert "point 1 (optim.lr=0.1 train.steps=5): optim.warmup_steps=30 is more than train.steps=5" in said
