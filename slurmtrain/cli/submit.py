@@ -27,7 +27,7 @@ def main(arguments: Arguments) -> int:
     if arguments.verb == "render":
         return _render(config, arguments)
     if "--after" in arguments.options:
-        config = _starting_after(config, arguments.options["--after"])
+        config = starting_after(config, arguments.options["--after"])
     if "--dry-run" in arguments.options:
         print(dry_run(config, Path.cwd()), end="")
         return 0
@@ -47,14 +47,15 @@ def compose_and_validate(arguments: Arguments) -> Config:
     return config
 
 
-def _starting_after(config: Config, runs: str) -> Config:
-    from slurmtrain.launch.after import starting_after
+def starting_after(config: Config, runs: str) -> Config:
+    """As in launch.after; refused for cluster=local."""
+    from slurmtrain.launch import after
 
     if config.cluster.backend == "local":
         raise UsageError(
             "--after is for jobs of SLURM, and cluster=local has no queue", hint="submit when it has finished"
         )
-    return starting_after(config, runs, rundir.runs_root())
+    return after.starting_after(config, runs, rundir.runs_root())
 
 
 def _submit(config: Config, arguments: Arguments) -> int:

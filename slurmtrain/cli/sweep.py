@@ -13,14 +13,17 @@ from slurmtrain.cli.arguments import Arguments, Parser
 from slurmtrain.cli.as_json import point_object, print_json
 from slurmtrain.cli.collect import add_collect_options, print_collected
 from slurmtrain.cli.runs import print_table
+from slurmtrain.cli.submit import starting_after
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.config.compose import Primary, search_folders
-from slurmtrain.config.points import check, composing
-from slurmtrain.errors import UsageError
+from slurmtrain.config.points import Grid, check, composing
+from slurmtrain.errors import EXIT_REQUEUE, ClusterError, UsageError
 from slurmtrain.launch import collect
 from slurmtrain.launch import sweep as sweeps
+from slurmtrain.launch.after import find_runs
+from slurmtrain.launch.here import run_here
 from slurmtrain.launch.state import RunState
-from slurmtrain.launch.submit import check_slurm_is_here, dry_run, slurm_conf_of
+from slurmtrain.launch.submit import check_slurm_is_here, slurm_conf_of
 from slurmtrain.launch.sweep import Sweep
 from slurmtrain.launch.throttle import throttle
 from slurmtrain.launch.timeplan import look_ahead
@@ -29,55 +32,81 @@ from slurmtrain.runtime.slurm import SlurmClient
 
 
 def submit(arguments: Arguments) -> int:
-    """Expand, compose and validate all points, then submit what is not there yet."""
+    """Expand, compose and validate all points, then submit what is not there yet, or run it here with cluster=local."""
     options, cwd = arguments.options, Path.cwd()
-    for option in ("--after", "--follow"):
-        if option in options:
-            raise UsageError(f"{option} does not go with -m", hint="sweep status last shows how the points stand")
+    if "--follow" in options:
+        raise UsageError("--follow does not go with -m", hint="sweep status last shows how the points stand")
     parallelism = _positive(options.get("--array-parallelism"))
-    name = options.get("--config-name", "config")
-    primary = Primary(name, search_folders(name, options.get("--config-dir"), options.get("--config-path")))
-    with composing(primary) as composer:
-        grid = composer.expand(arguments.overrides)
-        if "--dry-run" in options:
-            for number, config in enumerate(check(composer, grid)):
-                if number == 0:
-                    print(dry_run(config, cwd), end="")
-            print(
-                f"# That is point 0, as a job of its own. {len(grid.points)} points vary: {', '.join(grid.keys) or 'nothing'}"
-            )
-            return 0
-        draft = sweeps.draft(check(composer, grid), cwd)
-    client = SlurmClient(slurm_conf_of(draft.first))
-    check_slurm_is_here()
-    for warning in look_ahead(draft.first, Path(draft.first.job.runs_dir), client):
-        _say(f"warning: {warning}")
-    again = "--again" in options
-    sweep = None if again else sweeps.find_same(draft)
+    grid, draft = _expanded(arguments, cwd)
+    after = []
+    if "--after" in options:
+        starting_after(draft.first, options["--after"])  # whatever is wrong with that is said before anything is made
+        after = find_runs(options["--after"], rundir.runs_root())
+    if "--dry-run" in options:
+        return _dry_run(grid, sweeps.preview(draft, cwd, parallelism, after))
+    local = draft.first.cluster.backend == "local"
+    client = None if local else _client(draft)
+    sweep = None if "--again" in options else sweeps.find_same(draft)
     there = sweep is not None
     if sweep is None:
-        size = client.configuration().get("MaxArraySize", "")
         sweep = sweeps.make(
             draft,
             grid.varied,
             arguments.overrides,
             cwd,
-            max_array_size=int(size) or 1 if size.isdigit() else None,  # 0: the cluster has no arrays
+            max_array_size=_max_array_size(client) if client is not None else None,
             parallelism=parallelism,
-            again=again,
+            after=after,
+            again="--again" in options,
         )
-    elif parallelism not in (None, sweep.info()["parallelism"]):
+    if client is None:
+        return _run_here(sweep, parallelism or sweep.pack, as_json="--json" in options)
+    if there and after and [str(run_dir.path) for run_dir in after] != sweep.info()["after"]:
+        _say(f"--after does not hold for {sweep.id}, which is there already")
+    if there and parallelism not in (None, sweep.info()["parallelism"]):
         throttle(sweep, parallelism, client)
     if parallelism is not None and draft.first.requeue.mode == "resubmit":
-        _say(
-            "--array-parallelism does not hold for points that are submitted again (requeue.mode=resubmit), each as a job"
-        )
+        _say("--array-parallelism does not hold for points that are submitted again, each as a job (requeue=resubmit)")
+    return _submit(sweep, client, there=there, as_json="--json" in options)
+
+
+def _expanded(arguments: Arguments, cwd: Path) -> tuple[Grid, sweeps.Draft]:
+    options = arguments.options
+    name = options.get("--config-name", "config")
+    primary = Primary(name, search_folders(name, options.get("--config-dir"), options.get("--config-path")))
+    with composing(primary) as composer:
+        grid = composer.expand(arguments.overrides)
+        return grid, sweeps.draft(check(composer, grid), cwd)
+
+
+def _dry_run(grid: Grid, scripts: list[str]) -> int:
+    print(*scripts, sep="\n", end="")
+    how = f"{len(scripts)} array{'s' if len(scripts) > 1 else ''}" if scripts else "this machine, without SLURM"
+    print(f"# {len(grid.points)} points for {how}; what varies: {', '.join(grid.keys) or 'nothing'}")
+    return 0
+
+
+def _client(draft: sweeps.Draft) -> SlurmClient:
+    """SLURM, which has to be there; with a warning of what is likely to go wrong."""
+    client = SlurmClient(slurm_conf_of(draft.first))
+    check_slurm_is_here()
+    for warning in look_ahead(draft.first, Path(draft.first.job.runs_dir), client):
+        _say(f"warning: {warning}")
+    return client
+
+
+def _max_array_size(client: SlurmClient) -> int | None:
+    size = client.configuration().get("MaxArraySize", "")
+    return int(size) or 1 if size.isdigit() else None  # 0: the cluster has no arrays
+
+
+def _submit(sweep: Sweep, client: SlurmClient, *, there: bool, as_json: bool) -> int:
     submission = sweeps.submit_arrays(sweep, client, say=_say)
-    jobs = [*submission.found, *submission.submitted]
-    if "--json" in options:
-        print_json({"sweep": sweep.id, "path": str(sweep.path), "points": len(grid.points), "job_ids": jobs})
+    jobs, points = [*submission.found, *submission.submitted], sweep.info()["points"]
+    if as_json:
+        print_json({"sweep": sweep.id, "path": str(sweep.path), "points": points, "job_ids": jobs})
     else:
-        what = "is there already" if there else f"of {len(grid.points)} points is submitted"
+        what = "is there already" if there else f"of {points} points is submitted"
         print(f"sweep {sweep.id} {what}: job {', '.join(jobs) or 'none yet'}\n  {sweep.path}")
         if there and not submission.submitted:
             print(
@@ -86,6 +115,25 @@ def submit(arguments: Arguments) -> int:
         print(f"  sweep status {sweep.id}   sweep collect {sweep.id}   sweep cancel {sweep.id}   (or: last)")
     sweeps.check_submitted(submission)
     return 0
+
+
+def _run_here(sweep: Sweep, at_once: int, *, as_json: bool) -> int:
+    """Returns 0 when all points have finished, 75 when a person stopped it, else 1."""
+    if not as_json:
+        print(f"sweep {sweep.id} of {sweep.info()['points']} points\n  {sweep.path}", flush=True)
+    to_the_end = run_here(sweep, at_once, _say, show=at_once == 1 and not as_json)
+    counts = _counts(sweeps.states_of(sweep))
+    if as_json:
+        facts = {"sweep": sweep.id, "path": str(sweep.path), "points": sweep.info()["points"], "job_ids": []}
+        print_json({**facts, "states": counts})
+    else:
+        print(f"sweep {sweep.id}: {_summary(counts)}")
+        if set(counts) != {"finished"}:
+            print("  the same command again goes on with what has not finished")
+        print(f"  sweep status {sweep.id}   sweep collect {sweep.id}   (or: last)")
+    if not to_the_end:
+        return EXIT_REQUEUE
+    return 0 if set(counts) <= {"finished", "removed"} else 1
 
 
 def main(verb: str, words: list[str]) -> int:
@@ -179,6 +227,8 @@ def _run_dir_of(sweep: Sweep, point: sweeps.Point) -> RunDir | None:
 
 
 def _retry(sweep: Sweep, *, as_json: bool) -> int:
+    if sweep.info()["backend"] == "local":
+        return _run_here(sweep, sweep.info()["parallelism"] or sweep.pack, as_json=as_json)
     chosen = sweeps.add_retry(sweep)
     submission = sweeps.submit_arrays(sweep, sweeps.client_of(sweep), say=_say)
     if as_json:
@@ -194,6 +244,10 @@ def _retry(sweep: Sweep, *, as_json: bool) -> int:
 
 
 def _cancel(sweep: Sweep, *, as_json: bool) -> int:
+    if sweep.info()["backend"] == "local":
+        raise ClusterError(
+            f"{sweep.id} runs in the foreground, if at all", hint="Ctrl-C there; cancel RUN ends a single point"
+        )
     count = sweeps.cancel(sweep, sweeps.client_of(sweep))
     if as_json:
         print_json({"sweep": sweep.id, "cancelled": count})

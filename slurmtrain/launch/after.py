@@ -23,11 +23,29 @@ def starting_after(config: Config, references: str, root: Path) -> Config:
     Raises:
         UsageError: one of them is not known, has failed, or is nothing that SLURM can wait for.
     """
+    return waiting_for_runs(config, find_runs(references, root), slurm_conf_of(config))
+
+
+def find_runs(references: str, root: Path) -> list[RunDir]:
+    """Runs as a person names them, separated by commas.
+
+    Raises:
+        UsageError: one of them is not known, or there are none.
+    """
     run_dirs = [rundir.find(reference.strip(), root) for reference in references.split(",") if reference.strip()]
     if not run_dirs:
         raise UsageError(f"--after {references!r} names no run", hint="--after RUN, or RUN,RUN")
-    here, found = slurm_conf_of(config), states(run_dirs)
-    conditions = [_condition(run_dir, found[run_dir.id], here) for run_dir in dict.fromkeys(run_dirs)]
+    return list(dict.fromkeys(run_dirs))
+
+
+def waiting_for_runs(config: Config, run_dirs: Sequence[RunDir], slurm_conf: str | None) -> Config:
+    """The config of a job on the cluster of `slurm_conf` that starts when these runs have finished.
+
+    Raises:
+        UsageError: one of them has failed, or is nothing that SLURM can wait for.
+    """
+    found = states(run_dirs)
+    conditions = [_condition(run_dir, found[run_dir.id], slurm_conf) for run_dir in run_dirs]
     return with_dependency(config, [condition for condition in conditions if condition])
 
 

@@ -288,9 +288,10 @@ def _state(record: _Record, queue: _Queue) -> RunState:
 def _without_slurm(record: _Record) -> tuple[str, str, bool]:
     """A run on this machine, or on another one: its processes are all there is to look at."""
     last = record.last
-    if last is None and not record.local:
-        return "prepared", f"not submitted yet: sbatch {record.run_dir.script}", False
-    if last is None or record.over:
+    if last is None:
+        how = f"`resume {record.id}` starts it" if record.local else f"sbatch {record.run_dir.script}"
+        return "prepared", f"not {'started' if record.local else 'submitted'} yet: {how}", False
+    if record.over:
         return *_ended(record), False
     if last.started and last.verdict is None:
         lives = process_lives(last)

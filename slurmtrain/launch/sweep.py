@@ -33,13 +33,13 @@ from slurmtrain import rundir
 from slurmtrain.config.compose import freeze, load_frozen, to_values
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError, UsageError
-from slurmtrain.launch.after import with_dependency
+from slurmtrain.launch.after import waiting_for_runs, with_dependency
 from slurmtrain.launch.arrays import Array, plan_arrays, tasks_of
 from slurmtrain.launch.handover import TOKEN_PREFIX, Patience, Refused, SubmitLimit, check, hand_over
 from slurmtrain.launch.sbatch import JobPaths, render_script
 from slurmtrain.launch.snapshot import find_source, take_snapshot
 from slurmtrain.launch.state import RunState, states
-from slurmtrain.launch.submit import no_chain, run_info, with_absolute_paths
+from slurmtrain.launch.submit import PLACEHOLDER_ID, no_chain, run_info, slurm_conf_of, with_absolute_paths
 from slurmtrain.rundir import RunDir, read_json, write_json
 from slurmtrain.runtime import attempts, process
 from slurmtrain.runtime.slurm import SlurmClient
@@ -163,17 +163,37 @@ class Draft:
         frozen: configs by identity.
         shapes: what they ask of the cluster, by identity.
         identities: of every point, in order.
+        asking: a config of every shape.
     """
 
     first: Config
     frozen: dict[str, str] = dataclasses.field(default_factory=dict)
     shapes: dict[str, str] = dataclasses.field(default_factory=dict)
     identities: list[str] = dataclasses.field(default_factory=list)
+    asking: dict[str, Config] = dataclasses.field(default_factory=dict)
 
     @property
     def identity(self) -> str:
         """8 hex digits, the same for the same points in any order."""
         return hashlib.sha256("\n".join(sorted(self.identities)).encode()).hexdigest()[:8]
+
+    @property
+    def id(self) -> str:
+        return f"{self.first.job.name}.sweep-{self.identity}"
+
+    def run_ids(self, stamp: str) -> dict[str, str]:
+        """The run of every config, by identity: it has the number of the first point with that config."""
+        found: dict[str, str] = {}
+        for number, identity in enumerate(self.identities):
+            found.setdefault(identity, f"{stamp}-{number:04d}")
+        return found
+
+    def arrays(self, max_array_size: int | None, parallelism: int | None) -> list[Array]:
+        """Which of the configs, in the order of `run_ids`, are in which array; with cluster=local there are none."""
+        if self.first.cluster.backend == "local":
+            return []
+        shapes = [self.shapes[identity] for identity in self.run_ids("")]
+        return plan_arrays(shapes, max_size=max_array_size, parallelism=parallelism, pack=self.first.sweep.pack)
 
 
 def draft(configs: Iterable[Config], cwd: Path) -> Draft:
@@ -199,16 +219,12 @@ def draft(configs: Iterable[Config], cwd: Path) -> Draft:
             _check_fits(config, found.first)
             found.frozen[identity] = freeze(config)
             found.shapes[identity] = _shape(config)
+            found.asking.setdefault(found.shapes[identity], config)
     assert found is not None
     return found
 
 
 def _check_fits(config: Config, first: Config) -> None:
-    if config.cluster.backend == "local":
-        raise ConfigError(
-            "a sweep with cluster=local is not supported",
-            hint="sandbox up, then cluster=sandbox: a throwaway SLURM on this machine",
-        )
     if config.requeue.mode == "chain":
         raise no_chain("in a sweep")
     if config.sweep.pack > 1 and config.requeue.mode == "resubmit":
@@ -221,8 +237,12 @@ def _check_fits(config: Config, first: Config) -> None:
             f"the points of a sweep share sweep.pack, and these differ: {first.sweep.pack}, {config.sweep.pack}",
             hint="submit a sweep for each",
         )
-    if (config.cluster.slurm_conf, config.cluster.sandbox) != (first.cluster.slurm_conf, first.cluster.sandbox):
+    if _cluster_of(config) != _cluster_of(first):
         raise ConfigError("the points of a sweep are on different clusters", hint="submit a sweep for each")
+
+
+def _cluster_of(config: Config) -> tuple[str | None, ...]:
+    return (config.cluster.backend, config.cluster.slurm_conf, config.cluster.sandbox)
 
 
 def _shape(config: Config) -> str:
@@ -235,7 +255,7 @@ def _shape(config: Config) -> str:
 def find_same(draft: Draft) -> Sweep | None:
     """The newest sweep with the same points, if there is one."""
     runs = Path(draft.first.job.runs_dir)
-    name = f"{draft.first.job.name}.sweep-{draft.identity}"
+    name = draft.id
     found = [path for path in (runs / name, *runs.glob(f"{name}.[0-9]*")) if rundir.is_sweep(path)]
     return Sweep(max(found, key=lambda path: int(path.name.removeprefix(name).lstrip(".") or 1))) if found else None
 
@@ -248,6 +268,7 @@ def make(
     *,
     max_array_size: int | None = None,
     parallelism: int | None = None,
+    after: Sequence[RunDir] = (),
     again: bool = False,
 ) -> Sweep:
     """Make the sweep's folder, with a run directory for every point. Another shell may make the same: then it is its.
@@ -256,6 +277,7 @@ def make(
         varied: what distinguishes point i.
         max_array_size: most tasks of an array.
         parallelism: how many points may run at the same time.
+        after: runs that have to finish first.
         again: beside one with the same points.
 
     Raises:
@@ -264,7 +286,7 @@ def make(
     job = draft.first.job
     runs = Path(job.runs_dir)
     source = find_source(job, cwd)
-    name = f"{job.name}.sweep-{draft.identity}"
+    name = draft.id
     try:
         (runs / rundir.PREPARING).mkdir(parents=True, exist_ok=True)
         temporary = Sweep(runs / rundir.PREPARING / f"{name}-{os.getpid()}-{secrets.token_hex(3)}")
@@ -279,29 +301,42 @@ def make(
         pack = draft.first.sweep.pack
         info = {**run_info(draft.first, overrides, snapshot, source, cwd), "packed": pack > 1}
         stamp = rundir.new_run_id()
-        run_ids: dict[str, str] = {}
+        run_ids = draft.run_ids(stamp)
         with temporary.points_file.open("x") as file:
             for number, identity in enumerate(draft.identities):
-                run_id = run_ids.setdefault(identity, f"{stamp}-{number:04d}")
+                run_id = run_ids[identity]
                 point = Point(number, varied(number), identity, draft.shapes[identity], run_id)
                 file.write(json.dumps(asdict(point)) + "\n")
                 if run_id == f"{stamp}-{number:04d}":  # the first of those with this config
                     own = [f"{key}={value}" for key, value in point.varied.items()]
                     _make_run(temporary.run_dir(run_id), draft.frozen[identity], {**info, "varied": own})
-        arrays = plan_arrays(
-            [draft.shapes[identity] for identity in run_ids],
-            max_size=max_array_size,
-            parallelism=parallelism,
-            pack=pack,
-        )
         ids = list(run_ids.values())
-        for number, array in enumerate(arrays):
+        (temporary.path / "arrays").mkdir(mode=0o700)
+        for number, array in enumerate(draft.arrays(max_array_size, parallelism)):
             _make_array(temporary, number, [ids[member] for member in array.members], array)
         facts = {"points": len(draft.identities), "runs": len(ids), "token": secrets.token_hex(4)}
-        write_json(temporary.info_file, {**info, **facts, "parallelism": parallelism, "pack": pack})
+        waits = [str(run_dir.path) for run_dir in after]
+        write_json(temporary.info_file, {**info, **facts, "parallelism": parallelism, "pack": pack, "after": waits})
         return _publish(temporary, runs / name, again=again)
     finally:
         shutil.rmtree(temporary.path, ignore_errors=True)
+
+
+def preview(draft: Draft, cwd: Path, parallelism: int | None = None, after: Sequence[RunDir] = ()) -> list[str]:
+    """The scripts that would be handed to sbatch, one an array. Nothing is made."""
+    job = draft.first.job
+    runs = [Path(job.runs_dir) / draft.id / run_id for run_id in draft.run_ids(PLACEHOLDER_ID).values()]
+    workdir = find_source(job, cwd).workdir
+    shapes = [draft.shapes[identity] for identity in draft.run_ids("")]
+    scripts = []
+    for array in draft.arrays(None, parallelism):
+        config = draft.asking[shapes[array.members[0]]]
+        if after:
+            config = waiting_for_runs(config, after, slurm_conf_of(config))
+        members = [runs[member] for member in array.members]
+        paths = JobPaths(members, workdir, sys.executable, parallelism=array.parallelism, pack=draft.first.sweep.pack)
+        scripts.append(render_script(config, paths))
+    return scripts
 
 
 def _publish(temporary: Sweep, path: Path, *, again: bool) -> Sweep:
@@ -489,19 +524,22 @@ def _job_of_attempts(sweep: Sweep, number: int) -> str | None:
 
 
 def _script(sweep: Sweep, number: int) -> str:
-    """What is handed to sbatch for an array; of those that it waits for, what has been submitted by now."""
+    """What is handed to sbatch for an array; it waits for what has been submitted and not finished by now."""
     plan = read_json(sweep.array(number) / "plan.json") or {}
     run_dirs = [sweep.run_dir(run_id) for run_id in plan["members"]]
     config = load_frozen(run_dirs[0].config_file, secrets=False)
     before = sweep.job_id(plan["after"]) if plan["after"] is not None else None
+    info = sweep.info()
+    runs = [RunDir(Path(path)) for path in info["after"]]
+    config = waiting_for_runs(config, [run for run in runs if run.info_file.exists()], info["slurm_conf"])
     if before is not None:
         config = with_dependency(config, [f"afterany:{before}"])
     paths = JobPaths(
         [run_dir.path for run_dir in run_dirs],
-        sweep.info()["workdir"],
+        info["workdir"],
         sys.executable,
         parallelism=plan["parallelism"],
-        pack=sweep.pack,
+        pack=info["pack"],
     )
     return render_script(config, paths)
 

@@ -333,6 +333,20 @@ def test_points_that_ask_for_different_resources_are_different_arrays(sweeper: S
         assert job["NumNodes"].partition("-")[0] == ("1", "2")[number] and job["ArrayTaskThrottle"] == "2"
 
 
+def test_every_array_of_a_sweep_waits_for_the_runs_that_have_to_finish_first(sweeper: Sweeper) -> None:
+    first = Project(sweeper.path, sweeper.cluster).submit(LATER)
+    words = [*sweeper.words("cluster.nodes=1,2", "train.seed=1,2"), "--after", first.run_dir.id]
+    sweep = Sweep(Path(json.loads(sweeper.cli(*words, "--json"))["path"]))
+    elements = [f"{sweep.job_id(number)}_1" for number in sweep.array_numbers()]
+    waits = [sweeper.cluster.job(element)["Dependency"] for element in elements]
+    assert waits == [f"afterok:{first.job_id}(unfulfilled)"] * 2
+    assert Sweep(Path(json.loads(sweeper.cli(*words, "--json"))["path"])) == sweep and len(sweeper.queue()) == 3
+    first.cli("cancel", first.run_dir.id)
+    said = sweeper.cli(*words, "--again", check=False)
+    assert f"run {first.run_dir.id} will not finish: stopped" in said
+    assert len(list((sweeper.path / "runs").glob("*/sweep.json"))) == 1
+
+
 def test_the_same_command_with_another_limit_changes_that_of_the_arrays_in_the_queue(sweeper: Sweeper) -> None:
     words = sweeper.words("cluster.nodes=1,2", "train.seed=range(8)", "sweep.pack=2", LATER)
     sweep = Sweep(Path(json.loads(sweeper.cli(*words, "--json"))["path"]))
