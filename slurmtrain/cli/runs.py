@@ -20,6 +20,8 @@ from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.attempts import Attempt, write_request
 from slurmtrain.runtime.slurm import SlurmClient
 
+WAITS = ("waiting", "requeued", "held")  # in the queue
+
 
 def main(verb: str, words: list[str]) -> int:
     parser = Parser(prog=f"python -m slurmtrain {verb}", description=VERBS[verb].help)
@@ -105,7 +107,7 @@ def say_doubts(found: Iterable[RunState]) -> None:
 
 
 def _attempt_row(attempt: Attempt, now: RunState) -> list[str]:
-    waits = now.word in ("waiting", "requeued", "held")
+    waits = now.word in WAITS
     current = attempt is now.attempts[-1] and now.alive and not waits and attempt.ended is None
     last = now.step if current else attempt.last_step
     end = attempt.ended or (time.time() if current else None)
@@ -160,7 +162,7 @@ def _cancel_in_pack(run_dir: RunDir, now: RunState) -> None:
     """End this run; the others of its job go on. One that waits is left out when the job starts (again)."""
     _refuse_while_setting_up(run_dir, now)
     with _asking(run_dir, "cancel"):
-        if now.word == "running":
+        if now.word not in (*WAITS, "stopping"):
             _client(run_dir).signal(_step_id(now), "TERM")
 
 
@@ -169,7 +171,7 @@ def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> int:
     now = state(run_dir)
     if not now.alive:
         raise ClusterError(f"run {run_dir.id} is not running: {now.sentence}", hint=f"resume {run_dir.id}")
-    if now.word in ("waiting", "requeued", "held"):
+    if now.word in WAITS:
         if action == "preempt":
             raise ClusterError(
                 f"run {run_dir.id} is not running but {now.word}", hint=f"requeue {run_dir.id} starts it now"
@@ -206,6 +208,9 @@ def _refuse_while_setting_up(run_dir: RunDir, now: RunState) -> None:
 
 
 def _step_id(now: RunState) -> str:
+    """Of a running run. Raises: ClusterError: whether it runs cannot be known."""
+    if now.doubt is not None:
+        raise ClusterError(f"SLURM cannot be asked: {now.doubt}", hint="try again later")
     step_id = now.attempts[-1].step_id
     assert step_id is not None  # rank 0 writes it down before the run is called running
     return step_id

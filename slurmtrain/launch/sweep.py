@@ -225,6 +225,15 @@ def draft(configs: Iterable[Config], cwd: Path) -> Draft:
 
 
 def _check_fits(config: Config, first: Config) -> None:
+    if _cluster_of(config) != _cluster_of(first):
+        raise ConfigError("the points of a sweep are on different clusters", hint="submit a sweep for each")
+    if config.sweep.pack != first.sweep.pack:
+        raise ConfigError(
+            f"the points of a sweep share sweep.pack, and these differ: {first.sweep.pack}, {config.sweep.pack}",
+            hint="submit a sweep for each",
+        )
+    if config.cluster.backend == "local":
+        return
     if config.requeue.mode == "chain":
         raise no_chain("in a sweep")
     if config.sweep.pack > 1 and config.requeue.mode == "resubmit":
@@ -232,13 +241,6 @@ def _check_fits(config: Config, first: Config) -> None:
             f"sweep.pack={config.sweep.pack} with requeue.mode=resubmit: runs of one job cannot each go on in one of their own",
             hint="requeue=requeue, where the cluster allows it, or requeue=off and `sweep retry`",
         )
-    if config.sweep.pack != first.sweep.pack:
-        raise ConfigError(
-            f"the points of a sweep share sweep.pack, and these differ: {first.sweep.pack}, {config.sweep.pack}",
-            hint="submit a sweep for each",
-        )
-    if _cluster_of(config) != _cluster_of(first):
-        raise ConfigError("the points of a sweep are on different clusters", hint="submit a sweep for each")
 
 
 def _cluster_of(config: Config) -> tuple[str | None, ...]:

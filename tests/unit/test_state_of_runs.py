@@ -281,6 +281,14 @@ def test_a_packed_run_is_reached_by_its_own_step(
     assert asked(fake_slurm) == [f"scancel --signal={'USR2' if verb == 'requeue' else 'TERM'} {JOB}.2"]
 
 
+@pytest.mark.parametrize("verb", ["cancel", "preempt"])
+def test_without_a_controller_a_packed_run_is_not_told_to_end(
+    packed: RunDir, fake_slurm: FakeSlurm, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([verb, packed.id]) == 1
+    assert "SLURM cannot be asked" in capsys.readouterr().err and not packed.request_file.exists()
+
+
 @pytest.mark.parametrize("before", ["", "requeue"])
 def test_a_packed_run_cancelled_while_it_waits_leaves_the_job_to_the_others(
     packed: RunDir, queue: Queue, fake_slurm: FakeSlurm, before: str
