@@ -20,8 +20,6 @@ from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.attempts import Attempt, write_request
 from slurmtrain.runtime.slurm import SlurmClient
 
-WAITS = ("waiting", "requeued", "held")  # in the queue
-
 
 def main(verb: str, words: list[str]) -> int:
     parser = Parser(prog=f"python -m slurmtrain {verb}", description=VERBS[verb].help)
@@ -107,7 +105,7 @@ def say_doubts(found: Iterable[RunState]) -> None:
 
 
 def _attempt_row(attempt: Attempt, now: RunState) -> list[str]:
-    waits = now.word in WAITS
+    waits = now.word in ("waiting", "requeued", "held")
     current = attempt is now.attempts[-1] and now.alive and not waits and attempt.ended is None
     last = now.step if current else attempt.last_step
     end = attempt.ended or (time.time() if current else None)
@@ -162,7 +160,7 @@ def _cancel_in_pack(run_dir: RunDir, now: RunState) -> None:
     """End this run; the others of its job go on. One that waits is left out when the job starts (again)."""
     _refuse_while_setting_up(run_dir, now)
     with _asking(run_dir, "cancel"):
-        if now.word not in (*WAITS, "stopping"):
+        if now.word in ("running", "unknown"):
             _client(run_dir).signal(_step_id(now), "TERM")
 
 
@@ -171,7 +169,7 @@ def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> int:
     now = state(run_dir)
     if not now.alive:
         raise ClusterError(f"run {run_dir.id} is not running: {now.sentence}", hint=f"resume {run_dir.id}")
-    if now.word in WAITS:
+    if now.word in ("waiting", "requeued", "held"):
         if action == "preempt":
             raise ClusterError(
                 f"run {run_dir.id} is not running but {now.word}", hint=f"requeue {run_dir.id} starts it now"
