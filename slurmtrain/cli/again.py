@@ -1,18 +1,19 @@
-"""begin and again: for the batch script, where SLURM does not requeue. See requeue.mode.
+"""begin and again: for the batch script. See requeue.mode and sweep.pack.
 
-`begin` prints "done" or "end" where a job of a chain has nothing left to do, and takes those after it out of the queue.
-`again` submits the run's next job.
+`begin` prints "done" or "end" where a job of a chain, or of a pack, has nothing left to do for a run; the jobs of the chain
+after it are taken out of the queue. `again` submits the run's next job.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.errors import ClusterError
 from slurmtrain.rundir import RunDir
-from slurmtrain.runtime import chain
+from slurmtrain.runtime import chain, pack
 from slurmtrain.runtime.settle import own_job_id
 from slurmtrain.runtime.slurm import SlurmClient
 
@@ -28,7 +29,10 @@ def main(verb: str, words: list[str]) -> int:
 
 
 def _begin(run_dir: RunDir, job_id: str | None) -> int:
-    over = chain.ended_before(run_dir)
+    if chain.links(run_dir.info()):
+        over = chain.ended_before(run_dir)
+    else:
+        over = pack.ended_before(run_dir, job_id, int(os.environ.get("SLURM_RESTART_COUNT", "0")))
     if over is not None:
         print(f"slurmtrain: run {run_dir.id} has ended before this job: {over}", file=sys.stderr)
         cancel_rest(run_dir, job_id)

@@ -183,6 +183,8 @@ def _cancel(run_dir: RunDir) -> int:
         return 0
     if _is_local(run_dir, now) or not now.own_job:
         _signal_rank_0(run_dir, now, "cancel", signal.SIGTERM)
+    elif now.packed:
+        _cancel_in_pack(run_dir, now)
     else:
         job_id = _job_id(now)
         with _asking(run_dir, "cancel"):
@@ -191,6 +193,14 @@ def _cancel(run_dir: RunDir) -> int:
     run_dir.event("cancel asked")
     print(f"run {run_dir.id} is told to end; it saves if time allows and does not come back")
     return 0
+
+
+def _cancel_in_pack(run_dir: RunDir, now: RunState) -> None:
+    """End this run; the others of its job go on. One that waits is left out when the job starts (again)."""
+    _refuse_while_setting_up(run_dir, now)
+    with _asking(run_dir, "cancel"):
+        if now.word in ("running", "unknown"):
+            _client(run_dir).signal(_step_id(now), "TERM")
 
 
 def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> int:
@@ -208,11 +218,7 @@ def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> int:
         _client(run_dir).start_now(_job_id(now))
         print(f"run {run_dir.id} is asked to start now")
         return 0
-    if now.word == "starting":  # a signal would reach nobody, or a shell that ignores it
-        raise ClusterError(
-            f"run {run_dir.id} is still setting up: {now.sentence}",
-            hint=f"try again when `status {run_dir.id}` shows steps",
-        )
+    _refuse_while_setting_up(run_dir, now)
     if now.word == "stopping":
         raise ClusterError(f"run {run_dir.id} is leaving already: {now.sentence}", hint=f"status {run_dir.id}")
     next_step = _next_step(run_dir, now)
@@ -220,13 +226,31 @@ def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> int:
         _signal_rank_0(run_dir, now, action, signal.SIGTERM if name == "TERM" else signal.SIGUSR2)
     else:
         with _asking(run_dir, action):
-            _client(run_dir).signal(_job_id(now), name)
+            _client(run_dir).signal(_step_id(now) if now.packed else _job_id(now), name)
     run_dir.event(f"{action} asked")
     goes_on = f"leave; {next_step} (logs {run_dir.id} -f)"
     print(
         f"run {run_dir.id} is told to save and {goes_on if next_step else f'end; `resume {run_dir.id}` continues it'}"
     )
     return 0
+
+
+def _refuse_while_setting_up(run_dir: RunDir, now: RunState) -> None:
+    """Raises: ClusterError: a signal would reach nobody, or a shell that ignores it."""
+    if now.word == "starting":
+        raise ClusterError(
+            f"run {run_dir.id} is still setting up: {now.sentence}",
+            hint=f"try again when `status {run_dir.id}` shows steps",
+        )
+
+
+def _step_id(now: RunState) -> str:
+    """Of a running run. Raises: ClusterError: whether it runs cannot be known."""
+    if now.doubt is not None:
+        raise ClusterError(f"SLURM cannot be asked: {now.doubt}", hint="try again later")
+    step_id = now.attempts[-1].step_id
+    assert step_id is not None  # rank 0 writes it down before the run is called running
+    return step_id
 
 
 @contextlib.contextmanager
@@ -261,6 +285,8 @@ def _next_step(run_dir: RunDir, now: RunState) -> str | None:
     mode = "requeue" if config.cluster.backend == "local" and config.requeue.mode != "off" else config.requeue.mode
     if mode == "chain" and not now.following:
         return None
+    if mode == "requeue" and now.packed:
+        return "it is requeued and resumes by itself when the others of its pack have left, too"
     return {
         "requeue": "it is requeued and resumes by itself",
         "resubmit": "it is submitted again and resumes by itself",

@@ -23,7 +23,7 @@ def main(verb: str, words: list[str]) -> int:
     run_dir = RunDir(options.run_dir)
     config = load_frozen(run_dir.config_file, with_secrets=False)
     judgement = settle(run_dir, options.attempt, options.exit_code, config, SlurmClient())
-    print(f"slurmtrain: attempt {options.attempt}: {judgement.sentence}", file=sys.stderr)
+    print(f"slurmtrain: run {run_dir.id}, attempt {options.attempt}: {judgement.sentence}", file=sys.stderr)
     print(judgement.verdict)
     if config.requeue.mode == "chain" and judgement.verdict in (Verdict.DONE, Verdict.END):
         cancel_rest(run_dir, own_job_id())

@@ -30,7 +30,7 @@ def main(arguments: Arguments) -> int:
     if arguments.verb == "render":
         return _render(config, arguments)
     runs = arguments.options.get("--after")
-    plan = _starting_after(config, runs) if runs is not None else config
+    plan = starting_after(config, runs) if runs is not None else config
     if "--dry-run" in arguments.options:
         print(dry_run(plan, Path.cwd()), end="")
         return 0
@@ -39,7 +39,7 @@ def main(arguments: Arguments) -> int:
     try:
         return _submit(plan, arguments)
     except Refused:  # one of the runs may have ended since, and SLURM may have forgotten its job
-        later = _starting_after(config, runs) if runs is not None else plan
+        later = starting_after(config, runs) if runs is not None else plan
         if later == plan:
             raise
         return _submit(later, arguments)
@@ -56,14 +56,15 @@ def compose_and_validate(arguments: Arguments) -> Config:
     return config
 
 
-def _starting_after(config: Config, runs: str) -> Config:
-    from slurmtrain.launch.after import starting_after
+def starting_after(config: Config, runs: str) -> Config:
+    """As in launch.after; refused for cluster=local."""
+    from slurmtrain.launch import after
 
     if config.cluster.backend == "local":
         raise UsageError(
             "--after is for jobs of SLURM, and cluster=local has no queue", hint="submit when it has finished"
         )
-    return starting_after(config, runs, rundir.runs_root())
+    return after.starting_after(config, runs, rundir.runs_root())
 
 
 def _check_not_in_vain(run_dir: RunDir, runs: str, client: SlurmClient) -> None:

@@ -25,30 +25,35 @@ from slurmtrain.cli.columns import (
     urgency,
 )
 from slurmtrain.cli.runs import say_doubts, say_unreadable
+from slurmtrain.cli.submit import starting_after
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, watch
 from slurmtrain.config.compose import Primary, search_folders
-from slurmtrain.config.points import check, composing
-from slurmtrain.errors import UsageError
+from slurmtrain.config.points import Grid, check, composing
+from slurmtrain.errors import EXIT_REQUEUE, ClusterError, UsageError
 from slurmtrain.launch import collect
 from slurmtrain.launch import sweep as sweeps
+from slurmtrain.launch.after import find_runs
+from slurmtrain.launch.here import alone, run_here
 from slurmtrain.launch.progress import eta_of_all, lowest, roughly
 from slurmtrain.launch.state import RunState
-from slurmtrain.launch.submit import check_slurm_is_here, dry_run, slurm_conf_of
+from slurmtrain.launch.submit import check_slurm_is_here, slurm_conf_of
 from slurmtrain.launch.sweep import Point, Sweep
+from slurmtrain.launch.throttle import throttle
 from slurmtrain.launch.timeplan import look_ahead
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.slurm import SlurmClient
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"  # Hydra's own: choices and nothing else
 
+DONE_WITH = {"finished", "removed"}  # states of runs that nobody has to start again
+
 
 def submit(arguments: Arguments) -> int:
-    """Expand, compose and validate all points, then submit what is not there yet."""
+    """Expand, compose and validate all points, then submit what is not there yet, or run it here with cluster=local."""
     options, cwd = arguments.options, Path.cwd()
-    for option in ("--after", "--follow"):
-        if option in options:
-            raise UsageError(f"{option} does not go with -m", hint="sweep status last shows how the points stand")
+    if "--follow" in options:
+        raise UsageError("--follow does not go with -m", hint="sweep status last shows how the points stand")
     parallelism = _positive(options.get("--array-parallelism"))
     name = options.get("--config-name", "config")
     primary = Primary(name, search_folders(name, options.get("--config-dir"), options.get("--config-path")))
@@ -58,21 +63,16 @@ def submit(arguments: Arguments) -> int:
 
             return search(composer, arguments, parallelism)
         grid = composer.expand(arguments.overrides)
-        if "--dry-run" in options:
-            for number, config in enumerate(check(composer, grid)):
-                if number == 0:
-                    print(dry_run(config, cwd), end="")
-            print(
-                f"# That is point 0, as a job of its own. {len(grid.points)} points vary: {', '.join(grid.keys) or 'nothing'}"
-            )
-            return 0
         draft = sweeps.draft(check(composer, grid), cwd)
-    client = SlurmClient(slurm_conf_of(draft.first))
-    check_slurm_is_here()
-    for warning in look_ahead(draft.first, Path(draft.first.job.runs_dir), client):
-        _say(f"warning: {warning}")
-    again = "--again" in options
-    sweep = None if again else sweeps.find_same(draft)
+    after = []
+    if "--after" in options:
+        starting_after(draft.first, options["--after"])  # whatever is wrong with that is said before anything is made
+        after = find_runs(options["--after"], rundir.runs_root())
+    if "--dry-run" in options:
+        return _dry_run(grid, sweeps.preview(draft, cwd, parallelism, after))
+    local = draft.first.cluster.backend == "local"
+    client = None if local else _client(draft)
+    sweep = None if "--again" in options else sweeps.find_same(draft)
     there = sweep is not None
     if sweep is None:
         sweep = sweeps.make(
@@ -80,16 +80,45 @@ def submit(arguments: Arguments) -> int:
             grid.varied,
             arguments.overrides,
             cwd,
-            max_array_size=client.max_array_size(),
+            max_array_size=client.max_array_size() if client is not None else None,
             parallelism=parallelism,
-            again=again,
+            after=after,
+            again="--again" in options,
         )
+    if client is None:
+        return _run_here(sweep, parallelism or sweep.pack, as_json="--json" in options)
+    if there and after and [str(run_dir.path) for run_dir in after] != sweep.info()["after"]:
+        _say(f"--after does not hold for {sweep.id}, which is there already")
+    if there and parallelism not in (None, sweep.info()["parallelism"]):
+        throttle(sweep, parallelism, client)
+    if parallelism is not None and draft.first.requeue.mode == "resubmit":
+        _say("--array-parallelism does not hold for points that are submitted again, each as a job (requeue=resubmit)")
+    return _submit(sweep, client, there=there, as_json="--json" in options)
+
+
+def _dry_run(grid: Grid, scripts: list[str]) -> int:
+    print(*scripts, sep="\n", end="")
+    how = f"{len(scripts)} array{'s' if len(scripts) > 1 else ''}" if scripts else "this machine, without SLURM"
+    print(f"# {len(grid.points)} points for {how}; what varies: {', '.join(grid.keys) or 'nothing'}")
+    return 0
+
+
+def _client(draft: sweeps.Draft) -> SlurmClient:
+    """SLURM, which has to be there; with a warning of what is likely to go wrong."""
+    client = SlurmClient(slurm_conf_of(draft.first))
+    check_slurm_is_here()
+    for warning in look_ahead(draft.first, Path(draft.first.job.runs_dir), client):
+        _say(f"warning: {warning}")
+    return client
+
+
+def _submit(sweep: Sweep, client: SlurmClient, *, there: bool, as_json: bool) -> int:
     submission = sweeps.submit_arrays(sweep, client, say=_say)
-    jobs = [*submission.found, *submission.submitted]
-    if "--json" in options:
-        print_json({"sweep": sweep.id, "path": str(sweep.path), "points": len(grid.points), "job_ids": jobs})
+    jobs, points = [*submission.found, *submission.submitted], sweep.point_count()
+    if as_json:
+        print_json({"sweep": sweep.id, "path": str(sweep.path), "points": points, "job_ids": jobs})
     else:
-        what = "is there already" if there else f"of {len(grid.points)} points is submitted"
+        what = "is there already" if there else f"of {points} points is submitted"
         print(f"sweep {sweep.id} {what}: job {', '.join(jobs) or 'none yet'}\n  {sweep.path}")
         if there and not submission.submitted:
             print(
@@ -98,6 +127,28 @@ def submit(arguments: Arguments) -> int:
         print(f"  sweep status {sweep.id}   sweep collect {sweep.id}   sweep cancel {sweep.id}   (or: last)")
     sweeps.check_submitted(submission)
     return 0
+
+
+def _run_here(sweep: Sweep, at_once: int, *, as_json: bool) -> int:
+    """Returns 0 when all points have finished, 75 when a person stopped it, else 1."""
+    if not as_json:
+        print(f"sweep {sweep.id} of {sweep.point_count()} points\n  {sweep.path}", flush=True)
+    with alone(sweep):
+        now = sweeps.states_of(sweep)
+        unfinished = [run_id for run_id, its in now.items() if its.word not in DONE_WITH and not its.alive]
+        to_the_end = run_here(sweep, unfinished, at_once, _say, show=at_once == 1 and not as_json)
+    states = counts(sweeps.states_of(sweep).values())
+    if as_json:
+        facts = {"sweep": sweep.id, "path": str(sweep.path), "points": sweep.point_count(), "job_ids": []}
+        print_json({**facts, "states": states})
+    else:
+        print(f"sweep {sweep.id}: {summary(states)}")
+        if set(states) != {"finished"}:
+            print("  the same command again goes on with what has not finished")
+        print(f"  sweep status {sweep.id}   sweep collect {sweep.id}   (or: last)")
+    if not to_the_end:
+        return EXIT_REQUEUE
+    return 0 if set(states) <= DONE_WITH else 1
 
 
 def main(verb: str, words: list[str]) -> int:
@@ -234,6 +285,8 @@ def _run_dir_of(sweep: Sweep, point: Point) -> RunDir | None:
 
 
 def _retry(sweep: Sweep, *, as_json: bool) -> int:
+    if sweep.info()["backend"] == "local":
+        return _run_here(sweep, sweep.info()["parallelism"] or sweep.pack, as_json=as_json)
     chosen = sweeps.add_retry(sweep)
     submission = sweeps.submit_arrays(sweep, sweeps.client_of(sweep), say=_say)
     if as_json:
@@ -248,6 +301,10 @@ def _retry(sweep: Sweep, *, as_json: bool) -> int:
 
 
 def _cancel(sweep: Sweep, *, as_json: bool) -> int:
+    if sweep.info()["backend"] == "local":
+        raise ClusterError(
+            f"{sweep.id} runs in the foreground, if at all", hint="Ctrl-C there; cancel RUN ends a single point"
+        )
     count = sweeps.cancel(sweep, sweeps.client_of(sweep))
     if as_json:
         print_json({"sweep": sweep.id, "cancelled": count})

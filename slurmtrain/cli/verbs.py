@@ -26,7 +26,8 @@ VERBS: dict[str, Verb] = {
         " [--array-parallelism N] [--again]",
         "submit a run, or run it here with cluster=local; --dry-run prints what sbatch would get; --after starts it when "
         "other runs have finished. With -m and choices (key=1,2) a sweep: all points as one array, N at a time; the same "
-        "command again submits only what is missing. With -m hydra/sweeper=optuna a search, which waits for results",
+        "command again submits only what is missing. sweep.pack=4 lets four small runs share each task; with cluster=local "
+        "the points run here, one after the other. With -m hydra/sweeper=optuna a search, which waits for results",
         "slurmtrain.cli.submit",
         composes=True,
         options=(

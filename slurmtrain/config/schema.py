@@ -161,6 +161,13 @@ class HooksConfig:
 
 
 @dataclass
+class SweepConfig:
+    """How the points of a sweep (`-m`) share jobs."""
+
+    pack: int = 1  # so many runs at the same time in one array task, on the CPUs, memory and GPUs of one run
+
+
+@dataclass
 class Config:
     """One experiment. `model` and `data` are open: whatever `_target_` takes."""
 
@@ -172,6 +179,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     requeue: RequeueConfig = field(default_factory=RequeueConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     hooks: HooksConfig = field(default_factory=HooksConfig)
     # Environment variables that the ranks get and nobody writes down: NAME -> "env" (of the shell that submits) or "file:PATH".
     secrets: dict[str, str] = field(default_factory=dict)

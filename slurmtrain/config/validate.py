@@ -281,6 +281,7 @@ def _check_ranges(config: Config) -> None:
         _at_least("requeue.chain_length", config.requeue.chain_length, 2, why="requeue=off submits a single job")
     _at_least("requeue.max_attempts_without_progress", config.requeue.max_attempts_without_progress, 1)
     _at_least("requeue.restart_delay_s", config.requeue.restart_delay_s, 0)
+    _at_least("sweep.pack", config.sweep.pack, 1)
     if config.job.kind == "train":
         for group in ("model", "data"):
             if not getattr(config, group).get("_target_"):

@@ -23,9 +23,29 @@ def starting_after(config: Config, references: str, root: Path) -> Config:
     Raises:
         UsageError: one of them is not known, has failed, or is nothing that SLURM can wait for.
     """
-    run_dirs = _named(references, root)
-    here, found = slurm_conf_of(config), states(run_dirs)
-    conditions = [_condition(run_dir, found[run_dir.id], here) for run_dir in dict.fromkeys(run_dirs)]
+    return waiting_for_runs(config, find_runs(references, root), slurm_conf_of(config))
+
+
+def find_runs(references: str, root: Path) -> list[RunDir]:
+    """Runs as a person names them, separated by commas.
+
+    Raises:
+        UsageError: one of them is not known, or there are none.
+    """
+    run_dirs = [rundir.find(reference.strip(), root) for reference in references.split(",") if reference.strip()]
+    if not run_dirs:
+        raise UsageError(f"--after {references!r} names no run", hint="--after RUN, or RUN,RUN")
+    return list(dict.fromkeys(run_dirs))
+
+
+def waiting_for_runs(config: Config, run_dirs: Sequence[RunDir], slurm_conf: str | None) -> Config:
+    """The config of a job on the cluster of `slurm_conf` that starts when these runs have finished.
+
+    Raises:
+        UsageError: one of them has failed, or is nothing that SLURM can wait for.
+    """
+    found = states(run_dirs)
+    conditions = [_condition(run_dir, found[run_dir.id], slurm_conf) for run_dir in run_dirs]
     return with_dependency(config, [condition for condition in conditions if condition])
 
 
@@ -37,18 +57,11 @@ def check_again(references: str, root: Path) -> None:
     Raises:
         UsageError: one has ended, and has not finished.
     """
-    for run_dir in _named(references, root):
+    for run_dir in find_runs(references, root):
         if is_over(run_dir):
             now = state(run_dir)
             if now.word != "finished":
                 raise _will_not_finish(run_dir, now)
-
-
-def _named(references: str, root: Path) -> list[RunDir]:
-    run_dirs = [rundir.find(reference.strip(), root) for reference in references.split(",") if reference.strip()]
-    if not run_dirs:
-        raise UsageError(f"--after {references!r} names no run", hint="--after RUN, or RUN,RUN")
-    return run_dirs
 
 
 def with_dependency(config: Config, conditions: Sequence[str]) -> Config:
@@ -78,7 +91,7 @@ def _condition(run_dir: RunDir, now: RunState, here: str | None) -> str | None:
     if not now.alive:
         raise _will_not_finish(run_dir, now)
     info = run_dir.info()
-    if now.job_id is None or not now.own_job:
+    if now.job_id is None or not now.own_job or now.packed:
         raise UsageError(
             f"run {run_dir.id} was not started as a job of its own, so SLURM cannot wait for it",
             hint="submit when it has finished",

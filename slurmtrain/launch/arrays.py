@@ -1,7 +1,8 @@
 """Which runs go into which array job: pure arithmetic, before anything is submitted.
 
 An array has one script, so runs that ask for different resources need different arrays. MaxArraySize caps the *index*
-(slurm.conf(5): the largest index is one less), so the second half of a long array has to begin at 0 again.
+(slurm.conf(5): the largest index is one less), so the second half of a long array has to begin at 0 again. One task of
+an array is one run, or a pack of runs that share it: the members 0 to pack - 1 are task 0, and so on.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ class Array:
     """One array job.
 
     Attributes:
-        members: numbers of the points, in the order of the array's indices.
+        members: numbers of the points, in the order of the array's tasks.
         parallelism: how many of its tasks may run at the same time; None: as many as there is room for.
         after: number of the array that has to end before this one begins, so that the limit holds for both together.
     """
@@ -26,31 +27,51 @@ class Array:
 
 
 def plan_arrays(
-    shapes: Sequence[Hashable], *, max_size: int | None = None, parallelism: int | None = None
+    shapes: Sequence[Hashable], *, max_size: int | None = None, parallelism: int | None = None, pack: int = 1
 ) -> list[Array]:
     """Arrays for points 0 to len(shapes) - 1.
 
     Args:
         shapes: what a point asks for; points of one array have the same.
         max_size: most tasks of an array.
-        parallelism: how many points may run at the same time, in all arrays together.
+        parallelism: how many points may run at the same time, in all arrays together; at least one pack does.
+        pack: how many points share a task.
     """
     by_shape: dict[Hashable, list[int]] = {}
     for number, shape in enumerate(shapes):
         by_shape.setdefault(shape, []).append(number)
     members = []
     for numbers in by_shape.values():
-        size = max_size or len(numbers)
+        size = (max_size or len(numbers)) * pack
         members += [tuple(numbers[begin : begin + size]) for begin in range(0, len(numbers), size)]
+    limits = limits_of([len(each) for each in members], parallelism, pack=pack)
+    together = parallelism is None or sum(limit or 0 for limit in limits) <= max(1, parallelism // pack)
+    return [
+        Array(each, limit, None if together or number == 0 else number - 1)
+        for number, (each, limit) in enumerate(zip(members, limits, strict=True))
+    ]
+
+
+def tasks_of(members: int, pack: int = 1) -> int:
+    """Tasks of an array with so many runs."""
+    return -(-members // pack)
+
+
+def limits_of(members: Sequence[int], parallelism: int | None, *, pack: int = 1) -> list[int | None]:
+    """How many tasks of each array may run at the same time, so that all together run `parallelism` points.
+
+    Where that is less than one task for each array, the limits are those of one array after the other.
+
+    Args:
+        members: runs of each array.
+    """
     if parallelism is None:
-        return [Array(each) for each in members]
-    if parallelism < len(members):  # not even one task for each: one array after the other
-        return [
-            Array(each, min(parallelism, len(each)), number - 1 if number else None)
-            for number, each in enumerate(members)
-        ]
-    shares = _share(parallelism, [len(each) for each in members])
-    return [Array(each, share) for each, share in zip(members, shares, strict=True)]
+        return [None] * len(members)
+    tasks = [tasks_of(each, pack) for each in members]
+    allowed = max(1, parallelism // pack)
+    if allowed < len(tasks):
+        return [min(allowed, each) for each in tasks]
+    return list(_share(allowed, tasks))
 
 
 def _share(total: int, sizes: Sequence[int]) -> list[int]:

@@ -29,6 +29,7 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import NAME, validate
 from slurmtrain.errors import ClusterError
+from slurmtrain.launch.here import alone
 from slurmtrain.launch.open_sweep import OpenSweep, Wanted, open_sweep
 from slurmtrain.launch.state import RunState
 from slurmtrain.launch.submit import check_slurm_is_here, slurm_conf_of, with_absolute_paths
@@ -107,7 +108,7 @@ class Tasks:
                 write_json(task, {**facts, "path": [os.path.abspath(each) for each in sys.path]})
             wanted.append(Wanted(_varied(overrides), self._run_config(task)))
         try:
-            with opened.steering():
+            with alone(opened.sweep):
                 ended = opened.run(wanted, lambda run_dir, now: None)
         except BaseException:
             self._cut_short = True

@@ -6,7 +6,6 @@ jobs go on; the next one finds the points that it asks for again, with their res
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +14,10 @@ from pathlib import Path
 
 from slurmtrain import rundir
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import EXIT_REQUEUE, ClusterError
 from slurmtrain.launch import sweep as sweeps
 from slurmtrain.launch.arrays import plan_arrays
-from slurmtrain.launch.claims import Owner, claimed, renew
-from slurmtrain.launch.local import run_local
+from slurmtrain.launch.claims import renew
+from slurmtrain.launch.here import run_here
 from slurmtrain.launch.state import RunState, is_over, states
 from slurmtrain.launch.submit import with_absolute_paths
 from slurmtrain.launch.sweep import Draft, Point, Sweep
@@ -45,8 +43,7 @@ class Wanted:
 @dataclass(frozen=True)
 class OpenSweep:
     """Attributes:
-    client: of the cluster; None: the runs are processes of this machine, one after the other.
-    max_array_size: most tasks of an array.
+    client: of the cluster; None: the runs are processes of this machine.
     say: told what a person may want to know.
     """
 
@@ -55,27 +52,10 @@ class OpenSweep:
     client: SlurmClient | None
     say: Callable[[str], None]
 
-    @contextlib.contextmanager
-    def steering(self) -> Iterator[None]:
-        """Be the process that adds points.
-
-        Raises:
-            ClusterError: another one is at it.
-        """
-
-        def refuse(owner: Owner) -> None:
-            raise ClusterError(
-                f"process {owner['pid']} on {owner['host']} steers sweep {self.sweep.id} already",
-                hint=f"sweep status {self.sweep.id} shows how it stands; when that process has ended, start again",
-            )
-
-        with claimed(self.sweep.path, refuse):
-            yield
-
     def run(
         self, wanted: Sequence[Wanted], on_end: Callable[[RunDir, RunState], None]
     ) -> list[tuple[RunDir, RunState]]:
-        """Submit what has not been, and wait until all have ended. In the order of `wanted`.
+        """Submit what has not been, and wait until all have ended. In the order of `wanted`. Within `alone`.
 
         Args:
             on_end: called with every run when it has ended, those included that had ended before.
@@ -118,9 +98,8 @@ class OpenSweep:
             planned = {run_id for number in numbers for run_id in self.sweep.members(number)}
             new = [run_id for run_id in shapes if run_id not in planned]
             size = self.client.max_array_size()
-            arrays = plan_arrays(
-                [shapes[run_id] for run_id in new], max_size=size, parallelism=self.sweep.info()["parallelism"]
-            )
+            limit, pack = self.sweep.info()["parallelism"], self.sweep.pack
+            arrays = plan_arrays([shapes[run_id] for run_id in new], max_size=size, parallelism=limit, pack=pack)
             if not new or sweeps.append_arrays(self.sweep, len(numbers), new, arrays):
                 break
         sweeps.check_submitted(sweeps.submit_arrays(self.sweep, self.client, say=self.say))
@@ -128,10 +107,11 @@ class OpenSweep:
     def _ended(self, run_dirs: Sequence[RunDir]) -> Iterator[tuple[RunDir, RunState]]:
         """Every run, as it ends."""
         if self.client is None:
-            for run_dir in dict.fromkeys(run_dirs):
-                if not is_over(run_dir) and run_local(run_dir, self.say) == EXIT_REQUEUE:
-                    raise KeyboardInterrupt  # it was told to stop, and so are we
-                yield run_dir, states([run_dir])[run_dir.id]
+            left = [run_dir.id for run_dir in dict.fromkeys(run_dirs) if not is_over(run_dir)]
+            if not run_here(self.sweep, left, self.sweep.info()["parallelism"] or 1, self.say, show=True):
+                raise KeyboardInterrupt  # they were told to stop, and so is this process
+            now = states(run_dirs)
+            yield from ((run_dir, now[run_dir.id]) for run_dir in dict.fromkeys(run_dirs))
             return
         waiting = dict.fromkeys(run_dirs)
         asked = time.monotonic()

@@ -15,7 +15,7 @@ from slurmtrain import __version__
 from slurmtrain.config.compose import SECRET_REFERENCE
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.secrets import path_of
-from slurmtrain.launch.arrays import array_option
+from slurmtrain.launch.arrays import array_option, tasks_of
 from slurmtrain.resources import shipped
 
 # A rank must survive the signals of a preemption before its handlers are there. Dispositions that are "ignored"
@@ -28,16 +28,22 @@ class JobPaths:
     """What the script needs to know of the file system.
 
     Attributes:
-        run_dirs: one run directory, or one per array task.
+        run_dirs: one run directory, or those of all array tasks.
         workdir: where the ranks run, relative to each run directory ("code", "code/sub"), or absolute.
         python: the interpreter that submits; the batch shell runs `settle` with it.
         parallelism: how many tasks of an array may run at the same time; None: as many as there is room for.
+        pack: how many runs share a task.
     """
 
     run_dirs: Sequence[Path]
     workdir: str
     python: str
     parallelism: int | None = None
+    pack: int = 1
+
+    @property
+    def tasks(self) -> int:
+        return tasks_of(len(self.run_dirs), self.pack)
 
 
 def render_script(config: Config, paths: JobPaths) -> str:
@@ -61,9 +67,11 @@ def render_script(config: Config, paths: JobPaths) -> str:
         version=__version__,
         directives=sbatch_directives(config, paths),
         run_dirs=paths.run_dirs,
+        pack=paths.pack,
+        tasks=paths.tasks,
         setup=setup_lines(config.cluster),
         env=config.cluster.env,
-        cpus_per_task=config.cluster.cpus_per_task,
+        threads=max(1, config.cluster.cpus_per_task // paths.pack),
         workdir=workdir,
         pythonpath=":".join(roots),
         srun=srun_words(config.cluster, paths),
@@ -78,9 +86,8 @@ def render_script(config: Config, paths: JobPaths) -> str:
 def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
     """The #SBATCH lines, in the order in which a person reads them."""
     cluster = config.cluster
-    array = len(paths.run_dirs) > 1
     gpus = f"{cluster.gpu_type}:{cluster.gpus_per_node}" if cluster.gpu_type else cluster.gpus_per_node
-    logs = paths.run_dirs[0].parent / "slurm-%A_%a.log" if array else paths.run_dirs[0] / "slurm-%j.log"
+    log = "slurm-%A_%a.log" if paths.tasks > 1 else "slurm-%j.log"
     options: list[tuple[str, object]] = [
         ("job-name", config.job.name),
         ("partition", cluster.partition),
@@ -99,13 +106,13 @@ def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
         ("reservation", cluster.reservation),
         ("exclude", cluster.exclude),
         ("exclusive", cluster.exclusive),
-        ("array", array_option(len(paths.run_dirs), paths.parallelism)),
+        ("array", array_option(paths.tasks, paths.parallelism)),
         ("dependency", _dependency(config)),
         # Without --requeue a preempted job is cancelled before its first line runs, and a dead node ends it.
         ("requeue" if config.requeue.mode == "requeue" else "no-requeue", True),
         # A restart would truncate the log of the attempt before.
         ("open-mode", "append"),
-        ("output", logs),
+        ("output", (paths.run_dirs[0].parent if len(paths.run_dirs) > 1 else paths.run_dirs[0]) / log),
         *sorted((name, value) for name, value in cluster.sbatch.items() if name != "dependency"),
     ]
     return [text for name, value in options if (text := _directive(name, value))]
@@ -179,6 +186,7 @@ def srun_words(cluster: ClusterConfig, paths: JobPaths) -> list[str]:
         f"--cpus-per-task={cluster.cpus_per_task}",
         "--kill-on-bad-exit=1",
         f"--wait={cluster.srun_wait_s}",
+        *(["--overlap"] if paths.pack > 1 else []),
         "--unbuffered",
         '--output="$attempt_dir/rank-%t.log"',
     ]

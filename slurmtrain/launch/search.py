@@ -17,6 +17,7 @@ from slurmtrain.config.points import Composer
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ClusterError, SlurmtrainError
 from slurmtrain.launch import collect
+from slurmtrain.launch.here import alone
 from slurmtrain.launch.hydra_tasks import without_hydra
 from slurmtrain.launch.open_sweep import OpenSweep, Wanted
 from slurmtrain.launch.state import RunState
@@ -65,7 +66,7 @@ class Search:
         assert hydra is not None
         folder = str(self._open_sweep.sweep.path).replace("'", "\\'")
         words = [*overrides, LAUNCHER, f"hydra.sweep.dir='{folder}'", search_path(primary.folders[1:])]
-        with self._open_sweep.steering():
+        with alone(self._open_sweep.sweep):
             hydra.multirun(primary.name, self, words)
 
     def launch(self, jobs: Sequence[tuple[Sequence[str], Any]]) -> list[JobReturn]:

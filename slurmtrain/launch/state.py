@@ -18,7 +18,7 @@ from typing import Any
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.progress import Progress, at_about, read_progress
 from slurmtrain.launch.reasons import in_words, is_held
-from slurmtrain.rundir import RunDir, read_json
+from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts, process
 from slurmtrain.runtime.attempts import Attempt
 from slurmtrain.runtime.chain import links
@@ -39,8 +39,9 @@ class RunState:
         "stopped", "failed", "lost"; of a sweep's point also "removed".
     sentence: why, and what comes next.
     alive: SLURM or a local launcher still has it, or may have it for all that can be known here.
-    own_job: the job is this run's alone; False where somebody started the run inside of an allocation.
+    own_job: it was submitted as this job; False where somebody started the run inside of an allocation.
     progress: how far it is.
+    packed: the job is that of other runs, too (sweep.pack).
     doubt: why SLURM could not be asked, where it should have been.
     following: jobs of its chain that wait for this one.
     reason: SLURM's word for why its job waits or is held.
@@ -54,6 +55,7 @@ class RunState:
     job_id: str | None
     progress: Progress = field(default_factory=Progress)
     own_job: bool = True
+    packed: bool = False
     doubt: str | None = None
     following: tuple[str, ...] = ()
     reason: str | None = None
@@ -157,6 +159,10 @@ class _Record:
         return self.job_id in self.info["job_ids"] or self._has_log(self.job_id)
 
     @property
+    def packed(self) -> bool:
+        return bool(self.info.get("packed"))
+
+    @property
     def has_begun(self) -> bool:
         """The last attempt belongs to the latest job, or to one that it carries on from, rather than to one before."""
         if self.last is None or self.job_id is None:
@@ -182,6 +188,11 @@ class _Record:
         return last is not None and not last.started and last.verdict is None and self.setup_failed is None
 
     @property
+    def waits(self) -> bool:
+        """No attempt is under way, as far as the run's files say."""
+        return self.last is None or not self.has_begun or self.last.verdict is not None
+
+    @property
     def over(self) -> bool:
         """The last attempt is the last there will be."""
         if self.last is None or not self.has_begun:
@@ -190,10 +201,7 @@ class _Record:
 
     def cancelled(self, queued: str) -> bool:
         """By scancel, while SLURM still remembers, or by `cancel RUN` after what the last attempt could know of."""
-        since = (self.last.ended or self.last.started) if self.last is not None else 0.0
-        request = read_json(self.run_dir.request_file) or {}
-        asked = request.get("action") == "cancel" and float(request.get("time", 0)) >= since
-        return queued == "CANCELLED" or asked
+        return queued == "CANCELLED" or attempts.cancelled_after(self.run_dir, self.last)
 
     def _has_log(self, job_id: str | None) -> bool:
         name = f"slurm-{job_id}.log"  # an array's task has it in the folder above
@@ -290,6 +298,7 @@ def _state(record: _Record, queue: _Queue) -> RunState:
         record.job_id,
         progress=read_progress(record.run_dir, record.info.get("steps"), running_since=running_since),
         own_job=record.own_job,
+        packed=record.packed,
         doubt=None if without_slurm else queue.doubt,
         following=record.following,
         reason=job.reason if waits else None,
@@ -306,9 +315,10 @@ def _expected_start(job: QueuedJob) -> float | None:
 def _without_slurm(record: _Record) -> tuple[str, str, bool]:
     """A run on this machine, or on another one: its processes are all there is to look at."""
     last = record.last
-    if last is None and not record.local:
-        return "prepared", f"not submitted yet: sbatch {record.run_dir.script}", False
-    if last is None or record.over:
+    if last is None:
+        how = f"`resume {record.id}` starts it" if record.local else f"sbatch {record.run_dir.script}"
+        return "prepared", f"not {'started' if record.local else 'submitted'} yet: {how}", False
+    if record.over:
         return *_ended(record), False
     if last.started and last.verdict is None:
         lives = process_lives(last)
@@ -329,8 +339,7 @@ def _without_slurm(record: _Record) -> tuple[str, str, bool]:
 def _unasked(record: _Record) -> tuple[str, str, bool]:
     """A run under SLURM, when SLURM does not answer: what has no end on record may be alive."""
     last = record.last
-    waits = last is None or not record.has_begun or last.verdict is not None or record.setting_up
-    if record.over or (waits and record.cancelled("")):
+    if record.over or ((record.waits or record.setting_up) and record.cancelled("")):
         return *_ended(record), False
     if last is None or not record.has_begun:
         known = f"job {record.job_id} was submitted and has left no attempt yet"
@@ -346,6 +355,9 @@ def _unasked(record: _Record) -> tuple[str, str, bool]:
 def _asked(record: _Record, job: QueuedJob) -> tuple[str, str, bool]:
     """A run under SLURM, with what squeue says of its job; an empty line when it has forgotten it."""
     last, job_id, queued = record.last, record.job_id, job.state
+    waits = record.waits or queued == "PENDING"
+    if record.packed and (record.over or (waits and record.cancelled(""))):
+        return *_ended(record), False  # whatever the job does for the others
     if queued == "PENDING" and not (record.chain and record.over):
         return *_pending(record, job), True  # before all else: somebody may have requeued a job that had ended
     if not queued or queued in GONE or record.over:  # a job may outlive the run: an allocation does
@@ -354,6 +366,8 @@ def _asked(record: _Record, job: QueuedJob) -> tuple[str, str, bool]:
         return "stopping", f"job {job_id}: the last ranks are leaving", True
     if last is not None and last.verdict in (Verdict.RESUBMIT, Verdict.NEXT) and last.job_id == job_id:
         return "stopping", f"{last.sentence}; job {job_id} is about to leave", True
+    if record.packed and last is not None and last.verdict == Verdict.REQUEUE and last.job_id == job_id:
+        return "stopping", f"{last.sentence} when the others of its pack have left job {job_id}", True
     if last is not None and record.setting_up:
         return "starting", f"attempt {last.number} is setting up, job {job_id}", True
     if last is None or not record.has_begun or last.verdict is not None:

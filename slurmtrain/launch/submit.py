@@ -119,8 +119,8 @@ def resubmit(
 
 
 def note(run_dir: RunDir, job_id: str, **facts: object) -> None:
-    """Write down that this job is the run's latest."""
-    run_dir.update_info(job_ids=[*run_dir.info()["job_ids"], job_id])
+    """Write down that this job is the run's latest, and its alone."""
+    run_dir.update_info(job_ids=[*run_dir.info()["job_ids"], job_id], packed=False)
     run_dir.event("submitted", job_id=job_id, **facts)
 
 
@@ -237,8 +237,8 @@ def _runs_dir(config: Config, cwd: Path) -> Path:
 
 
 def _alone(run_dir: RunDir, script: str) -> str:
-    """The script of a run that was an array's task, for that run by itself."""
-    if "\n#SBATCH --array=" not in script:
+    """The script of a run that was one of several of an array or a pack, for that run by itself."""
+    if "\nrun_dirs=(" not in script:
         return script
     config = load_frozen(run_dir.config_file, with_secrets=False)  # a script on disk
     return render_script(config, JobPaths([run_dir.path], run_dir.info()["workdir"], sys.executable))

@@ -32,21 +32,21 @@ from slurmtrain.config.compose import freeze, load_frozen, to_values
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError, UsageError
 from slurmtrain.launch import making
-from slurmtrain.launch.after import with_dependency
-from slurmtrain.launch.arrays import Array, plan_arrays
+from slurmtrain.launch.after import waiting_for_runs, with_dependency
+from slurmtrain.launch.arrays import Array, plan_arrays, tasks_of
 from slurmtrain.launch.claims import Owner, claimed, claims
 from slurmtrain.launch.handover import TOKEN_PREFIX, Patience, Refused, SubmitLimit, check, export_option, hand_over
 from slurmtrain.launch.sbatch import JobPaths, render_script
 from slurmtrain.launch.snapshot import find_source, take_snapshot
 from slurmtrain.launch.state import RunState, is_over, states
-from slurmtrain.launch.submit import no_chain, run_info, steps_of, with_absolute_paths
+from slurmtrain.launch.submit import PLACEHOLDER_ID, no_chain, run_info, slurm_conf_of, steps_of, with_absolute_paths
 from slurmtrain.rundir import RunDir, read_json, write_json
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.slurm import SlurmClient
 
 REMOVED = RunState("removed", "its run directory is gone", False, [], None)
 RETRIED = ("failed", "lost", "stopped")
-OF_THE_SWEEP = ("token", "parallelism")  # in sweep.json; the rest says the same of every run
+OF_THE_SWEEP = ("token", "parallelism", "pack", "after")  # in sweep.json; the rest says the same of every run
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,21 @@ class Sweep:
         """From 0 on, without a gap."""
         return sorted(int(path.name) for path in self.arrays.iterdir() if path.name.isdigit())
 
+    @property
+    def pack(self) -> int:
+        """How many runs share a task of an array."""
+        return int(self.info()["pack"])
+
     def members(self, number: int) -> list[str]:
-        """Run ids of an array, in the order of its indices."""
+        """Run ids of an array, in the order of its tasks."""
         return list((read_json(self.array(number) / "plan.json") or {})["members"])
+
+    def elements(self, number: int, job_id: str) -> dict[str, str]:
+        """The task of every run of an array, as SLURM names it, when the array is this job."""
+        members, pack = self.members(number), self.pack
+        if tasks_of(len(members), pack) == 1:
+            return dict.fromkeys(members, job_id)
+        return {run_id: f"{job_id}_{index // pack}" for index, run_id in enumerate(members)}
 
     def job_id(self, number: int) -> str | None:
         job = read_json(self.array(number) / "job.json")
@@ -160,6 +172,7 @@ class Draft:
         shapes: what they ask of the cluster, by identity.
         steps: that they are to do, by identity.
         identities: of every point, in order.
+        asking: a config of every shape.
         search: of a sweep whose points are chosen on the way: what they are chosen by, as text.
     """
 
@@ -168,6 +181,7 @@ class Draft:
     shapes: dict[str, str] = dataclasses.field(default_factory=dict)
     steps: dict[str, int | None] = dataclasses.field(default_factory=dict)
     identities: list[str] = dataclasses.field(default_factory=list)
+    asking: dict[str, Config] = dataclasses.field(default_factory=dict)
     search: str | None = None
 
     @property
@@ -191,11 +205,30 @@ class Draft:
         identity = identity_of(config)
         self.identities.append(identity)
         if identity not in self.frozen:
-            _check_fits(config, self.first, local_too=self.search is not None)
+            _check_fits(config, self.first)
             self.frozen[identity] = freeze(config)
             self.shapes[identity] = _shape(config)
+            self.asking.setdefault(self.shapes[identity], config)
             self.steps[identity] = steps_of(config)
         return identity
+
+    @property
+    def id(self) -> str:
+        return f"{self.first.job.name}.sweep-{self.identity}"
+
+    def run_ids(self, stamp: str) -> dict[str, str]:
+        """The run of every config, by identity: it has the number of the first point with that config."""
+        found: dict[str, str] = {}
+        for number, identity in enumerate(self.identities):
+            found.setdefault(identity, f"{stamp}-{number:04d}")
+        return found
+
+    def arrays(self, max_array_size: int | None, parallelism: int | None) -> list[Array]:
+        """Which of the configs, in the order of `run_ids`, are in which array; with cluster=local there are none."""
+        if self.first.cluster.backend == "local":
+            return []
+        shapes = [self.shapes[identity] for identity in self.run_ids("")]
+        return plan_arrays(shapes, max_size=max_array_size, parallelism=parallelism, pack=self.first.sweep.pack)
 
 
 def draft(configs: Iterable[Config], cwd: Path) -> Draft:
@@ -214,16 +247,27 @@ def draft(configs: Iterable[Config], cwd: Path) -> Draft:
     return found
 
 
-def _check_fits(config: Config, first: Config, *, local_too: bool) -> None:
-    if config.cluster.backend == "local" and not local_too:
+def _check_fits(config: Config, first: Config) -> None:
+    if _cluster_of(config) != _cluster_of(first):
+        raise ConfigError("the points of a sweep are on different clusters", hint="submit a sweep for each")
+    if config.sweep.pack != first.sweep.pack:
         raise ConfigError(
-            "a sweep with cluster=local is not supported",
-            hint="sandbox up, then cluster=sandbox: a throwaway SLURM on this machine",
+            f"the points of a sweep share sweep.pack, and these differ: {first.sweep.pack}, {config.sweep.pack}",
+            hint="submit a sweep for each",
         )
+    if config.cluster.backend == "local":
+        return
     if config.requeue.mode == "chain":
         raise no_chain("in a sweep")
-    if (config.cluster.slurm_conf, config.cluster.sandbox) != (first.cluster.slurm_conf, first.cluster.sandbox):
-        raise ConfigError("the points of a sweep are on different clusters", hint="submit a sweep for each")
+    if config.sweep.pack > 1 and config.requeue.mode == "resubmit":
+        raise ConfigError(
+            f"sweep.pack={config.sweep.pack} with requeue.mode=resubmit: runs of one job cannot each go on in one of their own",
+            hint="requeue=requeue, where the cluster allows it, or requeue=off and `sweep retry`",
+        )
+
+
+def _cluster_of(config: Config) -> tuple[str | None, ...]:
+    return (config.cluster.backend, config.cluster.slurm_conf, config.cluster.sandbox)
 
 
 def _shape(config: Config) -> str:
@@ -237,7 +281,7 @@ def _shape(config: Config) -> str:
 def find_same(draft: Draft) -> Sweep | None:
     """The newest sweep with the same points, if there is one."""
     runs = Path(draft.first.job.runs_dir)
-    name = f"{draft.first.job.name}.sweep-{draft.identity}"
+    name = draft.id
     found = [path for path in (runs / name, *runs.glob(f"{name}.[0-9]*")) if rundir.is_sweep(path)]
     return Sweep(max(found, key=lambda path: int(path.name.removeprefix(name).lstrip(".") or 1))) if found else None
 
@@ -250,6 +294,7 @@ def make(
     *,
     max_array_size: int | None = None,
     parallelism: int | None = None,
+    after: Sequence[RunDir] = (),
     again: bool = False,
 ) -> Sweep:
     """Make the sweep's folder, with a run directory for every point. Another shell may make the same: then it is its.
@@ -258,6 +303,7 @@ def make(
         varied: what distinguishes point i.
         max_array_size: most tasks of an array.
         parallelism: how many points may run at the same time.
+        after: runs that have to finish first.
         again: beside one with the same points.
 
     Raises:
@@ -266,7 +312,7 @@ def make(
     job = draft.first.job
     runs = Path(job.runs_dir)
     source = find_source(job, cwd)
-    name = f"{job.name}.sweep-{draft.identity}"
+    name = draft.id
     try:
         (runs / rundir.PREPARING).mkdir(parents=True, exist_ok=True)
         making.remove_left_over(runs)
@@ -279,27 +325,43 @@ def make(
         ) from None
     try:
         snapshot = take_snapshot(job, source, temporary.code)
-        info = run_info(draft.first, overrides, snapshot, source, cwd)
+        pack = draft.first.sweep.pack
+        info = {**run_info(draft.first, overrides, snapshot, source, cwd), "packed": pack > 1}
         stamp = rundir.new_run_id()
-        run_ids: dict[str, str] = {}
+        run_ids = draft.run_ids(stamp)
         with temporary.points_file.open("x") as file:
             for number, identity in enumerate(draft.identities):
-                run_id = run_ids.setdefault(identity, f"{stamp}-{number:04d}")
+                run_id = run_ids[identity]
                 point = Point(number, varied(number), identity, draft.shapes[identity], run_id)
                 file.write(json.dumps(asdict(point)) + "\n")
                 if run_id == f"{stamp}-{number:04d}":  # the first of those with this config
                     _make_run(temporary.run_dir(run_id), point, draft, info)
-        arrays = plan_arrays(
-            [draft.shapes[identity] for identity in run_ids], max_size=max_array_size, parallelism=parallelism
-        )
         ids = list(run_ids.values())
         temporary.arrays.mkdir(mode=0o700)
-        for number, array in enumerate(arrays):
+        for number, array in enumerate(draft.arrays(max_array_size, parallelism)):
             _make_array(temporary, number, [ids[member] for member in array.members], array)
-        write_json(temporary.info_file, {**info, "token": secrets.token_hex(4), "parallelism": parallelism})
+        facts = {"parallelism": parallelism, "pack": pack, "after": [str(run_dir.path) for run_dir in after]}
+        write_json(temporary.info_file, {**info, **facts, "token": secrets.token_hex(4)})
         return _publish(temporary, runs / name, again=again)
     finally:
         shutil.rmtree(temporary.path, ignore_errors=True)
+
+
+def preview(draft: Draft, cwd: Path, parallelism: int | None = None, after: Sequence[RunDir] = ()) -> list[str]:
+    """The scripts that would be handed to sbatch, one an array. Nothing is made."""
+    job = draft.first.job
+    runs = [Path(job.runs_dir) / draft.id / run_id for run_id in draft.run_ids(PLACEHOLDER_ID).values()]
+    workdir = find_source(job, cwd).workdir
+    shapes = [draft.shapes[identity] for identity in draft.run_ids("")]
+    scripts = []
+    for array in draft.arrays(None, parallelism):
+        config = draft.asking[shapes[array.members[0]]]
+        if after:
+            config = waiting_for_runs(config, after, slurm_conf_of(config))
+        members = [runs[member] for member in array.members]
+        paths = JobPaths(members, workdir, sys.executable, parallelism=array.parallelism, pack=draft.first.sweep.pack)
+        scripts.append(render_script(config, paths))
+    return scripts
 
 
 def _publish(temporary: Sweep, path: Path, *, again: bool) -> Sweep:
@@ -498,14 +560,14 @@ def _link_script(script: Path, run_dir: RunDir) -> None:
 def _job_of_attempts(sweep: Sweep, number: int) -> str | None:
     """The job of an array whose submitter was killed, by what its tasks have left: SLURM soon forgets what has ended."""
     known = {sweep.job_id(each) for each in sweep.array_numbers()}
-    members = sweep.members(number)
-    for index, run_id in enumerate(members):
+    elements = sweep.elements(number, "")
+    for run_id, suffix in elements.items():
         run_dir = sweep.run_dir(run_id)
-        if len(members) == 1:
-            logs = (path.stem.removeprefix("slurm-") for path in run_dir.path.glob("slurm-*.log"))
-            jobs = [job_id for job_id in logs if run_dir.exists() and job_id not in run_dir.info()["job_ids"]]
+        if not suffix:  # one task is no array
+            folder = run_dir.path if len(elements) == 1 else sweep.path
+            logs = [path.stem.removeprefix("slurm-") for path in folder.glob("slurm-*.log")] if run_dir.exists() else []
+            jobs = [job_id for job_id in logs if job_id.isdigit() and job_id not in run_dir.info()["job_ids"]]
         else:
-            suffix = f"_{index}"
             ran = (attempt.job_id or "" for attempt in attempts.all_attempts(run_dir))
             jobs = [job_id.removesuffix(suffix) for job_id in ran if job_id.endswith(suffix)]
         for job_id in jobs:
@@ -515,15 +577,22 @@ def _job_of_attempts(sweep: Sweep, number: int) -> str | None:
 
 
 def _script(sweep: Sweep, number: int) -> str:
-    """What is handed to sbatch for an array; of those that it waits for, what has been submitted by now."""
+    """What is handed to sbatch for an array; it waits for what has been submitted and not finished by now."""
     plan = read_json(sweep.array(number) / "plan.json") or {}
     run_dirs = [sweep.run_dir(run_id) for run_id in plan["members"]]
     config = load_frozen(run_dirs[0].config_file, with_secrets=False)
     before = sweep.job_id(plan["after"]) if plan["after"] is not None else None
+    info = sweep.info()
+    runs = [RunDir(Path(path)) for path in info["after"]]
+    config = waiting_for_runs(config, [run for run in runs if run.info_file.exists()], info["slurm_conf"])
     if before is not None and not _is_over(sweep, plan["after"]):
         config = with_dependency(config, [f"afterany:{before}"])
     paths = JobPaths(
-        [run_dir.path for run_dir in run_dirs], sweep.info()["workdir"], sys.executable, parallelism=plan["parallelism"]
+        [run_dir.path for run_dir in run_dirs],
+        info["workdir"],
+        sys.executable,
+        parallelism=plan["parallelism"],
+        pack=info["pack"],
     )
     return render_script(config, paths)
 
@@ -540,11 +609,9 @@ def note_jobs(sweep: Sweep, number: int) -> None:
     job = read_json(path)
     if job is None or job.get("noted"):
         return
-    members = sweep.members(number)
     conf = sweep.info()["slurm_conf"]
-    for index, run_id in enumerate(members):
+    for run_id, element in sweep.elements(number, str(job["job_id"])).items():
         run_dir = sweep.run_dir(run_id)
-        element = f"{job['job_id']}_{index}" if len(members) > 1 else str(job["job_id"])
         info = read_json(run_dir.info_file)
         if info is None or element in info["job_ids"]:  # None: removed by `runs prune`
             continue
@@ -626,7 +693,12 @@ def add_retry(sweep: Sweep) -> list[str]:
             return []
         for run_id in chosen:
             sweep.run_dir(run_id).request_file.unlink(missing_ok=True)
-        arrays = plan_arrays([shapes[run_id] for run_id in chosen], parallelism=sweep.info()["parallelism"])
+        arrays = plan_arrays(
+            [shapes[run_id] for run_id in chosen], parallelism=sweep.info()["parallelism"], pack=sweep.pack
+        )
+        if sweep.pack > 1:  # again, where they have had a job of their own since
+            for run_id in chosen:
+                sweep.run_dir(run_id).update_info(packed=True)
         if append_arrays(sweep, len(numbers), chosen, arrays):
             return chosen
 

@@ -28,6 +28,7 @@ class Attempt:
     """attempt.json. Times are unix seconds.
 
     Attributes:
+        step_id: the step of srun that its ranks are, with the job's own id, as in "17.0"; None outside of SLURM.
         first_step: steps done when it began; None until it has restored.
         last_step: steps done when it ended, as far as is known.
         committed_before, committed_step: the newest checkpoint when it began, and when it ended.
@@ -40,6 +41,7 @@ class Attempt:
 
     number: int
     job_id: str | None = None
+    step_id: str | None = None
     restart_count: int = 0
     nodes: list[str] = field(default_factory=list)
     world_size: int = 0
@@ -191,6 +193,13 @@ def request_for(run_dir: RunDir, attempt: Attempt) -> str | None:
     if request is None or float(request.get("time", 0)) < attempt.started:
         return None
     return str(request["action"])
+
+
+def cancelled_after(run_dir: RunDir, last: Attempt | None) -> bool:
+    """By `cancel RUN`, after what its last attempt could know of."""
+    since = (last.ended or last.started) if last is not None else 0.0
+    request = read_json(run_dir.request_file) or {}
+    return request.get("action") == "cancel" and float(request.get("time", 0)) >= since
 
 
 def write_request(run_dir: RunDir, action: str) -> None:

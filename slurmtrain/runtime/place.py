@@ -98,6 +98,7 @@ def open_attempt(place: Place, environment: Environment, config: Config) -> None
     attempt = Attempt(
         number=place.number,
         job_id=own_job_id() if environment.source == "slurm" else None,
+        step_id=f"{environment.job_id}.{environment.step_id}" if environment.source == "slurm" else None,
         restart_count=environment.restart_count,
         nodes=list(environment.nodes),
         world_size=environment.world_size,

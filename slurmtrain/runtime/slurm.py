@@ -240,6 +240,10 @@ class SlurmClient:
         """Ask a pending job to start at once. SLURM holds a requeued one for about 121 s otherwise."""
         self._call(["scontrol", "update", f"JobId={job_id}", "StartTime=now"])
 
+    def limit_array(self, job_id: str, tasks: int) -> None:
+        """Let so many tasks of an array run at the same time. It needs to have one that waits."""
+        self._call(["scontrol", "update", f"JobId={job_id}", f"ArrayTaskThrottle={tasks}"])
+
     def _call(self, command: Sequence[str]) -> str:
         answer = self._answer(command)
         if answer.returncode != 0:

@@ -24,7 +24,7 @@ from slurmtrain.rundir import read_json, write_json
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.attempts import Attempt
 from tests.slurm.conftest import Cluster
-from tests.slurm.project import SMALL, Run, make_project
+from tests.slurm.project import SMALL, Project, Run, assert_same_bits, make_project
 
 # Raises for some seeds, until a file says that somebody has mended it.
 STUMBLING_MODEL = """
@@ -258,6 +258,57 @@ def test_secrets_reach_the_ranks_where_nothing_is_exported_and_lie_nowhere(sweep
     assert found.stdout == ""
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_packed_runs_share_a_job_and_each_ends_resumes_and_obeys_for_itself(sweeper: Sweeper, ranks: int) -> None:
+    words = [word for word in SMALL if not word.startswith("model._target_")]
+    words += ["model._target_=stumbling.Stumbling", "+model.seed=${train.seed}", "+model.pause_s=0.2", "train.steps=40"]
+    words += ["requeue.max_attempts_without_progress=1", "cluster.nodes=1", f"cluster.tasks_per_node={ranks}"]
+    sweep = sweeper.submit(*words, "train.seed=0,1,2,4,3,6,8,9", "sweep.pack=4", "cluster.exclusive=true")
+    assert list(sweeper.queue().values()) == [2]
+    runs = [Run(sweep.run_dir(point.run_id), sweeper.cluster, sweeper.path) for point in sweep.points()]
+    clean, raising, cancelled, rest = runs[:4], runs[4], runs[5], runs[6:]
+    assert len({run.job_id for run in clean}) == 1 and len({run.job_id for run in runs}) == 2
+
+    # One is cancelled, and one told to start again: the others of their jobs go on.
+    cancelled.wait_for_step(1)
+    cancelled.cli("cancel", cancelled.run_dir.id)
+    clean[0].wait_for_step(1)
+    clean[0].cli("requeue", clean[0].run_dir.id)
+    clean[0].wait_until(lambda: clean[0].attempts()[0].verdict == "requeue", "stopped")
+    assert "it is requeued when the others of its pack have left" in clean[0].status()
+    clean[1].wait_for_step(2)
+    assert [run.attempts()[0].verdict for run in clean[1:]] == [None] * 3
+
+    # A preemption takes the whole job. It is requeued once; the other job is not touched.
+    clean[1].preempt_by_high()
+    for run in (*clean, *rest):
+        run.finish()
+    assert [[attempt.reason for attempt in run.attempts()] for run in clean] == [
+        ["asked", "finished"],
+        *[["preempted", "finished"]] * 3,
+    ]
+    states = [sweeper.cluster.wait_for(run.job_id, {"COMPLETED", "FAILED"}) for run in (clean[0], raising)]
+    assert [(job["JobState"], job["Restarts"]) for job in states] == [("COMPLETED", "1"), ("FAILED", "0")]
+    assert [(run.attempts()[-1].reason, len(run.attempts())) for run in (raising, cancelled, *rest)] == [
+        ("crash", 1),
+        ("cancelled", 1),
+        ("finished", 1),
+        ("finished", 1),
+    ]
+    assert sweeper.state(sweep)["states"] == {"finished": 6, "failed": 1, "stopped": 1}
+
+    # One goes on in a job of its own, what is left in a pack; a run that was never packed has the same bits.
+    (sweeper.path.parent / "mended").touch()
+    cancelled.cli("resume", cancelled.run_dir.id)
+    assert json.loads(sweeper.cli("sweep", "retry", sweep.id, "--json"))["runs"] == [raising.run_dir.id]
+    alone = Project(sweeper.path, sweeper.cluster).submit(*words, "train.seed=1", small=False)
+    for run in (cancelled, raising, alone):
+        run.finish()
+    assert "_" not in cancelled.job_id
+    assert sweeper.state(sweep)["states"] == {"finished": 8}
+    assert_same_bits(clean[1], alone)
+
+
 def test_two_shells_at_the_same_moment_make_one_sweep(sweeper: Sweeper) -> None:
     words = [*sweeper.words("train.seed=range(20)", LATER), "--json"]
     shells = [sweeper.start(*words) for _ in range(3)]
@@ -337,9 +388,44 @@ def test_points_that_ask_for_different_resources_are_different_arrays(sweeper: S
         assert job["NumNodes"].partition("-")[0] == ("1", "2")[number] and job["ArrayTaskThrottle"] == "2"
 
 
+def test_every_array_of_a_sweep_waits_for_the_runs_that_have_to_finish_first(sweeper: Sweeper) -> None:
+    first = Project(sweeper.path, sweeper.cluster).submit(LATER)
+    words = [*sweeper.words("cluster.nodes=1,2", "train.seed=1,2"), "--after", first.run_dir.id]
+    sweep = Sweep(Path(json.loads(sweeper.cli(*words, "--json"))["path"]))
+    elements = [f"{sweep.job_id(number)}_1" for number in sweep.array_numbers()]
+    waits = [sweeper.cluster.job(element)["Dependency"] for element in elements]
+    assert waits == [f"afterok:{first.job_id}(unfulfilled)"] * 2
+    assert Sweep(Path(json.loads(sweeper.cli(*words, "--json"))["path"])) == sweep and len(sweeper.queue()) == 3
+    first.cli("cancel", first.run_dir.id)
+    said = sweeper.cli(*words, "--again", check=False)
+    assert f"run {first.run_dir.id} will not finish: stopped" in said
+    assert len(list((sweeper.path / "runs").glob("*/sweep.json"))) == 1
+
+
+def test_the_same_command_with_another_limit_changes_that_of_the_arrays_in_the_queue(sweeper: Sweeper) -> None:
+    words = sweeper.words("cluster.nodes=1,2", "train.seed=range(8)", "sweep.pack=2", LATER)
+    sweep = Sweep(Path(json.loads(sweeper.cli(*words, "--json"))["path"]))
+    jobs = [f"{sweep.job_id(number)}_0" for number in sweep.array_numbers()]
+    assert [sweeper.cluster.job(job).get("ArrayTaskThrottle") for job in jobs] == [None, None]
+    sweeper.cli(*words, "--array-parallelism", "13")  # points; there is no half of a pack
+    assert [sweeper.cluster.job(job)["ArrayTaskThrottle"] for job in jobs] == ["3", "3"]
+    assert sweep.info()["parallelism"] == 13 and len(sweeper.queue()) == 2
+    said = sweeper.cli(*words, "--array-parallelism", "3", check=False)
+    assert "2 arrays beside each other, and each runs 2 points at least" in said
+    assert [sweeper.cluster.job(job)["ArrayTaskThrottle"] for job in jobs] == ["3", "3"]
+
+
 def test_a_wrong_point_keeps_all_from_being_submitted(sweeper: Sweeper) -> None:
     said = sweeper.cli(*sweeper.words("optim.lr=0.1,0.2", "train.steps=60,5"), check=False)
     assert "point 1 (optim.lr=0.1 train.steps=5): optim.warmup_steps=30 is more than train.steps=5" in said
+    assert not sweeper.queue() and not (sweeper.path / "runs").exists()
+
+
+def test_a_pack_whose_runs_would_each_need_a_job_to_go_on_in_is_refused(sweeper: Sweeper) -> None:
+    said = sweeper.cli(*sweeper.words("train.seed=1,2", "sweep.pack=2", "requeue.mode=resubmit"), check=False)
+    assert "sweep.pack=2 with requeue.mode=resubmit" in said and "requeue=off" in said
+    said = sweeper.cli(*sweeper.words("train.seed=1,2", "sweep.pack=1,2"), check=False)
+    assert "share sweep.pack, and these differ: 1, 2" in said
     assert not sweeper.queue() and not (sweeper.path / "runs").exists()
 
 

@@ -55,13 +55,17 @@ def make(project: Path, fake_slurm: FakeSlurm) -> Make:
             verdict, reason = verdicts[word]
             ended = Attempt(run_dir.new_attempt(), started=1.0, ended=2.0, verdict=verdict, reason=reason, sentence="x")
             attempts.write_attempt(run_dir, ended)
-        elif word == "running":
-            here = Attempt(run_dir.new_attempt(), started=1.0, pid=os.getpid(), host=socket.gethostname())
+        elif word in ("running", "lost"):
+            pid = os.getpid() if word == "running" else GONE_PID
+            here = Attempt(run_dir.new_attempt(), started=1.0, pid=pid, host=socket.gethostname())
             attempts.write_attempt(run_dir, here)
         age(run_dir, days_old)
         return run_dir
 
     return run
+
+
+GONE_PID = 1 << 23  # above the largest that Linux gives
 
 
 def age(run: RunDir, days: float) -> None:

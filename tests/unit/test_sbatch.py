@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose, config_groups
-from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, RequeueConfig
+from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, HooksConfig, RequeueConfig
 from slurmtrain.config.validate import validate
 from slurmtrain.launch.sbatch import JobPaths, render_script, sbatch_directives, setup_lines, srun_words
 from slurmtrain.launch.submit import preparing, resubmit, submit
@@ -65,12 +65,15 @@ def golden_text(name: str) -> str:
     if name == "array":
         runs = [RUN.with_name(f"RUN_{letter}") for letter in "ABC"]
         return render_script(config_of("cluster=a100x4"), JobPaths(runs, "code/experiments", PYTHON))
+    if name == "pack":
+        runs = [RUN.with_name(f"RUN_{letter}") for letter in "ABCDE"]
+        return render_script(config_of("cluster=a100x4"), JobPaths(runs, "code", PYTHON, parallelism=1, pack=3))
     if name in ("resubmit", "chain"):
         return render_script(config_of(f"cluster=a100x4  requeue={name}  job.singleton=true"), PATHS)
     return render_script(config_of(f"cluster={name}"), PATHS)
 
 
-ALL_GOLDENS = [*SLURM_CLUSTERS, "everything", "apptainer", "array", "resubmit", "chain"]
+ALL_GOLDENS = [*SLURM_CLUSTERS, "everything", "apptainer", "array", "pack", "resubmit", "chain"]
 
 
 # Goldens.
@@ -442,6 +445,106 @@ def test_the_batch_shell_outlives_the_signals_and_settles_after_the_last_rank(ru
         process.send_signal(number)
         time.sleep(0.05)
     assert process.poll() is None and scontrol_calls(tmp_path) == []
+    (tmp_path / "go").touch()
+    assert process.wait(timeout=10) == 75
+    assert scontrol_calls(tmp_path)[0] == "requeue 77"
+    process.communicate()
+
+
+# Several runs in one job.
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> list[Path]:
+    runs = [tmp_path / name for name in "abcde"]
+    for run in runs:
+        for folder in ("attempts", "code"):
+            (run / folder).mkdir(parents=True)
+    return runs
+
+
+SECOND_OF_TWO = {"SLURM_JOB_ID": "70", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "1"}
+NAME = 'name=$(basename "$SLURMTRAIN_RUN_DIR")'
+AS_NAMED = f'{NAME}; code=$(cat "$here/../code-$name" 2>/dev/null); exit "${{code:-0}}"'
+REQUEUE_75 = '[ "$3" = begin ] || [ "${!#}" != 75 ] || echo requeue'
+
+
+def pack_script(packed: list[Path], config: Config | None = None, pack: int = 3) -> str:
+    python = str(packed[0].parent / "bin" / "settle-python")
+    return render_script(config or Config(), JobPaths(packed, "code", python, pack=pack))
+
+
+def test_the_runs_of_a_pack_run_at_the_same_time_each_in_its_own_attempt(packed: list[Path], tmp_path: Path) -> None:
+    srun = f'{NAME}; touch "$here/../here-$name"; until [ -e "$here/../here-d" -a -e "$here/../here-e" ]; do sleep 0.02; done'
+    srun += '; echo "$SLURMTRAIN_ATTEMPT $PWD $OMP_NUM_THREADS" >"$here/../seen-$name"'
+    config = Config(cluster=ClusterConfig(cpus_per_task=7))
+    done = run_script(pack_script(packed, config), tmp_path, srun=srun, **SECOND_OF_TWO)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.glob("seen-*")} == {"seen-d", "seen-e"}  # a, b and c are the first task's
+    assert (tmp_path / "seen-e").read_text() == f"1 {packed[4]}/code 2\n"
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "requeued"),
+    [
+        ({}, 0, False),
+        ({"a": 1}, 1, False),
+        ({"a": 75, "b": 1}, 75, True),
+        ({"a": 75, "b": 75, "c": 75}, 75, True),
+        ({"a": 78, "c": 3}, 78, False),
+    ],
+)
+def test_a_pack_is_requeued_once_when_one_is_to_go_on_and_fails_when_one_fails(
+    packed: list[Path], tmp_path: Path, codes: dict[str, int], code: int, requeued: bool
+) -> None:
+    for name, its in codes.items():
+        (tmp_path / f"code-{name}").write_text(str(its))
+    done = run_script(pack_script(packed[:3]), tmp_path, srun=AS_NAMED, settle=REQUEUE_75)
+    assert done.returncode == code, done.stderr
+    assert scontrol_calls(tmp_path) == (["requeue 77", "update JobId=77 StartTime=now+8"] if requeued else [])
+
+
+def test_every_run_of_a_pack_has_its_hook(packed: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "code-b").write_text("75")
+    config = Config(hooks=HooksConfig(on_finish="true"))
+    settle = f'[ "$3" = hook ] && echo "$*" >>"$here/../hooks"; {REQUEUE_75}'
+    done = run_script(pack_script(packed[:3], config), tmp_path, srun=AS_NAMED, settle=settle)
+    assert done.returncode == 75 and scontrol_calls(tmp_path), done.stderr
+    told = [f"-m slurmtrain hook {run} --attempt 1" for run in packed[:3]]
+    assert sorted((tmp_path / "hooks").read_text().splitlines()) == told
+
+
+def test_a_run_of_a_pack_that_stopped_for_good_is_not_taken_for_one_that_goes_on(
+    packed: list[Path], tmp_path: Path
+) -> None:
+    (tmp_path / "code-b").write_text("75")
+    done = run_script(pack_script(packed[:3]), tmp_path, srun=AS_NAMED, settle="exit 0")
+    assert (done.returncode, scontrol_calls(tmp_path)) == (1, []), done.stderr
+
+
+@pytest.mark.parametrize(("word", "code"), [("done", 0), ("end", 1)])
+def test_runs_of_a_pack_with_nothing_left_to_do_claim_no_attempt(
+    packed: list[Path], tmp_path: Path, word: str, code: int
+) -> None:
+    begin = f'[ "$3" = begin ] && [ "$(basename "$4")" != b ] && echo {word}; exit 0'
+    done = run_script(pack_script(packed[:3]), tmp_path, srun="exit 0", settle=begin)
+    assert done.returncode == code, done.stderr
+    assert [len(list((run / "attempts").iterdir())) for run in packed[:3]] == [0, 1, 0]
+
+
+def test_the_shells_of_a_pack_outlive_the_signals(packed: list[Path], tmp_path: Path) -> None:
+    srun = 'trap "" TERM USR2; echo >>"$here/../started"; while [ ! -e "$here/../go" ]; do sleep 0.02; done; exit 75'
+    process = start_script(pack_script(packed[:3]), tmp_path, srun=srun, settle='[ "$3" = begin ] || echo requeue')
+    deadline = time.monotonic() + 10
+    while not (tmp_path / "started").exists() or len((tmp_path / "started").read_text()) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGTERM):
+        for pid in (process.pid, *map(int, children)):
+            os.kill(pid, number)
+        time.sleep(0.05)
+    assert process.poll() is None and len(children) == 3
     (tmp_path / "go").touch()
     assert process.wait(timeout=10) == 75
     assert scontrol_calls(tmp_path)[0] == "requeue 77"

@@ -20,8 +20,9 @@ from slurmtrain.launch import state as state_module
 from slurmtrain.launch.state import RunState, is_over, state, states
 from slurmtrain.launch.submit import preparing
 from slurmtrain.rundir import RunDir, write_json
-from slurmtrain.runtime import attempts
+from slurmtrain.runtime import attempts, pack
 from slurmtrain.runtime.attempts import Attempt, write_request
+from slurmtrain.runtime.judge import Verdict
 from tests.conftest import FakeSlurm
 
 JOB = "4711"
@@ -239,6 +240,80 @@ def test_a_cancel_that_slurm_refused_leaves_no_request(
     assert not run.request_file.exists()
     queue({})
     assert state(run).word == "lost"
+
+
+# A job shared with others (sweep.pack).
+
+
+@pytest.fixture
+def packed(make: Make) -> RunDir:
+    run = make(JOB)
+    run.update_info(packed=True)
+    return run
+
+
+def test_a_packed_run_ends_whatever_its_job_does_for_the_others(packed: RunDir, queue: Queue) -> None:
+    ended(packed, "done")
+    for word in ("RUNNING", "PENDING"):
+        queue({JOB: (word, "None")})
+        assert said(state(packed)) == ("finished", False)
+    ended(packed, "end")
+    assert said(state(packed)) == ("failed", False)
+
+
+def test_a_packed_run_that_is_to_go_on_waits_for_the_others_to_leave(packed: RunDir, queue: Queue) -> None:
+    ended(packed, "requeue", sentence="preempted; it is requeued")
+    queue({JOB: ("RUNNING", "None")})
+    now = state(packed)
+    assert said(now) == ("stopping", True)
+    assert now.sentence == f"preempted; it is requeued when the others of its pack have left job {JOB}"
+    queue({JOB: ("PENDING", "BeginTime")})
+    assert said(state(packed)) == ("requeued", True)
+
+
+@pytest.mark.parametrize("verb", ["cancel", "preempt", "requeue"])
+def test_a_packed_run_is_reached_by_its_own_step(
+    packed: RunDir, queue: Queue, fake_slurm: FakeSlurm, verb: str
+) -> None:
+    attempt(packed, job_id=JOB, step_id=f"{JOB}.2")
+    queue({JOB: ("RUNNING", "None")})
+    assert main([verb, packed.id]) == 0
+    assert asked(fake_slurm) == [f"scancel --signal={'USR2' if verb == 'requeue' else 'TERM'} {JOB}.2"]
+
+
+@pytest.mark.parametrize("verb", ["cancel", "preempt"])
+def test_without_a_controller_a_packed_run_is_not_told_to_end(
+    packed: RunDir, fake_slurm: FakeSlurm, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([verb, packed.id]) == 1
+    assert "SLURM cannot be asked" in capsys.readouterr().err and not packed.request_file.exists()
+
+
+@pytest.mark.parametrize("before", ["", "requeue"])
+def test_a_packed_run_cancelled_while_it_waits_leaves_the_job_to_the_others(
+    packed: RunDir, queue: Queue, fake_slurm: FakeSlurm, before: str
+) -> None:
+    if before:
+        ended(packed, before)
+    queue({JOB: ("PENDING", "Resources")})
+    assert main(["cancel", packed.id]) == 0
+    assert asked(fake_slurm) == []
+    assert said(state(packed)) == ("stopped", False)
+    assert pack.ended_before(packed, JOB, 0) is Verdict.END
+
+
+def test_a_run_is_left_out_of_its_pack_when_it_has_ended_there_or_has_another_job(packed: RunDir) -> None:
+    assert pack.ended_before(packed, JOB, 0) is None
+    ended(packed, "requeue")
+    assert pack.ended_before(packed, JOB, 1) is None
+    ended(packed, "end")
+    assert pack.ended_before(packed, JOB, 2) is Verdict.END
+    packed.update_info(job_ids=[JOB, "4712"])  # `sweep retry`
+    assert pack.ended_before(packed, "4712", 0) is None
+    assert pack.ended_before(packed, "4712", 1) is None  # its node died before the run had begun
+    assert pack.ended_before(packed, JOB, 3) is Verdict.END
+    ended(packed, "done", job_id="4712")
+    assert pack.ended_before(packed, JOB, 3) is Verdict.DONE
 
 
 # Set-up.
