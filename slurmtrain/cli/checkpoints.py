@@ -23,6 +23,7 @@ from slurmtrain.checkpoint import blocks, commit, retention
 from slurmtrain.checkpoint.commit import Manifest
 from slurmtrain.checkpoint.retention import Keep, Kept
 from slurmtrain.cli.arguments import Parser
+from slurmtrain.cli.as_json import print_json
 from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import CheckpointError, SlurmtrainError, UsageError, nearest
@@ -79,8 +80,11 @@ def _parser(verb: str) -> Parser:
         metavar="RUN",
         help="a run id, a unique beginning of one, a path, or last; or the path of a directory of checkpoints, or of one",
     )
+    parser.add_argument("--json", action="store_true", help="list and verify: a list of objects, for a program")
     actions = parser.add_subparsers(dest="action", metavar="list|verify|prune|export", title="actions")
-    actions.add_parser("list", prog=f"{prog} RUN list", help="a table of what is there; looks at sizes only (default)")
+    listing = actions.add_parser(
+        "list", prog=f"{prog} RUN list", help="a table of what is there; looks at sizes only (default)"
+    )
 
     verify = actions.add_parser(
         "verify",
@@ -89,6 +93,8 @@ def _parser(verb: str) -> Parser:
         description="Reads every file and compares it with its digest. Exit code 1 when anything is damaged.",
     )
     verify.add_argument("step", nargs="?", type=int, metavar="STEP", help="this one only")
+    for action in (listing, verify):  # suppressed: its absence here must not undo what stands before the action
+        action.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="a list of objects")
 
     prune = actions.add_parser(
         "prune",
@@ -182,7 +188,11 @@ def _list(place: Place, options: argparse.Namespace) -> int:
     paths = [place.chosen] if place.chosen else [path for path in _entries(place.directory) if _named(path)]
     if not paths:
         _of_step(place, None)
-    rows = [_row(path, now) for path in sorted(paths, key=lambda path: (_step(path), path.name))]
+    paths.sort(key=lambda path: (_step(path), path.name))
+    if options.json:
+        print_json([_object(path) for path in paths])
+        return 0
+    rows = [_row(path, now) for path in paths]
     print_table(["step", "size", "age", "layout", "metrics", "torch", "written by", "state"], rows)
     return 0
 
@@ -226,6 +236,18 @@ def _row(path: Path, now: float) -> list[str]:
     return [printable(str(cell)) for cell in cells]
 
 
+def _object(path: Path) -> dict[str, Any]:
+    """A checkpoint for a program. damage: what is wrong by sizes, in words; complete: a restore would take it for one."""
+    manifest, damage = _inspect(path)
+    facts: dict[str, Any] = {"step": _step(path), "path": str(path), "bytes": disk_usage(path), "damage": damage}
+    final = _named(path) and ".damaged-" not in path.name and (path / commit.COMPLETE).is_file()
+    facts["complete"] = final and not damage
+    if manifest is not None:
+        facts |= {"world_size": manifest.world_size, "tensors": len(manifest.tensors), "metrics": manifest.metrics}
+        facts |= {"torch": manifest.torch_version, "written_by": manifest.incarnation_label}
+    return facts
+
+
 def _inspect(path: Path) -> tuple[Manifest | None, list[str]]:
     """The manifest, and one sentence for everything that is wrong, by sizes."""
     try:
@@ -242,22 +264,27 @@ def _verify(place: Place, options: argparse.Namespace) -> int:
     """Compare every file with its digest. Exit code 1 when anything is damaged."""
     aside = commit.damaged(place.directory) if place.chosen is None and options.step is None else []
     paths = _of_step(place, options.step) if not aside else place.committed()
-    damaged = 0
+    found: list[dict[str, Any]] = []
     for path in paths:
         began = time.monotonic()
         with retention.reading(path):
             size, files, damage = _compare(path)
         seconds = time.monotonic() - began
+        found.append({"step": _step(path), "path": str(path), "sound": not damage, "damage": damage})
+        if options.json:
+            continue
         if damage:
-            damaged += 1
             print(printable(f"{path.name}: DAMAGED: {'; '.join(damage)}"))
         else:
             print(
                 f"{path.name}: sound ({files} files, {format_size(size)}, {size / 1e6 / max(seconds, 1e-6):.0f} MB/s)"
             )
-    for name in aside:
-        print(f"{name}: set aside as damaged by a restore; nothing reads it, `prune --damaged` removes it")
-    return 1 if damaged else 0
+    if options.json:
+        print_json(found)
+    else:
+        for name in aside:
+            print(f"{name}: set aside as damaged by a restore; nothing reads it, `prune --damaged` removes it")
+    return 0 if all(each["sound"] for each in found) else 1
 
 
 def _compare(path: Path) -> tuple[int, int, list[str]]:

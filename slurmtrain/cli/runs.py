@@ -29,7 +29,7 @@ from slurmtrain.cli.columns import (
 )
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, watch
-from slurmtrain.errors import ClusterError
+from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.launch.state import WAITING, RunState, process_lives, state, states
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.attempts import Attempt, write_request
@@ -47,18 +47,28 @@ def main(verb: str, words: list[str]) -> int:
         add_watch_options(parser)
     else:
         parser.add_argument("run", metavar="RUN", help="a run id, a unique beginning of one, a path, or last")
+        parser.add_argument("--json", action="store_true", help="the answer for a program: an object")
     options = parser.parse_args(words)
     root = rundir.runs_root()
     if verb == "status":
         return _status(options, root)
     run_dir = rundir.find(options.run, root)
-    verbs: dict[str, Callable[[RunDir], int]] = {
+    if verb == "resume" and options.json and run_dir.info()["backend"] == "local":
+        raise UsageError(f"--json: run {run_dir.id} is resumed here, in the foreground, and shows its output")
+    verbs: dict[str, Callable[[RunDir], str | int]] = {
         "cancel": _cancel,
         "preempt": lambda run: _stop_and_start_again(run, "preempt", "TERM"),
         "requeue": lambda run: _stop_and_start_again(run, "requeue", "USR2"),
         "resume": _resume,
     }
-    return verbs[verb](run_dir)
+    said = verbs[verb](run_dir)
+    if isinstance(said, int):
+        return said
+    if options.json:
+        print_json({"run": run_dir.id, "said": said, "job_ids": run_dir.info()["job_ids"]})
+    else:
+        print(said)
+    return 0
 
 
 def _status(options: argparse.Namespace, root: Path) -> int:
@@ -176,11 +186,10 @@ def _attempt_row(attempt: Attempt, now: RunState) -> list[str]:
     ]
 
 
-def _cancel(run_dir: RunDir) -> int:
+def _cancel(run_dir: RunDir) -> str:
     now = state(run_dir)
     if not now.alive:
-        print(f"run {run_dir.id} is not running: {now.sentence}")
-        return 0
+        return f"run {run_dir.id} is not running: {now.sentence}"
     if _is_local(run_dir, now) or not now.own_job:
         _signal_rank_0(run_dir, now, "cancel", signal.SIGTERM)
     elif now.packed:
@@ -191,8 +200,7 @@ def _cancel(run_dir: RunDir) -> int:
             # The last of a chain first: each would start when those before it are gone.
             _client(run_dir).cancel(*reversed(now.following), job_id)
     run_dir.event("cancel asked")
-    print(f"run {run_dir.id} is told to end; it saves if time allows and does not come back")
-    return 0
+    return f"run {run_dir.id} is told to end; it saves if time allows and does not come back"
 
 
 def _cancel_in_pack(run_dir: RunDir, now: RunState) -> None:
@@ -203,7 +211,7 @@ def _cancel_in_pack(run_dir: RunDir, now: RunState) -> None:
             _client(run_dir).signal(_step_id(now), "TERM")
 
 
-def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> int:
+def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> str:
     """preempt and requeue of a running job: the same stop, with the signal of a preemption or the early warning."""
     now = state(run_dir)
     if not now.alive:
@@ -216,8 +224,7 @@ def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> int:
         if now.word == "held":
             _client(run_dir).release(_job_id(now))
         _client(run_dir).start_now(_job_id(now))
-        print(f"run {run_dir.id} is asked to start now")
-        return 0
+        return f"run {run_dir.id} is asked to start now"
     _refuse_while_setting_up(run_dir, now)
     if now.word == "stopping":
         raise ClusterError(f"run {run_dir.id} is leaving already: {now.sentence}", hint=f"status {run_dir.id}")
@@ -229,10 +236,9 @@ def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> int:
             _client(run_dir).signal(_step_id(now) if now.packed else _job_id(now), name)
     run_dir.event(f"{action} asked")
     goes_on = f"leave; {next_step} (logs {run_dir.id} -f)"
-    print(
+    return (
         f"run {run_dir.id} is told to save and {goes_on if next_step else f'end; `resume {run_dir.id}` continues it'}"
     )
-    return 0
 
 
 def _refuse_while_setting_up(run_dir: RunDir, now: RunState) -> None:
@@ -322,7 +328,8 @@ def _signal_rank_0(run_dir: RunDir, now: RunState, action: str, number: int) -> 
             raise ClusterError(f"cannot signal rank 0, process {last.pid}: {error.strerror}") from None
 
 
-def _resume(run_dir: RunDir) -> int:
+def _resume(run_dir: RunDir) -> str | int:
+    """What was done; or the exit code of a run that was resumed here, in the foreground."""
     now = state(run_dir)
     if now.alive:
         raise ClusterError(
@@ -330,8 +337,7 @@ def _resume(run_dir: RunDir) -> int:
             hint=_way_out(run_dir, now) if now.word == "unknown" else f"requeue {run_dir.id} restarts it",
         )
     if now.word == "finished":
-        print(f"run {run_dir.id} is finished: there is nothing to resume")
-        return 0
+        return f"run {run_dir.id} is finished: there is nothing to resume"
     if rundir.is_sweep(run_dir.path.parent):
         from slurmtrain.launch.sweep import check_not_planned
 
@@ -344,8 +350,7 @@ def _resume(run_dir: RunDir) -> int:
         return run_local(run_dir, lambda text: print(f"slurmtrain: {text}", flush=True))
     from slurmtrain.launch import again
 
-    print(f"run {run_dir.id} is submitted again as job {', then '.join(again.resume(run_dir, _client(run_dir)))}")
-    return 0
+    return f"run {run_dir.id} is submitted again as job {', then '.join(again.resume(run_dir, _client(run_dir)))}"
 
 
 def _way_out(run_dir: RunDir, now: RunState) -> str:

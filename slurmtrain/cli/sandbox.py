@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from slurmtrain.cli.arguments import Parser
+from slurmtrain.cli.as_json import print_json
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.sandbox import Sandbox, SandboxSpec, default_directory, find, up
 
@@ -34,6 +35,8 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(action=action)
         sub.add_argument("--name", default="default", help="to have several side by side (default: %(default)s)")
         sub.add_argument("--dir", type=Path, help="where it lives (default: in the system's temporary directory)")
+        if name == "status":
+            sub.add_argument("--json", action="store_true", help="the same for a program: an object")
         if name == "up":
             _add_spec_options(sub, default)
     return parser
@@ -102,6 +105,9 @@ def _down(options: argparse.Namespace) -> int:
 def _status(options: argparse.Namespace) -> int:
     sandbox = _running(options)
     states = sandbox.node_states()
+    if options.json:
+        print_json({"directory": str(sandbox.directory), "slurm_conf": str(sandbox.slurm_conf), "nodes": states})
+        return 0
     print(f"{sandbox.directory}: " + (", ".join(f"{n} {s}" for n, s in states.items()) or "slurmctld does not answer"))
     jobs = sandbox.run(["squeue", "-h", "-o", "%i %j %P %T %N"]).stdout
     print(jobs.rstrip() or "no jobs")

@@ -105,6 +105,22 @@ def test_what_is_not_sound_has_a_row_too(run: RunDir, capsys: Out) -> None:
     ]
 
 
+@pytest.mark.parametrize("words", [["--json"], ["list", "--json"], ["--json", "list"]])
+def test_a_program_reads_the_same(words: list[str], run: RunDir, capsys: Out) -> None:
+    (run.checkpoints / "checkpoint_0000020" / SHARD).write_bytes(b"short")
+    assert main(["checkpoints", "last", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(each["step"], each["complete"], bool(each["damage"])) for each in found] == [
+        (10, True, False),
+        (20, False, True),
+        (30, True, False),
+        (40, True, False),
+    ]
+    assert found[0]["metrics"] == {"valid_loss": 3.0} and found[0]["bytes"] > 64 * 64 * 4
+    assert main(["checkpoints", "last", "verify", "--json"]) == 1
+    assert [each["sound"] for each in json.loads(capsys.readouterr().out)] == [True, False, True, True]
+
+
 def test_a_second_one_of_a_step_is_told_apart(run: RunDir, capsys: Out) -> None:
     checkpointer = Checkpointer(run.checkpoints, keep=Keep(last=10), say=lambda text: None)
     checkpointer.save(40, model=torch.nn.Linear(2, 2))

@@ -141,6 +141,13 @@ def test_the_list_has_a_row_for_every_run(make: Make, capsys: Out) -> None:
     assert [each["id"] for each in read(capsys, "runs", "list", "--json")] == [run.id for run in all_runs(Path("runs"))]
 
 
+def test_what_was_done_to_a_run_is_an_object_too(make: Make, capsys: Out) -> None:
+    done = make("finished")
+    answer = read(capsys, "cancel", done.id, "--json")
+    assert answer["run"] == done.id and "is not running" in answer["said"] and answer["job_ids"] == []
+    assert main(["resume", done.id, "--json"]) == 2  # of cluster=local: in the foreground, with its output
+
+
 @pytest.mark.parametrize("words", [("runs", "list"), ("runs", "list", "--json"), ("status", "--json")])
 def test_without_runs_one_sentence_says_where_was_looked(words: tuple[str, ...], project: Path, capsys: Out) -> None:
     assert main(list(words)) == 2
