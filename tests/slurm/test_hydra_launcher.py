@@ -91,12 +91,14 @@ def test_a_program_comes_back_to_its_jobs_and_hears_what_they_raised(sandbox: Cl
     calls = [tmp_path / f"calls-{number}" for number in (1, 2, 3)]
 
     shell = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not all(call.exists() for call in calls):
-        assert shell.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    shell.kill()
-    shell.wait()
+    try:
+        deadline = time.monotonic() + 60
+        while not all(call.exists() for call in calls):
+            assert shell.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        shell.kill()
+        shell.wait()
     (tmp_path / "go").touch()
     done = sandbox.run(command, cwd=tmp_path, env=env, check=False)
     assert done.returncode == 1 and "ValueError: no luck with 2" in done.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -57,15 +55,19 @@ def project(tmp_path: Path) -> Path:
 def test_a_search_whose_shell_is_killed_goes_on_where_it_was(sandbox: Cluster, project: Path) -> None:
     command = words(sandbox, "optim.lr=interval(0.001,0.9)")
     shell = subprocess.Popen(command, cwd=project, env=sandbox.env(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    deadline = time.monotonic() + 120
-    while not (found := list(project.glob("runs/*.sweep-*/sweep.json"))) or len(finished(Sweep(found[0].parent))) < 5:
-        assert shell.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    sweep = Sweep(found[0].parent)
-    refused = sandbox.run(command, cwd=project, check=False)
-    assert refused.returncode == 1 and f"process {shell.pid}" in refused.stderr, refused.stderr
-    os.kill(shell.pid, signal.SIGKILL)
-    shell.communicate()
+    try:
+        deadline = time.monotonic() + 120
+        while (
+            not (found := list(project.glob("runs/*.sweep-*/sweep.json"))) or len(finished(Sweep(found[0].parent))) < 5
+        ):
+            assert shell.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        sweep = Sweep(found[0].parent)
+        refused = sandbox.run(command, cwd=project, check=False)
+        assert refused.returncode == 1 and f"process {shell.pid}" in refused.stderr, refused.stderr
+    finally:
+        shell.kill()
+        shell.communicate()
 
     done = sandbox.run(command, cwd=project, timeout_s=180)
     assert f"sweep {sweep.id} is there already" in done.stderr and "is done" in done.stdout

@@ -62,11 +62,14 @@ def test_ctrl_c_stops_the_point_that_runs_and_the_sweep(cli: Cli, project: Path)
     shell = subprocess.Popen(
         [sys.executable, "-m", "slurmtrain", *words], cwd=project, stderr=subprocess.PIPE, text=True
     )
-    wait_for(project / "here-1")
-    second = cli(*words)
-    assert second.returncode == 1 and "is at sweep" in second.stderr
-    shell.send_signal(signal.SIGINT)
-    _, said = shell.communicate(timeout=30)
+    try:
+        wait_for(project / "here-1")
+        second = cli(*words)
+        assert second.returncode == 1 and "is at sweep" in second.stderr
+        shell.send_signal(signal.SIGINT)
+        _, said = shell.communicate(timeout=30)
+    finally:
+        shell.kill()
     assert shell.returncode == 75 and "stopped with Ctrl-C" in said, said
     assert attempts_of(project) == [1, 0]
     states = json.loads(cli("sweep", "status", "last", "--json").stdout)["states"]
