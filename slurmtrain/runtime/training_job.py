@@ -6,8 +6,10 @@ import dataclasses
 import math
 import sys
 import time
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored
@@ -44,9 +46,8 @@ def build_trainer(
     """
     rank, world_size = world.environment.rank, world.environment.world_size
     train = config.train
-    seed_everything(train.seed)
-    model: nn.Module = build("model", config.model)
-    model = replicate(model.to(world.device), world.device, world.group)
+    model = fill(build_model(config), world.device, train.seed)
+    model = replicate(model, world.device, world.group)
     seed_everything(train.seed, rank)
     source = build("data", config.data)
     loader = BatchLoader(
@@ -168,6 +169,33 @@ class _Record:
             stall_s=round(ending.stall_s, 3),
             size=ending.size,
         )
+
+
+def build_model(config: Config) -> nn.Module:
+    """The model: on the meta device, without any memory, if it has a method `initialize(seed)`; else whole.
+
+    Raises:
+        ConfigError: it cannot be built from the config.
+    """
+    from hydra.utils import get_object
+
+    try:
+        late = hasattr(get_object(config.model["_target_"]), "initialize")
+    except Exception:
+        late = False  # `build` says what is wrong
+    seed_everything(config.train.seed)
+    with torch.device("meta") if late else nullcontext():
+        model: nn.Module = build("model", config.model)
+    return model
+
+
+def fill(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
+    """Bring the model to `device`; one from the meta device gets its values there, each rank its own part of them."""
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return model.to(device)
+    model.to_empty(device=device)
+    model.initialize(seed)  # type: ignore[operator]
+    return model
 
 
 def build(group: str, values: dict[str, Any]) -> Any:

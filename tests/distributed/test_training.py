@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
@@ -26,7 +26,7 @@ from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.environment import Environment
 from slurmtrain.runtime.place import Place
 from slurmtrain.runtime.timeline import Timeline
-from slurmtrain.runtime.training_job import build, build_trainer
+from slurmtrain.runtime.training_job import build, build_model, build_trainer, fill
 from slurmtrain.runtime.world import World
 from slurmtrain.training.trainer import Outcome
 from tests.distributed.conftest import (
@@ -128,8 +128,7 @@ def test_validation_counts_every_held_out_token_once(gloo_ranks: GlooRanks, tmp_
     else:
         gloo_ranks(size, fit, tmp_path / "run", [*few, f"cluster.tasks_per_node={size}"])
     config = experiment(*few)
-    torch.manual_seed(config.train.seed)
-    model: nn.Module = build("model", config.model).eval()
+    model = fill(build_model(config), torch.device("cpu"), config.train.seed).eval()
     valid = build("data", config.data).valid
     total, count = 0.0, 0
     with torch.no_grad():

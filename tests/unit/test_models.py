@@ -61,22 +61,9 @@ def test_a_small_text_is_learnt_by_heart() -> None:
     assert loss.item() < 0.1
 
 
-def test_the_same_seed_gives_the_same_model_also_by_way_of_the_meta_device() -> None:
-    direct = decoder(seed=3, tie_embeddings=False)
-    with torch.device("meta"):
-        late = Decoder(**SIZES, tie_embeddings=False)
-    late.to_empty(device="cpu")
-    torch.manual_seed(3)
-    late.reset_parameters()
-    assert direct.state_dict().keys() == late.state_dict().keys()
-    assert all(torch.equal(value, late.state_dict()[name]) for name, value in direct.state_dict().items())
-    assert torch.equal(direct(tokens()), late(tokens()))
-    assert not torch.equal(direct(tokens()), decoder(seed=4, tie_embeddings=False)(tokens()))
-
-
 def test_projections_into_the_residual_stream_start_smaller_with_depth() -> None:
     model = decoder(width=128, layers=8)
-    first: Any = model.blocks[0]
+    first: Any = model.blocks["0"]
     assert first.attention.query.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert first.attention.out.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
     assert first.feed_forward.down.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
