@@ -289,7 +289,7 @@ class Linear(nn.Linear):
         return {"weight": Normal(std=self.std), "bias": Normal()}
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.std)
+        _draw(self.weight, self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -301,7 +301,12 @@ class Embedding(nn.Embedding):
         return {"weight": Normal(std=INIT_STD)}
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=INIT_STD)
+        _draw(self.weight, INIT_STD)
+
+
+def _draw(weight: Tensor, std: float) -> None:
+    if not weight.is_meta:  # where drawing nothing would take longer than building all the rest
+        nn.init.normal_(weight, std=std)
 
 
 class RMSNorm(nn.RMSNorm):

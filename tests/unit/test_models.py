@@ -10,14 +10,16 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch.nn import functional as F
 
+from slurmtrain.config.compose import compose
 from slurmtrain.errors import ConfigError
 from slurmtrain.models import Decoder
-from slurmtrain.models.decoder import rotary_angles, rotate
+from slurmtrain.models.decoder import causal_attention, rotary_angles, rotate
 
 CONF = Path(__file__).parents[2] / "conf"
 SIZES: dict[str, Any] = {
     "vocab_size": 50, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "max_seq_len": 16,
 }  # fmt: skip
+SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_seq_len": 16}
 
 
 def decoder(seed: int = 0, **changes: Any) -> Decoder:
@@ -33,6 +35,39 @@ def tokens(batch: int = 2, seq_len: int = 16) -> torch.Tensor:
 def test_the_shipped_configs_build_a_model_that_runs(name: str) -> None:
     model = instantiate(OmegaConf.load(CONF / "model" / f"{name}.yaml"))
     assert model(torch.zeros(1, 8, dtype=torch.int64)).shape == (1, 8, 256)
+
+
+# Parameters of the published weights, tied matrices counted once.
+PUBLISHED = {
+    "llama3_1b": 1_235_814_400,
+    "llama3_3b": 3_212_749_824,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    "qwen2_5_0_5b": 494_032_768,
+    "qwen2_5_1_5b": 1_543_714_304,
+    "qwen2_5_3b": 3_085_938_688,
+    "qwen2_5_7b": 7_615_616_512,
+    "qwen2_5_14b": 14_770_033_664,
+    "qwen2_5_32b": 32_763_876_352,
+    "qwen2_5_72b": 72_706_203_648,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_1_7b": 1_720_574_976,
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_14b": 14_768_307_200,
+    "qwen3_32b": 32_762_123_264,
+}
+
+
+def test_the_presets_have_the_parameters_of_the_published_models() -> None:
+    assert PUBLISHED.keys() == {path.stem for path in (CONF / "model").glob("*.yaml")} - {"tiny", "small"}
+    for name, parameters in PUBLISHED.items():
+        with torch.device("meta"):
+            model = instantiate(compose([f"model={name}"]).model)
+        assert (name, model.num_parameters()) == (name, parameters)
+        if name.startswith("llama3"):
+            assert model.blocks["0"].attention.rope_scaling.factor == (32 if name in ("llama3_1b", "llama3_3b") else 8)
 
 
 def test_a_token_sees_only_those_before_it() -> None:
@@ -90,6 +125,37 @@ def test_rotary_positions_make_attention_depend_on_distance_alone() -> None:
     assert score(0, 0) == pytest.approx((q * k).sum().item())
 
 
+def test_a_stage_takes_up_where_the_one_before_has_ended() -> None:
+    whole, first, last = decoder(), decoder(), decoder()
+    first.norm = None
+    del first.blocks["1"]
+    del last.blocks["0"]
+    stream = first(tokens())
+    assert stream.shape == (2, 16, 32)
+    assert torch.equal(last(stream), whole(tokens()))
+
+
+def test_a_part_of_a_sequence_stands_where_its_positions_say() -> None:
+    model, batch = decoder(), tokens(seq_len=8)
+    assert torch.equal(model(batch, torch.arange(8)), model(batch))
+    torch.testing.assert_close(model(batch, torch.arange(8) + 5), model(batch))  # distances are the same
+    assert not torch.allclose(model(batch, torch.arange(8) * 2), model(batch), atol=1e-5)
+
+
+def test_attention_can_be_replaced() -> None:
+    model: Any = decoder()
+    shapes = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
+        shapes.append((q.shape, k.shape, v.shape, dropout))
+        return causal_attention(q, k, v, dropout)
+
+    for block in model.blocks.values():
+        block.attention.attend = attend
+    assert torch.equal(model(tokens()), decoder()(tokens()))
+    assert shapes == [((2, 16, 4, 8), (2, 16, 2, 8), (2, 16, 2, 8), 0.0)] * 2
+
+
 def test_parameters_and_flops_are_counted_as_published() -> None:
     model = decoder(ffn_width=96)
     per_layer = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 96 + 2 * 32
@@ -116,6 +182,12 @@ def test_dropout_acts_in_training_and_never_in_evaluation() -> None:
         ({"kv_heads": 3}, "model.kv_heads = 3", "1, 2, 4"),
         ({"layers": 0}, "model.layers is 0", "1 or more"),
         ({"dropout": 1.0}, "model.dropout is 1.0", "[0, 1)"),
+        ({"head_dim": 7}, "model.head_dim is 7", "model.head_dim=8"),
+        (
+            {"rope_scaling": {**SCALING, "factor": 0.5}},
+            "'factor': 0.5",
+            "factor and original_seq_len must be at least 1",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_a_way_out(changes: dict[str, Any], message: str, hint: str) -> None:
