@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from slurmtrain.errors import ConfigError
 from slurmtrain.models.initial import Normal, initialize
+from slurmtrain.planner.shape import default_ffn_width
 
 INIT_STD = 0.02  # GPT-2 (Radford et al. 2019)
-FFN_MULTIPLE = 16  # matrix units like widths that are multiples of 16
 
 # q [B, S, H, D], k and v [B, S, K, D], probability of dropping a weight -> [B, S, H, D]
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -364,11 +364,6 @@ def rotate(x_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
     first, second = x_BSHD.float().chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return (x_BSHD.float() * cos_SD[:, None] + turned * sin_SD[:, None]).type_as(x_BSHD)
-
-
-def default_ffn_width(width: int) -> int:
-    """8/3 of `width`, rounded up to a multiple of 16."""
-    return -(-(8 * width) // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
 
 
 def _check_sizes(**sizes: int) -> None:

@@ -39,7 +39,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         parallelize_module(
             block, mesh, dict.fromkeys(columns, ColwiseParallel()) | dict.fromkeys(rows, RowwiseParallel())
         )
-    parallelize_module(model, mesh, {"embedding": RowwiseParallel(), "output": ColwiseParallel()})
+    ends = {"embedding": RowwiseParallel()} | ({"output": ColwiseParallel()} if model.output is not None else {})
+    parallelize_module(model, mesh, ends)
 
 
 def fsdp(model: nn.Module) -> None:

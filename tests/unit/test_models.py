@@ -14,6 +14,7 @@ from slurmtrain.config.compose import compose
 from slurmtrain.errors import ConfigError
 from slurmtrain.models import Decoder
 from slurmtrain.models.decoder import causal_attention, rotary_angles, rotate
+from slurmtrain.planner.shape import DecoderShape
 
 CONF = Path(__file__).parents[2] / "conf"
 SIZES: dict[str, Any] = {
@@ -63,9 +64,11 @@ PUBLISHED = {
 def test_the_presets_have_the_parameters_of_the_published_models() -> None:
     assert PUBLISHED.keys() == {path.stem for path in (CONF / "model").glob("*.yaml")} - {"tiny", "small"}
     for name, parameters in PUBLISHED.items():
+        config = compose([f"model={name}"])
         with torch.device("meta"):
-            model = instantiate(compose([f"model={name}"]).model)
+            model = instantiate(config.model)
         assert (name, model.num_parameters()) == (name, parameters)
+        assert DecoderShape.of(config.model).num_parameters() == parameters
         if name.startswith("llama3"):
             assert model.blocks["0"].attention.rope_scaling.factor == (32 if name in ("llama3_1b", "llama3_3b") else 8)
 
