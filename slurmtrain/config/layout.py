@@ -19,7 +19,7 @@ from slurmtrain.config.schema import Config, ParallelConfig
 from slurmtrain.errors import ConfigError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # the outermost first
-STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "interleaved_zero_bubble": 2, "zero_bubble_v": 2}
+STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 2}
 
 Sizes = dict[str, int]
 Problem = tuple[str, str | None]  # a sentence, and a hint unless another layout is the way out

@@ -87,10 +87,8 @@ class ParallelConfig:
     cp: int = 1  # ranks that share every sequence (context parallel)
     ep: int = 1  # ranks that share the experts of a mixture; no model here has any
     sequence_parallel: bool = True  # with tp: also share the activations between the matrices, along the sequence
-    loss_parallel: bool = True  # with tp: each rank has the logits of a part of the vocabulary only
     cp_method: str = "all_gather"  # "all_gather": of keys and values; "ulysses": sequences for heads and back
-    # "gpipe", "1f1b"; "interleaved_1f1b", "interleaved_zero_bubble", "zero_bubble_v": two stages a rank
-    pp_schedule: str = "1f1b"
+    pp_schedule: str = "1f1b"  # or "gpipe"; with two stages a rank: "interleaved_1f1b", "zero_bubble"
     units: list[str] = field(
         default_factory=list
     )  # class names that FSDP2 gathers at a time; []: the model's, or by size

@@ -213,7 +213,7 @@ def _check_strings(cluster: ClusterConfig) -> None:
 def _check_parallel(parallel: ParallelConfig) -> None:
     _one_of("parallel.pp_schedule", parallel.pp_schedule, tuple(STAGES_PER_RANK))
     _one_of("parallel.cp_method", parallel.cp_method, ("all_gather", "ulysses"))
-    _one_of("parallel.param_dtype", parallel.param_dtype, (None, "bfloat16", "float16"))
+    _one_of("parallel.param_dtype", parallel.param_dtype, (None, "bfloat16"))
     _one_of("parallel.reduce_dtype", parallel.reduce_dtype, ("float32", "bfloat16"))
     _one_of("parallel.activation_checkpointing", parallel.activation_checkpointing, ("none", "full", "selective"))
 

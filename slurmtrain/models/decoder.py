@@ -60,6 +60,8 @@ class Decoder(nn.Module):
         ConfigError: sizes that do not fit together.
     """
 
+    parallel_units = ("Block",)  # what is gathered, compiled and computed again at a time
+
     def __init__(
         self,
         *,
