@@ -216,6 +216,11 @@ def _check_parallel(parallel: ParallelConfig) -> None:
     _one_of("parallel.param_dtype", parallel.param_dtype, (None, "bfloat16"))
     _one_of("parallel.reduce_dtype", parallel.reduce_dtype, ("float32", "bfloat16"))
     _one_of("parallel.activation_checkpointing", parallel.activation_checkpointing, ("none", "full", "selective"))
+    if parallel.compile and parallel.pp_schedule == "zero_bubble" and parallel.pp != 1:
+        raise ConfigError(
+            "parallel.compile=true with parallel.pp_schedule=zero_bubble: a compiled backward pass cannot be done in two parts",
+            hint="parallel.pp_schedule=interleaved_1f1b, or parallel.compile=false",
+        )
 
 
 def _check_batch(train: TrainConfig) -> None:

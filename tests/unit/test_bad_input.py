@@ -70,6 +70,11 @@ BAD_CONFIGS = [
         "train.global_batch_size=32",
     ),
     ([*SLURM, "parallel.tp=2", "parallel.sequence_parallel=false", "model.dropout=0.1"], "dropout=0.1 with", "true"),
+    (
+        [*SLURM, "parallel.pp=2", "parallel.pp_schedule=zero_bubble", "parallel.compile=true"],
+        "a compiled backward pass cannot be done in two parts",
+        "interleaved_1f1b",
+    ),
     ([*SLURM, "parallel.ep=2"], "parallel.ep=2, but no model here has experts", "parallel.ep=1"),
     ([*SLURM, "parallel.pp_schedule=2f2b"], "parallel.pp_schedule=2f2b is not known", "1f1b"),
     ([*SLURM, "optim.lr=0"], "optim.lr=0.0 must be above 0", "3e-4"),
