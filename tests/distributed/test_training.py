@@ -28,7 +28,7 @@ from slurmtrain.runtime.place import Place
 from slurmtrain.runtime.timeline import Timeline
 from slurmtrain.runtime.training_job import build, build_model, build_trainer, fill
 from slurmtrain.runtime.world import World
-from slurmtrain.training.trainer import Outcome
+from slurmtrain.training.trainer import Outcome, Trainer
 from tests.distributed.conftest import (
     GlooRanks,
     LocalRun,
@@ -45,12 +45,16 @@ def experiment(*overrides: str) -> Config:
     return compose(["experiment=smoke", "train.tensorboard=false", "train.log_every=1", *overrides])
 
 
-def fit(world: World, run_path: Path, overrides: list[str], stop: Any = None, attempt: int = 1) -> Outcome:
+def trainer(world: World, run_path: Path, overrides: list[str], stop: Any = None, attempt: int = 1) -> Trainer:
     run_path.mkdir(exist_ok=True)
     where = Place(RunDir(run_path), attempt, supervised=True)
     where.attempt_dir.mkdir(parents=True, exist_ok=True)
     agreement = StopAgreement(stop or signals.StopSignals(), world.control)
-    return build_trainer(experiment(*overrides), world, where, agreement, Timeline()).fit()
+    return build_trainer(experiment(*overrides), world, where, agreement, Timeline())
+
+
+def fit(world: World, run_path: Path, overrides: list[str], stop: Any = None, attempt: int = 1) -> Outcome:
+    return trainer(world, run_path, overrides, stop, attempt).fit()
 
 
 def alone() -> World:
