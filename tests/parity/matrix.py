@@ -60,6 +60,7 @@ def _row(name: str, ranks: int, parallel: str, model: str = "", *, micro: int | 
 
 
 UNTIED = "model.tie_embeddings=false"
+OWN = "model._target_=tests.parity.own_model.OwnModel model.tie_embeddings=false"
 QWEN = "model.qkv_bias=true model.qk_norm=true"
 ROWS = [
     _row("DDP 2", 2, ""),
@@ -128,6 +129,10 @@ ROWS = [
         bound=BFLOAT16,
         slow=True,
     ),
+    _row("FSDP 2, a model of one's own", 2, "dp_replicate=1 dp_shard=2", OWN),
+    _row("FSDP 2, a model of one's own, units by name", 2, "dp_replicate=1 dp_shard=2 units=[Layer]", OWN, slow=True),
+    _row("TP 2, a model of one's own", 2, "tp=2", OWN),
+    _row("PP 2 x FSDP 2, a model of one's own", 4, "dp_replicate=1 dp_shard=2 pp=2", OWN),
     _row("FSDP 2, compiled", 2, "dp_replicate=1 dp_shard=2 compile=true"),
     _row("TP 2, compiled", 2, "tp=2 compile=true"),
 ]
