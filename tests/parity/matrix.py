@@ -119,6 +119,7 @@ ROWS = [
         slow=True,
     ),
     _row("PP 2, full checkpointing", 2, "pp=2 activation_checkpointing=full", UNTIED, slow=True),
+    _row("1 rank, bfloat16", 1, "param_dtype=bfloat16", bound=BFLOAT16),
     _row("FSDP 2, bfloat16", 2, "dp_replicate=1 dp_shard=2 param_dtype=bfloat16", bound=BFLOAT16),
     _row("TP 2, bfloat16", 2, "tp=2 param_dtype=bfloat16", bound=BFLOAT16),
     _row(
@@ -167,7 +168,7 @@ def train_row(world: World, folder: Path, row: Row) -> None:
             f"data._target_={__name__}.RaggedText",
             f"cluster.tasks_per_node={row.ranks}",
             *("train.tensorboard=false", "train.log_every=1", f"train.steps={STEPS}", f"train.eval_every={STEPS}"),
-            *("model.layers=4", "optim.lr=1e-3", "checkpoint.every_steps=0"),
+            *("model.layers=4", "optim.lr=1e-3", "optim.grad_clip=0.5", "checkpoint.every_steps=0"),
             *row.model,
             *row.overrides,
         ]
