@@ -87,6 +87,13 @@ VERBS: dict[str, Verb] = {
         "digest; prune removes what need not be kept; export writes the weights as OUT.safetensors or OUT.pt",
         "slurmtrain.cli.checkpoints",
     ),
+    "layout": Verb(
+        "[+cluster=NAME] [key=value ...] layout [--json]",
+        "which rank stands where under parallel=... : node, place on every axis, the ranks it shares that axis with",
+        "slurmtrain.cli.layout",
+        composes=True,
+        options=(("--json", False),),
+    ),
     "sandbox": Verb(
         "sandbox up|down|status|env [--nodes N] ...",
         "a throwaway SLURM on this machine, no root",

@@ -78,9 +78,27 @@ class JobConfig:
 
 @dataclass
 class ParallelConfig:
-    """How ranks are laid over the model. Data parallel; the product of the axes is the world size."""
+    """How the model is laid over the ranks. The product of the axes is the world size; one axis may be -1: what is left."""
 
-    dp_replicate: int = -1  # ranks holding a full copy of the model (DDP); -1: all there are
+    dp_replicate: int = -1  # full copies of the model; each sees other samples
+    dp_shard: int = 1  # ranks that share a copy's parameters, gradients and optimiser state (FSDP2)
+    tp: int = 1  # ranks that share every matrix, on one node (tensor parallel)
+    pp: int = 1  # pipeline stages; micro batches of a step go through them one after another
+    cp: int = 1  # ranks that share every sequence (context parallel)
+    ep: int = 1  # ranks that share the experts of a mixture; no model here has any
+    sequence_parallel: bool = True  # with tp: also share the activations between the matrices, along the sequence
+    cp_method: str = "all_gather"  # "all_gather": of keys and values; "ulysses": sequences for heads and back
+    pp_schedule: str = "1f1b"  # or "gpipe"; with two stages a rank: "interleaved_1f1b", "zero_bubble"
+    units: list[str] = field(
+        default_factory=list
+    )  # class names that FSDP2 gathers at a time; []: the model's, or by size
+    reshard_after_forward: bool | None = None  # free gathered parameters until backward; null: yes, but with pp no
+    param_dtype: str | None = None  # "bfloat16": compute in it, with FSDP2; parameters and optimiser stay float32
+    reduce_dtype: str = "float32"  # in which gradients are added up; "bfloat16" halves what is sent
+    activation_checkpointing: str = (
+        "none"  # "full": compute blocks again in backward; "selective": but for their matmuls
+    )
+    compile: bool = False  # torch.compile, block by block
 
 
 @dataclass

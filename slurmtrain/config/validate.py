@@ -10,7 +10,8 @@ import re
 import shlex
 
 from slurmtrain.config.compose import SECRET_REFERENCE, SECRET_VARIABLE
-from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig, JobConfig
+from slurmtrain.config.layout import STAGES_PER_RANK, layout_of
+from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig, JobConfig, ParallelConfig, TrainConfig
 from slurmtrain.errors import ConfigError, nearest
 
 # Long options of sbatch, those of `man sbatch`: what decides them here, or "" for those that cluster.sbatch may set.
@@ -54,7 +55,9 @@ def validate(config: Config) -> None:
     _check_job(config.job)
     _check_cluster(config.cluster, singleton=config.job.singleton)
     _check_strings(config.cluster)
-    _check_batch(config)
+    _check_parallel(config.parallel)
+    _check_batch(config.train)
+    layout_of(config)
     _check_ranges(config)
     _check_hooks(config.hooks)
 
@@ -206,30 +209,23 @@ def _check_strings(cluster: ClusterConfig) -> None:
             )
 
 
-def _check_batch(config: Config) -> None:
-    train, ranks = config.train, config.world_size
-    if config.parallel.dp_replicate not in (-1, ranks):
+def _check_parallel(parallel: ParallelConfig) -> None:
+    _one_of("parallel.pp_schedule", parallel.pp_schedule, tuple(STAGES_PER_RANK))
+    _one_of("parallel.cp_method", parallel.cp_method, ("all_gather", "ulysses"))
+    _one_of("parallel.param_dtype", parallel.param_dtype, (None, "bfloat16"))
+    _one_of("parallel.reduce_dtype", parallel.reduce_dtype, ("float32", "bfloat16"))
+    _one_of("parallel.activation_checkpointing", parallel.activation_checkpointing, ("none", "full", "selective"))
+    if parallel.compile and parallel.pp_schedule == "zero_bubble" and parallel.pp != 1:
         raise ConfigError(
-            f"parallel.dp_replicate={config.parallel.dp_replicate}, but cluster.nodes={config.cluster.nodes} x "
-            f"cluster.tasks_per_node={config.cluster.tasks_per_node} gives {ranks} ranks",
-            hint=f"set parallel.dp_replicate to {ranks} or -1",
+            "parallel.compile=true with parallel.pp_schedule=zero_bubble: a compiled backward pass cannot be done in two parts",
+            hint="parallel.pp_schedule=interleaved_1f1b, or parallel.compile=false",
         )
+
+
+def _check_batch(train: TrainConfig) -> None:
     _at_least("train.global_batch_size", train.global_batch_size, 1)
     if train.micro_batch_size is not None:
         _at_least("train.micro_batch_size", train.micro_batch_size, 1)
-    if config.job.kind != "train":
-        return
-    unit = ranks * (train.micro_batch_size or 1)
-    if train.global_batch_size % unit:
-        below, above = train.global_batch_size // unit * unit, (train.global_batch_size // unit + 1) * unit
-        what = f"{ranks} ranks" + (
-            f" x train.micro_batch_size={train.micro_batch_size}" if train.micro_batch_size else ""
-        )
-        near = " or ".join(str(size) for size in (below, above) if size)
-        raise ConfigError(
-            f"train.global_batch_size={train.global_batch_size} does not divide by {what}",
-            hint=f"the nearest that do: {near}",
-        )
 
 
 def _check_ranges(config: Config) -> None:

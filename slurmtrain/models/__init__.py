@@ -1,5 +1,6 @@
 """Models: what is trained. Plain `nn.Module`s that know nothing of ranks; `parallel/` lays them over a mesh."""
 
 from slurmtrain.models.decoder import Decoder
+from slurmtrain.models.initial import Normal, initialize
 
-__all__ = ["Decoder"]
+__all__ = ["Decoder", "Normal", "initialize"]

@@ -1,4 +1,6 @@
-"""A decoder-only transformer in the Llama manner: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+It computes what Llama 3, Qwen2.5 and Qwen3 compute; `conf/model/` has their sizes.
 
 Tensor names end in the letters of their axes:
 
@@ -12,37 +14,53 @@ would be empty after `to_empty()` and would lose its precision under `.to(bfloat
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slurmtrain.errors import ConfigError
+from slurmtrain.models.initial import Normal, initialize
+from slurmtrain.planner.shape import default_ffn_width
 
 INIT_STD = 0.02  # GPT-2 (Radford et al. 2019)
-FFN_MULTIPLE = 16  # matrix units like widths that are multiples of 16
+
+# q [B, S, H, D], k and v [B, S, K, D], probability of dropping a weight -> [B, S, H, D]
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 class Decoder(nn.Module):
     """The language model: tokens in, the logits of each next token out.
 
+    A stage of a pipeline is a Decoder without some of its `blocks`, and with None for `embedding`, `norm` or `output`. What
+    stays keeps its name.
+
     Args:
         vocab_size: number of distinct tokens, V.
         width: size of the residual stream, W.
         layers: number of blocks.
-        heads: query heads, H; `width / heads` is the head dimension and must be even.
+        heads: query heads, H.
         kv_heads: key/value heads, K, dividing `heads`; None means as many as `heads` (plain multi-head attention).
+        head_dim: components of a head, D, an even number; None means `width / heads`.
         ffn_width: inner size of the feed-forward, F; None means 8/3 of `width`, rounded up to a multiple of 16, which
             gives SwiGLU the parameters of a classic feed-forward of 4 x width (Shazeer 2020, arXiv:2002.05202).
         max_seq_len: longest sequence accepted, in tokens.
         rope_theta: base of the rotary frequencies.
+        rope_scaling: the fields of `RopeScaling`, None for none.
         norm_eps: added to the mean square in RMSNorm.
+        qkv_bias: queries, keys and values have a bias, as in Qwen2 (arXiv:2407.10671).
+        qk_norm: RMSNorm over each head of queries and keys, as in Qwen3 (arXiv:2505.09388).
         tie_embeddings: use the embedding matrix as the output projection too (Press & Wolf 2017, arXiv:1608.05859).
         dropout: probability of dropping, after the embedding, in attention and before each residual sum.
 
     Raises:
         ConfigError: sizes that do not fit together.
     """
+
+    parallel_units = ("Block",)  # what is gathered, compiled and computed again at a time
 
     def __init__(
         self,
@@ -52,10 +70,14 @@ class Decoder(nn.Module):
         layers: int,
         heads: int,
         kv_heads: int | None = None,
+        head_dim: int | None = None,
         ffn_width: int | None = None,
         max_seq_len: int,
         rope_theta: float = 10000.0,
+        rope_scaling: Mapping[str, Any] | None = None,
         norm_eps: float = 1e-5,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
         tie_embeddings: bool = True,
         dropout: float = 0.0,
     ):
@@ -71,31 +93,59 @@ class Decoder(nn.Module):
             ffn_width=ffn_width,
             max_seq_len=max_seq_len,
         )
+        head_dim = _split(width, heads) if head_dim is None else head_dim
+        _check_groups(heads, kv_heads)
+        if head_dim < 2 or head_dim % 2:
+            raise ConfigError(
+                f"model.head_dim is {head_dim}; rotary positions turn pairs of components",
+                hint=f"set model.head_dim={max(head_dim + 1, 2)}",
+            )
         if not 0.0 <= dropout < 1.0:
             raise ConfigError(f"model.dropout is {dropout}, not a probability", hint="write a value in [0, 1), often 0")
-        self.vocab_size, self.width, self.layers, self.heads = vocab_size, width, layers, heads
-        self.max_seq_len = max_seq_len
+        self.vocab_size, self.width, self.layers, self.max_seq_len = vocab_size, width, layers, max_seq_len
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
 
         # Each residual branch adds its variance to the stream; GPT-2 shrinks the 2 x layers projections that feed it.
         residual_std = INIT_STD / math.sqrt(2 * layers)
+        scaling = None if rope_scaling is None else RopeScaling(**rope_scaling)
         self.embedding = Embedding(vocab_size, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(
-            Block(
-                Attention(width, heads, kv_heads, rope_theta, residual_std, dropout),
-                FeedForward(width, ffn_width, residual_std),
-                nn.RMSNorm(width, norm_eps),
-                nn.RMSNorm(width, norm_eps),
-                dropout,
-            )
-            for _ in range(layers)
+        # Named by their number, which a list would give anew to the blocks of a pipeline's stage.
+        self.blocks = nn.ModuleDict(
+            {
+                str(layer): Block(
+                    Attention(
+                        width,
+                        heads,
+                        kv_heads,
+                        head_dim,
+                        rope_theta,
+                        scaling,
+                        bias=qkv_bias,
+                        norm_eps=norm_eps if qk_norm else None,
+                        residual_std=residual_std,
+                        dropout=dropout,
+                    ),
+                    FeedForward(width, ffn_width, residual_std),
+                    RMSNorm(width, norm_eps),
+                    RMSNorm(width, norm_eps),
+                    dropout,
+                )
+                for layer in range(layers)
+            }
         )
-        self.norm = nn.RMSNorm(width, norm_eps)
+        self.norm: RMSNorm | None = RMSNorm(width, norm_eps)
         # Tied weights are one parameter under one name, so that checkpoints, sharding and `to_empty` see it once.
         self.output = None if tie_embeddings else Linear(width, vocab_size)
 
-    def forward(self, tokens_BS: Tensor) -> Tensor:
+    def forward(self, tokens_BS: Tensor, positions_S: Tensor | None = None) -> Tensor:
         """Logits [B, S, V] of the token that follows each of `tokens_BS` (int64 [B, S]).
+
+        A stage of a pipeline takes the residual stream [B, S, W] of the one before in place of tokens, and returns it
+        where it has no `norm`.
+
+        Args:
+            positions_S: int64 [S], where these tokens stand in the sequence; None: at 0 ... S - 1.
 
         Raises:
             ConfigError: S exceeds `max_seq_len`.
@@ -106,36 +156,33 @@ class Decoder(nn.Module):
                 f"a sequence of {seq_len} tokens is longer than model.max_seq_len = {self.max_seq_len}",
                 hint=f"set model.max_seq_len={seq_len}, or a shorter data.seq_len",
             )
-        positions_S = torch.arange(seq_len, device=tokens_BS.device)
-        x_BSW = self.dropout(self.embedding(tokens_BS))
-        for block in self.blocks:
+        if positions_S is None:
+            positions_S = torch.arange(seq_len, device=tokens_BS.device)
+        x_BSW = tokens_BS if tokens_BS.is_floating_point() else self.dropout(self.embedding(tokens_BS))
+        for block in self.blocks.values():
             x_BSW = block(x_BSW, positions_S)
+        if self.norm is None:
+            return x_BSW
         x_BSW = self.norm(x_BSW)
         return F.linear(x_BSW, self.embedding.weight) if self.output is None else self.output(x_BSW)
 
-    def reset_parameters(self) -> None:
-        """Draw all parameters again from the global generator, in the order in which `__init__` drew them.
-
-        So `torch.manual_seed(s)` before this call, after `to_empty()` of a model built on the meta device, gives the
-        same values as `torch.manual_seed(s)` before building it on a real one.
-        """
-        for module in self.modules():
-            if isinstance(module, (Embedding, Linear, nn.RMSNorm)):
-                module.reset_parameters()
+    def initialize(self, seed: int) -> None:
+        """Draw all parameters; see `models.initial`. For a model, or a part of one, built on the meta device and laid out."""
+        initialize(self, seed)
 
     def num_parameters(self) -> int:
         """Number of parameters, a tied matrix counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Floating-point operations of one token's forward and backward pass, 6 N + 12 L W S.
+        """Floating-point operations of one token's forward and backward pass, 6 N + 12 L H D S.
 
-        Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B, where H Q is W here. N counts the parameters that
-        are multiplied: an untied input embedding is looked up and left out. As there, attention counts as if it were
-        not causal and recomputed activations do not count.
+        Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B, where D is Q. N counts the parameters that are
+        multiplied: an untied input embedding is looked up and left out. As there, attention counts as if it were not
+        causal and recomputed activations do not count.
         """
-        multiplied = self.num_parameters() - (0 if self.output is None else self.embedding.weight.numel())
-        return 6 * multiplied + 12 * self.layers * self.width * seq_len
+        multiplied = self.num_parameters() - (0 if self.output is None else self.vocab_size * self.width)
+        return 6 * multiplied + 12 * self.layers * self.heads * self.head_dim * seq_len
 
 
 class Block(nn.Module):
@@ -145,8 +192,8 @@ class Block(nn.Module):
         self,
         attention: Attention,
         feed_forward: FeedForward,
-        attention_norm: nn.RMSNorm,
-        feed_forward_norm: nn.RMSNorm,
+        attention_norm: RMSNorm,
+        feed_forward_norm: RMSNorm,
         dropout: float,
     ):
         super().__init__()
@@ -161,17 +208,36 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention in which H/K query heads share a key/value head (Ainslie et al. 2023, arXiv:2305.13245)."""
+    """Causal self-attention in which H/K query heads share a key/value head (Ainslie et al. 2023, arXiv:2305.13245).
 
-    def __init__(self, width: int, heads: int, kv_heads: int, rope_theta: float, residual_std: float, dropout: float):
+    Attributes:
+        attend: the attention itself, which another one can replace (over a sequence that is cut among ranks).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        rope_theta: float,
+        rope_scaling: RopeScaling | None,
+        *,
+        bias: bool,
+        norm_eps: float | None,
+        residual_std: float,
+        dropout: float,
+    ):
         super().__init__()
-        self.head_dim = width // heads
-        self.grouped = kv_heads != heads
-        self.rope_theta, self.dropout = rope_theta, dropout
-        self.query = Linear(width, heads * self.head_dim)
-        self.key = Linear(width, kv_heads * self.head_dim)
-        self.value = Linear(width, kv_heads * self.head_dim)
-        self.out = Linear(heads * self.head_dim, width, residual_std)
+        self.head_dim, self.rope_theta, self.rope_scaling = head_dim, rope_theta, rope_scaling
+        self.dropout = dropout
+        self.query = Linear(width, heads * head_dim, bias=bias)
+        self.key = Linear(width, kv_heads * head_dim, bias=bias)
+        self.value = Linear(width, kv_heads * head_dim, bias=bias)
+        self.query_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
+        self.key_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
+        self.out = Linear(heads * head_dim, width, std=residual_std)
+        self.attend: Attend = causal_attention
 
     def forward(self, x_BSW: Tensor, positions_S: Tensor) -> Tensor:
         """[B, S, W] -> [B, S, W]."""
@@ -179,17 +245,25 @@ class Attention(nn.Module):
         q_BSHD = self.query(x_BSW).unflatten(-1, (-1, self.head_dim))
         k_BSKD = self.key(x_BSW).unflatten(-1, (-1, self.head_dim))
         v_BSKD = self.value(x_BSW).unflatten(-1, (-1, self.head_dim))
-        cos_SD, sin_SD = rotary_angles(positions_S, self.head_dim, self.rope_theta)
+        if self.query_norm is not None and self.key_norm is not None:
+            q_BSHD, k_BSKD = self.query_norm(q_BSHD), self.key_norm(k_BSKD)
+        cos_SD, sin_SD = rotary_angles(positions_S, self.head_dim, self.rope_theta, self.rope_scaling)
         q_BSHD, k_BSKD = rotate(q_BSHD, cos_SD, sin_SD), rotate(k_BSKD, cos_SD, sin_SD)
-        o_BHSD = F.scaled_dot_product_attention(
-            q_BSHD.transpose(1, 2),
-            k_BSKD.transpose(1, 2),
-            v_BSKD.transpose(1, 2),
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
-            enable_gqa=self.grouped,
-        )
-        return self.out(o_BHSD.transpose(1, 2).flatten(-2))
+        o_BSHD = self.attend(q_BSHD, k_BSKD, v_BSKD, self.dropout if self.training else 0.0)
+        return self.out(o_BSHD.flatten(-2))
+
+
+def causal_attention(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, dropout: float) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v over the positions up to each one's own; [B, S, H, D]."""
+    o_BHSD = F.scaled_dot_product_attention(
+        q_BSHD.transpose(1, 2),
+        k_BSKD.transpose(1, 2),
+        v_BSKD.transpose(1, 2),
+        dropout_p=dropout,
+        is_causal=True,
+        enable_gqa=q_BSHD.shape[2] != k_BSKD.shape[2],
+    )
+    return o_BHSD.transpose(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -199,7 +273,7 @@ class FeedForward(nn.Module):
         super().__init__()
         self.gate = Linear(width, ffn_width)
         self.up = Linear(width, ffn_width)
-        self.down = Linear(ffn_width, width, residual_std)
+        self.down = Linear(ffn_width, width, std=residual_std)
 
     def forward(self, x_BSW: Tensor) -> Tensor:
         """[B, S, W] -> [B, S, W]."""
@@ -207,30 +281,83 @@ class FeedForward(nn.Module):
 
 
 class Linear(nn.Linear):
-    """y = W x without a bias, W ~ normal(0, std)."""
+    """y = W x + b; W ~ normal(0, std), b starts at zero, or is not there."""
 
-    def __init__(self, inputs: int, outputs: int, std: float = INIT_STD):
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = False, std: float = INIT_STD):
         self.std = std  # before super().__init__, which calls reset_parameters
-        super().__init__(inputs, outputs, bias=False)
+        super().__init__(inputs, outputs, bias=bias)
+
+    def initial(self) -> dict[str, Normal]:
+        return {"weight": Normal(std=self.std), "bias": Normal()}
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.std)
+        _draw(self.weight, self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
 
 class Embedding(nn.Embedding):
     """One vector per token, ~ normal(0, 0.02)."""
 
+    def initial(self) -> dict[str, Normal]:
+        return {"weight": Normal(std=INIT_STD)}
+
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=INIT_STD)
+        _draw(self.weight, INIT_STD)
 
 
-def rotary_angles(positions_S: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def _draw(weight: Tensor, std: float) -> None:
+    if not weight.is_meta:  # where drawing nothing would take longer than building all the rest
+        nn.init.normal_(weight, std=std)
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / sqrt(mean(x^2) + eps) * g (Zhang & Sennrich 2019, arXiv:1910.07467); g starts at one."""
+
+    def initial(self) -> dict[str, Normal]:
+        return {"weight": Normal(mean=1.0)}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's way to longer sequences: slow rotations become slower still, fast ones stay.
+
+    A rotation that turns more than `high_freq_factor` times within `original_seq_len` tokens keeps its frequency, one that
+    turns less than `low_freq_factor` times is slowed down by `factor`; between them, both are mixed. As in Meta's
+    `apply_scaling` (github.com/meta-llama/llama-models, models/llama3/model.py) and Hugging Face's rope type "llama3".
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_seq_len: int
+
+    def __post_init__(self) -> None:
+        if self.factor < 1 or not 0 < self.low_freq_factor < self.high_freq_factor or self.original_seq_len < 1:
+            raise ConfigError(
+                f"model.rope_scaling = {vars(self)} slows nothing down",
+                hint="factor and original_seq_len must be at least 1, and 0 < low_freq_factor < high_freq_factor",
+            )
+
+    def __call__(self, frequencies_D: Tensor) -> Tensor:
+        """Radians per token -> radians per token, whatever the shape."""
+        turns_D = self.original_seq_len / (2 * math.pi / frequencies_D)
+        kept_D = ((turns_D - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        return (1 - kept_D) * frequencies_D / self.factor + kept_D * frequencies_D
+
+
+def rotary_angles(
+    positions_S: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
     """cos and sin, float32 [S, D], of position * theta^(-2i/D) (Su et al. 2021, arXiv:2104.09864, equation 15).
 
     Pair i is made of the components i and i + D/2, as in Hugging Face's Llama, so each angle stands twice in a row.
     """
     exponent_D = torch.arange(0, head_dim, 2, device=positions_S.device, dtype=torch.float32) / head_dim
-    angles_SD = torch.outer(positions_S.float(), theta**-exponent_D).repeat(1, 2)
+    frequencies_D = 1.0 / theta**exponent_D
+    if scaling is not None:
+        frequencies_D = scaling(frequencies_D)
+    angles_SD = torch.outer(positions_S.float(), frequencies_D).repeat(1, 2)
     return angles_SD.cos(), angles_SD.sin()
 
 
@@ -241,31 +368,33 @@ def rotate(x_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
     return (x_BSHD.float() * cos_SD[:, None] + turned * sin_SD[:, None]).type_as(x_BSHD)
 
 
-def default_ffn_width(width: int) -> int:
-    """8/3 of `width`, rounded up to a multiple of 16."""
-    return -(-(8 * width) // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
-
-
 def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ConfigError(f"model.{name} is {size}, it must be at least 1", hint=f"set model.{name} to 1 or more")
-    width, heads, kv_heads = sizes["width"], sizes["heads"], sizes["kv_heads"]
-    if width % heads:
-        fitting = [n for n in range(1, width + 1) if width % n == 0 and (width // n) % 2 == 0] or [1]
-        near = min(fitting, key=lambda n: abs(n - heads))
-        raise ConfigError(
-            f"model.width = {width} cannot be divided among model.heads = {heads}",
-            hint=f"set model.heads={near}, or model.width={-(-width // (2 * heads)) * 2 * heads}",
-        )
-    if (width // heads) % 2:
-        raise ConfigError(
-            f"model.width / model.heads = {width // heads} is odd; rotary positions turn pairs of components",
-            hint=f"set model.width={heads * (width // heads + 1)}, or another number of heads",
-        )
+
+
+def _check_groups(heads: int, kv_heads: int) -> None:
     if heads % kv_heads:
         fitting = [n for n in range(1, heads + 1) if heads % n == 0]
         raise ConfigError(
             f"model.heads = {heads} cannot share model.kv_heads = {kv_heads} evenly",
             hint=f"set model.kv_heads to one of {', '.join(map(str, fitting))}",
         )
+
+
+def _split(width: int, heads: int) -> int:
+    """The head dimension that makes `heads` heads as wide as the residual stream."""
+    if width % heads:
+        fitting = [n for n in range(1, width + 1) if width % n == 0 and (width // n) % 2 == 0] or [1]
+        near = min(fitting, key=lambda n: abs(n - heads))
+        raise ConfigError(
+            f"model.width = {width} cannot be divided among model.heads = {heads}",
+            hint=f"set model.heads={near}, or model.width={-(-width // (2 * heads)) * 2 * heads}, or model.head_dim",
+        )
+    if (width // heads) % 2:
+        raise ConfigError(
+            f"model.width / model.heads = {width // heads} is odd; rotary positions turn pairs of components",
+            hint=f"set model.width={heads * (width // heads + 1)}, or another number of heads",
+        )
+    return width // heads

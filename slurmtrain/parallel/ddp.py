@@ -42,8 +42,12 @@ def settle_buckets(model: nn.Module, backward: Callable[[], None]) -> None:
     Args:
         backward: one forward and backward pass through `model` on any batch of the usual shape.
     """
-    if not isinstance(model, nn.parallel.DistributedDataParallel):
-        return
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        without_trace(model, backward)
+
+
+def without_trace(model: nn.Module, backward: Callable[[], None]) -> None:
+    """Call `backward`, and leave gradients, buffers and random state as they were before."""
     buffers = [buffer.clone() for buffer in model.buffers()]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):

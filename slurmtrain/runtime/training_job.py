@@ -6,8 +6,10 @@ import dataclasses
 import math
 import sys
 import time
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored
@@ -15,11 +17,12 @@ from slurmtrain.checkpoint.commit import Incarnation
 from slurmtrain.checkpoint.interval import Cadence, Interval, mean_time_between_failures
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.checkpoint.saving import Saved
+from slurmtrain.config.layout import layout_of, micro_batch_size
 from slurmtrain.config.schema import Config
 from slurmtrain.data import BatchLoader
 from slurmtrain.errors import CheckpointError, ConfigError, SlurmtrainError
 from slurmtrain.observe import Reporter, SilentReporter
-from slurmtrain.parallel.ddp import replicate
+from slurmtrain.parallel.lay import lay
 from slurmtrain.redaction import redacted
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.agreement import StopAgreement
@@ -43,23 +46,31 @@ def build_trainer(
     Raises:
         ConfigError: model or data cannot be built from the config.
     """
-    rank, world_size = world.environment.rank, world.environment.world_size
+    rank, layout = world.environment.rank, layout_of(config)
     train = config.train
-    seed_everything(train.seed)
-    model: nn.Module = build("model", config.model)
-    model = replicate(model.to(world.device), world.device, world.group)
+    model = build_model(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    laid = lay(
+        model,
+        config.parallel,
+        layout,
+        rank=rank,
+        device=world.device,
+        group=world.group,
+        fill=lambda held: fill(held, world.device, train.seed),
+    )
     seed_everything(train.seed, rank)
     source = build("data", config.data)
     loader = BatchLoader(
         source.train,
         seed=train.seed,
         global_batch_size=train.global_batch_size,
-        micro_batch_size=train.micro_batch_size or train.global_batch_size // world_size,
-        dp_rank=rank,
-        dp_size=world_size,
+        micro_batch_size=micro_batch_size(config, layout),
+        dp_rank=layout.dp_rank(rank),
+        dp_size=layout.dp,
         num_workers=train.data_workers,
     )
-    record = _Record(config, where, source, model, timeline) if rank == 0 else None
+    record = _Record(config, where, source, f"{parameters:,} parameters; {layout}", timeline) if rank == 0 else None
     keeping = config.checkpoint
     checkpointer = Checkpointer(
         where.run_dir.checkpoints,
@@ -79,11 +90,11 @@ def build_trainer(
         train=train,
         optim=config.optim,
         checkpoint=config.checkpoint,
-        model=model,
+        laid=laid,
         loader=loader,
         valid=getattr(source, "valid", None),
         baseline=("byte-unigram entropy", source.unigram_entropy) if hasattr(source, "unigram_entropy") else None,
-        ranks=Ranks(rank, world_size, world.device, world.control),
+        ranks=Ranks(rank, world.group, world.control),
         checkpointer=checkpointer,
         stop=stop,
         make_reporter=record.make_reporter if record else lambda step, evaluated_at: SilentReporter(),
@@ -128,7 +139,7 @@ def _cadence(config: Config, where: Place, step: int) -> Cadence:
 class _Record:
     """What rank 0 writes down and shows about the training."""
 
-    def __init__(self, config: Config, where: Place, source: Any, model: nn.Module, timeline: Timeline):
+    def __init__(self, config: Config, where: Place, source: Any, model: str, timeline: Timeline):
         self._config, self._where, self._source, self._model = config, where, source, model
         self._timeline = timeline
 
@@ -145,9 +156,8 @@ class _Record:
             resume_step=first_step,
             evaluated_at=evaluated_at,
         )
-        parameters = sum(parameter.numel() for parameter in self._model.parameters())
         described = getattr(self._source, "description", self._config.data["_target_"])
-        reporter.message(f"model: {parameters:,} parameters; data: {described}")
+        reporter.message(f"model: {self._model}; data: {described}")
         return reporter
 
     def on_restore(self, restored: Restored | None) -> None:
@@ -172,6 +182,33 @@ class _Record:
             stall_s=round(ending.stall_s, 3),
             size=ending.size,
         )
+
+
+def build_model(config: Config) -> nn.Module:
+    """The model: on the meta device, without any memory, if it has a method `initialize(seed)`; else whole.
+
+    Raises:
+        ConfigError: it cannot be built from the config.
+    """
+    from hydra.utils import get_object
+
+    try:
+        late = hasattr(get_object(config.model["_target_"]), "initialize")
+    except Exception:
+        late = False  # `build` says what is wrong
+    seed_everything(config.train.seed)
+    with torch.device("meta") if late else nullcontext():
+        model: nn.Module = build("model", config.model)
+    return model
+
+
+def fill(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
+    """Bring the model to `device`; one from the meta device gets its values there, each rank its own part of them."""
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return model.to(device)
+    model.to_empty(device=device)
+    model.initialize(seed)  # type: ignore[operator]
+    return model
 
 
 def build(group: str, values: dict[str, Any]) -> Any:

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored
 from slurmtrain.checkpoint.interval import Cadence, Interval, choose_last_save
@@ -26,8 +25,11 @@ from slurmtrain.data import IGNORED_TARGET
 from slurmtrain.data.loader import Batch, BatchLoader, MapDataset, eval_batches, fetch
 from slurmtrain.errors import CheckpointError
 from slurmtrain.observe import Reporter, Throughput
-from slurmtrain.parallel.ddp import no_sync, settle_buckets
+from slurmtrain.parallel.ddp import settle_buckets, without_trace
+from slurmtrain.parallel.gradients import clip_gradients
+from slurmtrain.parallel.lay import Laid
 from slurmtrain.training.optim import build_optimizer, learning_rate, set_learning_rate
+from slurmtrain.training.passes import passes_of
 
 
 class Answer(Protocol):
@@ -55,13 +57,12 @@ class Ranks:
     """Where this rank stands, as far as training needs to know.
 
     Attributes:
-        device: where the model lives.
-        counts: a gloo group for small sums on the CPU, or None for a single rank.
+        group: all ranks, for what lies where the model does; None for a single rank.
+        counts: a gloo group for small sums on the CPU; likewise.
     """
 
-    rank: int
-    world_size: int
-    device: torch.device
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
     counts: dist.ProcessGroup | None = None
 
 
@@ -102,7 +103,7 @@ class Trainer:
     """One model, one data source, one optimiser, from the newest checkpoint to the last step.
 
     Args:
-        model: already on its device and laid over the ranks; called with tokens [B, S], gives logits [B, S, V].
+        laid: the model, laid over the ranks; called with tokens [B, S], it gives logits [B, S, V].
         loader: this rank's micro batches.
         valid: the held-out samples, or None.
         baseline: (name, nats per token) of a simple model on the same text, shown beside every validation loss.
@@ -121,7 +122,7 @@ class Trainer:
         train: TrainConfig,
         optim: OptimConfig,
         checkpoint: CheckpointConfig,
-        model: nn.Module,
+        laid: Laid,
         loader: BatchLoader,
         valid: MapDataset | None,
         baseline: tuple[str, float] | None = None,
@@ -135,24 +136,25 @@ class Trainer:
         grace_left: Callable[[], float | None] = lambda: None,
     ):
         self._train, self._optim, self._checkpoint = train, optim, checkpoint
-        self._model, self._loader, self._valid = model, loader, valid
+        self._laid, self._model, self._loader, self._valid = laid, laid.model, loader, valid
+        self._passes = passes_of(laid, loader.accumulation_steps, loader.micro_batch_size)
         self._ranks, self._checkpointer, self._stop = ranks, checkpointer, stop
         self._baseline = baseline
         self._make_reporter, self._on_restore = make_reporter, on_restore
         interval = Interval(checkpoint.every_steps, checkpoint.every_minutes)
         self._make_cadence = make_cadence or (lambda step: Cadence(interval, now=time.monotonic(), step=step))
         self._plan_stop, self._grace_left = plan_stop, grace_left
-        self._optimizer = build_optimizer(model, optim)
+        self._optimizer = build_optimizer(laid.model, optim)
         self._counters = Counters()
         self._saving: Saving | None = None
         self._save_s: float | None = None  # the longest of this attempt
         self._step_s = 0.0
         self._valid_loss: float | None = None
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._parameters = [parameter for parameter in laid.model.parameters() if parameter.requires_grad]
 
     def fit(self) -> Outcome:
         """Restore, then step until done or told to stop; save on the way and at the end."""
-        settle_buckets(self._model, self._any_backward)
+        self._settle()
         self._restore()
         first_step = self._counters.step
         self._reporter = self._make_reporter(first_step, self._counters.evaluated_at)
@@ -189,21 +191,13 @@ class Trainer:
         rate = learning_rate(self._counters.step, total_steps=self._train.steps, config=self._optim)
         set_learning_rate(self._optimizer, rate)
 
-        loss_sum = torch.zeros((), device=self._ranks.device)
-        for index, batch in enumerate(micro_batches):
-            last = index == len(micro_batches) - 1
-            if last:
-                loss_sum += self._backward(batch, count)
-            else:
-                with no_sync(self._model):
-                    loss_sum += self._backward(batch, count)
+        loss_sum = self._passes.train(micro_batches, count)
         tokens = count()
 
         # Asked as late as possible, so that a signal in the middle of a step still stops after it, and answered while
         # the optimiser works.
         self._stop.begin(save=self._cadence.due(self._counters.step + 1, time.monotonic()))
-        limit = self._optim.grad_clip or float("inf")
-        norm = nn.utils.clip_grad_norm_(self._parameters, limit)
+        norm = clip_gradients(self._parameters, self._optim.grad_clip, self._ranks.group)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         answer = self._stop.finish()
@@ -222,29 +216,13 @@ class Trainer:
             )
         return answer
 
-    def _backward(self, batch: Batch, count: Callable[[], int]) -> Tensor:
-        """Forward and backward of one micro batch; returns the detached sum of its losses, in nats."""
-        loss_sum = self._loss_sum(batch)
-        # DDP averages over ranks; the mean wanted is over all tokens of the global batch.
-        (loss_sum * (self._ranks.world_size / count())).backward()
-        return loss_sum.detach()
-
-    def _loss_sum(self, batch: Batch) -> Tensor:
-        device = self._ranks.device
-        inputs, targets = batch["inputs"].to(device, non_blocking=True), batch["targets"].to(device, non_blocking=True)
-        logits = self._model(inputs)
-        return F.cross_entropy(
-            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
-        )
-
     def _begin_token_count(self, micro_batches: list[Batch]) -> Callable[[], int]:
         """Count the tokens of this step over all ranks and micro batches while the first forward pass runs.
 
         Returns:
             A function that waits for the count: the number of targets that are not ignored.
         """
-        own = sum(int((batch["targets"] != IGNORED_TARGET).sum()) for batch in micro_batches)
-        total = torch.tensor(own, dtype=torch.int64)
+        total = torch.tensor(sum(map(self._tokens, micro_batches)), dtype=torch.int64)
         work = None
         if self._ranks.counts is not None:
             work = dist.all_reduce(total, group=self._ranks.counts, async_op=True)
@@ -258,6 +236,10 @@ class Trainer:
 
         return count
 
+    def _tokens(self, batch: Batch) -> int:
+        """Targets of `batch` that are not ignored; 0 where another rank counts them."""
+        return int((batch["targets"] != IGNORED_TARGET).sum()) if self._laid.speaks else 0
+
     def _sum_over_ranks(self, *values: Tensor) -> list[Tensor]:
         """Sum of each value over all ranks, exact for whole numbers below 2**53."""
         packed = torch.stack([value.double() for value in values])
@@ -265,10 +247,19 @@ class Trainer:
             dist.all_reduce(packed, group=self._ranks.counts)
         return list(packed)
 
-    def _any_backward(self) -> None:
-        batch_size = self._loader.micro_batch_size
-        batch = fetch(self._loader.dataset, np.zeros(batch_size, dtype=np.int64))
-        self._backward(batch, count=lambda: 1)
+    def _settle(self) -> None:
+        """Where the first backward pass does what later ones do not, let it be one that is thrown away.
+
+        DistributedDataParallel regroups its buckets; a pipeline finds out the shapes, for which stages draw random numbers.
+        """
+        batch = fetch(self._loader.dataset, np.zeros(self._loader.micro_batch_size, dtype=np.int64))
+
+        def backward(micro_batches: int) -> None:
+            self._passes.train([batch] * micro_batches, count=lambda: 1)
+
+        if self._laid.layout.pp > 1:
+            without_trace(self._model, lambda: backward(self._loader.accumulation_steps))
+        settle_buckets(self._model, lambda: backward(1))
 
     def _evaluation_due(self) -> bool:
         step, every = self._counters.step, self._train.eval_every
@@ -278,19 +269,19 @@ class Trainer:
     def _evaluate(self) -> bool:
         """Mean loss over every held-out token, each counted once. True: told to stop before it was done."""
         assert self._valid is not None
-        batch_size = max(1, self._loader.micro_batch_size)
-        share = -(-len(self._valid) // self._ranks.world_size)
-        batches = eval_batches(self._valid, batch_size, self._ranks.rank, self._ranks.world_size)
+        rows, layout = self._passes.rows, self._laid.layout
+        share = -(-len(self._valid) // layout.dp)
+        batches = eval_batches(self._valid, rows, layout.dp_rank(self._laid.rank), layout.dp)
         loss_sum, tokens = torch.zeros((), dtype=torch.float64), 0
         self._model.eval()
         with torch.no_grad():
-            # The same number of rounds on all ranks, so that they can agree on stopping in each.
-            for _ in range(-(-share // batch_size)):
+            # The same number of rounds on all ranks, so that they can agree on stopping in each, and since a model that is
+            # shared needs all ranks for a forward pass.
+            for _ in range(-(-share // rows)):
                 self._stop.begin()
-                batch = next(batches, None)
-                if batch is not None:
-                    loss_sum += self._loss_sum(batch).double().cpu()
-                    tokens += int((batch["targets"] != IGNORED_TARGET).sum())
+                batch = next(batches, None) or self._blank()
+                loss_sum += self._passes.evaluate(batch).double().cpu()
+                tokens += self._tokens(batch)
                 if self._stop.finish().stop:
                     self._model.train()
                     return True
@@ -305,6 +296,12 @@ class Trainer:
         )
         self._throughput.start()
         return False
+
+    def _blank(self) -> Batch:
+        """For a rank whose share of the held-out samples is done: one without targets."""
+        assert self._valid is not None
+        batch = fetch(self._valid, np.zeros(1, dtype=np.int64))
+        return {**batch, "targets": torch.full_like(batch["targets"], IGNORED_TARGET)}
 
     def _check_stop_now(self) -> bool:
         self._stop.begin()

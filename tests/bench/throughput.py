@@ -17,11 +17,12 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 
-from slurmtrain.config.schema import CheckpointConfig, OptimConfig, TrainConfig
+from slurmtrain.config.layout import Layout
+from slurmtrain.config.schema import CheckpointConfig, OptimConfig, ParallelConfig, TrainConfig
 from slurmtrain.data import BatchLoader, StdlibText
 from slurmtrain.models import Decoder
 from slurmtrain.observe import SilentReporter
-from slurmtrain.parallel.ddp import replicate
+from slurmtrain.parallel.lay import lay
 from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.signals import arm
 from slurmtrain.training.optim import build_optimizer
@@ -95,12 +96,20 @@ def time_trainer(rank: int, text: StdlibText, control: dist.ProcessGroup, stop: 
         train=TrainConfig(steps=STEPS, global_batch_size=BATCH, eval_every=0, log_every=10),
         optim=OptimConfig(warmup_steps=0),
         checkpoint=CheckpointConfig(),
-        model=replicate(Decoder(**MODEL), torch.device("cpu"), dist.group.WORLD),
+        laid=lay(
+            Decoder(**MODEL),
+            ParallelConfig(),
+            Layout(dp_replicate=RANKS),
+            rank=rank,
+            device=torch.device("cpu"),
+            group=dist.group.WORLD,
+            fill=lambda model: model,
+        ),
         loader=BatchLoader(
             text.train, seed=0, global_batch_size=BATCH, micro_batch_size=BATCH // RANKS, dp_rank=rank, dp_size=RANKS
         ),
         valid=None,
-        ranks=Ranks(rank, RANKS, torch.device("cpu"), control),
+        ranks=Ranks(rank, dist.group.WORLD, control),
         checkpointer=None,
         stop=stop,
         make_reporter=make_reporter,

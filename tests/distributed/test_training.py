@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
@@ -26,9 +26,9 @@ from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.environment import Environment
 from slurmtrain.runtime.place import Place
 from slurmtrain.runtime.timeline import Timeline
-from slurmtrain.runtime.training_job import build, build_trainer
+from slurmtrain.runtime.training_job import build, build_model, build_trainer, fill
 from slurmtrain.runtime.world import World
-from slurmtrain.training.trainer import Outcome
+from slurmtrain.training.trainer import Outcome, Trainer
 from tests.distributed.conftest import (
     GlooRanks,
     LocalRun,
@@ -45,12 +45,16 @@ def experiment(*overrides: str) -> Config:
     return compose(["experiment=smoke", "train.tensorboard=false", "train.log_every=1", *overrides])
 
 
-def fit(world: World, run_path: Path, overrides: list[str], stop: Any = None, attempt: int = 1) -> Outcome:
+def trainer(world: World, run_path: Path, overrides: list[str], stop: Any = None, attempt: int = 1) -> Trainer:
     run_path.mkdir(exist_ok=True)
     where = Place(RunDir(run_path), attempt, supervised=True)
     where.attempt_dir.mkdir(parents=True, exist_ok=True)
     agreement = StopAgreement(stop or signals.StopSignals(), world.control)
-    return build_trainer(experiment(*overrides), world, where, agreement, Timeline()).fit()
+    return build_trainer(experiment(*overrides), world, where, agreement, Timeline())
+
+
+def fit(world: World, run_path: Path, overrides: list[str], stop: Any = None, attempt: int = 1) -> Outcome:
+    return trainer(world, run_path, overrides, stop, attempt).fit()
 
 
 def alone() -> World:
@@ -128,8 +132,7 @@ def test_validation_counts_every_held_out_token_once(gloo_ranks: GlooRanks, tmp_
     else:
         gloo_ranks(size, fit, tmp_path / "run", [*few, f"cluster.tasks_per_node={size}"])
     config = experiment(*few)
-    torch.manual_seed(config.train.seed)
-    model: nn.Module = build("model", config.model).eval()
+    model = fill(build_model(config), torch.device("cpu"), config.train.seed).eval()
     valid = build("data", config.data).valid
     total, count = 0.0, 0
     with torch.no_grad():

@@ -10,14 +10,17 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch.nn import functional as F
 
+from slurmtrain.config.compose import compose
 from slurmtrain.errors import ConfigError
 from slurmtrain.models import Decoder
-from slurmtrain.models.decoder import rotary_angles, rotate
+from slurmtrain.models.decoder import causal_attention, rotary_angles, rotate
+from slurmtrain.planner.shape import DecoderShape
 
 CONF = Path(__file__).parents[2] / "conf"
 SIZES: dict[str, Any] = {
     "vocab_size": 50, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "max_seq_len": 16,
 }  # fmt: skip
+SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_seq_len": 16}
 
 
 def decoder(seed: int = 0, **changes: Any) -> Decoder:
@@ -33,6 +36,41 @@ def tokens(batch: int = 2, seq_len: int = 16) -> torch.Tensor:
 def test_the_shipped_configs_build_a_model_that_runs(name: str) -> None:
     model = instantiate(OmegaConf.load(CONF / "model" / f"{name}.yaml"))
     assert model(torch.zeros(1, 8, dtype=torch.int64)).shape == (1, 8, 256)
+
+
+# Parameters of the published weights, tied matrices counted once.
+PUBLISHED = {
+    "llama3_1b": 1_235_814_400,
+    "llama3_3b": 3_212_749_824,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    "qwen2_5_0_5b": 494_032_768,
+    "qwen2_5_1_5b": 1_543_714_304,
+    "qwen2_5_3b": 3_085_938_688,
+    "qwen2_5_7b": 7_615_616_512,
+    "qwen2_5_14b": 14_770_033_664,
+    "qwen2_5_32b": 32_763_876_352,
+    "qwen2_5_72b": 72_706_203_648,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_1_7b": 1_720_574_976,
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_14b": 14_768_307_200,
+    "qwen3_32b": 32_762_123_264,
+}
+
+
+def test_the_presets_have_the_parameters_of_the_published_models() -> None:
+    assert PUBLISHED.keys() == {path.stem for path in (CONF / "model").glob("*.yaml")} - {"tiny", "small"}
+    for name, parameters in PUBLISHED.items():
+        config = compose([f"model={name}"])
+        with torch.device("meta"):
+            model = instantiate(config.model)
+        assert (name, model.num_parameters()) == (name, parameters)
+        assert DecoderShape.of(config.model).num_parameters() == parameters
+        if name.startswith("llama3"):
+            assert model.blocks["0"].attention.rope_scaling.factor == (32 if name in ("llama3_1b", "llama3_3b") else 8)
 
 
 def test_a_token_sees_only_those_before_it() -> None:
@@ -61,22 +99,9 @@ def test_a_small_text_is_learnt_by_heart() -> None:
     assert loss.item() < 0.1
 
 
-def test_the_same_seed_gives_the_same_model_also_by_way_of_the_meta_device() -> None:
-    direct = decoder(seed=3, tie_embeddings=False)
-    with torch.device("meta"):
-        late = Decoder(**SIZES, tie_embeddings=False)
-    late.to_empty(device="cpu")
-    torch.manual_seed(3)
-    late.reset_parameters()
-    assert direct.state_dict().keys() == late.state_dict().keys()
-    assert all(torch.equal(value, late.state_dict()[name]) for name, value in direct.state_dict().items())
-    assert torch.equal(direct(tokens()), late(tokens()))
-    assert not torch.equal(direct(tokens()), decoder(seed=4, tie_embeddings=False)(tokens()))
-
-
 def test_projections_into_the_residual_stream_start_smaller_with_depth() -> None:
     model = decoder(width=128, layers=8)
-    first: Any = model.blocks[0]
+    first: Any = model.blocks["0"]
     assert first.attention.query.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert first.attention.out.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
     assert first.feed_forward.down.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
@@ -101,6 +126,37 @@ def test_rotary_positions_make_attention_depend_on_distance_alone() -> None:
     assert score(7, 4) == pytest.approx(score(103, 100), abs=1e-4)
     assert score(7, 4) != pytest.approx(score(7, 5), abs=1e-3)
     assert score(0, 0) == pytest.approx((q * k).sum().item())
+
+
+def test_a_stage_takes_up_where_the_one_before_has_ended() -> None:
+    whole, first, last = decoder(), decoder(), decoder()
+    first.norm = None
+    del first.blocks["1"]
+    del last.blocks["0"]
+    stream = first(tokens())
+    assert stream.shape == (2, 16, 32)
+    assert torch.equal(last(stream), whole(tokens()))
+
+
+def test_a_part_of_a_sequence_stands_where_its_positions_say() -> None:
+    model, batch = decoder(), tokens(seq_len=8)
+    assert torch.equal(model(batch, torch.arange(8)), model(batch))
+    torch.testing.assert_close(model(batch, torch.arange(8) + 5), model(batch))  # distances are the same
+    assert not torch.allclose(model(batch, torch.arange(8) * 2), model(batch), atol=1e-5)
+
+
+def test_attention_can_be_replaced() -> None:
+    model: Any = decoder()
+    shapes = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
+        shapes.append((q.shape, k.shape, v.shape, dropout))
+        return causal_attention(q, k, v, dropout)
+
+    for block in model.blocks.values():
+        block.attention.attend = attend
+    assert torch.equal(model(tokens()), decoder()(tokens()))
+    assert shapes == [((2, 16, 4, 8), (2, 16, 2, 8), (2, 16, 2, 8), 0.0)] * 2
 
 
 def test_parameters_and_flops_are_counted_as_published() -> None:
@@ -129,6 +185,12 @@ def test_dropout_acts_in_training_and_never_in_evaluation() -> None:
         ({"kv_heads": 3}, "model.kv_heads = 3", "1, 2, 4"),
         ({"layers": 0}, "model.layers is 0", "1 or more"),
         ({"dropout": 1.0}, "model.dropout is 1.0", "[0, 1)"),
+        ({"head_dim": 7}, "model.head_dim is 7", "model.head_dim=8"),
+        (
+            {"rope_scaling": {**SCALING, "factor": 0.5}},
+            "'factor': 0.5",
+            "factor and original_seq_len must be at least 1",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_a_way_out(changes: dict[str, Any], message: str, hint: str) -> None:

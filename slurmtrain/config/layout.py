@@ -1,0 +1,260 @@
+"""The layout: how many ranks each kind of parallelism takes, which rank stands where, and what cannot be.
+
+Pure arithmetic on a config. Ranks are counted with tensor parallelism innermost, since it talks most: a tensor-parallel
+group is neighbours on one node. Outermost are pipeline stages, which talk least.
+
+    pp  >  dp_replicate  >  dp_shard  >  cp  >  tp
+
+The known example: 64 GPUs = 8 data-parallel groups x TP 4 x PP 2.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from slurmtrain.config.schema import Config, ParallelConfig
+from slurmtrain.errors import ConfigError
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # the outermost first
+STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 2}
+
+Sizes = dict[str, int]
+Problem = tuple[str, str | None]  # a sentence, and a hint unless another layout is the way out
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of all axes, and so every rank's place.
+
+    Attributes:
+        pp: pipeline stages.
+        dp_replicate: full copies of the model.
+        dp_shard: ranks over which a copy's parameters, gradients and optimiser state are sharded.
+        cp: ranks that share a sequence.
+        tp: ranks that share every matrix.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes in the order of `AXES`."""
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel groups: ranks that see different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def replicas_only(self) -> bool:
+        """Every rank holds the whole model."""
+        return self.world_size == self.dp_replicate
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands on every axis."""
+        found: dict[str, int] = {}
+        for axis in reversed(AXES):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return {axis: found[axis] for axis in AXES}
+
+    def rank_at(self, coordinates: dict[str, int]) -> int:
+        rank = 0
+        for axis in AXES:
+            rank = rank * getattr(self, axis) + coordinates[axis]
+        return rank
+
+    def dp_rank(self, rank: int) -> int:
+        """The place of `rank` among those that see different samples, of `dp`."""
+        at = self.coordinates(rank)
+        return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
+
+    def group(self, rank: int, *axes: str) -> list[int]:
+        """The ranks that differ from `rank` on `axes` only, in order, itself included."""
+        at = self.coordinates(rank)
+        places = itertools.product(*(range(getattr(self, axis)) for axis in axes))
+        return sorted(self.rank_at({**at, **dict(zip(axes, place, strict=True))}) for place in places)
+
+    def __str__(self) -> str:
+        """As in "64 ranks = 8 data-parallel groups x TP 4 x PP 2"."""
+        parts = [f"{self.dp} data-parallel group{'s' if self.dp != 1 else ''}"]
+        if self.dp_shard > 1 and self.dp_replicate > 1:
+            parts[0] += f" ({self.dp_replicate} replicas x {self.dp_shard} shards)"
+        elif self.dp_shard > 1:
+            parts[0] += f" ({self.dp_shard} shards)"
+        parts += [f"{axis.upper()} {getattr(self, axis)}" for axis in ("tp", "pp", "cp") if getattr(self, axis) > 1]
+        return f"{self.world_size} rank{'s' if self.world_size != 1 else ''} = {' x '.join(parts)}"
+
+
+def layout_of(config: Config) -> Layout:
+    """The layout that a config asks for.
+
+    Raises:
+        ConfigError: it cannot be; with the values, and the nearest layouts that can.
+    """
+    wanted = _wanted(config.parallel)
+    open_axes = [axis for axis, size in wanted.items() if size == -1]
+    if len(open_axes) > 1:
+        raise ConfigError(
+            f"{' and '.join(f'parallel.{axis}' for axis in open_axes)} are both -1",
+            hint="one axis takes what the others leave: give the other a size, as parallel=fsdp does",
+        )
+    wrong = [f"parallel.{axis}={size}" for axis, size in wanted.items() if size < 1 and size != -1]
+    if wrong:
+        raise ConfigError(f"{wrong[0]} must be at least 1", hint="or -1: what the other axes leave")
+    if config.parallel.ep != 1:
+        raise ConfigError(f"parallel.ep={config.parallel.ep}, but no model here has experts", hint="parallel.ep=1")
+    sizes = _filled(wanted, config.world_size)
+    if sizes is None:
+        raise ConfigError(_product_problem(wanted, config), hint=_nearest(wanted, config))
+    for problem, hint in _problems(sizes, config):
+        raise ConfigError(problem, hint=hint or _nearest(wanted, config))
+    return Layout(**sizes)
+
+
+def micro_batch_size(config: Config, layout: Layout) -> int:
+    """Sequences per forward pass: what is set, or a rank's whole share; with pipeline stages one micro batch for each."""
+    share = config.train.global_batch_size // layout.dp
+    return config.train.micro_batch_size or max(1, share // layout.pp)
+
+
+def _wanted(parallel: ParallelConfig) -> Sizes:
+    return {axis: getattr(parallel, axis) for axis in AXES}
+
+
+def _filled(wanted: Sizes, world_size: int) -> Sizes | None:
+    """`wanted` with -1 replaced; None when the product cannot be the world size."""
+    given = math.prod(size for size in wanted.values() if size != -1)
+    if -1 in wanted.values():
+        if world_size % given:
+            return None
+        return {axis: world_size // given if size == -1 else size for axis, size in wanted.items()}
+    return wanted if given == world_size else None
+
+
+def _product_problem(wanted: Sizes, config: Config) -> str:
+    nodes, tasks = config.cluster.nodes, config.cluster.tasks_per_node
+    given = " x ".join(f"parallel.{axis}={size}" for axis, size in wanted.items() if size > 1) or "a single rank"
+    relation = "does not divide" if -1 in wanted.values() else "is not"
+    return (
+        f"{given} {relation} {config.world_size}, the ranks of cluster.nodes={nodes} x cluster.tasks_per_node={tasks}"
+    )
+
+
+def _problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
+    """What cannot work with these sizes, whose product is the world size."""
+    yield from _node_problems(sizes, config)
+    if config.job.kind == "train":
+        yield from _model_problems(sizes, config)
+        yield from _sequence_problems(sizes, config)
+        yield from _batch_problems(sizes, config)
+
+
+def _node_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
+    if config.cluster.tasks_per_node % sizes["tp"]:
+        yield (
+            f"parallel.tp={sizes['tp']} does not divide cluster.tasks_per_node={config.cluster.tasks_per_node}: the ranks "
+            "of a tensor-parallel group stand on one node",
+            None,
+        )
+
+
+def _model_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
+    model, parallel, tp, pp, cp = config.model, config.parallel, sizes["tp"], sizes["pp"], sizes["cp"]
+    parts = {"heads": tp, "kv_heads": tp, "vocab_size": tp}
+    by = f"parallel.tp={tp}"
+    if cp > 1 and parallel.cp_method == "ulysses":
+        parts |= {"heads": tp * cp, "kv_heads": tp * cp}
+        by += f" x parallel.cp={cp} (parallel.cp_method=ulysses)"
+    for name, divisor in parts.items():
+        if isinstance(size := model.get(name), int) and size % divisor:
+            yield f"model.{name}={size} does not divide by {by}", None
+    stages = pp * STAGES_PER_RANK.get(parallel.pp_schedule, 1)
+    if isinstance(layers := model.get("layers"), int) and pp > 1 and layers < stages:
+        yield f"model.layers={layers} are too few for {stages} stages of parallel.pp={pp}", None
+    if pp > 1 and model.get("tie_embeddings"):
+        yield (
+            f"model.tie_embeddings=true with parallel.pp={pp}: the first and the last stage would share a matrix",
+            "set model.tie_embeddings=false",
+        )
+    if tp > 1 and model.get("dropout") and not parallel.sequence_parallel:
+        yield (
+            f"model.dropout={model['dropout']} with parallel.sequence_parallel=false and parallel.tp={tp}: each rank would "
+            "drop other elements of the same activations",
+            "set parallel.sequence_parallel=true, or model.dropout=0",
+        )
+
+
+def _sequence_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
+    seq_len = config.data.get("seq_len")
+    axes = [axis for axis in ("cp", "tp") if sizes[axis] > 1 and (axis == "cp" or config.parallel.sequence_parallel)]
+    if isinstance(seq_len, int) and seq_len % math.prod(sizes[axis] for axis in axes):
+        by = " x ".join(f"parallel.{axis}={sizes[axis]}" for axis in axes)
+        yield f"data.seq_len={seq_len} does not divide by {by}", None
+
+
+def _batch_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
+    train, dp, pp = config.train, sizes["dp_replicate"] * sizes["dp_shard"], sizes["pp"]
+    unit = dp * (train.micro_batch_size or 1) * (pp if train.micro_batch_size is None else 1)
+    what = f"{dp} {'ranks' if dp == config.world_size else 'data-parallel ranks'}"
+    if train.micro_batch_size:
+        what += f" x train.micro_batch_size={train.micro_batch_size}"
+    elif pp > 1:
+        what += f" x parallel.pp={pp} micro batches"
+    if train.global_batch_size % unit:
+        below, above = train.global_batch_size // unit * unit, (train.global_batch_size // unit + 1) * unit
+        near = " or ".join(str(size) for size in (below, above) if size)
+        yield (
+            f"train.global_batch_size={train.global_batch_size} does not divide by {what}",
+            f"the nearest that do: {near}",
+        )
+    elif (micro_batches := train.global_batch_size // unit) < pp and train.micro_batch_size:
+        yield (
+            f"parallel.pp={pp} stages want at least as many micro batches; train.global_batch_size="
+            f"{train.global_batch_size} over {what} gives {micro_batches}",
+            f"set train.global_batch_size={unit * pp}, or a smaller train.micro_batch_size",
+        )
+
+
+def _nearest(wanted: Sizes, config: Config, count: int = 3) -> str | None:
+    """The layouts that can be which differ least from what was wanted, as overrides."""
+
+    def distance(sizes: Sizes) -> tuple[int, float]:
+        """Axes that differ, and by how many doublings."""
+        doublings = [abs(math.log2(sizes[axis] / wanted[axis])) for axis in AXES if wanted[axis] != -1]
+        return sum(value > 0 for value in doublings), sum(doublings)
+
+    possible = [sizes for sizes in _all_sizes(config.world_size) if next(_problems(sizes, config), None) is None]
+    texts = [_as_overrides(sizes, wanted) for sizes in sorted(possible, key=distance)[:count]]
+    return f"what can be: {'; or '.join(texts)}" if texts else None
+
+
+def _as_overrides(sizes: Sizes, wanted: Sizes) -> str:
+    changed = [f"parallel.{axis}={sizes[axis]}" for axis in AXES if sizes[axis] != wanted[axis] and wanted[axis] != -1]
+    return " ".join(changed)
+
+
+def _all_sizes(world_size: int) -> Iterator[Sizes]:
+    """Every way to write the world size as a product of the five axes."""
+
+    def factors(rest: int, axes: tuple[str, ...]) -> Iterator[Sizes]:
+        if len(axes) == 1:
+            yield {axes[0]: rest}
+            return
+        for size in range(1, rest + 1):
+            if rest % size == 0:
+                for others in factors(rest // size, axes[1:]):
+                    yield {axes[0]: size, **others}
+
+    return factors(world_size, AXES)

@@ -1,0 +1,123 @@
+"""Initial parameters that do not depend on the layout: the same seed gives the same bits on one rank and on any mesh.
+
+A parameter is cut into tiles, a fixed grid over its global shape. Each tile has a stream of random numbers of its own, found by
+(seed, the parameter's name, the tile's number) in a counter-based generator: Philox (Salmon et al. 2011, "Parallel random
+numbers: as easy as 1, 2, 3"). So a rank draws the tiles that its part of the parameter touches and nothing else,
+in any order and by any number of threads. Numbers are drawn on the CPU also for a GPU, whose own generator would give others.
+
+torch's CPU generator would not do: it takes 32 bits of a seed, too few for the tiles of a large model to have streams of
+their own, and what it makes of them differs with the vector unit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from slurmtrain.checkpoint.layout import Box
+from slurmtrain.checkpoint.plan import box_of, local
+from slurmtrain.errors import ConfigError
+
+# A rank draws whole tiles, so they are small; below this, setting up the generator would cost more than drawing.
+TILE = (32, 1024)
+# What torch puts into the names of a module's parameters when it wraps the module.
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+@dataclass(frozen=True)
+class Normal:
+    """How a parameter starts: mean + std * a standard normal number; without `std`, at a constant."""
+
+    mean: float = 0.0
+    std: float = 0.0
+
+
+def initialize(model: nn.Module, seed: int) -> None:
+    """Draw all parameters of `model`, whole or sharded (DTensor), or of a stage of it with the names of the whole.
+
+    Every module that has parameters says by a method `initial()` how each of them starts: a `Normal` by its name.
+
+    Raises:
+        ConfigError: a module does not say so, or has buffers.
+    """
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for path, module in model.named_modules():
+            starts = _starts(path, module)
+            for name, parameter in module.named_parameters(recurse=False):
+                full_name = f"{path}.{name}" if path else name
+                for wrapper in WRAPPERS:
+                    full_name = full_name.replace(wrapper, "")
+                _fill(parameter, starts[name], _key(seed, full_name), pool)
+
+
+def _starts(path: str, module: nn.Module) -> dict[str, Normal]:
+    starts: dict[str, Normal] = getattr(module, "initial", dict)()
+    unknown = [name for name, _ in module.named_parameters(recurse=False) if name not in starts]
+    unknown += [name for name, _ in module.named_buffers(recurse=False)]
+    if unknown:
+        raise ConfigError(
+            f"{type(module).__name__} {path!r} does not say how {', '.join(unknown)} should start",
+            hint="give it a method initial(), as slurmtrain.models.decoder.Linear has, or the model its own initialize(seed)",
+        )
+    return starts
+
+
+def _fill(parameter: nn.Parameter, start: Normal, key: int, pool: ThreadPoolExecutor) -> None:
+    box, piece = box_of("a parameter", parameter), local(parameter.detach())
+    if not start.std:
+        piece.fill_(start.mean)
+        return
+    mean, std = np.float32(start.mean), np.float32(start.std)
+    in_place = piece.device.type == "cpu" and piece.dtype == torch.float32
+    values = piece.numpy() if in_place else np.empty(box.size, dtype=np.float32)
+
+    def draw(tile: tuple[int, Box]) -> None:
+        number, area = tile
+        stream = np.random.Generator(np.random.Philox(key=key, counter=[0, number, 0, 0]))
+        drawn = stream.standard_normal(area.size, dtype=np.float32)
+        drawn *= std
+        drawn += mean
+        here, there = _overlap(box, area)
+        values[here] = drawn[there]
+
+    list(pool.map(draw, _tiles(box, parameter.shape)))  # as a list, for the sake of exceptions
+    if not in_place:
+        piece.copy_(torch.from_numpy(values))
+
+
+def _key(seed: int, name: str) -> int:
+    """128 bits."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest(), "little")
+
+
+def _tiles(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, Box]]:
+    """The tiles of a tensor of this shape that `box` touches, each with its number among all."""
+    extents = (*(1 for _ in shape[:-2]), *TILE[-len(shape) :])
+    touched = [
+        range(first // extent, -(-(first + size) // extent))
+        for first, size, extent in zip(box.start, box.size, extents, strict=False)
+    ]
+    for place in itertools.product(*touched) if box.numel else ():
+        number = 0
+        for at, whole, extent in zip(place, shape, extents, strict=False):
+            number = number * -(-whole // extent) + at
+        start = tuple(at * extent for at, extent in zip(place, extents, strict=False))
+        yield number, Box(start, tuple(map(min, extents, map(operator.sub, shape, start))))
+
+
+def _overlap(box: Box, tile: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """What both have in common, as an index into `box` and as one into `tile`."""
+    here, there = [], []
+    for begin, size, first, extent in zip(box.start, box.size, tile.start, tile.size, strict=True):
+        low, high = max(begin, first), min(begin + size, first + extent)
+        here.append(slice(low - begin, high - begin))
+        there.append(slice(low - first, high - first))
+    return tuple(here), tuple(there)

@@ -1,0 +1,41 @@
+"""The norm of all gradients, and clipping by it, wherever their parts lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def clip_gradients(parameters: Sequence[nn.Parameter], limit: float, group: dist.ProcessGroup | None) -> Tensor:
+    """Scale all gradients so that their norm is at most `limit`; 0: as they are. Returns the norm before, a scalar.
+
+    `nn.utils.clip_grad_norm_` adds up the parts of DTensors on one mesh; pipeline stages have none in common. Here every rank
+    adds up its own part, an element that n ranks hold counting 1/n on each, and one sum over all ranks does for any layout.
+
+    Args:
+        group: all ranks; used for DTensors only. Gradients that are no DTensors are the same on all ranks.
+    """
+    if not any(isinstance(parameter, DTensor) for parameter in parameters):
+        return nn.utils.clip_grad_norm_(parameters, limit or math.inf)
+    gradients = [parameter.grad for parameter in parameters if isinstance(parameter.grad, DTensor)]
+    local = [gradient.to_local() for gradient in gradients]
+    norms = torch.stack(torch._foreach_norm(local)).double()
+    shares = torch.tensor([1 / _holders(gradient) for gradient in gradients], dtype=torch.float64)
+    total = (norms.square() * shares.to(norms.device)).sum()
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    norm = total.sqrt().float()
+    if limit:
+        torch._foreach_mul_(local, (limit / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def _holders(tensor: DTensor) -> int:
+    """Ranks of its mesh that hold the same elements."""
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if placement.is_replicate())

@@ -1,0 +1,132 @@
+"""Pipeline parallelism: the model is cut into stages, and a step's micro batches go through them one after another.
+
+A stage is the model without the parts that other stages have; what it has keeps its name, so a checkpoint does not know of
+stages. A model of your own says how it is cut by a method
+
+    pipeline_part(numbers: Sequence[int], of: int) -> Module     what stages `numbers` have, of `of` stages
+
+The schedules are torch's (torch.distributed.pipelining): GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019), interleaved
+1F1B (Narayanan et al. 2021), zero bubble (Qi et al. 2024, arXiv:2401.10241).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+from slurmtrain.config.layout import STAGES_PER_RANK
+from slurmtrain.errors import ConfigError
+from slurmtrain.models import Decoder
+from slurmtrain.planner.memory import layers_of_stages
+
+_TORCH_NAMES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved_1f1b": "Interleaved1F1B",
+    "zero_bubble": "InterleavedZeroBubble",
+}
+
+
+def stage_numbers(rank: int, ranks: int, schedule: str) -> tuple[list[int], int]:
+    """The stages of a pipeline's `rank` of `ranks`, and how many there are in all."""
+    stages = ranks * STAGES_PER_RANK[schedule]
+    return list(range(rank, stages, ranks)), stages
+
+
+def part(model: nn.Module, numbers: Sequence[int], of: int) -> nn.Module:
+    """What stages `numbers` of `of` have of `model`: another module that holds the same submodules under the same names.
+
+    Raises:
+        ConfigError: nobody has said how the model is cut.
+    """
+    cut = getattr(model, "pipeline_part", None)
+    if cut is not None:
+        own: nn.Module = cut(numbers, of)
+        return own
+    if not isinstance(model, Decoder):
+        raise ConfigError(
+            f"parallel.pp: {type(model).__name__} does not say how it is cut into stages",
+            hint="give it a method pipeline_part(), see slurmtrain/parallel/pipeline.py, or set parallel.pp=1",
+        )
+    result = _copy(model)
+    ends = [0, *itertools.accumulate(layers_of_stages(len(model.blocks), of))]
+    kept = [layer for number in numbers for layer in range(ends[number], ends[number + 1])]
+    result.blocks = nn.ModuleDict({str(layer): model.blocks[str(layer)] for layer in kept})
+    if 0 not in numbers:
+        result.embedding = None  # type: ignore[assignment]
+    if of - 1 not in numbers:
+        result.norm = result.output = None
+    return result
+
+
+def _copy(model: Decoder) -> Decoder:
+    """The same submodules; names and hooks of its own."""
+    result = object.__new__(type(model))
+    result.__dict__ = {name: copy.copy(value) for name, value in model.__dict__.items()}
+    return result
+
+
+class Pipeline:
+    """This rank's stages and the schedule by which they work.
+
+    Args:
+        stages: this rank's, with their numbers.
+        count: of all stages.
+        micro_batches: of a step.
+        loss: of one micro batch's logits and targets; called where the last stage is.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        numbers: Sequence[int],
+        count: int,
+        *,
+        schedule: str,
+        micro_batches: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        loss: Callable[[Tensor, Tensor], Tensor],
+    ):
+        self._first, self._last = 0 in numbers, count - 1 in numbers
+        self._micro_batches = micro_batches
+        built = [
+            PipelineStage(stage, number, count, device, group=group)
+            for stage, number in zip(stages, numbers, strict=True)
+        ]
+        kind: Any = get_schedule_class(_TORCH_NAMES[schedule])
+        multiple = issubclass(kind, PipelineScheduleMulti)
+        # The loss is divided by the tokens of the whole step, not once more by the number of micro batches.
+        self._schedule = kind(
+            built if multiple else built[0], n_microbatches=micro_batches, loss_fn=self._noted(loss), scale_grads=False
+        )
+        self._losses: list[Tensor] = []
+
+    def train(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+        """Forward and backward of a whole step [micro batches x B, S]; the losses, where the last stage is."""
+        return self._run(self._schedule.step, inputs, targets)
+
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+        """As `train`, but forward only."""
+        return self._run(self._schedule.eval, inputs, targets)
+
+    def _run(self, go: Callable[..., Any], inputs: Tensor, targets: Tensor) -> list[Tensor]:
+        self._losses = []
+        go(*([inputs] if self._first else []), **({"target": targets} if self._last else {}))
+        return self._losses[-self._micro_batches :]  # torch's very first call is for the shapes
+
+    def _noted(self, loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        def noted(logits: Tensor, targets: Tensor) -> Tensor:
+            value = loss(logits, targets)
+            self._losses.append(value.detach())
+            return value
+
+        return noted

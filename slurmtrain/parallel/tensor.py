@@ -1,0 +1,147 @@
+"""Tensor parallelism: every matrix is shared by the ranks of a group, in columns and then in rows (Shoeybi et al. 2019,
+arXiv:1909.08053), and so are, with sequence parallelism, the activations between them, along the sequence (Korthikanti et al.
+2022, arXiv:2205.05198).
+
+A plan says for each module how. The Decoder's is here; a model of your own brings one by a method
+
+    tensor_plan(sequence_parallel: bool) -> {name of a module: torch's ParallelStyle}
+
+whose output layer leaves the logits cut along the vocabulary (`ColwiseParallel(output_layouts=Shard(-1))`).
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from slurmtrain.errors import ConfigError
+from slurmtrain.models import Decoder
+
+
+def share_matrices(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """Turn the parameters of `model`, the same on all ranks, into DTensors on `mesh`, by its plan.
+
+    Raises:
+        ConfigError: it has no plan, or its plan leaves parameters out.
+    """
+    parallelize_module(model, mesh, plan_of(model, sequence_parallel=sequence_parallel))
+    left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if left:
+        raise ConfigError(
+            f"parallel.tp={mesh.size()}: the plan of {type(model).__name__} says nothing of {', '.join(left[:5])}",
+            hint="every parameter has to be shared or replicated by a style of tensor_plan()",
+        )
+
+
+def plan_of(model: nn.Module, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    own = getattr(model, "tensor_plan", None)
+    if own is not None:
+        plan: dict[str, ParallelStyle] = own(sequence_parallel)
+        return plan
+    if not isinstance(model, Decoder):
+        raise ConfigError(
+            f"parallel.tp: {type(model).__name__} has no plan for tensor parallelism",
+            hint="give it a method tensor_plan(), see slurmtrain/parallel/tensor.py, or set parallel.tp=1",
+        )
+    stream = Shard(1) if sequence_parallel else Replicate()  # how the residual stream [B, S, W] lies
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+        "blocks.*.attention_norm": Replicated(stream),
+        "blocks.*.attention": PrepareModuleInput(
+            input_layouts=(stream, None), desired_input_layouts=(Replicate(), None)
+        ),
+        "blocks.*.attention.query": ColwiseParallel(),
+        "blocks.*.attention.key": ColwiseParallel(),
+        "blocks.*.attention.value": ColwiseParallel(),
+        "blocks.*.attention.query_norm": Replicated(Shard(2)),  # [B, S, H, D], cut by heads
+        "blocks.*.attention.key_norm": Replicated(Shard(2)),
+        "blocks.*.attention.out": RowwiseParallel(output_layouts=stream),
+        "blocks.*.feed_forward_norm": Replicated(stream),
+        "blocks.*.feed_forward": PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate()),
+        "blocks.*.feed_forward.gate": ColwiseParallel(),
+        "blocks.*.feed_forward.up": ColwiseParallel(),
+        "blocks.*.feed_forward.down": RowwiseParallel(output_layouts=stream),
+        # A tied output is no module: its matrix is the embedding's, a DTensor, and wants one to be multiplied with.
+        "norm": Replicated(stream, output=Replicate() if model.output is None else None),
+        "output": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1)),
+    }
+    names = [name for name, _ in model.named_modules()]
+    return {pattern: style for pattern, style in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
+
+
+class Replicated(ParallelStyle):
+    """Every rank has all parameters of the module, and applies them to its own part of the activations.
+
+    Args:
+        placement: how the input lies, and the output.
+        output: None: the output is a rank's own part; else a DTensor that lies so.
+    """
+
+    def __init__(self, placement: Placement, output: Placement | None = None):
+        super().__init__()
+        self._placement, self._output = placement, output
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in module.named_parameters(recurse=False):
+            replicated = distribute_tensor(parameter, mesh, [Replicate()])
+            module.register_parameter(name, nn.Parameter(replicated, requires_grad=parameter.requires_grad))
+        module.register_forward_pre_hook(
+            lambda _, inputs: (DTensor.from_local(inputs[0], mesh, [self._placement], run_check=False), *inputs[1:])
+        )
+        module.register_forward_hook(lambda _, inputs, output: self._leave(output))
+        return module
+
+    def _leave(self, output: Any) -> Tensor:
+        placed = output.redistribute(placements=[self._output or self._placement])
+        return placed if self._output is not None else placed.to_local()
+
+
+def vocabulary_loss_sum(logits_BSV: Tensor, targets_BS: Tensor, group: dist.ProcessGroup, ignored: int) -> Tensor:
+    """Sum of the cross-entropies of `targets_BS`, in nats, of logits whose vocabulary is cut among the ranks of `group`.
+
+    Args:
+        logits_BSV: this rank's part, [B, S, V / ranks], in the order of ranks.
+        ignored: targets that do not count.
+    """
+    if isinstance(logits_BSV, DTensor):
+        logits_BSV = logits_BSV.to_local()
+    return _VocabularyLossSum.apply(logits_BSV.flatten(0, -2).float(), targets_BS.flatten(), group, ignored)
+
+
+class _VocabularyLossSum(torch.autograd.Function):
+    """log(sum(exp(logits))) - logits[target], of which every rank has some terms."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGroup, ignored: int) -> Tensor:
+        own = targets_N - group.rank() * logits_NV.shape[1]  # where a target stands in this rank's part
+        here_N = (own >= 0) & (own < logits_NV.shape[1]) & (targets_N != ignored)
+        place_N1 = torch.where(here_N, own, 0)[:, None]
+        highest_N = logits_NV.amax(dim=1)
+        dist.all_reduce(highest_N, dist.ReduceOp.MAX, group)
+        exp_NV = (logits_NV - highest_N[:, None]).exp()
+        target_N = torch.where(here_N, logits_NV.gather(1, place_N1)[:, 0] - highest_N, 0.0)
+        sums = torch.stack([exp_NV.sum(dim=1), target_N])
+        dist.all_reduce(sums, group=group)
+        counts_N = targets_N != ignored
+        ctx.save_for_backward(exp_NV.div_(sums[0][:, None]), place_N1, here_N, counts_N)
+        return torch.where(counts_N, sums[0].log() - sums[1], 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        """softmax - 1 at the target, for this rank's part."""
+        softmax_NV, place_N1, here_N, counts_N = ctx.saved_tensors
+        result = softmax_NV.scatter_add(1, place_N1, -here_N[:, None].to(softmax_NV.dtype))
+        return result * (counts_N[:, None] * gradient), None, None, None

@@ -1,0 +1,152 @@
+"""What a decoder takes of each GPU's memory under a layout, by arithmetic.
+
+Parameters, gradients and optimiser state are exact: the cuts of tensor parallelism and FSDP, to the last element.
+Activations and what is gathered for the moment are estimates. They count the tensors that autograd keeps, as Korthikanti et
+al. 2022 do ("Reducing activation recomputation in large transformer models", arXiv:2205.05198, section 4), for this decoder
+instead of GPT: SwiGLU, shared key/value heads, no dropout, and attention that keeps no S x S matrix (Dao et al. 2022,
+arXiv:2205.14135).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from slurmtrain.planner.shape import DecoderShape, Parameter
+
+Checkpointing = Literal["none", "selective", "full"]
+
+ADAM_STATES = 2  # mean and mean square of the gradient, in the parameter's own element type
+LOSS_BYTES = 4  # the loss is computed in float32
+
+
+@dataclass(frozen=True)
+class Work:
+    """How a rank works on its part.
+
+    Attributes:
+        micro_batch_size: sequences at a time.
+        seq_len: tokens of a whole sequence.
+        parameter_bytes: of an element of parameters, gradients and optimiser state.
+        compute_bytes: of an element of activations and of the parameters that are computed with.
+        checkpointing: activations that are computed again in the backward pass: none; all that takes no matrix product
+            ("selective"); all but a block's input ("full").
+        reshard_after_forward: FSDP gathers a block's parameters twice a step and keeps them for as long as it needs them;
+            otherwise they stay gathered from the forward to the backward pass.
+        in_flight: micro batches whose activations a stage of a pipeline keeps at once; None: as many as in 1F1B, one for
+            itself and one for each stage after it (Narayanan et al. 2021, arXiv:2104.04473).
+    """
+
+    micro_batch_size: int
+    seq_len: int
+    parameter_bytes: int = 4
+    compute_bytes: int = 2
+    checkpointing: Checkpointing = "none"
+    reshard_after_forward: bool = True
+    in_flight: int | None = None
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on the rank of a stage that has most.
+
+    Attributes:
+        layers: of this stage.
+        elements: of the parameters that it holds.
+        gathered: parameters that FSDP has gathered for the moment, and gradients that it has not yet cut (estimate).
+        activations: estimate.
+    """
+
+    layers: int
+    elements: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.gathered + self.activations
+
+
+def memory_per_rank(
+    shape: DecoderShape, work: Work, *, dp_shard: int = 1, tp: int = 1, pp: int = 1, cp: int = 1
+) -> list[RankMemory]:
+    """One entry for each stage of the pipeline. `dp_replicate` does not matter: replicas are alike.
+
+    FSDP cuts over `dp_shard * cp` ranks, since those of context parallelism have the same parameters. Tensor parallelism
+    includes sequence parallelism.
+    """
+    found = []
+    for stage, layers in enumerate(layers_of_stages(shape.layers, pp)):
+        ends = shape.ends(first=stage == 0, last=stage == pp - 1)
+        shard = dp_shard * cp
+        elements = _elements(shape.block() * layers + ends, tp, shard)
+        in_flight = pp - stage if work.in_flight is None else work.in_flight
+        tokens = work.micro_batch_size * work.seq_len // cp
+        found.append(
+            RankMemory(
+                layers=layers,
+                elements=elements,
+                parameters=elements * work.parameter_bytes,
+                gradients=elements * work.parameter_bytes,
+                optimizer=elements * work.parameter_bytes * ADAM_STATES,
+                gathered=_gathered(shape, work, layers, ends, tp, shard),
+                activations=in_flight * tokens * layers * _kept_of_block(shape, work, tp)
+                + tokens * _kept_beside_blocks(shape, work, tp, last=stage == pp - 1),
+            )
+        )
+    return found
+
+
+def layers_of_stages(layers: int, pp: int) -> list[int]:
+    """As even as can be, the first stages having one more."""
+    return [layers // pp + (stage < layers % pp) for stage in range(pp)]
+
+
+def _elements(parameters: list[Parameter], tp: int, shard: int) -> int:
+    return sum(parameter.per_rank(tp, shard) for parameter in parameters)
+
+
+def _gathered(shape: DecoderShape, work: Work, layers: int, ends: list[Parameter], tp: int, shard: int) -> int:
+    """The copies that FSDP computes with: the ends all the time, of the blocks the present and the next one, or all.
+
+    And the gradients of one block, before they are summed up and cut.
+    """
+    if shard == 1 and work.compute_bytes == work.parameter_bytes:
+        return 0
+    block = _elements(shape.block(), tp, 1)
+    blocks = min(2, layers) if work.reshard_after_forward else layers
+    return (_elements(ends, tp, 1) + (blocks + 1) * block) * work.compute_bytes
+
+
+def _kept_of_block(shape: DecoderShape, work: Work, tp: int) -> int:
+    """Bytes of one token in one block. All is cut for `tp` ranks but the inputs of the projections, which were gathered."""
+    streams = shape.width / tp
+    heads = (2 * shape.query_width + 2 * shape.kv_width) / tp  # q, k, v and what attention makes of them
+    ffn = shape.ffn_width / tp
+    if work.checkpointing == "full":
+        kept = streams
+    elif work.checkpointing == "selective":
+        kept = 2 * streams + heads + 2 * ffn
+    else:
+        normed = 2 * shape.width
+        heads_before_norm = (shape.query_width + shape.kv_width) / tp if shape.qk_norm else 0
+        kept = 2 * streams + normed + heads_before_norm + heads + 4 * ffn  # gate, up, silu(gate) and their product
+    return round(kept * work.compute_bytes)
+
+
+def _kept_beside_blocks(shape: DecoderShape, work: Work, tp: int, *, last: bool) -> int:
+    """Bytes of one token: a block that is computed again, and at the end the logits, which weigh most.
+
+    Logarithms of probabilities and their gradients in the loss's type, the gradients once more as they go back.
+    """
+    again = 0
+    if work.checkpointing != "none":
+        again = _kept_of_block(shape, dataclasses.replace(work, checkpointing="none"), tp)
+    if not last:
+        return again
+    streams = (shape.width / tp + shape.width) * work.compute_bytes
+    return again + round(streams + shape.vocab_size / tp * (2 * LOSS_BYTES + work.compute_bytes))

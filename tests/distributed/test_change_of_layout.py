@@ -1,0 +1,92 @@
+"""Saved on one layout, resumed on another: the same parameters and optimiser state, and the loss goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from slurmtrain.checkpoint.checkpointer import Restored
+from slurmtrain.checkpoint.restore import load
+from slurmtrain.checkpoint.state import flatten
+from slurmtrain.runtime.world import World
+from tests.distributed.conftest import GlooRanks, assert_same_tensors
+from tests.distributed.test_training import RAGGED, TOLERANCE, StopAt, alone, fit, losses
+from tests.distributed.test_training import trainer as trainer_of
+from tests.reading import checkpoint_tensors
+
+MODEL = [*RAGGED, "model.layers=4", "model.tie_embeddings=false", "checkpoint.every_steps=0", "train.eval_every=0"]
+# Ranks, and the layout.
+CHAIN = [
+    (2, ["parallel=ddp"]),
+    (2, ["parallel=fsdp"]),
+    (2, ["parallel.tp=2"]),
+    (2, ["parallel.pp=2"]),
+    (4, ["parallel=fsdp_tp"]),
+    (4, ["parallel.pp=2", "parallel.dp_shard=2", "parallel.pp_schedule=interleaved_1f1b"]),
+    (4, ["parallel.cp=2", "parallel.dp_shard=2"]),
+    (2, ["parallel=ddp"]),
+]
+STEPS_EACH = 2
+
+
+def on_one_layout(world: World, run_path: Path, overrides: list[str], attempt: int) -> list[str]:
+    """Restore, a few steps, a save. Returns the names of what was not restored as it was saved, of all that a rank has."""
+    stop = StopAt(STEPS_EACH) if world.environment.rank == 0 else None
+    trainer = trainer_of(world, run_path, overrides, stop, attempt)
+    different: list[str] = []
+
+    def compare(restored: Restored | None) -> None:
+        if restored is None:
+            return
+        found, _ = flatten({"model": trainer._model, "optimizer": trainer._optimizer})
+        assert any(name.endswith("exp_avg_sq") for name in found)
+        saved = load(restored.path)
+        for name, tensor in found.items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if not torch.equal(whole, saved[name]):
+                different.append(name)
+
+    trainer._on_restore = compare
+    trainer.fit()
+    return different
+
+
+def test_a_run_goes_on_through_all_layouts_as_on_one_process(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    for attempt, (ranks, layout) in enumerate(CHAIN, start=1):
+        overrides = [*MODEL, *layout, f"cluster.tasks_per_node={ranks}"]
+        assert gloo_ranks(ranks, on_one_layout, tmp_path / "run", overrides, attempt) == [[]] * ranks
+    fit(alone(), tmp_path / "one", MODEL)
+    steps = STEPS_EACH * len(CHAIN)
+    ours, theirs = losses(tmp_path / "run"), losses(tmp_path / "one")
+    assert list(ours) == list(range(1, steps + 1))
+    assert [step for step in ours if abs(ours[step] - theirs[step]) > TOLERANCE * theirs[step]] == []
+
+
+# The same layout: bits, not figures. Dropout, so that every rank's random state matters.
+SAME_BITS = [
+    (2, ["parallel=fsdp"]),
+    (4, ["parallel=fsdp_tp"]),
+    (4, ["parallel.pp=2", "parallel.dp_replicate=1", "parallel.dp_shard=2"]),
+]
+
+
+def stopped_and_resumed(world: World, run_path: Path, overrides: list[str]) -> None:
+    stop = StopAt(3) if world.environment.rank == 1 else None
+    assert fit(world, run_path / "stopped", overrides, stop).step == 3
+    assert fit(world, run_path / "stopped", overrides, attempt=2).first_step == 3
+    fit(world, run_path / "undisturbed", overrides)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), SAME_BITS, ids=["FSDP", "FSDP x TP", "FSDP x PP"])
+def test_stopped_and_resumed_it_finishes_with_the_bits_of_the_undisturbed_run(
+    gloo_ranks: GlooRanks, tmp_path: Path, ranks: int, layout: list[str]
+) -> None:
+    overrides = [*MODEL, "model.dropout=0.1", "train.steps=6", *layout, f"cluster.tasks_per_node={ranks}"]
+    gloo_ranks(ranks, stopped_and_resumed, tmp_path, overrides)
+    for field in ("loss", "grad_norm", "valid_loss"):
+        assert losses(tmp_path / "stopped", field) == losses(tmp_path / "undisturbed", field)
+    stopped, undisturbed = (checkpoint_tensors(tmp_path / run / "checkpoints") for run in ("stopped", "undisturbed"))
+    assert_same_tensors(stopped, undisturbed)

@@ -1,0 +1,211 @@
+"""The parity matrix: every layout computes what one process computes.
+
+A row trains a small Decoder for a few steps through the trainer, on real ranks that meet through gloo, and compares loss and
+gradient norm of every step with those of one process. Samples have very different numbers of tokens that count, so ranks and
+micro batches have unequal shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slurmtrain.config.compose import compose
+from slurmtrain.data import IGNORED_TARGET
+from slurmtrain.observe import read_metrics
+from slurmtrain.rundir import RunDir
+from slurmtrain.runtime import signals
+from slurmtrain.runtime.agreement import StopAgreement
+from slurmtrain.runtime.environment import Environment
+from slurmtrain.runtime.place import Place
+from slurmtrain.runtime.timeline import Timeline
+from slurmtrain.runtime.training_job import build_trainer
+from slurmtrain.runtime.world import World
+
+STEPS = 5
+# Relative. Loss and gradient are sums over the n = 8 x 64 tokens of a step, whose terms another layout adds in another order:
+# eps * sqrt(n) = 2**-24 * 22.6 = 1.3e-6 if rounding errors are independent (Higham 2002, section 2.8); measured, a fifth of it.
+BOUND = 1e-6
+# A number in bfloat16 is off by 2**-9 of itself at most. From token to loss it goes through 4 layers with about 8 roundings
+# each: sqrt(32) * 2**-9 if they are independent. Compared with one process in float32.
+BFLOAT16 = 32**0.5 * 2**-9
+
+
+@dataclass(frozen=True)
+class Row:
+    """Attributes:
+    overrides: the layout.
+    model: the model's, also for the one process it is compared with.
+    slow: not in every test run.
+    """
+
+    name: str
+    ranks: int
+    overrides: tuple[str, ...]
+    model: tuple[str, ...] = ()
+    bound: float = BOUND
+    slow: bool = False
+
+
+def _row(name: str, ranks: int, parallel: str, model: str = "", *, micro: int | None = None, **more: Any) -> Row:
+    overrides = [f"parallel.{word}" for word in parallel.split()]
+    if micro is not None:
+        overrides.append(f"train.micro_batch_size={micro}")
+    return Row(name, ranks, tuple(overrides), tuple(model.split()), **more)
+
+
+UNTIED = "model.tie_embeddings=false"
+OWN = "model._target_=tests.parity.own_model.OwnModel model.tie_embeddings=false"
+QWEN = "model.qkv_bias=true model.qk_norm=true"
+ROWS = [
+    _row("DDP 2", 2, ""),
+    _row("DDP 4, accumulation", 4, "", micro=1),
+    _row("FSDP 2", 2, "dp_replicate=1 dp_shard=2"),
+    _row("FSDP 3, parts of unequal size", 3, "dp_replicate=1 dp_shard=3", "train.global_batch_size=6", slow=True),
+    _row("FSDP 4, accumulation", 4, "dp_replicate=1 dp_shard=4", micro=1),
+    _row(
+        "FSDP 2, nothing freed, accumulation",
+        2,
+        "dp_replicate=1 dp_shard=2 reshard_after_forward=false",
+        micro=1,
+        slow=True,
+    ),
+    _row("HSDP 2 x 2", 4, "dp_shard=2", slow=True),
+    _row("HSDP 2 x 2, accumulation", 4, "dp_shard=2", micro=1),
+    _row("TP 2", 2, "tp=2"),
+    _row("TP 2, accumulation", 2, "tp=2", micro=2, slow=True),
+    _row("TP 2, untied", 2, "tp=2", UNTIED, slow=True),
+    _row("TP 2, biases and qk-norm", 2, "tp=2", QWEN),
+    _row("TP 2 without sequence parallel", 2, "tp=2 sequence_parallel=false", QWEN),
+    _row("TP 4", 4, "tp=4", "model.kv_heads=4", slow=True),
+    _row("CP 2", 2, "cp=2"),
+    _row("CP 2, ulysses", 2, "cp=2 cp_method=ulysses"),
+    _row("CP 4", 4, "cp=4", QWEN, slow=True),
+    _row("PP 2, 1F1B", 2, "pp=2", UNTIED, slow=True),
+    _row("PP 2, 1F1B, accumulation", 2, "pp=2", UNTIED, micro=1),
+    _row("PP 4, GPipe", 4, "pp=4 pp_schedule=gpipe", UNTIED, slow=True),
+    _row("PP 2, interleaved 1F1B", 2, "pp=2 pp_schedule=interleaved_1f1b", UNTIED, micro=2),
+    _row("PP 2, zero bubble", 2, "pp=2 pp_schedule=zero_bubble", UNTIED, micro=2),
+    _row("DDP 2 x TP 2", 4, "tp=2", micro=2),
+    _row("FSDP 2 x TP 2", 4, "dp_replicate=1 dp_shard=2 tp=2", micro=2),
+    _row(
+        "FSDP 2 x TP 2 without sequence parallel",
+        4,
+        "dp_replicate=1 dp_shard=2 tp=2 sequence_parallel=false",
+        slow=True,
+    ),
+    _row("FSDP 2 x CP 2", 4, "dp_replicate=1 dp_shard=2 cp=2", micro=2),
+    _row("DDP 2 x CP 2", 4, "cp=2", slow=True),
+    _row("TP 2 x CP 2", 4, "tp=2 cp=2", slow=True),
+    _row("PP 2 x DDP 2", 4, "pp=2", UNTIED, slow=True),
+    _row("PP 2 x FSDP 2", 4, "dp_replicate=1 dp_shard=2 pp=2", UNTIED, micro=1, slow=True),
+    _row("PP 2 x TP 2", 4, "pp=2 tp=2", UNTIED, slow=True),
+    _row("PP 2 x CP 2", 4, "pp=2 cp=2", UNTIED, slow=True),
+    _row("PP 2 x FSDP 2, zero bubble", 4, "dp_replicate=1 dp_shard=2 pp=2 pp_schedule=zero_bubble", UNTIED, micro=1),
+    _row("HSDP 2 x 2 x TP 2", 8, "dp_shard=2 tp=2", micro=1, slow=True),
+    _row("PP 2 x FSDP 2 x TP 2", 8, "dp_replicate=1 dp_shard=2 tp=2 pp=2", UNTIED, micro=1),
+    _row("FSDP 2 x CP 2 x TP 2", 8, "dp_replicate=1 dp_shard=2 tp=2 cp=2", QWEN, slow=True),
+    _row("FSDP 2, full checkpointing", 2, "dp_replicate=1 dp_shard=2 activation_checkpointing=full"),
+    _row("FSDP 2, selective checkpointing", 2, "dp_replicate=1 dp_shard=2 activation_checkpointing=selective"),
+    _row(
+        "FSDP 2 x TP 2, full checkpointing",
+        4,
+        "dp_replicate=1 dp_shard=2 tp=2 activation_checkpointing=full",
+        slow=True,
+    ),
+    _row("PP 2, full checkpointing", 2, "pp=2 activation_checkpointing=full", UNTIED, slow=True),
+    _row("1 rank, bfloat16", 1, "param_dtype=bfloat16", bound=BFLOAT16),
+    _row("FSDP 2, bfloat16", 2, "dp_replicate=1 dp_shard=2 param_dtype=bfloat16", bound=BFLOAT16),
+    _row("TP 2, bfloat16", 2, "tp=2 param_dtype=bfloat16", bound=BFLOAT16),
+    _row(
+        "PP 2 x FSDP 2 x TP 2, bfloat16, sums too",
+        8,
+        "dp_replicate=1 dp_shard=2 tp=2 pp=2 param_dtype=bfloat16 reduce_dtype=bfloat16",
+        UNTIED,
+        bound=BFLOAT16,
+        slow=True,
+    ),
+    _row("FSDP 2, a model of one's own", 2, "dp_replicate=1 dp_shard=2", OWN),
+    _row("FSDP 2, a model of one's own, units by name", 2, "dp_replicate=1 dp_shard=2 units=[Layer]", OWN, slow=True),
+    _row("TP 2, a model of one's own", 2, "tp=2", OWN),
+    _row("PP 2 x FSDP 2, a model of one's own", 4, "dp_replicate=1 dp_shard=2 pp=2", OWN),
+    _row("FSDP 2, compiled", 2, "dp_replicate=1 dp_shard=2 compile=true"),
+    _row("TP 2, compiled", 2, "tp=2 compile=true"),
+]
+
+
+class RaggedText:
+    """Data in which sample i has 1 + i * i % 64 targets that count."""
+
+    def __init__(self, **ignored: Any):
+        self.train = self.valid = _Ragged()
+
+
+class _Ragged:
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(256, (65,), generator=torch.Generator().manual_seed(index))
+        targets = tokens[1:].clone()
+        targets[1 + (index * index) % 64 :] = IGNORED_TARGET
+        return {"inputs": tokens[:-1], "targets": targets}
+
+
+def train_row(world: World, folder: Path, row: Row) -> None:
+    """On every rank of the row."""
+    folder.mkdir(parents=True, exist_ok=True)
+    where = Place(RunDir(folder), 1, supervised=True)
+    where.attempt_dir.mkdir(parents=True, exist_ok=True)
+    config = compose(
+        [
+            "experiment=smoke",
+            f"data._target_={__name__}.RaggedText",
+            f"cluster.tasks_per_node={row.ranks}",
+            *("train.tensorboard=false", "train.log_every=1", f"train.steps={STEPS}", f"train.eval_every={STEPS}"),
+            *("model.layers=4", "optim.lr=1e-3", "optim.grad_clip=0.5", "checkpoint.every_steps=0"),
+            *row.model,
+            *row.overrides,
+        ]
+    )
+    build_trainer(config, world, where, StopAgreement(signals.StopSignals(), world.control), Timeline()).fit()
+
+
+def train_rows(world: World, folder: Path, rows: Sequence[Row]) -> None:
+    """One after another, on the ranks that they all have."""
+    for row in rows:
+        train_row(world, folder / row.name, row)
+
+
+def train_alone(folder: Path, model: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    row = Row("alone", 1, (), tuple(model))
+    train_row(World(Environment(source="single"), torch.device("cpu")), folder / reference_name(model), row)
+
+
+def reference_name(model: Sequence[str]) -> str:
+    return " ".join(["one process", *model])
+
+
+def compare(folder: Path, row: Row) -> dict[str, float]:
+    """Largest relative difference to one process, over all steps, of loss, gradient norm and validation loss."""
+    ours, theirs = (_values(folder / name) for name in (row.name, reference_name(row.model)))
+    assert ours.keys() == theirs.keys() and len(ours) == 2 * STEPS + 1
+    found = dict.fromkeys(("loss", "grad_norm", "valid_loss"), 0.0)
+    for (field, step), value in theirs.items():
+        found[field] = max(found[field], abs(ours[field, step] - value) / abs(value))
+    return found
+
+
+def _values(folder: Path) -> dict[tuple[str, int], float]:
+    return {
+        (field, record["step"]): record[field]
+        for record in read_metrics(RunDir(folder).metrics_file)
+        for field in ("loss", "grad_norm", "valid_loss")
+        if field in record
+    }

@@ -1,0 +1,140 @@
+"""Bytes per rank: against sums by hand, against what torch's own sharding holds, and against what autograd keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from slurmtrain.models import Decoder
+from slurmtrain.planner.memory import Work, layers_of_stages, memory_per_rank
+from slurmtrain.planner.shape import DecoderShape
+from tests.distributed.test_initial import sharded, tensor_parallel
+
+QWEN_72B = DecoderShape(152064, 8192, 80, 64, 8, 128, 29568, tie_embeddings=False, qkv_bias=True, qk_norm=False)
+SMALL: dict[str, Any] = {
+    "vocab_size": 71, "width": 36, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 14, "ffn_width": 45,
+    "max_seq_len": 512, "tie_embeddings": False, "qkv_bias": True, "qk_norm": True,
+}  # fmt: skip
+
+
+def test_72b_on_16_nodes_of_8_gpus_is_what_one_counts_by_hand() -> None:
+    """128 ranks: TP 8 x PP 2 x FSDP 8. Every matrix is cut in 64, all evenly."""
+    work = Work(micro_batch_size=1, seq_len=4096)
+    first, last = memory_per_rank(QWEN_72B, work, dp_shard=8, tp=8, pp=2)
+
+    query_and_out, key_and_value, feed_forward = 2 * 8192 * 8192, 2 * 1024 * 8192, 3 * 29568 * 8192
+    biases, norms = 8192 + 2 * 1024, 2 * 8192  # norms are cut by FSDP alone
+    layer = (query_and_out + key_and_value + feed_forward + biases) // 64 + norms // 8
+    assert layer == 13_715_616
+    embedding = 152064 * 8192 // 64
+    assert (first.layers, first.elements) == (40, 40 * layer + embedding) == (40, 568_088_832)
+    assert (last.layers, last.elements) == (40, 40 * layer + embedding + 8192 // 8)
+    assert (first.parameters, first.gradients, first.optimizer) == (2_272_355_328, 2_272_355_328, 4_544_710_656)
+
+    # A token in a layer, elements: two pieces of the residual stream, two gathered inputs, q k v and their result, four of F.
+    kept = 2 * 8192 // 8 + 2 * 8192 + (64 + 8 + 8 + 64) * 128 // 8 + 4 * 29568 // 8
+    assert first.activations == 2 * 40 * 4096 * kept * 2  # two micro batches in flight, bfloat16
+    logits = 152064 // 8 * (4 + 4 + 2)
+    assert last.activations == 40 * 4096 * kept * 2 + 4096 * (logits + (8192 // 8 + 8192) * 2)
+
+    whole_layer = (query_and_out + key_and_value + feed_forward + biases) // 8 + norms
+    assert first.gathered == (152064 * 8192 // 8 + 3 * whole_layer) * 2
+    assert first.total == sum((4 * first.parameters, first.gathered, first.activations))
+
+
+def test_what_does_not_divide_is_rounded_up() -> None:
+    """FSDP over 3 x 2 ranks of a rank's 36 rows of tokens: 6; of the other matrices, by hand."""
+    shape = DecoderShape.of(SMALL)
+    (one,) = memory_per_rank(shape, Work(1, 64), dp_shard=3, cp=2, tp=2)
+    query, key_and_value, out = 5 * 36, 2 * 3 * 36, 6 * 28  # 28, 14 and 36 rows
+    gate_and_up, down = 2 * 4 * 36, 6 * 23  # 23 and 36 rows
+    norms, head_norms, biases = 2 * 6, 2 * 3, 5 + 2 * 3
+    layer = query + key_and_value + out + gate_and_up + down + norms + head_norms + biases
+    assert one.elements == 3 * layer + 2 * 6 * 36 + 6
+
+
+@pytest.fixture
+def sixteen_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=16, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("sixteen_ranks")
+@pytest.mark.parametrize("sizes", [{}, {"qkv_bias": False, "qk_norm": False, "tie_embeddings": True}])
+@pytest.mark.parametrize(("dp_shard", "tp"), [(16, 1), (8, 2)])
+def test_torch_puts_as_many_elements_on_the_first_rank(dp_shard: int, tp: int, sizes: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        model = Decoder(**{**SMALL, **sizes})
+    mesh = init_device_mesh("cpu", (dp_shard, tp), mesh_dim_names=("dp", "tp"))
+    if tp > 1:
+        tensor_parallel(model, mesh["tp"])
+    sharded(model, mesh["dp"])
+    here = sum(parameter.to_local().numel() for parameter in model.parameters() if isinstance(parameter, DTensor))
+    (one,) = memory_per_rank(DecoderShape.of({**SMALL, **sizes}), Work(1, 64), dp_shard=dp_shard, tp=tp)
+    assert one.elements == here
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_autograd_keeps_what_is_estimated(qk_norm: bool) -> None:
+    """In float32 on a CPU, whose norms keep what they have normalised besides; a GPU's do not."""
+    batch, seq_len = 3, 256
+    sizes = {**SMALL, "layers": 1, "qk_norm": qk_norm}
+    block = Decoder(**sizes).blocks["0"]
+    own = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        block(torch.randn(batch, seq_len, 36, requires_grad=True), torch.arange(seq_len))
+    found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / (batch * seq_len)
+
+    work = Work(batch, seq_len, compute_bytes=4)
+    (one,), (recomputed,) = (
+        memory_per_rank(DecoderShape.of(sizes), each)
+        for each in (work, Work(batch, seq_len, compute_bytes=4, checkpointing="full"))
+    )
+    at_the_end = 2 * 36 * 4 + 71 * 12
+    per_token = one.activations / (batch * seq_len) - at_the_end
+    heads = 4 + 2 if qk_norm else 0
+    normalised, roots = 2 * 36 + heads * 14, 2 + heads
+    log_sums, angles = 4, 2 * 14 / batch
+    assert found == pytest.approx(per_token + 4 * (normalised + roots + log_sums + angles))
+    # Recomputing keeps the block's input besides the one block that is computed again.
+    assert recomputed.activations - one.activations == batch * seq_len * 36 * 4
+
+
+def test_checkpointing_and_the_pipeline_change_what_is_kept() -> None:
+    def activations(**changes: Any) -> list[int]:
+        return [
+            each.activations for each in memory_per_rank(QWEN_72B, Work(1, 4096, **changes), dp_shard=8, tp=8, pp=4)
+        ]
+
+    none, selective, full = (activations(checkpointing=kind) for kind in ("none", "selective", "full"))
+    assert all(a > b > c for a, b, c in zip(none, selective, full, strict=True))
+    one_in_flight = activations(in_flight=1)
+    assert none[:3] == [4 * one_in_flight[0], 3 * one_in_flight[1], 2 * one_in_flight[2]]
+    assert layers_of_stages(80, 4) == [20] * 4 and layers_of_stages(126, 4) == [32, 32, 31, 31]
+
+
+def test_what_is_gathered() -> None:
+    def gathered(**changes: Any) -> int:
+        (one,) = memory_per_rank(QWEN_72B, Work(1, 4096, **changes), dp_shard=8)
+        return one.gathered
+
+    layer, ends = 877_658_112 + 10_240 + 16_384, 2 * 152064 * 8192 + 8192
+    assert gathered() == 2 * (ends + 3 * layer)
+    assert gathered(reshard_after_forward=False) == 2 * (ends + 81 * layer)
+    assert memory_per_rank(QWEN_72B, Work(1, 4096, compute_bytes=4))[0].gathered == 0  # plain DDP has one copy
