@@ -103,7 +103,7 @@ class Decoder(nn.Module):
         if not 0.0 <= dropout < 1.0:
             raise ConfigError(f"model.dropout is {dropout}, not a probability", hint="write a value in [0, 1), often 0")
         self.vocab_size, self.width, self.layers, self.max_seq_len = vocab_size, width, layers, max_seq_len
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.heads, self.head_dim = heads, head_dim
 
         # Each residual branch adds its variance to the stream; GPT-2 shrinks the 2 x layers projections that feed it.
         residual_std = INIT_STD / math.sqrt(2 * layers)
