@@ -92,6 +92,13 @@ def test_lower_precision_rounds_the_same_numbers() -> None:
     assert all(torch.equal(value.bfloat16(), half[name]) for name, value in single.items())
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_gets_the_numbers_of_the_cpu() -> None:
+    model = Decoder(**SIZES).cuda()
+    model.initialize(5)
+    assert all(torch.equal(value.cpu(), drawn().state_dict()[name]) for name, value in model.state_dict().items())
+
+
 def test_a_stage_of_a_pipeline_has_the_parameters_of_the_whole() -> None:
     whole = drawn().state_dict()
     with torch.device("meta"):
