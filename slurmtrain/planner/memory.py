@@ -30,8 +30,8 @@ class Work:
         seq_len: tokens of a whole sequence.
         parameter_bytes: of an element of parameters, gradients and optimiser state.
         compute_bytes: of an element of activations and of the parameters that are computed with.
-        checkpointing: activations that are computed again in the backward pass: none; all that takes no matrix product
-            ("selective"); all but a block's input ("full").
+        checkpointing: activations that are computed again in the backward pass: none; all but what matrix products and
+            attention gave ("selective"); all but a block's input ("full").
         reshard_after_forward: FSDP gathers a block's parameters twice a step and keeps them for as long as it needs them;
             otherwise they stay gathered from the forward to the backward pass.
         in_flight: micro batches whose activations a stage of a pipeline keeps at once; None: as many as in 1F1B, one for
@@ -123,14 +123,18 @@ def _gathered(shape: DecoderShape, work: Work, layers: int, ends: list[Parameter
 
 
 def _kept_of_block(shape: DecoderShape, work: Work, tp: int) -> int:
-    """Bytes of one token in one block. All is cut for `tp` ranks but the inputs of the projections, which were gathered."""
+    """Bytes of one token in one block.
+
+    All is cut for `tp` ranks but what goes into the projections, which was gathered, and what comes out of them at a branch's
+    end, which is not yet summed up.
+    """
     streams = shape.width / tp
     heads = (2 * shape.query_width + 2 * shape.kv_width) / tp  # q, k, v and what attention makes of them
     ffn = shape.ffn_width / tp
     if work.checkpointing == "full":
         kept = streams
     elif work.checkpointing == "selective":
-        kept = 2 * streams + heads + 2 * ffn
+        kept = streams + heads + 2 * ffn + 2 * shape.width
     else:
         normed = 2 * shape.width
         heads_before_norm = (shape.query_width + shape.kv_width) / tp if shape.qk_norm else 0

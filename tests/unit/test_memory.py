@@ -124,6 +124,10 @@ def test_checkpointing_and_the_pipeline_change_what_is_kept() -> None:
 
     none, selective, full = (activations(checkpointing=kind) for kind in ("none", "selective", "full"))
     assert all(a > b > c for a, b, c in zip(none, selective, full, strict=True))
+    kept = 8192 // 8 + (64 + 8 + 8 + 64) * 128 // 8 + 2 * 29568 // 8 + 2 * 8192  # of a token in a layer, elements
+    again = 2 * 8192 // 8 + 2 * 8192 + (64 + 8 + 8 + 64) * 128 // 8 + 4 * 29568 // 8
+    assert selective[0] == 4096 * 2 * (4 * 20 * kept + again)  # four micro batches in flight
+    assert full[0] == 4096 * 2 * (4 * 20 * 8192 // 8 + again)
     one_in_flight = activations(in_flight=1)
     assert none[:3] == [4 * one_in_flight[0], 3 * one_in_flight[1], 2 * one_in_flight[2]]
     assert layers_of_stages(80, 4) == [20] * 4 and layers_of_stages(126, 4) == [32, 32, 31, 31]
