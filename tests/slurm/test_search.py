@@ -53,7 +53,9 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_a_search_whose_shell_is_killed_goes_on_where_it_was(sandbox: Cluster, project: Path) -> None:
-    command = words(sandbox, "optim.lr=interval(0.001,0.9)")
+    # Four guesses and then by what it has learnt; seeded, so that it learns the same in every test.
+    sampler = [f"hydra.sweeper.sampler.{each}" for each in ("seed=1", "n_startup_trials=4")]
+    command = words(sandbox, "optim.lr=interval(0.001,0.9)", *sampler)
     shell = subprocess.Popen(command, cwd=project, env=sandbox.env(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + 120
@@ -80,9 +82,7 @@ def test_a_search_whose_shell_is_killed_goes_on_where_it_was(sandbox: Cluster, p
     assert len(losses) == TRIALS == len(sweep.points())
     found_best = yaml.safe_load((sweep.path / "optimization_results.yaml").read_text())
     assert found_best["best_value"] == min(losses.values())
-    # A blind guess is 0.1 or nearer in one of four; the second half of the search should do better than the first.
-    first, second = list(losses.values())[:6], list(losses.values())[6:]
-    assert abs(found_best["best_params"]["optim.lr"] - BEST) < 0.1 and sorted(second)[2] <= sorted(first)[2]
+    assert abs(found_best["best_params"]["optim.lr"] - BEST) < 0.05
     table = json.loads(sandbox.run([*command[:3], "sweep", "collect", sweep.id, "--json"], cwd=project).stdout)
     assert len(table) == TRIALS
 

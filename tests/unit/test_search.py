@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,3 +112,18 @@ def test_what_cannot_be_handed_over_says_so(status: JobStatus, value: object, wo
     returned.return_value = value
     with pytest.raises(Exception, match=words):
         _ = pickle.loads(_pickled(returned)).return_value
+
+
+def test_the_same_search_asks_for_the_same_points(tmp_path: Path) -> None:
+    """Without a seed of its own, and on this machine."""
+    result = """'{"step": 1, "valid_loss": 1}'"""
+    program = f"cd $SLURMTRAIN_RUN_DIR; echo once >>started; echo {result} >metrics.jsonl"
+    (tmp_path / "point.sh").write_text(program)
+    words = ["-m", "+cluster=local", "job=command", "job.command='bash point.sh'", "job.snapshot=none"]
+    words += ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "optim.lr=interval(0.1,1)", "submit"]
+    for _ in range(2):
+        command = [sys.executable, "-m", "slurmtrain", *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert "is there already" in done.stderr
+    assert [path.read_text() for path in tmp_path.glob("runs/*/*/started")] == ["once\n"] * 3
