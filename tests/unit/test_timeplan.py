@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import os
 from pathlib import Path
 
 import pytest
@@ -124,12 +124,13 @@ def test_the_cluster_or_name_of_a_run_does_not_make_it_another_experiment(projec
 
 def test_a_long_record_is_read_from_its_end(project: Path) -> None:
     run = trained(project, step_s=1.0, save_s=2.0)
-    with run.metrics_file.open("a") as file:
-        file.write("\n" + "".join(f'{{"step": {step}, "step_time_s": 0.5}}\n' for step in range(300_000)))
-    started = time.perf_counter()
+    with run.metrics_file.open("ab") as file:
+        file.truncate(1 << 40)  # a hole: nobody could read all of it
+        file.seek(0, os.SEEK_END)
+        file.writelines(b'\n{"step": %d, "step_time_s": 0.5}' % step for step in range(1000))
+        file.write(b"\n")
     measured = measured_before(compose(WORDS), [run])
     assert measured is not None and measured.step_s == 0.5
-    assert time.perf_counter() - started < 1.0
 
 
 # At submit.
