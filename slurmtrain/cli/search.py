@@ -17,7 +17,7 @@ from slurmtrain.config.validate import validate
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.after import find_runs
 from slurmtrain.launch.open_sweep import open_sweep
-from slurmtrain.launch.search import Search, identity_text, seeds
+from slurmtrain.launch.search import RunFailed, Search, identity_text, seeds
 from slurmtrain.launch.submit import check_slurm_is_here, slurm_conf_of, with_absolute_paths
 from slurmtrain.launch.sweep import Draft
 from slurmtrain.runtime.slurm import SlurmClient
@@ -57,7 +57,14 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
     _say(f"sweep {opened.sweep.id}: this shell waits for results; if it dies, the same command goes on where it was")
     words = [*overrides, *seeds(sweeper, identity)]
     with _all_on_stderr() if "--json" in options else contextlib.nullcontext():
-        Search(composer, opened, list(choices), _say).sweep(words)
+        try:
+            Search(composer, opened, list(choices), _say).sweep(words)
+        except RunFailed as failure:
+            raise RunFailed(
+                failure.message,
+                hint=f"sweep retry {opened.sweep.id} tries again what failed, and the same command then goes on; "
+                "hydra.sweeper.max_failure_rate=0.2 bears some, where the sweeper has it",
+            ) from None
     if "--json" in options:
         points, jobs = opened.sweep.point_count(), [opened.sweep.job_id(each) for each in opened.sweep.array_numbers()]
         print_json({"sweep": opened.sweep.id, "path": str(opened.sweep.path), "points": points, "job_ids": jobs})

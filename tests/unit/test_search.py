@@ -53,6 +53,7 @@ def test_a_search_is_the_same_by_what_is_fixed_who_chooses_and_from_what() -> No
         other = composer.compose(["train.steps=6"])
     text = identity_text(base, sweeper, composer.choices(line))
     assert text == identity_text(base, dict(reversed(sweeper.items())), {"optim.lr": "interval(0.1,1)"})
+    assert text == identity_text(base, {**sweeper, "max_failure_rate": 0.2}, {"optim.lr": "interval(0.1,1)"})
     assert (
         len({text, identity_text(other, sweeper, {}), identity_text(base, sweeper, {}), identity_text(base, {}, {})})
         == 4
@@ -255,3 +256,12 @@ def test_a_search_leaves_stdout_to_its_json(cli: Cli, project: Path) -> None:
     done = cli("-m", *fixed, *sweeper, "optim.lr=interval(1e-5,1e-2)", "submit", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["points"] == 1 and "I am loud" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [("direction=up", "the sweeper gave up: ValueError"), ("n_trials=x", "hydra.sweeper.n_trials: Value 'x'")],
+)
+def test_what_a_sweeper_refuses_is_one_sentence(cli: Cli, setting: str, words: str) -> None:
+    done = cli("-m", "hydra/sweeper=optuna", f"hydra.sweeper.{setting}", "optim.lr=interval(1,2)", "submit")
+    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
