@@ -258,9 +258,10 @@ def _row(point: Point, now: RunState) -> list[str]:
 def _headline(sweep: Sweep, points: Sequence[Point], now: dict[str, RunState]) -> str:
     """How many are in which state, how long all of it takes, and the best loss so far."""
     running = [state.progress for state in now.values() if state.word == "running"]
-    others = [state.progress for state in now.values() if state.alive and state.word != "running"]
+    # Prepared: their turn comes on this machine, or when there is room for more jobs.
+    waiting = [each for each in now.values() if each.word == "prepared" or (each.alive and each.word != "running")]
     words = [f"{sweep.id}: {summary(counts(now.values())) or 'no points yet'}"]
-    eta_s = eta_of_all(others, running)
+    eta_s = eta_of_all([each.progress for each in waiting], running)
     if eta_s is not None:
         words.append(f"about {roughly(eta_s)} left")
     best = lowest((point.number, now[point.run_id].progress) for point in points)
