@@ -28,6 +28,11 @@ def redact(text: str) -> str:
     return text
 
 
+def holds_secret(data: bytes) -> bool:
+    """Whether one stands in something that cannot be redacted."""
+    return any(value.encode() in data for value in _hidden)
+
+
 def redacted(value: Any) -> Any:
     """The same of every text in a value that JSON can hold; keys stay what they are."""
     if not _hidden:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+from slurmtrain import rundir
 from slurmtrain.cli.arguments import Arguments
 from slurmtrain.cli.as_json import print_json
+from slurmtrain.cli.submit import starting_after
 from slurmtrain.config.points import Composer
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import UsageError
+from slurmtrain.launch.after import find_runs
 from slurmtrain.launch.open_sweep import open_sweep
-from slurmtrain.launch.search import Search, identity_text, seeds
+from slurmtrain.launch.search import RunFailed, Search, identity_text, seeds
 from slurmtrain.launch.submit import check_slurm_is_here, slurm_conf_of, with_absolute_paths
 from slurmtrain.launch.sweep import Draft
 from slurmtrain.runtime.slurm import SlurmClient
@@ -27,6 +33,10 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
         )
     base = with_absolute_paths(composer.compose(composer.fixed(overrides)), Path.cwd())
     validate(base)
+    after = []
+    if "--after" in options:
+        starting_after(base, options["--after"])  # whatever is wrong with that is said before anything is made
+        after = find_runs(options["--after"], rundir.runs_root())
     client = None
     if base.cluster.backend != "local":
         client = SlurmClient(slurm_conf_of(base))
@@ -38,19 +48,44 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
         overrides,
         client,
         parallelism=parallelism,
+        after=after,
         again="--again" in options,
         say=_say,
     )
+    if after and [str(run_dir.path) for run_dir in after] != opened.sweep.info()["after"]:
+        _say(f"--after does not hold for {opened.sweep.id}, which is there already")
     _say(f"sweep {opened.sweep.id}: this shell waits for results; if it dies, the same command goes on where it was")
     words = [*overrides, *seeds(sweeper, identity)]
-    Search(composer, opened, list(choices), _say).sweep(words)
+    with _all_on_stderr() if "--json" in options else contextlib.nullcontext():
+        try:
+            Search(composer, opened, list(choices), _say).sweep(words)
+        except RunFailed as failure:
+            raise RunFailed(
+                failure.message,
+                hint=f"sweep retry {opened.sweep.id} tries again what failed, and the same command then goes on; "
+                "hydra.sweeper.max_failure_rate=0.2 bears some, where the sweeper has it",
+            ) from None
     if "--json" in options:
-        points = opened.sweep.points()
-        print_json({"sweep": opened.sweep.id, "path": str(opened.sweep.path), "points": len(points), "job_ids": []})
+        points, jobs = opened.sweep.point_count(), [opened.sweep.job_id(each) for each in opened.sweep.array_numbers()]
+        print_json({"sweep": opened.sweep.id, "path": str(opened.sweep.path), "points": points, "job_ids": jobs})
     else:
         print(f"sweep {opened.sweep.id} is done\n  {opened.sweep.path}")
         print(f"  sweep collect {opened.sweep.id}   sweep status {opened.sweep.id}   (or: last)")
     return 0
+
+
+@contextlib.contextmanager
+def _all_on_stderr() -> Iterator[None]:
+    """What anybody writes to stdout, as Hydra's log and the ranks on this machine do: stdout is for the JSON alone."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _say(text: str) -> None:

@@ -34,6 +34,7 @@ from slurmtrain.errors import EXIT_REQUEUE, ClusterError, UsageError
 from slurmtrain.launch import collect
 from slurmtrain.launch import sweep as sweeps
 from slurmtrain.launch.after import find_runs
+from slurmtrain.launch.claims import is_claimed
 from slurmtrain.launch.here import alone, run_here
 from slurmtrain.launch.progress import eta_of_all, lowest, roughly
 from slurmtrain.launch.state import RunState
@@ -143,7 +144,7 @@ def _run_here(sweep: Sweep, at_once: int, *, as_json: bool) -> int:
         print_json({**facts, "states": states})
     else:
         print(f"sweep {sweep.id}: {summary(states)}")
-        if set(states) != {"finished"}:
+        if not set(states) <= DONE_WITH:
             print("  the same command again goes on with what has not finished")
         print(f"  sweep status {sweep.id}   sweep collect {sweep.id}   (or: last)")
     if not to_the_end:
@@ -232,7 +233,8 @@ def _view(sweep: Sweep) -> View:
     headline = _headline(sweep, points, now)
     points.sort(key=lambda point: urgency(now[point.run_id]))
     lines = table_lines(_header(points), [_row(point, now[point.run_id]) for point in points], terminal_width())
-    over = not any(state.alive for state in now.values())
+    # Whoever waits for its points may be about to begin the next ones.
+    over = not any(state.alive for state in now.values()) and not is_claimed(sweep.path)
     return View([headline, "", *lines], doubts(now.values()), over)
 
 
@@ -256,9 +258,10 @@ def _row(point: Point, now: RunState) -> list[str]:
 def _headline(sweep: Sweep, points: Sequence[Point], now: dict[str, RunState]) -> str:
     """How many are in which state, how long all of it takes, and the best loss so far."""
     running = [state.progress for state in now.values() if state.word == "running"]
-    others = [state.progress for state in now.values() if state.alive and state.word != "running"]
-    words = [f"{sweep.id}: {summary(counts(now.values()))}"]
-    eta_s = eta_of_all(others, running)
+    # Prepared: their turn comes on this machine, or when there is room for more jobs.
+    waiting = [each for each in now.values() if each.word == "prepared" or (each.alive and each.word != "running")]
+    words = [f"{sweep.id}: {summary(counts(now.values())) or 'no points yet'}"]
+    eta_s = eta_of_all([each.progress for each in waiting], running)
     if eta_s is not None:
         words.append(f"about {roughly(eta_s)} left")
     best = lowest((point.number, now[point.run_id].progress) for point in points)

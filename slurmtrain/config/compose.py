@@ -334,8 +334,13 @@ def _explain(error: Exception, overrides: Sequence[str], primary: Primary) -> Sl
         cause = cause.__cause__
     full_key = re.search(r"full_key: (\S+)", str(cause))
     if full_key and full_key.group(1):
-        return _unknown_field(full_key.group(1), "") or ConfigError(  # a key in a yaml file
-            f"{full_key.group(1)}: {_first_line(cause)}", hint="python -m slurmtrain --cfg job shows all fields"
+        key = full_key.group(1)
+        if key.startswith("hydra."):
+            return UsageError(
+                f"{key}: {_first_line(cause)}", hint="python -m slurmtrain --cfg hydra shows all of Hydra's"
+            )
+        return _unknown_field(key, "") or ConfigError(  # a key in a yaml file
+            f"{key}: {_first_line(cause)}", hint="python -m slurmtrain --cfg job shows all fields"
         )
     return UsageError(_first_line(error), hint="python -m slurmtrain --cfg job shows the composed config")
 

@@ -73,6 +73,20 @@ def refuse_written_out(values: Mapping[str, str], config: Mapping[str, Any], ove
                 )
 
 
+def refuse_pickled(values: Mapping[str, str], pickled: bytes, what: str) -> None:
+    """The same of something that is about to be written as it is.
+
+    Raises:
+        ConfigError: a secret is in it.
+    """
+    for name, value in values.items():
+        if len(value) >= SHORTEST and value.encode() in pickled:
+            raise ConfigError(
+                f"{what} holds the value of the secret {name}, which would lie on disk in clear text",
+                hint=f"every rank has it in its environment as {name}; read it there, inside the function",
+            )
+
+
 def _read(name: str, source: str) -> str:
     if not NAME.fullmatch(name):
         raise ConfigError(f"secrets has {name!r}, which is no name of an environment variable", hint="e.g. HF_TOKEN")

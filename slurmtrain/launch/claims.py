@@ -85,6 +85,13 @@ def renew(folder: Path) -> None:
     claims(folder)[-1].touch()
 
 
+def is_claimed(folder: Path) -> bool:
+    """Somebody is at it, for all that can be seen from here."""
+    made = claims(folder)
+    owner = read_json(made[-1]) if made and not _given_up(made[-1]) else None
+    return owner is not None and _lives(made[-1], owner)
+
+
 def _lives(claim: Path, owner: Owner) -> bool:
     if owner["host"] != socket.gethostname():
         return time.time() - claim.stat().st_mtime < CLAIM_LASTS_S

@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slurmtrain.config import secrets
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import NAME, validate
@@ -92,10 +93,13 @@ class Tasks:
         folder.mkdir(parents=True, exist_ok=True)
         if "mode" in hydra.sweep:
             folder.chmod(int(str(hydra.sweep.mode), 8))
+        pickled = cloudpickle.dumps(self._what_all_jobs_share())
+        values = secrets.read(self._run_config(Path("tasks")).secrets)
+        secrets.refuse_pickled(values, pickled, "what the task function needs")
+        secrets.refuse_pickled(values, json.dumps([list(each) for each in job_overrides]).encode(), "an override")
         opened = self._open = self._open or self._find_or_make(folder)
         tasks = opened.sweep.path / "tasks"
         tasks.mkdir(mode=0o700, exist_ok=True)
-        pickled = cloudpickle.dumps(self._what_all_jobs_share())
         shared = tasks / f"{hashlib.sha256(pickled).hexdigest()[:16]}.pkl"
         wanted = []
         for number, overrides in enumerate(job_overrides, first):

@@ -21,6 +21,7 @@ from slurmtrain.launch.here import run_here
 from slurmtrain.launch.state import RunState, is_over, states
 from slurmtrain.launch.submit import with_absolute_paths
 from slurmtrain.launch.sweep import Draft, Point, Sweep
+from slurmtrain.launch.throttle import throttle
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.slurm import SlurmClient
 
@@ -73,6 +74,7 @@ class OpenSweep:
         points = {point.identity: point for point in sweep.points()}
         stamp = rundir.new_run_id()
         chosen = []
+        _remove_cut_line(sweep.points_file)
         with sweep.points_file.open("a") as file:
             for each in wanted:
                 identity = draft.add(with_absolute_paths(each.config, Path.cwd()))
@@ -95,8 +97,12 @@ class OpenSweep:
         assert self.client is not None
         while True:
             numbers = self.sweep.array_numbers()
-            planned = {run_id for number in numbers for run_id in self.sweep.members(number)}
-            new = [run_id for run_id in shapes if run_id not in planned]
+            for number in numbers:
+                sweeps.note_jobs(self.sweep, number)
+            open_numbers = [number for number in numbers if self.sweep.job_id(number) is None]
+            planned = {run_id for number in open_numbers for run_id in self.sweep.members(number)}
+            # By its own record: a run that was removed is made anew, and the job that it once had is not its any more.
+            new = [run_id for run_id in shapes if run_id not in planned and not self._has_job(run_id)]
             size = self.client.max_array_size()
             limit, pack = self.sweep.info()["parallelism"], self.sweep.pack
             arrays = plan_arrays([shapes[run_id] for run_id in new], max_size=size, parallelism=limit, pack=pack)
@@ -104,11 +110,21 @@ class OpenSweep:
                 break
         sweeps.check_submitted(sweeps.submit_arrays(self.sweep, self.client, say=self.say))
 
+    def _has_job(self, run_id: str) -> bool:
+        return bool(self.sweep.run_dir(run_id).info()["job_ids"])
+
     def _ended(self, run_dirs: Sequence[RunDir]) -> Iterator[tuple[RunDir, RunState]]:
         """Every run, as it ends."""
         if self.client is None:
-            left = [run_dir.id for run_dir in dict.fromkeys(run_dirs) if not is_over(run_dir)]
-            if not run_here(self.sweep, left, self.sweep.info()["parallelism"] or 1, self.say, show=True):
+            before = states(run_dirs)
+            # Stopped: with Ctrl-C in a shell that waited for it before this one.
+            left = [
+                run_dir.id
+                for run_dir in dict.fromkeys(run_dirs)
+                if before[run_dir.id].word == "stopped" or not is_over(run_dir)
+            ]
+            at_once = self.sweep.info()["parallelism"] or self.sweep.pack
+            if not run_here(self.sweep, left, at_once, self.say, show=at_once == 1):
                 raise KeyboardInterrupt  # they were told to stop, and so is this process
             now = states(run_dirs)
             yield from ((run_dir, now[run_dir.id]) for run_dir in dict.fromkeys(run_dirs))
@@ -131,12 +147,19 @@ class OpenSweep:
             time.sleep(LOOK_EVERY_S)  # the files are on a shared file system: there is no event to await
 
 
+def _remove_cut_line(path: Path) -> None:
+    """What a shell that was cut short, or had no room, has left behind the last whole line."""
+    with path.open("rb+") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
+
+
 def open_sweep(
     draft: Draft,
     overrides: Sequence[str],
     client: SlurmClient | None,
     *,
     parallelism: int | None = None,
+    after: Sequence[RunDir] = (),
     again: bool = False,
     ended: Callable[[Sweep], bool] = lambda sweep: False,
     say: Callable[[str], None],
@@ -145,14 +168,28 @@ def open_sweep(
 
     Args:
         draft: with a `search`, and no points.
+        after: runs that have to finish before any of a new one begins.
         again: make another one.
         ended: the one that is there is not to be continued.
+
+    Raises:
+        ConfigError: its points cannot be those of a sweep.
     """
+    sweeps.check_fits(draft.first, draft.first)  # before anything is made
     found = sweeps.find_same(draft)
     if found is None or again or ended(found):
         found = sweeps.make(
-            draft, lambda number: {}, overrides, Path.cwd(), parallelism=parallelism, again=found is not None
+            draft,
+            lambda number: {},
+            overrides,
+            Path.cwd(),
+            parallelism=parallelism,
+            after=after,
+            again=found is not None,
         )
-    elif found.points():
-        say(f"sweep {found.id} is there already, with {len(found.points())} points; going on with it")
+    else:
+        if found.points():
+            say(f"sweep {found.id} is there already, with {len(found.points())} points; going on with it")
+        if parallelism not in (None, found.info()["parallelism"]):
+            throttle(found, parallelism, client)
     return OpenSweep(found, draft, client, say)

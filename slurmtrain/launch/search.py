@@ -7,15 +7,17 @@ checkpoint.best_metric. A run that fails is a job that failed, with the run's ow
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slurmtrain.config.compose import search_path
 from slurmtrain.config.points import Composer
 from slurmtrain.config.validate import validate
-from slurmtrain.errors import ClusterError, SlurmtrainError
+from slurmtrain.errors import ClusterError, SlurmtrainError, UsageError
 from slurmtrain.launch import collect
 from slurmtrain.launch.here import alone
 from slurmtrain.launch.hydra_tasks import without_hydra
@@ -59,6 +61,7 @@ class Search:
         Raises:
             RunFailed: more points failed than it accepts.
             ClusterError: a job cannot be submitted.
+            UsageError: the sweeper itself refuses what it was told.
         """
         from hydra.core.global_hydra import GlobalHydra
 
@@ -66,7 +69,7 @@ class Search:
         assert hydra is not None
         folder = str(self._open_sweep.sweep.path).replace("'", "\\'")
         words = [*overrides, LAUNCHER, f"hydra.sweep.dir='{folder}'", search_path(primary.folders[1:])]
-        with alone(self._open_sweep.sweep):
+        with alone(self._open_sweep.sweep), _explaining_sweeper():
             hydra.multirun(primary.name, self, words)
 
     def launch(self, jobs: Sequence[tuple[Sequence[str], Any]]) -> list[JobReturn]:
@@ -105,12 +108,29 @@ class Search:
         self._say(f"{run_dir.id} {varied}: {goal.metric} {value:.6g}" + (", the best so far" if better else ""))
 
 
+@contextlib.contextmanager
+def _explaining_sweeper() -> Iterator[None]:
+    """One sentence for what a sweeper raises by itself; what passes through our half of the launcher is ours."""
+    try:
+        yield
+    except Exception as error:
+        ours = any(frame.f_code is Search.launch.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
+        if isinstance(error, SlurmtrainError) or ours:
+            raise
+        raise UsageError(
+            f"the sweeper gave up: {type(error).__name__}: {error}",
+            hint="python -m slurmtrain --cfg hydra shows its settings, hydra.sweeper",
+        ) from None
+
+
 def _result(run_dir: RunDir, now: RunState) -> tuple[collect.Goal, float]:
     """Raises: RunFailed: it has not finished, or has logged no metric."""
     if now.word != "finished":
         raise RunFailed(f"run {run_dir.id} {now.word}: {now.sentence}", hint=f"status {run_dir.id}")
     table = collect.table_of([collect.Point(0, {}, run_dir, now.word)])
     value = table.column(table.goal.column)[0] if table.goal is not None else None
+    if table.goal is not None and value is None:
+        raise RunFailed(f"run {run_dir.id} has finished, and its {table.goal.metric} was never a finite number")
     if table.goal is None or value is None:
         raise RunFailed(f"run {run_dir.id} has finished and logged no metric", hint="set checkpoint.best_metric")
     return table.goal, float(value)
@@ -137,8 +157,9 @@ def _job_return(job: tuple[Sequence[str], Any], outcome: SlurmtrainError | tuple
 
 
 def identity_text(base: Config, sweeper: Mapping[str, Any], choices: Mapping[str, str]) -> str:
-    """What makes a search the same: what is fixed, who chooses, and from what."""
-    return json.dumps([identity_of(base), sweeper, choices], sort_keys=True)
+    """What makes a search the same: what is fixed, who chooses, and from what; not how many failures are borne."""
+    chooses = {key: value for key, value in sweeper.items() if key != "max_failure_rate"}
+    return json.dumps([identity_of(base), chooses, choices], sort_keys=True)
 
 
 def seeds(sweeper: Mapping[str, Any], identity: str) -> Iterator[str]:

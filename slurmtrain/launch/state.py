@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import getpass
 import os
 import socket
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.progress import Progress, at_about, read_progress
@@ -68,19 +69,19 @@ class RunState:
 
 
 def states(run_dirs: Iterable[RunDir]) -> dict[str, RunState]:
-    """State of every run, by id, with one squeue call for each cluster they are on.
+    """State of every run, by id, with one squeue call for each cluster they are on, and each person they are of.
 
     A job that should be there and is not is asked for again: a controller that has just been restarted answers with nothing.
     """
     records = [_read(run_dir) for run_dir in run_dirs]
-    by_cluster: dict[str | None, list[_Record]] = {}
+    by_owner: dict[_Owner, list[_Record]] = {}
     for record in records:
         if not record.local and record.job_id:
-            by_cluster.setdefault(record.info["slurm_conf"], []).append(record)
-    queues = {conf: _confirmed_queue(conf, theirs) for conf, theirs in by_cluster.items()}
+            by_owner.setdefault(record.owner, []).append(record)
+    queues = {owner: _confirmed_queue(owner, theirs) for owner, theirs in by_owner.items()}
     found = {}
     for record in records:
-        queue = queues.get(record.info["slurm_conf"], _Queue())
+        queue = queues.get(record.owner, _Queue())
         found[record.id] = _state(_at_its_link(record, queue), queue)
     return found
 
@@ -111,6 +112,16 @@ def process_lives(attempt: Attempt) -> bool | None:
         return True
 
 
+class _Owner(NamedTuple):
+    """Attributes:
+    slurm_conf: of the cluster; None: the machine's own.
+    user: who has submitted, where that is somebody else.
+    """
+
+    slurm_conf: str | None
+    user: str | None
+
+
 @dataclass(frozen=True)
 class _Record:
     """What a run's own files say, read once.
@@ -132,6 +143,11 @@ class _Record:
     @property
     def id(self) -> str:
         return self.run_dir.id
+
+    @property
+    def owner(self) -> _Owner:
+        user = self.info.get("user")
+        return _Owner(self.info["slurm_conf"], user if _me() not in (None, user) else None)
 
     @property
     def local(self) -> bool:
@@ -208,6 +224,12 @@ class _Record:
         return (self.run_dir.path / name).exists() or (self.run_dir.path.parent / name).exists()
 
 
+def _me() -> str | None:
+    with contextlib.suppress(KeyError, OSError):  # a container may have no name for its user
+        return getpass.getuser()
+    return None
+
+
 def _read(run_dir: RunDir) -> _Record:
     info, tries = run_dir.info(), attempts.all_attempts(run_dir)
     job_id = _latest_job_id(run_dir, [str(job) for job in info["job_ids"]], tries)
@@ -253,15 +275,15 @@ class _Queue:
         return self.jobs.get(job_id or "", QueuedJob())
 
 
-def _confirmed_queue(slurm_conf: str | None, records: list[_Record]) -> _Queue:
+def _confirmed_queue(owner: _Owner, records: list[_Record]) -> _Queue:
     job_ids = [job_id for record in records for job_id in record.possible_jobs]
-    queue = _queue(slurm_conf, job_ids)
+    queue = _queue(owner, job_ids)
     for _ in range(CONFIRMATIONS - 1):
         missing = [record for record in records if record.is_missing_from(queue)]
         if queue.doubt is not None or not missing:
             return queue
         time.sleep(CONFIRM_EVERY_S)
-        again = _queue(slurm_conf, job_ids)
+        again = _queue(owner, job_ids)
         queue = _Queue({**queue.jobs, **again.jobs}, again.doubt)
     for record in records:
         if queue.doubt is None and record.is_missing_from(queue):
@@ -270,11 +292,11 @@ def _confirmed_queue(slurm_conf: str | None, records: list[_Record]) -> _Queue:
     return queue
 
 
-def _queue(slurm_conf: str | None, job_ids: list[str]) -> _Queue:
-    if slurm_conf and not Path(slurm_conf).exists():
+def _queue(owner: _Owner, job_ids: list[str]) -> _Queue:
+    if owner.slurm_conf and not Path(owner.slurm_conf).exists():
         return _Queue()  # a sandbox that is down, and its jobs with it
     try:
-        return _Queue(SlurmClient(slurm_conf).queue(job_ids))
+        return _Queue(SlurmClient(owner.slurm_conf).queue(job_ids, owner.user))
     except ClusterError as error:  # the run's own files are all there is
         return _Queue(doubt=error.message)
 

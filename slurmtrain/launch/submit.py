@@ -21,6 +21,7 @@ from slurmtrain.errors import ClusterError, ConfigError
 from slurmtrain.launch.handover import NotSubmitted, comment_option, export_option, hand_over, sbatch
 from slurmtrain.launch.sbatch import JobPaths, render_script, without_past
 from slurmtrain.launch.snapshot import Snapshot, Source, find_source, take_snapshot
+from slurmtrain.redaction import redacted
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.slurm import INSTALL_HINT, SlurmClient
 
@@ -192,8 +193,12 @@ def _write(
 
 
 def run_info(config: Config, overrides: Sequence[str], snapshot: Snapshot, source: Source, cwd: Path) -> dict[str, Any]:
-    """What run.json says of a run before it is submitted, its id aside."""
-    return {
+    """What run.json says of a run before it is submitted, its id aside.
+
+    Raises:
+        ConfigError: a secret is a part of where the run is.
+    """
+    info = {
         "name": config.job.name,
         "overrides": list(overrides),
         "config_hash": config_hash(config),
@@ -209,6 +214,13 @@ def run_info(config: Config, overrides: Sequence[str], snapshot: Snapshot, sourc
         "slurm_conf": _slurm_conf_if_known(config),
         "job_ids": [],
     }
+    for key in ("name", "user", "host", "submit_dir", "workdir", "slurm_conf"):  # read again, so as they are
+        if redacted(info[key]) != info[key]:
+            raise ConfigError(
+                f"the value of a secret is a part of this run's {key}, {redacted(info[key])}, which is written down",
+                hint="what is no secret, such as a user's name, has no place in `secrets`",
+            )
+    return info
 
 
 def steps_of(config: Config) -> int | None:

@@ -113,7 +113,9 @@ class Sweep:
         return info
 
     def points(self) -> list[Point]:
-        return [Point(**json.loads(line)) for line in self.points_file.read_text().splitlines()]
+        """All whose line is whole: a search adds to them, and may be cut short."""
+        whole, _, _ = self.points_file.read_text().rpartition("\n")
+        return [Point(**json.loads(line)) for line in whole.splitlines()]
 
     def point_count(self) -> int:
         return self.points_file.read_bytes().count(b"\n")
@@ -205,7 +207,7 @@ class Draft:
         identity = identity_of(config)
         self.identities.append(identity)
         if identity not in self.frozen:
-            _check_fits(config, self.first)
+            check_fits(config, self.first)
             self.frozen[identity] = freeze(config)
             self.shapes[identity] = _shape(config)
             self.asking.setdefault(self.shapes[identity], config)
@@ -247,7 +249,11 @@ def draft(configs: Iterable[Config], cwd: Path) -> Draft:
     return found
 
 
-def _check_fits(config: Config, first: Config) -> None:
+def check_fits(config: Config, first: Config) -> None:
+    """
+    Raises:
+        ConfigError: it cannot be a point of any sweep, or not of one with this first point.
+    """
     if _cluster_of(config) != _cluster_of(first):
         raise ConfigError("the points of a sweep are on different clusters", hint="submit a sweep for each")
     if config.sweep.pack != first.sweep.pack:

@@ -9,8 +9,11 @@ from slurmtrain.rundir import read_json, write_json
 from slurmtrain.runtime.slurm import SlurmClient
 
 
-def throttle(sweep: Sweep, parallelism: int, client: SlurmClient) -> None:
+def throttle(sweep: Sweep, parallelism: int, client: SlurmClient | None) -> None:
     """Let so many points run at the same time from now on. What runs already runs on.
+
+    Args:
+        client: None for a sweep that is run here, which has no arrays.
 
     Raises:
         UsageError: it is less than one for each array that is in the queue beside others.
@@ -39,7 +42,8 @@ def throttle(sweep: Sweep, parallelism: int, client: SlurmClient) -> None:
         tasks = tasks_of(len(plan["members"]), pack)
         limit = shares.get(number) or min(tasks, parallelism // pack)  # the others wait for one of these
         job_id = sweep.job_id(number)
-        if job_id is not None and any(now[run_id].word == "waiting" for run_id in plan["members"]) and tasks > 1:
+        waits = any(now[run_id].word == "waiting" for run_id in plan["members"])
+        if client is not None and job_id is not None and waits and tasks > 1:
             client.limit_array(job_id, limit)
         write_json(sweep.array(number) / "plan.json", {**plan, "parallelism": limit})
     write_json(sweep.info_file, {**sweep.info(), "parallelism": parallelism})

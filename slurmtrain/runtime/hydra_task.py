@@ -14,6 +14,9 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slurmtrain.config import secrets
+from slurmtrain.config.compose import load_frozen
+from slurmtrain.redaction import holds_secret, redact
 from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime.attempts import record_failure
 
@@ -30,6 +33,7 @@ def main(task_file: Path) -> int:
     task = json.loads(task_file.read_text())
     sys.path += [folder for folder in task["path"] if folder not in sys.path]  # where the function's modules are
     run_dir, rank = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ.get("RANK", "0"))
+    secrets.take(load_frozen(run_dir.config_file, with_secrets=False).secrets)
     if rank == 0:
         (run_dir.path / RESULT).unlink(missing_ok=True)  # of an attempt in which another rank failed
     with open(task["shared"], "rb") as file:
@@ -78,18 +82,20 @@ def _exception_of(returned: JobReturn) -> Exception | None:
 
 
 def _pickled(returned: JobReturn) -> bytes:
-    """What cannot be pickled, or not be read again, is replaced by an error that says so."""
+    """What cannot be pickled, or not be read again, or would put a secret on disk, is replaced by an error that says so."""
     import cloudpickle
     from hydra.core.utils import JobStatus
 
     try:
         pickled: bytes = cloudpickle.dumps(returned)
         pickle.loads(pickled)
+        if holds_secret(pickled):
+            raise ValueError("it holds a secret")
         return pickled
     except Exception as problem:
         error = _exception_of(returned)
         if error is not None:
-            returned.return_value = RuntimeError(f"{type(error).__name__}: {error}")
+            returned.return_value = RuntimeError(redact(f"{type(error).__name__}: {error}"))
         else:
             returned.return_value = TypeError(f"the result cannot be handed over: {problem}")
             returned.status = JobStatus.FAILED

@@ -112,8 +112,11 @@ class SlurmClient:
             return None
         return parse_show_job(answer.stdout) if answer.returncode == 0 else None
 
-    def queue(self, job_ids: Iterable[str]) -> dict[str, QueuedJob]:
+    def queue(self, job_ids: Iterable[str], user: str | None = None) -> dict[str, QueuedJob]:
         """Those of the jobs that are still in the queue, by id, with one squeue call for all.
+
+        Args:
+            user: whose they are; None: this user's.
 
         Raises:
             ClusterError: squeue is missing, or the controller does not answer.
@@ -122,7 +125,8 @@ class SlurmClient:
         if not ids:
             return {}
         # All of the user's jobs: a list with one unknown id makes squeue refuse the whole list.
-        answer = self._call(["squeue", "--noheader", "--me", "--array", "--format=%A|%F_%K|%T|%S|%r", "--states=all"])
+        whose = "--me" if user is None else f"--user={user}"
+        answer = self._call(["squeue", "--noheader", whose, "--array", "--format=%A|%F_%K|%T|%S|%r", "--states=all"])
         found: dict[str, QueuedJob] = {}
         for line in answer.splitlines():
             raw, element, state, start, reason = [*line.strip().split("|", 4), "", "", "", ""][:5]

@@ -15,11 +15,14 @@ from rich.console import Console
 
 from slurmtrain.cli import main
 from slurmtrain.cli.columns import table_lines
+from slurmtrain.cli.sweep import _headline
 from slurmtrain.cli.watch import View, pause_s, watch
 from slurmtrain.config.compose import compose
 from slurmtrain.launch.progress import Lowest, Progress, at_about, eta_of_all, lowest, read_progress, roughly
 from slurmtrain.launch.reasons import in_words, is_held
+from slurmtrain.launch.state import RunState
 from slurmtrain.launch.submit import preparing
+from slurmtrain.launch.sweep import Sweep
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.attempts import Attempt
@@ -394,3 +397,13 @@ def test_what_cannot_be_watched_is_one_sentence(words: list[str], sentence: str,
     make()
     assert main(["status", *words]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_the_time_left_of_a_sweep_counts_the_points_that_nobody_has_started_yet(tmp_path: Path) -> None:
+    point = Progress(10, 100, step_time_s=2.0)
+    now = {
+        "a": RunState("running", "", True, [], None, point),
+        "b": RunState("prepared", "", False, [], None, Progress(None, 100)),
+        "c": RunState("failed", "", False, [], None, Progress(None, 100)),
+    }
+    assert "about 6 min left" in _headline(Sweep(tmp_path), [], now)

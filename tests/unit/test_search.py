@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -17,11 +20,20 @@ from slurmtrain import rundir
 from slurmtrain.config.compose import Primary, search_folders
 from slurmtrain.config.points import composing
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.open_sweep import Wanted
+from slurmtrain.launch.claims import is_claimed
+from slurmtrain.launch.here import alone
+from slurmtrain.launch.open_sweep import Wanted, open_sweep
 from slurmtrain.launch.search import Search, identity_text, seeds
 from slurmtrain.launch.state import RunState
+from slurmtrain.launch.submit import with_absolute_paths
+from slurmtrain.launch.sweep import Draft, Sweep, find_same
+from slurmtrain.redaction import hide
 from slurmtrain.rundir import RunDir, write_json
+from slurmtrain.runtime.attempts import Attempt, write_attempt
 from slurmtrain.runtime.hydra_task import _pickled
+from slurmtrain.runtime.judge import Verdict
+from slurmtrain.runtime.slurm import SlurmClient
+from tests.conftest import Cli, FakeSlurm
 
 PRIMARY = Primary("config", search_folders("config", None, None))
 
@@ -43,6 +55,7 @@ def test_a_search_is_the_same_by_what_is_fixed_who_chooses_and_from_what() -> No
         other = composer.compose(["train.steps=6"])
     text = identity_text(base, sweeper, composer.choices(line))
     assert text == identity_text(base, dict(reversed(sweeper.items())), {"optim.lr": "interval(0.1,1)"})
+    assert text == identity_text(base, {**sweeper, "max_failure_rate": 0.2}, {"optim.lr": "interval(0.1,1)"})
     assert (
         len({text, identity_text(other, sweeper, {}), identity_text(base, sweeper, {}), identity_text(base, {}, {})})
         == 4
@@ -127,3 +140,145 @@ def test_the_same_search_asks_for_the_same_points(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     assert "is there already" in done.stderr
     assert [path.read_text() for path in tmp_path.glob("runs/*/*/started")] == ["once\n"] * 3
+
+
+def test_what_holds_a_secret_is_not_handed_over() -> None:
+    hide({"HF_TOKEN": "hf_123456"})
+    for status, value, words in (
+        (JobStatus.FAILED, ValueError("no hf_123456"), r"ValueError: no \*\*\*HF_TOKEN\*\*\*"),
+        (JobStatus.COMPLETED, {"token": "hf_123456"}, "it holds a secret"),
+    ):
+        returned = JobReturn(overrides=[], status=status)
+        returned.return_value = value
+        pickled = _pickled(returned)
+        assert b"hf_123456" not in pickled
+        with pytest.raises(Exception, match=words):
+            _ = pickle.loads(pickled).return_value
+
+
+PROGRAM = """
+import os, hydra
+{beside}
+@hydra.main(version_base=None, config_path=None)
+def main(cfg):
+    print("with", os.environ["HF_TOKEN"])
+    {inside}
+main()
+"""
+LAUNCHED = ["-m", "+x=1,2", "hydra/launcher=slurmtrain", 'hydra.launcher.overrides=["+secrets.HF_TOKEN=env"]']
+
+
+@pytest.mark.parametrize(
+    ("beside", "inside", "words"),
+    [
+        (
+            "TOKEN = os.environ['HF_TOKEN']",
+            "return TOKEN",
+            "what the task function needs holds the value of the secret",
+        ),
+        ("", "raise ValueError('boom', os.environ['HF_TOKEN'])", "boom"),
+    ],
+)
+def test_no_secret_of_a_program_lies_on_disk(cli: Cli, project: Path, beside: str, inside: str, words: str) -> None:
+    (project / "program.py").write_text(PROGRAM.format(beside=beside, inside=inside))
+    done = cli(*LAUNCHED, program=("program.py",), HF_TOKEN="hf_123456")
+    assert done.returncode == 1 and words in done.stderr, done.stderr
+    assert [path for path in project.rglob("*") if path.is_file() and b"hf_123456" in path.read_bytes()] == []
+
+
+@pytest.fixture
+def draft(project: Path) -> Draft:
+    with composing(PRIMARY) as composer:
+        config = composer.compose(["cluster=local", "job=command", "job.command=true", "job.snapshot=none"])
+    return Draft(with_absolute_paths(config, project), search="the same")
+
+
+def test_a_search_here_goes_on_with_what_ctrl_c_has_stopped(draft: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Sequence[str]] = []
+
+    def run_here(sweep: Sweep, run_ids: Sequence[str], *_: object, **__: object) -> bool:
+        begun.append(run_ids)
+        for run_id in run_ids:
+            number = sweep.run_dir(run_id).new_attempt()
+            ended = Attempt(number, started=1.0, ended=2.0, reason="cancelled", verdict=Verdict.END, sentence="Ctrl-C")
+            done = Attempt(number, started=3.0, ended=4.0, reason="finished", verdict=Verdict.DONE)
+            write_attempt(sweep.run_dir(run_id), ended if len(begun) == 1 else done)
+        return len(begun) > 1
+
+    monkeypatch.setattr("slurmtrain.launch.open_sweep.run_here", run_here)
+    wanted = [Wanted({"optim.lr": "1"}, draft.first)]
+    with pytest.raises(KeyboardInterrupt):
+        open_sweep(draft, [], None, say=print).run(wanted, lambda run_dir, now: None)
+    ((_, now),) = open_sweep(draft, [], None, parallelism=3, say=print).run(wanted, lambda run_dir, now: None)
+    assert now.word == "finished" and len(begun) == 2 and begun[0] == begun[1]
+    assert find_same_info(draft)["parallelism"] == 3
+    open_sweep(draft, [], None, say=print).run(wanted, lambda run_dir, now: None)
+    assert begun[2:] == [[]]  # what has finished is not begun again
+
+
+def test_a_point_whose_line_was_cut_short_is_asked_for_anew(draft: Draft, cli: Cli) -> None:
+    opened = open_sweep(draft, [], None, say=print)
+    file = opened.sweep.points_file
+    with alone(opened.sweep):
+        assert is_claimed(opened.sweep.path)  # `sweep status --watch` goes on, though no run is alive
+        opened._add([Wanted({"optim.lr": "1"}, draft.first)])
+        whole = file.read_text()
+        file.write_text(f'{whole}{{"number": 1, "vari')
+        assert [point["point"] for point in json.loads(cli("sweep", "status", "last", "--json").stdout)["points"]] == [
+            0
+        ]
+        other = dataclasses.replace(draft.first, job=dataclasses.replace(draft.first.job, command="false"))
+        opened._add([Wanted({"optim.lr": "2"}, other)])
+    assert file.read_text().startswith(whole) and [point.number for point in opened.sweep.points()] == [0, 1]
+    assert not is_claimed(opened.sweep.path)
+
+
+def find_same_info(draft: Draft) -> dict[str, Any]:
+    sweep = find_same(draft)
+    assert sweep is not None
+    return sweep.info()
+
+
+def test_a_point_that_was_removed_is_submitted_anew(draft: Draft, fake_slurm: FakeSlurm, project: Path) -> None:
+    fake_slurm.command("squeue", "exit 0")
+    cluster = dataclasses.replace(draft.first.cluster, backend="slurm")
+    on_slurm = Draft(dataclasses.replace(draft.first, cluster=cluster), search="the same")
+    wanted = [Wanted({"optim.lr": "1"}, on_slurm.first)]
+    opened = open_sweep(on_slurm, [], SlurmClient(None), say=print)
+    for removed in (False, True, False):
+        if removed:
+            shutil.rmtree(opened.sweep.run_dir(opened.sweep.points()[0].run_id).path)
+        (run_dir,) = opened._add(wanted)
+        assert run_dir.info()["job_ids"] == ["4711"]
+    assert opened.sweep.array_numbers() == [0, 1]
+
+
+@pytest.mark.parametrize("words", [["cluster=a100x4", "--after", "nobody"], ["cluster=a100x4", "requeue=chain"]])
+def test_what_a_search_cannot_be_is_said_before_anything_is_made(
+    cli: Cli, project: Path, fake_slurm: FakeSlurm, words: list[str]
+) -> None:
+    done = cli("-m", "hydra/sweeper=optuna", "optim.lr=interval(1,2)", "submit", *words)
+    assert done.returncode != 0 and ("there are no runs" in done.stderr or "requeue.mode=chain" in done.stderr), (
+        done.stderr
+    )
+    assert "Traceback" not in done.stderr and not list(project.glob("runs/*.sweep-*"))
+
+
+def test_a_search_leaves_stdout_to_its_json(cli: Cli, project: Path) -> None:
+    (project / "point.sh").write_text(
+        'echo "I am loud"; echo \'{"step": 1, "valid_loss": 1}\' >"$SLURMTRAIN_RUN_DIR/metrics.jsonl"'
+    )
+    fixed = ["+cluster=local", "job=command", "job.command='bash point.sh'", "job.snapshot=none"]
+    sweeper = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=1", "hydra.sweeper.n_jobs=1"]
+    done = cli("-m", *fixed, *sweeper, "optim.lr=interval(1e-5,1e-2)", "submit", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["points"] == 1 and "I am loud" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [("direction=up", "the sweeper gave up: ValueError"), ("n_trials=x", "hydra.sweeper.n_trials: Value 'x'")],
+)
+def test_what_a_sweeper_refuses_is_one_sentence(cli: Cli, setting: str, words: str) -> None:
+    done = cli("-m", "hydra/sweeper=optuna", f"hydra.sweeper.{setting}", "optim.lr=interval(1,2)", "submit")
+    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr

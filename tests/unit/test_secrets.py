@@ -180,6 +180,17 @@ def test_a_value_that_is_written_out_is_refused_and_nothing_is_left(
     assert os.listdir(project) == [] and fake_slurm.submitted == []
 
 
+@pytest.mark.parametrize("words", [(), ("-m", "train.seed=1,2")])
+def test_a_secret_that_is_a_part_of_a_path_is_refused_and_nothing_is_left(
+    words: tuple[str, ...], project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOGIN", project.name)
+    assert main([*words, "cluster=local", "job=command", "job.command=true", "+secrets.LOGIN=env", "submit"]) == 78
+    said = capsys.readouterr().err
+    assert "a part of this run's" in said and "***LOGIN***" in said
+    assert not [path for path in project.rglob("*") if path.is_file()]
+
+
 def test_a_hook_with_a_secret_in_its_command_line_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", VALUE)
     with pytest.raises(ConfigError, match=r"hooks\.on_finish holds the secret"):

@@ -90,6 +90,20 @@ def said(now: RunState) -> tuple[str, bool]:
     return now.word, now.alive
 
 
+def test_the_job_of_somebody_else_is_looked_for_among_that_persons(
+    make: Callable[..., RunDir], fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_module, "CONFIRM_EVERY_S", 0.0)
+    theirs, mine = make(JOB), make("4712")
+    theirs.update_info(user="somebody")
+    fake_slurm.command(
+        "squeue",
+        f'case "$*" in *--user=somebody*) echo "{JOB}|{JOB}_N/A|PENDING|N/A|Priority";; '
+        '*--me*) echo "4712|4712_N/A|PENDING|N/A|Priority";; esac',
+    )
+    assert {now.word for now in states([theirs, mine]).values()} == {"waiting"}
+
+
 Make = Callable[..., RunDir]
 Queue = Callable[[dict[str, tuple[str, str]]], None]
 
