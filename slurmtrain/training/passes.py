@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -144,9 +145,19 @@ def _loss_sum(laid: Laid, logits: Tensor, targets: Tensor) -> Tensor:
     """Sum of the cross-entropies, in nats, of logits [B, S, V] and targets [B, S]."""
     if laid.layout.tp > 1:
         return vocabulary_loss_sum(logits, targets, laid.group("tp"), IGNORED_TARGET)
+    return (_compiled() if laid.parallel.compile else _cross_entropy_sum)(logits, targets)
+
+
+def _cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(
         logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
     )
+
+
+@functools.cache
+def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
+    """The logits are the largest of all activations; compiled, their float32 copies are never written down."""
+    return torch.compile(_cross_entropy_sum)
 
 
 def _filled(batch: Batch, rows: int) -> Batch:
