@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from slurmtrain.cli.arguments import Arguments
@@ -9,16 +10,23 @@ from slurmtrain.cli.as_json import print_json
 from slurmtrain.cli.runs import print_table
 from slurmtrain.cli.submit import compose_and_validate
 from slurmtrain.config.layout import AXES, Layout, layout_of
+from slurmtrain.planner.fit import describe, memory_of
 
 
 def main(arguments: Arguments) -> int:
     config = compose_and_validate(arguments)
     layout = layout_of(config)
+    memory = memory_of(config, layout)
     places = [_place(layout, rank, config.cluster.tasks_per_node) for rank in range(layout.world_size)]
     if "--json" in arguments.options:
-        print_json({"layout": str(layout), "axes": dict(zip(AXES, layout.shape, strict=True)), "ranks": places})
+        bytes_of_stages = None if memory is None else [asdict(stage) | {"total": stage.total} for stage in memory]
+        axes = dict(zip(AXES, layout.shape, strict=True))
+        print_json({"layout": str(layout), "axes": axes, "memory": bytes_of_stages, "ranks": places})
         return 0
     print(layout)
+    for number, stage in enumerate(memory or []):
+        where = f"a rank of stage {number}" if layout.pp > 1 else "a rank"
+        print(f"{where} needs about {describe(stage)}")
     _print_table(layout, places)
     return 0
 

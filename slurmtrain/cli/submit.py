@@ -17,6 +17,7 @@ from slurmtrain.launch.again import submit_links
 from slurmtrain.launch.handover import Refused
 from slurmtrain.launch.submit import dry_run, preparing, slurm_conf_of, submit
 from slurmtrain.launch.timeplan import look_ahead
+from slurmtrain.planner.fit import check_fits
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.attempts import write_request
 from slurmtrain.runtime.slurm import SlurmClient
@@ -53,6 +54,7 @@ def compose_and_validate(arguments: Arguments) -> Config:
         config_path=arguments.options.get("--config-path"),
     )
     validate(config)
+    check_fits(config)
     return config
 
 

@@ -117,9 +117,9 @@ def layout_of(config: Config) -> Layout:
         raise ConfigError(f"parallel.ep={config.parallel.ep}, but no model here has experts", hint="parallel.ep=1")
     sizes = _filled(wanted, config.world_size)
     if sizes is None:
-        raise ConfigError(_product_problem(wanted, config), hint=_nearest(wanted, config))
+        raise ConfigError(_product_problem(wanted, config), hint=_nearest(config))
     for problem, hint in _problems(sizes, config):
-        raise ConfigError(problem, hint=hint or _nearest(wanted, config))
+        raise ConfigError(problem, hint=hint or _nearest(config))
     return Layout(**sizes)
 
 
@@ -227,22 +227,29 @@ def _batch_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
         )
 
 
-def _nearest(wanted: Sizes, config: Config, count: int = 3) -> str | None:
-    """The layouts that can be which differ least from what was wanted, as overrides."""
+def nearest_layouts(config: Config) -> list[Layout]:
+    """All layouts that can be, those first that differ least from what is asked for."""
+    wanted = _wanted(config.parallel)
 
     def distance(sizes: Sizes) -> tuple[int, float]:
-        """Axes that differ, and by how many doublings."""
-        doublings = [abs(math.log2(sizes[axis] / wanted[axis])) for axis in AXES if wanted[axis] != -1]
-        return sum(value > 0 for value in doublings), sum(doublings)
+        """Axes that differ, by how many doublings; another number of shards is the smallest of changes."""
+        doublings = {axis: abs(math.log2(sizes[axis] / wanted[axis])) for axis in AXES if wanted[axis] != -1}
+        return sum(value > 0 and axis != "dp_shard" for axis, value in doublings.items()), sum(doublings.values())
 
     possible = [sizes for sizes in _all_sizes(config.world_size) if next(_problems(sizes, config), None) is None]
-    texts = [_as_overrides(sizes, wanted) for sizes in sorted(possible, key=distance)[:count]]
+    return [Layout(**sizes) for sizes in sorted(possible, key=distance)]
+
+
+def as_overrides(layout: Layout, config: Config) -> str:
+    """What to write for `layout` in place of what is asked for."""
+    wanted = _wanted(config.parallel)
+    changed = [axis for axis in AXES if wanted[axis] not in (-1, getattr(layout, axis))]
+    return " ".join(f"parallel.{axis}={getattr(layout, axis)}" for axis in changed)
+
+
+def _nearest(config: Config, count: int = 3) -> str | None:
+    texts = [as_overrides(layout, config) for layout in nearest_layouts(config)[:count]]
     return f"what can be: {'; or '.join(texts)}" if texts else None
-
-
-def _as_overrides(sizes: Sizes, wanted: Sizes) -> str:
-    changed = [f"parallel.{axis}={sizes[axis]}" for axis in AXES if sizes[axis] != wanted[axis] and wanted[axis] != -1]
-    return " ".join(changed)
 
 
 def _all_sizes(world_size: int) -> Iterator[Sizes]:

@@ -31,6 +31,7 @@ class ClusterConfig:
     cpus_per_task: int = 1
     gpus_per_node: int = 0
     gpu_type: str | None = None  # as in --gpus-per-node=TYPE:N, when the cluster has several
+    gpu_memory_gb: float | None = None  # of one GPU; where it is set, a model that cannot fit is refused
     mem_per_node_gb: int | None = None  # at most one of the three mem_* fields; 0 means all of the node's memory
     mem_per_cpu_gb: int | None = None
     mem_per_gpu_gb: int | None = None

@@ -98,6 +98,8 @@ def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
     for name in ("gpus_per_node", "signal_lead_s", "srun_wait_s"):
         _at_least(f"cluster.{name}", getattr(cluster, name), 0)
 
+    if cluster.gpu_memory_gb is not None:
+        _at_least("cluster.gpu_memory_gb", cluster.gpu_memory_gb, 1)
     memory = {name: getattr(cluster, name) for name in ("mem_per_node_gb", "mem_per_cpu_gb", "mem_per_gpu_gb")}
     given = [f"cluster.{name}={value}" for name, value in memory.items() if value is not None]
     if len(given) > 1:

@@ -18,10 +18,9 @@ def clip_gradients(parameters: Sequence[nn.Parameter], limit: float, group: dist
     adds up its own part, an element that n ranks hold counting 1/n on each, and one sum over all ranks does for any layout.
 
     Args:
-        group: all ranks; used for DTensors only. Gradients that are no DTensors are the same on all ranks.
+        parameters: DTensors.
+        group: all ranks; None for a single one.
     """
-    if not any(isinstance(parameter, DTensor) for parameter in parameters):
-        return nn.utils.clip_grad_norm_(parameters, limit or math.inf)
     gradients = [parameter.grad for parameter in parameters if isinstance(parameter.grad, DTensor)]
     local = [gradient.to_local() for gradient in gradients]
     norms = torch.stack(torch._foreach_norm(local)).double()

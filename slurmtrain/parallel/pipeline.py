@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
@@ -96,6 +97,7 @@ class Pipeline:
         group: dist.ProcessGroup,
         loss: Callable[[Tensor, Tensor], Tensor],
     ):
+        self._stages = stages
         self._first, self._last = 0 in numbers, count - 1 in numbers
         self._micro_batches = micro_batches
         built = [
@@ -116,7 +118,12 @@ class Pipeline:
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
         """As `train`, but forward only."""
-        return self._run(self._schedule.eval, inputs, targets)
+        losses = self._run(self._schedule.eval, inputs, targets)
+        for stage in self._stages:  # no backward pass follows that would do it
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        return losses
 
     def _run(self, go: Callable[..., Any], inputs: Tensor, targets: Tensor) -> list[Tensor]:
         self._losses = []

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from slurmtrain.data import IGNORED_TARGET
 from slurmtrain.data.loader import Batch
 from slurmtrain.parallel.ddp import no_sync
 from slurmtrain.parallel.lay import Laid
-from slurmtrain.parallel.pipeline import Pipeline
-from slurmtrain.parallel.tensor import vocabulary_loss_sum
+from slurmtrain.parallel.vocabulary import vocabulary_loss_sum
 
 
 class Passes(Protocol):
@@ -80,17 +79,20 @@ class _Straight:
     def _communicate(self, last: bool) -> None:
         """Gradients are scattered among shards after each micro batch, since whole ones would take the memory that sharding
         saves; but they are added up over replicas only once."""
-        if isinstance(self._model, FSDPModule):
-            self._model.set_is_last_backward(last)
-            self._model.set_requires_all_reduce(last)
+        if self._laid.mesh is not None:
+            model: Any = self._model  # an FSDPModule
+            model.set_is_last_backward(last)
+            model.set_requires_all_reduce(last)
             # Parameters that forward has kept are kept for the next micro batch, too.
-            self._model.set_reshard_after_backward(last or self._laid.parallel.reshard_after_forward is not False)
+            model.set_reshard_after_backward(last or self._laid.parallel.reshard_after_forward is not False)
 
 
 class _Pipelined:
     """Every rank has stages of the model; micro batches move from rank to rank."""
 
     def __init__(self, laid: Laid, micro_batches: int, micro_batch_size: int):
+        from slurmtrain.parallel.pipeline import Pipeline  # which takes half a second to import
+
         self._laid = laid
         self._scale = 1.0
         self.rows = micro_batches * micro_batch_size
@@ -113,10 +115,6 @@ class _Pipelined:
     def evaluate(self, batch: Batch) -> Tensor:
         self._scale = 1.0
         loss_sum = self._sum(self._pipeline.evaluate(*_own(_filled(batch, self.rows), self._laid)))
-        for stage in self._laid.stages:  # no backward pass follows that would do it
-            for module in stage.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
         return loss_sum
 
     def _sum(self, losses: list[Tensor]) -> Tensor:
@@ -144,9 +142,19 @@ def _loss_sum(laid: Laid, logits: Tensor, targets: Tensor) -> Tensor:
     """Sum of the cross-entropies, in nats, of logits [B, S, V] and targets [B, S]."""
     if laid.layout.tp > 1:
         return vocabulary_loss_sum(logits, targets, laid.group("tp"), IGNORED_TARGET)
+    return (_compiled() if laid.parallel.compile else _cross_entropy_sum)(logits, targets)
+
+
+def _cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(
         logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
     )
+
+
+@functools.cache
+def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
+    """The logits are the largest of all activations; compiled, their float32 copies are never written down."""
+    return torch.compile(_cross_entropy_sum)
 
 
 def _filled(batch: Batch, rows: int) -> Batch:

@@ -6,6 +6,7 @@ person sees goes through the reporter.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored
 from slurmtrain.checkpoint.interval import Cadence, Interval, choose_last_save
@@ -26,7 +27,6 @@ from slurmtrain.data.loader import Batch, BatchLoader, MapDataset, eval_batches,
 from slurmtrain.errors import CheckpointError
 from slurmtrain.observe import Reporter, Throughput
 from slurmtrain.parallel.ddp import settle_buckets, without_trace
-from slurmtrain.parallel.gradients import clip_gradients
 from slurmtrain.parallel.lay import Laid
 from slurmtrain.training.optim import build_optimizer, learning_rate, set_learning_rate
 from slurmtrain.training.passes import passes_of
@@ -197,7 +197,7 @@ class Trainer:
         # Asked as late as possible, so that a signal in the middle of a step still stops after it, and answered while
         # the optimiser works.
         self._stop.begin(save=self._cadence.due(self._counters.step + 1, time.monotonic()))
-        norm = clip_gradients(self._parameters, self._optim.grad_clip, self._ranks.group)
+        norm = self._clip()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         answer = self._stop.finish()
@@ -215,6 +215,14 @@ class Trainer:
                 step_time_s=self._throughput.step_time_s,
             )
         return answer
+
+    def _clip(self) -> Tensor:
+        """The norm of all gradients, which are scaled down to `optim.grad_clip` at most."""
+        if self._laid.mesh is None:  # the same on all ranks
+            return nn.utils.clip_grad_norm_(self._parameters, self._optim.grad_clip or math.inf)
+        from slurmtrain.parallel.gradients import clip_gradients  # with DTensors, which take half a second to import
+
+        return clip_gradients(self._parameters, self._optim.grad_clip, self._ranks.group)
 
     def _begin_token_count(self, micro_batches: list[Batch]) -> Callable[[], int]:
         """Count the tokens of this step over all ranks and micro batches while the first forward pass runs.

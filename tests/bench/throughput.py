@@ -1,4 +1,5 @@
-"""Training speed against a bare PyTorch DDP loop: the same model, optimiser, batch and data. Wanted: at least 0.98.
+"""Training speed against bare PyTorch loops with the same features (DDP, FSDP2, tensor parallel): the same model, optimiser,
+batch and data. Wanted: at least 0.98 each.
 
 Both run in the same two processes, in turn, so that whatever else the machine does meets both alike.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,6 +18,18 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 from slurmtrain.config.layout import Layout
 from slurmtrain.config.schema import CheckpointConfig, OptimConfig, ParallelConfig, TrainConfig
@@ -28,8 +42,17 @@ from slurmtrain.runtime.signals import arm
 from slurmtrain.training.optim import build_optimizer
 from slurmtrain.training.trainer import Ranks, Trainer
 
-RANKS, STEPS, ROUNDS, BATCH, SEQUENCE = 2, 40, 9, 16, 256
-MODEL = {"vocab_size": 256, "width": 96, "layers": 3, "heads": 4, "kv_heads": 2, "max_seq_len": SEQUENCE}
+RANKS, STEPS, ROUNDS, BATCH, SEQUENCE = 2, 30, 7, 16, 256
+MODEL = {
+    "vocab_size": 256,
+    "width": 96,
+    "layers": 3,
+    "heads": 4,
+    "kv_heads": 2,
+    "max_seq_len": SEQUENCE,
+    "tie_embeddings": False,
+}
+LAYOUTS = {"DDP": Layout(dp_replicate=RANKS), "FSDP2": Layout(dp_shard=RANKS), "TP": Layout(tp=RANKS)}
 
 
 def main() -> None:
@@ -44,37 +67,75 @@ def run_rank(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     control = dist.new_group(backend="gloo")
     text = StdlibText(SEQUENCE, max_bytes=4_000_000)
-    ratios, rates = [], []
-    for _ in range(ROUNDS + 1):
-        bare = time_bare_loop(rank, text)
-        ours = time_trainer(rank, text, control, StopAgreement(signals, control))
-        ratios.append(bare / ours)
-        rates.append(STEPS * BATCH * SEQUENCE / ours)
     if rank == 0:
-        ratios, rates = ratios[1:], rates[1:]  # the first is a warm-up
         print(f"{RANKS} ranks, batch {BATCH} x {SEQUENCE}, {STEPS} steps a round, {ROUNDS} rounds")
-        print(f"our trainer: {statistics.median(rates):,.0f} tokens/s")
-        spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
-        print(f"ratio of tokens/s to the bare loop: median {statistics.median(ratios):.3f} ({spread})")
+    for name, layout in LAYOUTS.items():
+        ratios, rates = [], []
+        for _ in range(ROUNDS + 1):
+            bare = time_bare_loop(rank, text, name, layout)
+            ours = time_trainer(rank, text, layout, control, StopAgreement(signals, control))
+            ratios.append(bare / ours)
+            rates.append(STEPS * BATCH * SEQUENCE / ours)
+        if rank == 0:
+            ratios, rates = ratios[1:], rates[1:]  # the first is a warm-up
+            spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+            print(
+                f"{name}: our trainer {statistics.median(rates):,.0f} tokens/s; "
+                f"ratio to the bare loop: median {statistics.median(ratios):.3f} ({spread})"
+            )
     dist.destroy_process_group()
 
 
-def time_bare_loop(rank: int, text: StdlibText) -> float:
+def bare_model(name: str) -> nn.Module:
+    """As one writes it by hand."""
+    model = Decoder(**MODEL)
+    if name == "DDP":
+        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if name == "FSDP2":
+        for block in model.blocks.values():
+            fully_shard(block)
+        fully_shard(model)
+        return model
+    columns = ["query", "key", "value"]
+    plan: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+    }
+    for layer in model.blocks:
+        block = f"blocks.{layer}"
+        plan |= {f"{block}.attention.{column}": ColwiseParallel() for column in columns} | {
+            f"{block}.attention_norm": SequenceParallel(),
+            f"{block}.feed_forward_norm": SequenceParallel(),
+            f"{block}.attention": PrepareModuleInput(
+                input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+            ),
+            f"{block}.attention.out": RowwiseParallel(output_layouts=Shard(1)),
+            f"{block}.feed_forward": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+            f"{block}.feed_forward.gate": ColwiseParallel(),
+            f"{block}.feed_forward.up": ColwiseParallel(),
+            f"{block}.feed_forward.down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+    return parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
+
+
+def time_bare_loop(rank: int, text: StdlibText, name: str, layout: Layout) -> float:
     """Seconds for STEPS steps of the loop that everybody writes first."""
     torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(Decoder(**MODEL), gradient_as_bucket_view=True)
+    model = bare_model(name)
     optimizer = build_optimizer(model, OptimConfig())
     order = torch.randperm(len(text.train), generator=torch.Generator().manual_seed(0)).numpy()
-    share = BATCH // RANKS
-    windows = [order[(step * RANKS + rank) * share :][:share] for step in range(STEPS + 2)]
+    share = BATCH // layout.dp
+    windows = [order[(step * layout.dp + layout.dp_rank(rank)) * share :][:share] for step in range(STEPS + 2)]
     batches = [text.train.get_batch(indices) for indices in windows]  # in memory
     for step, batch in enumerate(batches):
         if step == 2:  # after DDP has settled its buckets, as our trainer does before its first step
             dist.barrier()
             began = time.perf_counter()
         logits = model(batch["inputs"])
-        loss = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
-        loss.backward()
+        with loss_parallel() if layout.tp > 1 else nullcontext():
+            loss = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+            loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -82,7 +143,7 @@ def time_bare_loop(rank: int, text: StdlibText) -> float:
     return time.perf_counter() - began
 
 
-def time_trainer(rank: int, text: StdlibText, control: dist.ProcessGroup, stop: StopAgreement) -> float:
+def time_trainer(rank: int, text: StdlibText, layout: Layout, control: dist.ProcessGroup, stop: StopAgreement) -> float:
     """Seconds from the first step to the end of `fit`, with everything it does besides: order, counts, agreement."""
     torch.manual_seed(0)
     began = [0.0]
@@ -99,14 +160,19 @@ def time_trainer(rank: int, text: StdlibText, control: dist.ProcessGroup, stop: 
         laid=lay(
             Decoder(**MODEL),
             ParallelConfig(),
-            Layout(dp_replicate=RANKS),
+            layout,
             rank=rank,
             device=torch.device("cpu"),
             group=dist.group.WORLD,
             fill=lambda model: model,
         ),
         loader=BatchLoader(
-            text.train, seed=0, global_batch_size=BATCH, micro_batch_size=BATCH // RANKS, dp_rank=rank, dp_size=RANKS
+            text.train,
+            seed=0,
+            global_batch_size=BATCH,
+            micro_batch_size=BATCH // layout.dp,
+            dp_rank=layout.dp_rank(rank),
+            dp_size=layout.dp,
         ),
         valid=None,
         ranks=Ranks(rank, dist.group.WORLD, control),

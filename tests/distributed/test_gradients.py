@@ -42,7 +42,6 @@ def norms(world: World, layout: dict[str, int]) -> list[float]:
         (4, {"dp_replicate": 2, "dp_shard": 2}),
         (4, {"dp_replicate": 2, "tp": 2}),
         (4, {"pp": 2, "dp_shard": 2}),
-        (2, {"dp_replicate": 2}),
     ],
 )
 def test_all_parts_count_once_and_are_clipped_alike(gloo_ranks: GlooRanks, ranks: int, layout: dict[str, int]) -> None:

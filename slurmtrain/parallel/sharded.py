@@ -1,0 +1,100 @@
+"""A model that is shared among ranks: the mesh, and what is done to each stage, in the order in which it fits together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from slurmtrain.config.layout import Layout
+from slurmtrain.config.schema import ParallelConfig
+from slurmtrain.parallel.context import share_sequences
+from slurmtrain.parallel.lay import prepare_units
+from slurmtrain.parallel.tensor import share_matrices
+from slurmtrain.parallel.units import units
+
+
+def shard_stages(
+    stages: Sequence[nn.Module],
+    parallel: ParallelConfig,
+    layout: Layout,
+    rank: int,
+    device: torch.device,
+    mesh: DeviceMesh,
+) -> None:
+    """Tensors and sequences -> activation checkpointing -> compilation -> sharding, in place."""
+    sequences = sequence_group(layout, device) if layout.cp > 1 else None
+    for stage in stages:
+        if layout.tp > 1:
+            share_matrices(stage, mesh["tp"], sequence_parallel=parallel.sequence_parallel)
+        if sequences is not None:
+            share_sequences(stage, sequences, parallel.cp_method)
+        _tell_positions(stage, parallel, layout, layout.coordinates(rank)["cp"])
+        prepare_units(stage, parallel)
+        _shard(stage, parallel, sharding_mesh(mesh), keep=layout.pp > 1)
+
+
+def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+    """The axes that are in use, and always `dp_shard`. Called by all ranks together.
+
+    Ranks that share sequences hold the same parameters and see other tokens, as shards do; they are shards here.
+    """
+    if not dist.is_initialized():  # a single rank, whose sharding is a formality
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    sizes = {
+        "pp": layout.pp,
+        "dp_replicate": layout.dp_replicate,
+        "dp_shard": layout.dp_shard * layout.cp,
+        "tp": layout.tp,
+    }
+    names = tuple(axis for axis, size in sizes.items() if size > 1 or axis == "dp_shard")
+    return init_device_mesh(device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+
+
+def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The part over which gradients are added up: [replicas,] shards."""
+    replicas = "dp_replicate" in (mesh.mesh_dim_names or ())
+    return mesh["dp_replicate", "dp_shard"] if replicas else mesh["dp_shard"]
+
+
+def sequence_group(layout: Layout, device: torch.device) -> dist.ProcessGroup:
+    """The ranks that share sequences with this one: the axis `cp`, which is a part of `dp_shard` in the mesh."""
+    shape = (layout.world_size // (layout.cp * layout.tp), layout.cp, layout.tp)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("others", "cp", "tp")).get_group("cp")
+
+
+def _shard(stage: nn.Module, parallel: ParallelConfig, mesh: DeviceMesh, *, keep: bool) -> None:
+    """FSDP2, or HSDP on a mesh of two axes. Also for replicas of one shard, so that all layouts go one way.
+
+    Args:
+        keep: gathered parameters stay until the last micro batch has gone through: stages would gather them for each.
+    """
+    free = parallel.reshard_after_forward if parallel.reshard_after_forward is not None else not keep
+    precision = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, parallel.param_dtype) if parallel.param_dtype else None,
+        reduce_dtype=getattr(torch, parallel.reduce_dtype),
+    )
+    for unit in units(stage, parallel.units):
+        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=free)
+    # What is left is used first in the forward pass and last, so that freeing it between would be for nothing.
+    fully_shard(stage, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+
+
+def _tell_positions(stage: nn.Module, parallel: ParallelConfig, layout: Layout, stretch: int) -> None:
+    """Where the shape of its input does not say at which positions of the sequence a stage works, tell it."""
+    if layout.cp == 1 and (layout.pp == 1 or layout.tp == 1 or not parallel.sequence_parallel):
+        return
+    cut = layout.tp if parallel.sequence_parallel else 1  # of the residual stream, which comes from the stage before
+
+    def tell(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        length = args[0].shape[1] * (cut if args[0].is_floating_point() else 1)
+        positions = torch.arange(stretch * length, (stretch + 1) * length, device=args[0].device)
+        return args, {**kwargs, "positions_S": positions}
+
+    stage.register_forward_pre_hook(tell, with_kwargs=True)

@@ -1,0 +1,47 @@
+"""The loss where the vocabulary is cut among ranks: none of them ever has all logits of a token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def vocabulary_loss_sum(logits_BSV: Tensor, targets_BS: Tensor, group: dist.ProcessGroup, ignored: int) -> Tensor:
+    """Sum of the cross-entropies of `targets_BS`, in nats, of logits whose vocabulary is cut among the ranks of `group`.
+
+    Args:
+        logits_BSV: this rank's part, [B, S, V / ranks], in the order of ranks.
+        ignored: targets that do not count.
+    """
+    if hasattr(logits_BSV, "to_local"):  # a DTensor, of a tied output
+        logits_BSV = logits_BSV.to_local()
+    return _VocabularyLossSum.apply(logits_BSV.flatten(0, -2).float(), targets_BS.flatten(), group, ignored)
+
+
+class _VocabularyLossSum(torch.autograd.Function):
+    """log(sum(exp(logits))) - logits[target], of which every rank has some terms."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGroup, ignored: int) -> Tensor:
+        own = targets_N - group.rank() * logits_NV.shape[1]  # where a target stands in this rank's part
+        here_N = (own >= 0) & (own < logits_NV.shape[1]) & (targets_N != ignored)
+        place_N1 = torch.where(here_N, own, 0)[:, None]
+        highest_N = logits_NV.amax(dim=1)
+        dist.all_reduce(highest_N, dist.ReduceOp.MAX, group)
+        exp_NV = (logits_NV - highest_N[:, None]).exp()
+        target_N = torch.where(here_N, logits_NV.gather(1, place_N1)[:, 0] - highest_N, 0.0)
+        sums = torch.stack([exp_NV.sum(dim=1), target_N])
+        dist.all_reduce(sums, group=group)
+        counts_N = targets_N != ignored
+        ctx.save_for_backward(exp_NV.div_(sums[0][:, None]), place_N1, here_N, counts_N)
+        return torch.where(counts_N, sums[0].log() - sums[1], 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        """softmax - 1 at the target, for this rank's part."""
+        softmax_NV, place_N1, here_N, counts_N = ctx.saved_tensors
+        result = softmax_NV.scatter_add(1, place_N1, -here_N[:, None].to(softmax_NV.dtype))
+        return result * (counts_N[:, None] * gradient), None, None, None
