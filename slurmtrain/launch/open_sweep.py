@@ -63,9 +63,16 @@ class OpenSweep:
         """
         run_dirs = self._add(wanted)
         ended: dict[str, RunState] = {}
-        for run_dir, now in self._ended(run_dirs):
-            ended[run_dir.id] = now
-            on_end(run_dir, now)
+        try:
+            for run_dir, now in self._ended(run_dirs):
+                ended[run_dir.id] = now
+                on_end(run_dir, now)
+        except KeyboardInterrupt:
+            if self.client is not None:
+                self.say(
+                    f"the jobs of {self.sweep.id} go on without this shell; sweep cancel {self.sweep.id} ends them"
+                )
+            raise
         return [(run_dir, ended[run_dir.id]) for run_dir in run_dirs]
 
     def _add(self, wanted: Sequence[Wanted]) -> list[RunDir]:

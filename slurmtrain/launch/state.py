@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.progress import Progress, at_about, read_progress
 from slurmtrain.launch.reasons import in_words, is_held
-from slurmtrain.rundir import RunDir
+from slurmtrain.rundir import RunDir, is_sweep
 from slurmtrain.runtime import attempts, process
 from slurmtrain.runtime.attempts import Attempt
 from slurmtrain.runtime.chain import links
@@ -338,8 +338,7 @@ def _without_slurm(record: _Record) -> tuple[str, str, bool]:
     """A run on this machine, or on another one: its processes are all there is to look at."""
     last = record.last
     if last is None:
-        how = f"`resume {record.id}` starts it" if record.local else f"sbatch {record.run_dir.script}"
-        return "prepared", f"not {'started' if record.local else 'submitted'} yet: {how}", False
+        return "prepared", _how_to_begin(record), False
     if record.over:
         return *_ended(record), False
     if last.started and last.verdict is None:
@@ -356,6 +355,15 @@ def _without_slurm(record: _Record) -> tuple[str, str, bool]:
         number = last.number if record.setting_up else last.number + 1
         return "starting", f"attempt {number} is setting up", True
     return *_ended(record), False
+
+
+def _how_to_begin(record: _Record) -> str:
+    if record.local:
+        return f"not started yet: `resume {record.id}` starts it"
+    folder = record.run_dir.path.parent
+    if is_sweep(folder):  # its script, if there is one yet, is that of a whole array
+        return f"not submitted yet: the command that made the sweep, or `sweep retry {folder.name}`, does it"
+    return f"not submitted yet: sbatch {record.run_dir.script}"
 
 
 def _unasked(record: _Record) -> tuple[str, str, bool]:

@@ -14,6 +14,7 @@ appears complete or not at all, an array has one claimant, and what a dead claim
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -675,8 +676,9 @@ def states_of(sweep: Sweep) -> dict[str, RunState]:
 def states_of_all(found: Sequence[Sweep]) -> list[tuple[Sweep, dict[str, RunState]]]:
     """State of every run of each sweep; one squeue call for all."""
     for sweep in found:
-        for number in sweep.array_numbers():
-            note_jobs(sweep, number)
+        with contextlib.suppress(PermissionError):  # somebody else's
+            for number in sweep.array_numbers():
+                note_jobs(sweep, number)
     runs = [(sweep, sweep.run_dirs()) for sweep in found]
     there = [run_dir for _, members in runs for run_dir in members.values() if run_dir.info_file.exists()]
     now = states(there)

@@ -282,3 +282,15 @@ def test_a_search_leaves_stdout_to_its_json(cli: Cli, project: Path) -> None:
 def test_what_a_sweeper_refuses_is_one_sentence(cli: Cli, setting: str, words: str) -> None:
     done = cli("-m", "hydra/sweeper=optuna", f"hydra.sweeper.{setting}", "optim.lr=interval(1,2)", "submit")
     assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_ctrl_c_says_that_the_jobs_go_on(draft: Draft, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(run_dir: RunDir) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("slurmtrain.launch.open_sweep.is_over", interrupt)
+    said: list[str] = []
+    opened = open_sweep(draft, [], SlurmClient(None), say=said.append)
+    with pytest.raises(KeyboardInterrupt):
+        opened.run([Wanted({}, draft.first)], lambda run_dir, now: None)
+    assert said == [f"the jobs of {opened.sweep.id} go on without this shell; sweep cancel {opened.sweep.id} ends them"]

@@ -196,3 +196,14 @@ def test_an_array_waits_for_no_array_that_has_ended(
     assert "#SBATCH --dependency=afterany:101" in script
     monkeypatch.setattr(sweeps, "is_over", lambda run_dir: True)
     assert "--dependency" not in sweeps._script(sweep, 1)
+
+
+def test_a_point_that_is_not_submitted_yet_says_how_without_naming_the_script_of_its_array(
+    project: Path, slurm: FakeSlurm
+) -> None:
+    """Handed to sbatch by hand, that script would be the whole array once more."""
+    (slurm.directory / "room").write_text("1")
+    assert main(SWEEP) == 1
+    sweep = the_sweep(project)
+    waiting = [now.sentence for now in sweeps.states_of(sweep).values() if now.word == "prepared"]
+    assert waiting == [f"not submitted yet: the command that made the sweep, or `sweep retry {sweep.id}`, does it"] * 2
