@@ -16,10 +16,10 @@ from slurmtrain.config.points import Composer
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.after import find_runs
+from slurmtrain.launch.draft import Draft
 from slurmtrain.launch.open_sweep import open_sweep
 from slurmtrain.launch.search import RunFailed, Search, identity_text, seeds
 from slurmtrain.launch.submit import check_slurm_is_here, slurm_conf_of, with_absolute_paths
-from slurmtrain.launch.sweep import Draft
 from slurmtrain.runtime.slurm import SlurmClient
 
 

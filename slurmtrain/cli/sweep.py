@@ -31,15 +31,18 @@ from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, w
 from slurmtrain.config.compose import Primary, search_folders
 from slurmtrain.config.points import Grid, check, composing
 from slurmtrain.errors import EXIT_REQUEUE, ClusterError, UsageError
-from slurmtrain.launch import collect
+from slurmtrain.launch import collect, sweep_jobs
 from slurmtrain.launch import sweep as sweeps
 from slurmtrain.launch.after import find_runs
 from slurmtrain.launch.claims import is_claimed
+from slurmtrain.launch.draft import Draft, draft_of, preview
 from slurmtrain.launch.here import alone, run_here
 from slurmtrain.launch.progress import eta_of_all, lowest, roughly
 from slurmtrain.launch.state import RunState
 from slurmtrain.launch.submit import check_slurm_is_here, slurm_conf_of
 from slurmtrain.launch.sweep import Point, Sweep
+from slurmtrain.launch.sweep_folder import find_same, make
+from slurmtrain.launch.sweep_jobs import add_retry, check_submitted, submit_arrays
 from slurmtrain.launch.throttle import throttle
 from slurmtrain.launch.timeplan import look_ahead
 from slurmtrain.rundir import RunDir
@@ -64,19 +67,19 @@ def submit(arguments: Arguments) -> int:
 
             return search(composer, arguments, parallelism)
         grid = composer.expand(arguments.overrides)
-        draft = sweeps.draft(check(composer, grid), cwd)
+        draft = draft_of(check(composer, grid), cwd)
     after = []
     if "--after" in options:
         starting_after(draft.first, options["--after"])  # whatever is wrong with that is said before anything is made
         after = find_runs(options["--after"], rundir.runs_root())
     if "--dry-run" in options:
-        return _dry_run(grid, sweeps.preview(draft, cwd, parallelism, after))
+        return _dry_run(grid, preview(draft, cwd, parallelism, after))
     local = draft.first.cluster.backend == "local"
     client = None if local else _client(draft)
-    sweep = None if "--again" in options else sweeps.find_same(draft)
+    sweep = None if "--again" in options else find_same(draft)
     there = sweep is not None
     if sweep is None:
-        sweep = sweeps.make(
+        sweep = make(
             draft,
             grid.varied,
             arguments.overrides,
@@ -104,7 +107,7 @@ def _dry_run(grid: Grid, scripts: list[str]) -> int:
     return 0
 
 
-def _client(draft: sweeps.Draft) -> SlurmClient:
+def _client(draft: Draft) -> SlurmClient:
     """SLURM, which has to be there; with a warning of what is likely to go wrong."""
     client = SlurmClient(slurm_conf_of(draft.first))
     check_slurm_is_here()
@@ -114,7 +117,7 @@ def _client(draft: sweeps.Draft) -> SlurmClient:
 
 
 def _submit(sweep: Sweep, client: SlurmClient, *, there: bool, as_json: bool) -> int:
-    submission = sweeps.submit_arrays(sweep, client, say=_say)
+    submission = submit_arrays(sweep, client, say=_say)
     jobs, points = [*submission.found, *submission.submitted], sweep.point_count()
     if as_json:
         print_json({"sweep": sweep.id, "path": str(sweep.path), "points": points, "job_ids": jobs})
@@ -126,7 +129,7 @@ def _submit(sweep: Sweep, client: SlurmClient, *, there: bool, as_json: bool) ->
                 f"  the same points as in this command; --again submits them anew   sweep retry {sweep.id}: what failed"
             )
         print(f"  sweep status {sweep.id}   sweep collect {sweep.id}   sweep cancel {sweep.id}   (or: last)")
-    sweeps.check_submitted(submission)
+    check_submitted(submission)
     return 0
 
 
@@ -290,8 +293,8 @@ def _run_dir_of(sweep: Sweep, point: Point) -> RunDir | None:
 def _retry(sweep: Sweep, *, as_json: bool) -> int:
     if sweep.info()["backend"] == "local":
         return _run_here(sweep, sweep.info()["parallelism"] or sweep.pack, as_json=as_json)
-    chosen = sweeps.add_retry(sweep)
-    submission = sweeps.submit_arrays(sweep, sweeps.client_of(sweep), say=_say)
+    chosen = add_retry(sweep)
+    submission = submit_arrays(sweep, sweeps.client_of(sweep), say=_say)
     if as_json:
         print_json({"sweep": sweep.id, "runs": chosen, "job_ids": submission.submitted})
     elif submission.submitted:
@@ -299,7 +302,7 @@ def _retry(sweep: Sweep, *, as_json: bool) -> int:
         print(f"{again} submitted: job {', '.join(submission.submitted)}")
     elif submission.limit is None:
         print(f"there is nothing to retry in {sweep.id}: {summary(counts(sweeps.states_of(sweep).values()))}")
-    sweeps.check_submitted(submission)
+    check_submitted(submission)
     return 0
 
 
@@ -308,7 +311,7 @@ def _cancel(sweep: Sweep, *, as_json: bool) -> int:
         raise ClusterError(
             f"{sweep.id} runs in the foreground, if at all", hint="Ctrl-C there; cancel RUN ends a single point"
         )
-    count = sweeps.cancel(sweep, sweeps.client_of(sweep))
+    count = sweep_jobs.cancel(sweep, sweeps.client_of(sweep))
     if as_json:
         print_json({"sweep": sweep.id, "cancelled": count})
     else:

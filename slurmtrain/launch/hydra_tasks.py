@@ -30,11 +30,12 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import NAME, validate
 from slurmtrain.errors import ClusterError
+from slurmtrain.launch.draft import Draft
 from slurmtrain.launch.here import alone
 from slurmtrain.launch.open_sweep import OpenSweep, Wanted, open_sweep
 from slurmtrain.launch.state import RunState
 from slurmtrain.launch.submit import check_slurm_is_here, slurm_conf_of, with_absolute_paths
-from slurmtrain.launch.sweep import Draft, Sweep
+from slurmtrain.launch.sweep import Sweep
 from slurmtrain.rundir import RunDir, write_json
 from slurmtrain.runtime.hydra_task import RESULT
 from slurmtrain.runtime.slurm import SlurmClient

@@ -14,13 +14,15 @@ from pathlib import Path
 
 from slurmtrain import rundir
 from slurmtrain.config.schema import Config
-from slurmtrain.launch import sweep as sweeps
 from slurmtrain.launch.arrays import plan_arrays
 from slurmtrain.launch.claims import renew
+from slurmtrain.launch.draft import Draft, check_fits
 from slurmtrain.launch.here import run_here
 from slurmtrain.launch.state import RunState, is_over, states
 from slurmtrain.launch.submit import with_absolute_paths
-from slurmtrain.launch.sweep import Draft, Point, Sweep
+from slurmtrain.launch.sweep import Point, Sweep, note_jobs
+from slurmtrain.launch.sweep_folder import add_run, append_arrays, find_same, make
+from slurmtrain.launch.sweep_jobs import check_submitted, submit_arrays
 from slurmtrain.launch.throttle import throttle
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.slurm import SlurmClient
@@ -95,7 +97,7 @@ class OpenSweep:
                 chosen.append(points[identity])
         for point in chosen:
             if not sweep.run_dir(point.run_id).info_file.exists():
-                sweeps.add_run(sweep, point, draft)
+                add_run(sweep, point, draft)
         if self.client is not None:
             self._submit({point.run_id: point.shape for point in chosen})
         return [sweep.run_dir(point.run_id) for point in chosen]
@@ -105,7 +107,7 @@ class OpenSweep:
         while True:
             numbers = self.sweep.array_numbers()
             for number in numbers:
-                sweeps.note_jobs(self.sweep, number)
+                note_jobs(self.sweep, number)
             open_numbers = [number for number in numbers if self.sweep.job_id(number) is None]
             planned = {run_id for number in open_numbers for run_id in self.sweep.members(number)}
             # By its own record: a run that was removed is made anew, and the job that it once had is not its any more.
@@ -113,9 +115,9 @@ class OpenSweep:
             size = self.client.max_array_size()
             limit, pack = self.sweep.info()["parallelism"], self.sweep.pack
             arrays = plan_arrays([shapes[run_id] for run_id in new], max_size=size, parallelism=limit, pack=pack)
-            if not new or sweeps.append_arrays(self.sweep, len(numbers), new, arrays):
+            if not new or append_arrays(self.sweep, len(numbers), new, arrays):
                 break
-        sweeps.check_submitted(sweeps.submit_arrays(self.sweep, self.client, say=self.say))
+        check_submitted(submit_arrays(self.sweep, self.client, say=self.say))
 
     def _has_job(self, run_id: str) -> bool:
         return bool(self.sweep.run_dir(run_id).info()["job_ids"])
@@ -182,10 +184,10 @@ def open_sweep(
     Raises:
         ConfigError: its points cannot be those of a sweep.
     """
-    sweeps.check_fits(draft.first, draft.first)  # before anything is made
-    found = sweeps.find_same(draft)
+    check_fits(draft.first, draft.first)  # before anything is made
+    found = find_same(draft)
     if found is None or again or ended(found):
-        found = sweeps.make(
+        found = make(
             draft,
             lambda number: {},
             overrides,

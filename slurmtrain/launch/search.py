@@ -19,11 +19,11 @@ from slurmtrain.config.points import Composer
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ClusterError, SlurmtrainError, UsageError
 from slurmtrain.launch import collect
+from slurmtrain.launch.draft import identity_of
 from slurmtrain.launch.here import alone
 from slurmtrain.launch.hydra_tasks import without_hydra
 from slurmtrain.launch.open_sweep import OpenSweep, Wanted
 from slurmtrain.launch.state import RunState
-from slurmtrain.launch.sweep import identity_of
 from slurmtrain.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from slurmtrain.config.schema import Config
 
+OF_ITS_LENGTH = ("n_trials", "n_jobs", "max_failure_rate")  # of Optuna's: with more trials, a search goes on
 LAUNCHER = "hydra/launcher=slurmtrain_search"
 
 
@@ -157,8 +158,8 @@ def _job_return(job: tuple[Sequence[str], Any], outcome: SlurmtrainError | tuple
 
 
 def identity_text(base: Config, sweeper: Mapping[str, Any], choices: Mapping[str, str]) -> str:
-    """What makes a search the same: what is fixed, who chooses, and from what; not how many failures are borne."""
-    chooses = {key: value for key, value in sweeper.items() if key != "max_failure_rate"}
+    """What makes a search the same: what is fixed, who chooses, and from what; not how long."""
+    chooses = {key: value for key, value in sweeper.items() if key not in OF_ITS_LENGTH}
     return json.dumps([identity_of(base), chooses, choices], sort_keys=True)
 
 

@@ -21,12 +21,14 @@ from slurmtrain.config.compose import Primary, search_folders
 from slurmtrain.config.points import composing
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.claims import is_claimed
+from slurmtrain.launch.draft import Draft
 from slurmtrain.launch.here import alone
 from slurmtrain.launch.open_sweep import Wanted, open_sweep
 from slurmtrain.launch.search import Search, identity_text, seeds
 from slurmtrain.launch.state import RunState
 from slurmtrain.launch.submit import with_absolute_paths
-from slurmtrain.launch.sweep import Draft, Sweep, find_same
+from slurmtrain.launch.sweep import Sweep
+from slurmtrain.launch.sweep_folder import find_same
 from slurmtrain.redaction import hide
 from slurmtrain.rundir import RunDir, write_json
 from slurmtrain.runtime.attempts import Attempt, write_attempt
@@ -54,7 +56,8 @@ def test_a_search_is_the_same_by_what_is_fixed_who_chooses_and_from_what() -> No
         base, sweeper = composer.compose(composer.fixed(line)), composer.sweeper(line)
         other = composer.compose(["train.steps=6"])
     text = identity_text(base, sweeper, composer.choices(line))
-    assert text == identity_text(base, dict(reversed(sweeper.items())), {"optim.lr": "interval(0.1,1)"})
+    longer = {**dict(reversed(sweeper.items())), "n_trials": 80}
+    assert text == identity_text(base, longer, {"optim.lr": "interval(0.1,1)"})
     assert text == identity_text(base, {**sweeper, "max_failure_rate": 0.2}, {"optim.lr": "interval(0.1,1)"})
     assert (
         len({text, identity_text(other, sweeper, {}), identity_text(base, sweeper, {}), identity_text(base, {}, {})})

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.launch import making
+from slurmtrain.launch import making, sweep_jobs
 from slurmtrain.launch import sweep as sweeps
 from slurmtrain.launch.sweep import Sweep
 from slurmtrain.rundir import PREPARING
@@ -192,10 +192,10 @@ def test_an_array_waits_for_no_array_that_has_ended(
     assert main(words) == 1
     (slurm.directory / "room").unlink()
     sweep = the_sweep(project)
-    script = sweeps._script(sweep, 1)
+    script = sweep_jobs._script(sweep, 1)
     assert "#SBATCH --dependency=afterany:101" in script
-    monkeypatch.setattr(sweeps, "is_over", lambda run_dir: True)
-    assert "--dependency" not in sweeps._script(sweep, 1)
+    monkeypatch.setattr(sweep_jobs, "is_over", lambda run_dir: True)
+    assert "--dependency" not in sweep_jobs._script(sweep, 1)
 
 
 def test_a_point_that_is_not_submitted_yet_says_how_without_naming_the_script_of_its_array(

@@ -1,0 +1,163 @@
+"""Making the folder of a sweep, and adding to it: it appears complete or not at all, whoever else makes the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from slurmtrain import rundir
+from slurmtrain.errors import ConfigError
+from slurmtrain.launch import making
+from slurmtrain.launch.arrays import Array
+from slurmtrain.launch.draft import Draft
+from slurmtrain.launch.snapshot import find_source, take_snapshot
+from slurmtrain.launch.submit import run_info
+from slurmtrain.launch.sweep import Point, Sweep
+from slurmtrain.rundir import RunDir, write_json
+
+OF_THE_SWEEP = ("token", "parallelism", "pack", "after")  # in sweep.json; the rest says the same of every run
+
+
+def find_same(draft: Draft) -> Sweep | None:
+    """The newest sweep with the same points, if there is one."""
+    runs = Path(draft.first.job.runs_dir)
+    name = draft.id
+    found = [path for path in (runs / name, *runs.glob(f"{name}.[0-9]*")) if rundir.is_sweep(path)]
+    return Sweep(max(found, key=lambda path: int(path.name.removeprefix(name).lstrip(".") or 1))) if found else None
+
+
+def make(
+    draft: Draft,
+    varied: Callable[[int], dict[str, str]],
+    overrides: Sequence[str],
+    cwd: Path,
+    *,
+    max_array_size: int | None = None,
+    parallelism: int | None = None,
+    after: Sequence[RunDir] = (),
+    again: bool = False,
+) -> Sweep:
+    """Make the sweep's folder, with a run directory for every point. Another shell may make the same: then it is its.
+
+    Args:
+        varied: what distinguishes point i.
+        max_array_size: most tasks of an array.
+        parallelism: how many points may run at the same time.
+        after: runs that have to finish first.
+        again: beside one with the same points.
+
+    Raises:
+        ConfigError: the folder cannot be made, or the snapshot is refused.
+    """
+    job = draft.first.job
+    runs = Path(job.runs_dir)
+    source = find_source(job, cwd)
+    name = draft.id
+    try:
+        (runs / rundir.PREPARING).mkdir(parents=True, exist_ok=True)
+        making.remove_left_over(runs)
+        temporary = Sweep(making.folder(runs, name))
+        temporary.path.mkdir(mode=0o700)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make a folder under {runs}: {error.strerror}",
+            hint="set job.runs_dir to a folder that you may write and that the compute nodes see",
+        ) from None
+    try:
+        snapshot = take_snapshot(job, source, temporary.code)
+        pack = draft.first.sweep.pack
+        info = {**run_info(draft.first, overrides, snapshot, source, cwd), "packed": pack > 1}
+        stamp = rundir.new_run_id()
+        run_ids = draft.run_ids(stamp)
+        with temporary.points_file.open("x") as file:
+            for number, identity in enumerate(draft.identities):
+                run_id = run_ids[identity]
+                point = Point(number, varied(number), identity, draft.shapes[identity], run_id)
+                file.write(json.dumps(asdict(point)) + "\n")
+                if run_id == f"{stamp}-{number:04d}":  # the first of those with this config
+                    _make_run(temporary.run_dir(run_id), point, draft, info)
+        ids = list(run_ids.values())
+        temporary.arrays.mkdir(mode=0o700)
+        for number, array in enumerate(draft.arrays(max_array_size, parallelism)):
+            _make_array(temporary, number, [ids[member] for member in array.members], array)
+        facts = {"parallelism": parallelism, "pack": pack, "after": [str(run_dir.path) for run_dir in after]}
+        write_json(temporary.info_file, {**info, **facts, "token": secrets.token_hex(4)})
+        return _publish(temporary, runs / name, again=again)
+    finally:
+        shutil.rmtree(temporary.path, ignore_errors=True)
+
+
+def _publish(temporary: Sweep, path: Path, *, again: bool) -> Sweep:
+    number = 1
+    while True:
+        target = path if number == 1 else path.with_name(f"{path.name}.{number}")
+        try:
+            temporary.path.rename(target)
+            return Sweep(target)
+        except OSError as error:
+            if rundir.is_sweep(target):
+                if not again:  # another shell has made it meanwhile, with the same points
+                    return Sweep(target)
+            elif not target.exists() or os.access(target, os.R_OK | os.X_OK):
+                raise ConfigError(f"cannot make {target}: {error.strerror}") from None
+        number += 1  # beside that one, which may be somebody else's
+
+
+def add_run(sweep: Sweep, point: Point, draft: Draft) -> None:
+    """Make the run directory of one more point; it appears complete."""
+    temporary = RunDir(sweep.path / f".{point.run_id}-{os.getpid()}-{secrets.token_hex(3)}")
+    info = sweep.info()
+    try:
+        _make_run(temporary, point, draft, {key: info[key] for key in info if key not in OF_THE_SWEEP})
+        temporary.path.rename(sweep.run_dir(point.run_id).path)
+    finally:
+        shutil.rmtree(temporary.path, ignore_errors=True)
+
+
+def _make_run(run_dir: RunDir, point: Point, draft: Draft, info: dict[str, Any]) -> None:
+    """Args:
+    info: what run.json says of all runs of the sweep.
+    """
+    run_dir.path.mkdir(mode=0o700)
+    for folder in (run_dir.attempts, run_dir.checkpoints):
+        folder.mkdir(mode=0o700)
+    if not info["workdir"].startswith("/"):
+        run_dir.code.symlink_to(Path("..") / "code")
+    run_dir.config_file.write_text(draft.frozen[point.identity])
+    run_dir.config_file.chmod(0o600)
+    varied = [f"{key}={value}" for key, value in point.varied.items()]
+    its = {"varied": varied, "steps": draft.steps[point.identity]}
+    write_json(run_dir.info_file, {"id": point.run_id, **info, **its}, durable=False)
+
+
+def append_arrays(sweep: Sweep, first: int, run_ids: Sequence[str], arrays: Sequence[Array]) -> bool:
+    """Plan further arrays of these runs. False: somebody else has made arrays from number `first` on, these are not there."""
+    temporary = Sweep(sweep.path / f".more-{os.getpid()}-{secrets.token_hex(3)}")
+    try:
+        for number, array in enumerate(arrays, first):
+            after = first + array.after if array.after is not None else None
+            members = [run_ids[member] for member in array.members]
+            _make_array(temporary, number, members, dataclasses.replace(array, after=after))
+        for number in temporary.array_numbers():
+            temporary.array(number).rename(sweep.array(number))
+        return True
+    except OSError:
+        if not sweep.array(first).exists():
+            raise
+        return False
+    finally:
+        shutil.rmtree(temporary.path, ignore_errors=True)
+
+
+def _make_array(sweep: Sweep, number: int, run_ids: Sequence[str], array: Array) -> None:
+    path = sweep.array(number)
+    path.mkdir(parents=True, mode=0o700)
+    plan = {"members": list(run_ids), "parallelism": array.parallelism, "after": array.after}
+    write_json(path / "plan.json", plan, durable=False)

@@ -1,0 +1,275 @@
+"""From the arrays of a sweep to jobs, each submitted once, whatever is killed, refused or answered late; retry and cancel."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmtrain import rundir
+from slurmtrain.config.compose import load_frozen
+from slurmtrain.errors import ClusterError
+from slurmtrain.launch import making
+from slurmtrain.launch.after import waiting_for_runs, with_dependency
+from slurmtrain.launch.arrays import plan_arrays
+from slurmtrain.launch.claims import Owner, claimed, claims
+from slurmtrain.launch.handover import TOKEN_PREFIX, Patience, Refused, SubmitLimit, check, export_option, hand_over
+from slurmtrain.launch.sbatch import JobPaths, render_script
+from slurmtrain.launch.state import is_over
+from slurmtrain.launch.sweep import Sweep, check_not_cancelled, note_jobs, states_of
+from slurmtrain.launch.sweep_folder import append_arrays
+from slurmtrain.rundir import RunDir, read_json, write_json
+from slurmtrain.runtime import attempts
+from slurmtrain.runtime.slurm import SlurmClient
+
+RETRIED = ("failed", "lost", "stopped")
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Attributes:
+    submitted: job ids of arrays that were submitted now.
+    found: job ids of those that were there.
+    waiting: runs that could not be submitted, because of `limit`.
+    """
+
+    submitted: list[str]
+    found: list[str]
+    waiting: int = 0
+    limit: SubmitLimit | None = None
+
+
+def check_arrays(sweep: Sweep, client: SlurmClient) -> None:
+    """Ask SLURM whether it would take every array that has not been submitted.
+
+    Raises:
+        Refused: it would not. A sweep that nobody has begun to submit is gone again.
+    """
+    numbers = sweep.array_numbers()
+    for number in [each for each in numbers if sweep.job_id(each) is None]:
+        path = sweep.array(number) / f".test-{os.getpid()}.sbatch"
+        try:
+            path.write_text(_script(sweep, number))
+            check(path, client)
+        except Refused:
+            if not any(claims(sweep.array(each)) or sweep.job_id(each) for each in numbers):
+                remove(sweep)
+            raise
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def remove(sweep: Sweep) -> None:
+    """Out of sight first, so that nobody finds half of it."""
+    gone = making.folder(sweep.path.parent, sweep.id)
+    sweep.path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def submit_arrays(
+    sweep: Sweep,
+    client: SlurmClient,
+    *,
+    patience: Patience = Patience(),  # noqa: B008 (it is frozen)
+    say: Callable[[str], None] = lambda text: None,
+) -> Submission:
+    """Submit every array that has not been. Several shells may do it at the same time.
+
+    SLURM is asked first whether it would take all of them, so that no half of a sweep waits for a cure of the other.
+
+    Raises:
+        ClusterError: the sweep was cancelled; or sbatch refused, or it is not known whether a job is there, and what was
+            submitted stays.
+    """
+    check_not_cancelled(sweep)
+    check_arrays(sweep, client)
+    submitted: list[str] = []
+    found: list[str] = []
+    numbers = sweep.array_numbers()
+    for position, number in enumerate(numbers):
+        try:
+            job_id, new = _submit_array(sweep, number, client, patience, say)
+        except SubmitLimit as limit:
+            waiting = sum(len(sweep.members(each)) for each in numbers[position:])
+            return Submission(submitted, found, waiting, limit)
+        (submitted if new else found).append(job_id)
+    return Submission(submitted, found)
+
+
+def _submit_array(
+    sweep: Sweep, number: int, client: SlurmClient, patience: Patience, say: Callable[[str], None]
+) -> tuple[str, bool]:
+    """Its job id, and whether it was submitted here and now."""
+    job_id = sweep.job_id(number)
+    if job_id is None:
+
+        def busy(owner: Owner) -> None:
+            say(f"process {owner['pid']} on {owner['host']} is submitting this array; waiting for it")
+
+        with claimed(sweep.array(number), busy) as somebody_before:
+            job_id = sweep.job_id(number)  # the one who had the claim may have finished
+            if job_id is None and somebody_before:
+                job_id = _job_of_attempts(sweep, number)
+                if job_id is not None:
+                    _write_job(sweep, number, job_id)
+            if job_id is None:
+                check_not_cancelled(sweep)
+                job_id = _hand_over(sweep, number, client, somebody_before, patience, say)
+                note_jobs(sweep, number)
+                if sweep.cancelled_file.exists():  # while sbatch was at work: whoever cancelled did not find it
+                    cancel(sweep, client)
+                    check_not_cancelled(sweep)
+                return job_id, True
+    note_jobs(sweep, number)
+    return job_id, False
+
+
+def _hand_over(
+    sweep: Sweep,
+    number: int,
+    client: SlurmClient,
+    somebody_before: bool,
+    patience: Patience,
+    say: Callable[[str], None],
+) -> str:
+    path = sweep.array(number)
+    script = _script(sweep, number)
+    rundir.write_text(path / "job.sbatch", script)
+    for run_id in sweep.members(number):
+        _link_script(path / "job.sbatch", sweep.run_dir(run_id))
+    job_id = hand_over(
+        script,
+        path / "submitit",
+        sweep.token(number),
+        client,
+        options=export_option(load_frozen(sweep.run_dir(sweep.members(number)[0]).config_file, with_secrets=False)),
+        looked_for_before=somebody_before,
+        patience=patience,
+        say=say,
+    )
+    _write_job(sweep, number, job_id)
+    return job_id
+
+
+def _write_job(sweep: Sweep, number: int, job_id: str) -> None:
+    write_json(sweep.array(number) / "job.json", {"job_id": job_id, "time": time.time()})
+
+
+def _link_script(script: Path, run_dir: RunDir) -> None:
+    """The run's script is that of its array; a link, since thousands may share a long one."""
+    if not run_dir.path.exists():  # removed by `runs prune`
+        return
+    link = run_dir.path / f".{run_dir.script.name}.{os.getpid()}.{secrets.token_hex(3)}"
+    try:
+        os.link(script, link)
+    except OSError:  # not every file system can
+        link.write_text(script.read_text())
+    link.replace(run_dir.script)
+    link.unlink(missing_ok=True)  # a rename to another link of the same file does nothing (rename(2))
+
+
+def _job_of_attempts(sweep: Sweep, number: int) -> str | None:
+    """The job of an array whose submitter was killed, by what its tasks have left: SLURM soon forgets what has ended."""
+    known = {sweep.job_id(each) for each in sweep.array_numbers()}
+    elements = sweep.elements(number, "")
+    for run_id, suffix in elements.items():
+        run_dir = sweep.run_dir(run_id)
+        if not suffix:  # one task is no array
+            folder = run_dir.path if len(elements) == 1 else sweep.path
+            logs = [path.stem.removeprefix("slurm-") for path in folder.glob("slurm-*.log")] if run_dir.exists() else []
+            jobs = [job_id for job_id in logs if job_id.isdigit() and job_id not in run_dir.info()["job_ids"]]
+        else:
+            ran = (attempt.job_id or "" for attempt in attempts.all_attempts(run_dir))
+            jobs = [job_id.removesuffix(suffix) for job_id in ran if job_id.endswith(suffix)]
+        for job_id in jobs:
+            if job_id not in known:
+                return job_id
+    return None
+
+
+def _script(sweep: Sweep, number: int) -> str:
+    """What is handed to sbatch for an array; it waits for what has been submitted and not finished by now."""
+    plan = read_json(sweep.array(number) / "plan.json") or {}
+    run_dirs = [sweep.run_dir(run_id) for run_id in plan["members"]]
+    config = load_frozen(run_dirs[0].config_file, with_secrets=False)
+    before = sweep.job_id(plan["after"]) if plan["after"] is not None else None
+    info = sweep.info()
+    runs = [RunDir(Path(path)) for path in info["after"]]
+    config = waiting_for_runs(config, [run for run in runs if run.info_file.exists()], info["slurm_conf"])
+    if before is not None and not _is_over(sweep, plan["after"]):
+        config = with_dependency(config, [f"afterany:{before}"])
+    paths = JobPaths(
+        [run_dir.path for run_dir in run_dirs],
+        info["workdir"],
+        sys.executable,
+        parallelism=plan["parallelism"],
+        pack=info["pack"],
+    )
+    return render_script(config, paths)
+
+
+def _is_over(sweep: Sweep, number: int) -> bool:
+    """All runs of an array have ended. SLURM may have forgotten it, and then refuse to wait for it."""
+    run_dirs = [sweep.run_dir(run_id) for run_id in sweep.members(number)]
+    return all(is_over(run_dir) for run_dir in run_dirs if run_dir.info_file.exists())
+
+
+def add_retry(sweep: Sweep) -> list[str]:
+    """Plan an array of the runs that have ended without a result. Returns their ids; it is submitted by `submit_arrays`.
+
+    A sweep that was cancelled goes on. Two who retry at the same moment get different runs: the second finds them planned.
+    """
+    shapes = {point.run_id: point.shape for point in sweep.points()}
+    sweep.cancelled_file.unlink(missing_ok=True)
+    while True:
+        numbers = sweep.array_numbers()
+        planned = {run_id for number in numbers if sweep.job_id(number) is None for run_id in sweep.members(number)}
+        now = states_of(sweep)
+        chosen = [run_id for run_id, state in now.items() if state.word in RETRIED and run_id not in planned]
+        if not chosen:
+            return []
+        for run_id in chosen:
+            sweep.run_dir(run_id).request_file.unlink(missing_ok=True)
+        arrays = plan_arrays(
+            [shapes[run_id] for run_id in chosen], parallelism=sweep.info()["parallelism"], pack=sweep.pack
+        )
+        if sweep.pack > 1:  # again, where they have had a job of their own since
+            for run_id in chosen:
+                sweep.run_dir(run_id).update_info(packed=True)
+        if append_arrays(sweep, len(numbers), chosen, arrays):
+            return chosen
+
+
+def cancel(sweep: Sweep, client: SlurmClient) -> int:
+    """End all runs of the sweep that have not ended, with one scancel. Returns how many there were.
+
+    What has not been submitted will not be, neither by a shell that is at it nor by the same command, until `retry`.
+    """
+    sweep.cancelled_file.touch()
+    for number in sweep.array_numbers():
+        if sweep.job_id(number) is None and claims(sweep.array(number)):  # its submitter may have been killed
+            found = client.find_by_comment(TOKEN_PREFIX + sweep.token(number))
+            if found:
+                _write_job(sweep, number, found[0])
+    now = states_of(sweep)
+    # What somebody runs by hand in an allocation of his is not ours to cancel.
+    alive = {run_id: state.job_id for run_id, state in now.items() if state.alive and state.own_job and state.job_id}
+    for run_id in alive:
+        attempts.write_request(sweep.run_dir(run_id), "cancel")
+        sweep.run_dir(run_id).event("cancel asked")
+    if alive:  # whole arrays: thousands of ids make a line too long
+        client.cancel(*sorted({job_id.partition("_")[0] for job_id in alive.values()}))
+    return len(alive)
+
+
+def check_submitted(submission: Submission) -> None:
+    """Raises: ClusterError: a limit kept runs out of the queue."""
+    if submission.limit is not None:
+        raise ClusterError(
+            f"{submission.waiting} runs could not be submitted: {submission.limit.message}", hint=submission.limit.hint
+        )
