@@ -219,11 +219,25 @@ def _batch_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
             f"train.global_batch_size={train.global_batch_size} does not divide by {what}",
             f"the nearest that do: {near}",
         )
-    elif (micro_batches := train.global_batch_size // unit) < pp and train.micro_batch_size:
+    elif pp > 1 and train.micro_batch_size:
+        yield from _pipeline_problems(config, pp, unit, what)
+
+
+def _pipeline_problems(config: Config, pp: int, unit: int, what: str) -> Iterator[Problem]:
+    """Args: unit: sequences of one micro batch over all data-parallel ranks."""
+    train, schedule = config.train, config.parallel.pp_schedule
+    micro_batches = train.global_batch_size // unit
+    given = f"train.global_batch_size={train.global_batch_size} over {what} gives {micro_batches}"
+    if micro_batches < pp:
         yield (
-            f"parallel.pp={pp} stages want at least as many micro batches; train.global_batch_size="
-            f"{train.global_batch_size} over {what} gives {micro_batches}",
+            f"parallel.pp={pp} stages want at least as many micro batches; {given}",
             f"set train.global_batch_size={unit * pp}, or a smaller train.micro_batch_size",
+        )
+    # torch's interleaved schedules go in rounds of at least pp micro batches, all alike.
+    elif STAGES_PER_RANK.get(schedule) == 2 and micro_batches % (micro_batches // pp):
+        yield (
+            f"parallel.pp_schedule={schedule} wants a multiple of parallel.pp={pp} micro batches; {given}",
+            f"set train.global_batch_size={unit * (micro_batches // pp) * pp}, or parallel.pp_schedule=1f1b",
         )
 
 

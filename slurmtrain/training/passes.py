@@ -114,8 +114,7 @@ class _Pipelined:
 
     def evaluate(self, batch: Batch) -> Tensor:
         self._scale = 1.0
-        loss_sum = self._sum(self._pipeline.evaluate(*_own(_filled(batch, self.rows), self._laid)))
-        return loss_sum
+        return self._sum(self._pipeline.evaluate(*_own(_filled(batch, self.rows), self._laid)))
 
     def _sum(self, losses: list[Tensor]) -> Tensor:
         return sum(losses, torch.zeros((), device=self._laid.device)) * _is_own(self._laid)

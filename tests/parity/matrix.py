@@ -110,6 +110,7 @@ ROWS = [
     _row("HSDP 2 x 2 x TP 2", 8, "dp_shard=2 tp=2", micro=1, slow=True),
     _row("PP 2 x FSDP 2 x TP 2", 8, "dp_replicate=1 dp_shard=2 tp=2 pp=2", UNTIED, micro=1),
     _row("FSDP 2 x CP 2 x TP 2", 8, "dp_replicate=1 dp_shard=2 tp=2 cp=2", QWEN, slow=True),
+    _row("DDP 2, full checkpointing", 2, "activation_checkpointing=full", slow=True),
     _row("FSDP 2, full checkpointing", 2, "dp_replicate=1 dp_shard=2 activation_checkpointing=full"),
     _row("FSDP 2, selective checkpointing", 2, "dp_replicate=1 dp_shard=2 activation_checkpointing=selective"),
     _row(

@@ -13,6 +13,7 @@ from tests.conftest import FakeSlurm
 
 SLURM = ["+cluster=a100x4", "submit"]
 LOCAL = ["+cluster=local", "submit"]
+PIPELINE = ["parallel.pp=2", "model.tie_embeddings=false", "train.micro_batch_size=1"]
 COMMAND = ["+cluster=a100x4", "job=command", "submit"]
 
 # Words on the command line -> a part of the sentence, a part of the hint.
@@ -65,7 +66,7 @@ BAD_CONFIGS = [
     ),
     ([*SLURM, "parallel.pp=2"], "tie_embeddings=true with parallel.pp=2", "model.tie_embeddings=false"),
     (
-        [*SLURM, "parallel.pp=2", "model.tie_embeddings=false", "train.micro_batch_size=8"],
+        [*SLURM, *PIPELINE, "train.micro_batch_size=8"],
         "parallel.pp=2 stages want at least as many micro batches",
         "train.global_batch_size=32",
     ),
@@ -74,6 +75,11 @@ BAD_CONFIGS = [
         [*SLURM, "parallel.pp=2", "parallel.pp_schedule=zero_bubble", "parallel.compile=true"],
         "a compiled backward pass cannot be done in two parts",
         "interleaved_1f1b",
+    ),
+    (
+        [*SLURM, *PIPELINE, "model.layers=4", "parallel.pp_schedule=interleaved_1f1b", "train.global_batch_size=10"],
+        "parallel.pp_schedule=interleaved_1f1b wants a multiple of parallel.pp=2 micro batches",
+        "train.global_batch_size=8",
     ),
     ([*SLURM, "parallel.ep=2"], "parallel.ep=2, but no model here has experts", "parallel.ep=1"),
     ([*SLURM, "parallel.pp_schedule=2f2b"], "parallel.pp_schedule=2f2b is not known", "1f1b"),
