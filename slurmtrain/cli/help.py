@@ -31,6 +31,7 @@ Examples
   {PROGRAM} sandbox up && {PROGRAM} +cluster=sandbox submit --follow
   {PROGRAM} +cluster=a100x4 cluster.nodes=4 train.steps=100000 submit
   {PROGRAM} +cluster=a100x8 cluster.nodes=8 +parallel=fsdp_tp parallel.tp=4 layout
+  {PROGRAM} +cluster=h100x8 +model=llama3_8b +parallel=fsdp layout --memory
   {PROGRAM} +cluster=a100x4 job=command job.command='python my_train.py --lr 1e-3' submit
   {PROGRAM} +cluster=a100x4 +secrets.HF_TOKEN=env hooks.on_failure='mail -s "$SLURMTRAIN_SENTENCE" me' submit
 """

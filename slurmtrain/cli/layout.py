@@ -1,4 +1,4 @@
-"""layout: which rank stands where, before anything is submitted."""
+"""layout: which rank stands where and what it has to hold, before anything is submitted."""
 
 from __future__ import annotations
 
@@ -10,24 +10,45 @@ from slurmtrain.cli.as_json import print_json
 from slurmtrain.cli.runs import print_table
 from slurmtrain.cli.submit import compose_and_validate
 from slurmtrain.config.layout import AXES, Layout, layout_of
-from slurmtrain.planner.fit import describe, memory_of
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import UsageError
+from slurmtrain.launch.fits import laid_out
+from slurmtrain.planner.fit import StageMemory, check_fits, in_gb, memory_of
 
 
 def main(arguments: Arguments) -> int:
     config = compose_and_validate(arguments)
-    layout = layout_of(config)
-    memory = memory_of(config, layout)
+    layout, laid = layout_of(config), "--memory" in arguments.options
+    if laid and config.job.kind != "train":
+        raise UsageError(f"--memory is of the trainer's model, and job.kind is {config.job.kind!r}", hint="job=train")
+    stages = laid_out(config) if laid else memory_of(config, layout)
     places = [_place(layout, rank, config.cluster.tasks_per_node) for rank in range(layout.world_size)]
     if "--json" in arguments.options:
-        bytes_of_stages = None if memory is None else [asdict(stage) | {"total": stage.total} for stage in memory]
+        memory = None if stages is None else [asdict(stage) | {"total": stage.total} for stage in stages]
         axes = dict(zip(AXES, layout.shape, strict=True))
-        print_json({"layout": str(layout), "axes": axes, "memory": bytes_of_stages, "ranks": places})
+        print_json({"layout": str(layout), "axes": axes, "memory": memory, "ranks": places})
         return 0
     print(layout)
-    for number, stage in enumerate(memory or []):
-        where = f"a rank of stage {number}" if layout.pp > 1 else "a rank"
-        print(f"{where} needs about {describe(stage)}")
+    if laid and stages is not None:
+        return _print_memory(config, stages)
+    for stage in stages or []:
+        where = f"a rank of stage {stage.stage}" if layout.pp > 1 else "a rank"
+        print(f"{where} needs about {stage}")
     _print_table(layout, places)
+    return 0
+
+
+def _print_memory(config: Config, stages: list[StageMemory]) -> int:
+    """A row for each pipeline stage, whose ranks are alike; and whether it fits, as exit code, too."""
+    rows = []
+    for stage in stages:
+        sizes = (stage.parameters, stage.gradients, stage.optimizer, stage.gathered, stage.activations, stage.total)
+        rows.append([str(stage.stage), str(stage.rank), *("?" if size is None else in_gb(size) for size in sizes)])
+    print_table(["stage", "first rank", *"parameters gradients optimiser gathered* activations* total".split()], rows)
+    print("GB of 2^30 bytes. * estimated; ? is not known of this model")
+    check_fits(config, stages)
+    if config.cluster.gpu_memory_gb is not None:
+        print(f"fits into cluster.gpu_memory_gb={config.cluster.gpu_memory_gb:g}")
     return 0
 
 

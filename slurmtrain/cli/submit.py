@@ -14,6 +14,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.again import submit_links
+from slurmtrain.launch.fits import check_memory
 from slurmtrain.launch.handover import Refused
 from slurmtrain.launch.submit import dry_run, preparing, slurm_conf_of, submit
 from slurmtrain.launch.timeplan import look_ahead
@@ -28,6 +29,7 @@ def main(arguments: Arguments) -> int:
         if option in arguments.options:
             raise UsageError(f"{option} is for sweeps", hint="add -m, and choices: -m key=1,2 submit")
     config = compose_and_validate(arguments)
+    check_fits(config)
     if arguments.verb == "render":
         return _render(config, arguments)
     runs = arguments.options.get("--after")
@@ -35,6 +37,8 @@ def main(arguments: Arguments) -> int:
     if "--dry-run" in arguments.options:
         print(dry_run(plan, Path.cwd()), end="")
         return 0
+    for warning in check_memory(plan):
+        _warn(warning)
     if plan.cluster.backend == "local":
         return _run_here(plan, arguments)
     try:
@@ -54,7 +58,6 @@ def compose_and_validate(arguments: Arguments) -> Config:
         config_path=arguments.options.get("--config-path"),
     )
     validate(config)
-    check_fits(config)
     return config
 
 
@@ -83,7 +86,7 @@ def _check_not_in_vain(run_dir: RunDir, runs: str, client: SlurmClient) -> None:
 def _submit(config: Config, arguments: Arguments) -> int:
     client = SlurmClient(slurm_conf_of(config))  # a sandbox that is not running: said before anything is made
     for warning in look_ahead(config, Path(config.job.runs_dir).expanduser(), client):
-        print(f"slurmtrain: warning: {warning}", file=sys.stderr)
+        _warn(warning)
     with preparing(config, arguments.overrides, Path.cwd()) as run_dir:
         job_id = submit([run_dir], config, say=lambda text: print(f"slurmtrain: {text}", file=sys.stderr))
         if config.requeue.mode == "chain":
@@ -102,6 +105,10 @@ def _submit(config: Config, arguments: Arguments) -> int:
     from slurmtrain.cli.logs import follow_to_the_end
 
     return follow_to_the_end(run_dir)
+
+
+def _warn(text: str) -> None:
+    print(f"slurmtrain: warning: {text}", file=sys.stderr)
 
 
 def _run_here(config: Config, arguments: Arguments) -> int:

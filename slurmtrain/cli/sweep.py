@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from slurmtrain import rundir
@@ -29,13 +29,15 @@ from slurmtrain.cli.submit import starting_after
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, watch
 from slurmtrain.config.compose import Primary, search_folders
-from slurmtrain.config.points import Grid, check, composing
+from slurmtrain.config.points import Grid, check, composing, naming_point
+from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_REQUEUE, ClusterError, UsageError
 from slurmtrain.launch import collect, sweep_jobs
 from slurmtrain.launch import sweep as sweeps
 from slurmtrain.launch.after import find_runs
 from slurmtrain.launch.claims import is_claimed
 from slurmtrain.launch.draft import Draft, draft_of, preview
+from slurmtrain.launch.fits import check_memory
 from slurmtrain.launch.here import alone, run_here
 from slurmtrain.launch.progress import eta_of_all, lowest, roughly
 from slurmtrain.launch.state import RunState
@@ -45,6 +47,7 @@ from slurmtrain.launch.sweep_folder import find_same, make
 from slurmtrain.launch.sweep_jobs import add_retry, check_submitted, submit_arrays
 from slurmtrain.launch.throttle import throttle
 from slurmtrain.launch.timeplan import look_ahead
+from slurmtrain.planner.fit import check_fits, share_of_gpu
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.slurm import SlurmClient
 
@@ -67,7 +70,7 @@ def submit(arguments: Arguments) -> int:
 
             return search(composer, arguments, parallelism)
         grid = composer.expand(arguments.overrides)
-        draft = draft_of(check(composer, grid), cwd)
+        draft = draft_of(_fitting(check(composer, grid), grid), cwd)
     after = []
     if "--after" in options:
         starting_after(draft.first, options["--after"])  # whatever is wrong with that is said before anything is made
@@ -98,6 +101,23 @@ def submit(arguments: Arguments) -> int:
     if parallelism is not None and draft.first.requeue.mode == "resubmit":
         _say("--array-parallelism does not hold for points that are submitted again, each as a job (requeue=resubmit)")
     return _submit(sweep, client, there=there, as_json="--json" in options)
+
+
+def _fitting(configs: Iterable[Config], grid: Grid) -> Iterator[Config]:
+    """Pass the points on, none of which may be too large. The largest is laid out: each would take seconds."""
+    largest: tuple[float, int, Config] | None = None
+    for number, config in enumerate(configs):
+        with naming_point(grid, number):
+            check_fits(config)
+        share = share_of_gpu(config) or 0.0
+        if largest is None or share > largest[0]:
+            largest = share, number, config
+        yield config
+    assert largest is not None
+    _, number, config = largest
+    with naming_point(grid, number):
+        for warning in check_memory(config):
+            _say(f"warning: {warning}")
 
 
 def _dry_run(grid: Grid, scripts: list[str]) -> int:

@@ -88,11 +88,12 @@ VERBS: dict[str, Verb] = {
         "slurmtrain.cli.checkpoints",
     ),
     "layout": Verb(
-        "[+cluster=NAME] [key=value ...] layout [--json]",
-        "which rank stands where under parallel=... : node, place on every axis, the ranks it shares that axis with",
+        "[+cluster=NAME] [key=value ...] layout [--memory] [--json]",
+        "which rank stands where under parallel=... : node, place on every axis, the ranks it shares that axis with; "
+        "--memory lays the model out without GPUs: bytes on each pipeline stage's ranks, and what fits if it does not",
         "slurmtrain.cli.layout",
         composes=True,
-        options=(("--json", False),),
+        options=(("--memory", False), ("--json", False)),
     ),
     "sandbox": Verb(
         "sandbox up|down|status|env [--nodes N] ...",

@@ -62,6 +62,10 @@ class Layout:
         """Every rank holds the whole model."""
         return self.world_size == self.dp_replicate
 
+    def uses_fsdp(self, parallel: ParallelConfig) -> bool:
+        """Or else DistributedDataParallel: replicas that compute with the very parameters that they train."""
+        return not self.replicas_only or parallel.param_dtype is not None or parallel.reduce_dtype != "float32"
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where `rank` stands on every axis."""
         found: dict[str, int] = {}
@@ -74,6 +78,10 @@ class Layout:
         for axis in AXES:
             rank = rank * getattr(self, axis) + coordinates[axis]
         return rank
+
+    def first_rank(self, stage: int) -> int:
+        """Of those that have this stage of the pipeline."""
+        return self.rank_at({**dict.fromkeys(AXES, 0), "pp": stage})
 
     def dp_rank(self, rank: int) -> int:
         """The place of `rank` among those that see different samples, of `dp`."""

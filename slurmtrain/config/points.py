@@ -164,10 +164,17 @@ def check(composer: Composer, grid: Grid) -> Iterator[Config]:
         ConfigError: a point is wrong; the message says which.
     """
     for number, point in enumerate(grid.points):
-        try:
+        with naming_point(grid, number):
             config = composer.compose(point)
             validate(config)
-        except SlurmtrainError as error:
-            what = " ".join(f"{key}={value}" for key, value in grid.varied(number).items())
-            raise ConfigError(f"point {number} ({what}): {error.message}", hint=error.hint) from None
         yield config
+
+
+@contextmanager
+def naming_point(grid: Grid, number: int) -> Iterator[None]:
+    """Let what is wrong with a point say which one it is."""
+    try:
+        yield
+    except SlurmtrainError as error:
+        what = " ".join(f"{key}={value}" for key, value in grid.varied(number).items())
+        raise ConfigError(f"point {number} ({what}): {error.message}", hint=error.hint) from None

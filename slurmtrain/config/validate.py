@@ -98,8 +98,6 @@ def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
     for name in ("gpus_per_node", "signal_lead_s", "srun_wait_s"):
         _at_least(f"cluster.{name}", getattr(cluster, name), 0)
 
-    if cluster.gpu_memory_gb is not None:
-        _at_least("cluster.gpu_memory_gb", cluster.gpu_memory_gb, 1)
     memory = {name: getattr(cluster, name) for name in ("mem_per_node_gb", "mem_per_cpu_gb", "mem_per_gpu_gb")}
     given = [f"cluster.{name}={value}" for name, value in memory.items() if value is not None]
     if len(given) > 1:
@@ -112,10 +110,14 @@ def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
             f"cluster.mem_per_gpu_gb={cluster.mem_per_gpu_gb}, but cluster.gpus_per_node is 0",
             hint="use mem_per_node_gb",
         )
-    if cluster.gpu_type and not cluster.gpus_per_node:
-        raise ConfigError(
-            f"cluster.gpu_type={cluster.gpu_type!r}, but cluster.gpus_per_node is 0", hint="set gpus_per_node"
-        )
+    if cluster.gpu_memory_gb is not None:
+        _at_least("cluster.gpu_memory_gb", cluster.gpu_memory_gb, 1, why="null does not look whether it fits")
+    for name, value in (("gpu_type", cluster.gpu_type), ("gpu_memory_gb", cluster.gpu_memory_gb)):
+        if value and not cluster.gpus_per_node:
+            raise ConfigError(
+                f"cluster.{name}={value!r}, but cluster.gpus_per_node is 0",
+                hint=f"set gpus_per_node, or cluster.{name}=null",
+            )
     if cluster.gpus_per_node and cluster.tasks_per_node > cluster.gpus_per_node:
         raise ConfigError(
             f"cluster.tasks_per_node={cluster.tasks_per_node} ranks would share cluster.gpus_per_node="

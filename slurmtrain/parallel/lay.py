@@ -73,7 +73,7 @@ def lay(
     Raises:
         ConfigError: the model is not made for such a layout.
     """
-    if layout.replicas_only and parallel.param_dtype is None and parallel.reduce_dtype == "float32":
+    if not layout.uses_fsdp(parallel):
         prepare_units(model, parallel)
         model = replicate(fill(model), device, group)
         return Laid(model, (model,), (0,), 1, parallel, layout, rank, device)

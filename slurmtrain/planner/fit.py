@@ -1,94 +1,227 @@
-"""Does it fit? A config's bytes on each GPU, before anything is submitted, and what would fit instead."""
+"""Does it fit? A config's bytes on each GPU, before anything is submitted, and what would fit instead.
+
+By arithmetic, so that hundreds of layouts can be gone through on a login node. `runtime/dry.py` lays out the real model.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from slurmtrain.config.layout import Layout, as_overrides, layout_of, micro_batch_size, nearest_layouts
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
-from slurmtrain.planner.memory import RankMemory, Work, memory_per_rank
+from slurmtrain.planner.memory import Work, memory_per_rank
 from slurmtrain.planner.shape import DecoderShape
 
 GIB = 2**30
-MORE_NODES = 32  # so many times more, at most, are tried
+DECODER = "slurmtrain.models.Decoder"
+CHECKPOINTING = ("none", "selective", "full")  # each keeps less than the one before, and takes longer
+# What slows training down least; all that a proposal may change.
+CHEAPEST_FIRST = "dp_shard dp_replicate micro_batch_size activation_checkpointing tp cp pp nodes".split()
+NODE_DOUBLINGS = 5  # so many times more are tried where nothing else helps
+PROPOSALS = 3
+ROOM = 0.9  # of a GPU's memory that a proposal may take: CUDA, NCCL and the allocator want some, too
 
 
-def memory_of(config: Config, layout: Layout) -> list[RankMemory] | None:
-    """Of the rank of each pipeline stage that has most; None where the model is no Decoder, or the sequence is not known."""
-    seq_len = config.data.get("seq_len")
-    known = config.job.kind == "train" and config.model.get("_target_") == "slurmtrain.models.Decoder"
-    if not known or not isinstance(seq_len, int):
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on the first rank of a pipeline's stage; the others of the stage have as much, or less where cuts are uneven.
+
+    Attributes:
+        gathered, activations: estimates, see `RankMemory`; None: not known of this model.
+    """
+
+    stage: int
+    rank: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int | None
+    activations: int | None
+
+    @property
+    def kept(self) -> int:
+        """From step to step; this is exact."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """Of all that is known."""
+        return self.kept + (self.gathered or 0) + (self.activations or 0)
+
+    def __str__(self) -> str:
+        """As in "21.3 GB (parameters 4.0, gradients 4.0, optimiser 8.0, gathered 1.2, activations 4.1)"."""
+        parts = {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimiser": self.optimizer,
+            "gathered": self.gathered,
+            "activations": self.activations,
+        }
+        words = ", ".join(f"{name} {in_gb(count)}" for name, count in parts.items() if count is not None)
+        return f"{in_gb(self.total)} GB ({words})"
+
+
+def in_gb(count: float) -> str:
+    """Bytes as 2^30 of them, as nvidia-smi and SLURM count."""
+    return f"{count / GIB:.1f}"
+
+
+def memory_of(config: Config, layout: Layout) -> list[StageMemory] | None:
+    """By arithmetic; None where the model is not our decoder, or one that cannot be, which it says itself when it is built."""
+    if config.job.kind != "train" or config.model.get("_target_") != DECODER or not _has_sizes(config.model):
         return None
-    parallel, micro_batch = config.parallel, micro_batch_size(config, layout)
-    reshard = parallel.reshard_after_forward
+    parallel, reshard = config.parallel, config.parallel.reshard_after_forward
+    seq_len = config.data.get("seq_len") if isinstance(config.data.get("seq_len"), int) else None
+    micro_batch = micro_batch_size(config, layout)
+    micro_batches = config.train.global_batch_size // (layout.dp * micro_batch)
     work = Work(
         micro_batch_size=micro_batch,
-        seq_len=seq_len,
-        compute_bytes=4 if parallel.param_dtype is None else 2,
+        seq_len=seq_len or 0,
+        compute_bytes=2 if parallel.param_dtype else 4,
+        reduce_bytes=2 if parallel.reduce_dtype == "bfloat16" else 4,
         checkpointing=parallel.activation_checkpointing,  # type: ignore[arg-type]  # validated
         reshard_after_forward=layout.pp == 1 if reshard is None else reshard,
-        in_flight=config.train.global_batch_size // (layout.dp * micro_batch)
-        if parallel.pp_schedule == "gpipe"
-        else None,
+        in_flight=in_flight(parallel.pp_schedule, layout.pp, micro_batches) if layout.pp > 1 else (1,),
+        fsdp=layout.uses_fsdp(parallel),
+        whole_gradients=layout.pp > 1,
     )
-    return memory_per_rank(
-        DecoderShape.of(config.model), work, dp_shard=layout.dp_shard, tp=layout.tp, pp=layout.pp, cp=layout.cp
-    )
+    sizes = {"dp_shard": layout.dp_shard, "tp": layout.tp, "pp": layout.pp, "cp": layout.cp}
+    return [
+        StageMemory(
+            stage,
+            layout.first_rank(stage),
+            each.parameters,
+            each.gradients,
+            each.optimizer,
+            each.gathered,
+            each.activations if seq_len else None,
+        )
+        for stage, each in enumerate(memory_per_rank(DecoderShape.of(config.model), work, **sizes))
+    ]
 
 
-def check_fits(config: Config) -> None:
+def _has_sizes(model: dict[str, Any]) -> bool:
+    given = [model.get(name) for name in ("vocab_size", "width", "layers", "heads")]
+    given += [model[name] for name in ("kv_heads", "head_dim", "ffn_width") if model.get(name) is not None]
+    return all(isinstance(size, int) and size > 0 for size in given)
+
+
+def share_of_gpu(config: Config) -> float | None:
+    """How much of its GPU's memory the fullest rank takes, by arithmetic; None: not known."""
+    limit = config.cluster.gpu_memory_gb
+    stages = memory_of(config, layout_of(config)) if limit is not None else None
+    return max(stage.total for stage in stages) / (limit * GIB) if stages and limit is not None else None
+
+
+def check_fits(config: Config, stages: list[StageMemory] | None = None) -> None:
     """Compare with `cluster.gpu_memory_gb`, where that is set.
+
+    Args:
+        stages: of the model as it is laid out; None: by arithmetic, if it can be known.
 
     Raises:
         ConfigError: it cannot fit; with the bytes, and what would fit.
     """
     limit = config.cluster.gpu_memory_gb
-    needed = _most(config, layout_of(config)) if limit is not None else None
-    if needed is None or limit is None or needed.total <= limit * GIB:
+    if limit is None:
         return
-    raise ConfigError(
-        f"{layout_of(config)} needs {describe(needed)} on a GPU of cluster.gpu_memory_gb={limit:g}",
-        hint=_what_would(config, limit),
-    )
+    layout = layout_of(config)
+    stages = stages or memory_of(config, layout)
+    if stages is None:
+        return
+    fullest = max(stages, key=lambda stage: stage.total)
+    if fullest.total <= limit * GIB:
+        return
+    changes = changes_that_fit(config, ROOM * limit * GIB)
+    hint = "share it out over more ranks (parallel=fsdp, more nodes), or take a smaller model"
+    if changes:
+        hint = f"what would fit: {'; or '.join(changes)}"
+    if fullest.kept <= limit * GIB:
+        hint += "; cluster.gpu_memory_gb=null submits without this check, whose activations are an estimate"
+    raise ConfigError(f"{layout} needs {fullest} on a GPU of cluster.gpu_memory_gb={limit:g}", hint=hint)
 
 
-def describe(memory: RankMemory) -> str:
-    """As in "21.3 GB (parameters 4.0, gradients 4.0, optimiser 8.0, gathered 1.2, activations 4.1)"."""
-    parts = {
-        "parameters": memory.parameters,
-        "gradients": memory.gradients,
-        "optimiser": memory.optimizer,
-        "gathered": memory.gathered,
-        "activations": memory.activations,
-    }
-    words = ", ".join(f"{name} {count / GIB:.1f}" for name, count in parts.items())
-    return f"{memory.total / GIB:.1f} GB ({words})"
+def changes_that_fit(config: Config, limit: float) -> list[str]:
+    """Up to three sets of overrides with which it fits: those that change least, none beside a part of itself.
+
+    They leave the results as they are: other layouts, activation checkpointing, smaller micro batches. Where none helps, more
+    nodes.
+
+    Args:
+        limit: bytes on a GPU.
+    """
+    for doublings in range(NODE_DOUBLINGS + 1):
+        nodes = config.cluster.nodes * 2**doublings
+        larger = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, nodes=nodes))
+        more = [f"cluster.nodes={nodes}"] if doublings else []
+        found: dict[frozenset[str], str] = {}  # what is changed -> how
+        for words, total in sorted(_fitting(larger, limit, more), key=lambda change: _cost(change[0])):
+            keys = frozenset(_keys(words))
+            if keys and not any(other <= keys for other in found):
+                found[keys] = f"{' '.join(words)} ({total / GIB:.0f} GB)"
+        if found:
+            return list(found.values())[:PROPOSALS]
+    return []
 
 
-def _most(config: Config, layout: Layout) -> RankMemory | None:
-    return max(memory_of(config, layout) or [], key=lambda memory: memory.total, default=None)
+def _cost(words: list[str]) -> tuple[int, int]:
+    return len(words), sum(CHEAPEST_FIRST.index(key) for key in _keys(words))
 
 
-def _what_would(config: Config, limit: float) -> str:
-    """The smallest changes that help: another layout, or one with activations computed again; else more nodes."""
-    again = dataclasses.replace(config.parallel, activation_checkpointing="full")
-    found = [
-        _first_that_fits(config, limit),
-        _first_that_fits(dataclasses.replace(config, parallel=again), limit, "parallel.activation_checkpointing=full"),
-    ]
-    factor = 2
-    while not any(found) and factor <= MORE_NODES:
-        cluster = dataclasses.replace(config.cluster, nodes=factor * config.cluster.nodes)
-        more = dataclasses.replace(config, cluster=cluster, parallel=again)
-        words = f"cluster.nodes={cluster.nodes} parallel.activation_checkpointing=full"
-        found, factor = [_first_that_fits(more, limit, words)], 2 * factor
-    return f"what would fit: {'; or '.join(filter(None, found))}" if any(found) else "it is far too large"
+def _keys(words: list[str]) -> list[str]:
+    return [word.partition("=")[0].partition(".")[2] for word in words]
 
 
-def _first_that_fits(config: Config, limit: float, words: str = "") -> str | None:
+def _fitting(config: Config, limit: float, more: list[str]) -> Iterator[tuple[list[str], float]]:
+    """For every layout that can be, the nearest first: the least further change with which it fits; and the bytes then."""
     for layout in nearest_layouts(config):
-        memory = _most(config, layout)
-        if memory is not None and memory.total <= limit * GIB:
-            return f"{as_overrides(layout, config)} {words}".strip() + f" ({memory.total / GIB:.0f} GB)"
-    return None
+        ways = sorted(_ways(config, layout), key=lambda way: (len(way[1]), way[0]))
+        if _most(ways[-1][2], layout) > limit:  # of the most frugal way
+            continue
+        for _, further, changed in ways:
+            if (total := _most(changed, layout)) <= limit:
+                yield [*more, *as_overrides(layout, config).split(), *further], total
+                break
+
+
+def _most(config: Config, layout: Layout) -> float:
+    return max((stage.total for stage in memory_of(config, layout) or []), default=math.inf)
+
+
+def _ways(config: Config, layout: Layout) -> Iterator[tuple[int, list[str], Config]]:
+    """What can be changed within a layout: how much of a change it is, the overrides, the config."""
+    kinds = CHECKPOINTING[CHECKPOINTING.index(config.parallel.activation_checkpointing) :]
+    for (slower, kind), (halvings, size) in itertools.product(enumerate(kinds), enumerate(_sizes(config, layout))):
+        parallel = dataclasses.replace(config.parallel, activation_checkpointing=kind)
+        train = dataclasses.replace(config.train, micro_batch_size=size) if halvings else config.train
+        words = [f"train.micro_batch_size={size}"] if halvings else []
+        words += [f"parallel.activation_checkpointing={kind}"] if slower else []
+        yield slower + halvings, words, dataclasses.replace(config, parallel=parallel, train=train)
+
+
+def _sizes(config: Config, layout: Layout) -> list[int]:
+    """The micro batch, halved until it is a single sequence; each divides the one before."""
+    sizes = [micro_batch_size(config, layout)]
+    while sizes[-1] > 1:
+        sizes.append(sizes[-1] // 2 if sizes[-1] % 2 == 0 else 1)
+    return sizes
+
+
+def in_flight(schedule: str, pp: int, micro_batches: int) -> tuple[float, ...]:
+    """Micro batches whose activations each rank of a pipeline keeps at once (Narayanan et al. 2021, section 2.2).
+
+    With two stages a rank, each keeps half of a micro batch's. Zero bubble keeps them until the weights' gradients are done.
+    """
+    if schedule == "gpipe":
+        return (micro_batches,) * pp
+    if schedule == "zero_bubble":
+        return (min(micro_batches, pp),) * pp
+    if schedule == "1f1b":
+        return tuple(min(micro_batches, pp - rank) for rank in range(pp))
+    return tuple(min(micro_batches, (2 * (pp - rank - 1) + pp + 1) / 2) for rank in range(pp))

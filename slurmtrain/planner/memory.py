@@ -34,8 +34,12 @@ class Work:
             attention gave ("selective"); all but a block's input ("full").
         reshard_after_forward: FSDP gathers a block's parameters twice a step and keeps them for as long as it needs them;
             otherwise they stay gathered from the forward to the backward pass.
-        in_flight: micro batches whose activations a stage of a pipeline keeps at once; None: as many as in 1F1B, one for
+        in_flight: micro batches whose activations each stage of a pipeline keeps at once; None: as many as in 1F1B, one for
             itself and one for each stage after it (Narayanan et al. 2021, arXiv:2104.04473).
+        fsdp: parameters are gathered into copies to compute with, also from a single shard; plain replicas need none.
+        whole_gradients: gradients of all blocks stay whole over the micro batches of a step, as torch's pipelines leave
+            them, before they are summed up and cut; otherwise one block's do for a moment.
+        reduce_bytes: of an element of them.
     """
 
     micro_batch_size: int
@@ -44,7 +48,10 @@ class Work:
     compute_bytes: int = 2
     checkpointing: Checkpointing = "none"
     reshard_after_forward: bool = True
-    in_flight: int | None = None
+    in_flight: tuple[float, ...] | None = None
+    fsdp: bool = True
+    whole_gradients: bool = False
+    reduce_bytes: int = 4
 
 
 @dataclass(frozen=True)
@@ -83,8 +90,8 @@ def memory_per_rank(
     for stage, layers in enumerate(layers_of_stages(shape.layers, pp)):
         ends = shape.ends(first=stage == 0, last=stage == pp - 1)
         shard = dp_shard * cp
-        elements = _elements(shape.block() * layers + ends, tp, shard)
-        in_flight = pp - stage if work.in_flight is None else work.in_flight
+        elements = layers * _elements(shape.block(), tp, shard) + _elements(ends, tp, shard)
+        in_flight = pp - stage if work.in_flight is None else work.in_flight[stage]
         tokens = work.micro_batch_size * work.seq_len // cp
         found.append(
             RankMemory(
@@ -93,8 +100,8 @@ def memory_per_rank(
                 parameters=elements * work.parameter_bytes,
                 gradients=elements * work.parameter_bytes,
                 optimizer=elements * work.parameter_bytes * ADAM_STATES,
-                gathered=_gathered(shape, work, layers, ends, tp, shard),
-                activations=in_flight * tokens * layers * _kept_of_block(shape, work, tp)
+                gathered=_gathered(shape, work, layers, ends, tp) if work.fsdp else 0,
+                activations=round(in_flight * tokens * layers * _kept_of_block(shape, work, tp))
                 + tokens * _kept_beside_blocks(shape, work, tp, last=stage == pp - 1),
             )
         )
@@ -110,16 +117,15 @@ def _elements(parameters: list[Parameter], tp: int, shard: int) -> int:
     return sum(parameter.per_rank(tp, shard) for parameter in parameters)
 
 
-def _gathered(shape: DecoderShape, work: Work, layers: int, ends: list[Parameter], tp: int, shard: int) -> int:
+def _gathered(shape: DecoderShape, work: Work, layers: int, ends: list[Parameter], tp: int) -> int:
     """The copies that FSDP computes with: the ends all the time, of the blocks the present and the next one, or all.
 
-    And the gradients of one block, before they are summed up and cut.
+    And gradients before they are summed up and cut: of one block, or all.
     """
-    if shard == 1 and work.compute_bytes == work.parameter_bytes:
-        return 0
-    block = _elements(shape.block(), tp, 1)
+    block, beside = _elements(shape.block(), tp, 1), _elements(ends, tp, 1)
     blocks = min(2, layers) if work.reshard_after_forward else layers
-    return (_elements(ends, tp, 1) + (blocks + 1) * block) * work.compute_bytes
+    gradients = (beside + layers * block) * work.reduce_bytes if work.whole_gradients else block * work.compute_bytes
+    return (beside + blocks * block) * work.compute_bytes + gradients
 
 
 def _kept_of_block(shape: DecoderShape, work: Work, tp: int) -> int:

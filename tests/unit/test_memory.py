@@ -128,7 +128,7 @@ def test_checkpointing_and_the_pipeline_change_what_is_kept() -> None:
     again = 2 * 8192 // 8 + 2 * 8192 + (64 + 8 + 8 + 64) * 128 // 8 + 4 * 29568 // 8
     assert selective[0] == 4096 * 2 * (4 * 20 * kept + again)  # four micro batches in flight
     assert full[0] == 4096 * 2 * (4 * 20 * 8192 // 8 + again)
-    one_in_flight = activations(in_flight=1)
+    one_in_flight = activations(in_flight=(1, 1, 1, 1))
     assert none[:3] == [4 * one_in_flight[0], 3 * one_in_flight[1], 2 * one_in_flight[2]]
     assert layers_of_stages(80, 4) == [20] * 4 and layers_of_stages(126, 4) == [32, 32, 31, 31]
 
@@ -141,4 +141,5 @@ def test_what_is_gathered() -> None:
     layer, ends = 877_658_112 + 10_240 + 16_384, 2 * 152064 * 8192 + 8192
     assert gathered() == 2 * (ends + 3 * layer)
     assert gathered(reshard_after_forward=False) == 2 * (ends + 81 * layer)
-    assert memory_per_rank(QWEN_72B, Work(1, 4096, compute_bytes=4))[0].gathered == 0  # plain DDP has one copy
+    assert gathered(whole_gradients=True) == 2 * (ends + 2 * layer) + 4 * (ends + 80 * layer)
+    assert gathered(fsdp=False) == 0  # plain DDP has one copy

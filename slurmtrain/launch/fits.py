@@ -1,0 +1,62 @@
+"""Before it queues: does the model fit into the GPUs? Laid out by a child process, since torch takes seconds to import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from slurmtrain.config.compose import to_values
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import ConfigError, EnvironmentMismatch
+from slurmtrain.planner.fit import StageMemory, check_fits, share_of_gpu
+
+DOUBTFUL = 0.5  # of a GPU's memory: what arithmetic finds to need less is not laid out, so that submit answers at once
+TIMEOUT_S = 120.0
+
+
+def check_memory(config: Config) -> list[str]:
+    """Refuse what cannot fit, where the config says how much memory a GPU has. Returns warnings.
+
+    Raises:
+        ConfigError: with the bytes, and what would fit.
+    """
+    limit = config.cluster.gpu_memory_gb
+    if limit is None or config.job.kind != "train":
+        return []
+    share = share_of_gpu(config)
+    if share is not None and share < DOUBTFUL:
+        return []
+    try:
+        check_fits(config, laid_out(config))
+    except EnvironmentMismatch as error:
+        return [f"whether it fits into cluster.gpu_memory_gb={limit:g} is not known: {error.message}"]
+    return []
+
+
+def laid_out(config: Config) -> list[StageMemory]:
+    """The dry run of the config's layout.
+
+    Raises:
+        ConfigError: the model is not made for such a layout.
+        EnvironmentMismatch: this machine cannot tell: it has no torch, or not the model's code.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "slurmtrain.runtime.dry"],
+            input=json.dumps(to_values(config)),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise EnvironmentMismatch(f"laying out the model took more than {TIMEOUT_S:.0f} s") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise EnvironmentMismatch(f"the model cannot be laid out here: {said[-1]}")
+    answer = json.loads(done.stdout.splitlines()[-1])  # the model's own code may have printed before
+    if "error" in answer:
+        kind = ConfigError if answer["error"] == "ConfigError" else EnvironmentMismatch
+        raise kind(answer["message"], hint=answer["hint"])
+    return [StageMemory(**stage) for stage in answer["stages"]]
