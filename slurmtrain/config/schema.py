@@ -96,6 +96,9 @@ class ParallelConfig:
     reshard_after_forward: bool | None = None  # free gathered parameters until backward; null: yes, but with pp no
     param_dtype: str | None = None  # "bfloat16": compute in it, with FSDP2; parameters and optimiser stay float32
     reduce_dtype: str = "float32"  # in which gradients are added up; "bfloat16" halves what is sent
+    gradient_compression: str = "none"  # what replicas send each other (DDP): "bf16", "fp16", "powersgd"
+    powersgd_rank: int = 4  # of the matrices that stand for a gradient: fewer bytes, or more of what it says
+    powersgd_start_step: int = 100  # gradients of the steps before go whole
     activation_checkpointing: str = (
         "none"  # "full": compute blocks again in backward; "selective": but for their matmuls
     )

@@ -10,7 +10,7 @@ import re
 import shlex
 
 from slurmtrain.config.compose import SECRET_REFERENCE, SECRET_VARIABLE
-from slurmtrain.config.layout import STAGES_PER_RANK, layout_of
+from slurmtrain.config.layout import STAGES_PER_RANK, Layout, layout_of
 from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig, JobConfig, ParallelConfig, TrainConfig
 from slurmtrain.errors import ConfigError, nearest
 
@@ -57,7 +57,7 @@ def validate(config: Config) -> None:
     _check_strings(config.cluster)
     _check_parallel(config.parallel)
     _check_batch(config.train)
-    layout_of(config)
+    _check_compression(config.parallel, layout_of(config))
     _check_ranges(config)
     _check_hooks(config.hooks)
 
@@ -224,6 +224,23 @@ def _check_parallel(parallel: ParallelConfig) -> None:
             "parallel.compile=true with parallel.pp_schedule=zero_bubble: a compiled backward pass cannot be done in two parts",
             hint="parallel.pp_schedule=interleaved_1f1b, or parallel.compile=false",
         )
+
+
+def _check_compression(parallel: ParallelConfig, layout: Layout) -> None:
+    how = f"parallel.gradient_compression={parallel.gradient_compression}"
+    _one_of("parallel.gradient_compression", parallel.gradient_compression, ("none", "bf16", "fp16", "powersgd"))
+    if parallel.gradient_compression != "none" and layout.uses_fsdp(parallel):
+        what = (
+            str(layout)
+            if not layout.replicas_only
+            else "parallel.param_dtype or parallel.reduce_dtype, which need FSDP2"
+        )
+        raise ConfigError(
+            f"{how} is for whole replicas in float32 (DDP), and does not go with {what}",
+            hint="parallel.reduce_dtype=bfloat16 halves what is sent there",
+        )
+    _at_least("parallel.powersgd_rank", parallel.powersgd_rank, 1)
+    _at_least("parallel.powersgd_start_step", parallel.powersgd_start_step, 2, why="DDP settles its buckets before")
 
 
 def _check_batch(train: TrainConfig) -> None:

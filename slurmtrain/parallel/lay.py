@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from slurmtrain.config.layout import Layout
 from slurmtrain.config.schema import ParallelConfig
 from slurmtrain.parallel.ddp import replicate
-from slurmtrain.parallel.recompute import compile_unit, recompute
-from slurmtrain.parallel.units import units
+from slurmtrain.parallel.recompute import prepare_units
+
+if TYPE_CHECKING:
+    from slurmtrain.parallel.compression import PowerSGD
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Laid:
         numbers: theirs; `stage_count` is of all stages.
         layout, at: the layout, and this rank's coordinates in it.
         mesh: None for plain replicas.
+        compression: of gradients, where it has a state to save.
     """
 
     model: nn.Module
@@ -38,6 +42,7 @@ class Laid:
     rank: int
     device: torch.device
     mesh: DeviceMesh | None = None
+    compression: PowerSGD | None = None
 
     @property
     def at(self) -> dict[str, int]:
@@ -76,7 +81,8 @@ def lay(
     if not layout.uses_fsdp(parallel):
         prepare_units(model, parallel)
         model = replicate(fill(model), device, group)
-        return Laid(model, (model,), (0,), 1, parallel, layout, rank, device)
+        compression = _compressed(model, parallel, group)
+        return Laid(model, (model,), (0,), 1, parallel, layout, rank, device, compression=compression)
 
     # Importing DTensors, FSDP and pipelines takes more than a second, which replicas do without.
     from slurmtrain.parallel.sharded import build_mesh, shard_stages
@@ -93,12 +99,11 @@ def lay(
     return Laid(fill(model), tuple(stages), tuple(numbers), count, parallel, layout, rank, device, mesh)
 
 
-def prepare_units(model: nn.Module, parallel: ParallelConfig) -> None:
-    """Activation checkpointing and compilation."""
-    if parallel.activation_checkpointing == "none" and not parallel.compile:
-        return
-    for unit in units(model, parallel.units):
-        if parallel.activation_checkpointing != "none":
-            recompute(unit, parallel.activation_checkpointing)
-        if parallel.compile:
-            compile_unit(unit)
+def _compressed(model: nn.Module, parallel: ParallelConfig, group: dist.ProcessGroup | None) -> PowerSGD | None:
+    """Gradients of replicas go through fewer bytes, where that is asked for. Returns what has a state of its own."""
+    if group is None or parallel.gradient_compression == "none":
+        return None
+    from slurmtrain.parallel.compression import compress
+
+    assert isinstance(model, nn.parallel.DistributedDataParallel)
+    return compress(model, parallel, group)

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from slurmtrain.config.schema import ParallelConfig
+from slurmtrain.parallel.units import units
+
 # What is kept by "selective": the results of the units' expensive operations. All else is cheap to compute again.
 _KEPT = (
     torch.ops.aten.mm.default,
@@ -18,6 +21,17 @@ _KEPT = (
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
+
+
+def prepare_units(model: nn.Module, parallel: ParallelConfig) -> None:
+    """Activation checkpointing and compilation."""
+    if parallel.activation_checkpointing == "none" and not parallel.compile:
+        return
+    for unit in units(model, parallel.units):
+        if parallel.activation_checkpointing != "none":
+            recompute(unit, parallel.activation_checkpointing)
+        if parallel.compile:
+            compile_unit(unit)
 
 
 def recompute(unit: nn.Module, which: str) -> None:

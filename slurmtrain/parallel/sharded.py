@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from slurmtrain.config.layout import Layout
 from slurmtrain.config.schema import ParallelConfig
 from slurmtrain.parallel.context import share_sequences
-from slurmtrain.parallel.lay import prepare_units
+from slurmtrain.parallel.recompute import prepare_units
 from slurmtrain.parallel.tensor import share_matrices
 from slurmtrain.parallel.units import units
 

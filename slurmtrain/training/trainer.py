@@ -322,6 +322,8 @@ class Trainer:
             restored = self._checkpointer.restore(allow=allow, **self._state())
             if restored is None and self._checkpoint.restore_from:
                 restored = self._checkpointer.restore(path=self._checkpoint.restore_from, allow=allow, **self._state())
+        if self._laid.compression is not None:
+            self._laid.compression.begin(self._counters.step)
         self._on_restore(restored)
 
     def _save(self) -> None:
@@ -394,4 +396,5 @@ class Trainer:
             "optimizer": self._optimizer,
             "loader": self._loader,
             "trainer": self._counters,
+            "per_rank": {"compression": self._laid.compression} if self._laid.compression is not None else {},
         }

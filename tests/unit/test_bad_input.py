@@ -81,6 +81,17 @@ BAD_CONFIGS = [
         "parallel.pp_schedule=interleaved_1f1b wants a multiple of parallel.pp=2 micro batches",
         "train.global_batch_size=8",
     ),
+    (
+        [*SLURM, "parallel=hsdp", "parallel.gradient_compression=powersgd"],
+        "gradient_compression=powersgd is for whole replicas",
+        "parallel.reduce_dtype=bfloat16",
+    ),
+    (
+        [*SLURM, "parallel.param_dtype=bfloat16", "parallel.gradient_compression=bf16"],
+        "does not go with parallel.param_dtype",
+        "parallel.reduce_dtype=bfloat16",
+    ),
+    ([*SLURM, "parallel.powersgd_start_step=1"], "powersgd_start_step=1 must be at least 2", "DDP"),
     ([*SLURM, "parallel.ep=2"], "parallel.ep=2, but no model here has experts", "parallel.ep=1"),
     ([*SLURM, "parallel.pp_schedule=2f2b"], "parallel.pp_schedule=2f2b is not known", "1f1b"),
     ([*SLURM, "optim.lr=0"], "optim.lr=0.0 must be above 0", "3e-4"),

@@ -1,0 +1,81 @@
+"""Gradient compression: what whole replicas (DDP) send each other, in fewer bytes. FSDP2 has its own `reduce_dtype`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from slurmtrain.config.schema import ParallelConfig
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def compress(
+    model: nn.parallel.DistributedDataParallel, parallel: ParallelConfig, group: dist.ProcessGroup
+) -> PowerSGD | None:
+    """Make `model` send its gradients as `parallel.gradient_compression` says. Returns what has a state of its own."""
+    how = parallel.gradient_compression
+    if how == "powersgd":
+        return PowerSGD(model, group, rank=parallel.powersgd_rank, start_step=parallel.powersgd_start_step)
+    if how != "none":
+        model.register_comm_hook(group, _in_dtype(_DTYPES[how]))
+    return None
+
+
+def _in_dtype(dtype: torch.dtype) -> Any:
+    """A hook of DDP that adds up a bucket's gradients in `dtype`.
+
+    As torch's `bf16_compress_hook`, which DDP refuses without CUDA.
+    """
+
+    # DDP compares annotations with types, and here they are texts.
+    def hook(group, bucket):  # type: ignore[no-untyped-def]
+        buffer = bucket.buffer()
+        small = buffer.to(dtype).div_(group.size())
+        sent = dist.all_reduce(small, group=group, async_op=True).get_future()
+        return sent.then(lambda done: buffer.copy_(done.value()[0]))
+
+    return hook
+
+
+class PowerSGD:
+    """Gradients as products of two thin matrices (Vogels et al. 2019, arXiv:1905.13727); torch's hook, with a state to save.
+
+    What a step leaves out is added to the gradients of the next one, so each rank's state is its own and belongs into the
+    checkpoint. After a change of the number of ranks, or of what is compressed, it starts empty on all of them.
+    """
+
+    def __init__(
+        self, model: nn.parallel.DistributedDataParallel, group: dist.ProcessGroup, *, rank: int, start_step: int
+    ):
+        self._hook = PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=start_step)
+        self._device = next(model.parameters()).device
+        self._of = [group.size(), rank, sum(parameter.numel() for parameter in model.parameters())]
+        model.register_comm_hook(self._hook, powerSGD_hook)
+
+    def begin(self, step: int) -> None:
+        """Steps are counted from `step` on: the same for all ranks, also for those that have restored nothing."""
+        self._hook.iter = step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies: the next backward pass writes into the state, and a checkpoint may still be on its way."""
+        hook = self._hook
+        memory = {"error": hook.error_dict, "p": hook.p_memory_dict, "q": hook.q_memory_dict}
+        return {
+            "of": self._of,
+            **{name: {bucket: tensor.clone() for bucket, tensor in held.items()} for name, held in memory.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["of"] != self._of:
+            return
+        self._hook.error_dict, self._hook.p_memory_dict, self._hook.q_memory_dict = (
+            self._on_device(state[name]) for name in ("error", "p", "q")
+        )
+
+    def _on_device(self, held: dict[int, Tensor]) -> dict[int, Tensor]:
+        return {bucket: tensor.to(self._device) for bucket, tensor in held.items()}
