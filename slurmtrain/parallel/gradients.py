@@ -23,9 +23,12 @@ def clip_gradients(parameters: Sequence[nn.Parameter], limit: float, group: dist
     """
     gradients = [parameter.grad for parameter in parameters if isinstance(parameter.grad, DTensor)]
     local = [gradient.to_local() for gradient in gradients]
-    norms = torch.stack(torch._foreach_norm(local)).double()
-    shares = torch.tensor([1 / _holders(gradient) for gradient in gradients], dtype=torch.float64)
-    total = (norms.square() * shares.to(norms.device)).sum()
+    by_holders: dict[int, list[Tensor]] = {}
+    for gradient, norm in zip(gradients, torch._foreach_norm(local), strict=True):
+        by_holders.setdefault(_holders(gradient), []).append(norm)
+    # Without a tensor from the host, whose copy would wait until the GPU has finished its backward pass.
+    parts = [torch.stack(norms).double().square().sum() / holders for holders, norms in by_holders.items()]
+    total = torch.stack(parts).sum()
     if group is not None:
         dist.all_reduce(total, group=group)
     norm = total.sqrt().float()

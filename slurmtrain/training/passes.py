@@ -132,7 +132,9 @@ def _is_own(laid: Laid) -> bool:
 
 def _own(batch: Batch, laid: Laid) -> tuple[Tensor, Tensor]:
     """Inputs and targets [B, S] on this rank's device; of every sequence its stretch."""
-    parts = (batch[name].chunk(laid.layout.cp, dim=1)[laid.at["cp"]] for name in ("inputs", "targets"))
+    parts = [batch[name].chunk(laid.layout.cp, dim=1)[laid.at["cp"]] for name in ("inputs", "targets")]
+    if laid.device.type == "cuda":  # from any other memory, a copy waits for all that the GPU still has to do
+        parts = [part.pin_memory() for part in parts]
     inputs, targets = (part.to(laid.device, non_blocking=True) for part in parts)
     return inputs, targets
 
