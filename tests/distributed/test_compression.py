@@ -21,15 +21,17 @@ from tests.reading import checkpoint_tensors
 WIDTH, VOCABULARY, FFN = 32, 64, 96
 MATRICES = [(VOCABULARY, WIDTH), *[(WIDTH, WIDTH)] * 4, *[(FFN, WIDTH)] * 3]  # a block, and a tied embedding
 VECTORS = 3 * WIDTH
+ELEMENTS = sum(n * m for n, m in MATRICES) + VECTORS
+REPLICAS = {"dp_replicate": 2}
 
 
-def bytes_sent(world: World, options: dict[str, str | int]) -> int:
-    """In the third step: DDP has its final buckets, PowerSGD has begun."""
+def bytes_sent(world: World, layout: dict[str, int], options: dict[str, str | int]) -> int:
+    """Among replicas, in the third step: DDP has its final buckets, PowerSGD has begun."""
     model = Decoder(vocab_size=VOCABULARY, width=WIDTH, layers=1, heads=2, ffn_width=FFN, max_seq_len=16)
     laid = lay(
         model,
         ParallelConfig(**options),  # type: ignore[arg-type]
-        Layout(dp_replicate=2),
+        Layout(**layout),
         rank=world.environment.rank,
         device=world.device,
         group=world.group,
@@ -53,20 +55,23 @@ def bytes_sent(world: World, options: dict[str, str | int]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("layout", "options", "expected"),
     [
-        ({"gradient_compression": "bf16"}, 2 * (sum(n * m for n, m in MATRICES) + VECTORS)),
+        (REPLICAS, {"gradient_compression": "bf16"}, 2 * ELEMENTS),
+        ({**REPLICAS, "dp_shard": 2}, {"reduce_dtype": "bfloat16"}, 2 * ELEMENTS // 2),
         (
+            REPLICAS,
             {"gradient_compression": "powersgd", "powersgd_rank": 2, "powersgd_start_step": 2},
             4 * (sum(2 * (n + m) for n, m in MATRICES) + VECTORS),
         ),
     ],
-    ids=["bf16", "powersgd"],
+    ids=["bf16", "HSDP in bfloat16", "powersgd"],
 )
 def test_a_step_sends_so_many_bytes_once_for_all_its_micro_batches(
-    gloo_ranks: GlooRanks, options: dict[str, str | int], expected: int
+    gloo_ranks: GlooRanks, layout: dict[str, int], options: dict[str, str | int], expected: int
 ) -> None:
-    assert gloo_ranks(2, bytes_sent, options) == [expected] * 2
+    ranks = Layout(**layout).world_size
+    assert gloo_ranks(ranks, bytes_sent, layout, options) == [expected] * ranks
 
 
 SMALL = [*SLOW_RATE, "train.steps=6", "cluster.tasks_per_node=2", "train.eval_every=0", "checkpoint.every_steps=0"]
