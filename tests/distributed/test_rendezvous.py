@@ -67,7 +67,8 @@ def test_when_a_rank_is_missing_every_rank_names_it_and_its_node(gloo_ranks: Glo
         assert answer.startswith("RendezvousError")
         assert "rank 2" in answer
         assert socket.gethostname() in answer
-        assert 1.5 < took < 15
+        assert took < 15
+    assert max(took for _, took in answers) > 1.5  # the last one to come waits for what is left of the time
 
 
 def test_when_rank_0_is_missing_the_others_name_it_and_its_node(gloo_ranks: GlooRanks) -> None:

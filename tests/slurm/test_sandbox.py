@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -197,19 +199,26 @@ def test_a_daemon_that_fails_is_shown_with_its_log(monkeypatch: pytest.MonkeyPat
     assert not directory.exists()
 
 
-def test_a_directory_that_is_not_ours_alone_is_refused(tmp_path: Path) -> None:
-    full = tmp_path / "full"
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """Sockets have short names; pytest's folders are long ones."""
+    with tempfile.TemporaryDirectory(prefix="st-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_a_directory_that_is_not_ours_alone_is_refused(short_path: Path) -> None:
+    full = short_path / "full"
     full.mkdir()
     (full / "thesis.tex").touch()
     with pytest.raises(ClusterError, match="not empty"):
         up(SMALL, full)
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "elsewhere").mkdir()
+    link = short_path / "link"
+    link.symlink_to(short_path / "elsewhere")
+    (short_path / "elsewhere").mkdir()
     with pytest.raises(ClusterError, match="not a directory of yours"):
         up(SMALL, link)
     with pytest.raises(ClusterError, match="too long a path"):
-        up(SMALL, tmp_path / ("x" * 100))
+        up(SMALL, short_path / ("x" * 100))
     assert (full / "thesis.tex").exists()
 
 
