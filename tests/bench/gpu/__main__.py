@@ -41,7 +41,8 @@ from slurmtrain.runtime.timeline import Timeline
 from slurmtrain.runtime.training_job import build_trainer
 from slurmtrain.runtime.world import World, choose_device
 
-PEAKS = {"H200": 989.5e12, "H100": 989.5e12, "A100": 312e12}  # dense bfloat16, NVIDIA's data sheets
+# Dense bfloat16, NVIDIA's data sheets; the first whose name is in the device's.
+PEAKS = {"H200": 989.5e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "A100": 312e12}
 WARM_UP, STEPS = 10, 30
 
 
@@ -122,7 +123,8 @@ def measure(case: Case) -> dict[str, Any]:
         arguments = {name: value for name, value in config.model.items() if name != "_target_"}
         flops = Decoder(**arguments).flops_per_token(case.seq_len)
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else None
-    peak = next((peak for name, peak in PEAKS.items() if gpu and name in gpu), None)
+    whole = gpu is not None and "MIG" not in gpu
+    peak = next((peak for name, peak in PEAKS.items() if whole and name in str(gpu)), None)
     return {
         "gpu": gpu or platform.processor() or platform.machine(),
         "tokens_per_s": round(tokens_per_s, 1),
