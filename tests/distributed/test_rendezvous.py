@@ -82,10 +82,9 @@ def test_when_rank_0_is_missing_the_others_name_it_and_its_node(gloo_ranks: Gloo
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stop_request_to_one_rank_ends_the_wait_of_all_at_once(gloo_ranks: GlooRanks, rank: int) -> None:
     waiting = gloo_ranks.start(3, try_to_join, 60, ranks=[0, 1])
-    wait_until(
-        lambda: (waiting.directory / f"looking-{rank}").exists() and (waiting.directory / "rendezvous.json").exists(),
-        "looking",
-    )
+    published = wait_until(lambda: read_json(waiting.directory / "rendezvous.json"), "published")
+    store = dist.TCPStore("127.0.0.1", published["port"], None, False, timedelta(seconds=60))
+    store.wait(["here/0", "here/1"])
     told = time.monotonic()
     os.kill(waiting.pid(rank), signal.SIGTERM)
     assert [answer.partition(":")[0] for answer, _ in waiting.results(timeout_s=10)] == ["StopDuringStart"] * 2

@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra.core.singleton import Singleton
 from hydra.test_utils.launcher_common_tests import BatchedSweeperTestSuite, IntegrationTestSuite, LauncherTestSuite
+from hydra.version import VersionBase
 
 from slurmtrain.launch.sweep import Sweep, states_of
 from slurmtrain.runtime import attempts
@@ -24,8 +26,10 @@ def settings(cluster: Cluster) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a program's own process: with runs of its own, and no version of Hydra's manners that another test has set."""
     monkeypatch.setenv("SLURMTRAIN_RUNS", str(tmp_path / "runs"))
+    monkeypatch.delitem(Singleton._instances, VersionBase, raising=False)
 
 
 @pytest.mark.parametrize(("launcher_name", "overrides"), [("slurmtrain", [LOCAL])])

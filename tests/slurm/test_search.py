@@ -91,4 +91,4 @@ def test_what_fails_is_a_failed_trial_with_the_runs_own_words(sandbox: Cluster, 
     bad = "optim.lr=choice(0.99,0.98)"
     refused = sandbox.run(words(sandbox, bad, "hydra.sweeper.n_jobs=1"), cwd=project, check=False, timeout_s=120)
     assert refused.returncode == 1 and "Traceback" not in refused.stderr
-    assert "exit code 1" in refused.stderr and "status " in refused.stderr
+    assert "exit code 1" in refused.stderr and "sweep retry " in refused.stderr

@@ -248,15 +248,17 @@ def test_data_workers_live_through_the_signals(undisturbed: Run, project: Projec
 def test_a_rank_without_handlers_yet_survives_the_signal_and_obeys_it(project: Project, tmp_path: Path) -> None:
     """The interpreter of the first attempt takes its time, as one on a slow file system does."""
     slow = tmp_path / "slow-python"
-    started = tmp_path / "started"
+    started, preempted = tmp_path / "started", tmp_path / "preempted"
     slow.write_text(
-        f"#!/bin/bash\nif [ ! -e {started}.$SLURM_PROCID ]; then touch {started}.$SLURM_PROCID; sleep 3; fi\n"
+        f"#!/bin/bash\ntouch {started}.$SLURM_PROCID; until [ -e {preempted} ]; do sleep 0.05; done\n"
         f'exec {sys.executable} "$@"\n'
     )
     slow.chmod(0o755)
     run = project.submit("train.steps=20", f"cluster.python={slow}", nodes="n0,n1")
     run.wait_until(lambda: all(Path(f"{started}.{rank}").exists() for rank in range(4)), "started")
     run.cluster.submit_high(nodes=["n0", "n1"], seconds=0.1)
+    run.cluster.wait_for(run.job_id, lambda job: job["PreemptTime"] != "None")
+    preempted.touch()
     run.finish()
     assert [attempt.reason for attempt in run.attempts()] == ["preempted", "finished"]
     assert events(run, "restored") == []  # told to stop before the first step: nothing to save, nothing lost
