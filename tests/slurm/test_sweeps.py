@@ -176,9 +176,13 @@ def test_a_sweep_survives_its_shell_preemptions_and_points_that_raise(sweeper: S
     assert len(sweeper.queue()) == 1 and sum(sweeper.queue().values()) == points
     # Two of its tasks are preempted, and come back by themselves.
     runs = [Run(sweep.run_dir(point.run_id), sweeper.cluster, sweeper.path) for point in sweep.points()]
+    preempting = []
     for run in runs[:2]:
-        run.wait_for_step(3, timeout_s=120)
-        run.cli("preempt", run.run_dir.id)
+        run.wait_for_step(1, timeout_s=120)
+        preempting.append(sweeper.start("preempt", run.run_dir.id))
+    for verb in preempting:
+        _, said = verb.communicate(timeout=60)
+        assert verb.returncode == 0, said
     now = sweeper.wait_until_ended(sweep, timeout_s=60 + 12 * points)
     assert now["states"] == {"finished": points - 3, "failed": 3}
     assert [point["point"] for point in now["points"] if point["state"] == "failed"] == [3, 5, 7]
