@@ -8,19 +8,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from slurmtrain import rundir
 from slurmtrain.cli.arguments import Arguments
 from slurmtrain.cli.as_json import print_json
-from slurmtrain.cli.submit import starting_after
+from slurmtrain.cli.sweep import awaited_runs, client_of, say, say_unless_awaited
 from slurmtrain.config.points import Composer
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import UsageError
-from slurmtrain.launch.after import find_runs
 from slurmtrain.launch.draft import Draft
 from slurmtrain.launch.open_sweep import open_sweep
 from slurmtrain.launch.search import RunFailed, Search, identity_text, seeds
-from slurmtrain.launch.submit import check_slurm_is_here, slurm_conf_of, with_absolute_paths
-from slurmtrain.runtime.slurm import SlurmClient
+from slurmtrain.launch.submit import with_absolute_paths
 
 
 def search(composer: Composer, arguments: Arguments, parallelism: int | None) -> int:
@@ -33,14 +30,8 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
         )
     base = with_absolute_paths(composer.compose(composer.fixed(overrides)), Path.cwd())
     validate(base)
-    after = []
-    if "--after" in options:
-        starting_after(base, options["--after"])  # whatever is wrong with that is said before anything is made
-        after = find_runs(options["--after"], rundir.runs_root())
-    client = None
-    if base.cluster.backend != "local":
-        client = SlurmClient(slurm_conf_of(base))
-        check_slurm_is_here()
+    after = awaited_runs(base, options)
+    client = client_of(base) if base.cluster.backend != "local" else None
     choices, sweeper = composer.choices(overrides), composer.sweeper(overrides)
     identity = identity_text(base, sweeper, choices)
     opened = open_sweep(
@@ -50,15 +41,14 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
         parallelism=parallelism,
         after=after,
         again="--again" in options,
-        say=_say,
+        say=say,
     )
-    if after and [str(run_dir.path) for run_dir in after] != opened.sweep.info()["after"]:
-        _say(f"--after does not hold for {opened.sweep.id}, which is there already")
-    _say(f"sweep {opened.sweep.id}: this shell waits for results; if it dies, the same command goes on where it was")
+    say_unless_awaited(after, opened.sweep)
+    say(f"sweep {opened.sweep.id}: this shell waits for results; if it dies, the same command goes on where it was")
     words = [*overrides, *seeds(sweeper, identity)]
     with _all_on_stderr() if "--json" in options else contextlib.nullcontext():
         try:
-            Search(composer, opened, list(choices), _say).sweep(words)
+            Search(composer, opened, list(choices), say).sweep(words)
         except RunFailed as failure:
             raise RunFailed(
                 failure.message,
@@ -86,7 +76,3 @@ def _all_on_stderr() -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(stdout, 1)
         os.close(stdout)
-
-
-def _say(text: str) -> None:
-    print(f"slurmtrain: {text}", file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from slurmtrain import rundir
@@ -36,7 +36,7 @@ from slurmtrain.launch import collect, sweep_jobs
 from slurmtrain.launch import sweep as sweeps
 from slurmtrain.launch.after import find_runs
 from slurmtrain.launch.claims import is_claimed
-from slurmtrain.launch.draft import Draft, draft_of, preview
+from slurmtrain.launch.draft import draft_of, preview
 from slurmtrain.launch.fits import check_memory
 from slurmtrain.launch.here import alone, run_here
 from slurmtrain.launch.progress import eta_of_all, lowest, roughly
@@ -71,14 +71,11 @@ def submit(arguments: Arguments) -> int:
             return search(composer, arguments, parallelism)
         grid = composer.expand(arguments.overrides)
         draft = draft_of(_fitting(check(composer, grid), grid), cwd)
-    after = []
-    if "--after" in options:
-        starting_after(draft.first, options["--after"])  # whatever is wrong with that is said before anything is made
-        after = find_runs(options["--after"], rundir.runs_root())
+    after = awaited_runs(draft.first, options)
     if "--dry-run" in options:
         return _dry_run(grid, preview(draft, cwd, parallelism, after))
     local = draft.first.cluster.backend == "local"
-    client = None if local else _client(draft)
+    client = None if local else client_of(draft.first)
     sweep = None if "--again" in options else find_same(draft)
     there = sweep is not None
     if sweep is None:
@@ -94,12 +91,11 @@ def submit(arguments: Arguments) -> int:
         )
     if client is None:
         return _run_here(sweep, parallelism or sweep.pack, as_json="--json" in options)
-    if there and after and [str(run_dir.path) for run_dir in after] != sweep.info()["after"]:
-        _say(f"--after does not hold for {sweep.id}, which is there already")
+    say_unless_awaited(after, sweep)
     if there and parallelism not in (None, sweep.info()["parallelism"]):
         throttle(sweep, parallelism, client)
     if parallelism is not None and draft.first.requeue.mode == "resubmit":
-        _say("--array-parallelism does not hold for points that are submitted again, each as a job (requeue=resubmit)")
+        say("--array-parallelism does not hold for points that are submitted again, each as a job (requeue=resubmit)")
     return _submit(sweep, client, there=there, as_json="--json" in options)
 
 
@@ -117,7 +113,7 @@ def _fitting(configs: Iterable[Config], grid: Grid) -> Iterator[Config]:
     _, number, config = largest
     with naming_point(grid, number):
         for warning in check_memory(config):
-            _say(f"warning: {warning}")
+            say(f"warning: {warning}")
 
 
 def _dry_run(grid: Grid, scripts: list[str]) -> int:
@@ -127,17 +123,31 @@ def _dry_run(grid: Grid, scripts: list[str]) -> int:
     return 0
 
 
-def _client(draft: Draft) -> SlurmClient:
+def awaited_runs(config: Config, options: Mapping[str, str]) -> list[RunDir]:
+    """Those of --after. Whatever is wrong with them is said before anything is made."""
+    if "--after" not in options:
+        return []
+    starting_after(config, options["--after"])
+    return find_runs(options["--after"], rundir.runs_root())
+
+
+def say_unless_awaited(after: Sequence[RunDir], sweep: Sweep) -> None:
+    """A sweep that was there already waits for what it was told to wait for when it was made."""
+    if after and [str(run_dir.path) for run_dir in after] != sweep.info()["after"]:
+        say(f"--after does not hold for {sweep.id}, which is there already")
+
+
+def client_of(config: Config) -> SlurmClient:
     """SLURM, which has to be there; with a warning of what is likely to go wrong."""
-    client = SlurmClient(slurm_conf_of(draft.first))
+    client = SlurmClient(slurm_conf_of(config))
     check_slurm_is_here()
-    for warning in look_ahead(draft.first, Path(draft.first.job.runs_dir), client):
-        _say(f"warning: {warning}")
+    for warning in look_ahead(config, Path(config.job.runs_dir), client):
+        say(f"warning: {warning}")
     return client
 
 
 def _submit(sweep: Sweep, client: SlurmClient, *, there: bool, as_json: bool) -> int:
-    submission = submit_arrays(sweep, client, say=_say)
+    submission = submit_arrays(sweep, client, say=say)
     jobs, points = [*submission.found, *submission.submitted], sweep.point_count()
     if as_json:
         print_json({"sweep": sweep.id, "path": str(sweep.path), "points": points, "job_ids": jobs})
@@ -160,7 +170,7 @@ def _run_here(sweep: Sweep, at_once: int, *, as_json: bool) -> int:
     with alone(sweep):
         now = sweeps.states_of(sweep)
         unfinished = [run_id for run_id, its in now.items() if its.word not in DONE_WITH and not its.alive]
-        to_the_end = run_here(sweep, unfinished, at_once, _say, show=at_once == 1 and not as_json)
+        to_the_end = run_here(sweep, unfinished, at_once, say, show=at_once == 1 and not as_json)
     states = counts(sweeps.states_of(sweep).values())
     if as_json:
         facts = {"sweep": sweep.id, "path": str(sweep.path), "points": sweep.point_count(), "job_ids": []}
@@ -314,7 +324,7 @@ def _retry(sweep: Sweep, *, as_json: bool) -> int:
     if sweep.info()["backend"] == "local":
         return _run_here(sweep, sweep.info()["parallelism"] or sweep.pack, as_json=as_json)
     chosen = add_retry(sweep)
-    submission = submit_arrays(sweep, sweeps.client_of(sweep), say=_say)
+    submission = submit_arrays(sweep, sweeps.client_of(sweep), say=say)
     if as_json:
         print_json({"sweep": sweep.id, "runs": chosen, "job_ids": submission.submitted})
     elif submission.submitted:
@@ -349,5 +359,5 @@ def _positive(text: str | None) -> int | None:
     return int(text)
 
 
-def _say(text: str) -> None:
-    print(f"slurmtrain: {text}", file=sys.stderr)  # --json has stdout
+def say(text: str) -> None:
+    print(f"slurmtrain: {text}", file=sys.stderr, flush=True)  # --json has stdout

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,8 +36,13 @@ class Grid:
 
     def varied(self, number: int) -> dict[str, str]:
         """What distinguishes a point: key -> value, as text."""
-        values = dict(override.partition("=")[::2] for override in self.points[number])
-        return {key.lstrip("+"): values[key] for key in self.keys}
+        return values_of(self.points[number], self.keys)
+
+
+def values_of(overrides: Iterable[str], keys: Iterable[str] | None = None) -> dict[str, str]:
+    """key -> value, as text and without Hydra's plus: of all overrides, or of those of `keys` that are there."""
+    values = {key.lstrip("+"): value for key, _, value in (override.partition("=") for override in overrides)}
+    return values if keys is None else {key: values[key] for key in (key.lstrip("+") for key in keys) if key in values}
 
 
 class Composer:

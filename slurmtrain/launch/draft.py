@@ -76,7 +76,7 @@ class Draft:
         identity = identity_of(config)
         self.identities.append(identity)
         if identity not in self.frozen:
-            check_fits(config, self.first)
+            check_belongs(config, self.first)
             self.frozen[identity] = freeze(config)
             self.shapes[identity] = _shape(config)
             self.asking.setdefault(self.shapes[identity], config)
@@ -118,7 +118,7 @@ def draft_of(configs: Iterable[Config], cwd: Path) -> Draft:
     return found
 
 
-def check_fits(config: Config, first: Config) -> None:
+def check_belongs(config: Config, first: Config) -> None:
     """
     Raises:
         ConfigError: it cannot be a point of any sweep, or not of one with this first point.

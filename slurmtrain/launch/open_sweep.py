@@ -16,7 +16,7 @@ from slurmtrain import rundir
 from slurmtrain.config.schema import Config
 from slurmtrain.launch.arrays import plan_arrays
 from slurmtrain.launch.claims import renew
-from slurmtrain.launch.draft import Draft, check_fits
+from slurmtrain.launch.draft import Draft, check_belongs
 from slurmtrain.launch.here import run_here
 from slurmtrain.launch.state import RunState, is_over, states
 from slurmtrain.launch.submit import with_absolute_paths
@@ -139,14 +139,15 @@ class OpenSweep:
             yield from ((run_dir, now[run_dir.id]) for run_dir in dict.fromkeys(run_dirs))
             return
         waiting = dict.fromkeys(run_dirs)
-        asked = time.monotonic()
+        asked, revived = time.monotonic(), set[RunDir]()
         while True:
             ask = time.monotonic() - asked >= ASK_EVERY_S
             if ask:
                 renew(self.sweep.path)
                 asked = time.monotonic()
-            looked = list(waiting) if ask else [run_dir for run_dir in waiting if is_over(run_dir)]
+            looked = [run_dir for run_dir in waiting if ask or (run_dir not in revived and is_over(run_dir))]
             now = states(looked)
+            revived = revived.union(run_dir for run_dir in looked if now[run_dir.id].alive) if not ask else set()
             for run_dir in looked:
                 if not now[run_dir.id].alive:
                     del waiting[run_dir]
@@ -184,7 +185,7 @@ def open_sweep(
     Raises:
         ConfigError: its points cannot be those of a sweep.
     """
-    check_fits(draft.first, draft.first)  # before anything is made
+    check_belongs(draft.first, draft.first)  # before anything is made
     found = find_same(draft)
     if found is None or again or ended(found):
         found = make(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slurmtrain.config.compose import search_path
-from slurmtrain.config.points import Composer
+from slurmtrain.config.points import Composer, values_of
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ClusterError, SlurmtrainError, UsageError
 from slurmtrain.launch import collect
@@ -88,13 +88,9 @@ class Search:
             except SlurmtrainError as error:  # of this combination of values: others may do
                 refused[position] = error
             else:
-                wanted.append(Wanted(self._varied(overrides), config))
+                wanted.append(Wanted(values_of(overrides, self._searched), config))
         ended = iter(self._open_sweep.run(wanted, self._tell))
         return [_job_return(job, refused.get(position) or next(ended)) for position, job in enumerate(jobs)]
-
-    def _varied(self, overrides: Sequence[str]) -> dict[str, str]:
-        values = dict(override.partition("=")[::2] for override in overrides)
-        return {key.lstrip("+"): values[key] for key in self._searched if key in values}
 
     def _tell(self, run_dir: RunDir, now: RunState) -> None:
         varied = " ".join(run_dir.info()["varied"])
