@@ -17,20 +17,24 @@ from slurmtrain.checkpoint.commit import Incarnation
 from slurmtrain.checkpoint.interval import Cadence, Interval, mean_time_between_failures
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.checkpoint.saving import Saved
-from slurmtrain.config.layout import layout_of, micro_batch_size
+from slurmtrain.config.layout import Layout, layout_of, micro_batch_size
 from slurmtrain.config.schema import Config
-from slurmtrain.data import BatchLoader
+from slurmtrain.data import BatchLoader, MapDataset
 from slurmtrain.errors import CheckpointError, ConfigError, SlurmtrainError
 from slurmtrain.observe import Reporter, SilentReporter
-from slurmtrain.parallel.lay import lay
+from slurmtrain.parallel.lay import Laid, lay
 from slurmtrain.redaction import redacted
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.agreement import StopAgreement
+from slurmtrain.runtime.evaluation_jobs import EvaluationJobs, NoJobs
 from slurmtrain.runtime.judge import Reason
 from slurmtrain.runtime.place import Place, update_attempt
 from slurmtrain.runtime.timeline import Timeline
 from slurmtrain.runtime.watch import Watch
 from slurmtrain.runtime.world import World
+from slurmtrain.training.evaluation import Evaluator
+from slurmtrain.training.measures import Measures
+from slurmtrain.training.passes import Passes, passes_of
 from slurmtrain.training.seeds import seed_everything
 from slurmtrain.training.trainer import Ranks, Trainer
 
@@ -48,17 +52,7 @@ def build_trainer(
     """
     rank, layout = world.environment.rank, layout_of(config)
     train = config.train
-    model = build_model(config)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    laid = lay(
-        model,
-        config.parallel,
-        layout,
-        rank=rank,
-        device=world.device,
-        group=world.group,
-        fill=lambda held: fill(held, world.device, train.seed),
-    )
+    laid, parameters = lay_model(config, layout, world)
     seed_everything(train.seed, rank)
     source = build("data", config.data)
     loader = BatchLoader(
@@ -70,7 +64,12 @@ def build_trainer(
         dp_size=layout.dp,
         num_workers=train.data_workers,
     )
-    record = _Record(config, where, source, f"{parameters:,} parameters; {layout}", timeline) if rank == 0 else None
+    passes = passes_of(laid, loader.accumulation_steps, loader.micro_batch_size)
+    evaluator = build_evaluator(config, laid, passes, source, world, stop)
+    jobs = EvaluationJobs(where.run_dir) if rank == 0 and config.eval.mode == "job" else None
+    record = (
+        _Record(config, where, source, f"{parameters:,} parameters; {layout}", timeline, jobs) if rank == 0 else None
+    )
     keeping = config.checkpoint
     checkpointer = Checkpointer(
         where.run_dir.checkpoints,
@@ -92,7 +91,9 @@ def build_trainer(
         checkpoint=config.checkpoint,
         laid=laid,
         loader=loader,
-        valid=getattr(source, "valid", None),
+        passes=passes,
+        evaluator=evaluator,
+        jobs=jobs or (NoJobs() if config.eval.mode == "job" else None),
         baseline=("byte-unigram entropy", source.unigram_entropy) if hasattr(source, "unigram_entropy") else None,
         ranks=Ranks(rank, world.group, world.control),
         checkpointer=checkpointer,
@@ -139,9 +140,17 @@ def _cadence(config: Config, where: Place, step: int) -> Cadence:
 class _Record:
     """What rank 0 writes down and shows about the training."""
 
-    def __init__(self, config: Config, where: Place, source: Any, model: str, timeline: Timeline):
+    def __init__(
+        self,
+        config: Config,
+        where: Place,
+        source: Any,
+        model: str,
+        timeline: Timeline,
+        jobs: EvaluationJobs | None,
+    ):
         self._config, self._where, self._source, self._model = config, where, source, model
-        self._timeline = timeline
+        self._timeline, self._jobs = timeline, jobs
 
     def make_reporter(self, first_step: int, evaluated_at: int) -> Reporter:
         self._timeline.mark("restore")
@@ -182,6 +191,47 @@ class _Record:
             stall_s=round(ending.stall_s, 3),
             size=ending.size,
         )
+        if self._jobs is not None:
+            self._jobs.committed(ending.step)
+
+
+def lay_model(config: Config, layout: Layout, world: World) -> tuple[Laid, int]:
+    """The model, laid over the ranks, and how many parameters the whole has."""
+    model = build_model(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    laid = lay(
+        model,
+        config.parallel,
+        layout,
+        rank=world.environment.rank,
+        device=world.device,
+        group=world.group,
+        fill=lambda held: fill(held, world.device, config.train.seed),
+    )
+    return laid, parameters
+
+
+def build_evaluator(
+    config: Config, laid: Laid, passes: Passes, source: Any, world: World, stop: StopAgreement
+) -> Evaluator:
+    """Raises: ConfigError: a set or a metric cannot be built from the config."""
+    wanted = config.eval.metrics
+    own = {name: build(f"eval.metrics.{name}", value) for name, value in wanted.items() if isinstance(value, dict)}
+    measures = Measures(laid, [name for name, value in wanted.items() if value is True], own)
+    return Evaluator(laid, passes, _evaluation_sets(config, source), measures, counts=world.control, stop=stop)
+
+
+def _evaluation_sets(config: Config, source: Any) -> dict[str, MapDataset]:
+    """The data source's own, and those of eval.sets."""
+    valid = getattr(source, "valid", None)
+    found: dict[str, MapDataset] = {"valid": valid} if valid is not None else {}
+    found |= getattr(source, "evals", None) or {}
+    for name, values in config.eval.sets.items():
+        if name in found:
+            raise ConfigError(f"eval.sets.{name}: the data source has a set of this name", hint="choose another name")
+        built = build(f"eval.sets.{name}", values)
+        found[name] = built if hasattr(built, "__getitem__") else getattr(built, "valid", None) or built.train
+    return found
 
 
 def build_model(config: Config) -> nn.Module:

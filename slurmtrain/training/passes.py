@@ -1,9 +1,9 @@
-"""How the micro batches of a step go through a model: one after another, or as a pipeline."""
+"""How the micro batches of a step, or a batch to evaluate, go through a model: one after another, or as a pipeline."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -12,9 +12,14 @@ from torch import Tensor
 
 from slurmtrain.data import IGNORED_TARGET
 from slurmtrain.data.loader import Batch
+from slurmtrain.errors import ConfigError
 from slurmtrain.parallel.ddp import no_sync
 from slurmtrain.parallel.lay import Laid
 from slurmtrain.parallel.vocabulary import vocabulary_loss_sum
+
+Measure = Callable[[Tensor, Tensor, Batch], Tensor]
+"""Logits [B, S, V], targets [B, S] and the batch they belong to -> sums [K]. All are this rank's part: of each sequence its
+stretch, of the vocabulary its share."""
 
 
 class Passes(Protocol):
@@ -34,8 +39,15 @@ class Passes(Protocol):
             The sum of this rank's losses, in nats; over all ranks they add up to that of the step.
         """
 
-    def evaluate(self, batch: Batch) -> Tensor:
-        """The sum of the losses of a batch of up to `rows` sequences, as `train` returns it."""
+    def expect(self, length: int) -> None:
+        """Sequences to evaluate have up to so many tokens.
+
+        Raises:
+            ConfigError: they are longer than what this model has been set up for.
+        """
+
+    def evaluate(self, batch: Batch, measure: Measure) -> Tensor | None:
+        """What `measure` says of a batch of up to `rows` sequences. None where another rank says it."""
 
 
 def passes_of(laid: Laid, micro_batches: int, micro_batch_size: int) -> Passes:
@@ -64,8 +76,13 @@ class _Straight:
                     total += self._backward(batch, count)
         return total * _is_own(self._laid)
 
-    def evaluate(self, batch: Batch) -> Tensor:
-        return self._loss_sum(batch) * _is_own(self._laid)
+    def expect(self, length: int) -> None:
+        """Any length will do."""
+
+    def evaluate(self, batch: Batch, measure: Measure) -> Tensor | None:
+        own = _stretches(_lengthened(batch, _even(self._laid, batch["inputs"].shape[1])), self._laid)
+        sums = measure(self._model(own["inputs"]), own["targets"], own)
+        return sums if _is_own(self._laid) else None
 
     def _backward(self, batch: Batch, count: Callable[[], int]) -> Tensor:
         loss_sum = self._loss_sum(batch)
@@ -74,7 +91,7 @@ class _Straight:
 
     def _loss_sum(self, batch: Batch) -> Tensor:
         inputs, targets = _own(batch, self._laid)
-        return _loss_sum(self._laid, self._model(inputs), targets)
+        return loss_sum(self._laid, self._model(inputs), targets)
 
     def _communicate(self, last: bool) -> None:
         """Gradients are scattered among shards after each micro batch, since whole ones would take the memory that sharding
@@ -94,8 +111,10 @@ class _Pipelined:
         from slurmtrain.parallel.pipeline import Pipeline  # which takes half a second to import
 
         self._laid = laid
-        self._scale = 1.0
+        self._micro_batch_size = micro_batch_size
         self.rows = micro_batches * micro_batch_size
+        self._length: int | None = None  # tokens of a sequence: stages are set up for one shape
+        self._at_the_end: Callable[[Tensor, Tensor], Tensor]  # where the last stage is, of a micro batch
         self._pipeline = Pipeline(
             laid.stages,
             laid.numbers,
@@ -104,17 +123,38 @@ class _Pipelined:
             micro_batches=micro_batches,
             device=laid.device,
             group=laid.group("pp"),
-            loss=lambda logits, targets: _loss_sum(laid, logits, targets) * self._scale,
+            loss=lambda logits, targets: self._at_the_end(logits, targets),
         )
 
     def train(self, micro_batches: list[Batch], count: Callable[[], int]) -> Tensor:
         whole = {name: torch.cat([batch[name] for batch in micro_batches]) for name in ("inputs", "targets")}
-        self._scale = _scale(self._laid, count)
-        return self._sum(self._pipeline.train(*_own(whole, self._laid))) / self._scale
+        scale = _scale(self._laid, count)
+        self._length = whole["inputs"].shape[1]
+        self._at_the_end = lambda logits, targets: loss_sum(self._laid, logits, targets) * scale
+        return self._sum(self._pipeline.train(*_own(whole, self._laid))) / scale
 
-    def evaluate(self, batch: Batch) -> Tensor:
-        self._scale = 1.0
-        return self._sum(self._pipeline.evaluate(*_own(_filled(batch, self.rows), self._laid)))
+    def expect(self, length: int) -> None:
+        if self._length is None:
+            self._length = _even(self._laid, length)
+        elif length > self._length:
+            raise ConfigError(
+                f"a set to evaluate has sequences of {length} tokens, but the stages of the pipeline are set up for the "
+                f"{self._length} that they train on",
+                hint="cut it into shorter ones, or evaluate in jobs: eval.mode=job eval.parallel.pp=1",
+            )
+
+    def evaluate(self, batch: Batch, measure: Measure) -> Tensor | None:
+        assert self._length is not None, "expect() has not been called"
+        own = _stretches(_filled(_lengthened(batch, self._length), self.rows), self._laid)
+        parts = self._micro_batches(own)
+        # The last stage gets the micro batches in their order.
+        self._at_the_end = lambda logits, targets: measure(logits, targets, next(parts))
+        sums = self._pipeline.evaluate(own["inputs"], own["targets"])
+        return torch.stack(sums).sum(dim=0) if sums and _is_own(self._laid) else None
+
+    def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
+        for first in range(0, self.rows, self._micro_batch_size):
+            yield {name: tensor[first : first + self._micro_batch_size] for name, tensor in batch.items()}
 
     def _sum(self, losses: list[Tensor]) -> Tensor:
         return sum(losses, torch.zeros((), device=self._laid.device)) * _is_own(self._laid)
@@ -132,14 +172,25 @@ def _is_own(laid: Laid) -> bool:
 
 def _own(batch: Batch, laid: Laid) -> tuple[Tensor, Tensor]:
     """Inputs and targets [B, S] on this rank's device; of every sequence its stretch."""
-    parts = [batch[name].chunk(laid.layout.cp, dim=1)[laid.at["cp"]] for name in ("inputs", "targets")]
-    if laid.device.type == "cuda":  # from any other memory, a copy waits for all that the GPU still has to do
-        parts = [part.pin_memory() for part in parts]
-    inputs, targets = (part.to(laid.device, non_blocking=True) for part in parts)
-    return inputs, targets
+    own = _stretches({name: batch[name] for name in ("inputs", "targets")}, laid)
+    return own["inputs"], own["targets"]
 
 
-def _loss_sum(laid: Laid, logits: Tensor, targets: Tensor) -> Tensor:
+def _stretches(batch: Batch, laid: Laid) -> Batch:
+    """The batch on this rank's device; of everything with a value for each token [B, S, ...] its stretch."""
+    length = batch["inputs"].shape[1]
+
+    def own(tensor: Tensor) -> Tensor:
+        if tensor.dim() > 1 and tensor.shape[1] == length:
+            tensor = tensor.chunk(laid.layout.cp, dim=1)[laid.at["cp"]]
+        if laid.device.type == "cuda":  # from any other memory, a copy waits for all that the GPU still has to do
+            tensor = tensor.pin_memory()
+        return tensor.to(laid.device, non_blocking=True)
+
+    return {name: own(tensor) for name, tensor in batch.items()}
+
+
+def loss_sum(laid: Laid, logits: Tensor, targets: Tensor) -> Tensor:
     """Sum of the cross-entropies, in nats, of logits [B, S, V] and targets [B, S]."""
     if laid.layout.tp > 1:
         return vocabulary_loss_sum(logits, targets, laid.group("tp"), IGNORED_TARGET)
@@ -158,11 +209,34 @@ def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
     return torch.compile(_cross_entropy_sum)
 
 
+def _even(laid: Laid, length: int) -> int:
+    """The least length from `length` on that can be shared by the ranks of a sequence."""
+    layout = laid.layout
+    sharing = layout.cp * (layout.tp if laid.parallel.sequence_parallel else 1)
+    return -(-length // sharing) * sharing
+
+
+def _lengthened(batch: Batch, length: int) -> Batch:
+    """`batch` with `length` tokens a sequence. What is added comes last, as one more document, without targets."""
+    have = batch["inputs"].shape[1]
+
+    def longer(name: str, tensor: Tensor) -> Tensor:
+        if tensor.dim() < 2 or tensor.shape[1] != have:
+            return tensor
+        added = tensor[:, -1:].expand(-1, length - have, *tensor.shape[2:])
+        if name == "documents":
+            added = added + 1
+        return torch.cat([tensor, torch.full_like(added, IGNORED_TARGET) if name == "targets" else added], dim=1)
+
+    return {name: longer(name, tensor) for name, tensor in batch.items()} if length > have else batch
+
+
 def _filled(batch: Batch, rows: int) -> Batch:
     """`batch` with `rows` sequences: a pipeline takes one shape only. Those that are added have no targets."""
     missing = rows - len(batch["inputs"])
-    inputs, targets = batch["inputs"], batch["targets"]
-    return {
-        "inputs": torch.cat([inputs, inputs[:1].expand(missing, -1)]),
-        "targets": torch.cat([targets, torch.full_like(targets[:1], IGNORED_TARGET).expand(missing, -1)]),
-    }
+
+    def more(name: str, tensor: Tensor) -> Tensor:
+        added = tensor[:1].expand(missing, *tensor.shape[1:])
+        return torch.cat([tensor, torch.full_like(added, IGNORED_TARGET) if name == "targets" else added])
+
+    return {name: more(name, tensor) for name, tensor in batch.items()} if missing else batch
