@@ -122,6 +122,11 @@ class RunDir:
         """By step."""
         return [RunDir(path.parent) for path in sorted(self.evaluations.glob("*/run.json"))]
 
+    def measured(self) -> dict[str, float]:
+        """Of an evaluation: its metrics by name; nothing before it is done."""
+        metrics: dict[str, float] = (read_json(self.result_file) or {}).get("metrics", {})
+        return metrics
+
     def exists(self) -> bool:
         """Is this a run, or one in the making? `create` makes two folders; run.json comes after the code is copied."""
         return self.info_file.is_file() or (self.attempts.is_dir() and self.checkpoints.is_dir())

@@ -13,7 +13,7 @@ from slurmtrain.cli.as_json import print_json
 from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import UsageError
-from slurmtrain.launch.evaluations import checkpoint_of, metrics_of, prepare, submit_due, submit_once
+from slurmtrain.launch.evaluations import checkpoint_of, prepare, submit_due, submit_once
 from slurmtrain.launch.local import run_local
 from slurmtrain.launch.state import state
 from slurmtrain.rundir import RunDir
@@ -39,7 +39,7 @@ def main(verb: str, words: list[str]) -> int:
         print_json(_object(run_dir, evaluation, checkpoint))
     elif evaluation.result_file.exists():
         print(f"run {run_dir.id}, step {step_of(checkpoint)}")
-        print_table(("metric", "value"), [[name, f"{value:.6g}"] for name, value in metrics_of(evaluation).items()])
+        print_table(("metric", "value"), [[name, f"{value:.6g}"] for name, value in evaluation.measured().items()])
     return code
 
 
@@ -67,7 +67,7 @@ def _object(run_dir: RunDir, evaluation: RunDir, checkpoint: Path) -> dict[str, 
         "step": step_of(checkpoint),
         "path": str(evaluation.path),
         "job_ids": evaluation.info()["job_ids"],
-        "metrics": metrics_of(evaluation),
+        "metrics": evaluation.measured(),
     }
 
 

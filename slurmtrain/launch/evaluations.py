@@ -106,12 +106,6 @@ def is_alive(evaluation: RunDir) -> bool:
     return states([evaluation])[evaluation.id].alive
 
 
-def metrics_of(evaluation: RunDir) -> dict[str, float]:
-    """What it has measured; nothing before it is done."""
-    metrics: dict[str, float] = (rundir.read_json(evaluation.result_file) or {}).get("metrics", {})
-    return metrics
-
-
 def _submit_first(run_dir: RunDir, checkpoint: Path, say: Callable[[str], None]) -> None:
     step = step_of(checkpoint)
     try:
