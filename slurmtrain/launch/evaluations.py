@@ -63,7 +63,7 @@ def prepare(run_dir: RunDir, checkpoint: Path, overrides: Sequence[str] = (), *,
     text = "\n".join(sorted(overrides))
     evaluation = run_dir.evaluation(step_of(checkpoint), hashlib.sha256(text.encode()).hexdigest()[:6] if text else "")
     with _alone(evaluation):
-        if not evaluation.result_file.exists() and not (_is_prepared(evaluation) and is_alive(evaluation)):
+        if not _is_done_or_under_way(evaluation):
             _write(evaluation, run_dir, config, overrides)
     return evaluation
 
@@ -75,7 +75,7 @@ def submit_once(evaluation: RunDir, say: Callable[[str], None] = lambda text: No
         ClusterError: sbatch is missing or refused.
     """
     with _alone(evaluation):
-        if not evaluation.result_file.exists() and not is_alive(evaluation):
+        if not _is_done_or_under_way(evaluation):
             submit([evaluation], load_frozen(evaluation.config_file, with_secrets=False), say)
 
 
@@ -90,7 +90,7 @@ def submit_due(run_dir: RunDir, say: Callable[[str], None]) -> None:
     submitted = {}
     for step in retention.held(run_dir.checkpoints):
         evaluation = run_dir.evaluation(step)
-        if _is_prepared(evaluation) and evaluation.info()["job_ids"]:
+        if _job_ids(evaluation):
             submitted[step] = evaluation
         elif step in there and not _is_cancelled(run_dir):
             _submit_first(run_dir, there[step], say)
@@ -102,19 +102,19 @@ def submit_due(run_dir: RunDir, say: Callable[[str], None]) -> None:
             retention.release(run_dir.checkpoints, step)
 
 
-def is_alive(evaluation: RunDir) -> bool:
-    return states([evaluation])[evaluation.id].alive
-
-
 def _submit_first(run_dir: RunDir, checkpoint: Path, say: Callable[[str], None]) -> None:
     step = step_of(checkpoint)
+    evaluation = run_dir.evaluation(step)
     try:
-        evaluation = prepare(run_dir, checkpoint, here=False)
-        submit_once(evaluation, say)
+        with _alone(evaluation):
+            if _job_ids(evaluation):  # by another process, meanwhile
+                return
+            config = _config(run_dir, checkpoint, here=False)
+            _write(evaluation, run_dir, config)
+            job_id = submit([evaluation], config, say)
     except SlurmtrainError as error:
         run_dir.event("evaluation not submitted", step=step, error=error.message)
         raise
-    job_id = evaluation.info()["job_ids"][-1]
     run_dir.event("evaluation submitted", step=step, job_id=job_id)
     if _is_cancelled(run_dir):  # while sbatch was at work
         SlurmClient(evaluation.info()["slurm_conf"]).cancel(job_id)
@@ -127,7 +127,7 @@ def _is_cancelled(run_dir: RunDir) -> bool:
     return bool(words) and words[-1] in ends
 
 
-def _config(run_dir: RunDir, checkpoint: Path, overrides: Sequence[str], *, here: bool) -> Config:
+def _config(run_dir: RunDir, checkpoint: Path, overrides: Sequence[str] = (), *, here: bool) -> Config:
     trained = load_frozen(run_dir.config_file, with_secrets=False)
     if trained.job.kind != "train":
         raise UsageError(
@@ -167,12 +167,11 @@ def _changes(overrides: Sequence[str]) -> dict[str, Any]:
     return changes
 
 
-def _write(evaluation: RunDir, run_dir: RunDir, config: Config, overrides: Sequence[str]) -> None:
+def _write(evaluation: RunDir, run_dir: RunDir, config: Config, overrides: Sequence[str] = ()) -> None:
     for folder in (evaluation.attempts, evaluation.checkpoints):
         folder.mkdir(mode=0o700, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         evaluation.code.symlink_to(os.path.relpath(run_dir.code, evaluation.path))
-    before = rundir.read_json(evaluation.info_file) or {}
     trained = run_dir.info()
     info = {
         "id": evaluation.id,
@@ -186,7 +185,7 @@ def _write(evaluation: RunDir, run_dir: RunDir, config: Config, overrides: Seque
         "host": socket.gethostname(),
         "created": time.time(),
         "slurm_conf": slurm_conf_of(config) if config.cluster.backend == "slurm" else None,
-        "job_ids": before.get("job_ids", []),
+        "job_ids": _job_ids(evaluation),
     }
     rundir.write_text(evaluation.config_file, freeze(config))
     rundir.write_text(
@@ -195,8 +194,16 @@ def _write(evaluation: RunDir, run_dir: RunDir, config: Config, overrides: Seque
     rundir.write_json(evaluation.info_file, info)
 
 
-def _is_prepared(evaluation: RunDir) -> bool:
-    return evaluation.info_file.exists()
+def _job_ids(evaluation: RunDir) -> list[str]:
+    """Those it was submitted as, prepared or not."""
+    found: list[str] = (rundir.read_json(evaluation.info_file) or {}).get("job_ids", [])
+    return found
+
+
+def _is_done_or_under_way(evaluation: RunDir) -> bool:
+    if evaluation.result_file.exists():
+        return True
+    return evaluation.info_file.exists() and states([evaluation])[evaluation.id].alive
 
 
 @contextlib.contextmanager
