@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from contextlib import nullcontext
+from math import lcm
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored
 from slurmtrain.checkpoint.commit import Incarnation
+from slurmtrain.checkpoint.drift import FINGERPRINT
 from slurmtrain.checkpoint.interval import Cadence, Interval, mean_time_between_failures
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.checkpoint.saving import Saved
-from slurmtrain.config.layout import layout_of, micro_batch_size
-from slurmtrain.config.schema import Config
-from slurmtrain.data import BatchLoader
+from slurmtrain.config.layout import Layout, layout_of, micro_batch_size
+from slurmtrain.config.schema import Config, ParallelConfig, TrainConfig
+from slurmtrain.data.loader import BatchLoader, Rows
+from slurmtrain.data.samples import fingerprint_of
 from slurmtrain.errors import CheckpointError, ConfigError, SlurmtrainError
 from slurmtrain.observe import Reporter, SilentReporter
 from slurmtrain.parallel.lay import lay
@@ -69,7 +72,13 @@ def build_trainer(
         dp_rank=layout.dp_rank(rank),
         dp_size=layout.dp,
         num_workers=train.data_workers,
+        shuffle=train.shuffle,
+        ahead=train.data_ahead,
+        sorted_steps=train.length_sorted_steps,
+        rows=rows_of(layout, config.parallel),
+        device=world.device,
     )
+    _check_repetition(loader, train)
     record = _Record(config, where, source, f"{parameters:,} parameters; {layout}", timeline) if rank == 0 else None
     keeping = config.checkpoint
     checkpointer = Checkpointer(
@@ -77,7 +86,7 @@ def build_trainer(
         group=world.saving,
         incarnation=Incarnation(where.number, where.incarnation_label(world.environment)),
         run_id=where.run_dir.id,
-        config=_bound(config),
+        config=_bound(config, source),
         keep=Keep(keeping.keep_last, keeping.keep_every, keeping.keep_best, keeping.best_metric, keeping.best_mode),
         verify=keeping.verify,
         asynchronous=keeping.asynchronous,
@@ -102,10 +111,25 @@ def build_trainer(
         make_cadence=lambda step: _cadence(config, where, step),
         plan_stop=watch.plan_stop if watch is not None else lambda step_s, save_s: None,
         grace_left=watch.seconds_left if watch is not None else lambda: None,
+        data_hash=fingerprint_of(source),
     )
 
 
-def _bound(config: Config) -> dict[str, Any]:
+def rows_of(layout: Layout, parallel: ParallelConfig) -> Rows:
+    """When samples differ in length: rows that ranks can share evenly; for stages and compiled code, all alike."""
+    return Rows(multiple=lcm(layout.cp, layout.tp), fixed=layout.pp > 1 or parallel.compile)
+
+
+def _check_repetition(loader: BatchLoader, train: TrainConfig) -> None:
+    samples, once = train.steps * train.global_batch_size, loader.order.once
+    if not train.repeat and samples > once:
+        raise ConfigError(
+            f"train.steps={train.steps} of {train.global_batch_size} samples see one of them again after {once:,}",
+            hint=f"train.steps={once // train.global_batch_size} see none twice; train.repeat=true lets them",
+        )
+
+
+def _bound(config: Config, source: Any) -> dict[str, Any]:
     """What a checkpoint is bound to: with another model, order of samples or optimiser, its state means something else."""
     train = config.train
     bound: dict[str, Any] = redacted(  # it is written beside the weights
@@ -114,6 +138,7 @@ def _bound(config: Config) -> dict[str, Any]:
             "data": config.data,
             "optim": dataclasses.asdict(config.optim),
             "train": {"seed": train.seed, "global_batch_size": train.global_batch_size, "steps": train.steps},
+            FINGERPRINT: fingerprint_of(source),
         }
     )
     return bound
