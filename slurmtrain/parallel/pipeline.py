@@ -112,22 +112,26 @@ class Pipeline:
         )
         self._losses: list[Tensor] = []
 
-    def train(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
-        """Forward and backward of a whole step [micro batches x B, S]; the losses, where the last stage is."""
-        return self._run(self._schedule.step, inputs, targets)
+    def train(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> list[Tensor]:
+        """Forward and backward of a whole step [micro batches x B, S]; the losses, where the last stage is.
 
-    def evaluate(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+        Args:
+            more: what every stage is called with, beside the output of the one before it.
+        """
+        return self._run(self._schedule.step, inputs, targets, more)
+
+    def evaluate(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> list[Tensor]:
         """As `train`, but forward only."""
-        losses = self._run(self._schedule.eval, inputs, targets)
+        losses = self._run(self._schedule.eval, inputs, targets, more)
         for stage in self._stages:  # no backward pass follows that would do it
             for module in stage.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
         return losses
 
-    def _run(self, go: Callable[..., Any], inputs: Tensor, targets: Tensor) -> list[Tensor]:
+    def _run(self, go: Callable[..., Any], inputs: Tensor, targets: Tensor, more: dict[str, Tensor]) -> list[Tensor]:
         self._losses = []
-        go(*([inputs] if self._first else []), **({"target": targets} if self._last else {}))
+        go(*([inputs] if self._first else []), **({"target": targets} if self._last else {}), **more)
         return self._losses[-self._micro_batches :]  # torch's very first call is for the shapes
 
     def _noted(self, loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
