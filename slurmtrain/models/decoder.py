@@ -210,7 +210,7 @@ class Block(nn.Module):
         self.attention_norm, self.feed_forward_norm = attention_norm, feed_forward_norm
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x_BSW: Tensor, positions: Tensor, mask: Mask | None) -> Tensor:
+    def forward(self, x_BSW: Tensor, positions: Tensor, mask: Mask | None = None) -> Tensor:
         """One layer: [B, S, W] -> [B, S, W]."""
         x_BSW = x_BSW + self.dropout(self.attention(self.attention_norm(x_BSW), positions, mask))
         return x_BSW + self.dropout(self.feed_forward(self.feed_forward_norm(x_BSW)))
@@ -248,7 +248,7 @@ class Attention(nn.Module):
         self.out = Linear(heads * head_dim, width, std=residual_std)
         self.attend = CausalAttention()
 
-    def forward(self, x_BSW: Tensor, positions: Tensor, mask: Mask | None) -> Tensor:
+    def forward(self, x_BSW: Tensor, positions: Tensor, mask: Mask | None = None) -> Tensor:
         """[B, S, W] -> [B, S, W].
 
         Args:

@@ -77,6 +77,7 @@ ROWS = [
         micro=1,
         slow=True,
     ),
+    _row("FSDP 4, kept by groups of 2", 4, "dp_replicate=1 dp_shard=4 reshard_after_forward=2", micro=1),
     _row("HSDP 2 x 2", 4, "dp_shard=2", slow=True),
     _row("HSDP 2 x 2, accumulation", 4, "dp_shard=2", micro=1),
     _row("TP 2", 2, "tp=2"),
