@@ -209,11 +209,6 @@ def _model_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
     stages = pp * STAGES_PER_RANK.get(parallel.pp_schedule, 1)
     if isinstance(layers := model.get("layers"), int) and pp > 1 and layers < stages:
         yield f"model.layers={layers} are too few for {stages} stages of parallel.pp={pp}", None
-    if pp > 1 and model.get("tie_embeddings"):
-        yield (
-            f"model.tie_embeddings=true with parallel.pp={pp}: the first and the last stage would share a matrix",
-            "set model.tie_embeddings=false",
-        )
     if tp > 1 and model.get("dropout") and not parallel.sequence_parallel:
         yield (
             f"model.dropout={model['dropout']} with parallel.sequence_parallel=false and parallel.tp={tp}: each rank would "

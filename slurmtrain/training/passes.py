@@ -106,6 +106,7 @@ class _Pipelined:
             micro_batches=micro_batches,
             device=laid.device,
             group=laid.group("pp"),
+            shared=laid.shared,
             loss=lambda logits, targets: _loss_sum(laid, logits, targets) * self._scale,
         )
 

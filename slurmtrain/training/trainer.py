@@ -222,7 +222,7 @@ class Trainer:
             return nn.utils.clip_grad_norm_(self._parameters, self._optim.grad_clip or math.inf)
         from slurmtrain.parallel.gradients import clip_gradients  # with DTensors, which take half a second to import
 
-        return clip_gradients(self._parameters, self._optim.grad_clip, self._ranks.group)
+        return clip_gradients(self._parameters, self._optim.grad_clip, self._ranks.group, self._laid.shared)
 
     def _begin_token_count(self, micro_batches: list[Batch]) -> Callable[[], int]:
         """Count the tokens of this step over all ranks and micro batches while the first forward pass runs.

@@ -94,6 +94,16 @@ ROWS = [
     _row("PP 4, GPipe", 4, "pp=4 pp_schedule=gpipe", UNTIED, slow=True),
     _row("PP 2, interleaved 1F1B", 2, "pp=2 pp_schedule=interleaved_1f1b", UNTIED, micro=2),
     _row("PP 2, zero bubble", 2, "pp=2 pp_schedule=zero_bubble", UNTIED, micro=2),
+    _row("PP 2, 1F1B, tied", 2, "pp=2"),
+    _row("PP 2, zero bubble, tied", 2, "pp=2 pp_schedule=zero_bubble", micro=2, slow=True),
+    _row("PP 4, GPipe, tied", 4, "pp=4 pp_schedule=gpipe", slow=True),
+    _row(
+        "PP 2 x FSDP 2, interleaved 1F1B, tied",
+        4,
+        "dp_replicate=1 dp_shard=2 pp=2 pp_schedule=interleaved_1f1b",
+        slow=True,
+    ),
+    _row("PP 2 x FSDP 2 x TP 2, tied", 8, "dp_replicate=1 dp_shard=2 tp=2 pp=2", micro=1, slow=True),
     _row("DDP 2 x TP 2", 4, "tp=2", micro=2),
     _row("FSDP 2 x TP 2", 4, "dp_replicate=1 dp_shard=2 tp=2", micro=2),
     _row(

@@ -64,7 +64,6 @@ BAD_CONFIGS = [
         "model.layers=3 are too few for 4 stages of parallel.pp=4",
         "parallel.pp=2",
     ),
-    ([*SLURM, "parallel.pp=2"], "tie_embeddings=true with parallel.pp=2", "model.tie_embeddings=false"),
     (
         [*SLURM, *PIPELINE, "train.micro_batch_size=8"],
         "parallel.pp=2 stages want at least as many micro batches",
