@@ -93,7 +93,8 @@ class ParallelConfig:
     units: list[str] = field(
         default_factory=list
     )  # class names that FSDP2 gathers at a time; []: the model's, or by size
-    reshard_after_forward: bool | None = None  # free gathered parameters until backward; null: yes, but with pp no
+    # Free gathered parameters until backward; null: yes, but with pp no. A number: groups of so many shards keep them.
+    reshard_after_forward: bool | int | None = None
     param_dtype: str | None = None  # "bfloat16": compute in it, with FSDP2; parameters and optimiser stay float32
     reduce_dtype: str = "float32"  # in which gradients are added up; "bfloat16" halves what is sent
     gradient_compression: str = "none"  # what replicas send each other (DDP): "bf16", "fp16", "powersgd"

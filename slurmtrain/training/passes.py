@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from slurmtrain.data import IGNORED_TARGET
 from slurmtrain.data.loader import Batch
+from slurmtrain.errors import ConfigError
 from slurmtrain.parallel.ddp import no_sync
 from slurmtrain.parallel.lay import Laid
 from slurmtrain.parallel.vocabulary import vocabulary_loss_sum
@@ -73,8 +75,8 @@ class _Straight:
         return loss_sum.detach()
 
     def _loss_sum(self, batch: Batch) -> Tensor:
-        inputs, targets = _own(batch, self._laid)
-        return _loss_sum(self._laid, self._model(inputs), targets)
+        inputs, targets, more = _own(batch, self._laid)
+        return _loss_sum(self._laid, self._model(inputs, **more), targets)
 
     def _communicate(self, last: bool) -> None:
         """Gradients are scattered among shards after each micro batch, since whole ones would take the memory that sharding
@@ -104,17 +106,20 @@ class _Pipelined:
             micro_batches=micro_batches,
             device=laid.device,
             group=laid.group("pp"),
+            shared=laid.shared,
             loss=lambda logits, targets: _loss_sum(laid, logits, targets) * self._scale,
         )
 
     def train(self, micro_batches: list[Batch], count: Callable[[], int]) -> Tensor:
-        whole = {name: torch.cat([batch[name] for batch in micro_batches]) for name in ("inputs", "targets")}
+        whole = {name: torch.cat([batch[name] for batch in micro_batches]) for name in _known(micro_batches[0])}
         self._scale = _scale(self._laid, count)
-        return self._sum(self._pipeline.train(*_own(whole, self._laid))) / self._scale
+        inputs, targets, more = _own(whole, self._laid)
+        return self._sum(self._pipeline.train(inputs, targets, **more)) / self._scale
 
     def evaluate(self, batch: Batch) -> Tensor:
         self._scale = 1.0
-        return self._sum(self._pipeline.evaluate(*_own(_filled(batch, self.rows), self._laid)))
+        inputs, targets, more = _own(_filled(batch, self.rows), self._laid)
+        return self._sum(self._pipeline.evaluate(inputs, targets, **more))
 
     def _sum(self, losses: list[Tensor]) -> Tensor:
         return sum(losses, torch.zeros((), device=self._laid.device)) * _is_own(self._laid)
@@ -130,13 +135,39 @@ def _is_own(laid: Laid) -> bool:
     return laid.at["tp"] == 0
 
 
-def _own(batch: Batch, laid: Laid) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [B, S] on this rank's device; of every sequence its stretch."""
-    parts = [batch[name].chunk(laid.layout.cp, dim=1)[laid.at["cp"]] for name in ("inputs", "targets")]
+def _known(batch: Batch) -> list[str]:
+    """The names in `batch` that mean something here."""
+    return [name for name in ("inputs", "targets", "documents") if name in batch]
+
+
+def _own(batch: Batch, laid: Laid) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Inputs and targets [B, S] on this rank's device, of every sequence its stretch; and the model's other arguments.
+
+    Those are `documents`, if there are any, of the whole sequence: who looks at what depends on all of it.
+
+    Raises:
+        ConfigError: the model does not take them.
+    """
+    parts = {name: batch[name] for name in _known(batch)}
+    if "documents" in parts:
+        _check_takes_documents(laid.stages[0])
+    for name in ("inputs", "targets"):
+        parts[name] = parts[name].chunk(laid.layout.cp, dim=1)[laid.at["cp"]]
     if laid.device.type == "cuda":  # from any other memory, a copy waits for all that the GPU still has to do
-        parts = [part.pin_memory() for part in parts]
-    inputs, targets = (part.to(laid.device, non_blocking=True) for part in parts)
-    return inputs, targets
+        parts = {name: part.pin_memory() for name, part in parts.items()}
+    there = {name: part.to(laid.device, non_blocking=True) for name, part in parts.items()}
+    return there.pop("inputs"), there.pop("targets"), there
+
+
+def _check_takes_documents(model: nn.Module) -> None:
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    if "documents" not in inspect.signature(type(model).forward).parameters:
+        raise ConfigError(
+            "rows of the data hold several documents, which the model does not tell apart: its forward() has no `documents`",
+            hint="set data.document_mask=false to let documents see those before them, or take `documents` as "
+            "slurmtrain/models/decoder.py does",
+        )
 
 
 def _loss_sum(laid: Laid, logits: Tensor, targets: Tensor) -> Tensor:
@@ -161,8 +192,6 @@ def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
 def _filled(batch: Batch, rows: int) -> Batch:
     """`batch` with `rows` sequences: a pipeline takes one shape only. Those that are added have no targets."""
     missing = rows - len(batch["inputs"])
-    inputs, targets = batch["inputs"], batch["targets"]
-    return {
-        "inputs": torch.cat([inputs, inputs[:1].expand(missing, -1)]),
-        "targets": torch.cat([targets, torch.full_like(targets[:1], IGNORED_TARGET).expand(missing, -1)]),
-    }
+    added = {name: batch[name][:1].expand(missing, -1) for name in _known(batch)}
+    added["targets"] = torch.full_like(added["targets"], IGNORED_TARGET)
+    return {name: torch.cat([batch[name], more]) for name, more in added.items()}

@@ -262,7 +262,7 @@ class Trainer:
             return nn.utils.clip_grad_norm_(self._parameters, self._optim.grad_clip or math.inf)
         from slurmtrain.parallel.gradients import clip_gradients  # with DTensors, which take half a second to import
 
-        return clip_gradients(self._parameters, self._optim.grad_clip, self._ranks.group)
+        return clip_gradients(self._parameters, self._optim.grad_clip, self._ranks.group, self._laid.shared)
 
     def _begin_sums(self, data: Step) -> Callable[[], StepSums]:
         """Add up over all ranks what this step is made of, while the first forward pass runs.
