@@ -2,6 +2,7 @@
 
 from slurmtrain.data.loader import Batch, BatchLoader, MapDataset, eval_batches
 from slurmtrain.data.order import permute, sample_ids
+from slurmtrain.data.prepared import PreparedText
 from slurmtrain.data.text import IGNORED_TARGET, ByteText, ByteWindows, StdlibText, TextFiles
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "ByteText",
     "ByteWindows",
     "MapDataset",
+    "PreparedText",
     "StdlibText",
     "TextFiles",
     "eval_batches",
