@@ -107,7 +107,12 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         skipped = np.cumsum(pairs) - pairs  # pairs of the batch before each piece
         firsts = np.cumsum(counts) - counts  # number of each row's first piece
         lengths = np.add.reduceat(pairs, firsts) if len(firsts) else firsts
-        if lengths.max(initial=0) > self._seq_len or (starts + pairs).max(initial=0) >= self._stream.tokens:
+        ends = starts + pairs
+        if (
+            lengths.max(initial=0) > self._seq_len
+            or starts.min(initial=0) < 0
+            or ends.max(initial=0) >= self._stream.tokens
+        ):
             raise damaged("the index of the packing")
         return _Batch(starts, pairs, rows, skipped - skipped[firsts][rows], lengths)
 
