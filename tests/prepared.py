@@ -17,7 +17,7 @@ def write_prepared(
     folder: Path, splits: Mapping[str, Sequence[Documents]], *, vocab_size: int = 257, bos: int | None = None
 ) -> Manifest:
     """Args: splits: by name, the documents of each shard. A document is taken to have four bytes of text a token."""
-    tokenizer = TokenizerFacts("bytes", None, None, vocab_size, bos, None)
+    tokenizer = TokenizerFacts(kind="bytes", file=None, sha256=None, vocab_size=vocab_size, bos=bos, eos=None)
     written = {name: _split(folder, name, shards, tokenizer.dtype) for name, shards in splits.items()}
     manifest = Manifest(tokenizer.dtype, tokenizer, written, ())
     manifest.write(folder)

@@ -13,7 +13,7 @@ from slurmtrain.data.manifest import FILE_NAME, Manifest, TokenizerFacts, read_m
 from slurmtrain.data.packing import LONG_DOCUMENTS, best_fit_rows, document_rows
 from slurmtrain.data.rows import Pack, Rows, Windows, row_index
 from slurmtrain.data.stream import VERIFY, TokenStream
-from slurmtrain.data.tokens import PackedTokens
+from slurmtrain.data.tokens import DocumentTokens, PackedTokens
 from slurmtrain.errors import ConfigError, nearest
 
 PACKINGS = ("concat", "best_fit", "documents")
@@ -114,11 +114,11 @@ class PreparedText:
             raise _no_split(folder, manifest, split)
         stream = TokenStream(folder, manifest, split, self._verify)
         rows = self._rows(stream, folder, manifest)
-        return PackedTokens(
+        kind = DocumentTokens if self._packing == "documents" else PackedTokens
+        return kind(
             stream,
             rows,
             seq_len=self._seq_len,
-            fixed=self._packing != "documents",
             document_mask=self._document_mask,
             num_bytes=_text_bytes(manifest, split, rows, masked=self._document_mask),
         )

@@ -109,17 +109,17 @@ class TokenStream:
             yield first, self._ends(number, 0, self.split.shards[number].documents)
 
     def borders(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Positions p where a document begins, and one has ended before, begin < p < end; int64, increasing.
+        """Positions p where a document begins, and one has ended before, begin < p < end; int64, not decreasing.
 
         Raises:
             As `shard_ends`.
         """
         found = [np.empty(0, dtype=np.int64)]
-        for shard, first, count in self._stretches(begin, end - begin):
+        for shard, first, count in self._stretches(begin, end - 1 - begin):
             ends = self._ends_between(shard, first, first + count)
-            found.append(np.unique(ends.astype(np.int64)) + self._firsts[shard])
-        positions = np.concatenate(found)
-        return positions[(positions > begin) & (positions < end)]
+            low, high = ends.searchsorted([first, first + count], side="right")
+            found.append(ends[low:high].astype(np.int64) + self._firsts[shard])
+        return np.concatenate(found)
 
     def _stretches(self, position: int, count: int) -> Iterator[tuple[int, int, int]]:
         """(shard, first token in it, tokens) of a stretch, shard by shard; each has at least one token."""
@@ -135,14 +135,12 @@ class TokenStream:
         """At least all ends e of a shard with begin < e <= end."""
         documents = self.split.shards[shard].documents
         blocks = range(-(-documents // _BLOCK))
-        block = max(bisect.bisect_right(blocks, begin, key=lambda block: self._first_end_of_block(shard, block)) - 1, 0)
+        first = bisect.bisect_right(blocks, begin, key=lambda block: self._first_end_of_block(shard, block)) - 1
         found = [np.empty(0, dtype="<u8")]
-        while block < len(blocks):
-            ends = self._ends(shard, block * _BLOCK, min(_BLOCK, documents - block * _BLOCK))
-            found.append(ends)
-            if ends[-1] >= end:
+        for block in blocks[max(first, 0) :]:
+            found.append(self._ends(shard, block * _BLOCK, min(_BLOCK, documents - block * _BLOCK)))
+            if found[-1][-1] >= end:
                 break
-            block += 1
         return np.concatenate(found)
 
     def _read_first_end_of_block(self, shard: int, block: int) -> int:
@@ -151,18 +149,21 @@ class TokenStream:
     def _ends(self, shard: int, first: int, count: int) -> NDArray[np.uint64]:
         """The ends of so many documents from number `first` on, checked against each other and the shard's size."""
         ends = self._read_ends(shard, first, count)
-        held = self.split.shards[shard]
-        wrong = np.flatnonzero(ends[1:] < ends[:-1]) + 1
-        if not len(wrong) and len(ends):
-            last = first + count == held.documents
-            wrong = np.flatnonzero(ends[-1:] != held.tokens if last else ends[-1:] > held.tokens) + count - 1
-        if len(wrong):
-            raise ConfigError(
-                f"{self._files[shard]['ends'].path}: document {first + wrong[0]:,} ends at token {ends[wrong[0]]:,}, after "
-                f"one that ends at {ends[wrong[0] - 1] if wrong[0] else 0:,}, in a shard of {held.tokens:,} tokens",
-                hint="the file is damaged: copy or prepare the data set again",
-            )
-        return ends
+        if not count:
+            return ends
+        tokens, documents = self.split.shards[shard].tokens, self.split.shards[shard].documents
+        wrong = ends[1:] < ends[:-1]
+        if wrong.any():
+            number = int(wrong.argmax()) + 1
+        elif ends[-1] > tokens or (first + count == documents and ends[-1] != tokens):
+            number = count - 1
+        else:
+            return ends
+        raise ConfigError(
+            f"{self._files[shard]['ends'].path}: document {first + number:,} ends at token {ends[number]:,}, after one that "
+            f"ends at {ends[number - 1] if number else 0:,}, in a shard of {tokens:,} tokens",
+            hint="the file is damaged: copy or prepare the data set again",
+        )
 
     def _read_ends(self, shard: int, first: int, count: int) -> NDArray[np.uint64]:
         ends = np.empty(count, dtype="<u8")

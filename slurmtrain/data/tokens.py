@@ -35,7 +35,7 @@ class _Batch:
 
 
 class PackedTokens(Dataset[dict[str, Tensor]]):
-    """A data set over a split of prepared data.
+    """A data set over a split of prepared data, with rows of one length.
 
     A sample has `inputs` and `targets`, int64 [S]; where documents are masked also `documents`, int32 [S]: 0, 1, ... along
     the row, and one more for the padding. Padding has inputs of 0 and targets that the loss ignores.
@@ -43,8 +43,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
     Args:
         stream: the tokens.
         rows: which of them each sample has.
-        seq_len: of the longest sample.
-        fixed: all rows have `seq_len`; False: as many as the longest sample of the batch.
+        seq_len: S; no sample is longer.
         document_mask: give `documents`, and ignore targets in another document than their inputs.
         num_bytes: of text that all targets stand for; None: not known.
     """
@@ -55,12 +54,11 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         rows: Rows,
         *,
         seq_len: int,
-        fixed: bool = True,
         document_mask: bool = False,
         num_bytes: int | None = None,
     ):
-        self._stream, self._rows, self._seq_len, self._fixed = stream, rows, seq_len, fixed
-        self._document_mask, self.num_bytes = document_mask, num_bytes
+        self._stream, self._rows, self._document_mask = stream, rows, document_mask
+        self.seq_len, self.num_bytes = seq_len, num_bytes
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -68,10 +66,6 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """One sample."""
         return {name: rows[0] for name, rows in self.get_batch(np.array([index])).items()}
-
-    def lengths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens of each of the samples `indices` [B] but for its padding, int64 [B]. Raises as `get_batch`."""
-        return self._plan(indices).lengths
 
     def will_need(self, indices: NDArray[np.int64]) -> None:
         """Have the samples `indices` [B] read ahead; returns at once. Raises as `get_batch`."""
@@ -88,7 +82,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
             DataError: it cannot be read now.
         """
         batch = self._plan(indices)
-        width = self._seq_len if self._fixed else int(batch.lengths.max(initial=0))
+        width = self._width(batch)
         inputs, targets = self._read(batch, width)
         arrays: dict[str, NDArray[Any]] = {"inputs": inputs, "targets": targets}
         if self._document_mask:
@@ -97,6 +91,9 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
             padding = np.arange(width) >= batch.lengths[:, None]
             inputs[padding], targets[padding] = 0, IGNORED_TARGET
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def _width(self, batch: _Batch) -> int:
+        return self.seq_len
 
     def _plan(self, indices: NDArray[np.int64]) -> _Batch:
         if len(indices) and (np.min(indices) < 0 or np.max(indices) >= len(self)):
@@ -109,7 +106,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         lengths = np.add.reduceat(pairs, firsts) if len(firsts) else firsts
         ends = starts + pairs
         if (
-            lengths.max(initial=0) > self._seq_len
+            lengths.max(initial=0) > self.seq_len
             or starts.min(initial=0) < 0
             or ends.max(initial=0) >= self._stream.tokens
         ):
@@ -146,3 +143,14 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         begins[np.arange(len(targets)), batch.lengths] = 1  # the padding
         begins[:, 0] = 0
         return np.cumsum(begins[:, :-1], axis=1, dtype=np.int32)
+
+
+class DocumentTokens(PackedTokens):
+    """Samples of different length: a batch's rows are as long as its longest sample."""
+
+    def lengths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens of each of the samples `indices` [B] but for its padding, int64 [B]. Raises as `get_batch`."""
+        return self._plan(indices).lengths
+
+    def _width(self, batch: _Batch) -> int:
+        return int(batch.lengths.max(initial=0))
