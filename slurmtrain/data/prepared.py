@@ -9,11 +9,12 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from slurmtrain.data.manifest import FILE_NAME, Manifest, TokenizerFacts, read_manifest
+from slurmtrain.data.manifest import FILE_NAME, Manifest, read_manifest
 from slurmtrain.data.packing import LONG_DOCUMENTS, best_fit_rows, document_rows
 from slurmtrain.data.rows import Pack, Rows, Windows, row_index
 from slurmtrain.data.stream import VERIFY, TokenStream
 from slurmtrain.data.tokens import DocumentTokens, PackedTokens
+from slurmtrain.data.vocabulary import check_tokenizer, named
 from slurmtrain.errors import ConfigError, nearest
 
 PACKINGS = ("concat", "best_fit", "documents")
@@ -75,7 +76,7 @@ class PreparedText:
             valid_split = "valid"
         self.train = self._open(self._folder, self._manifest, train_split)
         self.valid = self._open(self._folder, self._manifest, valid_split) if valid_split else None
-        self.evals = {name: self._open_named(where) for name, where in (evals or {}).items()}
+        self.evals = {name: self._opennamed(where) for name, where in (evals or {}).items()}
         self.vocab_size = self._manifest.tokenizer.vocab_size
         settings = (
             f"{self._manifest.fingerprint} {train_split} {seq_len} {packing} {long_documents} {self._document_mask}"
@@ -88,7 +89,7 @@ class PreparedText:
             f"{'up to ' if packing == 'documents' else ''}{seq_len} tokens ({packing})"
         )
 
-    def _open_named(self, where: str) -> PackedTokens:
+    def _opennamed(self, where: str) -> PackedTokens:
         """An evaluation set by what `evals` says of it."""
         if where in self._manifest.splits:
             return self._open(self._folder, self._manifest, where)
@@ -102,7 +103,7 @@ class PreparedText:
         mine, other = self._manifest.tokenizer, manifest.tokenizer
         if dataclasses.replace(other, file=mine.file) != mine:
             raise ConfigError(
-                f"{folder} was prepared with the tokenizer {_named(other)}, and {self._folder} with {_named(mine)}",
+                f"{folder} was prepared with the tokenizer {named(other)}, and {self._folder} with {named(mine)}",
                 hint="prepare both with one tokenizer",
             )
         if split is None:
@@ -136,21 +137,6 @@ class PreparedText:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         folders = [folder / "packed", cache / "slurmtrain" / "packed"]
         return row_index(stream, name, made_from, folders, pack, verify=self._verify)
-
-
-def check_tokenizer(manifest: Manifest, folder: Path, sha256: str | None) -> None:
-    """Raises ConfigError when the data was not made by the tokenizer that the experiment names."""
-    if sha256 is not None and manifest.tokenizer.sha256 != sha256:
-        raise ConfigError(
-            f"data.tokenizer_sha256 is {sha256}, but {folder} was prepared with the tokenizer "
-            f"{_named(manifest.tokenizer)}",
-            hint="prepare the data with that tokenizer, or correct data.tokenizer_sha256",
-        )
-
-
-def _named(tokenizer: TokenizerFacts) -> str:
-    ids = f"{tokenizer.vocab_size} ids, bos {tokenizer.bos}, eos {tokenizer.eos}"
-    return f"{tokenizer.sha256 or tokenizer.kind} ({ids})"
 
 
 def _check(seq_len: int, packing: str, document_mask: bool | None, long_documents: str, verify: str) -> None:

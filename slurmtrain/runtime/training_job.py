@@ -20,6 +20,7 @@ from slurmtrain.checkpoint.saving import Saved
 from slurmtrain.config.layout import layout_of, micro_batch_size
 from slurmtrain.config.schema import Config
 from slurmtrain.data import BatchLoader
+from slurmtrain.data.vocabulary import check_vocabulary
 from slurmtrain.errors import CheckpointError, ConfigError, SlurmtrainError
 from slurmtrain.observe import Reporter, SilentReporter
 from slurmtrain.parallel.lay import lay
@@ -61,6 +62,7 @@ def build_trainer(
     )
     seed_everything(train.seed, rank)
     source = build("data", config.data)
+    check_vocabulary(getattr(model, "vocab_size", None), getattr(source, "vocab_size", None))
     loader = BatchLoader(
         source.train,
         seed=train.seed,

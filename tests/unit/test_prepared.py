@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from slurmtrain.cli import main
 from slurmtrain.data import BatchLoader, PreparedText, reading, rows
 from slurmtrain.data.manifest import Manifest, Shard, Split, TokenizerFacts, shard_file
 from slurmtrain.errors import ConfigError, DataError
@@ -215,6 +216,23 @@ def test_arguments_that_cannot_work(data: Path, arguments: dict[str, Any], sente
         PreparedText(str(data), **{"seq_len": 4, **arguments})
     with pytest.raises(ConfigError, match=r"has no manifest.json"):
         PreparedText(str(data / "train"), 4)
+
+
+def submit_refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main([*words, "submit", "--dry-run"]) == 78
+    return capsys.readouterr().err
+
+
+def test_a_model_that_does_not_know_all_tokens_is_refused_before_it_queues(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = ["data=prepared", f"data.path={data}"]
+    assert "model.vocab_size=256 is too small for data with 257 token ids" in submit_refusal(alone, capsys)
+    mixed = ["data=mixture", f"+data.sources.web={{_target_: slurmtrain.data.PreparedText, path: {data}, seq_len: 64}}"]
+    assert "hint: set model.vocab_size=257, or more" in submit_refusal(mixed, capsys)
+    assert "data.tokenizer_sha256 is abc" in submit_refusal([*alone, "data.tokenizer_sha256=abc"], capsys)
+    for words in ([*alone, "model.vocab_size=257"], ["data=prepared", "data.path=/not/on/this/machine"]):
+        assert main([*words, "submit", "--dry-run"]) == 0
 
 
 def tokens_file(data: Path, shard: str = "00003", kind: str = "tokens") -> Path:
