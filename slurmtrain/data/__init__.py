@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from slurmtrain.data.mixture import Mixture as Mixture
     from slurmtrain.data.order import permute as permute
     from slurmtrain.data.order import sample_ids as sample_ids
+    from slurmtrain.data.prepared import PreparedText as PreparedText
     from slurmtrain.data.samples import MapDataset as MapDataset
     from slurmtrain.data.text import ByteText as ByteText
     from slurmtrain.data.text import ByteWindows as ByteWindows
@@ -27,6 +28,7 @@ _HOMES = {
     "loader": ("BatchLoader", "eval_batches"),
     "mixture": ("Mixture",),
     "order": ("permute", "sample_ids"),
+    "prepared": ("PreparedText",),
     "samples": ("MapDataset",),
     "text": ("ByteText", "ByteWindows", "StdlibText", "TextFiles"),
 }

@@ -34,8 +34,8 @@ def collate(samples: Sequence[Any]) -> Batch:
 
 def padded(batch: Batch, length: int) -> Batch:
     """`batch` with rows of `length` tokens; what is added has no targets, and belongs to a document of its own."""
-    missing = length - row_length(batch)
-    if missing <= 0 or not row_length(batch):
+    missing = length - tokens_per_row(batch)
+    if missing <= 0 or not tokens_per_row(batch):
         return batch
     return {name: torch.cat([rows, _filling(name, rows, missing)], dim=1) for name, rows in batch.items()}
 
@@ -46,7 +46,7 @@ def joined(parts: Sequence[tuple[Tensor, Batch]]) -> Batch:
         rows, batch = parts[0]
         return {name: values[torch.argsort(rows)] for name, values in batch.items()}
     names = {name for _, batch in parts for name in batch}
-    longest = max(row_length(batch) for _, batch in parts)
+    longest = max(tokens_per_row(batch) for _, batch in parts)
     complete = [padded(_with_documents(batch, names), longest) for _, batch in parts]
     order = torch.argsort(torch.cat([rows for rows, _ in parts]))
     return {name: torch.cat([batch[name] for batch in complete])[order] for name in complete[0]}
@@ -63,7 +63,7 @@ def num_targets(batch: Batch) -> int:
     return int((batch["targets"] != IGNORED_TARGET).sum()) if named else 0
 
 
-def row_length(batch: Batch) -> int:
+def tokens_per_row(batch: Batch) -> int:
     """Tokens of the rows; 0 for a batch that has none."""
     targets = batch.get("targets") if isinstance(batch, Mapping) else None
     return targets.shape[1] if targets is not None and targets.ndim == 2 else 0

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from slurmtrain.data import proof
-from slurmtrain.data.batches import Batch, num_targets, padded, row_length
+from slurmtrain.data.batches import Batch, num_targets, padded, tokens_per_row
 from slurmtrain.data.lengths import ByLength, dealt
 from slurmtrain.data.order import Epochs, Order
 from slurmtrain.data.samples import MapDataset, fetch
@@ -32,7 +32,7 @@ from slurmtrain.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowLength:
     """How long the rows of a batch are, when samples differ in length.
 
     Attributes:
@@ -73,7 +73,7 @@ class BatchLoader:
         samples_consumed: where to start.
         ahead: steps that are read ahead by workers, and announced to the file system.
         sorted_steps: for samples of different length: so many steps share theirs, sorted by length.
-        rows: for samples of different length.
+        row_length: for samples of different length.
         device: where the micro batches go.
 
     Raises:
@@ -94,7 +94,7 @@ class BatchLoader:
         samples_consumed: int = 0,
         ahead: int = 2,
         sorted_steps: int = 1,
-        rows: Rows | None = None,
+        row_length: RowLength | None = None,
         device: torch.device | None = None,
     ):
         _check_batch_sizes(global_batch_size, micro_batch_size, dp_size)
@@ -107,7 +107,7 @@ class BatchLoader:
         self._samples_consumed = samples_consumed
         self._lengths = getattr(dataset, "lengths", None)
         self.order = self._order(shuffle, sorted_steps)
-        self._fetch = _Fetch(dataset, seed, rows or Rows())
+        self._fetch = _Fetch(dataset, seed, row_length or RowLength())
         self._gpu = _Gpu(device) if device is not None and device.type == "cuda" else None
         self._fetched: Iterator[_Fetched] | None = None
 
@@ -242,15 +242,15 @@ class _Fetched(NamedTuple):
 class _Fetch:
     """From a piece to its batch, in whichever process."""
 
-    def __init__(self, dataset: MapDataset, seed: int, rows: Rows):
-        self._dataset, self._seed, self._rows = dataset, seed, rows
+    def __init__(self, dataset: MapDataset, seed: int, row_length: RowLength):
+        self._dataset, self._seed, self._row_length = dataset, seed, row_length
 
     def __call__(self, piece: _Piece) -> _Fetched:
         batch = fetch(self._dataset, piece.indices, seed=self._seed, numbers=piece.numbers)
-        if self._rows.fixed:
+        if self._row_length.fixed:
             batch = padded(batch, getattr(self._dataset, "seq_len", 0))
         else:
-            batch = padded(batch, -(-row_length(batch) // self._rows.multiple) * self._rows.multiple)
+            batch = padded(batch, -(-tokens_per_row(batch) // self._row_length.multiple) * self._row_length.multiple)
         return _Fetched(batch, num_targets(batch), proof.digest(*piece))
 
 

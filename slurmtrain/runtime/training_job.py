@@ -21,8 +21,9 @@ from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.checkpoint.saving import Saved
 from slurmtrain.config.layout import Layout, layout_of, micro_batch_size
 from slurmtrain.config.schema import Config, ParallelConfig, TrainConfig
-from slurmtrain.data.loader import BatchLoader, Rows
+from slurmtrain.data.loader import BatchLoader, RowLength
 from slurmtrain.data.samples import fingerprint_of
+from slurmtrain.data.vocabulary import check_vocabulary
 from slurmtrain.errors import CheckpointError, ConfigError, SlurmtrainError
 from slurmtrain.observe import Reporter, SilentReporter
 from slurmtrain.parallel.lay import lay
@@ -64,6 +65,7 @@ def build_trainer(
     )
     seed_everything(train.seed, rank)
     source = build("data", config.data)
+    check_vocabulary(getattr(model, "vocab_size", None), getattr(source, "vocab_size", None))
     loader = BatchLoader(
         source.train,
         seed=train.seed,
@@ -75,7 +77,7 @@ def build_trainer(
         shuffle=train.shuffle,
         ahead=train.data_ahead,
         sorted_steps=train.length_sorted_steps,
-        rows=rows_of(layout, config.parallel),
+        row_length=row_length_of(layout, config.parallel),
         device=world.device,
     )
     _check_repetition(loader, train)
@@ -115,9 +117,9 @@ def build_trainer(
     )
 
 
-def rows_of(layout: Layout, parallel: ParallelConfig) -> Rows:
+def row_length_of(layout: Layout, parallel: ParallelConfig) -> RowLength:
     """When samples differ in length: rows that ranks can share evenly; for stages and compiled code, all alike."""
-    return Rows(multiple=lcm(layout.cp, layout.tp), fixed=layout.pp > 1 or parallel.compile)
+    return RowLength(multiple=lcm(layout.cp, layout.tp), fixed=layout.pp > 1 or parallel.compile)
 
 
 def _check_repetition(loader: BatchLoader, train: TrainConfig) -> None:

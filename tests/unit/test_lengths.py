@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slurmtrain.data import BatchLoader
 from slurmtrain.data.lengths import ByLength, dealt
-from slurmtrain.data.loader import Rows
+from slurmtrain.data.loader import RowLength
 from slurmtrain.data.order import Epochs
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(4.0, 1.0, 5000), 1, 512).astype(np.int64)
@@ -108,7 +108,7 @@ def test_sorted_steps_read_in_pieces_are_those_read_at_once(batch: int, window: 
 
 
 def test_rows_are_as_long_as_what_computes_on_them_can_take() -> None:
-    assert {batch["inputs"].shape[1] % 16 for batch in steps(1, rows=Rows(multiple=16))[0]} == {0}
-    assert {batch["inputs"].shape for batch in steps(1, rows=Rows(fixed=True))[0]} == {(4, 512)}
-    for one, other in zip(steps(1, rows=Rows(fixed=True))[0], steps(1)[0], strict=True):
+    assert {batch["inputs"].shape[1] % 16 for batch in steps(1, row_length=RowLength(multiple=16))[0]} == {0}
+    assert {batch["inputs"].shape for batch in steps(1, row_length=RowLength(fixed=True))[0]} == {(4, 512)}
+    for one, other in zip(steps(1, row_length=RowLength(fixed=True))[0], steps(1)[0], strict=True):
         assert int((one["targets"] != -100).sum()) == int((other["targets"] != -100).sum())
