@@ -32,7 +32,8 @@ class RunDir:
     # Files and folders, in the order in which a run makes them.
     @property
     def id(self) -> str:
-        return self.path.name
+        """Of an evaluation, with the id of the run whose checkpoint it is of."""
+        return f"{self.path.parents[1].name}.{self.path.name}" if self._is_evaluation else self.path.name
 
     @property
     def info_file(self) -> Path:
@@ -74,6 +75,34 @@ class RunDir:
         return self.path / "tensorboard"
 
     @property
+    def evaluations(self) -> Path:
+        """Folders of evaluations that are not made by the run's own ranks, each like a run's."""
+        return self.path / "evaluations"
+
+    def evaluation(self, step: int, variant: str = "") -> RunDir:
+        """Of the checkpoint of `step`; `variant` tells apart those that differ in more."""
+        return RunDir(self.evaluations / (f"step_{step:07d}" + (f"-{variant}" if variant else "")))
+
+    @property
+    def evaluations_file(self) -> Path:
+        """What they have measured, a line each; as in metrics.jsonl."""
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def result_file(self) -> Path:
+        """Of an evaluation: what it has measured."""
+        return self.path / "result.json"
+
+    @property
+    def evaluated_run(self) -> RunDir | None:
+        """Of an evaluation: the run whose checkpoint it is of."""
+        return RunDir(self.path.parents[1]) if self._is_evaluation else None
+
+    @property
+    def _is_evaluation(self) -> bool:
+        return self.path.parent.name == "evaluations"
+
+    @property
     def request_file(self) -> Path:
         """What a person asked of the running job: written by `cancel`, `preempt` and `requeue`."""
         return self.path / "request.json"
@@ -89,6 +118,15 @@ class RunDir:
         return self.path / "save"
 
     # What is in them.
+    def all_evaluations(self) -> list[RunDir]:
+        """By step."""
+        return [RunDir(path.parent) for path in sorted(self.evaluations.glob("*/run.json"))]
+
+    def measured(self) -> dict[str, float]:
+        """Of an evaluation: its metrics by name; nothing before it is done."""
+        metrics: dict[str, float] = (read_json(self.result_file) or {}).get("metrics", {})
+        return metrics
+
     def exists(self) -> bool:
         """Is this a run, or one in the making? `create` makes two folders; run.json comes after the code is copied."""
         return self.info_file.is_file() or (self.attempts.is_dir() and self.checkpoints.is_dir())

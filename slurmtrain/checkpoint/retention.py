@@ -25,6 +25,7 @@ from pathlib import Path
 from slurmtrain.checkpoint.commit import (
     FINAL_NAME,
     TEMPORARY_NAME,
+    checkpoint_name,
     committed,
     read_manifest,
     refresh,
@@ -34,6 +35,7 @@ from slurmtrain.checkpoint.commit import (
 from slurmtrain.errors import CheckpointError
 
 READERS = ".readers"
+HOLDS = ".held"
 MARKER_NAME = re.compile(rf"(?P<checkpoint>{FINAL_NAME.pattern})\.(?P<host>[^.]+)\.(?P<pid>\d+)\.[0-9a-f]+")
 
 # A reader on another host cannot be asked whether it lives. 2.3 TB (the state of a 176 billion parameter model) take
@@ -147,6 +149,23 @@ def _make_marker(path: Path) -> Path | None:
     return marker
 
 
+def hold(directory: Path, step: int) -> None:
+    """Keep the checkpoint of `step`, now or when it is there, for somebody who is still to come; until `release`."""
+    (directory / HOLDS).mkdir(mode=0o700, parents=True, exist_ok=True)
+    (directory / HOLDS / checkpoint_name(step)).touch()
+
+
+def release(directory: Path, step: int) -> None:
+    (directory / HOLDS / checkpoint_name(step)).unlink(missing_ok=True)
+
+
+def held(directory: Path) -> list[int]:
+    """Steps that are kept for somebody, in order."""
+    with suppress(OSError):
+        return sorted(step_of(path) for path in (directory / HOLDS).iterdir() if FINAL_NAME.fullmatch(path.name))
+    return []
+
+
 def in_use(directory: Path, now: float) -> set[str]:
     """Names of the checkpoints in `directory` that somebody reads. Markers that dead readers left are removed.
 
@@ -243,7 +262,7 @@ def _newest_change(path: Path) -> float | None:
 
 
 def prune(directory: Path, keep: Keep, order: int, *, spare: Collection[int] = ()) -> list[str]:
-    """Remove what `keep` does not want and nobody reads. Called when the newest checkpoint is known to be sound.
+    """Remove what `keep` does not want, nobody reads and nobody holds. Called when the newest checkpoint is known to be sound.
 
     Args:
         spare: steps that stay in any case: what was just saved, which after a step back is not the highest.
@@ -254,7 +273,9 @@ def prune(directory: Path, keep: Keep, order: int, *, spare: Collection[int] = (
     found = committed(directory)
     read = in_use(directory, time.time())
     kept = [Kept(step_of(path), _metrics(path) if keep.best else {}) for path in found]
-    steps = set(surplus(kept, keep, in_use={*spare, *(step_of(path) for path in found if path.name in read)}))
+    steps = set(
+        surplus(kept, keep, in_use={*spare, *held(directory), *(step_of(path) for path in found if path.name in read)})
+    )
     gone = [path for path in found if step_of(path) in steps]
     for path in gone:
         remove(path, order)

@@ -26,6 +26,7 @@ HYDRA_OPTIONS = {
 }
 CFG_CHOICES = ("job", "hydra", "all")
 INFO_CHOICES = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+OPEN = ("eval.sets.", "eval.metrics.", "eval.cluster.", "eval.parallel.")
 SHORT = {
     "-h": "--help",
     "-m": "--multirun",
@@ -128,7 +129,10 @@ def find_verb(argv: Sequence[str]) -> str | None:
 
 
 def normalise(override: str) -> str:
-    """Both `cluster=a100x4` and `+cluster=a100x4` are accepted: conf/config.yaml lists the group, so Hydra wants no plus."""
+    """Both `cluster=a100x4` and `+cluster=a100x4` are accepted: conf/config.yaml lists the group, so Hydra wants no plus. And
+    both for what may be added to `eval`, whose sets, metrics and changes have names that nobody can know."""
+    if override.startswith(OPEN):
+        return f"++{override}"
     group = override.partition("=")[0].removeprefix("+")
     return override.removeprefix("+") if group in _shipped_groups() else override
 

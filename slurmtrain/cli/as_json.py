@@ -20,6 +20,7 @@ def print_json(value: Any) -> None:
 def run_object(run_dir: RunDir, now: RunState) -> dict[str, Any]:
     """One run. `status RUN --json` prints one, `status --json` and `runs list --json` a list of them, oldest first.
 
+    evaluations  in `status RUN --json` alone: see `evaluation_object`
     id, name, path
     state        one word: prepared, waiting, starting, running, stopping, requeued, held, unknown, finished, stopped,
                  failed or lost
@@ -54,6 +55,23 @@ def run_object(run_dir: RunDir, now: RunState) -> dict[str, Any]:
         "doubt": now.doubt,
         **_progress_object(now),
         "attempts": [_attempt_object(attempt) for attempt in now.attempts],
+    }
+
+
+def evaluation_object(evaluation: RunDir, now: RunState) -> dict[str, Any]:
+    """One of a run's evaluations that are not made by the training itself: `evaluations` of `status RUN --json`.
+
+    name           of its folder below evaluations/ of the run
+    state, sentence, job_id, job_ids  as of a run
+    metrics        by name; {} before it is done
+    """
+    return {
+        "name": evaluation.path.name,
+        "state": now.word,
+        "sentence": now.sentence,
+        "job_id": now.job_id,
+        "job_ids": evaluation.info()["job_ids"],
+        "metrics": evaluation.measured(),
     }
 
 

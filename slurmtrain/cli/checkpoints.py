@@ -351,10 +351,14 @@ def _prune(place: Place, options: argparse.Namespace) -> int:
     if removals:
         _check_newest(place, found)
         in_use = retention.in_use(place.directory, time.time())  # after the verification, which takes time
+        held = retention.held(place.directory)
+        waited_for = {path.name for path in found if _step(path) in held} - in_use
         for removal in removals:
             if removal.path.name in in_use:
                 print(f"{removal.path.name} is being read and stays")
-        removals = [removal for removal in removals if removal.path.name not in in_use]
+            if removal.path.name in waited_for:
+                print(f"{removal.path.name} is still to be evaluated and stays")
+        removals = [removal for removal in removals if removal.path.name not in in_use | waited_for]
     if options.leftovers or (keep is not None and not _by_options(options)):
         removals += [
             Removal(path, "left by a process that was killed")

@@ -8,12 +8,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from slurmtrain import rundir
 from slurmtrain.cli.arguments import Parser
-from slurmtrain.cli.as_json import print_json, run_object
+from slurmtrain.cli.as_json import evaluation_object, print_json, run_object
 from slurmtrain.cli.columns import (
     PROGRESS,
     counts,
@@ -36,6 +36,7 @@ from slurmtrain.runtime.attempts import Attempt, write_request
 from slurmtrain.runtime.slurm import SlurmClient
 
 HEADER = ("run", "name", "state", *PROGRESS, "attempts", "")
+EVALUATIONS_HEADER = ("evaluation", "job", "state", "measured", "")
 ATTEMPTS_HEADER = ("attempt", "job", "started", "took", "nodes", "steps", "reason", "then")
 
 
@@ -129,23 +130,44 @@ def say_unreadable(root: Path) -> None:
 
 
 def _one(run_dir: RunDir, *, as_json: bool) -> int:
-    now = state(run_dir)
+    evaluations = run_dir.all_evaluations()
+    found = states([run_dir, *evaluations])
+    now = found[run_dir.id]
     if as_json:
-        print_json(run_object(run_dir, now))
+        objects = [evaluation_object(each, found[each.id]) for each in evaluations]
+        print_json({**run_object(run_dir, now), "evaluations": objects})
         return 0
     print("\n".join(_lines(run_dir, now)))
-    if now.attempts:
+    for table in _tables(evaluations, found, now):
         print()
-        print_table(ATTEMPTS_HEADER, [_attempt_row(attempt, now) for attempt in now.attempts])
+        print_table(*table)
     say_doubts([now])
     return 0
 
 
+Table = tuple[Sequence[str], list[list[str]]]
+
+
+def _tables(evaluations: Sequence[RunDir], found: Mapping[str, RunState], now: RunState) -> list[Table]:
+    """Header and rows of the attempts, and of the evaluations that are not the training's own; where there are any."""
+    attempts = [_attempt_row(attempt, now) for attempt in now.attempts]
+    others = [_evaluation_row(each, found[each.id]) for each in evaluations]
+    return [table for table in ((ATTEMPTS_HEADER, attempts), (EVALUATIONS_HEADER, others)) if table[1]]
+
+
+def _evaluation_row(evaluation: RunDir, now: RunState) -> list[str]:
+    losses = {name: value for name, value in evaluation.measured().items() if name.endswith("_loss")}
+    measured = ", ".join(f"{name} {value:.4f}" for name, value in losses.items())
+    return [evaluation.path.name, now.job_id or "-", now.word, measured or "-", now.sentence]
+
+
 def _view_of(run_dir: RunDir) -> View:
-    now = state(run_dir)
-    rows = [_attempt_row(attempt, now) for attempt in now.attempts]
-    attempts = ["", *table_lines(ATTEMPTS_HEADER, rows, terminal_width())] if rows else []
-    return View([*_lines(run_dir, now), *attempts], doubts([now]), not now.alive)
+    evaluations = run_dir.all_evaluations()
+    found = states([run_dir, *evaluations])
+    now, width = found[run_dir.id], terminal_width()
+    tables = [line for table in _tables(evaluations, found, now) for line in ("", *table_lines(*table, width))]
+    over = not any(each.alive for each in found.values())
+    return View([*_lines(run_dir, now), *tables], doubts([now]), over)
 
 
 def _lines(run_dir: RunDir, now: RunState) -> list[str]:
@@ -187,6 +209,14 @@ def _attempt_row(attempt: Attempt, now: RunState) -> list[str]:
 
 
 def _cancel(run_dir: RunDir) -> str:
+    """End a run, and the evaluations of its checkpoints that have not ended."""
+    evaluations = run_dir.all_evaluations()
+    found = states(evaluations)
+    said = [_cancel_one(run_dir), *(_cancel_one(each) for each in evaluations if found[each.id].alive)]
+    return "\n".join(said)
+
+
+def _cancel_one(run_dir: RunDir) -> str:
     now = state(run_dir)
     if not now.alive:
         return f"run {run_dir.id} is not running: {now.sentence}"

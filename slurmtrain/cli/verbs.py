@@ -87,6 +87,12 @@ VERBS: dict[str, Verb] = {
         "digest; prune removes what need not be kept; export writes the weights as OUT.safetensors or OUT.pt",
         "slurmtrain.cli.checkpoints",
     ),
+    "evaluate": Verb(
+        "evaluate RUN [--step N] [key=value ...] [--submit] [--json]",
+        "measure a checkpoint of a run on its evaluation sets, here or, with --submit, by a job; key=value changes fields of "
+        "eval, cluster and parallel. The same command again shows the result",
+        "slurmtrain.cli.evaluate",
+    ),
     "layout": Verb(
         "[+cluster=NAME] [key=value ...] layout [--memory] [--json]",
         "which rank stands where under parallel=... : node, place on every axis, the ranks it shares that axis with; "

@@ -164,7 +164,7 @@ def _problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
     """What cannot work with these sizes, whose product is the world size."""
     yield from _node_problems(sizes, config)
     yield from _shard_problems(sizes, config)
-    if config.job.kind == "train":
+    if config.job.kind in ("train", "evaluate"):
         yield from _model_problems(sizes, config)
         yield from _sequence_problems(sizes, config)
         yield from _batch_problems(sizes, config)

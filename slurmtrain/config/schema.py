@@ -131,7 +131,7 @@ class TrainConfig:
     data_workers: int = 0  # processes per rank that read ahead
     data_ahead: int = 2  # steps that they read ahead, and of which the file system hears early
     log_every: int = 10  # steps
-    eval_every: int = 100  # steps; 0: at the end only
+    eval_every: int = 100  # steps between evaluations; 0: at the end only; see `eval`
     device: str = "auto"  # "auto": a GPU where one is visible; "cpu"; "cuda"
     tensorboard: bool = True  # needs the extra `tensorboard`; said once when it is missing
 
@@ -149,7 +149,7 @@ class CheckpointConfig:
     keep_last: int = 2  # complete checkpoints kept; at least 2
     keep_every: int = 0  # and those whose step is a multiple of this; 0: none for that reason
     keep_best: int = 0  # and so many of the best by best_metric; 0: none for that reason
-    best_metric: str = "valid_loss"  # of the steps that are evaluated when they are saved
+    best_metric: str = "valid_loss"  # or another of an evaluation; of the steps that are evaluated when they are saved
     best_mode: str = "min"  # "min" or "max"
     asynchronous: bool = (
         True  # write while training goes on; false: wait for each commit, the first failure ends the attempt
@@ -159,6 +159,22 @@ class CheckpointConfig:
     mirror: str | None = None  # URL of an object store's folder; copies go to <mirror>/<job.name>/<run id>
     restore_from: str | None = None  # a checkpoint to begin from when this run has none of its own
     allow: list[str] = field(default_factory=list)  # what may differ from it: keys, shapes, dtypes, config, data
+
+
+@dataclass
+class EvalConfig:
+    """What is measured on held-out samples, and where. When: train.eval_every, and at the end."""
+
+    mode: str = "inline"  # "inline": training waits for it; "job": each due checkpoint gets a SLURM job of its own
+    # Further sets by name, each a data config with its _target_. The data source's own are "valid" and those in its `evals`.
+    sets: dict[str, Any] = field(default_factory=dict)
+    # Besides the loss: true or false for those of slurmtrain.training.measures, or a config of your own with its _target_.
+    metrics: dict[str, Any] = field(
+        default_factory=lambda: {"perplexity": True, "bits_per_byte": True, "accuracy": False}
+    )
+    # Of evaluations that are not made by the training itself: what differs from the training's cluster and parallel.
+    cluster: dict[str, Any] = field(default_factory=dict)  # without: one node, if the model's ranks fit on it
+    parallel: dict[str, Any] = field(default_factory=dict)  # without: one copy of the model
 
 
 @dataclass
@@ -204,6 +220,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     requeue: RequeueConfig = field(default_factory=RequeueConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)

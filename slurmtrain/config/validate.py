@@ -10,6 +10,7 @@ import re
 import shlex
 
 from slurmtrain.config.compose import SECRET_REFERENCE, SECRET_VARIABLE
+from slurmtrain.config.evaluation import evaluation_config
 from slurmtrain.config.layout import STAGES_PER_RANK, Layout, layout_of
 from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig, JobConfig, ParallelConfig, TrainConfig
 from slurmtrain.errors import ConfigError, nearest
@@ -43,6 +44,8 @@ SBATCH_OPTIONS = {
     **dict.fromkeys(("array", "chdir", "export", "input", "parsable", "wait", "wrap"), "slurmtrain itself"),
 }
 SLURM_EARLY_S = 60  # `man sbatch`, --signal: the signal may be sent up to 60 seconds earlier than specified
+BUILT_IN_METRICS = ("perplexity", "bits_per_byte", "accuracy")
+SET_NAME = re.compile(r"[A-Za-z0-9_]+")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
 
 
@@ -60,6 +63,46 @@ def validate(config: Config) -> None:
     _check_compression(config.parallel, layout_of(config))
     _check_ranges(config)
     _check_hooks(config.hooks)
+    _check_evaluation(config)
+
+
+def _check_evaluation(config: Config) -> None:
+    wanted = config.eval
+    _one_of("eval.mode", wanted.mode, ("inline", "job"))
+    for name, values in wanted.sets.items():
+        if not SET_NAME.fullmatch(name) or name == "valid":
+            raise ConfigError(
+                f"eval.sets has {name!r}, which is no name for a set",
+                hint="letters, digits and _; `valid` is that of the data source",
+            )
+        _check_target(f"eval.sets.{name}", values)
+    for name, value in wanted.metrics.items():
+        if not isinstance(value, bool):
+            _check_target(f"eval.metrics.{name}", value)
+        elif name not in BUILT_IN_METRICS:
+            raise ConfigError(f"eval.metrics.{name}: there is no such metric", hint=nearest(name, BUILT_IN_METRICS))
+    if wanted.mode == "inline" or config.job.kind != "train":
+        return
+    if config.cluster.backend == "local":
+        raise ConfigError("eval.mode=job, but cluster.backend=local has no queue for jobs", hint="eval.mode=inline")
+    if config.checkpoint.keep_best:
+        raise ConfigError(
+            f"checkpoint.keep_best={config.checkpoint.keep_best} with eval.mode=job: when a checkpoint is removed, its "
+            "evaluation may not have come back",
+            hint="checkpoint.keep_every=N, or eval.mode=inline",
+        )
+    try:
+        validate(evaluation_config(config, "checkpoint"))
+    except ConfigError as error:
+        raise ConfigError(
+            f"the job of an evaluation (eval.mode=job) cannot be: {error.message}",
+            hint=f"eval.cluster and eval.parallel change it; {error.hint or 'by default it is one copy of the model'}",
+        ) from None
+
+
+def _check_target(where: str, values: object) -> None:
+    if not isinstance(values, dict) or not isinstance(values.get("_target_"), str):
+        raise ConfigError(f"{where}={values!r} has no _target_", hint=f"+{where}._target_=my_package.MyClass")
 
 
 def _check_job(job: JobConfig) -> None:
@@ -286,8 +329,6 @@ def _check_ranges(config: Config) -> None:
         raise ConfigError(
             f"checkpoint.every_minutes={config.checkpoint.every_minutes} is no time", hint="0 means: not by time"
         )
-    if config.job.kind == "train":
-        _one_of("checkpoint.best_metric", config.checkpoint.best_metric, ("valid_loss",))
     if config.checkpoint.mtbf_hours is not None and not config.checkpoint.mtbf_hours > 0:
         raise ConfigError(
             f"checkpoint.mtbf_hours={config.checkpoint.mtbf_hours} is no time between failures",

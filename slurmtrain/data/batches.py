@@ -34,10 +34,28 @@ def collate(samples: Sequence[Any]) -> Batch:
 
 def padded(batch: Batch, length: int) -> Batch:
     """`batch` with rows of `length` tokens; what is added has no targets, and belongs to a document of its own."""
-    missing = length - tokens_per_row(batch)
-    if missing <= 0 or not tokens_per_row(batch):
+    before = tokens_per_row(batch)
+    if not 0 < before < length:
         return batch
-    return {name: torch.cat([rows, _filling(name, rows, missing)], dim=1) for name, rows in batch.items()}
+
+    def longer(name: str, values: Tensor) -> Tensor:
+        if values.ndim < 2 or values.shape[1] != before:
+            return values
+        added = values.new_zeros((len(values), length - before, *values.shape[2:]))
+        if name == "documents":
+            added = added + values[:, -1:] + 1
+        return torch.cat([values, torch.full_like(added, IGNORED_TARGET) if name == "targets" else added], dim=1)
+
+    return {name: longer(name, values) for name, values in batch.items()}
+
+
+def filled(batch: Batch, rows: int) -> Batch:
+    """`batch` with `rows` samples; those that are added have no targets."""
+    missing = rows - len(batch["targets"])
+    if missing <= 0:
+        return batch
+    more = {name: values[:1].expand(missing, *values.shape[1:]) for name, values in batch.items()}
+    return {name: torch.cat([values, blank(more)[name]]) for name, values in batch.items()}
 
 
 def joined(parts: Sequence[tuple[Tensor, Batch]]) -> Batch:
@@ -67,12 +85,6 @@ def tokens_per_row(batch: Batch) -> int:
     """Tokens of the rows; 0 for a batch that has none."""
     targets = batch.get("targets") if isinstance(batch, Mapping) else None
     return targets.shape[1] if targets is not None and targets.ndim == 2 else 0
-
-
-def _filling(name: str, rows: Tensor, missing: int) -> Tensor:
-    value: Any = IGNORED_TARGET if name == "targets" else 0
-    filling = torch.full((len(rows), missing), value, dtype=rows.dtype)
-    return filling + rows[:, -1:] + 1 if name == "documents" else filling
 
 
 def _with_documents(batch: Batch, names: set[str]) -> Batch:

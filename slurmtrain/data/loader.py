@@ -121,6 +121,11 @@ class BatchLoader:
         """Samples of all steps handed out so far, over all ranks. What workers have read ahead does not count."""
         return self._samples_consumed
 
+    def example(self) -> Batch:
+        """A micro batch of the kind that comes; none of those that do."""
+        first = np.zeros(self.micro_batch_size, dtype=np.int64)
+        return self._fetch(_Piece(first, first)).batch
+
     def state_dict(self) -> dict[str, int]:
         """The whole state, the same on all ranks."""
         return {"samples_consumed": self._samples_consumed}

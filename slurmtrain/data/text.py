@@ -36,10 +36,13 @@ class ByteWindows(Dataset[dict[str, Tensor]]):
     Args:
         text: uint8 [N].
         seq_len: S, bytes per window.
+
+    Attributes:
+        num_bytes: that are targets.
     """
 
     def __init__(self, text: NDArray[np.uint8], seq_len: int):
-        self.num_targets = max(len(text) - 1, 0)
+        self.num_targets = self.num_bytes = max(len(text) - 1, 0)
         self._windows = -(-self.num_targets // seq_len)
         padded = np.zeros(self._windows * seq_len + 1, dtype=np.uint8)
         padded[: len(text)] = text[: len(padded)]

@@ -1,7 +1,7 @@
 """From a set of runs to one table: a row for every point, a column for every varied key and every metric.
 
-Read from each run's metrics.jsonl alone, while runs go on as well as afterwards. Knows nothing of how points are made or
-submitted, and nothing of how a table is shown or written (`table_files`, `plot`).
+Read from each run's metrics.jsonl and evaluations.jsonl alone, while runs go on as well as afterwards. Knows nothing of how
+points are made or submitted, and nothing of how a table is shown or written (`table_files`, `plot`).
 """
 
 from __future__ import annotations
@@ -149,11 +149,12 @@ def _read(run_dir: RunDir | None, candidates: Sequence[Goal]) -> _Log:
         return _Log(None, {}, {})
     try:
         records = read_metrics(run_dir.metrics_file)
+        evaluated = sorted(read_metrics(run_dir.evaluations_file), key=lambda record: record["step"])
     except OSError as error:
         raise UsageError(f"{run_dir.metrics_file} cannot be read: {error.strerror}") from None
     last: dict[str, float] = {}
     seen, step = {"step"}, None
-    for record in reversed(records):
+    for record in [*reversed(records), *reversed(evaluated)]:
         if seen.issuperset(record):  # nearly always: only the tail has anything to add
             continue
         for name, value in record.items():
@@ -161,10 +162,15 @@ def _read(run_dir: RunDir | None, candidates: Sequence[Goal]) -> _Log:
                 last[name] = value
                 seen.add(name)
                 step = record["step"] if step is None else max(step, record["step"])
-    best = {
-        goal.metric: goal.best(value for _, value in as_it_counts(_series(records, goal.metric))) for goal in candidates
-    }
+    best = {goal.metric: goal.best(_as_measured(evaluated, records, goal.metric).values()) for goal in candidates}
     return _Log(step, last, best)
+
+
+def _as_measured(
+    evaluated: Iterable[Mapping[str, Any]], records: Iterable[Mapping[str, Any]], name: str
+) -> dict[int, float]:
+    """A metric by step: what jobs of their own have measured, and what the run itself has logged, which counts."""
+    return dict(_series(evaluated, name)) | dict(as_it_counts(_series(records, name)))
 
 
 def _series(records: Iterable[Mapping[str, Any]], name: str) -> Iterable[tuple[int, float]]:

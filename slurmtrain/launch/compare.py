@@ -218,7 +218,7 @@ def _config(run_dir: RunDir) -> Any:
 
 
 def _records(run_dir: RunDir) -> list[dict[str, Any]]:
-    try:
-        return read_metrics(run_dir.metrics_file)
+    try:  # what the training itself has measured comes last, and counts
+        return [*read_metrics(run_dir.evaluations_file), *read_metrics(run_dir.metrics_file)]
     except OSError as error:
         raise ConfigError(f"{run_dir.metrics_file} cannot be read: {error.strerror}") from None

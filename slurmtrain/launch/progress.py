@@ -58,13 +58,14 @@ def read_progress(run_dir: RunDir, steps: int | None, *, running_since: float | 
     step = max(saved or 0, logged_step if isinstance(logged_step, int) else 0) or None
     if not newest:
         return Progress(step, steps)
+    evaluated = _newest(log, "valid_loss") or _newest(attempts.tail(run_dir.evaluations_file), "valid_loss")
     trained, logged = _newest(log, "loss"), run_dir.metrics_file.stat().st_mtime
     now = trained if running_since is not None and logged >= running_since else {}
     return Progress(
         step,
         steps,
         loss=_number(trained.get("loss")),
-        valid_loss=_number(_newest(log, "valid_loss").get("valid_loss")),
+        valid_loss=_number(evaluated.get("valid_loss")),
         logged=logged,
         tokens_per_s=_finite(now.get("tokens_per_s")),
         step_time_s=_finite(now.get("step_time_s")),

@@ -78,7 +78,9 @@ def plan(
     root = root.resolve()
     runs = all_runs(root)
     before = {run.path: fingerprint(run) for run in runs}
-    found = states(runs)
+    evaluations = [each for run in runs for each in run.all_evaluations()]
+    found = states([*runs, *evaluations])
+    evaluated = {each.path.parents[1] for each in evaluations if found[each.id].alive}
     sources = _sources([run for run in runs if found[run.id].word not in ENDED])
     twice = {run_id for run_id, count in Counter(run.id for run in runs).items() if count > 1}
     removals, stays = [], {}
@@ -86,6 +88,8 @@ def plan(
         if found[run.id].word not in words or now - _changed(run) < older_than_s:
             continue
         reason = _reason_to_stay(run, root, found[run.id], now, sources, twice)
+        if reason is None and run.path in evaluated:
+            reason = "an evaluation of it has not ended"
         if reason is not None:
             stays[run.id] = reason
             continue
@@ -97,7 +101,7 @@ def plan(
         for path in sorted(root.glob(f"*/{REMOVED}*"))
         if path.is_dir() and not path.is_symlink()
     ]
-    return Plan(removals, stays, found)
+    return Plan(removals, stays, {run.id: found[run.id] for run in runs})
 
 
 def _reason_to_stay(
@@ -138,7 +142,7 @@ def _sources(runs: Sequence[RunDir]) -> dict[Path, str]:
 
 def fingerprint(run: RunDir) -> tuple[object, ...]:
     """What changes when a run is submitted, resumed, started or asked for something."""
-    files = (run.info_file, run.events_file, run.request_file, run.attempts, run.checkpoints)
+    files = (run.info_file, run.events_file, run.request_file, run.attempts, run.checkpoints, run.evaluations)
     return (*(_stamp(path) for path in files), *(_stamp(run.attempt(number)) for number in run.attempt_numbers()))
 
 

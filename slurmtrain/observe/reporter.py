@@ -15,9 +15,9 @@ class Reporter:
     def __init__(
         self, *, metrics_file: Path, tensorboard: Path | None, total_steps: int, resume_step: int, evaluated_at: int
     ):
-        # An evaluation that no checkpoint knows of is made again.
+        # An evaluation, which has no training loss, that no checkpoint knows of is made again.
         self._metrics = MetricsLog(
-            metrics_file, resume_step, keep=lambda record: "valid_loss" not in record or record["step"] <= evaluated_at
+            metrics_file, resume_step, keep=lambda record: "loss" in record or record["step"] <= evaluated_at
         )
         self._tensorboard = TensorBoardLog(tensorboard, resume_step) if tensorboard is not None else None
         self._progress: Progress = progress(total_steps, resume_step)

@@ -14,12 +14,12 @@ class TensorBoardLog:
     Args:
         directory: where the event files go.
         resume_step: the step of the checkpoint that this attempt continues from; TensorBoard hides what earlier
-            attempts logged for later steps.
+            attempts logged for later steps. None: it hides nothing.
     """
 
     _said_missing = False
 
-    def __init__(self, directory: Path, resume_step: int):
+    def __init__(self, directory: Path, resume_step: int | None):
         self._writer: Any = None
         if importlib.util.find_spec("tensorboard") is None:
             if not TensorBoardLog._said_missing:
@@ -29,7 +29,7 @@ class TensorBoardLog:
         # Imported here: it takes about a second, and only one rank ever needs it.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(directory), purge_step=resume_step + 1)
+        self._writer = SummaryWriter(str(directory), purge_step=None if resume_step is None else resume_step + 1)
 
     def write(self, step: int, **values: Any) -> None:
         """Add one point at `step` to the curve of each value that is a number."""

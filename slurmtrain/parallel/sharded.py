@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from slurmtrain.config.layout import Layout
 from slurmtrain.config.schema import ParallelConfig
@@ -37,6 +37,14 @@ def shard_stages(
         _tell_positions(stage, parallel, layout, layout.coordinates(rank)["cp"])
         prepare_units(stage, parallel)
         _shard(stage, parallel, sharding_mesh(mesh), keep=layout.pp > 1)
+
+
+def reshard(stages: Sequence[nn.Module]) -> None:
+    """Free what a forward pass has gathered and no backward pass follows that would do it."""
+    for stage in stages:
+        for module in stage.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:

@@ -1,4 +1,4 @@
-"""The loss where the vocabulary is cut among ranks: none of them ever has all logits of a token."""
+"""Loss and best guess where the vocabulary is cut among ranks: none of them ever has all logits of a token."""
 
 from __future__ import annotations
 
@@ -16,9 +16,34 @@ def vocabulary_loss_sum(logits_BSV: Tensor, targets_BS: Tensor, group: dist.Proc
         logits_BSV: this rank's part, [B, S, V / ranks], in the order of ranks.
         ignored: targets that do not count.
     """
+    return _VocabularyLossSum.apply(_local(logits_BSV).flatten(0, -2).float(), targets_BS.flatten(), group, ignored)
+
+
+def vocabulary_argmax(logits_BSV: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The token with the highest logit, int64 [B, S]; of equals the first, as by torch.argmax of all logits."""
+    own_BSV = _local(logits_BSV)
+    highest_BS, guess_BS = own_BSV.max(dim=-1)
+    whole_BS = highest_BS.clone()
+    dist.all_reduce(whole_BS, dist.ReduceOp.MAX, group)
+    size = own_BSV.shape[-1]
+    guess_BS = torch.where(highest_BS == whole_BS, guess_BS + group.rank() * size, group.size() * size)
+    dist.all_reduce(guess_BS, dist.ReduceOp.MIN, group)
+    return guess_BS
+
+
+def whole_vocabulary(logits_BSV: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All logits [B, S, V], on every rank of `group`."""
+    own_BSV = _local(logits_BSV).contiguous()
+    parts = [torch.empty_like(own_BSV) for _ in range(group.size())]
+    dist.all_gather(parts, own_BSV, group)
+    return torch.cat(parts, dim=-1)
+
+
+def _local(logits_BSV: Tensor) -> Tensor:
     if hasattr(logits_BSV, "to_local"):  # a DTensor, of a tied output
-        logits_BSV = logits_BSV.to_local()
-    return _VocabularyLossSum.apply(logits_BSV.flatten(0, -2).float(), targets_BS.flatten(), group, ignored)
+        own: Tensor = logits_BSV.to_local()
+        return own
+    return logits_BSV
 
 
 class _VocabularyLossSum(torch.autograd.Function):

@@ -29,6 +29,7 @@ from slurmtrain.runtime.timeline import Timeline
 from slurmtrain.runtime.watch import Watch
 
 if TYPE_CHECKING:
+    from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.world import World
 
 
@@ -105,7 +106,7 @@ def _begin(where: Place, environment: Environment, config: Config, stop: signals
     place.open_attempt(where, environment, config)
     client = SlurmClient() if environment.source == "slurm" else None
     # A program of the user's own would not hear of a switch: nothing but a signal reaches it.
-    run_dir = where.run_dir if config.job.kind == "train" else None
+    run_dir = where.run_dir if config.job.kind != "command" else None
     return Watch(stop, where.attempt_dir, client, signal_lead_s=config.cluster.signal_lead_s, run_dir=run_dir)
 
 
@@ -144,6 +145,8 @@ def _train(
     from slurmtrain.runtime.training_job import build_trainer
 
     agreement = StopAgreement(stop, world.control, watch.take_save if watch is not None else lambda: False)
+    if config.job.kind == "evaluate":
+        return _evaluate(config, world, where, agreement, timeline)
     trainer = build_trainer(config, world, where, agreement, timeline, watch)
     outcome = trainer.fit()
     if world.environment.rank == 0:
@@ -161,6 +164,17 @@ def _train(
         print(f"slurmtrain: told to stop ({cause}): leaving after step {outcome.step}", flush=True)
     world.leave_together()
     return 0 if outcome.finished else EXIT_REQUEUE
+
+
+def _evaluate(config: Config, world: World, where: Place, stop: StopAgreement, timeline: Timeline) -> int:
+    """Measure a checkpoint. Returns the exit code of this rank."""
+    from slurmtrain.runtime.evaluate import evaluate_checkpoint
+
+    done = evaluate_checkpoint(config, world, where, stop, timeline)
+    if world.environment.rank == 0:
+        place.update_attempt(where, said="finished" if done else "stopped")
+    world.leave_together()
+    return 0 if done else EXIT_REQUEUE
 
 
 def _settle_by_hand(config: Config, environment: Environment, where: Place, code: int) -> None:

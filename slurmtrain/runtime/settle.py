@@ -10,12 +10,15 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+from slurmtrain.checkpoint import retention
+from slurmtrain.checkpoint.commit import step_of
 from slurmtrain.config.schema import Config
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts, chain
 from slurmtrain.runtime.attempts import Attempt
-from slurmtrain.runtime.judge import Evidence, Judgement, Policy, judge, judge_abandoned
+from slurmtrain.runtime.judge import Evidence, Judgement, Policy, Verdict, judge, judge_abandoned
 from slurmtrain.runtime.slurm import JobFacts, SlurmClient
 
 
@@ -39,6 +42,9 @@ def settle(run_dir: RunDir, number: int, exit_code: int, config: Config, client:
         _record(run_dir, attempt, judgement)
     except OSError as error:  # a full disk must not turn a clean stop into a lost run
         print(f"slurmtrain: cannot complete the record of attempt {number}: {error}", file=sys.stderr)
+    if config.job.kind == "evaluate" and judgement.verdict is Verdict.END:  # nobody waits for its checkpoint any more
+        checkpoint = Path(config.checkpoint.restore_from or "")
+        retention.release(checkpoint.parent, step_of(checkpoint))
     return judgement
 
 
@@ -120,6 +126,6 @@ def _evidence(run_dir: RunDir, attempt: Attempt, exit_code: int, facts: JobFacts
         facts=facts,
         restart_count=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
         progressed=attempt.progressed,
-        progress_visible=config.job.kind == "train" or attempt.committed_step is not None,
+        progress_visible=config.job.kind in ("train", "evaluate") or attempt.committed_step is not None,
         stalled_before=attempts.stalled_before(attempts.all_attempts(run_dir), attempt.number),
     )

@@ -7,7 +7,6 @@ import math
 import sys
 import time
 from contextlib import nullcontext
-from math import lcm
 from typing import Any
 
 import torch
@@ -22,19 +21,23 @@ from slurmtrain.checkpoint.saving import Saved
 from slurmtrain.config.layout import Layout, layout_of, micro_batch_size
 from slurmtrain.config.schema import Config, ParallelConfig, TrainConfig
 from slurmtrain.data.loader import BatchLoader, RowLength
-from slurmtrain.data.samples import fingerprint_of
+from slurmtrain.data.samples import MapDataset, fingerprint_of
 from slurmtrain.data.vocabulary import check_vocabulary
 from slurmtrain.errors import CheckpointError, ConfigError, SlurmtrainError
 from slurmtrain.observe import Reporter, SilentReporter
-from slurmtrain.parallel.lay import lay
+from slurmtrain.parallel.lay import Laid, lay
 from slurmtrain.redaction import redacted
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.agreement import StopAgreement
+from slurmtrain.runtime.evaluation_jobs import EvaluationJobs, NoJobs
 from slurmtrain.runtime.judge import Reason
 from slurmtrain.runtime.place import Place, update_attempt
 from slurmtrain.runtime.timeline import Timeline
 from slurmtrain.runtime.watch import Watch
 from slurmtrain.runtime.world import World
+from slurmtrain.training.evaluation import Evaluator
+from slurmtrain.training.measures import Measures
+from slurmtrain.training.passes import Passes, passes_of
 from slurmtrain.training.seeds import seed_everything
 from slurmtrain.training.trainer import Ranks, Trainer
 
@@ -52,20 +55,10 @@ def build_trainer(
     """
     rank, layout = world.environment.rank, layout_of(config)
     train = config.train
-    model = build_model(config)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    laid = lay(
-        model,
-        config.parallel,
-        layout,
-        rank=rank,
-        device=world.device,
-        group=world.group,
-        fill=lambda held: fill(held, world.device, train.seed),
-    )
+    laid, parameters, vocabulary = lay_model(config, layout, world)
     seed_everything(train.seed, rank)
     source = build("data", config.data)
-    check_vocabulary(getattr(model, "vocab_size", None), getattr(source, "vocab_size", None))
+    check_vocabulary(vocabulary, getattr(source, "vocab_size", None))
     loader = BatchLoader(
         source.train,
         seed=train.seed,
@@ -81,7 +74,12 @@ def build_trainer(
         device=world.device,
     )
     _check_repetition(loader, train)
-    record = _Record(config, where, source, f"{parameters:,} parameters; {layout}", timeline) if rank == 0 else None
+    passes = passes_of(laid, loader.accumulation_steps, loader.micro_batch_size)
+    evaluator = build_evaluator(config, laid, passes, source, world, stop)
+    jobs = EvaluationJobs(where.run_dir) if rank == 0 and config.eval.mode == "job" else None
+    record = (
+        _Record(config, where, source, f"{parameters:,} parameters; {layout}", timeline, jobs) if rank == 0 else None
+    )
     keeping = config.checkpoint
     checkpointer = Checkpointer(
         where.run_dir.checkpoints,
@@ -103,7 +101,9 @@ def build_trainer(
         checkpoint=config.checkpoint,
         laid=laid,
         loader=loader,
-        valid=getattr(source, "valid", None),
+        passes=passes,
+        evaluator=evaluator,
+        jobs=jobs or (NoJobs() if config.eval.mode == "job" else None),
         baseline=("byte-unigram entropy", source.unigram_entropy) if hasattr(source, "unigram_entropy") else None,
         ranks=Ranks(rank, world.group, world.control),
         checkpointer=checkpointer,
@@ -119,7 +119,9 @@ def build_trainer(
 
 def row_length_of(layout: Layout, parallel: ParallelConfig) -> RowLength:
     """When samples differ in length: rows that ranks can share evenly; for stages and compiled code, all alike."""
-    return RowLength(multiple=lcm(layout.cp, layout.tp), fixed=layout.pp > 1 or parallel.compile)
+    return RowLength(
+        multiple=layout.cp * (layout.tp if parallel.sequence_parallel else 1), fixed=layout.pp > 1 or parallel.compile
+    )
 
 
 def _check_repetition(loader: BatchLoader, train: TrainConfig) -> None:
@@ -166,9 +168,17 @@ def _cadence(config: Config, where: Place, step: int) -> Cadence:
 class _Record:
     """What rank 0 writes down and shows about the training."""
 
-    def __init__(self, config: Config, where: Place, source: Any, model: str, timeline: Timeline):
+    def __init__(
+        self,
+        config: Config,
+        where: Place,
+        source: Any,
+        model: str,
+        timeline: Timeline,
+        jobs: EvaluationJobs | None,
+    ):
         self._config, self._where, self._source, self._model = config, where, source, model
-        self._timeline = timeline
+        self._timeline, self._jobs = timeline, jobs
 
     def make_reporter(self, first_step: int, evaluated_at: int) -> Reporter:
         self._timeline.mark("restore")
@@ -209,6 +219,47 @@ class _Record:
             stall_s=round(ending.stall_s, 3),
             size=ending.size,
         )
+        if self._jobs is not None:
+            self._jobs.committed(ending.step)
+
+
+def lay_model(config: Config, layout: Layout, world: World) -> tuple[Laid, int, int | None]:
+    """The model, laid over the ranks; how many parameters the whole has; and how many tokens it knows, if it says so."""
+    model = build_model(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    laid = lay(
+        model,
+        config.parallel,
+        layout,
+        rank=world.environment.rank,
+        device=world.device,
+        group=world.group,
+        fill=lambda held: fill(held, world.device, config.train.seed),
+    )
+    return laid, parameters, getattr(model, "vocab_size", None)
+
+
+def build_evaluator(
+    config: Config, laid: Laid, passes: Passes, source: Any, world: World, stop: StopAgreement
+) -> Evaluator:
+    """Raises: ConfigError: a set or a metric cannot be built from the config."""
+    wanted = config.eval.metrics
+    own = {name: build(f"eval.metrics.{name}", value) for name, value in wanted.items() if isinstance(value, dict)}
+    measures = Measures(laid, [name for name, value in wanted.items() if value is True], own)
+    return Evaluator(laid, passes, _evaluation_sets(config, source), measures, counts=world.control, stop=stop)
+
+
+def _evaluation_sets(config: Config, source: Any) -> dict[str, MapDataset]:
+    """The data source's own, and those of eval.sets."""
+    valid = getattr(source, "valid", None)
+    found: dict[str, MapDataset] = {"valid": valid} if valid is not None else {}
+    found |= getattr(source, "evals", None) or {}
+    for name, values in config.eval.sets.items():
+        if name in found:
+            raise ConfigError(f"eval.sets.{name}: the data source has a set of this name", hint="choose another name")
+        built = build(f"eval.sets.{name}", values)
+        found[name] = built if hasattr(built, "__getitem__") else getattr(built, "valid", None) or built.train
+    return found
 
 
 def build_model(config: Config) -> nn.Module:

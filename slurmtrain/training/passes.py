@@ -1,22 +1,25 @@
-"""How the micro batches of a step go through a model: one after another, or as a pipeline."""
+"""How the micro batches of a step, or a batch to evaluate, go through a model: one after another, or as a pipeline."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slurmtrain.data import IGNORED_TARGET
-from slurmtrain.data.loader import Batch
+from slurmtrain.data.batches import IGNORED_TARGET, Batch, filled, padded, tokens_per_row
 from slurmtrain.errors import ConfigError
 from slurmtrain.parallel.ddp import no_sync
 from slurmtrain.parallel.lay import Laid
 from slurmtrain.parallel.vocabulary import vocabulary_loss_sum
+
+Measure = Callable[[Tensor, Tensor, Batch], Tensor]
+"""Logits [B, S, V], targets [B, S] and the batch they belong to -> sums [K]. All are this rank's part: of each sequence its
+stretch, of the vocabulary its share."""
 
 
 class Passes(Protocol):
@@ -36,8 +39,15 @@ class Passes(Protocol):
             The sum of this rank's losses, in nats; over all ranks they add up to that of the step.
         """
 
-    def evaluate(self, batch: Batch) -> Tensor:
-        """The sum of the losses of a batch of up to `rows` sequences, as `train` returns it."""
+    def expect(self, length: int) -> None:
+        """Sequences to evaluate have up to so many tokens.
+
+        Raises:
+            ConfigError: they are longer than what this model has been set up for.
+        """
+
+    def evaluate(self, batch: Batch, measure: Measure) -> Tensor | None:
+        """What `measure` says of a batch of up to `rows` sequences. None where another rank says it."""
 
 
 def passes_of(laid: Laid, micro_batches: int, micro_batch_size: int) -> Passes:
@@ -66,8 +76,13 @@ class _Straight:
                     total += self._backward(batch, count)
         return total * _is_own(self._laid)
 
-    def evaluate(self, batch: Batch) -> Tensor:
-        return self._loss_sum(batch) * _is_own(self._laid)
+    def expect(self, length: int) -> None:
+        """Any length will do."""
+
+    def evaluate(self, batch: Batch, measure: Measure) -> Tensor | None:
+        own = _own(padded(batch, _even(self._laid, tokens_per_row(batch))), self._laid)
+        sums = measure(self._logits(own), own["targets"], own)
+        return sums if _is_own(self._laid) else None
 
     def _backward(self, batch: Batch, count: Callable[[], int]) -> Tensor:
         loss_sum = self._loss_sum(batch)
@@ -75,8 +90,12 @@ class _Straight:
         return loss_sum.detach()
 
     def _loss_sum(self, batch: Batch) -> Tensor:
-        inputs, targets, more = _own(batch, self._laid)
-        return _loss_sum(self._laid, self._model(inputs, **more), targets)
+        own = _own(batch, self._laid)
+        return loss_sum(self._laid, self._logits(own), own["targets"])
+
+    def _logits(self, own: Batch) -> Tensor:
+        logits: Tensor = self._model(own["inputs"], **_further_arguments(own, self._model))
+        return logits
 
     def _communicate(self, last: bool) -> None:
         """Gradients are scattered among shards after each micro batch, since whole ones would take the memory that sharding
@@ -96,8 +115,10 @@ class _Pipelined:
         from slurmtrain.parallel.pipeline import Pipeline  # which takes half a second to import
 
         self._laid = laid
-        self._scale = 1.0
+        self._micro_batch_size = micro_batch_size
         self.rows = micro_batches * micro_batch_size
+        self._length: int | None = None  # tokens of a sequence: stages are set up for one shape
+        self._at_the_end: Callable[[Tensor, Tensor], Tensor]  # where the last stage is, of a micro batch
         self._pipeline = Pipeline(
             laid.stages,
             laid.numbers,
@@ -107,19 +128,41 @@ class _Pipelined:
             device=laid.device,
             group=laid.group("pp"),
             shared=laid.shared,
-            loss=lambda logits, targets: _loss_sum(laid, logits, targets) * self._scale,
+            loss=lambda logits, targets: self._at_the_end(logits, targets),
         )
 
     def train(self, micro_batches: list[Batch], count: Callable[[], int]) -> Tensor:
-        whole = {name: torch.cat([batch[name] for batch in micro_batches]) for name in _known(micro_batches[0])}
-        self._scale = _scale(self._laid, count)
-        inputs, targets, more = _own(whole, self._laid)
-        return self._sum(self._pipeline.train(inputs, targets, **more)) / self._scale
+        whole = {name: torch.cat([batch[name] for batch in micro_batches]) for name in micro_batches[0]}
+        scale = _scale(self._laid, count)
+        self._length = tokens_per_row(whole)
+        self._at_the_end = lambda logits, targets: loss_sum(self._laid, logits, targets) * scale
+        return self._sum(self._go(self._pipeline.train, _own(whole, self._laid))) / scale
 
-    def evaluate(self, batch: Batch) -> Tensor:
-        self._scale = 1.0
-        inputs, targets, more = _own(_filled(batch, self.rows), self._laid)
-        return self._sum(self._pipeline.evaluate(inputs, targets, **more))
+    def expect(self, length: int) -> None:
+        if self._length is None:
+            self._length = _even(self._laid, length)
+        elif length > self._length:
+            raise ConfigError(
+                f"a set to evaluate has sequences of {length} tokens, but the stages of the pipeline are set up for the "
+                f"{self._length} that they train on",
+                hint="cut it into shorter ones, or evaluate in jobs: eval.mode=job eval.parallel.pp=1",
+            )
+
+    def evaluate(self, batch: Batch, measure: Measure) -> Tensor | None:
+        assert self._length is not None, "expect() has not been called"
+        own = _own(filled(padded(batch, self._length), self.rows), self._laid)
+        parts = self._micro_batches(own)
+        # The last stage gets the micro batches in their order.
+        self._at_the_end = lambda logits, targets: measure(logits, targets, next(parts))
+        sums = self._go(self._pipeline.evaluate, own)
+        return torch.stack(sums).sum(dim=0) if sums and _is_own(self._laid) else None
+
+    def _go(self, way: Callable[..., list[Tensor]], own: Batch) -> list[Tensor]:
+        return way(own["inputs"], own["targets"], **_further_arguments(own, self._laid.stages[0]))
+
+    def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
+        for first in range(0, self.rows, self._micro_batch_size):
+            yield {name: tensor[first : first + self._micro_batch_size] for name, tensor in batch.items()}
 
     def _sum(self, losses: list[Tensor]) -> Tensor:
         return sum(losses, torch.zeros((), device=self._laid.device)) * _is_own(self._laid)
@@ -135,31 +178,32 @@ def _is_own(laid: Laid) -> bool:
     return laid.at["tp"] == 0
 
 
-def _known(batch: Batch) -> list[str]:
-    """The names in `batch` that mean something here."""
-    return [name for name in ("inputs", "targets", "documents") if name in batch]
+def _own(batch: Batch, laid: Laid) -> Batch:
+    """The batch on this rank's device; of everything with a value for each token [B, S, ...] its stretch.
+
+    But all of `documents`: who looks at what depends on whole sequences.
+    """
+    length, cp = tokens_per_row(batch), laid.layout.cp
+
+    def own(name: str, tensor: Tensor) -> Tensor:
+        if cp > 1 and name != "documents" and tensor.dim() > 1 and tensor.shape[1] == length:
+            tensor = tensor.chunk(cp, dim=1)[laid.at["cp"]]
+        # From any other memory, a copy waits for all that the GPU still has to do. Training batches are there already.
+        if laid.device.type == "cuda" and not tensor.is_cuda:
+            tensor = tensor.pin_memory()
+        return tensor.to(laid.device, non_blocking=True)
+
+    return {name: own(name, tensor) for name, tensor in batch.items()}
 
 
-def _own(batch: Batch, laid: Laid) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Inputs and targets [B, S] on this rank's device, of every sequence its stretch; and the model's other arguments.
-
-    Those are `documents`, if there are any, of the whole sequence: who looks at what depends on all of it.
+def _further_arguments(own: Batch, model: nn.Module) -> dict[str, Tensor]:
+    """What the model is called with beside its inputs.
 
     Raises:
-        ConfigError: the model does not take them.
+        ConfigError: it does not take them.
     """
-    parts = {name: batch[name] for name in _known(batch)}
-    if "documents" in parts:
-        _check_takes_documents(laid.stages[0])
-    for name in ("inputs", "targets"):
-        parts[name] = parts[name].chunk(laid.layout.cp, dim=1)[laid.at["cp"]]
-    if laid.device.type == "cuda":  # from any other memory, a copy waits for all that the GPU still has to do
-        parts = {name: part.pin_memory() for name, part in parts.items()}
-    there = {name: part.to(laid.device, non_blocking=True) for name, part in parts.items()}
-    return there.pop("inputs"), there.pop("targets"), there
-
-
-def _check_takes_documents(model: nn.Module) -> None:
+    if "documents" not in own:
+        return {}
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     if "documents" not in inspect.signature(type(model).forward).parameters:
@@ -168,10 +212,11 @@ def _check_takes_documents(model: nn.Module) -> None:
             hint="set data.document_mask=false to let documents see those before them, or take `documents` as "
             "slurmtrain/models/decoder.py does",
         )
+    return {"documents": own["documents"]}
 
 
-def _loss_sum(laid: Laid, logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross-entropies, in nats, of logits [B, S, V] and targets [B, S]."""
+def loss_sum(laid: Laid, logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of the cross-entropies, in nats, of logits [B, S, V] and targets [B, S]; or of [B, V] and [B]."""
     if laid.layout.tp > 1:
         return vocabulary_loss_sum(logits, targets, laid.group("tp"), IGNORED_TARGET)
     return (_compiled() if laid.parallel.compile else _cross_entropy_sum)(logits, targets)
@@ -179,7 +224,7 @@ def _loss_sum(laid: Laid, logits: Tensor, targets: Tensor) -> Tensor:
 
 def _cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
+        logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
     )
 
 
@@ -189,9 +234,8 @@ def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
     return torch.compile(_cross_entropy_sum)
 
 
-def _filled(batch: Batch, rows: int) -> Batch:
-    """`batch` with `rows` sequences: a pipeline takes one shape only. Those that are added have no targets."""
-    missing = rows - len(batch["inputs"])
-    added = {name: batch[name][:1].expand(missing, -1) for name in _known(batch)}
-    added["targets"] = torch.full_like(added["targets"], IGNORED_TARGET)
-    return {name: torch.cat([batch[name], more]) for name, more in added.items()}
+def _even(laid: Laid, length: int) -> int:
+    """The least length from `length` on that can be shared by the ranks of a sequence."""
+    layout = laid.layout
+    sharing = layout.cp * (layout.tp if laid.parallel.sequence_parallel else 1)
+    return -(-length // sharing) * sharing

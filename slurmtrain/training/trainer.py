@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,37 +22,27 @@ from slurmtrain.checkpoint.interval import Cadence, Interval, choose_last_save
 from slurmtrain.checkpoint.saving import DRAIN_S, Saved, Saving
 from slurmtrain.config.schema import CheckpointConfig, OptimConfig, TrainConfig
 from slurmtrain.data import proof
-from slurmtrain.data.batches import Batch, blank, num_targets
-from slurmtrain.data.loader import BatchLoader, Step, eval_batches
-from slurmtrain.data.samples import MapDataset, fetch
-from slurmtrain.errors import CheckpointError
+from slurmtrain.data.loader import BatchLoader, Step
+from slurmtrain.errors import CheckpointError, ConfigError, nearest
 from slurmtrain.observe import Reporter, Throughput
 from slurmtrain.parallel.ddp import settle_buckets, without_trace
 from slurmtrain.parallel.lay import Laid
+from slurmtrain.training.evaluation import Evaluator
 from slurmtrain.training.optim import build_optimizer, learning_rate, set_learning_rate
-from slurmtrain.training.passes import passes_of
+from slurmtrain.training.passes import Passes
+from slurmtrain.training.stopping import Answer, StopCheck
 
 WAITING_TOO_LONG = 0.1  # of a step's time, for data
 
 
-class Answer(Protocol):
-    """What all ranks do after this step: stop; or else, save."""
+class EvaluationJobs(Protocol):
+    """Has checkpoints evaluated elsewhere (eval.mode=job), so that training goes on."""
 
-    @property
-    def stop(self) -> bool: ...
+    def ask(self, step: int) -> None:
+        """For the checkpoint of this step, when it is committed."""
 
-    @property
-    def save(self) -> bool: ...
-
-
-class StopCheck(Protocol):
-    """How all ranks learn in the same step that one of them was told to stop, or that it is time to save."""
-
-    def begin(self, *, save: bool | None = None) -> None:
-        """Start to ask; returns at once. None: this is no moment for a checkpoint."""
-
-    def finish(self) -> Answer:
-        """The answer, the same on all ranks."""
+    def close(self, *, finished: bool) -> None:
+        """Training ends."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +116,9 @@ class Trainer:
     Args:
         laid: the model, laid over the ranks; called with tokens [B, S], it gives logits [B, S, V].
         loader: this rank's micro batches.
-        valid: the held-out samples, or None.
+        passes: how they go through the model.
+        evaluator: measures the held-out samples.
+        jobs: measures them elsewhere, in place of `evaluator`; None: nobody does.
         baseline: (name, nats per token) of a simple model on the same text, shown beside every validation loss.
         checkpointer: None: nothing is saved (benchmarks).
         stop: asked once a step.
@@ -147,7 +138,9 @@ class Trainer:
         checkpoint: CheckpointConfig,
         laid: Laid,
         loader: BatchLoader,
-        valid: MapDataset | None,
+        passes: Passes,
+        evaluator: Evaluator,
+        jobs: EvaluationJobs | None = None,
         baseline: tuple[str, float] | None = None,
         ranks: Ranks,
         checkpointer: Checkpointer | None,
@@ -160,8 +153,8 @@ class Trainer:
         data_hash: str = "",
     ):
         self._train, self._optim, self._checkpoint = train, optim, checkpoint
-        self._laid, self._model, self._loader, self._valid = laid, laid.model, loader, valid
-        self._passes = passes_of(laid, loader.accumulation_steps, loader.micro_batch_size)
+        self._laid, self._model, self._loader, self._passes = laid, laid.model, loader, passes
+        self._evaluator, self._jobs = evaluator, jobs
         self._ranks, self._checkpointer, self._stop = ranks, checkpointer, stop
         self._baseline = baseline
         self._make_reporter, self._on_restore = make_reporter, on_restore
@@ -174,12 +167,15 @@ class Trainer:
         self._save_s: float | None = None  # the longest of this attempt
         self._step_s = 0.0
         self._said_waiting = False
-        self._valid_loss: float | None = None
+        self._measured: dict[str, float] = {}  # by the last evaluation of this attempt
+        self._asked_at: int | None = None  # the step whose checkpoint was asked to be evaluated last
         self._parameters = [parameter for parameter in laid.model.parameters() if parameter.requires_grad]
 
     def fit(self) -> Outcome:
         """Restore, then step until done or told to stop; save on the way and at the end."""
         self._settle()
+        if self._jobs is None:
+            self._evaluator.prepare()
         self._restore()
         first_step = self._counters.step
         self._reporter = self._make_reporter(first_step, self._counters.evaluated_at)
@@ -194,14 +190,16 @@ class Trainer:
                 stopping = answer.stop and not last
                 if not stopping and self._evaluation_due():
                     stopping = self._evaluate()
-                if not stopping and answer.save and not last:
+                if not stopping and (answer.save or self._asked_at == self._counters.step) and not last:
                     self._save()
                 self._measure_saves()
             finished = not stopping and self._counters.step >= self._train.steps
             saved = self._save_last(stopping) if self._counters.step > first_step or finished else None
             if self._checkpointer is not None:
                 self._checkpointer.close(None if finished else 0)
-            return Outcome(finished, self._counters.step, first_step, saved, self._valid_loss)
+            if self._jobs is not None:
+                self._jobs.close(finished=finished)
+            return Outcome(finished, self._counters.step, first_step, saved, self._measured.get("valid_loss"))
         except BaseException:
             self._drain()
             raise
@@ -286,10 +284,6 @@ class Trainer:
 
         return wait
 
-    def _tokens(self, batch: Batch) -> int:
-        """Targets of `batch` that are not ignored; 0 where another rank counts them."""
-        return num_targets(batch) if self._laid.speaks else 0
-
     def _sum_over_ranks(self, *values: Tensor) -> list[Tensor]:
         """Sum of each value over all ranks, exact for whole numbers below 2**53."""
         packed = torch.stack([value.double() for value in values])
@@ -302,7 +296,7 @@ class Trainer:
 
         DistributedDataParallel regroups its buckets; a pipeline finds out the shapes, for which stages draw random numbers.
         """
-        batch = fetch(self._loader.dataset, np.zeros(self._loader.micro_batch_size, dtype=np.int64))
+        batch = self._loader.example()
 
         def backward(micro_batches: int) -> None:
             self._passes.train([batch] * micro_batches, count=lambda: 1)
@@ -314,43 +308,32 @@ class Trainer:
     def _evaluation_due(self) -> bool:
         step, every = self._counters.step, self._train.eval_every
         due = step == self._train.steps or (every > 0 and step % every == 0)
-        return self._valid is not None and due and step > self._counters.evaluated_at
+        return bool(self._evaluator.sets) and due and step > self._counters.evaluated_at
 
     def _evaluate(self) -> bool:
-        """Mean loss over every held-out token, each counted once. True: told to stop before it was done."""
-        assert self._valid is not None
-        rows, layout = self._passes.rows, self._laid.layout
-        share = -(-len(self._valid) // layout.dp)
-        batches = eval_batches(self._valid, rows, layout.dp_rank(self._laid.rank), layout.dp)
-        loss_sum, tokens = torch.zeros((), dtype=torch.float64), 0
-        self._model.eval()
-        with torch.no_grad():
-            # The same number of rounds on all ranks, so that they can agree on stopping in each, and since a model that is
-            # shared needs all ranks for a forward pass.
-            for _ in range(-(-share // rows)):
-                self._stop.begin()
-                batch = next(batches, None) or self._blank()
-                loss_sum += self._passes.evaluate(batch).double().cpu()
-                tokens += self._tokens(batch)
-                if self._stop.finish().stop:
-                    self._model.train()
-                    return True
-        self._model.train()
-        total, count = self._sum_over_ranks(loss_sum, torch.tensor(tokens))
-        self._valid_loss = total.item() / max(1, count.item())
-        self._counters.evaluated_at = self._counters.step
-        self._reporter.record(self._counters.step, valid_loss=self._valid_loss, valid_tokens=int(count.item()))
-        beside = f" ({self._baseline[0]}: {self._baseline[1]:.4f})" if self._baseline is not None else ""
-        self._reporter.message(
-            f"step {self._counters.step}: validation loss {self._valid_loss:.4f} nats per token{beside}"
-        )
+        """Measure every held-out sample, or have it done. True: told to stop before it was done."""
+        step = self._counters.step
+        if self._jobs is not None:
+            self._counters.evaluated_at = self._asked_at = step
+            self._jobs.ask(step)
+            return False
+        measured = self._evaluator.evaluate()
+        if measured is None:
+            return True
+        keep = self._checkpoint
+        if keep.keep_best and keep.best_metric not in measured:
+            raise ConfigError(
+                f"checkpoint.best_metric={keep.best_metric} is not measured", hint=nearest(keep.best_metric, measured)
+            )
+        self._measured = measured
+        self._counters.evaluated_at = step
+        self._reporter.record(step, **measured)
+        for name in self._evaluator.sets:
+            what = "validation" if name == "valid" else name
+            beside = f" ({self._baseline[0]}: {self._baseline[1]:.4f})" if self._baseline and name == "valid" else ""
+            self._reporter.message(f"step {step}: {what} loss {measured[f'{name}_loss']:.4f} nats per token{beside}")
         self._throughput.start()
         return False
-
-    def _blank(self) -> Batch:
-        """For a rank whose share of the held-out samples is done: one without targets."""
-        assert self._valid is not None
-        return blank(fetch(self._valid, np.zeros(1, dtype=np.int64)))
 
     def _check_stop_now(self) -> bool:
         self._stop.begin()
@@ -371,8 +354,7 @@ class Trainer:
         """Begin to save; training goes on."""
         if self._checkpointer is None or self._checkpointer.last_step == self._counters.step:
             return
-        evaluated = self._valid_loss is not None and self._counters.evaluated_at == self._counters.step
-        metrics = {"valid_loss": self._valid_loss} if evaluated and self._valid_loss is not None else None
+        metrics = self._measured if self._counters.evaluated_at == self._counters.step else None
         saving = self._checkpointer.save(self._counters.step, metrics=metrics, **self._state())
         self._measure_saves()  # the one before is decided by now
         self._saving = saving

@@ -41,7 +41,10 @@ from slurmtrain.observe import SilentReporter
 from slurmtrain.parallel.lay import lay
 from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.signals import arm
+from slurmtrain.training.evaluation import Evaluator
+from slurmtrain.training.measures import Measures
 from slurmtrain.training.optim import build_optimizer
+from slurmtrain.training.passes import passes_of
 from slurmtrain.training.trainer import Ranks, Trainer
 
 RANKS, STEPS, ROUNDS, BATCH, SEQUENCE = 2, 30, 7, 16, 256
@@ -179,19 +182,21 @@ def time_trainer(
         began[0] = now()
         return SilentReporter()
 
+    laid = lay(
+        Decoder(**MODEL),
+        ParallelConfig(),
+        layout,
+        rank=rank,
+        device=torch.device("cpu"),
+        group=dist.group.WORLD,
+        fill=lambda model: model,
+    )
+    passes = passes_of(laid, 1, BATCH // layout.dp)
     trainer = Trainer(
         train=TrainConfig(steps=STEPS, global_batch_size=BATCH, eval_every=0, log_every=10),
         optim=OptimConfig(warmup_steps=0),
         checkpoint=CheckpointConfig(),
-        laid=lay(
-            Decoder(**MODEL),
-            ParallelConfig(),
-            layout,
-            rank=rank,
-            device=torch.device("cpu"),
-            group=dist.group.WORLD,
-            fill=lambda model: model,
-        ),
+        laid=laid,
         loader=BatchLoader(
             text.train,
             seed=0,
@@ -200,7 +205,8 @@ def time_trainer(
             dp_rank=layout.dp_rank(rank),
             dp_size=layout.dp,
         ),
-        valid=None,
+        passes=passes,
+        evaluator=Evaluator(laid, passes, {}, Measures(laid, (), {}), counts=None, stop=stop),
         ranks=Ranks(rank, dist.group.WORLD, control),
         checkpointer=None,
         stop=stop,

@@ -13,13 +13,12 @@ from torch.utils._pytree import tree_map
 
 from slurmtrain.config.layout import Layout
 from slurmtrain.config.schema import ParallelConfig
-from slurmtrain.data import IGNORED_TARGET
+from slurmtrain.data.batches import IGNORED_TARGET, filled
 from slurmtrain.errors import ConfigError
 from slurmtrain.models import Decoder
 from slurmtrain.models.attention import attention, block_mask, dense_mask, positions_in_documents
 from slurmtrain.models.huggingface import HuggingFace
 from slurmtrain.parallel.lay import Laid
-from slurmtrain.training import passes
 from slurmtrain.training.passes import Passes, passes_of
 
 LENGTHS = [[5, 1, 10, 8], [24], [7, 17]]  # of the documents in each row
@@ -134,14 +133,15 @@ def test_training_and_evaluation_tell_the_model_of_documents() -> None:
     model = decoder()
     expected = loss(model(TOKENS, documents=DOCUMENTS), TARGETS).detach()
     assert torch.equal(straight(model).train([BATCH], count=lambda: 1), expected)
-    assert torch.equal(straight(model).evaluate(BATCH), expected)
+    measured = straight(model).evaluate(BATCH, lambda logits, targets, batch: loss(logits, targets))
+    assert measured is not None and torch.equal(measured, expected)
 
 
 def test_a_pipeline_s_last_batch_is_filled_up_with_rows_that_do_not_count() -> None:
-    filled = passes._filled(BATCH, 5)
-    assert {name: value.shape for name, value in filled.items()} == dict.fromkeys(BATCH, (5, 24))
-    assert all(torch.equal(value[:3], BATCH[name]) for name, value in filled.items())
-    assert (filled["targets"][3:] == IGNORED_TARGET).all()
+    more = filled(BATCH, 5)
+    assert {name: value.shape for name, value in more.items()} == dict.fromkeys(BATCH, (5, 24))
+    assert all(torch.equal(value[:3], BATCH[name]) for name, value in more.items())
+    assert (more["targets"][3:] == IGNORED_TARGET).all()
 
 
 class Unaware(nn.Module):

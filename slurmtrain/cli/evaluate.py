@@ -1,0 +1,75 @@
+"""evaluate: the checkpoint of a run, measured here or by a job of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+from slurmtrain import rundir
+from slurmtrain.checkpoint.commit import step_of
+from slurmtrain.cli.arguments import Parser
+from slurmtrain.cli.as_json import print_json
+from slurmtrain.cli.columns import print_table
+from slurmtrain.cli.verbs import VERBS
+from slurmtrain.errors import UsageError
+from slurmtrain.launch.evaluations import checkpoint_of, prepare, submit_due, submit_once
+from slurmtrain.launch.local import run_local
+from slurmtrain.launch.state import state
+from slurmtrain.rundir import RunDir
+
+
+def main(verb: str, words: list[str]) -> int:
+    parser = Parser(prog=f"python -m slurmtrain {verb}", description=VERBS[verb].help)
+    parser.add_argument("run", metavar="RUN", help="a run id, a unique beginning of one, a path, or last")
+    parser.add_argument("--step", type=int, help="of the checkpoint; without it the newest")
+    parser.add_argument("--submit", action="store_true", help="as a job, on the run's cluster with eval.cluster")
+    parser.add_argument("--due", action="store_true", help="for the training: all that eval.mode=job asks for")
+    parser.add_argument("--json", action="store_true", help="the answer for a program: an object")
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    options = parser.parse_args([word for word in words if word not in overrides])
+    run_dir = rundir.find(options.run, rundir.runs_root())
+    if options.due:
+        submit_due(run_dir, _say)
+        return 0
+    checkpoint = checkpoint_of(run_dir, options.step)
+    evaluation = prepare(run_dir, checkpoint, overrides, here=not options.submit)
+    code = _start(evaluation, submit=options.submit)
+    if options.json:
+        print_json(_object(run_dir, evaluation, checkpoint))
+    elif evaluation.result_file.exists():
+        print(f"run {run_dir.id}, step {step_of(checkpoint)}")
+        print_table(("metric", "value"), [[name, f"{value:.6g}"] for name, value in evaluation.measured().items()])
+    return code
+
+
+def _start(evaluation: RunDir, *, submit: bool) -> int:
+    """Returns the exit code. Nothing is done that is done already, or under way."""
+    if evaluation.result_file.exists():
+        return 0
+    now = state(evaluation)
+    if now.alive and not submit:
+        raise UsageError(
+            f"{evaluation.path.name} of this run is {now.word}: {now.sentence}", hint=f"status {evaluation.path}"
+        )
+    if submit:
+        submit_once(evaluation, _say)
+        _say(f"{evaluation.path.name} is job {evaluation.info()['job_ids'][-1]}; status {evaluation.path}")
+        return 0
+    with contextlib.redirect_stdout(sys.stderr):  # what is printed in the end is the answer
+        return run_local(evaluation, _say)
+
+
+def _object(run_dir: RunDir, evaluation: RunDir, checkpoint: Path) -> dict[str, object]:
+    """run, step, path; job_ids that it was submitted as; metrics by name, {} before it is done."""
+    return {
+        "run": run_dir.id,
+        "step": step_of(checkpoint),
+        "path": str(evaluation.path),
+        "job_ids": evaluation.info()["job_ids"],
+        "metrics": evaluation.measured(),
+    }
+
+
+def _say(text: str) -> None:
+    print(f"slurmtrain: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,214 @@
+"""Evaluations of a run's checkpoints, each in a folder of the run's directory that is like a run's own: with a frozen config,
+a script, attempts, and in the end a result. It has the run's code.
+
+The checkpoint and what was changed by hand are its name, so the same command means the same evaluation: one that is done is
+not made again, one that waits is not submitted twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import getpass
+import hashlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from slurmtrain import rundir
+from slurmtrain.checkpoint import retention
+from slurmtrain.checkpoint.commit import committed, step_of
+from slurmtrain.config.compose import config_hash, freeze, load_frozen
+from slurmtrain.config.evaluation import CHANGEABLE, evaluation_config
+from slurmtrain.config.schema import Config
+from slurmtrain.config.validate import validate
+from slurmtrain.errors import SlurmtrainError, UsageError
+from slurmtrain.launch.claims import claimed
+from slurmtrain.launch.sbatch import JobPaths, render_script
+from slurmtrain.launch.state import states
+from slurmtrain.launch.submit import slurm_conf_of, submit
+from slurmtrain.rundir import RunDir
+from slurmtrain.runtime.slurm import SlurmClient
+
+
+def checkpoint_of(run_dir: RunDir, step: int | None) -> Path:
+    """The checkpoint of a step, or the newest.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = {step_of(path): path for path in committed(run_dir.checkpoints)}
+    if not found or (step is not None and step not in found):
+        what = f"no checkpoint of step {step}" if step is not None else "no checkpoint"
+        there = ", ".join(map(str, found))
+        raise UsageError(f"run {run_dir.id} has {what}", hint=f"there are those of steps {there}" if there else None)
+    return found[step if step is not None else max(found)]
+
+
+def prepare(run_dir: RunDir, checkpoint: Path, overrides: Sequence[str] = (), *, here: bool) -> RunDir:
+    """The folder of an evaluation, ready to be started or submitted; as it is when that is done already.
+
+    Args:
+        overrides: key=value of eval, cluster and parallel.
+
+    Raises:
+        UsageError: one of them is of something else, or cannot be read.
+        ConfigError: they cannot work.
+    """
+    config = _config(run_dir, checkpoint, overrides, here=here)
+    text = "\n".join(sorted(overrides))
+    evaluation = run_dir.evaluation(step_of(checkpoint), hashlib.sha256(text.encode()).hexdigest()[:6] if text else "")
+    with _alone(evaluation):
+        if not _is_done_or_under_way(evaluation):
+            _write(evaluation, run_dir, config, overrides)
+    return evaluation
+
+
+def submit_once(evaluation: RunDir, say: Callable[[str], None] = lambda text: None) -> None:
+    """Submit what is prepared, unless it is in the queue or done.
+
+    Raises:
+        ClusterError: sbatch is missing or refused.
+    """
+    with _alone(evaluation):
+        if not _is_done_or_under_way(evaluation):
+            submit([evaluation], load_frozen(evaluation.config_file, with_secrets=False), say)
+
+
+def submit_due(run_dir: RunDir, say: Callable[[str], None]) -> None:
+    """Submit an evaluation for every checkpoint that the training holds for one, if it has had none; and let go those whose
+    evaluation has ended without being able to.
+
+    Raises:
+        SlurmtrainError: one cannot be submitted. The next call tries again.
+    """
+    there = {step_of(path): path for path in committed(run_dir.checkpoints)}
+    submitted = {}
+    for step in retention.held(run_dir.checkpoints):
+        evaluation = run_dir.evaluation(step)
+        if _job_ids(evaluation):
+            submitted[step] = evaluation
+        elif step in there and not _is_cancelled(run_dir):
+            _submit_first(run_dir, there[step], say)
+        elif there and step < max(there):  # its save has failed
+            retention.release(run_dir.checkpoints, step)
+    found = states(submitted.values())
+    for step, evaluation in submitted.items():
+        if not found[evaluation.id].alive:
+            retention.release(run_dir.checkpoints, step)
+
+
+def _submit_first(run_dir: RunDir, checkpoint: Path, say: Callable[[str], None]) -> None:
+    step = step_of(checkpoint)
+    evaluation = run_dir.evaluation(step)
+    try:
+        with _alone(evaluation):
+            if _job_ids(evaluation):  # by another process, meanwhile
+                return
+            config = _config(run_dir, checkpoint, here=False)
+            _write(evaluation, run_dir, config)
+            job_id = submit([evaluation], config, say)
+    except SlurmtrainError as error:
+        run_dir.event("evaluation not submitted", step=step, error=error.message)
+        raise
+    run_dir.event("evaluation submitted", step=step, job_id=job_id)
+    if _is_cancelled(run_dir):  # while sbatch was at work
+        SlurmClient(evaluation.info()["slurm_conf"]).cancel(job_id)
+
+
+def _is_cancelled(run_dir: RunDir) -> bool:
+    """The last that was asked of the run is to end."""
+    ends = ("cancel asked", "the file stop was found")
+    words = [event["event"] for event in run_dir.events() if event["event"] in (*ends, "submitted", "resume asked")]
+    return bool(words) and words[-1] in ends
+
+
+def _config(run_dir: RunDir, checkpoint: Path, overrides: Sequence[str] = (), *, here: bool) -> Config:
+    trained = load_frozen(run_dir.config_file, with_secrets=False)
+    if trained.job.kind != "train":
+        raise UsageError(
+            f"run {run_dir.id} is a program of your own: what its checkpoints are worth is not known here",
+            hint="evaluate is for runs of the trainer",
+        )
+    config = evaluation_config(trained, str(checkpoint), changes=_changes(overrides), here=here)
+    validate(config)
+    if config.cluster.container.kind:  # which has the evaluation's folder only
+        mounts = [*config.cluster.container.mounts, f"{run_dir.path}:{run_dir.path}"]
+        container = dataclasses.replace(config.cluster.container, mounts=mounts)
+        config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, container=container))
+    return dataclasses.replace(config, job=dataclasses.replace(config.job, kind="evaluate"))
+
+
+def _changes(overrides: Sequence[str]) -> dict[str, Any]:
+    """Overrides in Hydra's grammar as nested values."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    changes: dict[str, Any] = {}
+    for word in overrides:
+        try:
+            (parsed,) = OverridesParser.create().parse_overrides([word])
+        except HydraException:
+            raise UsageError(f"cannot read the override {word!r}", hint="write key=value") from None
+        path = parsed.key_or_group.split(".")
+        if path[0] not in CHANGEABLE or len(path) < 2 or parsed.is_delete() or parsed.is_sweep_override():
+            raise UsageError(
+                f"evaluate cannot take {word!r}: what is evaluated is the run as it was trained",
+                hint=f"single fields of {', '.join(CHANGEABLE)}, such as cluster.tasks_per_node=2",
+            )
+        inside = changes
+        for part in path[:-1]:
+            inside = inside.setdefault(part, {})
+        inside[path[-1]] = parsed.value()
+    return changes
+
+
+def _write(evaluation: RunDir, run_dir: RunDir, config: Config, overrides: Sequence[str] = ()) -> None:
+    for folder in (evaluation.attempts, evaluation.checkpoints):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        evaluation.code.symlink_to(os.path.relpath(run_dir.code, evaluation.path))
+    trained = run_dir.info()
+    info = {
+        "id": evaluation.id,
+        "name": config.job.name,
+        "overrides": list(overrides),
+        "config_hash": config_hash(config),
+        "backend": config.cluster.backend,
+        "steps": None,
+        **{key: trained[key] for key in ("code", "workdir", "submit_dir", "version")},
+        "user": getpass.getuser(),
+        "host": socket.gethostname(),
+        "created": time.time(),
+        "slurm_conf": slurm_conf_of(config) if config.cluster.backend == "slurm" else None,
+        "job_ids": _job_ids(evaluation),
+    }
+    rundir.write_text(evaluation.config_file, freeze(config))
+    rundir.write_text(
+        evaluation.script, render_script(config, JobPaths([evaluation.path], trained["workdir"], sys.executable))
+    )
+    rundir.write_json(evaluation.info_file, info)
+
+
+def _job_ids(evaluation: RunDir) -> list[str]:
+    """Those it was submitted as, prepared or not."""
+    found: list[str] = (rundir.read_json(evaluation.info_file) or {}).get("job_ids", [])
+    return found
+
+
+def _is_done_or_under_way(evaluation: RunDir) -> bool:
+    if evaluation.result_file.exists():
+        return True
+    return evaluation.info_file.exists() and states([evaluation])[evaluation.id].alive
+
+
+@contextlib.contextmanager
+def _alone(evaluation: RunDir) -> Iterator[None]:
+    """Be the only one who prepares or submits this evaluation."""
+    evaluation.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with claimed(evaluation.path, busy=lambda owner: None):
+        yield

@@ -1,0 +1,79 @@
+"""Jobs that evaluate a run's checkpoints (eval.mode=job), as the training's rank 0 sees to them.
+
+A checkpoint that is to be evaluated is held, so that it is not removed before. When it is committed, a process of its own
+submits the job: `python -m slurmtrain evaluate RUN --due`, which submits whatever is held and not submitted yet, each once.
+So one that was killed half-way, or was refused by SLURM, is made up for by the next; at the latest that of the next attempt.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+from slurmtrain.checkpoint import retention
+from slurmtrain.checkpoint.commit import committed, step_of
+from slurmtrain.rundir import RunDir, read_json
+from slurmtrain.runtime.slurm import belongs_to_a_job
+
+# What a rank has set for itself, and a job submitted from here would inherit.
+OF_RANKS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+class EvaluationJobs:
+    """Implements training's protocol on rank 0. `committed` is called by the thread that writes checkpoints."""
+
+    def __init__(self, run_dir: RunDir):
+        self._run_dir = run_dir
+        self._lock = threading.Lock()
+        self._submitting: list[subprocess.Popen[bytes]] = []
+        if self._due():  # left by an attempt before this one
+            self._submit()
+
+    def ask(self, step: int) -> None:
+        retention.hold(self._run_dir.checkpoints, step)
+        if step in self._due():  # it was restored from this very checkpoint
+            self._submit()
+
+    def committed(self, step: int) -> None:
+        if step in retention.held(self._run_dir.checkpoints):
+            self._submit()
+
+    def close(self, *, finished: bool) -> None:
+        """Wait until all is submitted. A run that stops has no time to; its next attempt makes up for it."""
+        if finished:
+            for process in self._submitting:
+                process.wait()
+
+    def _due(self) -> list[int]:
+        """Steps of checkpoints that are there and whose evaluation is not submitted yet, as far as can be seen at a glance."""
+        there = {step_of(path) for path in committed(self._run_dir.checkpoints)}
+        return [
+            step
+            for step in retention.held(self._run_dir.checkpoints)
+            if step in there and not (read_json(self._run_dir.evaluation(step).info_file) or {}).get("job_ids")
+        ]
+
+    def _submit(self) -> None:
+        """Returns at once."""
+        words = [sys.executable, "-m", "slurmtrain", "evaluate", str(self._run_dir.path), "--due"]
+        variables = {
+            name: value for name, value in os.environ.items() if not belongs_to_a_job(name) and name not in OF_RANKS
+        }
+        self._run_dir.evaluations.mkdir(mode=0o700, exist_ok=True)
+        with self._lock, (self._run_dir.evaluations / "submitting.log").open("ab") as log:
+            self._submitting = [process for process in self._submitting if process.poll() is None]
+            # Not to the rank's own log: SLURM waits until nobody has that open any more.
+            process = subprocess.Popen(words, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._submitting.append(process)
+
+
+class NoJobs:
+    """On the other ranks."""
+
+    def ask(self, step: int) -> None:
+        pass
+
+    def close(self, *, finished: bool) -> None:
+        pass

@@ -1,0 +1,127 @@
+"""Evaluation: every sample of some held-out sets exactly once, over any number of ranks.
+
+Leaves no trace: the model is back in training mode and sharded as before, random states are untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slurmtrain.data.batches import blank
+from slurmtrain.data.loader import eval_batches
+from slurmtrain.data.samples import MapDataset, fetch
+from slurmtrain.errors import ConfigError
+from slurmtrain.parallel.lay import Laid
+from slurmtrain.training.measures import Measures
+from slurmtrain.training.passes import Passes
+from slurmtrain.training.stopping import StopCheck
+
+
+class Evaluator:
+    """Measures a laid model on named sets.
+
+    Args:
+        sets: by name; what is measured is called <set>_<metric>. May be empty.
+        counts: a gloo group of all ranks; None for a single one.
+        stop: asked in every round.
+
+    Raises:
+        ConfigError: a set is empty.
+    """
+
+    def __init__(
+        self,
+        laid: Laid,
+        passes: Passes,
+        sets: Mapping[str, MapDataset],
+        measures: Measures,
+        *,
+        counts: dist.ProcessGroup | None,
+        stop: StopCheck,
+    ):
+        self._laid, self._passes, self.sets = laid, passes, sets
+        self._measures, self._counts, self._stop = measures, counts, stop
+        for name, dataset in sets.items():
+            if not len(dataset):
+                raise ConfigError(
+                    f"the evaluation set {name!r} holds no samples", hint="give it more data, or shorter sequences"
+                )
+
+    def prepare(self) -> None:
+        """Before the first evaluation; after the first training pass, if there is one.
+
+        Raises:
+            ConfigError: sequences are too long for this layout.
+        """
+        if self.sets:
+            self._passes.expect(max(map(_longest, self.sets.values())))
+
+    def evaluate(self) -> dict[str, float] | None:
+        """Every metric of every set, the same on all ranks. None: told to stop before it was done."""
+        found: dict[str, float] = {}
+        with self._evaluating():
+            for name, dataset in self.sets.items():
+                total = self._total(dataset)
+                if total is None:
+                    return None
+                values = self._measures.values(total, getattr(dataset, "num_bytes", None))
+                found |= {f"{name}_{metric}": value for metric, value in values.items()}
+        return found
+
+    def _total(self, dataset: MapDataset) -> Tensor | None:
+        """All sums of a set, over all ranks; None when told to stop."""
+        rows, layout = self._passes.rows, self._laid.layout
+        share = -(-len(dataset) // layout.dp)
+        batches = eval_batches(dataset, rows, layout.dp_rank(self._laid.rank), layout.dp)
+        own: Tensor | None = None
+        # The same number of rounds on all ranks, so that they can agree on stopping in each, and since a model that is
+        # shared needs all ranks for a forward pass.
+        for _ in range(-(-share // rows)):
+            self._stop.begin()
+            batch = next(batches, None)
+            sums = self._passes.evaluate(batch or blank(fetch(dataset, np.zeros(1, dtype=np.int64))), self._measures)
+            if sums is not None:
+                own = sums.cpu() if own is None else own + sums.cpu()
+            if self._stop.finish().stop:
+                return None
+        return self._summed(own)
+
+    def _summed(self, own: Tensor | None) -> Tensor:
+        """The sum over all ranks. Those that measured nothing, as all but the last stage, learn here how many sums it has."""
+        if self._counts is None:
+            assert own is not None
+            return own
+        sizes = torch.tensor(self._measures.sizes)
+        dist.all_reduce(sizes, dist.ReduceOp.MAX, self._counts)
+        self._measures.sizes = sizes.tolist()
+        total = own if own is not None else torch.zeros(sum(self._measures.sizes), dtype=torch.float64)
+        dist.all_reduce(total, group=self._counts)
+        return total
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        device = self._laid.device
+        self._laid.model.eval()
+        try:
+            with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+                yield
+        finally:
+            self._laid.model.train()
+            if self._laid.mesh is not None:
+                from slurmtrain.parallel.sharded import reshard  # with FSDP, which takes half a second to import
+
+                reshard(self._laid.stages)
+
+
+def _longest(dataset: MapDataset) -> int:
+    """Tokens of the longest sample."""
+    lengths = getattr(dataset, "lengths", None)
+    if lengths is not None:
+        return int(lengths(np.arange(len(dataset), dtype=np.int64)).max())
+    return int(fetch(dataset, np.zeros(1, dtype=np.int64))["inputs"].shape[1])

@@ -1,0 +1,180 @@
+"""Evaluation: every sample once, the same numbers on any layout, and no trace of it afterwards."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from slurmtrain.config.compose import compose
+from slurmtrain.config.layout import layout_of, micro_batch_size
+from slurmtrain.config.schema import Config
+from slurmtrain.data import IGNORED_TARGET
+from slurmtrain.data.loader import Batch
+from slurmtrain.errors import ConfigError
+from slurmtrain.runtime import signals
+from slurmtrain.runtime.agreement import StopAgreement
+from slurmtrain.runtime.environment import Environment
+from slurmtrain.runtime.training_job import build, build_evaluator, build_model, fill, lay_model
+from slurmtrain.runtime.world import World
+from slurmtrain.training.passes import _Pipelined, passes_of
+from tests.distributed.conftest import GlooRanks
+
+
+class Ragged:
+    """Sequences with very different numbers of targets that count, which say which sample they are."""
+
+    num_bytes = 1000
+
+    def __init__(self, samples: int = 23, length: int = 64, **ignored: Any):
+        self._samples, self._length = samples, length
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(256, (self._length + 1,), generator=torch.Generator().manual_seed(index))
+        targets = tokens[1:].clone()
+        targets[1 + (index * index) % self._length :] = IGNORED_TARGET
+        return {"inputs": tokens[:-1], "targets": targets, "sample": torch.tensor(index)}
+
+
+class RaggedText:
+    """As a `data._target_`: further sets of shorter sequences, of a length that two ranks cannot share."""
+
+    def __init__(self, **ignored: Any):
+        self.train = self.valid = Ragged()
+        self.evals = {"short": Ragged(5, 33)}
+
+
+class TopFive:
+    """A user's own metric: whole logits, and the batch that they are of."""
+
+    def sums(self, logits: Tensor, targets: Tensor, batch: Batch) -> Tensor:
+        counts = targets != IGNORED_TARGET
+        assert logits.shape == (*targets.shape, 256) and batch["inputs"].shape == targets.shape
+        hits = (logits.topk(5, dim=-1).indices == targets[..., None]).any(dim=-1) & counts
+        return torch.stack([hits.sum(), counts.sum(), (counts.sum(dim=1) * batch["sample"]).sum()])
+
+    def value(self, sums: Tensor) -> dict[str, float]:
+        hits, count, samples = sums.tolist()
+        return {"hits": hits / count, "samples": samples}
+
+
+SETTINGS = [
+    "experiment=smoke",
+    f"data._target_={__name__}.RaggedText",
+    "train.micro_batch_size=2",
+    "train.global_batch_size=12",
+    "model.tie_embeddings=false",
+    "eval.metrics.accuracy=true",
+    f"+eval.metrics.top5._target_={__name__}.TopFive",
+    f"+eval.sets.other={{_target_: {__name__}.Ragged, samples: 1}}",
+]
+
+
+def experiment(*overrides: str) -> Config:
+    return compose([*SETTINGS, *overrides])
+
+
+def measure(world: World, overrides: list[str]) -> dict[str, float]:
+    """The metrics of an untrained model. It is left as it was."""
+    torch.manual_seed(5)
+    config = experiment(*overrides)
+    layout = layout_of(config)
+    laid, _ = lay_model(config, layout, world)
+    micro = micro_batch_size(config, layout)
+    passes = passes_of(laid, config.train.global_batch_size // (micro * layout.dp), micro)
+    stop = StopAgreement(signals.StopSignals(), world.control)
+    evaluator = build_evaluator(config, laid, passes, build("data", config.data), world, stop)
+    evaluator.prepare()
+    before = torch.get_rng_state()
+    measured = evaluator.evaluate()
+    assert measured is not None
+    assert evaluator.evaluate() == measured
+    assert laid.model.training and torch.equal(torch.get_rng_state(), before)
+    if laid.mesh is not None:
+        assert all(isinstance(parameter, DTensor) for parameter in laid.model.parameters())
+    return measured
+
+
+def alone() -> World:
+    torch.set_num_threads(1)
+    return World(Environment(source="single"), torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def by_one() -> dict[str, float]:
+    return measure(alone(), [])
+
+
+def test_each_sample_counts_once(by_one: dict[str, float]) -> None:
+    """Against sums over the samples, one by one."""
+    config = experiment()
+    model = fill(build_model(config), torch.device("cpu"), config.train.seed).eval()
+    for name, dataset in {"valid": Ragged(), "short": Ragged(5, 33), "other": Ragged(1)}.items():
+        loss = count = correct = hits = samples = 0.0
+        for index in range(len(dataset)):
+            sample = dataset[index]
+            with torch.no_grad():
+                logits = model(sample["inputs"][None])[0].double()
+            targets = sample["targets"]
+            counts = targets != IGNORED_TARGET
+            loss += F.cross_entropy(logits, targets, ignore_index=IGNORED_TARGET, reduction="sum").item()
+            correct += int((logits.argmax(dim=-1) == targets)[counts].sum())
+            hits += int((logits.topk(5).indices == targets[:, None]).any(dim=-1)[counts].sum())
+            count += int(counts.sum())
+            samples += int(counts.sum()) * index
+        found = {key.removeprefix(f"{name}_"): value for key, value in by_one.items() if key.startswith(f"{name}_")}
+        assert found.pop("loss") == pytest.approx(loss / count, rel=1e-6)
+        assert found.pop("perplexity") == pytest.approx(math.exp(loss / count), rel=1e-5)
+        assert found.pop("bits_per_byte") == pytest.approx(loss / math.log(2) / 1000, rel=1e-6)
+        exact = {"tokens": count, "accuracy": correct / count, "top5_hits": hits / count, "top5_samples": samples}
+        assert found == exact
+
+
+# Loss sums of n = 64 tokens x 2 sequences in float32, in another order or from matrices added up in another order, differ
+# by about sqrt(n) * 2**-24 relative (Higham 2002, section 2.8), and are added up in float64.
+TOLERANCE = 4 * 128**0.5 * 2**-24
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        pytest.param(3, [], id="3 replicas"),
+        pytest.param(2, ["parallel=fsdp"], id="FSDP"),
+        pytest.param(2, ["parallel.tp=2"], id="TP"),
+        pytest.param(2, ["parallel.tp=2", "parallel.sequence_parallel=false"], id="TP alone"),
+        pytest.param(2, ["parallel.pp=2"], id="PP"),
+        pytest.param(2, ["parallel.cp=2"], id="CP"),
+    ],
+)
+def test_the_numbers_are_those_of_one_process(
+    gloo_ranks: GlooRanks, by_one: dict[str, float], ranks: int, layout: list[str]
+) -> None:
+    found = gloo_ranks(ranks, measure, [*layout, f"cluster.tasks_per_node={ranks}"])
+    assert all(each == found[0] for each in found)
+    assert found[0].keys() == by_one.keys()
+    for name, value in by_one.items():
+        if name.endswith(("_loss", "_perplexity", "_bits_per_byte")):
+            assert found[0][name] == pytest.approx(value, rel=TOLERANCE * (6 if "perplexity" in name else 1)), name
+        else:
+            assert found[0][name] == value, name
+
+
+def test_a_pipeline_that_has_trained_on_shorter_sequences_says_so() -> None:
+    passes = object.__new__(_Pipelined)
+    passes._length = 64
+    passes.expect(64)
+    with pytest.raises(ConfigError, match="sequences of 65 tokens"):
+        passes.expect(65)
+
+
+def test_an_empty_set_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'none' holds no samples"):
+        measure(alone(), [f"+eval.sets.none={{_target_: {__name__}.Ragged, samples: 0}}"])
