@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from slurmtrain.checkpoint.retention import Keep as Keep
-    from slurmtrain.data.loader import ignore_stop_signals as ignore_stop_signals
+    from slurmtrain.data.workers import ignore_stop_signals as ignore_stop_signals
     from slurmtrain.parallel.ddp import settle_buckets as settle_buckets
     from slurmtrain.runtime.api import Checkpointer as Checkpointer
     from slurmtrain.runtime.api import exit_for_requeue as exit_for_requeue
@@ -26,7 +26,7 @@ _PUBLIC = {
     "Checkpointer": "slurmtrain.runtime.api",
     "Keep": "slurmtrain.checkpoint.retention",
     "settle_buckets": "slurmtrain.parallel.ddp",
-    "ignore_stop_signals": "slurmtrain.data.loader",
+    "ignore_stop_signals": "slurmtrain.data.workers",
 }
 __all__ = [
     "Checkpointer",

@@ -64,6 +64,10 @@ class CheckpointError(SlurmtrainError):
     """A checkpoint cannot be written, or cannot be trusted."""
 
 
+class DataError(SlurmtrainError):
+    """Data that is there cannot be read now. A retry may help."""
+
+
 class LostPeers(CheckpointError):
     """Another rank went away in the middle of a save or restore: its failure, not this rank's, came first."""
 

@@ -18,7 +18,8 @@ from slurmtrain.checkpoint.layout import TensorFacts
 from slurmtrain.checkpoint.plan import dtype_name
 from slurmtrain.errors import CheckpointMismatch, UsageError, nearest
 
-KINDS = ("keys", "shapes", "dtypes", "config")
+KINDS = ("keys", "shapes", "dtypes", "config", "data")
+FINGERPRINT = "data_fingerprint"  # in the config that a checkpoint is bound to: of the data's content
 SHOWN = 5
 
 
@@ -30,15 +31,22 @@ def check_allowed(allow: Collection[str]) -> None:
 
 def check_config(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], allow: Collection[str]) -> None:
     """Raises CheckpointMismatch when the values that a checkpoint is bound to are other ones here."""
-    if "config" in allow or not saved or not own:
+    if not saved or not own:
         return
     before, now = dict(_leaves(saved)), dict(_leaves(own))
-    lines = [
-        f"{key}: {before.get(key, '(not there)')} -> {now.get(key, '(not there)')}"
-        for key in sorted({*before, *now})
-        if before.get(key) != now.get(key) or (key in before) != (key in now)
+    differing = [
+        key for key in sorted({*before, *now}) if before.get(key) != now.get(key) or (key in before) != (key in now)
     ]
-    _refuse(path, "config", "was saved with another config", lines)
+    lines = {key: f"{key}: {before.get(key, '(not there)')} -> {now.get(key, '(not there)')}" for key in differing}
+    content = lines.pop(FINGERPRINT, None)
+    if "config" not in allow:
+        _refuse(path, "config", "was saved with another config", list(lines.values()))
+    # Other data by config is allowed or refused as such; what is meant here is other content in the same place.
+    if content and FINGERPRINT in before and not any(key.startswith("data.") for key in lines) and "data" not in allow:
+        raise CheckpointMismatch(
+            f"{path} was saved with other data in the same place: {content}",
+            hint="was the data set prepared or edited again? To go on with what is there now: checkpoint.allow=[data]",
+        )
 
 
 def names_of(objects: Mapping[str, Any]) -> set[str]:

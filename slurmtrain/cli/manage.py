@@ -45,13 +45,17 @@ def _parser(verb: str) -> Parser:
         "compare",
         prog=f"{prog} compare",
         help="what differs between two runs",
-        description="What differs between two runs: config, code, the first logged step where their metrics part, and "
-        "the last values. Metrics whose name ends in _s measure speed and always differ.",
+        description="What differs between two runs: config, code, the first step where the samples that they have seen, "
+        "their metrics or their weights part, and the last values. Metrics whose name ends in _s measure speed and always "
+        "differ.",
     )
     for name in ("a", "b"):
         comparing.add_argument(name, metavar=name.upper(), help="a run id, a unique beginning of one, a path, or last")
     comparing.add_argument(
         "--tolerance", type=float, default=0.0, metavar="R", help="relative; values part beyond it (default: any bit)"
+    )
+    comparing.add_argument(
+        "--weights", action="store_true", help="read the checkpoints of large models, too (over 2 GB)"
     )
     comparing.add_argument("--json", action="store_true", help="the same for a program")
 
@@ -105,7 +109,7 @@ def _compare(options: argparse.Namespace) -> int:
         raise UsageError(f"--tolerance {options.tolerance:g} is no tolerance", hint="0, or a small number such as 1e-6")
     root = rundir.runs_root()
     a, b = rundir.find(options.a, root), rundir.find(options.b, root)
-    found = compare.compare(a, b, tolerance=options.tolerance)
+    found = compare.compare(a, b, tolerance=options.tolerance, weights=options.weights)
     if options.json:
         print_json(_comparison_object(a, b, found, options.tolerance))
     else:
@@ -121,7 +125,8 @@ def _print_comparison(a: RunDir, b: RunDir, found: Comparison, tolerance: float)
         )
     else:
         print("the configs are the same")
-    print(f"\n{_code_sentence(a, b, found.files)}\n{_parting_sentence(found, tolerance)}")
+    print(f"\n{_code_sentence(a, b, found.files)}\n{_data_sentence(found)}")
+    print(f"{_parting_sentence(found, tolerance)}\n{_weights_sentence(found)}")
     if found.final:
         print()
         print_table(
@@ -166,6 +171,29 @@ def _parting_sentence(found: Comparison, tolerance: float) -> str:
     return f"they part at step {found.parted.step} ({printable(', '.join(sorted(names)))}), of {logged}"
 
 
+def _data_sentence(found: Comparison) -> str:
+    data = found.data
+    if not data.steps:
+        return "which samples they have seen is not known: no step has the hash in both logs"
+    if data.parts_at is not None:
+        return f"they have seen other samples, or another order, from step {data.parts_at} on"
+    return f"they have seen the same samples in the same order up to step {data.steps[-1]}"
+
+
+def _weights_sentence(found: Comparison) -> str:
+    weights = found.weights
+    left = f"; not compared: {weights.left}" if weights.left else ""
+    if weights.parts_at is not None:
+        names = ", ".join(weights.tensors[:3]) + (", ..." if len(weights.tensors) > 3 else "")
+        return (
+            f"their weights part at the checkpoint of step {weights.parts_at} ({len(weights.tensors)} tensors: {names})"
+        )
+    if not weights.steps:
+        return f"their weights: no checkpoint of the same step was compared{left}"
+    steps = ", ".join(map(str, weights.steps))
+    return f"their weights are equal to the last bit in the checkpoints of step {steps}{left}"
+
+
 def _metric_row(name: str, found: Comparison) -> list[str]:
     a, b = found.final[name]
     parting = found.partings.get(name)
@@ -182,6 +210,10 @@ def _comparison_object(a: RunDir, b: RunDir, found: Comparison, tolerance: float
     tolerance    as it was given
     steps        number of steps that both have logged
     parted_at    the first step where a metric that does not measure speed parts; null when none does
+    data         steps: number of steps at which both have logged the hash of their samples; parted_at: the first where
+                 it differs, or null
+    weights      steps: of the checkpoints that were compared; parted_at: the first that differs, or null; tensors: those
+                 that differ there; left: why others were not compared, or null
     metrics      by name: final (a and b), and where it parts (step, a, b) or null
     """
     return {
@@ -197,6 +229,13 @@ def _comparison_object(a: RunDir, b: RunDir, found: Comparison, tolerance: float
         "tolerance": tolerance,
         "steps": len(found.steps),
         "parted_at": found.parted.step if found.parted is not None else None,
+        "data": {"steps": len(found.data.steps), "parted_at": found.data.parts_at},
+        "weights": {
+            "steps": found.weights.steps,
+            "parted_at": found.weights.parts_at,
+            "tensors": found.weights.tensors,
+            "left": found.weights.left,
+        },
         "metrics": {
             name: {
                 "final": {"a": final[0], "b": final[1]},

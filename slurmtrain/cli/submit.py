@@ -12,6 +12,7 @@ from slurmtrain.cli.as_json import print_json
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
+from slurmtrain.data.vocabulary import check_prepared
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.again import submit_links
 from slurmtrain.launch.fits import check_memory
@@ -30,6 +31,7 @@ def main(arguments: Arguments) -> int:
             raise UsageError(f"{option} is for sweeps", hint="add -m, and choices: -m key=1,2 submit")
     config = compose_and_validate(arguments)
     check_fits(config)
+    check_prepared(config)
     if arguments.verb == "render":
         return _render(config, arguments)
     runs = arguments.options.get("--after")

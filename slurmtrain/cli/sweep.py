@@ -31,6 +31,7 @@ from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, w
 from slurmtrain.config.compose import Primary, search_folders
 from slurmtrain.config.points import Grid, check, composing, naming_point
 from slurmtrain.config.schema import Config
+from slurmtrain.data.vocabulary import check_prepared
 from slurmtrain.errors import EXIT_REQUEUE, ClusterError, UsageError
 from slurmtrain.launch import collect, sweep_jobs
 from slurmtrain.launch import sweep as sweeps
@@ -105,6 +106,7 @@ def _fitting(configs: Iterable[Config], grid: Grid) -> Iterator[Config]:
     for number, config in enumerate(configs):
         with naming_point(grid, number):
             check_fits(config)
+            check_prepared(config)
         share = share_of_gpu(config) or 0.0
         if largest is None or share > largest[0]:
             largest = share, number, config

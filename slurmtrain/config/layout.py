@@ -163,6 +163,7 @@ def _product_problem(wanted: Sizes, config: Config) -> str:
 def _problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
     """What cannot work with these sizes, whose product is the world size."""
     yield from _node_problems(sizes, config)
+    yield from _shard_problems(sizes, config)
     if config.job.kind in ("train", "evaluate"):
         yield from _model_problems(sizes, config)
         yield from _sequence_problems(sizes, config)
@@ -175,6 +176,23 @@ def _node_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
             f"parallel.tp={sizes['tp']} does not divide cluster.tasks_per_node={config.cluster.tasks_per_node}: the ranks "
             "of a tensor-parallel group stand on one node",
             None,
+        )
+
+
+def _shard_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
+    group, shards = config.parallel.reshard_after_forward, sizes["dp_shard"] * sizes["cp"]
+    if group is None or isinstance(group, bool):
+        return
+    fitting = [str(size) for size in range(2, shards) if shards % size == 0]
+    if str(group) not in fitting:
+        yield (
+            f"parallel.reshard_after_forward={group} does not cut {shards} shards into groups of several",
+            f"set it to {', '.join([*fitting, 'true'])} or false",
+        )
+    elif sizes["tp"] > 1:
+        yield (
+            f"parallel.reshard_after_forward={group} with parallel.tp={sizes['tp']}: FSDP2 has no groups for parts of matrices",
+            "set it to true or false",
         )
 
 
@@ -191,11 +209,6 @@ def _model_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
     stages = pp * STAGES_PER_RANK.get(parallel.pp_schedule, 1)
     if isinstance(layers := model.get("layers"), int) and pp > 1 and layers < stages:
         yield f"model.layers={layers} are too few for {stages} stages of parallel.pp={pp}", None
-    if pp > 1 and model.get("tie_embeddings"):
-        yield (
-            f"model.tie_embeddings=true with parallel.pp={pp}: the first and the last stage would share a matrix",
-            "set model.tie_embeddings=false",
-        )
     if tp > 1 and model.get("dropout") and not parallel.sequence_parallel:
         yield (
             f"model.dropout={model['dropout']} with parallel.sequence_parallel=false and parallel.tp={tp}: each rank would "

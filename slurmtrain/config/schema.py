@@ -93,7 +93,8 @@ class ParallelConfig:
     units: list[str] = field(
         default_factory=list
     )  # class names that FSDP2 gathers at a time; []: the model's, or by size
-    reshard_after_forward: bool | None = None  # free gathered parameters until backward; null: yes, but with pp no
+    # Free gathered parameters until backward; null: yes, but with pp no. A number: groups of so many shards keep them.
+    reshard_after_forward: bool | int | None = None
     param_dtype: str | None = None  # "bfloat16": compute in it, with FSDP2; parameters and optimiser stay float32
     reduce_dtype: str = "float32"  # in which gradients are added up; "bfloat16" halves what is sent
     gradient_compression: str = "none"  # what replicas send each other (DDP): "bf16", "fp16", "powersgd"
@@ -124,7 +125,11 @@ class TrainConfig:
     global_batch_size: int = 16  # sequences per step over all ranks; stays when the number of nodes changes
     micro_batch_size: int | None = None  # sequences per forward pass of one rank; null: as many as there are
     seed: int = 1234
-    data_workers: int = 0  # loader processes per rank
+    shuffle: bool = True  # another order each epoch; false: the data's own
+    repeat: bool = True  # begin again when all samples were seen; false: a run that would is refused
+    length_sorted_steps: int = 32  # for samples of different length: so many steps share theirs, sorted by length
+    data_workers: int = 0  # processes per rank that read ahead
+    data_ahead: int = 2  # steps that they read ahead, and of which the file system hears early
     log_every: int = 10  # steps
     eval_every: int = 100  # steps between evaluations; 0: at the end only; see `eval`
     device: str = "auto"  # "auto": a GPU where one is visible; "cpu"; "cuda"
@@ -153,7 +158,7 @@ class CheckpointConfig:
     verify: str = "full"  # compare restored files with their digests: "full", "sampled" (a 16th) or "off" (sizes only)
     mirror: str | None = None  # URL of an object store's folder; copies go to <mirror>/<job.name>/<run id>
     restore_from: str | None = None  # a checkpoint to begin from when this run has none of its own
-    allow: list[str] = field(default_factory=list)  # what may differ from it: keys, shapes, dtypes, config
+    allow: list[str] = field(default_factory=list)  # what may differ from it: keys, shapes, dtypes, config, data
 
 
 @dataclass

@@ -294,9 +294,9 @@ def _check_batch(train: TrainConfig) -> None:
 
 def _check_ranges(config: Config) -> None:
     train, optim = config.train, config.optim
-    for name in ("steps", "log_every"):
+    for name in ("steps", "log_every", "length_sorted_steps"):
         _at_least(f"train.{name}", getattr(train, name), 1)
-    for name in ("eval_every", "data_workers", "seed"):
+    for name in ("eval_every", "data_workers", "data_ahead", "seed"):
         _at_least(f"train.{name}", getattr(train, name), 0)
     _one_of("train.device", train.device, ("auto", "cpu", "cuda"))
     if not 0 < optim.lr < math.inf:  # written so that nan is refused, too; as below
@@ -324,7 +324,7 @@ def _check_ranges(config: Config) -> None:
     _one_of("checkpoint.verify", config.checkpoint.verify, ("full", "sampled", "off"))
     _one_of("checkpoint.best_mode", config.checkpoint.best_mode, ("min", "max"))
     for kind in config.checkpoint.allow:
-        _one_of("checkpoint.allow", kind, ("keys", "shapes", "dtypes", "config"))
+        _one_of("checkpoint.allow", kind, ("keys", "shapes", "dtypes", "config", "data"))
     if not math.isfinite(config.checkpoint.every_minutes):
         raise ConfigError(
             f"checkpoint.every_minutes={config.checkpoint.every_minutes} is no time", hint="0 means: not by time"

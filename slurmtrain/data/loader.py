@@ -5,46 +5,61 @@ global batch size. Within them, micro batch m of data-parallel rank r takes
 
     n + m * (micro * dp_size) + r * micro  ...  + micro - 1
 
-so which samples a step sees depends on n and G alone, and never on how many ranks, micro batches or workers share it.
+or, when samples differ in length, as many of them, dealt out so that all ranks have as much to do (`lengths.dealt`). So which
+samples a step sees depends on n and G alone, and never on how many ranks, micro batches or workers share it.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import multiprocessing
-import multiprocessing.process
-import signal
-import threading
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
 
-from slurmtrain.data.order import sample_ids
+from slurmtrain.data import proof
+from slurmtrain.data.batches import Batch, num_targets, padded, tokens_per_row
+from slurmtrain.data.lengths import ByLength, dealt
+from slurmtrain.data.order import Epochs, Order
+from slurmtrain.data.samples import MapDataset, fetch
+from slurmtrain.data.workers import Workers
+from slurmtrain.data.workers import ignore_stop_signals as ignore_stop_signals
 from slurmtrain.errors import ConfigError
 
-Batch = dict[str, Tensor]
 
-CLOSE_GRACE_S = 2.0  # what a worker gets to leave by itself before it is killed
-# SLURM sends these to every process of a job step, and so to the workers; only the ranks are to act on them.
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+@dataclass(frozen=True)
+class RowLength:
+    """How long the rows of a batch are, when samples differ in length.
+
+    Attributes:
+        multiple: filled up to a multiple of this many tokens.
+        fixed: all as long as the data set's `seq_len`, for what takes one shape only.
+    """
+
+    multiple: int = 1
+    fixed: bool = False
 
 
-class MapDataset(Protocol):
-    """What a data set must offer. With `get_batch(indices: int64 [B]) -> batch` as well, nothing is collated."""
+class Step(NamedTuple):
+    """What one rank has to do for a step.
 
-    def __len__(self) -> int: ...
+    Attributes:
+        micro_batches: where they are computed on.
+        targets: those that are not ignored, over these micro batches.
+        digest: what their samples add to the proof of the step, see `proof`.
+    """
 
-    def __getitem__(self, index: int, /) -> Any: ...
+    micro_batches: list[Batch]
+    targets: int
+    digest: tuple[int, ...]
 
 
 class BatchLoader:
-    """An endless iterator: each `next()` is one step's list of this rank's micro batches.
+    """An endless iterator: each `next()` is one step's micro batches of this rank.
 
     Args:
         dataset: the samples; see `MapDataset`.
@@ -56,6 +71,10 @@ class BatchLoader:
         dp_size: how many those are.
         num_workers: processes that read ahead; 0 reads in this process.
         samples_consumed: where to start.
+        ahead: steps that are read ahead by workers, and announced to the file system.
+        sorted_steps: for samples of different length: so many steps share theirs, sorted by length.
+        row_length: for samples of different length.
+        device: where the micro batches go.
 
     Raises:
         ConfigError: an empty data set, or batch sizes that do not divide.
@@ -73,17 +92,24 @@ class BatchLoader:
         dp_size: int = 1,
         num_workers: int = 0,
         samples_consumed: int = 0,
+        ahead: int = 2,
+        sorted_steps: int = 1,
+        row_length: RowLength | None = None,
+        device: torch.device | None = None,
     ):
         _check_batch_sizes(global_batch_size, micro_batch_size, dp_size)
         if not len(dataset):
             raise ConfigError("the training data holds no samples", hint="give more data, or a shorter data.seq_len")
-        self.dataset, self._seed, self._shuffle = dataset, seed, shuffle
+        self.dataset, self._seed = dataset, seed
         self._global, self.micro_batch_size = global_batch_size, micro_batch_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._num_workers = num_workers
+        self._num_workers, self._ahead = num_workers, ahead
         self._samples_consumed = samples_consumed
-        self._batches: Iterator[Batch] | None = None
-        self._workers: list[multiprocessing.process.BaseProcess] = []
+        self._lengths = getattr(dataset, "lengths", None)
+        self.order = self._order(shuffle, sorted_steps)
+        self._fetch = _Fetch(dataset, seed, row_length or RowLength())
+        self._gpu = _Gpu(device) if device is not None and device.type == "cuda" else None
+        self._fetched: Iterator[_Fetched] | None = None
 
     @property
     def accumulation_steps(self) -> int:
@@ -94,6 +120,11 @@ class BatchLoader:
     def samples_consumed(self) -> int:
         """Samples of all steps handed out so far, over all ranks. What workers have read ahead does not count."""
         return self._samples_consumed
+
+    def example(self) -> Batch:
+        """A micro batch of the kind that comes; none of those that do."""
+        first = np.zeros(self.micro_batch_size, dtype=np.int64)
+        return self._fetch(_Piece(first, first)).batch
 
     def state_dict(self) -> dict[str, int]:
         """The whole state, the same on all ranks."""
@@ -107,79 +138,86 @@ class BatchLoader:
     def __iter__(self) -> BatchLoader:
         return self
 
-    def __next__(self) -> list[Batch]:
-        """The micro batches of the next step.
+    def __next__(self) -> Step:
+        """What this rank has to do for the next step.
 
         An error of the data set passes through; the step then does not count, and the next call tries it again.
         """
         try:
-            if self._batches is None:
-                self._batches = self._start()
-            step = [next(self._batches) for _ in range(self.accumulation_steps)]
+            if self._fetched is None:
+                self._fetched = self._start()
+            step = list(islice(self._fetched, self.accumulation_steps))
         except BaseException:
             self.close()
             raise
         self._samples_consumed += self._global
-        return step
+        return Step(
+            [fetched.batch if self._gpu is None else self._gpu.receive(fetched.batch) for fetched in step],
+            sum(fetched.targets for fetched in step),
+            proof.added([fetched.digest for fetched in step]),
+        )
 
     def close(self) -> None:
-        """Stop the workers. Takes about `CLOSE_GRACE_S` at most; the loader can be used again afterwards."""
-        batches, workers = self._batches, self._workers
-        self._batches, self._workers = None, []
-        if not workers:
-            return
-        atexit.unregister(self.close)
-        killer = threading.Timer(CLOSE_GRACE_S, _kill, [workers])
-        killer.daemon = True
-        killer.start()
-        try:
-            # torch raises here when a worker had to be killed, which is no news to us.
-            with contextlib.suppress(RuntimeError):
-                if batches is not None:  # None when not all workers could be started
-                    batches._shutdown_workers()  # type: ignore[attr-defined]
-        finally:
-            killer.cancel()
-            _kill(workers)
-            for worker in workers:
-                worker.join(CLOSE_GRACE_S)
+        """Stop the workers. The loader can be used again afterwards."""
+        fetched, self._fetched = self._fetched, None
+        if isinstance(fetched, Workers):
+            fetched.close()
 
-    def _start(self) -> Iterator[Batch]:
-        ids = self._micro_batch_ids(self._samples_consumed)
-        if self._num_workers == 0:
-            return (fetch(self.dataset, indices) for indices in ids)
-        loader: DataLoader[Batch] = DataLoader(
-            _BatchDataset(self.dataset),
-            batch_size=None,  # an "index" is a whole micro batch's array of them
-            sampler=ids,
-            num_workers=self._num_workers,
-            collate_fn=_as_is,
-            worker_init_fn=ignore_stop_signals,
-            multiprocessing_context="fork",
-            # Without one of its own, starting workers would draw from the global generator, which then differs
-            # between runs with and without workers, and from that of a resumed run.
-            generator=torch.Generator().manual_seed(self._seed % 2**63),
+    def _order(self, shuffle: bool, sorted_steps: int) -> Order:
+        own = getattr(self.dataset, "order", None)
+        order: Order = (
+            own(self._seed, shuffle) if own is not None else Epochs(len(self.dataset), seed=self._seed, shuffle=shuffle)
         )
-        # A worker that ignores SIGTERM outlives multiprocessing's own cleaning up, which waits for it for ever.
-        # Exit functions run last in, first out, so this one comes before that.
-        atexit.register(self.close)
-        before = set(multiprocessing.active_children())
-        # Blocked across the fork, so that no signal meets a worker before it has learnt to ignore them. Those that
-        # arrive for this process meanwhile are delivered afterwards.
-        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
-        try:
-            batches: Iterator[Batch] = iter(loader)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
-            self._workers = [worker for worker in multiprocessing.active_children() if worker not in before]
-        return batches
+        if self._lengths is None or not shuffle:
+            return order
+        return ByLength(order, self._lengths, global_batch_size=self._global, steps=sorted_steps, seed=self._seed)
 
-    def _micro_batch_ids(self, start: int) -> Iterator[NDArray[np.int64]]:
-        """Data set indices [micro] of this rank's micro batches, from global sample number `start` on, without end."""
-        n, stride = len(self.dataset), self.micro_batch_size * self._dp_size
-        first = start + self._dp_rank * self.micro_batch_size
+    def _start(self) -> Iterator[_Fetched]:
+        pieces = self._announced(self._pieces())
+        if self._num_workers == 0:
+            return map(self._fetch, pieces)
+        return Workers(
+            self._fetch,
+            pieces,
+            count=self._num_workers,
+            ahead=max(2, -(-self._ahead * self.accumulation_steps // self._num_workers)),
+            seed=self._seed,
+            pin_memory=self._gpu is not None,
+        )
+
+    def _pieces(self) -> Iterator[_Piece]:
+        """This rank's micro batches from here on, without end."""
+        start = self._samples_consumed
         while True:
-            yield sample_ids(first, self.micro_batch_size, n=n, seed=self._seed, shuffle=self._shuffle)
-            first += stride
+            for places in self._places(start):
+                yield _Piece(start + places, self._ids(start, places))
+            start += self._global
+
+    def _places(self, start: int) -> NDArray[np.int64]:
+        """Which samples of the step this rank takes, int64 [micro batches, micro]."""
+        if self._lengths is None:
+            places = np.arange(self._global).reshape(-1, self._dp_size, self.micro_batch_size)
+        else:
+            lengths = self._lengths(self.order.ids(start, self._global))
+            places = dealt(lengths, self._dp_size, self.micro_batch_size)
+        return places[:, self._dp_rank]
+
+    def _ids(self, start: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        first = int(places.min())
+        return self.order.ids(start + first, int(places.max()) - first + 1)[places - first]
+
+    def _announced(self, pieces: Iterator[_Piece]) -> Iterator[_Piece]:
+        """The same, while the data set hears early of what comes."""
+        will_need = getattr(self.dataset, "will_need", None)
+        if will_need is None or not self._ahead:
+            yield from pieces
+            return
+        waiting: deque[_Piece] = deque()
+        for piece in pieces:
+            will_need(piece.indices)
+            waiting.append(piece)
+            if len(waiting) > self._ahead * self.accumulation_steps:
+                yield waiting.popleft()
 
 
 def eval_batches(dataset: MapDataset, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
@@ -193,40 +231,50 @@ def eval_batches(dataset: MapDataset, batch_size: int, rank: int = 0, world_size
         yield fetch(dataset, np.arange(first, min(first + batch_size, end), dtype=np.int64))
 
 
-def fetch(dataset: MapDataset, indices: NDArray[np.int64]) -> Batch:
-    """The samples `indices` [B] as one batch: by the data set's own `get_batch`, else collated by torch."""
-    get_batch = getattr(dataset, "get_batch", None)
-    if get_batch is not None:
-        batch: Batch = get_batch(indices)
-        return batch
-    collated: Batch = default_collate([dataset[int(index)] for index in indices])
-    return collated
+class _Piece(NamedTuple):
+    """Samples of a micro batch: their numbers in the run, and which of the data set they are; int64 [micro] both."""
+
+    numbers: NDArray[np.int64]
+    indices: NDArray[np.int64]
 
 
-def ignore_stop_signals(worker_id: int) -> None:
-    """What each worker does first: leave the stop signals to the ranks."""
-    for number in _STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+class _Fetched(NamedTuple):
+    batch: Batch
+    targets: int
+    digest: tuple[int, ...]
 
 
-class _BatchDataset(Dataset[Batch]):
-    """A data set whose index is an array of them."""
+class _Fetch:
+    """From a piece to its batch, in whichever process."""
 
-    def __init__(self, dataset: MapDataset):
-        self._dataset = dataset
+    def __init__(self, dataset: MapDataset, seed: int, row_length: RowLength):
+        self._dataset, self._seed, self._row_length = dataset, seed, row_length
 
-    def __getitem__(self, indices: NDArray[np.int64]) -> Batch:
-        return fetch(self._dataset, indices)
+    def __call__(self, piece: _Piece) -> _Fetched:
+        batch = fetch(self._dataset, piece.indices, seed=self._seed, numbers=piece.numbers)
+        if self._row_length.fixed:
+            batch = padded(batch, getattr(self._dataset, "seq_len", 0))
+        else:
+            batch = padded(batch, -(-tokens_per_row(batch) // self._row_length.multiple) * self._row_length.multiple)
+        return _Fetched(batch, num_targets(batch), proof.digest(*piece))
 
 
-def _as_is(batch: Any) -> Any:
-    return batch
+class _Gpu:
+    """Copies batches from page-locked memory to a GPU, beside what it computes."""
 
+    def __init__(self, device: torch.device):
+        self._device, self._stream = device, torch.cuda.Stream(device)
 
-def _kill(workers: Iterable[multiprocessing.process.BaseProcess]) -> None:
-    for worker in workers:
-        worker.kill()  # nothing happens to one that has left already
+    def receive(self, batch: Batch) -> Batch:
+        # The host runs ahead of the GPU, so these copies are queued while it computes earlier micro batches.
+        with torch.cuda.stream(self._stream):
+            pinned = {name: values if values.is_pinned() else values.pin_memory() for name, values in batch.items()}
+            copied = {name: values.to(self._device, non_blocking=True) for name, values in pinned.items()}
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_stream(self._stream)
+        for values in copied.values():
+            values.record_stream(computing)
+        return copied
 
 
 def _check_batch_sizes(global_batch_size: int, micro_batch_size: int, dp_size: int) -> None:

@@ -12,7 +12,7 @@ Mixer: the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014; constants o
 from __future__ import annotations
 
 import math
-from typing import overload
+from typing import Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,13 +68,46 @@ def sample_ids(start: int, count: int, *, n: int, seed: int, shuffle: bool = Tru
     Raises:
         ConfigError: the data set is empty, or larger than 2^62.
     """
+    return samples_at(np.arange(start, start + count, dtype=np.int64), n=n, seed=seed, shuffle=shuffle)
+
+
+def samples_at(numbers: NDArray[np.int64], *, n: int, seed: int, shuffle: bool = True) -> NDArray[np.int64]:
+    """As `sample_ids`, for sample numbers int64 [B] in any order."""
     _check_size(n)
-    epochs, indices = np.divmod(np.arange(start, start + count, dtype=np.int64), np.int64(n))
+    epochs, indices = np.divmod(numbers, np.int64(n))
     if not shuffle:
         return indices
-    seed_key = _mix(np.array([(seed + _GAMMA) & _MASK], dtype=np.uint64))
-    epoch_keys = _mix(seed_key ^ epochs.astype(np.uint64))
+    seed_key = mixed(np.array([(seed + _GAMMA) & _MASK], dtype=np.uint64))
+    epoch_keys = mixed(seed_key ^ epochs.astype(np.uint64))
     return _permute(indices.astype(np.uint64), epoch_keys, n).astype(np.int64)
+
+
+class Order(Protocol):
+    """Which sample comes when.
+
+    Attributes:
+        once: so many samples come before one of them comes again.
+        epoch: so many samples at a time are all that there are; None where parts begin again at different times.
+    """
+
+    once: int
+    epoch: int | None
+
+    def ids(self, start: int, count: int) -> NDArray[np.int64]:
+        """Data set indices of the global sample numbers start ... start + count - 1, int64 [count]."""
+
+
+class Epochs:
+    """All n samples, and then all of them again; see `sample_ids`."""
+
+    def __init__(self, n: int, *, seed: int, shuffle: bool = True):
+        _check_size(n)
+        self.once = n
+        self.epoch: int | None = n
+        self._seed, self._shuffle = seed, shuffle
+
+    def ids(self, start: int, count: int) -> NDArray[np.int64]:
+        return sample_ids(start, count, n=self.once, seed=self._seed, shuffle=self._shuffle)
 
 
 def _permute(values: NDArray[np.uint64], keys: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
@@ -94,15 +127,16 @@ def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], side_a: int, 
     a, b = np.uint64(side_a), np.uint64(side_b)
     right, left = np.divmod(values, a)  # left in Z_a, right in Z_b
     for number in range(ROUNDS):
-        round_keys = _mix(keys + np.uint64((number + 1) * _GAMMA & _MASK))
+        round_keys = mixed(keys + np.uint64((number + 1) * _GAMMA & _MASK))
         if number % 2 == 0:
-            left = (left + _mix(round_keys ^ right) % a) % a
+            left = (left + mixed(round_keys ^ right) % a) % a
         else:
-            right = (right + _mix(round_keys ^ left) % b) % b
+            right = (right + mixed(round_keys ^ left) % b) % b
     return right * a + left
 
 
-def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mixed(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's finaliser: a bijection of 64 bits in which each depends on all."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))

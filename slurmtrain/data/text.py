@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from slurmtrain.data.batches import IGNORED_TARGET
 from slurmtrain.errors import ConfigError
 
 SEPARATOR = 0  # the byte before each file, and after the last; text has no use for it
-IGNORED_TARGET = -100  # the target that torch's cross_entropy leaves out
 # Not library code: other people's packages, tests and their data, and files that differ from machine to machine.
 _SKIPPED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")

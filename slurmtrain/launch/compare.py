@@ -1,19 +1,25 @@
-"""What differs between two runs: config, code, and the first step where their logs part. Pure but for reading their files."""
+"""What differs between two runs: config, code, data, and the first steps where their logs and their weights part.
+
+Pure but for reading their files.
+"""
 
 from __future__ import annotations
 
 import filecmp
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.errors import ConfigError
+from slurmtrain.checkpoint.commit import committed, step_of
+from slurmtrain.checkpoint.difference import differing_tensors, size_of
+from slurmtrain.errors import CheckpointError, ConfigError
 from slurmtrain.launch.collect import is_scalar
 from slurmtrain.observe import read_metrics
 from slurmtrain.rundir import RunDir
 
+READ_AT_MOST = 2e9  # bytes of a model, without being asked to
 MISSING = object()  # a key that one of the two does not have, which is not null
 
 
@@ -32,6 +38,8 @@ class Comparison:
     config: (dotted key, value in a, value in b) of what differs; MISSING where there is no such key.
     files: of the snapshots of the code, those that differ, by their path in it; None when one ran in place.
     steps: that both have logged.
+    data: which samples they have seen.
+    weights: of the checkpoints that both have.
     partings: by metric; a metric that never parts is not in it.
     final: by metric, the last value of each; None where it was never logged.
     """
@@ -39,6 +47,8 @@ class Comparison:
     config: list[tuple[str, Any, Any]]
     files: list[str] | None
     steps: list[int]
+    data: Data
+    weights: Weights
     partings: dict[str, Parting]
     final: dict[str, tuple[float | None, float | None]]
 
@@ -49,11 +59,38 @@ class Comparison:
         return min(found, key=lambda parting: parting.step, default=None)
 
 
-def compare(a: RunDir, b: RunDir, *, tolerance: float = 0.0) -> Comparison:
+@dataclass(frozen=True)
+class Data:
+    """Attributes:
+    steps: at which both have logged the hash of the samples so far.
+    parts_at: the first of them at which it differs; None when it never does.
+    """
+
+    steps: list[int]
+    parts_at: int | None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Attributes:
+    steps: of the checkpoints that were compared, up to the first that differs.
+    parts_at: the first whose model differs; None when none does.
+    tensors: that differ there.
+    left: why there are checkpoints of the same step that were not compared; None when there are none.
+    """
+
+    steps: list[int]
+    parts_at: int | None = None
+    tensors: list[str] = field(default_factory=list)
+    left: str | None = None
+
+
+def compare(a: RunDir, b: RunDir, *, tolerance: float = 0.0, weights: bool = False) -> Comparison:
     """Compare two runs.
 
     Args:
         tolerance: relative; values that differ by more part. 0: every bit counts.
+        weights: read the models of checkpoints however large they are.
 
     Raises:
         ConfigError: one of the configs or logs cannot be read.
@@ -63,9 +100,37 @@ def compare(a: RunDir, b: RunDir, *, tolerance: float = 0.0) -> Comparison:
         config_differences(_config(a), _config(b)),
         None if _in_place(a) or _in_place(b) else code_differences(a.code, b.code),
         sorted(logs[0].keys() & logs[1].keys()),
+        _compare_data(a, b),
+        _compare_weights(a, b, READ_AT_MOST if not weights else math.inf),
         partings(*logs, tolerance=tolerance),
         _final(*logs),
     )
+
+
+def _compare_data(a: RunDir, b: RunDir) -> Data:
+    hashes = [
+        {record["step"]: record["data_hash"] for record in _records(run) if record.get("data_hash")} for run in (a, b)
+    ]
+    steps = sorted(hashes[0].keys() & hashes[1].keys())
+    return Data(steps, next((step for step in steps if hashes[0][step] != hashes[1][step]), None))
+
+
+def _compare_weights(a: RunDir, b: RunDir, at_most: float) -> Weights:
+    saved = [{step_of(path): path for path in committed(run.checkpoints)} for run in (a, b)]
+    compared: list[int] = []
+    for step in sorted(saved[0].keys() & saved[1].keys()):
+        pair = saved[0][step], saved[1][step]
+        try:
+            size = max(size_of(path) for path in pair)
+            if size > at_most:
+                return Weights(compared, left=f"the models have {size / 1e9:.1f} GB; --weights reads them")
+            tensors = differing_tensors(*pair)
+        except CheckpointError as error:
+            return Weights(compared, left=error.message)
+        compared.append(step)
+        if tensors:
+            return Weights(compared, step, tensors)
+    return Weights(compared)
 
 
 def is_speed(name: str) -> bool:

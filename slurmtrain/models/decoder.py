@@ -14,7 +14,7 @@ would be empty after `to_empty()` and would lose its precision under `.to(bfloat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slurmtrain.errors import ConfigError
+from slurmtrain.models.attention import CausalAttention, Mask, positions_in_documents
 from slurmtrain.models.initial import Normal, initialize
 from slurmtrain.planner.shape import default_ffn_width
 
 INIT_STD = 0.02  # GPT-2 (Radford et al. 2019)
-
-# q [B, S, H, D], k and v [B, S, K, D], probability of dropping a weight -> [B, S, H, D]
-Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 class Decoder(nn.Module):
@@ -138,7 +136,7 @@ class Decoder(nn.Module):
         # Tied weights are one parameter under one name, so that checkpoints, sharding and `to_empty` see it once.
         self.output = None if tie_embeddings else Linear(width, vocab_size)
 
-    def forward(self, tokens_BS: Tensor, positions_S: Tensor | None = None) -> Tensor:
+    def forward(self, tokens_BS: Tensor, positions_S: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Logits [B, S, V] of the token that follows each of `tokens_BS` (int64 [B, S]).
 
         A stage of a pipeline takes the residual stream [B, S, W] of the one before in place of tokens, and returns it
@@ -146,6 +144,8 @@ class Decoder(nn.Module):
 
         Args:
             positions_S: int64 [S], where these tokens stand in the sequence; None: at 0 ... S - 1.
+            documents: int [B, T], for rows packed with several documents: which one each token of the whole sequence belongs
+                to, 0, 1, 2, ... along a row. Each is then computed as if it were alone. None: a row is one document.
 
         Raises:
             ConfigError: S exceeds `max_seq_len`.
@@ -158,13 +158,22 @@ class Decoder(nn.Module):
             )
         if positions_S is None:
             positions_S = torch.arange(seq_len, device=tokens_BS.device)
+        positions, mask = positions_S, None
+        if documents is not None:
+            positions, mask = positions_in_documents(documents)[:, positions_S], self._mask(documents, positions_S)
         x_BSW = tokens_BS if tokens_BS.is_floating_point() else self.dropout(self.embedding(tokens_BS))
         for block in self.blocks.values():
-            x_BSW = block(x_BSW, positions_S)
+            x_BSW = block(x_BSW, positions, mask)
         if self.norm is None:
             return x_BSW
         x_BSW = self.norm(x_BSW)
         return F.linear(x_BSW, self.embedding.weight) if self.output is None else self.output(x_BSW)
+
+    def _mask(self, documents_BT: Tensor, positions_S: Tensor) -> Mask:
+        """As the attention of the blocks takes it, which is the same in all."""
+        block: Any = next(iter(self.blocks.values()))
+        mask: Mask = block.attention.attend.mask(documents_BT, positions_S)
+        return mask
 
     def initialize(self, seed: int) -> None:
         """Draw all parameters; see `models.initial`. For a model, or a part of one, built on the meta device and laid out."""
@@ -201,9 +210,9 @@ class Block(nn.Module):
         self.attention_norm, self.feed_forward_norm = attention_norm, feed_forward_norm
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x_BSW: Tensor, positions_S: Tensor) -> Tensor:
+    def forward(self, x_BSW: Tensor, positions: Tensor, mask: Mask | None = None) -> Tensor:
         """One layer: [B, S, W] -> [B, S, W]."""
-        x_BSW = x_BSW + self.dropout(self.attention(self.attention_norm(x_BSW), positions_S))
+        x_BSW = x_BSW + self.dropout(self.attention(self.attention_norm(x_BSW), positions, mask))
         return x_BSW + self.dropout(self.feed_forward(self.feed_forward_norm(x_BSW)))
 
 
@@ -237,33 +246,25 @@ class Attention(nn.Module):
         self.query_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
         self.key_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
         self.out = Linear(heads * head_dim, width, std=residual_std)
-        self.attend: Attend = causal_attention
+        self.attend = CausalAttention()
 
-    def forward(self, x_BSW: Tensor, positions_S: Tensor) -> Tensor:
-        """[B, S, W] -> [B, S, W]."""
+    def forward(self, x_BSW: Tensor, positions: Tensor, mask: Mask | None = None) -> Tensor:
+        """[B, S, W] -> [B, S, W].
+
+        Args:
+            positions: int64 [S] or [B, S], for the rotation.
+            mask: None: causal.
+        """
         # -1 heads, not a stored number: under tensor parallelism each rank holds only some of them.
         q_BSHD = self.query(x_BSW).unflatten(-1, (-1, self.head_dim))
         k_BSKD = self.key(x_BSW).unflatten(-1, (-1, self.head_dim))
         v_BSKD = self.value(x_BSW).unflatten(-1, (-1, self.head_dim))
         if self.query_norm is not None and self.key_norm is not None:
             q_BSHD, k_BSKD = self.query_norm(q_BSHD), self.key_norm(k_BSKD)
-        cos_SD, sin_SD = rotary_angles(positions_S, self.head_dim, self.rope_theta, self.rope_scaling)
-        q_BSHD, k_BSKD = rotate(q_BSHD, cos_SD, sin_SD), rotate(k_BSKD, cos_SD, sin_SD)
-        o_BSHD = self.attend(q_BSHD, k_BSKD, v_BSKD, self.dropout if self.training else 0.0)
+        cos, sin = rotary_angles(positions, self.head_dim, self.rope_theta, self.rope_scaling)
+        q_BSHD, k_BSKD = rotate(q_BSHD, cos, sin), rotate(k_BSKD, cos, sin)
+        o_BSHD = self.attend(q_BSHD, k_BSKD, v_BSKD, self.dropout if self.training else 0.0, mask)
         return self.out(o_BSHD.flatten(-2))
-
-
-def causal_attention(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, dropout: float) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v over the positions up to each one's own; [B, S, H, D]."""
-    o_BHSD = F.scaled_dot_product_attention(
-        q_BSHD.transpose(1, 2),
-        k_BSKD.transpose(1, 2),
-        v_BSKD.transpose(1, 2),
-        dropout_p=dropout,
-        is_causal=True,
-        enable_gqa=q_BSHD.shape[2] != k_BSKD.shape[2],
-    )
-    return o_BHSD.transpose(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -347,25 +348,27 @@ class RopeScaling:
 
 
 def rotary_angles(
-    positions_S: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
+    positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [S, D], of position * theta^(-2i/D) (Su et al. 2021, arXiv:2104.09864, equation 15).
+    """cos and sin, float32 [..., S, D], of the angles position * theta^(-2i/D), for `positions` [..., S].
 
-    Pair i is made of the components i and i + D/2, as in Hugging Face's Llama, so each angle stands twice in a row.
+    Su et al. 2021, arXiv:2104.09864, equation 15. Pair i is made of the components i and i + D/2, as in Hugging
+    Face's Llama, so each angle stands twice in a row.
     """
-    exponent_D = torch.arange(0, head_dim, 2, device=positions_S.device, dtype=torch.float32) / head_dim
+    exponent_D = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     frequencies_D = 1.0 / theta**exponent_D
     if scaling is not None:
         frequencies_D = scaling(frequencies_D)
-    angles_SD = torch.outer(positions_S.float(), frequencies_D).repeat(1, 2)
-    return angles_SD.cos(), angles_SD.sin()
+    angles = positions.float()[..., None] * frequencies_D
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
 
 
-def rotate(x_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+def rotate(x_BSHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (x_i, x_{i + D/2}) by its angle, in float32; returns the dtype of `x_BSHD` [B, S, H, D]."""
     first, second = x_BSHD.float().chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
-    return (x_BSHD.float() * cos_SD[:, None] + turned * sin_SD[:, None]).type_as(x_BSHD)
+    return (x_BSHD.float() * cos[..., None, :] + turned * sin[..., None, :]).type_as(x_BSHD)
 
 
 def _check_sizes(**sizes: int) -> None:

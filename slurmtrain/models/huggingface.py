@@ -35,7 +35,9 @@ class HuggingFace(nn.Module):
             raise ConfigError(
                 "model=huggingface needs transformers, which is not installed", hint="pip install 'slurmtrain[hf]'"
             ) from None
-        self.model = (_drawn(transformers, config or {}) if path is None else _read(transformers, path)).float()
+        model: Any = _drawn(transformers, config or {}) if path is None else _read(transformers, path)
+        self.model: nn.Module = model.float()
+        self.vocab_size: int = model.get_input_embeddings().num_embeddings
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Logits [B, S, V] of the token that follows each of `tokens_BS` (int64 [B, S])."""

@@ -1,4 +1,4 @@
-"""How fast it goes: tokens per second and seconds per step over the last steps."""
+"""How fast it goes: tokens per second, seconds per step and seconds of waiting for data, over the last steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Throughput:
     """
 
     def __init__(self, window: int = 20, clock: Callable[[], float] = time.perf_counter):
-        self._steps: deque[tuple[float, int]] = deque(maxlen=window)  # seconds, tokens
+        self._steps: deque[tuple[float, int, float]] = deque(maxlen=window)  # seconds, tokens, of them waiting
         self._clock = clock
         self._since = clock()
 
@@ -24,20 +24,25 @@ class Throughput:
         """Time from here on belongs to the next step: call it after an evaluation, a checkpoint or another pause."""
         self._since = self._clock()
 
-    def step(self, tokens: int) -> float:
-        """A step over `tokens` tokens is done; returns its seconds."""
+    def step(self, tokens: int, data_wait_s: float = 0.0) -> float:
+        """A step over `tokens` tokens is done, which waited `data_wait_s` for its data; returns its seconds."""
         now = self._clock()
         seconds, self._since = now - self._since, now
-        self._steps.append((seconds, tokens))
+        self._steps.append((seconds, tokens, data_wait_s))
         return seconds
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second over the window; 0 before the first step."""
-        seconds = sum(seconds for seconds, _ in self._steps)
-        return sum(tokens for _, tokens in self._steps) / seconds if seconds > 0 else 0.0
+        seconds = sum(seconds for seconds, _, _ in self._steps)
+        return sum(tokens for _, tokens, _ in self._steps) / seconds if seconds > 0 else 0.0
 
     @property
     def step_time_s(self) -> float:
         """Mean seconds per step over the window; 0 before the first step."""
-        return sum(seconds for seconds, _ in self._steps) / len(self._steps) if self._steps else 0.0
+        return sum(seconds for seconds, _, _ in self._steps) / len(self._steps) if self._steps else 0.0
+
+    @property
+    def data_wait_s(self) -> float:
+        """Of these seconds, what a step waits for its data; 0 before the first step."""
+        return sum(waited for _, _, waited in self._steps) / len(self._steps) if self._steps else 0.0

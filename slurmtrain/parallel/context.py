@@ -10,16 +10,14 @@ rest of the sequence:
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slurmtrain.errors import ConfigError
-from slurmtrain.models.decoder import causal_attention
+from slurmtrain.models.attention import CausalAttention, Mask, attention, document_mask
 
 
 def share_sequences(model: nn.Module, group: dist.ProcessGroup, method: str) -> None:
@@ -34,44 +32,51 @@ def share_sequences(model: nn.Module, group: dist.ProcessGroup, method: str) -> 
             f"parallel.cp={group.size()}: {type(model).__name__} has no attention that could be shared",
             hint="call it as an attribute `attend` of a module, as in slurmtrain/models/decoder.py, or set parallel.cp=1",
         )
-    attend = {"all_gather": gathered_attention, "ulysses": exchanged_attention}[method]
-    for attention in attentions:
-        attention.attend = functools.partial(attend, group)  # type: ignore[assignment]
+    attend = {"all_gather": GatheredAttention, "ulysses": ExchangedAttention}[method](group)
+    for module in attentions:
+        module.attend = attend  # type: ignore[assignment]
 
 
-def gathered_attention(
-    group: dist.ProcessGroup, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, dropout: float
-) -> Tensor:
-    """Causal attention of this rank's queries over the keys and values of all; [B, S, H, D]."""
-    # [ranks, k and v, B, S, K, D], in the order of the sequence
-    everyones = _AllGather.apply(torch.stack([k_BSKD, v_BSKD]), group)
-    k_BTKD, v_BTKD = everyones.movedim(0, 2).flatten(2, 3).unbind()
-    first = group.rank() * q_BSHD.shape[1]
-    queries_S = torch.arange(first, first + q_BSHD.shape[1], device=q_BSHD.device)
-    keys_T = torch.arange(k_BTKD.shape[1], device=q_BSHD.device)
-    o_BHSD = F.scaled_dot_product_attention(
-        q_BSHD.transpose(1, 2),
-        k_BTKD.transpose(1, 2),
-        v_BTKD.transpose(1, 2),
-        attn_mask=keys_T <= queries_S[:, None],
-        dropout_p=dropout,
-        enable_gqa=q_BSHD.shape[2] != k_BTKD.shape[2],
-    )
-    return o_BHSD.transpose(1, 2)
+class GatheredAttention(CausalAttention):
+    """Attention of this rank's queries over the keys and values of all ranks of `group`."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+
+    def __call__(
+        self, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, dropout: float, mask: Mask | None = None
+    ) -> Tensor:
+        # [ranks, k and v, B, S, K, D], in the order of the sequence
+        everyones = _AllGather.apply(torch.stack([k_BSKD, v_BSKD]), self._group)
+        k_BTKD, v_BTKD = everyones.movedim(0, 2).flatten(2, 3).unbind()
+        if mask is None:
+            first = self._group.rank() * q_BSHD.shape[1]
+            queries_S = torch.arange(first, first + q_BSHD.shape[1], device=q_BSHD.device)
+            mask = torch.arange(k_BTKD.shape[1], device=q_BSHD.device) <= queries_S[:, None]
+        return attention(q_BSHD, k_BTKD, v_BTKD, dropout, mask)
 
 
-def exchanged_attention(
-    group: dist.ProcessGroup, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, dropout: float
-) -> Tensor:
-    """Causal attention over whole sequences by a part of the heads; [B, S, H, D]."""
-    ranks = group.size()
-    # One exchange for all three: every rank's share of query, key and value heads side by side.
-    shares = [x.unflatten(2, (ranks, -1)) for x in (q_BSHD, k_BSKD, v_BSKD)]
-    sizes = [share.shape[3] for share in shares]
-    all_BTHD = _Exchange.apply(torch.cat(shares, dim=3).movedim(2, 0), group).movedim(0, 1).flatten(1, 2)
-    q_BTHD, k_BTKD, v_BTKD = all_BTHD.split(sizes, dim=2)
-    o_BTHD = causal_attention(q_BTHD, k_BTKD, v_BTKD, dropout)
-    return _Exchange.apply(o_BTHD.unflatten(1, (ranks, -1)).movedim(1, 0), group).movedim(0, 2).flatten(2, 3)
+class ExchangedAttention(CausalAttention):
+    """Attention over the whole sequences of `group`, by a part of the heads."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+
+    def mask(self, documents_BT: Tensor, positions_S: Tensor) -> Mask:
+        return document_mask(documents_BT, torch.arange(documents_BT.shape[1], device=documents_BT.device))
+
+    def __call__(
+        self, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, dropout: float, mask: Mask | None = None
+    ) -> Tensor:
+        ranks = self._group.size()
+        # One exchange for all three: every rank's share of query, key and value heads side by side.
+        shares = [x.unflatten(2, (ranks, -1)) for x in (q_BSHD, k_BSKD, v_BSKD)]
+        sizes = [share.shape[3] for share in shares]
+        all_BTHD = _Exchange.apply(torch.cat(shares, dim=3).movedim(2, 0), self._group).movedim(0, 1).flatten(1, 2)
+        q_BTHD, k_BTKD, v_BTKD = all_BTHD.split(sizes, dim=2)
+        o_BTHD = attention(q_BTHD, k_BTKD, v_BTKD, dropout, mask)
+        exchanged = _Exchange.apply(o_BTHD.unflatten(1, (ranks, -1)).movedim(1, 0), self._group)
+        return exchanged.movedim(0, 2).flatten(2, 3)
 
 
 class _AllGather(torch.autograd.Function):

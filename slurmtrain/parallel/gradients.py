@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], limit: float, group: dist.ProcessGroup | None) -> Tensor:
+def clip_gradients(
+    parameters: Sequence[nn.Parameter],
+    limit: float,
+    group: dist.ProcessGroup | None,
+    shared: Sequence[nn.Parameter] = (),
+) -> Tensor:
     """Scale all gradients so that their norm is at most `limit`; 0: as they are. Returns the norm before, a scalar.
 
     `nn.utils.clip_grad_norm_` adds up the parts of DTensors on one mesh; pipeline stages have none in common. Here every rank
@@ -20,12 +25,14 @@ def clip_gradients(parameters: Sequence[nn.Parameter], limit: float, group: dist
     Args:
         parameters: DTensors.
         group: all ranks; None for a single one.
+        shared: those of `parameters` that another stage of the pipeline has, too, with the same gradient.
     """
     gradients = [parameter.grad for parameter in parameters if isinstance(parameter.grad, DTensor)]
+    twice = {id(parameter.grad) for parameter in shared}
     local = [gradient.to_local() for gradient in gradients]
     by_holders: dict[int, list[Tensor]] = {}
     for gradient, norm in zip(gradients, torch._foreach_norm(local), strict=True):
-        by_holders.setdefault(_holders(gradient), []).append(norm)
+        by_holders.setdefault(_holders(gradient) * (2 if id(gradient) in twice else 1), []).append(norm)
     # Without a tensor from the host, whose copy would wait until the GPU has finished its backward pass.
     parts = [torch.stack(norms).double().square().sum() / holders for holders, norms in by_holders.items()]
     total = torch.stack(parts).sum()

@@ -31,6 +31,7 @@ class Laid:
         layout, at: the layout, and this rank's coordinates in it.
         mesh: None for plain replicas.
         compression: of gradients, where it has a state to save.
+        shared: parameters that another stage has, too, at the other end of the pipeline: those of a tied embedding.
     """
 
     model: nn.Module
@@ -43,6 +44,7 @@ class Laid:
     device: torch.device
     mesh: DeviceMesh | None = None
     compression: PowerSGD | None = None
+    shared: tuple[nn.Parameter, ...] = ()
 
     @property
     def at(self) -> dict[str, int]:
@@ -88,15 +90,29 @@ def lay(
     from slurmtrain.parallel.sharded import build_mesh, shard_stages
 
     mesh = build_mesh(layout, device)
-    numbers, count, stages = [0], 1, [model]
+    numbers, count, stages, shared = [0], 1, [model], []
     if layout.pp > 1:
-        from slurmtrain.parallel.pipeline import part, stage_numbers
+        from slurmtrain.parallel.pipeline import part, shared_by_ends, stage_numbers
 
         numbers, count = stage_numbers(layout.coordinates(rank)["pp"], layout.pp, parallel.pp_schedule)
+        shared = shared_by_ends(model, count)
         stages = [part(model, [number], count) for number in numbers]
         model = part(model, numbers, count) if len(numbers) > 1 else stages[0]
     shard_stages(stages, parallel, layout, rank, device, mesh)
-    return Laid(fill(model), tuple(stages), tuple(numbers), count, parallel, layout, rank, device, mesh)
+    model = fill(model)
+    held = dict(model.named_parameters())
+    return Laid(
+        model,
+        tuple(stages),
+        tuple(numbers),
+        count,
+        parallel,
+        layout,
+        rank,
+        device,
+        mesh,
+        shared=tuple(held[name] for name in shared if name in held and held[name].requires_grad),
+    )
 
 
 def _compressed(model: nn.Module, parallel: ParallelConfig, group: dist.ProcessGroup | None) -> PowerSGD | None:

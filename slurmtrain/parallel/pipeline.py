@@ -5,6 +5,9 @@ stages. A model of your own says how it is cut by a method
 
     pipeline_part(numbers: Sequence[int], of: int) -> Module     what stages `numbers` have, of `of` stages
 
+A parameter may be in the first and in the last stage, as the matrix of a tied embedding: each has a copy, and the gradients of
+both are added up, so that they stay the same to the last bit.
+
 The schedules are torch's (torch.distributed.pipelining): GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019), interleaved
 1F1B (Narayanan et al. 2021), zero bubble (Qi et al. 2024, arXiv:2401.10241).
 """
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.distributed.tensor import DTensor
 
 from slurmtrain.config.layout import STAGES_PER_RANK
 from slurmtrain.errors import ConfigError
@@ -61,7 +65,8 @@ def part(model: nn.Module, numbers: Sequence[int], of: int) -> nn.Module:
     ends = [0, *itertools.accumulate(layers_of_stages(len(model.blocks), of))]
     kept = [layer for number in numbers for layer in range(ends[number], ends[number + 1])]
     result.blocks = nn.ModuleDict({str(layer): model.blocks[str(layer)] for layer in kept})
-    if 0 not in numbers:
+    is_tied_end = of - 1 in numbers and model.output is None
+    if 0 not in numbers and not is_tied_end:
         result.embedding = None  # type: ignore[assignment]
     if of - 1 not in numbers:
         result.norm = result.output = None
@@ -75,6 +80,31 @@ def _copy(model: Decoder) -> Decoder:
     return result
 
 
+def shared_by_ends(model: nn.Module, of: int) -> list[str]:
+    """Names of the parameters of `model` that the first and the last of `of` stages both have.
+
+    Raises:
+        ConfigError: other stages share one, or those two have it under different names.
+    """
+    parts = [part(model, [number], of) for number in range(of)]
+    places: dict[int, list[tuple[int, str]]] = {}
+    for number, stage in enumerate(parts):
+        for name, parameter in stage.named_parameters():
+            places.setdefault(id(parameter), []).append((number, name))
+    found = []
+    for where in places.values():
+        numbers, names = zip(*where, strict=True)
+        if len(where) > 1:
+            if numbers != (0, of - 1) or len(set(names)) > 1:
+                raise ConfigError(
+                    f"parallel.pp: stages {', '.join(map(str, numbers))} of {type(model).__name__} share the parameter "
+                    f"{' = '.join(dict.fromkeys(names))}",
+                    hint="only the first and the last may, under one name: see slurmtrain/parallel/pipeline.py",
+                )
+            found.append(names[0])
+    return sorted(found)
+
+
 class Pipeline:
     """This rank's stages and the schedule by which they work.
 
@@ -82,6 +112,7 @@ class Pipeline:
         stages: this rank's, with their numbers.
         count: of all stages.
         micro_batches: of a step.
+        shared: parameters that the other end of the pipeline has, too.
         loss: of one micro batch's logits and targets; called where the last stage is.
     """
 
@@ -95,11 +126,13 @@ class Pipeline:
         micro_batches: int,
         device: torch.device,
         group: dist.ProcessGroup,
+        shared: Sequence[nn.Parameter] = (),
         loss: Callable[[Tensor, Tensor], Tensor],
     ):
         self._stages = stages
         self._first, self._last = 0 in numbers, count - 1 in numbers
         self._micro_batches = micro_batches
+        self._group, self._shared = group, shared
         built = [
             PipelineStage(stage, number, count, device, group=group)
             for stage, number in zip(stages, numbers, strict=True)
@@ -112,22 +145,42 @@ class Pipeline:
         )
         self._losses: list[Tensor] = []
 
-    def train(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
-        """Forward and backward of a whole step [micro batches x B, S]; the losses, where the last stage is."""
-        return self._run(self._schedule.step, inputs, targets)
+    def train(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> list[Tensor]:
+        """Forward and backward of a whole step [micro batches x B, S]; the losses, where the last stage is.
 
-    def evaluate(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+        Args:
+            more: what every stage is called with, beside the output of the one before it.
+        """
+        losses = self._run(self._schedule.step, inputs, targets, more)
+        for parameter in self._shared:
+            assert isinstance(parameter.grad, DTensor)
+            self._add_up_ends(parameter.grad.to_local())
+        return losses
+
+    def evaluate(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> list[Tensor]:
         """As `train`, but forward only."""
-        losses = self._run(self._schedule.eval, inputs, targets)
+        losses = self._run(self._schedule.eval, inputs, targets, more)
         for stage in self._stages:  # no backward pass follows that would do it
             for module in stage.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
         return losses
 
-    def _run(self, go: Callable[..., Any], inputs: Tensor, targets: Tensor) -> list[Tensor]:
+    def _add_up_ends(self, gradient: Tensor) -> None:
+        """Both ends add two numbers, which gives the same bits in either order."""
+        peer = self._group.size() - 1 if self._first else 0
+        theirs = torch.empty_like(gradient)
+        exchange = [
+            dist.P2POp(dist.isend, gradient, group=self._group, group_peer=peer),
+            dist.P2POp(dist.irecv, theirs, group=self._group, group_peer=peer),
+        ]
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
+        gradient += theirs
+
+    def _run(self, go: Callable[..., Any], inputs: Tensor, targets: Tensor, more: dict[str, Tensor]) -> list[Tensor]:
         self._losses = []
-        go(*([inputs] if self._first else []), **({"target": targets} if self._last else {}))
+        go(*([inputs] if self._first else []), **({"target": targets} if self._last else {}), **more)
         return self._losses[-self._micro_batches :]  # torch's very first call is for the shapes
 
     def _noted(self, loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:

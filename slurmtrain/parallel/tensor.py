@@ -59,7 +59,7 @@ def plan_of(model: nn.Module, *, sequence_parallel: bool) -> dict[str, ParallelS
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
         "blocks.*.attention_norm": Replicated(stream),
         "blocks.*.attention": PrepareModuleInput(
-            input_layouts=(stream, None), desired_input_layouts=(Replicate(), None)
+            input_layouts=(stream, None, None), desired_input_layouts=(Replicate(), None, None)
         ),
         "blocks.*.attention.query": ColwiseParallel(),
         "blocks.*.attention.key": ColwiseParallel(),

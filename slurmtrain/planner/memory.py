@@ -10,6 +10,7 @@ arXiv:2205.14135).
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,7 +34,8 @@ class Work:
         checkpointing: activations that are computed again in the backward pass: none; all but what matrix products and
             attention gave ("selective"); all but a block's input ("full").
         reshard_after_forward: FSDP gathers a block's parameters twice a step and keeps them for as long as it needs them;
-            otherwise they stay gathered from the forward to the backward pass.
+            otherwise they stay gathered from the forward to the backward pass, or that part of them that is this rank's in a
+            group of so many.
         in_flight: micro batches whose activations each stage of a pipeline keeps at once; None: as many as in 1F1B, one for
             itself and one for each stage after it (Narayanan et al. 2021, arXiv:2104.04473).
         fsdp: parameters are gathered into copies to compute with, also from a single shard; plain replicas need none.
@@ -47,7 +49,7 @@ class Work:
     parameter_bytes: int = 4
     compute_bytes: int = 2
     checkpointing: Checkpointing = "none"
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = True
     in_flight: tuple[float, ...] | None = None
     fsdp: bool = True
     whole_gradients: bool = False
@@ -123,9 +125,10 @@ def _gathered(shape: DecoderShape, work: Work, layers: int, ends: list[Parameter
     And gradients before they are summed up and cut: of one block, or all.
     """
     block, beside = _elements(shape.block(), tp, 1), _elements(ends, tp, 1)
-    blocks = min(2, layers) if work.reshard_after_forward else layers
+    near = min(2, layers)
+    group = math.inf if work.reshard_after_forward is True else work.reshard_after_forward or 1
     gradients = (beside + layers * block) * work.reduce_bytes if work.whole_gradients else block * work.compute_bytes
-    return (beside + blocks * block) * work.compute_bytes + gradients
+    return round((beside + (near + (layers - near) / group) * block) * work.compute_bytes) + gradients
 
 
 def _kept_of_block(shape: DecoderShape, work: Work, tp: int) -> int:

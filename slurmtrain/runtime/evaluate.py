@@ -47,7 +47,7 @@ def _measure(
     config: Config, world: World, where: Place, stop: StopAgreement, timeline: Timeline
 ) -> dict[str, float] | None:
     layout = layout_of(config)
-    laid, _ = lay_model(config, layout, world)
+    laid, _, _ = lay_model(config, layout, world)
     seed_everything(config.train.seed, world.environment.rank)
     source = build("data", config.data)
     passes = passes_of(

@@ -14,12 +14,15 @@ from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored
 from slurmtrain.checkpoint.commit import Incarnation
+from slurmtrain.checkpoint.drift import FINGERPRINT
 from slurmtrain.checkpoint.interval import Cadence, Interval, mean_time_between_failures
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.checkpoint.saving import Saved
 from slurmtrain.config.layout import Layout, layout_of, micro_batch_size
-from slurmtrain.config.schema import Config
-from slurmtrain.data import BatchLoader, MapDataset
+from slurmtrain.config.schema import Config, ParallelConfig, TrainConfig
+from slurmtrain.data.loader import BatchLoader, RowLength
+from slurmtrain.data.samples import MapDataset, fingerprint_of
+from slurmtrain.data.vocabulary import check_vocabulary
 from slurmtrain.errors import CheckpointError, ConfigError, SlurmtrainError
 from slurmtrain.observe import Reporter, SilentReporter
 from slurmtrain.parallel.lay import Laid, lay
@@ -52,9 +55,10 @@ def build_trainer(
     """
     rank, layout = world.environment.rank, layout_of(config)
     train = config.train
-    laid, parameters = lay_model(config, layout, world)
+    laid, parameters, vocabulary = lay_model(config, layout, world)
     seed_everything(train.seed, rank)
     source = build("data", config.data)
+    check_vocabulary(vocabulary, getattr(source, "vocab_size", None))
     loader = BatchLoader(
         source.train,
         seed=train.seed,
@@ -63,7 +67,13 @@ def build_trainer(
         dp_rank=layout.dp_rank(rank),
         dp_size=layout.dp,
         num_workers=train.data_workers,
+        shuffle=train.shuffle,
+        ahead=train.data_ahead,
+        sorted_steps=train.length_sorted_steps,
+        row_length=row_length_of(layout, config.parallel),
+        device=world.device,
     )
+    _check_repetition(loader, train)
     passes = passes_of(laid, loader.accumulation_steps, loader.micro_batch_size)
     evaluator = build_evaluator(config, laid, passes, source, world, stop)
     jobs = EvaluationJobs(where.run_dir) if rank == 0 and config.eval.mode == "job" else None
@@ -76,7 +86,7 @@ def build_trainer(
         group=world.saving,
         incarnation=Incarnation(where.number, where.incarnation_label(world.environment)),
         run_id=where.run_dir.id,
-        config=_bound(config),
+        config=_bound(config, source),
         keep=Keep(keeping.keep_last, keeping.keep_every, keeping.keep_best, keeping.best_metric, keeping.best_mode),
         verify=keeping.verify,
         asynchronous=keeping.asynchronous,
@@ -103,10 +113,27 @@ def build_trainer(
         make_cadence=lambda step: _cadence(config, where, step),
         plan_stop=watch.plan_stop if watch is not None else lambda step_s, save_s: None,
         grace_left=watch.seconds_left if watch is not None else lambda: None,
+        data_hash=fingerprint_of(source),
     )
 
 
-def _bound(config: Config) -> dict[str, Any]:
+def row_length_of(layout: Layout, parallel: ParallelConfig) -> RowLength:
+    """When samples differ in length: rows that ranks can share evenly; for stages and compiled code, all alike."""
+    return RowLength(
+        multiple=layout.cp * (layout.tp if parallel.sequence_parallel else 1), fixed=layout.pp > 1 or parallel.compile
+    )
+
+
+def _check_repetition(loader: BatchLoader, train: TrainConfig) -> None:
+    samples, once = train.steps * train.global_batch_size, loader.order.once
+    if not train.repeat and samples > once:
+        raise ConfigError(
+            f"train.steps={train.steps} of {train.global_batch_size} samples see one of them again after {once:,}",
+            hint=f"train.steps={once // train.global_batch_size} see none twice; train.repeat=true lets them",
+        )
+
+
+def _bound(config: Config, source: Any) -> dict[str, Any]:
     """What a checkpoint is bound to: with another model, order of samples or optimiser, its state means something else."""
     train = config.train
     bound: dict[str, Any] = redacted(  # it is written beside the weights
@@ -115,6 +142,7 @@ def _bound(config: Config) -> dict[str, Any]:
             "data": config.data,
             "optim": dataclasses.asdict(config.optim),
             "train": {"seed": train.seed, "global_batch_size": train.global_batch_size, "steps": train.steps},
+            FINGERPRINT: fingerprint_of(source),
         }
     )
     return bound
@@ -195,8 +223,8 @@ class _Record:
             self._jobs.committed(ending.step)
 
 
-def lay_model(config: Config, layout: Layout, world: World) -> tuple[Laid, int]:
-    """The model, laid over the ranks, and how many parameters the whole has."""
+def lay_model(config: Config, layout: Layout, world: World) -> tuple[Laid, int, int | None]:
+    """The model, laid over the ranks; how many parameters the whole has; and how many tokens it knows, if it says so."""
     model = build_model(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     laid = lay(
@@ -208,7 +236,7 @@ def lay_model(config: Config, layout: Layout, world: World) -> tuple[Laid, int]:
         group=world.group,
         fill=lambda held: fill(held, world.device, config.train.seed),
     )
-    return laid, parameters
+    return laid, parameters, getattr(model, "vocab_size", None)
 
 
 def build_evaluator(

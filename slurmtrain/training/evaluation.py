@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurmtrain.data import IGNORED_TARGET
-from slurmtrain.data.loader import Batch, MapDataset, eval_batches, fetch
+from slurmtrain.data.batches import blank
+from slurmtrain.data.loader import eval_batches
+from slurmtrain.data.samples import MapDataset, fetch
 from slurmtrain.errors import ConfigError
 from slurmtrain.parallel.lay import Laid
 from slurmtrain.training.measures import Measures
@@ -84,7 +85,7 @@ class Evaluator:
         for _ in range(-(-share // rows)):
             self._stop.begin()
             batch = next(batches, None)
-            sums = self._passes.evaluate(_blank(dataset) if batch is None else batch, self._measures)
+            sums = self._passes.evaluate(batch or blank(fetch(dataset, np.zeros(1, dtype=np.int64))), self._measures)
             if sums is not None:
                 own = sums.cpu() if own is None else own + sums.cpu()
             if self._stop.finish().stop:
@@ -116,12 +117,6 @@ class Evaluator:
                 from slurmtrain.parallel.sharded import reshard  # with FSDP, which takes half a second to import
 
                 reshard(self._laid.stages)
-
-
-def _blank(dataset: MapDataset) -> Batch:
-    """For a rank whose share of the samples is done: one without targets."""
-    batch = fetch(dataset, np.zeros(1, dtype=np.int64))
-    return {**batch, "targets": torch.full_like(batch["targets"], IGNORED_TARGET)}
 
 
 def _longest(dataset: MapDataset) -> int:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from slurmtrain.data import IGNORED_TARGET
-from slurmtrain.data.loader import Batch
+from slurmtrain.data.batches import IGNORED_TARGET, Batch, filled, padded, tokens_per_row
 from slurmtrain.errors import ConfigError
 from slurmtrain.parallel.ddp import no_sync
 from slurmtrain.parallel.lay import Laid
@@ -80,8 +80,8 @@ class _Straight:
         """Any length will do."""
 
     def evaluate(self, batch: Batch, measure: Measure) -> Tensor | None:
-        own = _stretches(_lengthened(batch, _even(self._laid, batch["inputs"].shape[1])), self._laid)
-        sums = measure(self._model(own["inputs"]), own["targets"], own)
+        own = _own(padded(batch, _even(self._laid, tokens_per_row(batch))), self._laid)
+        sums = measure(self._logits(own), own["targets"], own)
         return sums if _is_own(self._laid) else None
 
     def _backward(self, batch: Batch, count: Callable[[], int]) -> Tensor:
@@ -90,8 +90,12 @@ class _Straight:
         return loss_sum.detach()
 
     def _loss_sum(self, batch: Batch) -> Tensor:
-        inputs, targets = _own(batch, self._laid)
-        return loss_sum(self._laid, self._model(inputs), targets)
+        own = _own(batch, self._laid)
+        return loss_sum(self._laid, self._logits(own), own["targets"])
+
+    def _logits(self, own: Batch) -> Tensor:
+        logits: Tensor = self._model(own["inputs"], **_further_arguments(own, self._model))
+        return logits
 
     def _communicate(self, last: bool) -> None:
         """Gradients are scattered among shards after each micro batch, since whole ones would take the memory that sharding
@@ -123,15 +127,16 @@ class _Pipelined:
             micro_batches=micro_batches,
             device=laid.device,
             group=laid.group("pp"),
+            shared=laid.shared,
             loss=lambda logits, targets: self._at_the_end(logits, targets),
         )
 
     def train(self, micro_batches: list[Batch], count: Callable[[], int]) -> Tensor:
-        whole = {name: torch.cat([batch[name] for batch in micro_batches]) for name in ("inputs", "targets")}
+        whole = {name: torch.cat([batch[name] for batch in micro_batches]) for name in micro_batches[0]}
         scale = _scale(self._laid, count)
-        self._length = whole["inputs"].shape[1]
+        self._length = tokens_per_row(whole)
         self._at_the_end = lambda logits, targets: loss_sum(self._laid, logits, targets) * scale
-        return self._sum(self._pipeline.train(*_own(whole, self._laid))) / scale
+        return self._sum(self._go(self._pipeline.train, _own(whole, self._laid))) / scale
 
     def expect(self, length: int) -> None:
         if self._length is None:
@@ -145,12 +150,15 @@ class _Pipelined:
 
     def evaluate(self, batch: Batch, measure: Measure) -> Tensor | None:
         assert self._length is not None, "expect() has not been called"
-        own = _stretches(_filled(_lengthened(batch, self._length), self.rows), self._laid)
+        own = _own(filled(padded(batch, self._length), self.rows), self._laid)
         parts = self._micro_batches(own)
         # The last stage gets the micro batches in their order.
         self._at_the_end = lambda logits, targets: measure(logits, targets, next(parts))
-        sums = self._pipeline.evaluate(own["inputs"], own["targets"])
+        sums = self._go(self._pipeline.evaluate, own)
         return torch.stack(sums).sum(dim=0) if sums and _is_own(self._laid) else None
+
+    def _go(self, way: Callable[..., list[Tensor]], own: Batch) -> list[Tensor]:
+        return way(own["inputs"], own["targets"], **_further_arguments(own, self._laid.stages[0]))
 
     def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
         for first in range(0, self.rows, self._micro_batch_size):
@@ -170,28 +178,45 @@ def _is_own(laid: Laid) -> bool:
     return laid.at["tp"] == 0
 
 
-def _own(batch: Batch, laid: Laid) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [B, S] on this rank's device; of every sequence its stretch."""
-    own = _stretches({name: batch[name] for name in ("inputs", "targets")}, laid)
-    return own["inputs"], own["targets"]
+def _own(batch: Batch, laid: Laid) -> Batch:
+    """The batch on this rank's device; of everything with a value for each token [B, S, ...] its stretch.
 
+    But all of `documents`: who looks at what depends on whole sequences.
+    """
+    length, cp = tokens_per_row(batch), laid.layout.cp
 
-def _stretches(batch: Batch, laid: Laid) -> Batch:
-    """The batch on this rank's device; of everything with a value for each token [B, S, ...] its stretch."""
-    length = batch["inputs"].shape[1]
-
-    def own(tensor: Tensor) -> Tensor:
-        if tensor.dim() > 1 and tensor.shape[1] == length:
-            tensor = tensor.chunk(laid.layout.cp, dim=1)[laid.at["cp"]]
-        if laid.device.type == "cuda":  # from any other memory, a copy waits for all that the GPU still has to do
+    def own(name: str, tensor: Tensor) -> Tensor:
+        if cp > 1 and name != "documents" and tensor.dim() > 1 and tensor.shape[1] == length:
+            tensor = tensor.chunk(cp, dim=1)[laid.at["cp"]]
+        # From any other memory, a copy waits for all that the GPU still has to do. Training batches are there already.
+        if laid.device.type == "cuda" and not tensor.is_cuda:
             tensor = tensor.pin_memory()
         return tensor.to(laid.device, non_blocking=True)
 
-    return {name: own(tensor) for name, tensor in batch.items()}
+    return {name: own(name, tensor) for name, tensor in batch.items()}
+
+
+def _further_arguments(own: Batch, model: nn.Module) -> dict[str, Tensor]:
+    """What the model is called with beside its inputs.
+
+    Raises:
+        ConfigError: it does not take them.
+    """
+    if "documents" not in own:
+        return {}
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    if "documents" not in inspect.signature(type(model).forward).parameters:
+        raise ConfigError(
+            "rows of the data hold several documents, which the model does not tell apart: its forward() has no `documents`",
+            hint="set data.document_mask=false to let documents see those before them, or take `documents` as "
+            "slurmtrain/models/decoder.py does",
+        )
+    return {"documents": own["documents"]}
 
 
 def loss_sum(laid: Laid, logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross-entropies, in nats, of logits [B, S, V] and targets [B, S]."""
+    """Sum of the cross-entropies, in nats, of logits [B, S, V] and targets [B, S]; or of [B, V] and [B]."""
     if laid.layout.tp > 1:
         return vocabulary_loss_sum(logits, targets, laid.group("tp"), IGNORED_TARGET)
     return (_compiled() if laid.parallel.compile else _cross_entropy_sum)(logits, targets)
@@ -199,7 +224,7 @@ def loss_sum(laid: Laid, logits: Tensor, targets: Tensor) -> Tensor:
 
 def _cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
+        logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
     )
 
 
@@ -214,29 +239,3 @@ def _even(laid: Laid, length: int) -> int:
     layout = laid.layout
     sharing = layout.cp * (layout.tp if laid.parallel.sequence_parallel else 1)
     return -(-length // sharing) * sharing
-
-
-def _lengthened(batch: Batch, length: int) -> Batch:
-    """`batch` with `length` tokens a sequence. What is added comes last, as one more document, without targets."""
-    have = batch["inputs"].shape[1]
-
-    def longer(name: str, tensor: Tensor) -> Tensor:
-        if tensor.dim() < 2 or tensor.shape[1] != have:
-            return tensor
-        added = tensor[:, -1:].expand(-1, length - have, *tensor.shape[2:])
-        if name == "documents":
-            added = added + 1
-        return torch.cat([tensor, torch.full_like(added, IGNORED_TARGET) if name == "targets" else added], dim=1)
-
-    return {name: longer(name, tensor) for name, tensor in batch.items()} if length > have else batch
-
-
-def _filled(batch: Batch, rows: int) -> Batch:
-    """`batch` with `rows` sequences: a pipeline takes one shape only. Those that are added have no targets."""
-    missing = rows - len(batch["inputs"])
-
-    def more(name: str, tensor: Tensor) -> Tensor:
-        added = tensor[:1].expand(missing, *tensor.shape[1:])
-        return torch.cat([tensor, torch.full_like(added, IGNORED_TARGET) if name == "targets" else added])
-
-    return {name: more(name, tensor) for name, tensor in batch.items()} if missing else batch

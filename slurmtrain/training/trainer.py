@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,8 +21,8 @@ from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored
 from slurmtrain.checkpoint.interval import Cadence, Interval, choose_last_save
 from slurmtrain.checkpoint.saving import DRAIN_S, Saved, Saving
 from slurmtrain.config.schema import CheckpointConfig, OptimConfig, TrainConfig
-from slurmtrain.data import IGNORED_TARGET
-from slurmtrain.data.loader import Batch, BatchLoader, fetch
+from slurmtrain.data import proof
+from slurmtrain.data.loader import BatchLoader, Step
 from slurmtrain.errors import CheckpointError, ConfigError, nearest
 from slurmtrain.observe import Reporter, Throughput
 from slurmtrain.parallel.ddp import settle_buckets, without_trace
@@ -32,6 +31,8 @@ from slurmtrain.training.evaluation import Evaluator
 from slurmtrain.training.optim import build_optimizer, learning_rate, set_learning_rate
 from slurmtrain.training.passes import Passes
 from slurmtrain.training.stopping import Answer, StopCheck
+
+WAITING_TOO_LONG = 0.1  # of a step's time, for data
 
 
 class EvaluationJobs(Protocol):
@@ -79,16 +80,34 @@ class Outcome:
 
 @dataclass
 class Counters:
-    """The part of the state that is the trainer's own."""
+    """The part of the state that is the trainer's own.
+
+    Attributes:
+        data_hash: of all samples so far; see `data.proof`.
+    """
 
     step: int = 0
     evaluated_at: int = 0
+    data_hash: str = ""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "evaluated_at": self.evaluated_at}
+        return {"step": self.step, "evaluated_at": self.evaluated_at, "data_hash": self.data_hash}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.evaluated_at = state["step"], state["evaluated_at"]
+        self.data_hash = state.get("data_hash", "")  # which earlier versions did not have
+
+
+class StepSums(NamedTuple):
+    """Over all ranks and micro batches of a step.
+
+    Attributes:
+        tokens: targets that are not ignored.
+        digest: of the samples.
+    """
+
+    tokens: int
+    digest: list[int]
 
 
 class Trainer:
@@ -103,6 +122,7 @@ class Trainer:
         baseline: (name, nats per token) of a simple model on the same text, shown beside every validation loss.
         checkpointer: None: nothing is saved (benchmarks).
         stop: asked once a step.
+        data_hash: what names the data; the hash of the samples begins with it.
         make_reporter: called with the step that the attempt starts from, and the last one that was evaluated.
         make_cadence: called with the step that the attempt starts from; says when a save is due. None: by what
             `checkpoint` says, without `auto`.
@@ -130,6 +150,7 @@ class Trainer:
         make_cadence: Callable[[int], Cadence] | None = None,
         plan_stop: Callable[[float, float], None] = lambda step_s, save_s: None,
         grace_left: Callable[[], float | None] = lambda: None,
+        data_hash: str = "",
     ):
         self._train, self._optim, self._checkpoint = train, optim, checkpoint
         self._laid, self._model, self._loader, self._passes = laid, laid.model, loader, passes
@@ -141,10 +162,11 @@ class Trainer:
         self._make_cadence = make_cadence or (lambda step: Cadence(interval, now=time.monotonic(), step=step))
         self._plan_stop, self._grace_left = plan_stop, grace_left
         self._optimizer = build_optimizer(laid.model, optim)
-        self._counters = Counters()
+        self._counters = Counters(data_hash=data_hash)
         self._saving: Saving | None = None
         self._save_s: float | None = None  # the longest of this attempt
         self._step_s = 0.0
+        self._said_waiting = False
         self._measured: dict[str, float] = {}  # by the last evaluation of this attempt
         self._asked_at: int | None = None  # the step whose checkpoint was asked to be evaluated last
         self._parameters = [parameter for parameter in laid.model.parameters() if parameter.requires_grad]
@@ -187,13 +209,15 @@ class Trainer:
 
     def _train_step(self) -> Answer:
         """One optimiser step over the global batch; what is to be done after it."""
-        micro_batches = next(self._loader)
-        count = self._begin_token_count(micro_batches)
+        began = time.perf_counter()
+        data = next(self._loader)
+        data_wait_s = time.perf_counter() - began
+        sums = self._begin_sums(data)
         rate = learning_rate(self._counters.step, total_steps=self._train.steps, config=self._optim)
         set_learning_rate(self._optimizer, rate)
 
-        loss_sum = self._passes.train(micro_batches, count)
-        tokens = count()
+        loss_sum = self._passes.train(data.micro_batches, lambda: max(1, sums().tokens))
+        tokens = max(1, sums().tokens)
 
         # Asked as late as possible, so that a signal in the middle of a step still stops after it, and answered while
         # the optimiser works.
@@ -204,7 +228,8 @@ class Trainer:
         answer = self._stop.finish()
 
         self._counters.step += 1
-        self._step_s = max(self._step_s, self._throughput.step(tokens))
+        self._counters.data_hash = proof.chained(self._counters.data_hash, sums().digest)
+        self._step_s = max(self._step_s, self._throughput.step(tokens, data_wait_s))
         if self._counters.step % self._train.log_every == 0 or self._counters.step == self._train.steps:
             (total,) = self._sum_over_ranks(loss_sum.double().cpu())
             self._reporter.log(
@@ -214,8 +239,20 @@ class Trainer:
                 lr=rate,
                 tokens_per_s=self._throughput.tokens_per_s,
                 step_time_s=self._throughput.step_time_s,
+                data_wait_s=self._throughput.data_wait_s,
+                data_hash=self._counters.data_hash,
             )
+            self._say_when_waiting_for_data()
         return answer
+
+    def _say_when_waiting_for_data(self) -> None:
+        share = self._throughput.data_wait_s / self._throughput.step_time_s
+        if share > WAITING_TOO_LONG and not self._said_waiting:
+            self._said_waiting = True
+            self._reporter.message(
+                f"step {self._counters.step}: {share:.0%} of the time goes into waiting for data; "
+                f"more than train.data_workers={self._train.data_workers} may help"
+            )
 
     def _clip(self) -> Tensor:
         """The norm of all gradients, which are scaled down to `optim.grad_clip` at most."""
@@ -223,31 +260,29 @@ class Trainer:
             return nn.utils.clip_grad_norm_(self._parameters, self._optim.grad_clip or math.inf)
         from slurmtrain.parallel.gradients import clip_gradients  # with DTensors, which take half a second to import
 
-        return clip_gradients(self._parameters, self._optim.grad_clip, self._ranks.group)
+        return clip_gradients(self._parameters, self._optim.grad_clip, self._ranks.group, self._laid.shared)
 
-    def _begin_token_count(self, micro_batches: list[Batch]) -> Callable[[], int]:
-        """Count the tokens of this step over all ranks and micro batches while the first forward pass runs.
+    def _begin_sums(self, data: Step) -> Callable[[], StepSums]:
+        """Add up over all ranks what this step is made of, while the first forward pass runs.
 
         Returns:
-            A function that waits for the count: the number of targets that are not ignored.
+            A function that waits for the sums.
         """
-        total = torch.tensor(sum(map(self._tokens, micro_batches)), dtype=torch.int64)
+        speaks = self._laid.speaks  # else another rank has the same samples
+        sums = torch.tensor([data.targets, *data.digest], dtype=torch.int64) * speaks
         work = None
         if self._ranks.counts is not None:
-            work = dist.all_reduce(total, group=self._ranks.counts, async_op=True)
+            work = dist.all_reduce(sums, group=self._ranks.counts, async_op=True)
 
-        def count() -> int:
+        def wait() -> StepSums:
             nonlocal work
             if work is not None:
                 work.wait()
                 work = None
-            return max(1, int(total.item()))
+            tokens, *digest = sums.tolist()
+            return StepSums(tokens, digest)
 
-        return count
-
-    def _tokens(self, batch: Batch) -> int:
-        """Targets of `batch` that are not ignored; 0 where another rank counts them."""
-        return int((batch["targets"] != IGNORED_TARGET).sum()) if self._laid.speaks else 0
+        return wait
 
     def _sum_over_ranks(self, *values: Tensor) -> list[Tensor]:
         """Sum of each value over all ranks, exact for whole numbers below 2**53."""
@@ -261,7 +296,7 @@ class Trainer:
 
         DistributedDataParallel regroups its buckets; a pipeline finds out the shapes, for which stages draw random numbers.
         """
-        batch = fetch(self._loader.dataset, np.zeros(self._loader.micro_batch_size, dtype=np.int64))
+        batch = self._loader.example()
 
         def backward(micro_batches: int) -> None:
             self._passes.train([batch] * micro_batches, count=lambda: 1)

@@ -39,7 +39,7 @@ PRELOADED = ["pytest", "slurmtrain.runtime.training_job", "slurmtrain.runtime.ma
 PRELOADED += ["hydra.utils", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
 CONTEXT.set_forkserver_preload(PRELOADED)
 
-TIMING = ("tokens_per_s", "step_time_s")  # the fields of metrics.jsonl that depend on the clock
+TIMING = ("tokens_per_s", "step_time_s", "data_wait_s")  # the fields of metrics.jsonl that depend on the clock
 
 
 @dataclass(frozen=True)

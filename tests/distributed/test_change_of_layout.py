@@ -17,7 +17,7 @@ from tests.distributed.test_training import RAGGED, TOLERANCE, StopAt, alone, fi
 from tests.distributed.test_training import trainer as trainer_of
 from tests.reading import checkpoint_tensors
 
-MODEL = [*RAGGED, "model.layers=4", "model.tie_embeddings=false", "checkpoint.every_steps=0", "train.eval_every=0"]
+MODEL = [*RAGGED, "model.layers=4", "checkpoint.every_steps=0", "train.eval_every=0"]
 # Ranks, and the layout.
 CHAIN = [
     (2, ["parallel=ddp"]),
@@ -32,8 +32,13 @@ CHAIN = [
 STEPS_EACH = 2
 
 
-def on_one_layout(world: World, run_path: Path, overrides: list[str], attempt: int) -> list[str]:
-    """Restore, a few steps, a save. Returns the names of what was not restored as it was saved, of all that a rank has."""
+def on_one_layout(world: World, run_path: Path, overrides: list[str], attempt: int) -> tuple[list[str], str]:
+    """Restore, a few steps, a save.
+
+    Returns:
+        The names of what was not restored as it was saved, of all that a rank has; and its tied matrix in the end, as text,
+        which is empty where it has none.
+    """
     stop = StopAt(STEPS_EACH) if world.environment.rank == 0 else None
     trainer = trainer_of(world, run_path, overrides, stop, attempt)
     different: list[str] = []
@@ -44,24 +49,34 @@ def on_one_layout(world: World, run_path: Path, overrides: list[str], attempt: i
         found, _ = flatten({"model": trainer._model, "optimizer": trainer._optimizer})
         assert any(name.endswith("exp_avg_sq") for name in found)
         saved = load(restored.path)
-        for name, tensor in found.items():
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if not torch.equal(whole, saved[name]):
-                different.append(name)
+        different.extend(name for name, tensor in found.items() if not torch.equal(whole(tensor), saved[name]))
 
     trainer._on_restore = compare
     trainer.fit()
-    return different
+    found, _ = flatten({"model": trainer._model})
+    return different, "".join(str(whole(tensor).tolist()) for name, tensor in found.items() if "embedding" in name)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def test_a_run_goes_on_through_all_layouts_as_on_one_process(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
     for attempt, (ranks, layout) in enumerate(CHAIN, start=1):
         overrides = [*MODEL, *layout, f"cluster.tasks_per_node={ranks}"]
-        assert gloo_ranks(ranks, on_one_layout, tmp_path / "run", overrides, attempt) == [[]] * ranks
+        different, embeddings = zip(
+            *gloo_ranks(ranks, on_one_layout, tmp_path / "run", overrides, attempt), strict=True
+        )
+        assert different == ([],) * ranks
+        assert (
+            len({embedding for embedding in embeddings if embedding}) == 1
+        )  # at both ends of a pipeline the same bits
     fit(alone(), tmp_path / "one", MODEL)
     steps = STEPS_EACH * len(CHAIN)
     ours, theirs = losses(tmp_path / "run"), losses(tmp_path / "one")
     assert list(ours) == list(range(1, steps + 1))
+    hashes = losses(tmp_path / "one", "data_hash")
+    assert losses(tmp_path / "run", "data_hash") == {step: hashes[step] for step in ours}
     assert [step for step in ours if abs(ours[step] - theirs[step]) > TOLERANCE * theirs[step]] == []
 
 
@@ -84,7 +99,8 @@ def stopped_and_resumed(world: World, run_path: Path, overrides: list[str]) -> N
 def test_stopped_and_resumed_it_finishes_with_the_bits_of_the_undisturbed_run(
     gloo_ranks: GlooRanks, tmp_path: Path, ranks: int, layout: list[str]
 ) -> None:
-    overrides = [*MODEL, "model.dropout=0.1", "train.steps=6", *layout, f"cluster.tasks_per_node={ranks}"]
+    model = [*MODEL, "model.tie_embeddings=false", "model.dropout=0.1"]
+    overrides = [*model, "train.steps=6", *layout, f"cluster.tasks_per_node={ranks}"]
     gloo_ranks(ranks, stopped_and_resumed, tmp_path, overrides)
     for field in ("loss", "grad_norm", "valid_loss"):
         assert losses(tmp_path / "stopped", field) == losses(tmp_path / "undisturbed", field)

@@ -67,7 +67,7 @@ class Rank:
     def steps(self, count: int) -> list[float]:
         losses = []
         for _ in range(count):
-            for batch in next(self.loader):
+            for batch in next(self.loader).micro_batches:
                 loss = self.model(batch["x"] / 100).square().mean()
                 loss.backward()
                 losses.append(loss.item())

@@ -94,7 +94,7 @@ class Pair:
     def steps(self, count: int) -> list[float]:
         losses = []
         for _ in range(count):
-            for batch in next(self.loader):
+            for batch in next(self.loader).micro_batches:
                 x = batch["x"] + random.random() + np.random.random()
                 loss = self.one(x).square().mean() + self.two(x).square().mean()
                 self.scaler.scale(loss).backward()

@@ -2,7 +2,7 @@
 
 A row trains a small Decoder for a few steps through the trainer, on real ranks that meet through gloo, and compares loss and
 gradient norm of every step with those of one process. Samples have very different numbers of tokens that count, so ranks and
-micro batches have unequal shares.
+micro batches have unequal shares; where they are packed, they hold documents of very different lengths.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ def _row(name: str, ranks: int, parallel: str, model: str = "", *, micro: int | 
 UNTIED = "model.tie_embeddings=false"
 OWN = "model._target_=tests.parity.own_model.OwnModel model.tie_embeddings=false"
 QWEN = "model.qkv_bias=true model.qk_norm=true"
+PACKED = "+data.packed=true"
+PACKED_UNTIED = f"{UNTIED} {PACKED}"
 ROWS = [
     _row("DDP 2", 2, ""),
     _row("DDP 4, accumulation", 4, "", micro=1),
@@ -75,6 +77,7 @@ ROWS = [
         micro=1,
         slow=True,
     ),
+    _row("FSDP 4, kept by groups of 2", 4, "dp_replicate=1 dp_shard=4 reshard_after_forward=2", micro=1),
     _row("HSDP 2 x 2", 4, "dp_shard=2", slow=True),
     _row("HSDP 2 x 2, accumulation", 4, "dp_shard=2", micro=1),
     _row("TP 2", 2, "tp=2"),
@@ -91,6 +94,16 @@ ROWS = [
     _row("PP 4, GPipe", 4, "pp=4 pp_schedule=gpipe", UNTIED, slow=True),
     _row("PP 2, interleaved 1F1B", 2, "pp=2 pp_schedule=interleaved_1f1b", UNTIED, micro=2),
     _row("PP 2, zero bubble", 2, "pp=2 pp_schedule=zero_bubble", UNTIED, micro=2),
+    _row("PP 2, 1F1B, tied", 2, "pp=2"),
+    _row("PP 2, zero bubble, tied", 2, "pp=2 pp_schedule=zero_bubble", micro=2, slow=True),
+    _row("PP 4, GPipe, tied", 4, "pp=4 pp_schedule=gpipe", slow=True),
+    _row(
+        "PP 2 x FSDP 2, interleaved 1F1B, tied",
+        4,
+        "dp_replicate=1 dp_shard=2 pp=2 pp_schedule=interleaved_1f1b",
+        slow=True,
+    ),
+    _row("PP 2 x FSDP 2 x TP 2, tied", 8, "dp_replicate=1 dp_shard=2 tp=2 pp=2", micro=1, slow=True),
     _row("DDP 2 x TP 2", 4, "tp=2", micro=2),
     _row("FSDP 2 x TP 2", 4, "dp_replicate=1 dp_shard=2 tp=2", micro=2),
     _row(
@@ -137,25 +150,69 @@ ROWS = [
     _row("PP 2 x FSDP 2, a model of one's own", 4, "dp_replicate=1 dp_shard=2 pp=2", OWN),
     _row("FSDP 2, compiled", 2, "dp_replicate=1 dp_shard=2 compile=true"),
     _row("TP 2, compiled", 2, "tp=2 compile=true"),
+    _row("DDP 2, packed", 2, "", PACKED, micro=2),
+    _row("FSDP 2, packed", 2, "dp_replicate=1 dp_shard=2", PACKED),
+    _row("HSDP 2 x 2, packed", 4, "dp_shard=2", PACKED, slow=True),
+    _row("TP 2, packed", 2, "tp=2", PACKED),
+    _row("TP 2 without sequence parallel, packed", 2, "tp=2 sequence_parallel=false", PACKED, slow=True),
+    _row("CP 2, packed", 2, "cp=2", PACKED),
+    _row("CP 2, ulysses, packed", 2, "cp=2 cp_method=ulysses", PACKED),
+    _row("FSDP 2 x CP 2 x TP 2, packed", 8, "dp_replicate=1 dp_shard=2 tp=2 cp=2", PACKED, slow=True),
+    _row("PP 2, 1F1B, packed", 2, "pp=2", PACKED_UNTIED, micro=1, slow=True),
+    _row("PP 2, GPipe, packed", 2, "pp=2 pp_schedule=gpipe", PACKED_UNTIED, micro=2, slow=True),
+    _row("PP 2, interleaved 1F1B, packed", 2, "pp=2 pp_schedule=interleaved_1f1b", PACKED_UNTIED, micro=2, slow=True),
+    _row("PP 2, zero bubble, packed", 2, "pp=2 pp_schedule=zero_bubble", PACKED_UNTIED, micro=2),
+    _row("PP 2 x CP 2, packed", 4, "pp=2 cp=2 cp_method=ulysses", PACKED_UNTIED, slow=True),
+    _row("PP 2 x FSDP 2 x TP 2, packed", 8, "dp_replicate=1 dp_shard=2 tp=2 pp=2", PACKED_UNTIED, micro=1),
+    _row(
+        "FSDP 2, packed, full checkpointing",
+        2,
+        "dp_replicate=1 dp_shard=2 activation_checkpointing=full",
+        PACKED,
+        slow=True,
+    ),
+    _row(
+        "FSDP 2, packed, selective checkpointing",
+        2,
+        "dp_replicate=1 dp_shard=2 activation_checkpointing=selective",
+        PACKED,
+    ),
+    _row("FSDP 2, packed, compiled", 2, "dp_replicate=1 dp_shard=2 compile=true", PACKED, slow=True),
+    _row(
+        "FSDP 2, packed, bfloat16",
+        2,
+        "dp_replicate=1 dp_shard=2 param_dtype=bfloat16",
+        PACKED,
+        bound=BFLOAT16,
+        slow=True,
+    ),
 ]
 
 
 class RaggedText:
-    """Data in which sample i has 1 + i * i % 64 targets that count."""
+    """Data in which sample i has 1 + i * i % 64 targets that count; if `packed`, of up to five documents."""
 
-    def __init__(self, **ignored: Any):
-        self.train = self.valid = _Ragged()
+    def __init__(self, packed: bool = False, **ignored: Any):
+        self.train = self.valid = _Ragged(packed)
 
 
 class _Ragged:
+    def __init__(self, packed: bool):
+        self._packed = packed
+
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.randint(256, (65,), generator=torch.Generator().manual_seed(index))
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(256, (65,), generator=generator)
         targets = tokens[1:].clone()
         targets[1 + (index * index) % 64 :] = IGNORED_TARGET
-        return {"inputs": tokens[:-1], "targets": targets}
+        sample = {"inputs": tokens[:-1], "targets": targets}
+        if self._packed:
+            ends = torch.randint(1, 64, (4,), generator=generator).sort().values
+            sample["documents"] = torch.searchsorted(ends, torch.arange(64), right=True).int()
+        return sample
 
 
 def train_row(world: World, folder: Path, row: Row) -> None:

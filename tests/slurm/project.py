@@ -72,7 +72,7 @@ class Run:
 
     def losses(self) -> list[dict[str, Any]]:
         """metrics.jsonl without what depends on the clock."""
-        timing = ("tokens_per_s", "step_time_s")
+        timing = ("tokens_per_s", "step_time_s", "data_wait_s")
         return [{k: v for k, v in r.items() if k not in timing} for r in read_metrics(self.run_dir.metrics_file)]
 
     def step(self) -> int:

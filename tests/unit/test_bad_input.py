@@ -64,7 +64,6 @@ BAD_CONFIGS = [
         "model.layers=3 are too few for 4 stages of parallel.pp=4",
         "parallel.pp=2",
     ),
-    ([*SLURM, "parallel.pp=2"], "tie_embeddings=true with parallel.pp=2", "model.tie_embeddings=false"),
     (
         [*SLURM, *PIPELINE, "train.micro_batch_size=8"],
         "parallel.pp=2 stages want at least as many micro batches",
@@ -92,6 +91,17 @@ BAD_CONFIGS = [
         "parallel.reduce_dtype=bfloat16",
     ),
     ([*SLURM, "parallel.powersgd_start_step=1"], "powersgd_start_step=1 must be at least 2", "DDP"),
+    (
+        [*SLURM, "parallel=fsdp", "parallel.reshard_after_forward=3"],
+        "parallel.reshard_after_forward=3 does not cut 4 shards",
+        "2, true or false",
+    ),
+    (
+        [*SLURM, "cluster.nodes=2", "parallel=fsdp_tp", "parallel.tp=2", "parallel.reshard_after_forward=2"],
+        "parallel.reshard_after_forward=2 with parallel.tp=2",
+        "true or false",
+    ),
+    ([*SLURM, "parallel.reshard_after_forward=1"], "reshard_after_forward=1 does not cut 1 shards", "true or false"),
     ([*SLURM, "parallel.ep=2"], "parallel.ep=2, but no model here has experts", "parallel.ep=1"),
     ([*SLURM, "parallel.pp_schedule=2f2b"], "parallel.pp_schedule=2f2b is not known", "1f1b"),
     ([*SLURM, "optim.lr=0"], "optim.lr=0.0 must be above 0", "3e-4"),

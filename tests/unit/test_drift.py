@@ -32,6 +32,22 @@ def quiet(directory: Path, **options: Any) -> Checkpointer:
     return Checkpointer(directory, asynchronous=False, say=lambda text: None, **options)
 
 
+def test_other_content_in_the_same_place_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
+    def config(fingerprint: str, path: str = "/data") -> dict[str, Any]:
+        return {"data": {"path": path}, "data_fingerprint": fingerprint}
+
+    saved(tmp_path, Model("a"), config=config("one"))
+    error = refused(tmp_path, Model("a"), config=config("two"))
+    assert "with other data in the same place: data_fingerprint: one -> two" in error.message
+    assert "checkpoint.allow=[data]" in (error.hint or "")
+    refused(tmp_path, Model("a"), ("config",), config=config("two"))
+    allowed(tmp_path, Model("a"), "data", config=config("two"))
+    refused(tmp_path, Model("a"), ("data",), config=config("two", "/elsewhere"))
+    allowed(
+        tmp_path, Model("a"), "config", config=config("two", "/elsewhere")
+    )  # which says that the data is other data
+
+
 def trained(model: nn.Module) -> tuple[nn.Module, torch.optim.AdamW]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     go_on(model, optimizer)

@@ -94,7 +94,7 @@ def test_512_ranks_of_tp_8_pp_8_and_dp_8() -> None:
         ["parallel.tp=1"],
         ["parallel=hsdp", "cluster.nodes=2", "parallel.dp_shard=4"],
         ["parallel=fsdp", "parallel.cp=2", "parallel.tp=2", "model.qkv_bias=true", "model.tie_embeddings=true"],
-        ["parallel.pp=2", "parallel.pp_schedule=interleaved_1f1b", "model.layers=5"],
+        ["parallel.pp=2", "parallel.pp_schedule=interleaved_1f1b", "model.layers=5", "model.tie_embeddings=true"],
     ],
     ids=" ".join,
 )

@@ -62,7 +62,9 @@ def by_ranks(
     tables, digests = {}, {}
     with blocks.threads() as pool:
         for rank, pieces in enumerate(files):
-            data = bytes(64) + b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for _, _, part in pieces)
+            data = bytes(64) + b"".join(
+                part.contiguous().flatten().view(torch.uint8).numpy().tobytes() for _, _, part in pieces
+            )
             name = f"rank{rank:05d}.safetensors"
             records[name], digests[name] = blocks.write(temporary / name, memoryview(data), pool)
             tables[name] = table_of(

@@ -61,7 +61,7 @@ def ids(step: list[dict[str, Tensor]]) -> list[int]:
 
 def run_steps(n: int, steps: int, **changes: Any) -> list[list[int]]:
     with loader(Numbers(n), **changes) as batches:
-        return [ids(next(batches)) for _ in range(steps)]
+        return [ids(next(batches).micro_batches) for _ in range(steps)]
 
 
 def all_ranks(n: int, steps: int, dp_size: int, **changes: Any) -> list[list[int]]:
@@ -91,7 +91,7 @@ def test_workers_do_not_change_what_is_read() -> None:
 def test_a_resumed_loader_continues_exactly_after_the_steps_handed_out(workers: int) -> None:
     whole = run_steps(30, 10)
     with loader(Numbers(30), num_workers=workers) as first:
-        before = [ids(next(first)) for _ in range(4)]
+        before = [ids(next(first).micro_batches) for _ in range(4)]
         state = first.state_dict()
         time.sleep(0.1)  # what is read ahead meanwhile must not count
         assert first.state_dict() == state == {"samples_consumed": 32}
@@ -105,7 +105,7 @@ def test_loading_a_state_drops_what_was_read_ahead(workers: int) -> None:
     with loader(Numbers(30), num_workers=workers) as batches:
         next(batches)
         batches.load_state_dict({"samples_consumed": 40})
-        assert ids(next(batches)) == whole[5]
+        assert ids(next(batches).micro_batches) == whole[5]
 
 
 def test_a_resumed_run_on_more_ranks_sees_each_sample_of_the_epoch_once() -> None:
@@ -119,7 +119,7 @@ def test_a_data_set_with_get_batch_gives_the_same_samples_with_and_without_worke
     steps = []
     for workers in (0, 2):
         with loader(windows, num_workers=workers) as batches:
-            steps.append([batch for _ in range(3) for batch in next(batches)])
+            steps.append([batch for _ in range(3) for batch in next(batches).micro_batches])
     assert len(steps[0]) == 12 and steps[0][0]["inputs"].shape == (2, 16)
     for one, other in zip(*steps, strict=True):
         assert torch.equal(one["inputs"], other["inputs"]) and torch.equal(one["targets"], other["targets"])
@@ -135,7 +135,7 @@ def test_workers_leave_the_global_random_state_alone() -> None:
 
 def test_workers_survive_the_signals_of_a_preemption() -> None:
     with loader(Numbers(1000), num_workers=2) as batches:
-        seen = [ids(next(batches))]
+        seen = [ids(next(batches).micro_batches)]
         workers = multiprocessing.active_children()
         assert len(workers) == 2
         for worker in workers:
@@ -143,7 +143,7 @@ def test_workers_survive_the_signals_of_a_preemption() -> None:
             os.kill(worker.pid, signal.SIGUSR2)
             os.kill(worker.pid, signal.SIGTERM)
         time.sleep(0.1)
-        seen += [ids(next(batches)) for _ in range(9)]
+        seen += [ids(next(batches).micro_batches) for _ in range(9)]
         assert all(worker.is_alive() for worker in workers)
         assert multiprocessing.active_children() == workers
     assert seen == run_steps(1000, 10)
@@ -170,7 +170,7 @@ def test_close_leaves_no_child_and_is_quick() -> None:
 
 def test_close_kills_workers_that_are_stuck() -> None:
     with loader(Slow(1000), num_workers=2) as batches:
-        batches._batches = batches._start()  # next() would wait for a batch that never comes
+        batches._fetched = batches._start()  # next() would wait for a batch that never comes
         time.sleep(0.2)
         begin = time.perf_counter()
         batches.close()

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slurmtrain.checkpoint import retention
+from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.commit import COMPLETE, checkpoint_name
+from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
 from slurmtrain.launch import compare, prune
@@ -217,6 +220,35 @@ def test_two_runs_are_compared_in_config_code_and_metrics(make: Make, project: P
     assert found["metrics"]["loss"] == {"final": {"a": 1.0, "b": "NaN"}, "parts": {"step": 20, "a": 1.5, "b": 1.25}}
     assert found["metrics"]["step_time_s"]["parts"]["step"] == 10  # which is no reason to say that they part
     assert read(capsys, "runs", "compare", a.id, b.id, "--json", "--tolerance", "0.2")["parted_at"] is None
+
+
+def test_two_runs_are_compared_in_the_samples_they_have_seen_and_in_their_weights(make: Make, capsys: Out) -> None:
+    a, b = make("finished"), make("finished")
+    torch.manual_seed(0)
+    models = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    models[1].load_state_dict(models[0].state_dict())
+    for run, model, hashes in zip((a, b), models, (("x", "y", "z"), ("x", "y", "w")), strict=True):
+        with run.metrics_file.open("a") as file:
+            file.writelines(
+                json.dumps({"step": 10 * (number + 1), "loss": 1.0, "data_hash": value}) + "\n"
+                for number, value in enumerate(hashes)
+            )
+        checkpointer = Checkpointer(run.checkpoints, keep=Keep(last=9), asynchronous=False, say=lambda text: None)
+        checkpointer.save(10, model=model)
+        with torch.no_grad():
+            model.bias += run is b
+        checkpointer.save(20, model=model)
+        checkpointer.close()
+    text = printed(capsys, "runs", "compare", a.id, b.id)
+    assert "they have seen other samples, or another order, from step 30 on" in text
+    assert "they are equal to the last bit at all 3 steps" in text
+    assert "their weights part at the checkpoint of step 20 (1 tensors: model.bias)" in text
+    found = read(capsys, "runs", "compare", a.id, b.id, "--json")
+    assert found["data"] == {"steps": 3, "parted_at": 30}
+    assert found["weights"] == {"steps": [10, 20], "parted_at": 20, "tensors": ["model.bias"], "left": None}
+    text = printed(capsys, "runs", "compare", a.id, a.id)
+    assert "the same samples in the same order up to step 30" in text
+    assert "their weights are equal to the last bit in the checkpoints of step 10, 20" in text
 
 
 def test_what_a_config_says_does_not_steer_the_terminal(make: Make, capsys: Out) -> None:

@@ -141,5 +141,6 @@ def test_what_is_gathered() -> None:
     layer, ends = 877_658_112 + 10_240 + 16_384, 2 * 152064 * 8192 + 8192
     assert gathered() == 2 * (ends + 3 * layer)
     assert gathered(reshard_after_forward=False) == 2 * (ends + 81 * layer)
+    assert gathered(reshard_after_forward=4) == 2 * (ends + 3 * layer + 78 * layer // 4)
     assert gathered(whole_gradients=True) == 2 * (ends + 2 * layer) + 4 * (ends + 80 * layer)
     assert gathered(fsdp=False) == 0  # plain DDP has one copy

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from slurmtrain.config.compose import compose
 from slurmtrain.errors import ConfigError
 from slurmtrain.models import Decoder
-from slurmtrain.models.decoder import causal_attention, rotary_angles, rotate
+from slurmtrain.models.attention import CausalAttention, Mask
+from slurmtrain.models.decoder import rotary_angles, rotate
 from slurmtrain.planner.shape import DecoderShape
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -153,12 +154,15 @@ def test_attention_can_be_replaced() -> None:
     model: Any = decoder()
     shapes = []
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
-        shapes.append((q.shape, k.shape, v.shape, dropout))
-        return causal_attention(q, k, v, dropout)
+    class Noted(CausalAttention):
+        def __call__(
+            self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, mask: Mask | None = None
+        ) -> torch.Tensor:
+            shapes.append((q.shape, k.shape, v.shape, dropout))
+            return super().__call__(q, k, v, dropout, mask)
 
     for block in model.blocks.values():
-        block.attention.attend = attend
+        block.attention.attend = Noted()
     assert torch.equal(model(tokens()), decoder()(tokens()))
     assert shapes == [((2, 16, 4, 8), (2, 16, 2, 8), (2, 16, 2, 8), 0.0)] * 2
 

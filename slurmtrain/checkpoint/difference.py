@@ -1,0 +1,100 @@
+"""Which tensors differ between two checkpoints, whatever layouts have written them. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slurmtrain.checkpoint import commit, retention
+from slurmtrain.checkpoint.index_file import read_index
+from slurmtrain.checkpoint.layout import Box, Index, Source, TensorFacts
+from slurmtrain.errors import CheckpointError
+
+PIECE_BYTES = 64 * 2**20  # of a tensor, compared at a time
+
+
+def differing_tensors(a: Path, b: Path, of: str = "model") -> list[str]:
+    """Names of the tensors of the object `of` whose bits, shape or type differ, or that only one of them has.
+
+    Raises:
+        CheckpointError: one of them is damaged.
+    """
+    with retention.reading(a), retention.reading(b):
+        left, right = _Saved.open(a), _Saved.open(b)
+        if (left.index.tables, left.index.digests) == (right.index.tables, right.index.digests):
+            return []
+        facts = [saved.tensors(of) for saved in (left, right)]
+        return [
+            name
+            for name in sorted({*facts[0], *facts[1]})
+            if facts[0].get(name) != facts[1].get(name) or not _equal(left, right, name, facts[0][name])
+        ]
+
+
+def size_of(path: Path, of: str = "model") -> int:
+    """Bytes of the tensors of the object `of`."""
+    return sum(fact.nbytes for fact in _Saved.open(path).tensors(of).values())
+
+
+@dataclass(frozen=True)
+class _Saved:
+    path: Path
+    index: Index
+
+    @classmethod
+    def open(cls, path: Path) -> _Saved:
+        manifest = commit.read_manifest(path)
+        for name, size in manifest.sizes.items():
+            found = (path / name).stat().st_size if (path / name).exists() else None
+            if found != size:
+                raise CheckpointError(f"{path} is damaged: {name} has {found} bytes of {size}")
+        return cls(path, read_index(path, manifest))
+
+    def tensors(self, of: str) -> dict[str, TensorFacts]:
+        return {name: fact for name, fact in self.index.facts.items() if name.startswith(f"{of}.") and not fact.own}
+
+    def read(self, name: str, sources: Sequence[Source], box: Box, itemsize: int) -> NDArray[np.void]:
+        """The part `box` of a tensor, put together from what the files hold of it."""
+        result = np.empty(box.size, dtype=f"V{itemsize}")
+        for source in sources:
+            ends = [
+                min(own + size, their + extent)
+                for own, size, their, extent in zip(box.start, box.size, source.box.start, source.box.size, strict=True)
+            ]
+            begins = [max(own, their) for own, their in zip(box.start, source.box.start, strict=True)]
+            if any(end <= begin for begin, end in zip(begins, ends, strict=True)):
+                continue
+            held = np.memmap(self.path / source.file, np.uint8, "r", source.offset, (source.box.numel * itemsize,))
+            whole = held.view(f"V{itemsize}").reshape(source.box.size)
+            result[_within(begins, ends, box.start)] = whole[_within(begins, ends, source.box.start)]
+        return result
+
+
+def _within(begins: Sequence[int], ends: Sequence[int], start: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(begin - first, end - first) for begin, end, first in zip(begins, ends, start, strict=True))
+
+
+def _equal(left: _Saved, right: _Saved, name: str, fact: TensorFacts) -> bool:
+    whole = Box.whole(fact.shape)
+    sources = [saved.index.find({name: whole})[name] for saved in (left, right)]
+    return all(
+        left.read(name, sources[0], piece, fact.itemsize).tobytes()
+        == right.read(name, sources[1], piece, fact.itemsize).tobytes()
+        for piece in _pieces(fact)
+    )
+
+
+def _pieces(fact: TensorFacts) -> Iterator[Box]:
+    """The tensor in stretches of its first dimension."""
+    if not fact.shape:
+        yield Box.whole(fact.shape)
+        return
+    row = math.prod(fact.shape[1:]) * fact.itemsize
+    rows = max(1, PIECE_BYTES // max(1, row))
+    for first in range(0, fact.shape[0], rows):
+        yield Box((first, *[0] * (len(fact.shape) - 1)), (min(rows, fact.shape[0] - first), *fact.shape[1:]))

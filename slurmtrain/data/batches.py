@@ -1,0 +1,103 @@
+"""Batches: tensors by name, with the samples along the first axis; and how samples of different length become one.
+
+    inputs, targets   int64 [B, S]   for language models; targets that are not to be learnt are -100
+    documents         int32 [B, S]   optional: which document of its row a token belongs to, 0, 1, 2, ... along the row
+
+A data set of another kind may have whatever names and shapes its model takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+Batch = dict[str, Tensor]
+
+IGNORED_TARGET = -100  # the target that torch's cross_entropy leaves out
+
+
+def collate(samples: Sequence[Any]) -> Batch:
+    """Samples as one batch: by torch's `default_collate`, after rows [S] of different length were filled up to the longest."""
+    first = samples[0]
+    if not isinstance(first, Mapping) or "targets" not in first or len({_length(sample) for sample in samples}) == 1:
+        collated: Batch = default_collate(list(samples))
+        return collated
+    longest = max(_length(sample) for sample in samples)
+    return default_collate(
+        [{name: row[0] for name, row in padded(_as_batch(sample), longest).items()} for sample in samples]
+    )
+
+
+def padded(batch: Batch, length: int) -> Batch:
+    """`batch` with rows of `length` tokens; what is added has no targets, and belongs to a document of its own."""
+    before = tokens_per_row(batch)
+    if not 0 < before < length:
+        return batch
+
+    def longer(name: str, values: Tensor) -> Tensor:
+        if values.ndim < 2 or values.shape[1] != before:
+            return values
+        added = values.new_zeros((len(values), length - before, *values.shape[2:]))
+        if name == "documents":
+            added = added + values[:, -1:] + 1
+        return torch.cat([values, torch.full_like(added, IGNORED_TARGET) if name == "targets" else added], dim=1)
+
+    return {name: longer(name, values) for name, values in batch.items()}
+
+
+def filled(batch: Batch, rows: int) -> Batch:
+    """`batch` with `rows` samples; those that are added have no targets."""
+    missing = rows - len(batch["targets"])
+    if missing <= 0:
+        return batch
+    more = {name: values[:1].expand(missing, *values.shape[1:]) for name, values in batch.items()}
+    return {name: torch.cat([values, blank(more)[name]]) for name, values in batch.items()}
+
+
+def joined(parts: Sequence[tuple[Tensor, Batch]]) -> Batch:
+    """One batch of several, each with the rows that its samples are to have in it, int64 [B of the part]."""
+    if len(parts) == 1:
+        rows, batch = parts[0]
+        return {name: values[torch.argsort(rows)] for name, values in batch.items()}
+    names = {name for _, batch in parts for name in batch}
+    longest = max(tokens_per_row(batch) for _, batch in parts)
+    complete = [padded(_with_documents(batch, names), longest) for _, batch in parts]
+    order = torch.argsort(torch.cat([rows for rows, _ in parts]))
+    return {name: torch.cat([batch[name] for batch in complete])[order] for name in complete[0]}
+
+
+def blank(batch: Batch) -> Batch:
+    """A batch of the same shape that nothing is learnt from, and nothing measured."""
+    return {**batch, "targets": torch.full_like(batch["targets"], IGNORED_TARGET)}
+
+
+def num_targets(batch: Batch) -> int:
+    """Targets of `batch` that are not ignored; 0 for a batch that has none by this name."""
+    named = isinstance(batch, Mapping) and "targets" in batch  # data sets of one's own loop may give what they like
+    return int((batch["targets"] != IGNORED_TARGET).sum()) if named else 0
+
+
+def tokens_per_row(batch: Batch) -> int:
+    """Tokens of the rows; 0 for a batch that has none."""
+    targets = batch.get("targets") if isinstance(batch, Mapping) else None
+    return targets.shape[1] if targets is not None and targets.ndim == 2 else 0
+
+
+def _with_documents(batch: Batch, names: set[str]) -> Batch:
+    """Rows that do not say so are of one document each."""
+    if "documents" not in names or "documents" in batch:
+        return batch
+    return {**batch, "documents": torch.zeros_like(batch["targets"], dtype=torch.int32)}
+
+
+def _length(sample: Mapping[str, Any]) -> int:
+    targets = sample["targets"]
+    return len(targets) if isinstance(targets, Tensor) and targets.ndim == 1 else -1
+
+
+def _as_batch(sample: Mapping[str, Tensor]) -> Batch:
+    return {name: row[None] for name, row in sample.items()}

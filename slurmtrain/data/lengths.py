@@ -1,0 +1,72 @@
+"""Samples of different length: short ones beside short ones, and every rank as much to do as the others.
+
+Which samples a step sees remains a function of the seed and the step alone. Padding is what a batch of mixed lengths
+wastes, and a rank with a longer batch is what all others wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slurmtrain.data.order import MAX_SAMPLES, Order, permute
+
+Lengths = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+
+
+class ByLength:
+    """Another order's samples; those of `steps` steps at a time are sorted by length, and these steps shuffled.
+
+    Samples of different epochs are not mixed: each epoch still has every sample once.
+
+    Args:
+        lengths: of the samples with these indices, int64 [B] -> int64 [B].
+        global_batch_size: samples of a step.
+        steps: that share their samples; 1 leaves each step its own.
+    """
+
+    def __init__(self, order: Order, lengths: Lengths, *, global_batch_size: int, steps: int, seed: int):
+        self._order, self._lengths = order, lengths
+        self._batch, self._steps, self._seed = global_batch_size, steps, seed
+        self._last: tuple[int, NDArray[np.int64]] | None = None
+        self.epoch = order.epoch
+        self.once = order.once if order.epoch else order.once // self._together * self._together
+
+    def ids(self, start: int, count: int) -> NDArray[np.int64]:
+        first, last = start // self._together, (start + count - 1) // self._together
+        windows = np.concatenate([self._window(number) for number in range(first, last + 1)])
+        return windows[start - first * self._together :][:count]
+
+    @property
+    def _together(self) -> int:
+        return self._batch * self._steps
+
+    def _window(self, number: int) -> NDArray[np.int64]:
+        if self._last is None or self._last[0] != number:
+            begin = number * self._together
+            ids = self._order.ids(begin, self._together)
+            epochs = np.arange(begin, begin + self._together) // (self.epoch or MAX_SAMPLES)
+            by_length = ids[np.lexsort((self._lengths(ids), epochs))].reshape(self._steps, self._batch)
+            self._last = number, by_length[self._shuffled(epochs.reshape(self._steps, self._batch), number)].reshape(-1)
+        return self._last[1]
+
+    def _shuffled(self, epochs: NDArray[np.int64], number: int) -> NDArray[np.int64]:
+        """An order of the steps of a window; those of one epoch change places among themselves."""
+        steps = np.arange(self._steps)
+        first, last = epochs[:, 0], epochs[:, -1]
+        for epoch in np.unique(first):
+            own = np.flatnonzero((first == epoch) & (last == epoch))
+            if len(own):
+                steps[own] = own[permute(np.arange(len(own)), n=len(own), key=self._seed + number)]
+        return steps
+
+
+def dealt(lengths: NDArray[np.int64], ranks: int, micro_batch_size: int) -> NDArray[np.int64]:
+    """Which samples of a step [G] go where, int64 [micro batches, ranks, micro_batch_size]: the longest first.
+
+    The samples of one round are alike, and are dealt out in turn, so that the ranks' longest differ as little as can be.
+    """
+    longest_first = np.argsort(-lengths, kind="stable")
+    return longest_first.reshape(-1, micro_batch_size, ranks).transpose(0, 2, 1)

@@ -1,0 +1,259 @@
+"""A mixture of data sources, each with its share of the samples."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from math import gcd, lcm
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slurmtrain.data.batches import Batch, joined
+from slurmtrain.data.order import Epochs, Order, samples_at
+from slurmtrain.data.samples import MapDataset, fetch, fingerprint_of
+from slurmtrain.errors import ConfigError
+
+FINEST = 2**30  # shares are multiples of its inverse; products of two of them stay within 64 bits
+
+
+class Mixture:
+    """Several data sources as one.
+
+    Args:
+        sources: by name.
+        weights: by name, shares of the samples, of any sum; a source whose share is more than it has comes again, shuffled
+            anew. None: all samples of all sources, each once an epoch.
+        valid_each: also evaluate on each source's held-out samples by themselves, by its name.
+
+    Attributes:
+        train: the samples of all sources, one source after the other; their `order` mixes them.
+        valid: the held-out samples of all sources; None when there are none.
+        evals: data sets by name; see `valid_each`.
+        fingerprint: over names, weights and the sources' own.
+
+    Raises:
+        ConfigError: no sources, weights that are no shares, or vocabularies that differ.
+    """
+
+    def __init__(
+        self, sources: Mapping[str, Any], weights: Mapping[str, float] | None = None, *, valid_each: bool = False
+    ):
+        if not sources:
+            raise ConfigError("data.sources is empty", hint="name at least one, see conf/data/mixture.yaml")
+        shares = None if weights is None else _shares(list(sources), weights)
+        self.train = MixedSamples({name: source.train for name, source in sources.items()}, shares)
+        held_out = {
+            name: source.valid for name, source in sources.items() if getattr(source, "valid", None) is not None
+        }
+        self.valid = MixedSamples(held_out) if held_out else None
+        self.evals = held_out if valid_each else {}
+        self.vocab_size = _common(sources, "vocab_size")
+        parts = [f"{name} {weights and weights[name]} {fingerprint_of(source)}\n" for name, source in sources.items()]
+        self.fingerprint = hashlib.sha256("".join(parts).encode()).hexdigest()
+        self.description = "; ".join(
+            f"{'' if weights is None else f'{float(share):.1%} '}{name}: {getattr(source, 'description', 'no description')}"
+            for (name, source), share in zip(sources.items(), shares or [Fraction(0)] * len(sources), strict=True)
+        )
+
+
+class MixedSamples:
+    """Data sets one after another.
+
+    Args:
+        parts: by name. With `weights`, the name is a part of the key by which its samples are shuffled, its place is not.
+        weights: shares, adding up to one.
+    """
+
+    def __init__(self, parts: Mapping[str, MapDataset], weights: Sequence[Fraction] | None = None):
+        self._names, self._parts, self._weights = list(parts), list(parts.values()), weights
+        self._ends = np.cumsum([len(part) for part in self._parts])
+        if any(hasattr(part, "lengths") for part in self._parts):
+            self.lengths = self._lengths
+        if all(hasattr(part, "seq_len") for part in self._parts):
+            self.seq_len = max(part.seq_len for part in self._parts)  # type: ignore[attr-defined]
+        sizes = [getattr(part, "num_bytes", None) for part in self._parts]
+        self.num_bytes = None if None in sizes else sum(sizes)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        part, own = self._find(index)
+        return self._parts[part][own]
+
+    def get_batch(self, indices: NDArray[np.int64]) -> Batch:
+        import torch
+
+        return joined(
+            [(torch.from_numpy(rows), fetch(self._parts[part], own)) for part, rows, own in self._split(indices)]
+        )
+
+    def will_need(self, indices: NDArray[np.int64]) -> None:
+        for part, _, own in self._split(indices):
+            if hasattr(self._parts[part], "will_need"):
+                self._parts[part].will_need(own)  # type: ignore[attr-defined]
+
+    def order(self, seed: int, shuffle: bool) -> Order:
+        """All samples once an epoch; or, with weights, each part's share of any stretch of the run."""
+        if self._weights is None:
+            return Epochs(len(self), seed=seed, shuffle=shuffle)
+        sizes = [len(part) for part in self._parts]
+        empty = [name for name, size in zip(self._names, sizes, strict=True) if not size]
+        if empty:
+            raise ConfigError(f"data.sources.{empty[0]} holds no samples", hint="leave it out, or give it data")
+        seeds = [(seed + _key(name)) % 2**64 for name in self._names]
+        return Interleaved(sizes, self._weights, seeds, shuffle=shuffle)
+
+    def _lengths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        result = np.zeros(len(indices), dtype=np.int64)
+        for part, rows, own in self._split(indices):
+            dataset: Any = self._parts[part]
+            result[rows] = dataset.lengths(own) if hasattr(dataset, "lengths") else dataset.seq_len
+        return result
+
+    def _split(self, indices: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
+        """(part, rows in the batch, indices in the part) of the parts that have some of these samples."""
+        parts = np.searchsorted(self._ends, indices, side="right")
+        starts = self._ends - [len(part) for part in self._parts]
+        return [
+            (int(part), rows, indices[rows] - starts[part])
+            for part in np.unique(parts)
+            for rows in [np.flatnonzero(parts == part)]
+        ]
+
+    def _find(self, index: int) -> tuple[int, int]:
+        part = int(np.searchsorted(self._ends, index, side="right"))
+        return part, int(index - (self._ends[part] - len(self._parts[part])))
+
+
+class Interleaved:
+    """Parts one after another of a data set, mixed by weights, without a table and without a past.
+
+    The parts are the leaves of a binary tree. At a node whose left side has the share p of its samples, sample k goes left
+    if floor((k+1) p + 1/2) > floor(k p + 1/2) (a Sturmian sequence), and is that side's sample number floor(k p + 1/2). So in
+    whatever stretch of the run, the samples of a part are its share, give or take one per level of the tree.
+
+    Args:
+        sizes: samples of each part.
+        weights: their shares, adding up to one; multiples of 2^-30 or of another number at least as large.
+        seeds: by which each part is shuffled.
+    """
+
+    epoch: int | None = None
+
+    def __init__(
+        self, sizes: Sequence[int], weights: Sequence[Fraction], seeds: Sequence[int], *, shuffle: bool = True
+    ):
+        whole = lcm(*(weight.denominator for weight in weights))
+        self._sums = [0]
+        for weight in weights:
+            self._sums.append(self._sums[-1] + int(weight * whole))
+        self._sizes, self._seeds, self._shuffle = list(sizes), list(seeds), shuffle
+        self._starts = np.cumsum([0, *sizes])
+        self.once = min(self._until(part, size) for part, size in enumerate(sizes))
+
+    def ids(self, start: int, count: int) -> NDArray[np.int64]:
+        result = np.empty(count, dtype=np.int64)
+        pending = [(0, len(self._sizes), np.arange(count), np.arange(start, start + count, dtype=np.int64))]
+        while pending:
+            low, high, places, numbers = pending.pop()
+            if not len(places):
+                continue
+            if high - low == 1:
+                n, seed = self._sizes[low], self._seeds[low]
+                result[places] = self._starts[low] + samples_at(numbers, n=n, seed=seed, shuffle=self._shuffle)
+                continue
+            middle, share, whole = self._node(low, high)
+            lefts = _count_left(numbers, share, whole)
+            goes_left = _count_left(numbers + 1, share, whole) > lefts
+            pending += [
+                (low, middle, places[goes_left], lefts[goes_left]),
+                (middle, high, places[~goes_left], (numbers - lefts)[~goes_left]),
+            ]
+        return result
+
+    def _node(self, low: int, high: int) -> tuple[int, int, int]:
+        """Where the parts low ... high - 1 are halved, and the left side's share of the whole, as two whole numbers."""
+        middle = (low + high) // 2
+        share, whole = self._sums[middle] - self._sums[low], self._sums[high] - self._sums[low]
+        divisor = gcd(share, whole)
+        return middle, share // divisor, whole // divisor
+
+    def _until(self, part: int, size: int) -> int:
+        """The longest run that needs no more than `size` samples of a part: where its next one would come."""
+        path = []
+        low, high = 0, len(self._sizes)
+        while high - low > 1:
+            middle, share, whole = self._node(low, high)
+            path.append((part < middle, share, whole))
+            low, high = (low, middle) if part < middle else (middle, high)
+        number = size  # of the sample after the last, in the part; from there up to the root
+        for left, share, whole in reversed(path):
+            number = _place(number, share if left else whole - share, whole, up=left)
+        return number
+
+
+def _count_left(numbers: NDArray[np.int64], share: int, whole: int) -> NDArray[np.int64]:
+    """floor(k share/whole + 1/2) without leaving 64 bits."""
+    rounds, rest = np.divmod(numbers, whole)
+    return rounds * share + (rest * share + whole // 2) // whole
+
+
+def _place(number: int, share: int, whole: int, *, up: bool) -> int:
+    """Where sample `number` of one side of a node comes among all of the node's: of the left side (`up`), whose count of the
+    first k is floor(k share/whole + 1/2), or of the right one, which has the rest."""
+    half = whole // 2
+    if up:  # the smallest k with floor(((k + 1) share + half) / whole) > number
+        return -(-((number + 1) * whole - half) // share) - 1
+    # what is left of k is ceil((k share - half) / whole) for this side's share
+    return (number * whole + half) // share
+
+
+def _shares(names: Sequence[str], weights: Mapping[str, float]) -> list[Fraction]:
+    """The weights, adding up to one; exactly as written, where that can be."""
+    if set(weights) != set(names):
+        odd = sorted(set(weights) ^ set(names))
+        raise ConfigError(
+            f"data.weights and data.sources differ in {', '.join(odd)}",
+            hint="every source needs a weight, and no other name one",
+        )
+    values = [_fraction(name, weights[name]) for name in names]
+    total = sum(values)
+    exact = [value / total for value in values]
+    if lcm(*(share.denominator for share in exact)) <= FINEST:
+        return exact
+    sums = [round(sum(exact[: count + 1]) * FINEST) for count in range(len(exact))]
+    rounded = [Fraction(after - before, FINEST) for before, after in zip([0, *sums], sums, strict=False)]
+    for name, share in zip(names, rounded, strict=True):
+        if not share:
+            raise ConfigError(f"data.weights.{name} is less than a billionth of all", hint="leave it out")
+    return rounded
+
+
+def _fraction(name: str, weight: float) -> Fraction:
+    try:
+        value = Fraction(str(weight))
+    except ValueError:
+        value = Fraction(0)
+    if value <= 0:
+        raise ConfigError(
+            f"data.weights.{name} is {weight}", hint="a weight is a number above 0; leave out what is not wanted"
+        )
+    return value
+
+
+def _common(sources: Mapping[str, Any], name: str) -> Any:
+    values = {key: getattr(source, name) for key, source in sources.items() if hasattr(source, name)}
+    if len(set(values.values())) > 1:
+        raise ConfigError(
+            f"the sources of data=mixture differ in {name}: {', '.join(f'{key} {value}' for key, value in values.items())}",
+            hint="prepare them with the same tokenizer",
+        )
+    return next(iter(values.values()), None)
+
+
+def _key(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

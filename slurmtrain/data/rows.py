@@ -1,0 +1,251 @@
+"""Samples as rows of pieces: where each lies in the token stream, by arithmetic or from an index that is made once and kept.
+
+The index of a packing is a file beside the data, `packed/SPLIT-PACKING-SEQ_LEN-FINGERPRINT.idx`: a line of JSON, the pieces
+of all samples one after another, and where each sample's pieces begin. It is read in place, so it may be as large as it
+likes. It depends on nothing but data and packing, so whoever makes it makes the same. A file that is not whole is made anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slurmtrain.data.packing import PIECE, Pieces
+from slurmtrain.data.reading import DataFile
+from slurmtrain.data.stream import TokenStream
+from slurmtrain.errors import ConfigError
+
+FORMAT = 1
+GROUP_DOCUMENTS = 1 << 21  # packed together: enough to waste nothing, few enough for memory
+_HEADER_BYTES = 512
+# Of the documents of one group: ends uint64 [documents] relative to a first token -> pieces, and how many each sample has.
+Pack = Callable[[NDArray[np.uint64], int], tuple[Pieces, NDArray[np.int64]]]
+
+
+class Rows(Protocol):
+    """Attributes:
+    pairs: of an input and its target, in all samples together.
+    across_documents: a piece may reach from one document into the next.
+    """
+
+    pairs: int
+    across_documents: bool
+
+    def __len__(self) -> int: ...
+
+    def pieces(self, indices: NDArray[np.int64]) -> tuple[Pieces, NDArray[np.int64]]:
+        """The pieces of samples `indices` [B], sample after sample, and how many each has, int64 [B]."""
+        ...
+
+
+class Windows:
+    """The whole stream cut at regular places: sample i has the pairs i * S ... (i + 1) * S - 1, the last one perhaps fewer."""
+
+    def __init__(self, tokens: int, seq_len: int):
+        self.pairs, self.across_documents, self._seq_len = max(tokens - 1, 0), True, seq_len
+
+    def __len__(self) -> int:
+        return -(-self.pairs // self._seq_len)
+
+    def pieces(self, indices: NDArray[np.int64]) -> tuple[Pieces, NDArray[np.int64]]:
+        pieces = np.empty(len(indices), dtype=PIECE)
+        pieces["start"] = indices * self._seq_len
+        pieces["pairs"] = np.minimum(self.pairs - indices * self._seq_len, self._seq_len)
+        return pieces, np.ones(len(indices), dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class _Header:
+    """First line of an index.
+
+    Attributes:
+        made_from: digest of data and packing.
+        sha256: of all after the header.
+    """
+
+    format: int
+    made_from: str
+    rows: int
+    pieces: int
+    pairs: int
+    sha256: str
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode().ljust(_HEADER_BYTES - 1) + b"\n"
+
+    @property
+    def file_size(self) -> int:
+        return _HEADER_BYTES + self.pieces * PIECE.itemsize + (self.rows + 1) * 8
+
+
+class _Bytes:
+    """Stands for a `DataFile` where nothing can be written."""
+
+    def __init__(self, content: memoryview):
+        self.path, self._content = "the index in memory", content
+
+    def read_into(self, array: NDArray[Any], offset: int) -> None:
+        array.view(np.uint8)[:] = self._content[offset : offset + array.nbytes]
+
+
+class RowIndex:
+    """The samples of a packing, read from its index."""
+
+    def __init__(self, file: DataFile | _Bytes, header: _Header):
+        self._file, self._header = file, header
+        self.pairs, self.across_documents = header.pairs, False
+
+    def __len__(self) -> int:
+        return self._header.rows
+
+    def pieces(self, indices: NDArray[np.int64]) -> tuple[Pieces, NDArray[np.int64]]:
+        """Raises ConfigError for an index that is damaged, and what reading raises."""
+        bounds = np.empty((len(indices), 2), dtype="<u8")
+        first_bound = _HEADER_BYTES + self._header.pieces * PIECE.itemsize
+        for row, index in zip(bounds, indices.tolist(), strict=True):
+            self._file.read_into(row, first_bound + index * 8)
+        counts = bounds[:, 1].astype(np.int64) - bounds[:, 0].astype(np.int64)
+        if counts.min(initial=1) < 1 or bounds.max(initial=0) > self._header.pieces:
+            raise damaged(str(self._file.path))
+        pieces = np.empty(counts.sum(), dtype=PIECE)
+        ends = np.cumsum(counts)
+        for first, begin, end in zip(bounds[:, 0].tolist(), (ends - counts).tolist(), ends.tolist(), strict=True):
+            self._file.read_into(pieces[begin:end].view(np.uint8), _HEADER_BYTES + first * PIECE.itemsize)
+        return pieces, counts
+
+
+def damaged(index: str) -> ConfigError:
+    return ConfigError(f"{index} is damaged", hint="remove it: it is made anew")
+
+
+def row_index(
+    stream: TokenStream, name: str, made_from: str, folders: Sequence[Path], pack: Pack, *, verify: str
+) -> RowIndex:
+    """The index of a packing: the one that is kept, or made now and kept in the first folder that can be written.
+
+    Of processes that come at once, one makes it and the others wait.
+
+    Args:
+        stream: the split.
+        name: of the packing, for the file.
+        made_from: digest of all that it depends on.
+        folders: where it may be kept, the best one first; where none can be written, it stays in memory.
+        pack: packs one group of documents.
+        verify: "full" compares a kept index with its digest.
+
+    Raises:
+        ConfigError, DataError: the data cannot be read, or `pack` refuses it.
+    """
+    paths = [folder / f"{stream.name}-{name}-{made_from[:16]}.idx" for folder in folders]
+    for path in paths:
+        if kept := _kept(path, made_from, verify):
+            return kept
+    for path in paths:
+        try:
+            with _one_at_a_time(path.parent):
+                return _kept(path, made_from, verify) or _keep(path, stream, made_from, pack)
+        except OSError as error:
+            _say(f"{path.parent} cannot keep the packing of {stream.name}: {error.strerror}")
+    memory = io.BytesIO()
+    header = _write(memory, stream, made_from, pack)
+    return RowIndex(_Bytes(memory.getbuffer()), header)
+
+
+def _kept(path: Path, made_from: str, verify: str) -> RowIndex | None:
+    try:
+        with open(path, "rb") as file:
+            first_line = file.read(_HEADER_BYTES)
+            size = os.fstat(file.fileno()).st_size
+    except OSError:
+        return None
+    try:
+        header = _Header(**json.loads(first_line))
+        if (header.format, header.made_from, header.file_size) != (FORMAT, made_from, size):
+            raise ValueError
+        index = DataFile(path, size)
+        if verify == "full":
+            index.check_digest(header.sha256, first=_HEADER_BYTES)
+    except (ValueError, TypeError, ConfigError):
+        _say(f"{path} is damaged and is made anew")
+        return None
+    return RowIndex(index, header)
+
+
+def _keep(path: Path, stream: TokenStream, made_from: str, pack: Pack) -> RowIndex:
+    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            header = _write(file, stream, made_from, pack)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return RowIndex(DataFile(path, header.file_size), header)
+
+
+def _write(file: BinaryIO, stream: TokenStream, made_from: str, pack: Pack) -> _Header:
+    _say(f"packing the {stream.split.documents:,} documents of {stream.name}")
+    file.write(bytes(_HEADER_BYTES))
+    digest, pieces, pairs = hashlib.sha256(), 0, 0
+    counts = [np.zeros(1, dtype=np.int64)]
+    for first_token, ends in _groups(stream):
+        packed, count = pack(ends, first_token)
+        pieces, pairs = pieces + len(packed), pairs + int(packed["pairs"].sum(dtype=np.int64))
+        counts.append(count)
+        digest.update(packed.data)
+        file.write(packed.data)
+    bounds = np.cumsum(np.concatenate(counts)).astype("<u8")
+    digest.update(bounds.data)
+    file.write(bounds.data)
+    header = _Header(FORMAT, made_from, len(bounds) - 1, pieces, pairs, digest.hexdigest())
+    file.seek(0)
+    file.write(header.to_bytes())
+    return header
+
+
+def _groups(stream: TokenStream) -> Iterator[tuple[int, NDArray[np.uint64]]]:
+    """Documents of consecutive shards: position of their first token, and their ends after it, uint64 [documents]."""
+    group: list[NDArray[np.uint64]] = []
+    documents = group_first = 0
+    for first, ends in stream.shard_ends():
+        if group and documents + len(ends) > GROUP_DOCUMENTS:
+            yield group_first, np.concatenate(group)
+            group, documents = [], 0
+        if not group:
+            group_first = first
+        group.append(ends + np.uint64(first - group_first))
+        documents += len(ends)
+    if group:
+        yield group_first, np.concatenate(group)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait until no other process does this in `folder`, which is made; a process that dies lets the next one in."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        with contextlib.suppress(
+            OSError
+        ):  # a file system without locks: several make the same file, the last one stays
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _say(text: str) -> None:
+    print(f"slurmtrain: {text}", file=sys.stderr, flush=True)

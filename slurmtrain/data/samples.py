@@ -1,0 +1,81 @@
+"""Data sets: what they offer, and how their samples are fetched."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from slurmtrain.data.batches import Batch, collate
+from slurmtrain.data.order import mixed
+
+
+class MapDataset(Protocol):
+    """What a data set must offer. It may offer more, by methods and attributes of these names:
+
+    get_batch(indices: int64 [B]) -> Batch: these samples at once; nothing is collated then.
+    lengths(indices: int64 [B]) -> int64 [B]: tokens of each sample, where they differ.
+    seq_len: of the longest.
+    will_need(indices: int64 [B]) -> None: these come soon; returns at once.
+    order(seed: int, shuffle: bool) -> Order: an order of its own.
+    num_bytes: bytes of text that all its targets stand for, None when that is not known.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def fetch(
+    dataset: MapDataset,
+    indices: NDArray[np.int64],
+    *,
+    seed: int = 0,
+    numbers: NDArray[np.int64] | None = None,
+) -> Batch:
+    """The samples `indices` [B] as one batch: by the data set's own `get_batch`, else one by one, collated.
+
+    One by one, each finds Python's, numpy's and torch's random generators seeded by `seed` and its number: what it draws (a
+    crop, a flip) depends on neither ranks nor workers, and comes back after a restart.
+
+    Args:
+        numbers: int64 [B], of each sample in the run; None: its index.
+    """
+    get_batch = getattr(dataset, "get_batch", None)
+    if get_batch is not None:
+        batch: Batch = get_batch(indices)
+        return batch
+    keys = mixed(
+        (indices if numbers is None else numbers).astype(np.uint64) ^ mixed(np.array([seed % 2**64], dtype=np.uint64))
+    )
+    with _random_state_kept():
+        return collate([_drawn(dataset, int(index), int(key)) for index, key in zip(indices, keys, strict=True)])
+
+
+def fingerprint_of(source: Any) -> str:
+    """What stands for the content of a data source: its own `fingerprint`, else how many samples it has."""
+    own = getattr(source, "fingerprint", None)
+    return str(own) if own is not None else f"{len(source.train)} samples"
+
+
+def _drawn(dataset: MapDataset, index: int, key: int) -> Any:
+    random.seed(key)
+    np.random.seed(key % 2**32)
+    torch.default_generator.manual_seed(key % 2**63)  # the CPU's alone; a GPU's stays with the training
+    return dataset[index]
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])

@@ -1,0 +1,171 @@
+"""The tokens of a split of prepared data, end to end over all its shards, and where its documents end.
+
+Nothing of the size of the data is in memory: a position is found by a binary search over the shards, a document by one
+over blocks of its shard's `ends`, and both are read in place.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slurmtrain.data.manifest import KINDS, Manifest, shard_file
+from slurmtrain.data.reading import DataFile
+from slurmtrain.errors import ConfigError
+
+VERIFY = ("sizes", "full")
+_BLOCK = 512  # ends that are read at a time when a document is searched: a page
+
+
+class TokenStream:
+    """Read-only, and safe to use from forked workers and from threads.
+
+    Args:
+        folder: of the prepared data set.
+        manifest: of it.
+        split: name of the split.
+        verify: "sizes" compares the sizes of all files with the manifest; "full" their digests, too, which reads all of them.
+
+    Attributes:
+        split: of the manifest.
+        name: of the split.
+        dtype: of a token, little-endian.
+        vocab_size: ids are below it.
+
+    Raises:
+        ConfigError: a file is missing, or is not what was written.
+        DataError: it cannot be read now.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, split: str, verify: str = "sizes"):
+        self.split, self.name = manifest.splits[split], split
+        self.dtype, self.vocab_size = np.dtype(manifest.dtype).newbyteorder("<"), manifest.tokenizer.vocab_size
+        self._firsts = list(itertools.accumulate((shard.tokens for shard in self.split.shards), initial=0))
+        self._files = [
+            {
+                kind: DataFile(shard_file(folder, split, shard.name, kind), size)
+                for kind, size in shard.file_sizes(manifest.dtype).items()
+            }
+            for shard in self.split.shards
+        ]
+        for shard, files in zip(self.split.shards, self._files, strict=True):
+            for kind in KINDS:
+                files[kind].check_size()
+                if verify == "full":
+                    files[kind].check_digest(shard.sha256[kind])
+        self._first_end_of_block = functools.lru_cache(maxsize=1 << 16)(self._read_first_end_of_block)
+
+    @property
+    def tokens(self) -> int:
+        return self._firsts[-1]
+
+    def read_into(self, row: NDArray[Any], position: int) -> None:
+        """Fill `row` (contiguous, of `dtype`) with the tokens from `position` on. Their ids are not looked at.
+
+        Raises:
+            ConfigError, DataError: as when it was made.
+        """
+        for shard, begin, count in self._stretches(position, len(row)):
+            part, row = row[:count], row[count:]
+            self._files[shard]["tokens"].read_into(part, begin * self.dtype.itemsize)
+
+    def will_need(self, position: int, count: int) -> None:
+        """Have the tokens `position` ... `position + count - 1` read ahead; returns at once."""
+        for shard, begin, some in self._stretches(position, count):
+            self._files[shard]["tokens"].will_need(begin * self.dtype.itemsize, some * self.dtype.itemsize)
+
+    def check_ids(self, positions: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        """Refuse the first token in these stretches that is not below `vocab_size`; both int64 [stretches].
+
+        Raises:
+            ConfigError: with shard and offset.
+        """
+        for position, count in zip(positions.tolist(), counts.tolist(), strict=True):
+            row = np.empty(count, dtype=self.dtype)
+            self.read_into(row, position)
+            for index in np.flatnonzero(row >= self.vocab_size).tolist():
+                shard, offset, _ = next(self._stretches(position + index, 1))
+                raise ConfigError(
+                    f"{self._files[shard]['tokens'].path} has the token {row[index]} at offset {offset:,}, but the "
+                    f"tokenizer's ids are below {self.vocab_size}",
+                    hint="the file is damaged (data.verify=full looks at all of them): prepare the data set again",
+                )
+
+    def shard_ends(self) -> Iterator[tuple[int, NDArray[np.uint64]]]:
+        """Of each shard, the position of its first token and where its documents end after that, uint64 [documents].
+
+        Raises:
+            ConfigError: the ends decrease, or do not end where the shard does.
+            DataError: they cannot be read now.
+        """
+        for number, first in enumerate(self._firsts[:-1]):
+            yield first, self._ends(number, 0, self.split.shards[number].documents)
+
+    def borders(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Positions p where a document begins, and one has ended before, begin < p < end; int64, not decreasing.
+
+        Raises:
+            As `shard_ends`.
+        """
+        found = [np.empty(0, dtype=np.int64)]
+        for shard, first, count in self._stretches(begin, end - 1 - begin):
+            ends = self._ends_between(shard, first, first + count)
+            low, high = ends.searchsorted([first, first + count], side="right")
+            found.append(ends[low:high].astype(np.int64) + self._firsts[shard])
+        return np.concatenate(found)
+
+    def _stretches(self, position: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """(shard, first token in it, tokens) of a stretch, shard by shard; each has at least one token."""
+        shard = bisect.bisect_right(self._firsts, position) - 1
+        while count:
+            begin = position - self._firsts[shard]
+            here = min(count, self._firsts[shard + 1] - position)
+            if here:
+                yield shard, begin, here
+            position, count, shard = position + here, count - here, shard + 1
+
+    def _ends_between(self, shard: int, begin: int, end: int) -> NDArray[np.uint64]:
+        """At least all ends e of a shard with begin < e <= end."""
+        documents = self.split.shards[shard].documents
+        blocks = range(-(-documents // _BLOCK))
+        first = bisect.bisect_right(blocks, begin, key=lambda block: self._first_end_of_block(shard, block)) - 1
+        found = [np.empty(0, dtype="<u8")]
+        for block in blocks[max(first, 0) :]:
+            found.append(self._ends(shard, block * _BLOCK, min(_BLOCK, documents - block * _BLOCK)))
+            if found[-1][-1] >= end:
+                break
+        return np.concatenate(found)
+
+    def _read_first_end_of_block(self, shard: int, block: int) -> int:
+        return int(self._read_ends(shard, block * _BLOCK, 1)[0])
+
+    def _ends(self, shard: int, first: int, count: int) -> NDArray[np.uint64]:
+        """The ends of so many documents from number `first` on, checked against each other and the shard's size."""
+        ends = self._read_ends(shard, first, count)
+        if not count:
+            return ends
+        tokens, documents = self.split.shards[shard].tokens, self.split.shards[shard].documents
+        wrong = ends[1:] < ends[:-1]
+        if wrong.any():
+            number = int(wrong.argmax()) + 1
+        elif ends[-1] > tokens or (first + count == documents and ends[-1] != tokens):
+            number = count - 1
+        else:
+            return ends
+        raise ConfigError(
+            f"{self._files[shard]['ends'].path}: document {first + number:,} ends at token {ends[number]:,}, after one that "
+            f"ends at {ends[number - 1] if number else 0:,}, in a shard of {tokens:,} tokens",
+            hint="the file is damaged: copy or prepare the data set again",
+        )
+
+    def _read_ends(self, shard: int, first: int, count: int) -> NDArray[np.uint64]:
+        ends = np.empty(count, dtype="<u8")
+        self._files[shard]["ends"].read_into(ends, first * ends.itemsize)
+        return ends

@@ -1,0 +1,59 @@
+"""Does the model know all token ids of the data? Asked before a job queues, and again by every rank. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.config.schema import Config
+from slurmtrain.data.manifest import FILE_NAME, Manifest, TokenizerFacts, read_manifest
+from slurmtrain.errors import ConfigError
+
+PREPARED = "slurmtrain.data.PreparedText"
+
+
+def check_prepared(config: Config) -> None:
+    """Look at all prepared data that a config names and this machine sees.
+
+    Raises:
+        ConfigError: a manifest is damaged, names another tokenizer than the config, or more token ids than the model knows.
+    """
+    for values in _prepared(config.data):
+        folder = Path(values["path"]).expanduser()
+        if (folder / FILE_NAME).exists():
+            manifest = read_manifest(folder)
+            check_tokenizer(manifest, folder, values.get("tokenizer_sha256"))
+            check_vocabulary(config.model.get("vocab_size"), manifest.tokenizer.vocab_size)
+
+
+def check_vocabulary(of_model: Any, of_data: Any) -> None:
+    """Raises ConfigError when the model's vocabulary is too small; sizes that are no numbers are not known."""
+    if isinstance(of_model, int) and isinstance(of_data, int) and of_model < of_data:
+        raise ConfigError(
+            f"model.vocab_size={of_model} is too small for data with {of_data} token ids",
+            hint=f"set model.vocab_size={of_data}, or more",
+        )
+
+
+def check_tokenizer(manifest: Manifest, folder: Path, sha256: str | None) -> None:
+    """Raises ConfigError when the data was not made by the tokenizer that the experiment names."""
+    if sha256 is not None and manifest.tokenizer.sha256 != sha256:
+        raise ConfigError(
+            f"data.tokenizer_sha256 is {sha256}, but {folder} was prepared with the tokenizer {named(manifest.tokenizer)}",
+            hint="prepare the data with that tokenizer, or correct data.tokenizer_sha256",
+        )
+
+
+def named(tokenizer: TokenizerFacts) -> str:
+    ids = f"{tokenizer.vocab_size} ids, bos {tokenizer.bos}, eos {tokenizer.eos}"
+    return f"{tokenizer.sha256 or tokenizer.kind} ({ids})"
+
+
+def _prepared(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The settings of prepared data in the config group, on its own or within a mixture."""
+    if values.get("_target_") == PREPARED and isinstance(values.get("path"), str):
+        yield values
+    for value in values.values():
+        if isinstance(value, Mapping):
+            yield from _prepared(value)
