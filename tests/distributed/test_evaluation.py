@@ -87,7 +87,7 @@ def measure(world: World, overrides: list[str]) -> dict[str, float]:
     torch.manual_seed(5)
     config = experiment(*overrides)
     layout = layout_of(config)
-    laid, _ = lay_model(config, layout, world)
+    laid, _, _ = lay_model(config, layout, world)
     micro = micro_batch_size(config, layout)
     passes = passes_of(laid, config.train.global_batch_size // (micro * layout.dp), micro)
     stop = StopAgreement(signals.StopSignals(), world.control)
