@@ -32,6 +32,8 @@ Examples
   {PROGRAM} +cluster=a100x4 cluster.nodes=4 train.steps=100000 submit
   {PROGRAM} +cluster=a100x8 cluster.nodes=8 +parallel=fsdp_tp parallel.tp=4 layout
   {PROGRAM} +cluster=h100x8 +model=llama3_8b +parallel=fsdp layout --memory
+  {PROGRAM} +cluster=a100x4 eval=job eval.cluster.time_limit_min=30 eval.metrics.accuracy=true submit
+  {PROGRAM} evaluate last --step 1000 eval.sets.wiki='{{_target_: my_package.Wiki}}'
   {PROGRAM} +cluster=a100x4 job=command job.command='python my_train.py --lr 1e-3' submit
   {PROGRAM} +cluster=a100x4 +secrets.HF_TOKEN=env hooks.on_failure='mail -s "$SLURMTRAIN_SENTENCE" me' submit
 """

@@ -30,6 +30,11 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
         )
     base = with_absolute_paths(composer.compose(composer.fixed(overrides)), Path.cwd())
     validate(base)
+    if base.eval.mode == "job":
+        raise UsageError(
+            "eval.mode=job in a search: when a point has finished, its evaluations may not have",
+            hint="eval.mode=inline",
+        )
     after = awaited_runs(base, options)
     client = client_of(base) if base.cluster.backend != "local" else None
     choices, sweeper = composer.choices(overrides), composer.sweeper(overrides)

@@ -225,10 +225,10 @@ def load_frozen(path: Path, *, with_secrets: bool = True) -> Config:
 def config_hash(config: Config) -> str:
     """Identity of an experiment: 12 hex digits over what decides its result, whatever the order of keys.
 
-    Name, run folder and cluster are left out: the same experiment elsewhere is the same experiment.
+    Name, run folder, cluster and what is measured are left out: the same experiment elsewhere is the same experiment.
     """
     values = to_values(config)
-    for key in ("cluster", "hooks", "secrets"):
+    for key in ("cluster", "eval", "hooks", "secrets"):
         del values[key]
     for key in ("name", "runs_dir", "snapshot", "snapshot_max_mb", "singleton"):
         del values["job"][key]

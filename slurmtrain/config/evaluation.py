@@ -29,13 +29,14 @@ def evaluation_config(
         ConfigError: eval.cluster, eval.parallel or `changes` have a field or a type that there is not.
     """
     values = to_values(config)
-    values["cluster"] = _here(config) if here else _job(config)
-    if not here:
-        values["cluster"] = _merged(values["cluster"], config.eval.cluster)
+    asked = {} if here else config.eval.cluster
+    values["cluster"] = _merged(_here(config) if here else _job(config), asked)
     values["parallel"] = _merged(_one_copy(config), config.eval.parallel)
     values["eval"] = {**values["eval"], "mode": "inline", "cluster": {}, "parallel": {}}
     for group in CHANGEABLE:
         values[group] = _merged(values[group], (changes or {}).get(group, {}))
+    if "gpus_per_node" not in {**asked, **(changes or {}).get("cluster", {})} and not here and _gpu_each(config):
+        values["cluster"]["gpus_per_node"] = values["cluster"]["tasks_per_node"]
     values["train"] |= _batches(config, values)
     values["checkpoint"] |= {"restore_from": checkpoint, "keep_best": 0, "mirror": None}
     values["hooks"] = dataclasses.asdict(HooksConfig())
@@ -66,11 +67,14 @@ def _job(config: Config) -> dict[str, Any]:
     )
     tasks = ranks if nodes == 1 else cluster.tasks_per_node
     values = dataclasses.asdict(cluster) | {"nodes": nodes, "tasks_per_node": min(tasks, cluster.tasks_per_node)}
-    if cluster.gpus_per_node == cluster.tasks_per_node:
-        values["gpus_per_node"] = values["tasks_per_node"]
     # These name the training's own nodes, and what it waited for.
     values["sbatch"] = {name: value for name, value in cluster.sbatch.items() if name not in ("nodelist", "dependency")}
     return values
+
+
+def _gpu_each(config: Config) -> bool:
+    """Every rank of the training drives a GPU; so do those of the evaluation, however many."""
+    return config.cluster.gpus_per_node == config.cluster.tasks_per_node
 
 
 def _here(config: Config) -> dict[str, Any]:

@@ -92,8 +92,9 @@ def submit_due(run_dir: RunDir, say: Callable[[str], None]) -> None:
         evaluation = run_dir.evaluation(step)
         if _job_ids(evaluation):
             submitted[step] = evaluation
-        elif step in there and not _is_cancelled(run_dir):
-            _submit_first(run_dir, there[step], say)
+        elif step in there:
+            if not _is_cancelled(run_dir):
+                _submit_first(run_dir, there[step], say)
         elif there and step < max(there):  # its save has failed
             retention.release(run_dir.checkpoints, step)
     found = states(submitted.values())

@@ -58,7 +58,7 @@ def read_progress(run_dir: RunDir, steps: int | None, *, running_since: float | 
     step = max(saved or 0, logged_step if isinstance(logged_step, int) else 0) or None
     if not newest:
         return Progress(step, steps)
-    evaluated = _newest(log, "valid_loss") or _newest(attempts.tail(run_dir.evaluations_file), "valid_loss")
+    evaluated = _newest(log, "valid_loss") or _furthest(run_dir, "valid_loss")
     trained, logged = _newest(log, "loss"), run_dir.metrics_file.stat().st_mtime
     now = trained if running_since is not None and logged >= running_since else {}
     return Progress(
@@ -125,6 +125,12 @@ def at_about(moment: float, now: float) -> str:
 
 def _newest(log: bytes, name: str) -> dict[str, Any]:
     return next(attempts.records_with(name, log), {})
+
+
+def _furthest(run_dir: RunDir, name: str) -> dict[str, Any]:
+    """Of what jobs of their own have measured, which need not come in order."""
+    found = attempts.records_with(name, attempts.tail(run_dir.evaluations_file))
+    return max(found, key=lambda record: int(record.get("step", 0)), default={})
 
 
 def _number(value: object) -> float | None:

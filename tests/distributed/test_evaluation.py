@@ -83,20 +83,24 @@ def experiment(*overrides: str) -> Config:
 
 
 def measure(world: World, overrides: list[str]) -> dict[str, float]:
-    """The metrics of an untrained model. It is left as it was."""
+    """The metrics of an untrained model. It is left as it was, also when one rank was told to stop in the middle."""
     torch.manual_seed(5)
     config = experiment(*overrides)
     layout = layout_of(config)
-    laid, _, _ = lay_model(config, layout, world)
+    laid, *_ = lay_model(config, layout, world)
     micro = micro_batch_size(config, layout)
     passes = passes_of(laid, config.train.global_batch_size // (micro * layout.dp), micro)
-    stop = StopAgreement(signals.StopSignals(), world.control)
+    told = signals.StopSignals()
+    stop = StopAgreement(told, world.control)
     evaluator = build_evaluator(config, laid, passes, build("data", config.data), world, stop)
     evaluator.prepare()
     before = torch.get_rng_state()
     measured = evaluator.evaluate()
     assert measured is not None
     assert evaluator.evaluate() == measured
+    if world.environment.rank == world.environment.world_size - 1:
+        told.request("a test")
+    assert evaluator.evaluate() is None
     assert laid.model.training and torch.equal(torch.get_rng_state(), before)
     if laid.mesh is not None:
         assert all(isinstance(parameter, DTensor) for parameter in laid.model.parameters())

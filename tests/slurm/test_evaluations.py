@@ -1,0 +1,85 @@
+"""eval.mode=job on a real SLURM: a job for each due checkpoint, once, whatever happens to the training."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from slurmtrain.checkpoint.commit import committed, step_of
+from slurmtrain.observe import read_metrics
+from slurmtrain.runtime import attempts
+from tests.slurm.conftest import Cluster
+from tests.slurm.project import Project, Run, events, make_project
+
+EVERY, STEPS = 4, 12
+SHORT = [f"train.steps={STEPS}", f"train.eval_every={EVERY}", "checkpoint.every_steps=2", "cluster.nodes=1"]
+LATER = "eval.cluster.sbatch.begin=now+1hour"  # a queue in which nothing moves until a person wants it to
+
+
+@pytest.fixture(scope="module")
+def project(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    return make_project(tmp_path_factory.mktemp("evaluations") / "project", sandbox)
+
+
+def test_each_due_checkpoint_is_evaluated_once_by_a_job_with_the_numbers_of_an_evaluation_in_the_training(
+    project: Project,
+) -> None:
+    measured = "eval.metrics.accuracy=true"
+    inline = project.submit(*SHORT, measured, nodes="n0")
+    run = project.submit(
+        *SHORT, measured, "eval.mode=job", "eval.cluster.tasks_per_node=2", LATER, "+model.pause_s=0.2", nodes="n1"
+    )
+    run.wait_for_step(EVERY + 1)
+    run.preempt_by_high()
+    run.finish()
+    inline.finish()
+
+    # The training was not held up, and what is still to be evaluated has outlived newer checkpoints.
+    assert [attempt.reason for attempt in run.attempts()] == ["preempted", "finished"]
+    waiting = evaluations(run)
+    assert [(each["name"], each["state"]) for each in waiting] == [
+        (f"step_{step:07d}", "waiting") for step in range(EVERY, STEPS + 1, EVERY)
+    ]
+    there = {step_of(path) for path in committed(run.run_dir.checkpoints)}
+    assert {4, 8, 12} <= there and not {2, 6} & there
+    assert not run.run_dir.evaluations_file.exists()
+
+    for each in waiting:
+        run.cluster.run(["scontrol", "update", f"JobId={each['job_id']}", "StartTime=now"])
+    run.wait_until(lambda: all(each["metrics"] for each in evaluations(run)), "evaluated")
+    for evaluation in run.run_dir.all_evaluations():
+        run.wait_until(lambda of=evaluation: attempts.read_attempt(of, 1).verdict == "done", "settled")
+        assert evaluation.attempt_numbers() == [1]
+    assert [each["job_ids"] for each in evaluations(run)] == [[each["job_id"]] for each in waiting]
+    assert len({each["job_id"] for each in waiting}) == len(events(run, "evaluation submitted")) == 3
+
+    # To the last bit: the same layout, the same weights.
+    by_jobs = sorted(read_metrics(run.run_dir.evaluations_file), key=lambda record: record["step"])
+    assert [without(record, "evaluation", "time") for record in by_jobs] == [
+        record for record in inline.losses() if "valid_loss" in record
+    ]
+    assert run.losses() == [record for record in inline.losses() if "valid_loss" not in record]
+    assert f"valid loss {by_jobs[-1]['valid_loss']:.4f}" in run.status()
+    assert not list((run.run_dir.checkpoints / ".held").iterdir())
+
+    # By hand: what is done is shown, the same command is the same job, and the run's end is that of its evaluations.
+    shown = json.loads(run.cli("evaluate", run.run_dir.id, "--step", "8", "--json"))
+    assert shown["metrics"] == without(by_jobs[1], "evaluation", "time", "step")
+    again = ["evaluate", run.run_dir.id, "cluster.sbatch.begin=now+1hour", "--submit"]
+    for _ in range(2):
+        run.cli(*again)
+    assert "told to end" in run.cli("cancel", run.run_dir.id)
+    by_hand = next(each for each in evaluations(run) if "-" in each["name"])
+    assert len(by_hand["job_ids"]) == 1
+    assert run.cluster.job(by_hand["job_ids"][0])["JobState"] == "CANCELLED"
+
+
+def evaluations(run: Run) -> list[dict[str, Any]]:
+    shown: dict[str, Any] = json.loads(run.cli("status", run.run_dir.id, "--json"))
+    return list(shown["evaluations"])
+
+
+def without(record: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name not in names}
