@@ -33,6 +33,7 @@ Examples
   {PROGRAM} +cluster=a100x8 cluster.nodes=8 +parallel=fsdp_tp parallel.tp=4 layout
   {PROGRAM} +cluster=h100x8 +model=llama3_8b +parallel=fsdp layout --memory
   {PROGRAM} +cluster=a100x4 job=command job.command='python my_train.py --lr 1e-3' submit
+  {PROGRAM} prepare prepare.inputs='[/data/raw/*.jsonl.zst]' prepare.output=/data/tokens prepare.tokenizer=tokenizer.json
   {PROGRAM} +cluster=a100x4 +secrets.HF_TOKEN=env hooks.on_failure='mail -s "$SLURMTRAIN_SENTENCE" me' submit
 """
 

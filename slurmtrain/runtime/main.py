@@ -72,9 +72,17 @@ def _run(find: Callable[[], tuple[Config, Callable[[], RunDir]]], given: Place |
         if config.job.kind == "command":
             from slurmtrain.runtime.command import run_command
 
-            where = given or place.alone(environment, find_or_create)
+            where = given or place.alone(config.job.kind, environment, find_or_create)
             watch = _begin(where, environment, config, stop) if environment.rank == 0 else None
             code = run_command(config, environment, where, stop, watch)
+            _settle_by_hand(config, environment, where, code)
+            leave(code)
+        if config.job.kind == "prepare":
+            from slurmtrain.runtime.prepare import run_prepare
+
+            where = given or place.alone(config.job.kind, environment, find_or_create)
+            watch = _begin(where, environment, config, stop) if environment.rank == 0 else None
+            code = run_prepare(config, environment, where, stop, watch)
             _settle_by_hand(config, environment, where, code)
             leave(code)
         if given is not None and environment.rank == 0:
@@ -105,7 +113,7 @@ def _begin(where: Place, environment: Environment, config: Config, stop: signals
     place.open_attempt(where, environment, config)
     client = SlurmClient() if environment.source == "slurm" else None
     # A program of the user's own would not hear of a switch: nothing but a signal reaches it.
-    run_dir = where.run_dir if config.job.kind == "train" else None
+    run_dir = where.run_dir if config.job.kind != "command" else None
     return Watch(stop, where.attempt_dir, client, signal_lead_s=config.cluster.signal_lead_s, run_dir=run_dir)
 
 
