@@ -52,14 +52,6 @@ VERBS: dict[str, Verb] = {
         "slurmtrain.cli.train",
         composes=True,
     ),
-    "prepare": Verb(
-        "prepare prepare.inputs='[FILE|FOLDER|PATTERN, ...]' prepare.output=FOLDER [prepare.tokenizer=FILE] [key=value ...]"
-        " | prepare verify FOLDER",
-        "raw text (jsonl, parquet, text, a saved Hugging Face data set; .gz, .zst) -> tokenised shards, by all CPUs; stopped, "
-        "the same command goes on. As a job: job=prepare ... submit. verify compares every byte with its digest",
-        "slurmtrain.cli.prepare",
-        composes=True,
-    ),
     "status": Verb(
         "status [RUN] [-w] [--json]",
         "all runs, or one: attempts, step, loss, tokens/s, ETA, why it waits and when SLURM expects to start it; -w (--watch) "
@@ -102,6 +94,14 @@ VERBS: dict[str, Verb] = {
         "slurmtrain.cli.layout",
         composes=True,
         options=(("--memory", False), ("--json", False)),
+    ),
+    "prepare": Verb(
+        "prepare prepare.inputs='[FILE|FOLDER|PATTERN, ...]' prepare.output=FOLDER [prepare.tokenizer=FILE] [key=value ...]"
+        " | prepare verify FOLDER",
+        "raw text (jsonl, parquet, text, a saved Hugging Face data set; .gz, .zst) -> tokenised shards, by all CPUs; stopped, "
+        "the same command goes on. As a job: job=prepare ... submit. verify compares every byte with its digest",
+        "slurmtrain.cli.prepare",
+        composes=True,
     ),
     "sandbox": Verb(
         "sandbox up|down|status|env [--nodes N] ...",

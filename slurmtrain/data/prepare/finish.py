@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 
 from slurmtrain.data.manifest import Manifest, Source, Split, replace_file
@@ -43,6 +44,8 @@ def finish(plan: Plan, max_bad_share: float, say: Callable[[str], None]) -> Mani
         replace_file(plan.output / facts.file, content)
     manifest = Manifest(facts.dtype, facts, splits, tuple(_sources(plan, records)))
     manifest.write(plan.output)
+    for left in task.units_folder.glob("*.tmp"):  # of an attempt that was killed when the record was written already
+        shutil.rmtree(left, ignore_errors=True)
     return manifest
 
 

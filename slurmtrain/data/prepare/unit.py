@@ -242,14 +242,16 @@ class _ShardWriter:
         """Put the files into their place in the data set; they are on the disk then."""
         if not self._documents:
             return None
-        (output / self._split).mkdir(exist_ok=True)
+        folder = output / self._split
+        if not folder.exists():
+            folder.mkdir(exist_ok=True)
+            sync_folder(output)
         for kind, file in self._files.items():
             file.flush()
             os.fsync(file.fileno())
             file.close()
             self._temporary(kind).replace(shard_file(output, self._split, self._name, kind))
-        sync_folder(output / self._split)
-        sync_folder(output)
+        sync_folder(folder)
         digests = {kind: digest.hexdigest() for kind, digest in self._digests.items()}
         return Shard(self._name, self._documents, self._tokens, self._bytes, digests)
 
