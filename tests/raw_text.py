@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import os
 import random
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -110,6 +111,36 @@ def documents_of(output: Path, split: str = "train") -> Iterator[tuple[list[int]
             yield files["tokens"][begin:end].tolist(), size
             begin = end
         assert begin == len(files["tokens"]) == shard.tokens
+
+
+# Loaded by every Python at its start: a disk that hangs for prepare's crew when so many units are done, while a file is there.
+HANGING_DISK = """
+import os, sys, time
+fsync, gate = os.fsync, {gate!r}
+
+def units_done():
+    try:
+        return sum(name.endswith(".json") for name in os.listdir({units!r}))
+    except FileNotFoundError:
+        return 0
+
+def fsync_or_hang(descriptor):
+    while os.path.exists(gate) and units_done() >= int(open(gate).read() or 0):
+        time.sleep(0.005)
+    fsync(descriptor)
+
+if any("spawn_main" in word for word in sys.orig_argv):
+    os.fsync = fsync_or_hang
+"""
+
+
+def hanging_disk(folder: Path, output: Path, after: int) -> dict[str, str]:
+    """Variables that let `prepare` hang when so many units of `output` are done, while the file `folder`/gate is there."""
+    folder.mkdir(exist_ok=True)
+    (folder / "gate").write_text(str(after))
+    units = str(output / ".prepare/units")
+    (folder / "sitecustomize.py").write_text(HANGING_DISK.format(gate=str(folder / "gate"), units=units))
+    return {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
 
 
 def content(output: Path) -> dict[str, bytes]:

@@ -41,6 +41,7 @@ from tests.raw_text import (
     content,
     documents_of,
     halves,
+    hanging_disk,
     json_lines,
     save_to_disk,
     texts,
@@ -207,12 +208,18 @@ def test_processes_and_parts_do_not_show(
 
 
 @contextmanager
-def started(raw: Path, output: Path, settings: dict[str, Any], *more: str) -> Iterator[subprocess.Popen[str]]:
-    """The command, as a person gives it."""
+def started(
+    raw: Path, output: Path, settings: dict[str, Any], *, hangs_after: int = 1 << 30
+) -> Iterator[subprocess.Popen[str]]:
+    """The command, as a person gives it, on a disk that hangs when so many units are done."""
     words = [f"prepare.{name}={value}" for name, value in settings.items()]
     command = [sys.executable, "-m", "slurmtrain", "prepare", f"prepare.inputs=[{raw}]", f"prepare.output={output}"]
     process = subprocess.Popen(
-        [*command, *words, "prepare.workers=2", *more], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*command, *words, "prepare.workers=2"],
+        env={**os.environ, **hanging_disk(output.with_suffix(".disk"), output, hangs_after)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
         yield process
@@ -252,9 +259,8 @@ def test_killed_at_random_moments_and_resumed_it_is_the_undisturbed_one(
     moments, output, kills = random.Random(7), tmp_path / "out", 0
     total = len(plan_of(raw, tmp_path / "other", **settings).units)
     while kills < 3:
-        seen = units_done(output)
-        with started(raw, output, settings) as process:
-            target = seen + moments.randint(1, total // 6)
+        target = units_done(output) + moments.randint(1, total // 6)
+        with started(raw, output, settings, hangs_after=target + 3) as process:
             wait_until(lambda target=target: units_done(output) >= target)  # type: ignore[misc]
             crew = children(process.pid)
             assert len(crew) == 2
@@ -275,7 +281,7 @@ def test_killed_at_random_moments_and_resumed_it_is_the_undisturbed_one(
 def test_ctrl_c_leaves_whole_units_and_no_process_and_says_how_to_go_on(
     raw: Path, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    with started(raw, tmp_path / "out", settings) as process:
+    with started(raw, tmp_path / "out", settings, hangs_after=3) as process:
         wait_until(lambda: units_done(tmp_path / "out") > 0)
         crew = children(process.pid)
         for pid in (*crew, process.pid):  # as a terminal does
@@ -287,7 +293,7 @@ def test_ctrl_c_leaves_whole_units_and_no_process_and_says_how_to_go_on(
 
 
 def test_a_process_that_is_killed_is_told(raw: Path, settings: dict[str, Any], tmp_path: Path) -> None:
-    with started(raw, tmp_path / "out", settings) as process:
+    with started(raw, tmp_path / "out", settings, hangs_after=3) as process:
         wait_until(lambda: units_done(tmp_path / "out") > 0)
         os.kill(children(process.pid)[0], signal.SIGKILL)
         said, _ = process.communicate(timeout=60)
