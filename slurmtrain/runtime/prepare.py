@@ -43,7 +43,7 @@ def run_prepare(config: Config, environment: Environment, where: Place, stop: St
         ConfigError: an input, the tokenizer or the output is wrong, or too many records are bad.
         PrepareError: what a retry may mend.
     """
-    _stop_together(stop, where.attempt_dir)
+    stop_together(stop, where.attempt_dir)
     plan = make_plan(config.prepare)
     agree_on(plan)
     progress = preparing()
@@ -133,8 +133,9 @@ class _Report:
 
     def _write(self) -> None:
         self.done = self._count()
-        seconds = (time.monotonic() - self._began) / max(1, self.done - self._before)
-        self._log.write(self.done, step_time_s=seconds)
+        new = self.done - self._before
+        pace = {"step_time_s": (time.monotonic() - self._began) / new} if new else {}
+        self._log.write(self.done, **pace)
 
     def _count(self) -> int:
         return len(self._names & recorded(self._task))
@@ -148,7 +149,7 @@ def _wait_for(folder: Path, name: str, stop: StopSignals) -> bool:
     return True
 
 
-def _stop_together(stop: StopSignals, attempt_dir: Path) -> None:
+def stop_together(stop: StopSignals, attempt_dir: Path) -> None:
     """One task that is told to stop is enough: rank 0's watch knows the clock and the switches, others may have a signal."""
 
     def tell_and_hear() -> None:

@@ -37,6 +37,7 @@ from slurmtrain.data.prepare.unit import Task, prepare_unit, recorded
 from slurmtrain.data.tokenizers import TokenizerChoice, load_tokenizer
 from slurmtrain.errors import ConfigError, SlurmtrainError
 from slurmtrain.runtime import signals
+from slurmtrain.runtime.prepare import stop_together
 from tests.raw_text import (
     content,
     documents_of,
@@ -290,6 +291,43 @@ def test_ctrl_c_leaves_whole_units_and_no_process_and_says_how_to_go_on(
     assert process.returncode == 75 and "the same command again goes on" in said, said
     assert "Traceback" not in said and all(is_gone(pid) for pid in crew)
     assert not (tmp_path / "out/manifest.json").exists()
+
+
+def test_one_task_that_is_told_to_stop_is_enough(tmp_path: Path) -> None:
+    one, other = signals.StopSignals(), signals.StopSignals()
+    for stop in (one, other):
+        stop_together(stop, tmp_path)
+    one.request("SIGUSR2")
+    assert other.wait(timeout_s=30) and other.first is not None and other.first.cause == "another rank"
+
+
+def test_a_job_that_is_stopped_goes_on_when_it_is_resumed(
+    raw: Path, settings: dict[str, Any], undisturbed: dict[str, bytes], project: Path
+) -> None:
+    output = project / "out"
+    words = [f"prepare.{name}={value}" for name, value in settings.items()]
+    words += [f"prepare.inputs=[{raw}]", f"prepare.output={output}", "prepare.workers=1"]
+    command = [sys.executable, "-m", "slurmtrain", "+cluster=local", "cluster.tasks_per_node=2", "job=prepare"]
+    with subprocess.Popen(
+        [*command, *words, "submit"],
+        env={**os.environ, **hanging_disk(project / "disk", output, after=2)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as job:
+        wait_until(lambda: units_done(output) > 0)
+        [run] = project.glob("runs/prepare/*")
+        (run / "stop").touch()  # which rank 0 alone looks for
+        said, _ = job.communicate(timeout=60)
+    assert "stopped by the file `stop`" in said, said
+    (project / "disk/gate").unlink()
+    done = subprocess.run(
+        [sys.executable, "-m", "slurmtrain", "resume", "last"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done
+    assert content(output) == undisturbed
+    attempts = [json.loads(path.read_text()) for path in sorted(run.glob("attempts/*/attempt.json"))]
+    total = len(list(output.glob(".prepare/units/*.json")))
+    assert attempts[0]["last_step"] == attempts[1]["first_step"] < attempts[1]["last_step"] == total
 
 
 def test_a_process_that_is_killed_is_told(raw: Path, settings: dict[str, Any], tmp_path: Path) -> None:
