@@ -25,7 +25,6 @@ from pathlib import Path
 from slurmtrain.checkpoint.commit import (
     FINAL_NAME,
     TEMPORARY_NAME,
-    checkpoint_name,
     committed,
     read_manifest,
     refresh,
@@ -149,21 +148,27 @@ def _make_marker(path: Path) -> Path | None:
     return marker
 
 
-def hold(directory: Path, step: int) -> None:
-    """Keep the checkpoint of `step`, now or when it is there, for somebody who is still to come; until `release`."""
+def hold(directory: Path, step: int, by: str) -> None:
+    """Keep the checkpoint of `step`, now or when it is there, for somebody who is still to come; until `release`.
+
+    Args:
+        by: whoever that is, as a part of a file's name.
+    """
     (directory / HOLDS).mkdir(mode=0o700, parents=True, exist_ok=True)
-    (directory / HOLDS / checkpoint_name(step)).touch()
+    (directory / HOLDS / f"{step}.{by}").touch()
 
 
-def release(directory: Path, step: int) -> None:
-    (directory / HOLDS / checkpoint_name(step)).unlink(missing_ok=True)
+def release(directory: Path, step: int, by: str) -> None:
+    (directory / HOLDS / f"{step}.{by}").unlink(missing_ok=True)
 
 
-def held(directory: Path) -> list[int]:
-    """Steps that are kept for somebody, in order."""
-    with suppress(OSError):
-        return sorted(step_of(path) for path in (directory / HOLDS).iterdir() if FINAL_NAME.fullmatch(path.name))
-    return []
+def held(directory: Path) -> list[tuple[int, str]]:
+    """Steps that are kept for somebody, and for whom, in order."""
+    try:
+        names = [path.name for path in (directory / HOLDS).iterdir()]
+    except OSError:  # for nobody yet
+        return []
+    return sorted((int(step), by) for step, _, by in (name.partition(".") for name in names) if step.isdigit())
 
 
 def in_use(directory: Path, now: float) -> set[str]:
@@ -274,7 +279,15 @@ def prune(directory: Path, keep: Keep, order: int, *, spare: Collection[int] = (
     read = in_use(directory, time.time())
     kept = [Kept(step_of(path), _metrics(path) if keep.best else {}) for path in found]
     steps = set(
-        surplus(kept, keep, in_use={*spare, *held(directory), *(step_of(path) for path in found if path.name in read)})
+        surplus(
+            kept,
+            keep,
+            in_use={
+                *spare,
+                *(step for step, _ in held(directory)),
+                *(step_of(path) for path in found if path.name in read),
+            },
+        )
     )
     gone = [path for path in found if step_of(path) in steps]
     for path in gone:

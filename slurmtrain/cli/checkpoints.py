@@ -351,7 +351,7 @@ def _prune(place: Place, options: argparse.Namespace) -> int:
     if removals:
         _check_newest(place, found)
         in_use = retention.in_use(place.directory, time.time())  # after the verification, which takes time
-        held = retention.held(place.directory)
+        held = {step for step, _ in retention.held(place.directory)}
         waited_for = {path.name for path in found if _step(path) in held} - in_use
         for removal in removals:
             if removal.path.name in in_use:

@@ -209,10 +209,13 @@ def _attempt_row(attempt: Attempt, now: RunState) -> list[str]:
 
 
 def _cancel(run_dir: RunDir) -> str:
-    """End a run, and the evaluations of its checkpoints that have not ended."""
-    evaluations = run_dir.all_evaluations()
-    found = states(evaluations)
-    said = [_cancel_one(run_dir), *(_cancel_one(each) for each in evaluations if found[each.id].alive)]
+    """End a run, and the jobs that evaluate its checkpoints."""
+    said = [_cancel_one(run_dir)]
+    if run_dir.evaluations.exists():
+        from slurmtrain.launch.evaluations import cancel_all
+
+        ended = cancel_all([run_dir], _client(run_dir))
+        said += [f"so is {evaluation.path.name}, its evaluation" for evaluation in ended]
     return "\n".join(said)
 
 

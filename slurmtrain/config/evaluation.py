@@ -104,15 +104,9 @@ def _one_copy(config: Config) -> dict[str, Any]:
     """Whatever more ranks are asked for are further copies, or shards where the training has some."""
     layout = layout_of(config)
     sharded = layout.dp_shard > 1
-    sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp}
-    return (
-        dataclasses.asdict(config.parallel)
-        | sizes
-        | {
-            "dp_replicate": 1 if sharded else -1,
-            "dp_shard": -1 if sharded else 1,
-        }
-    )
+    values = dataclasses.asdict(config.parallel) | {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp}
+    values |= {"dp_replicate": 1, "dp_shard": -1} if sharded else {"dp_replicate": -1, "dp_shard": 1}
+    return values | {"gradient_compression": "none"}
 
 
 def _batches(config: Config, values: Mapping[str, Any]) -> dict[str, int]:

@@ -15,7 +15,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from slurmtrain.launch.sbatch import JobPaths, render_script
 from slurmtrain.launch.state import states
 from slurmtrain.launch.submit import slurm_conf_of, submit
 from slurmtrain.rundir import RunDir
+from slurmtrain.runtime import attempts
 from slurmtrain.runtime.slurm import SlurmClient
 
 
@@ -74,9 +75,14 @@ def submit_once(evaluation: RunDir, say: Callable[[str], None] = lambda text: No
     Raises:
         ClusterError: sbatch is missing or refused.
     """
+    run_dir, config = evaluation.evaluated_run, load_frozen(evaluation.config_file, with_secrets=False)
+    assert run_dir is not None
     with _alone(evaluation):
         if not _is_done_or_under_way(evaluation):
-            submit([evaluation], load_frozen(evaluation.config_file, with_secrets=False), say)
+            retention.hold(
+                run_dir.checkpoints, step_of(Path(str(config.checkpoint.restore_from))), evaluation.path.name
+            )
+            submit([evaluation], config, say)
 
 
 def submit_due(run_dir: RunDir, say: Callable[[str], None]) -> None:
@@ -87,20 +93,39 @@ def submit_due(run_dir: RunDir, say: Callable[[str], None]) -> None:
         SlurmtrainError: one cannot be submitted. The next call tries again.
     """
     there = {step_of(path): path for path in committed(run_dir.checkpoints)}
-    submitted = {}
-    for step in retention.held(run_dir.checkpoints):
-        evaluation = run_dir.evaluation(step)
+    submitted = []
+    for step, by in retention.held(run_dir.checkpoints):
+        evaluation = RunDir(run_dir.evaluations / by)
         if _job_ids(evaluation):
-            submitted[step] = evaluation
+            submitted.append((step, evaluation))
         elif step in there:
-            if not _is_cancelled(run_dir):
+            if evaluation.id == run_dir.evaluation(step).id and not _is_cancelled(run_dir):
                 _submit_first(run_dir, there[step], say)
         elif there and step < max(there):  # its save has failed
-            retention.release(run_dir.checkpoints, step)
-    found = states(submitted.values())
-    for step, evaluation in submitted.items():
+            retention.release(run_dir.checkpoints, step, by)
+    found = states(evaluation for _, evaluation in submitted)
+    for step, evaluation in submitted:
         if not found[evaluation.id].alive:
-            retention.release(run_dir.checkpoints, step)
+            retention.release(run_dir.checkpoints, step, evaluation.path.name)
+
+
+def cancel_all(run_dirs: Iterable[RunDir], client: SlurmClient) -> list[RunDir]:
+    """End the jobs that evaluate checkpoints of these runs, with one scancel. Returns which were there."""
+    evaluations = [evaluation for run_dir in run_dirs for evaluation in run_dir.all_evaluations()]
+    found = states(evaluations)
+    alive = [each for each in evaluations if found[each.id].alive and found[each.id].own_job and found[each.id].job_id]
+    for evaluation in alive:
+        attempts.write_request(evaluation, "cancel")
+        evaluation.event("cancel asked")
+    if alive:
+        client.cancel(*(str(found[each.id].job_id) for each in alive))
+    for evaluation in alive:  # one that waited has nobody who would
+        run_dir = evaluation.evaluated_run
+        assert run_dir is not None
+        for step, by in retention.held(run_dir.checkpoints):
+            if by == evaluation.path.name:
+                retention.release(run_dir.checkpoints, step, by)
+    return alive
 
 
 def _submit_first(run_dir: RunDir, checkpoint: Path, say: Callable[[str], None]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from slurmtrain import rundir
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.errors import ClusterError
-from slurmtrain.launch import making
+from slurmtrain.launch import evaluations, making
 from slurmtrain.launch.after import waiting_for_runs, with_dependency
 from slurmtrain.launch.arrays import plan_arrays
 from slurmtrain.launch.claims import Owner, claimed, claims
@@ -264,6 +264,7 @@ def cancel(sweep: Sweep, client: SlurmClient) -> int:
         sweep.run_dir(run_id).event("cancel asked")
     if alive:  # whole arrays: thousands of ids make a line too long
         client.cancel(*sorted({job_id.partition("_")[0] for job_id in alive.values()}))
+    evaluations.cancel_all([run_dir for run_dir in map(sweep.run_dir, now) if run_dir.evaluations.exists()], client)
     return len(alive)
 
 

@@ -88,7 +88,7 @@ def _publish(run_dir: RunDir, config: Config) -> None:
             curves = TensorBoardLog(run.tensorboard / "evaluations", None)
             curves.write(step, **measured)
             curves.close()
-    retention.release(run.checkpoints, step)
+    retention.release(run.checkpoints, step, name)
     for metric, value in measured.items():
         if metric.endswith("_loss"):
             print(f"step {step}: {metric.removesuffix('_loss')} loss {value:.4f} nats per token", flush=True)

@@ -32,12 +32,12 @@ class EvaluationJobs:
             self._submit()
 
     def ask(self, step: int) -> None:
-        retention.hold(self._run_dir.checkpoints, step)
+        retention.hold(self._run_dir.checkpoints, step, self._run_dir.evaluation(step).path.name)
         if step in self._due():  # it was restored from this very checkpoint
             self._submit()
 
     def committed(self, step: int) -> None:
-        if step in retention.held(self._run_dir.checkpoints):
+        if step in self._due():
             self._submit()
 
     def close(self, *, finished: bool) -> None:
@@ -51,8 +51,8 @@ class EvaluationJobs:
         there = {step_of(path) for path in committed(self._run_dir.checkpoints)}
         return [
             step
-            for step in retention.held(self._run_dir.checkpoints)
-            if step in there and not (read_json(self._run_dir.evaluation(step).info_file) or {}).get("job_ids")
+            for step, by in retention.held(self._run_dir.checkpoints)
+            if step in there and not (read_json(RunDir(self._run_dir.evaluations / by).info_file) or {}).get("job_ids")
         ]
 
     def _submit(self) -> None:

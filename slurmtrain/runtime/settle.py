@@ -44,7 +44,7 @@ def settle(run_dir: RunDir, number: int, exit_code: int, config: Config, client:
         print(f"slurmtrain: cannot complete the record of attempt {number}: {error}", file=sys.stderr)
     if config.job.kind == "evaluate" and judgement.verdict is Verdict.END:  # nobody waits for its checkpoint any more
         checkpoint = Path(config.checkpoint.restore_from or "")
-        retention.release(checkpoint.parent, step_of(checkpoint))
+        retention.release(checkpoint.parent, step_of(checkpoint), run_dir.path.name)
     return judgement
 
 

@@ -137,13 +137,22 @@ def trained(project: Path, fake_slurm: FakeSlurm) -> RunDir:
     return run_dir
 
 
+def hold(run_dir: RunDir, step: int) -> None:
+    """As the training does."""
+    retention.hold(run_dir.checkpoints, step, run_dir.evaluation(step).path.name)
+
+
+def held(run_dir: RunDir) -> list[int]:
+    return [step for step, _ in retention.held(run_dir.checkpoints)]
+
+
 def due(run_dir: RunDir) -> None:
     submit_due(run_dir, lambda text: None)
 
 
 def test_what_is_held_is_submitted_once_and_with_the_code_of_the_run(trained: RunDir, fake_slurm: FakeSlurm) -> None:
     for step in (10, 30):  # that of step 30 is still to be saved
-        retention.hold(trained.checkpoints, step)
+        hold(trained, step)
     due(trained)
     due(trained)
     (script,) = fake_slurm.submitted
@@ -153,15 +162,15 @@ def test_what_is_held_is_submitted_once_and_with_the_code_of_the_run(trained: Ru
     assert evaluation.info()["job_ids"] == ["4711"]
     assert evaluation.id == f"{trained.id}.step_0000010" != trained.evaluation(20).id
     assert load_frozen(evaluation.config_file).job.kind == "evaluate"
-    assert retention.held(trained.checkpoints) == [10, 30]
+    assert held(trained) == [10, 30]
 
 
 def test_one_that_was_not_submitted_is_tried_again_and_looked_for_first(trained: RunDir, fake_slurm: FakeSlurm) -> None:
-    retention.hold(trained.checkpoints, 10)
+    hold(trained, 10)
     fake_slurm.refuse("sbatch: error: invalid account")
     assert main(["evaluate", str(trained.path), "--due"]) == 1
     assert trained.events()[-1]["event"] == "evaluation not submitted"
-    assert retention.held(trained.checkpoints) == [10]
+    assert held(trained) == [10]
     # Or so it seemed: SLURM has it.
     fake_slurm.command("squeue", f"echo '4712|PENDING|slurmtrain:{trained.evaluation(10).id}:s0'")
     due(trained)
@@ -169,7 +178,7 @@ def test_one_that_was_not_submitted_is_tried_again_and_looked_for_first(trained:
 
 
 def test_a_run_that_was_cancelled_has_no_more_submitted(trained: RunDir, fake_slurm: FakeSlurm) -> None:
-    retention.hold(trained.checkpoints, 10)
+    hold(trained, 10)
     trained.event("cancel asked")
     due(trained)
     assert fake_slurm.submitted == []
@@ -182,16 +191,16 @@ def test_a_checkpoint_is_let_go_when_its_evaluation_has_failed_or_its_save_has(
     trained: RunDir, fake_slurm: FakeSlurm
 ) -> None:
     for step in (5, 10):  # nothing was ever committed for step 5, and nothing will be
-        retention.hold(trained.checkpoints, step)
+        hold(trained, step)
     retention.prune(trained.checkpoints, Keep(last=2), 1)
     due(trained)
-    assert retention.held(trained.checkpoints) == [10]
+    assert held(trained) == [10]
     evaluation = trained.evaluation(10)
     config = load_frozen(evaluation.config_file)
     number = evaluation.new_attempt()
     attempts.write_attempt(evaluation, Attempt(number, started=1.0))
     assert settle(evaluation, number, 78, config, None).verdict == "end"
-    assert retention.held(trained.checkpoints) == []
+    assert held(trained) == []
 
 
 def test_what_is_held_outlives_newer_checkpoints(trained: RunDir) -> None:
@@ -199,9 +208,9 @@ def test_what_is_held_outlives_newer_checkpoints(trained: RunDir) -> None:
         path = trained.checkpoints / checkpoint_name(step)
         path.mkdir()
         (path / COMPLETE).write_text("digest\n")
-    retention.hold(trained.checkpoints, 20)
+    hold(trained, 20)
     assert retention.prune(trained.checkpoints, Keep(last=2), 1) == ["checkpoint_0000010"]
-    retention.release(trained.checkpoints, 20)
+    retention.release(trained.checkpoints, 20, trained.evaluation(20).path.name)
     assert retention.prune(trained.checkpoints, Keep(last=2), 1) == ["checkpoint_0000020"]
 
 
@@ -237,6 +246,12 @@ def test_the_same_command_is_the_same_evaluation(
     assert main([*words[:-1], "cluster.tasks_per_node=4"]) == 0
     assert json.loads(capsys.readouterr().out)["path"] != first["path"]
     assert len(fake_slurm.submitted) == 2
+    assert held(trained) == [20, 20]
+    fake_slurm.command("scancel", 'echo "$@" >>"$here/cancelled"')
+    fake_slurm.command("squeue", "echo '4711|1_N/A|PENDING|N/A|Resources'")
+    assert main(["cancel", str(trained.path)]) == 0
+    assert "step_0000020-" in capsys.readouterr().out
+    assert held(trained) == []
 
 
 # What becomes of the results.
@@ -260,7 +275,7 @@ def test_a_run_is_not_removed_while_it_is_evaluated(trained: RunDir, fake_slurm:
     attempts.write_attempt(
         trained, Attempt(number, job_id="1", started=1.0, ended=2.0, verdict="done", reason="finished")
     )
-    retention.hold(trained.checkpoints, 20)
+    hold(trained, 20)
     due(trained)
     assert plan(root, now=time.time()).stays == {trained.id: "an evaluation of it has not ended"}
     fake_slurm.command("squeue", "true")  # its job is gone
