@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slurmtrain.data.manifest import Manifest, Shard, Split, TokenizerFacts, shard_file
 
@@ -24,19 +25,20 @@ def write_prepared(
     return manifest
 
 
-def _split(folder: Path, name: str, shards: Sequence[Documents], dtype: str) -> Split:
-    (folder / name).mkdir(parents=True)
-    return Split(tuple(_shard(folder, name, f"{i:05d}", documents, dtype) for i, documents in enumerate(shards)))
-
-
-def _shard(folder: Path, split: str, name: str, documents: Documents, dtype: str) -> Shard:
-    lengths = np.array([len(document) for document in documents], dtype=np.int64)
-    arrays = {
-        "tokens": np.array([token for document in documents for token in document], dtype=np.dtype(dtype)),
-        "ends": np.cumsum(lengths).astype("<u8"),
-        "bytes": (4 * lengths).astype("<u4"),
-    }
+def write_shard(folder: Path, split: str, name: str, tokens: NDArray[np.integer], lengths: NDArray[np.int64]) -> Shard:
+    """One shard's files. Args: tokens: of the type they are to have; lengths: of the documents."""
+    arrays = {"tokens": tokens, "ends": np.cumsum(lengths).astype("<u8"), "bytes": (4 * lengths).astype("<u4")}
     for kind, array in arrays.items():
         shard_file(folder, split, name, kind).write_bytes(array.tobytes())
     digests = {kind: hashlib.sha256(array.tobytes()).hexdigest() for kind, array in arrays.items()}
-    return Shard(name, len(documents), int(lengths.sum()), int(4 * lengths.sum()), digests)
+    return Shard(name, len(lengths), len(tokens), 4 * len(tokens), digests)
+
+
+def _split(folder: Path, name: str, shards: Sequence[Documents], dtype: str) -> Split:
+    (folder / name).mkdir(parents=True)
+    written = []
+    for number, documents in enumerate(shards):
+        tokens = np.array([token for document in documents for token in document], dtype=dtype)
+        lengths = np.array([len(document) for document in documents], dtype=np.int64)
+        written.append(write_shard(folder, name, f"{number:05d}", tokens, lengths))
+    return Split(tuple(written))

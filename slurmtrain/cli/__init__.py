@@ -66,7 +66,7 @@ def _run(words: list[str]) -> int:
             raise arguments.unknown_verb(parsed.positionals[0])
         names = ", ".join(name for name, each in VERBS.items() if not each.hidden)
         raise UsageError("no verb was given", hint=f"one of: {names}; python -m slurmtrain --help explains them")
-    if parsed.positionals and parsed.verb != "train":
+    if parsed.positionals and parsed.verb not in ("train", "prepare"):
         word = parsed.positionals[0]
         raise UsageError(
             f"cannot read {word!r}: neither a verb nor an override like key=value", hint=nearest(word, VERBS)

@@ -101,6 +101,14 @@ VERBS: dict[str, Verb] = {
         composes=True,
         options=(("--memory", False), ("--json", False)),
     ),
+    "prepare": Verb(
+        "prepare prepare.inputs='[FILE|FOLDER|PATTERN, ...]' prepare.output=FOLDER [prepare.tokenizer=FILE] [key=value ...]"
+        " | prepare verify FOLDER",
+        "raw text (jsonl, parquet, text, a saved Hugging Face data set; .gz, .zst) -> tokenised shards, by all CPUs; stopped, "
+        "the same command goes on. As a job: job=prepare ... submit. verify compares every byte with its digest",
+        "slurmtrain.cli.prepare",
+        composes=True,
+    ),
     "sandbox": Verb(
         "sandbox up|down|status|env [--nodes N] ...",
         "a throwaway SLURM on this machine, no root",

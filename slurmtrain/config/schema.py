@@ -68,7 +68,7 @@ class JobConfig:
     """What is run, under which name, and from which copy of the code."""
 
     name: str = "train"  # also the folder under runs_dir and the name in squeue
-    kind: str = "train"  # "train": the trainer of this package; "command": job.command on every rank
+    kind: str = "train"  # "train": the trainer of this package; "command": job.command on every rank; "prepare"
     command: str | None = None  # e.g. 'python my_train.py --lr 1e-3'; split into words as a shell would, no shell runs
     # Shared between login node and compute nodes; relative to where submit is typed. SLURMTRAIN_RUNS, else "runs".
     runs_dir: str = field(default_factory=lambda: str(runs_root()))
@@ -211,6 +211,26 @@ class SweepConfig:
 
 
 @dataclass
+class PrepareConfig:
+    """`prepare` and job=prepare: raw text -> tokenised shards, for data=prepared."""
+
+    inputs: list[str] = field(default_factory=list)  # files, glob patterns (** too), folders with all that is in them
+    output: str | None = None  # the folder of the prepared data set
+    format: str = "auto"  # by suffix, with or without .gz/.zst; or "jsonl", "parquet", "text", "hf" for all inputs
+    text_field: str = "text"  # of a JSON line, or the column, that holds a document
+    tokenizer: str = "bytes"  # or the path of a tokenizer.json, or of tiktoken's ranks in a file NAME.tiktoken
+    tiktoken_pattern: str | None = None  # an encoding's name or a regular expression; null: by the file's name
+    bos: str | None = None  # before each document: a token's id or text; null: none
+    eos: str | None = None  # after each document; "none"; null: the one that the tokenizer's file has (of bytes: 0)
+    unit_mb: float = 128.0  # of input that become one shard of each split; what a kill may cost each process
+    valid_fraction: float = 0.0  # of the documents, by a digest of their text, that become the split "valid"
+    max_bad_share: float = 0.0  # of the records that may be bad (left out, and listed in bad.jsonl)
+    workers: int = 0  # processes of each task; 0: one a CPU that the task has
+    part: int = 0  # which of `parts` this is: -m 'prepare.part=range(0,16)' prepare.parts=16 makes an array of 16
+    parts: int = 1
+
+
+@dataclass
 class Config:
     """One experiment. `model` and `data` are open: whatever `_target_` takes."""
 
@@ -224,6 +244,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     requeue: RequeueConfig = field(default_factory=RequeueConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
     hooks: HooksConfig = field(default_factory=HooksConfig)
     # Environment variables that the ranks get and nobody writes down: NAME -> "env" (of the shell that submits) or "file:PATH".
     secrets: dict[str, str] = field(default_factory=dict)

@@ -12,7 +12,15 @@ import shlex
 from slurmtrain.config.compose import SECRET_REFERENCE, SECRET_VARIABLE
 from slurmtrain.config.evaluation import evaluation_config
 from slurmtrain.config.layout import STAGES_PER_RANK, Layout, layout_of
-from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig, JobConfig, ParallelConfig, TrainConfig
+from slurmtrain.config.schema import (
+    ClusterConfig,
+    Config,
+    HooksConfig,
+    JobConfig,
+    ParallelConfig,
+    PrepareConfig,
+    TrainConfig,
+)
 from slurmtrain.errors import ConfigError, nearest
 
 # Long options of sbatch, those of `man sbatch`: what decides them here, or "" for those that cluster.sbatch may set.
@@ -64,6 +72,8 @@ def validate(config: Config) -> None:
     _check_ranges(config)
     _check_hooks(config.hooks)
     _check_evaluation(config)
+    if config.job.kind == "prepare":
+        _check_prepare(config.prepare)
 
 
 def _check_evaluation(config: Config) -> None:
@@ -111,7 +121,7 @@ def _check_job(job: JobConfig) -> None:
             f"job.name is {job.name!r}: letters, digits and . _ + - are allowed, 64 at most, the first a letter or digit",
             hint="the name becomes a folder and is shown by squeue",
         )
-    _one_of("job.kind", job.kind, ("train", "command"))
+    _one_of("job.kind", job.kind, ("train", "command", "prepare"))
     _one_of("job.snapshot", job.snapshot, ("auto", "cwd", "none"))
     if job.kind == "command":
         if not job.command or not job.command.strip():
@@ -122,7 +132,8 @@ def _check_job(job: JobConfig) -> None:
             raise ConfigError(f"job.command is {job.command!r}: {error}", hint="close the quote") from None
     elif job.command:
         raise ConfigError(
-            f"job.command is {job.command!r}, but job.kind is 'train', which runs no command", hint="write job=command"
+            f"job.command is {job.command!r}, but job.kind is {job.kind!r}, which runs no command",
+            hint="write job=command",
         )
 
 
@@ -347,6 +358,27 @@ def _check_ranges(config: Config) -> None:
                     f"{group}._target_ is missing",
                     hint=f"choose one with {group}=..., or write {group}._target_=my.module.Class",
                 )
+
+
+def _check_prepare(prepare: PrepareConfig) -> None:
+    if not prepare.inputs:
+        raise ConfigError("prepare.inputs is empty", hint="prepare.inputs='[/data/raw/*.jsonl]'")
+    if not prepare.output:
+        raise ConfigError("prepare.output is not set", hint="prepare.output=/data/tokens, a folder that is made")
+    _one_of("prepare.format", prepare.format, ("auto", "jsonl", "parquet", "text", "hf"))
+    if not 0 < prepare.unit_mb < math.inf:
+        raise ConfigError(f"prepare.unit_mb={prepare.unit_mb} must be above 0", hint="in MB, for example 128")
+    if not 0 <= prepare.valid_fraction < 1:
+        raise ConfigError(f"prepare.valid_fraction={prepare.valid_fraction} must be at least 0, and below 1")
+    if not 0 <= prepare.max_bad_share <= 1:
+        raise ConfigError(f"prepare.max_bad_share={prepare.max_bad_share} must lie between 0 and 1")
+    _at_least("prepare.workers", prepare.workers, 0)
+    _at_least("prepare.parts", prepare.parts, 1)
+    if not 0 <= prepare.part < prepare.parts:
+        raise ConfigError(
+            f"prepare.part={prepare.part} with prepare.parts={prepare.parts}: parts are counted from 0",
+            hint=f"-m 'prepare.part=range(0,{prepare.parts})'",
+        )
 
 
 def _check_hooks(hooks: HooksConfig) -> None:

@@ -47,6 +47,7 @@ class TokenizerFacts:
         vocab_size: ids are below it.
         bos: id before each document; None: there is none.
         eos: id after each document; None: there is none.
+        pattern: of tiktoken, which is not in its file: the regular expression that cuts a text before ranks are looked up.
     """
 
     kind: str
@@ -55,6 +56,7 @@ class TokenizerFacts:
     vocab_size: int
     bos: int | None
     eos: int | None
+    pattern: str | None = None
 
     @property
     def dtype(self) -> str:
@@ -152,13 +154,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Replace the manifest of `folder` in one step; it is on the disk when this returns."""
-        temporary = folder / f".{FILE_NAME}.{os.uname().nodename}.{os.getpid()}"
-        with open(temporary, "w") as file:
-            file.write(self.text())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(folder / FILE_NAME)
-        sync_folder(folder)
+        replace_file(folder / FILE_NAME, self.text().encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -194,6 +190,20 @@ def read_manifest(folder: Path) -> Manifest:
 def shard_file(folder: Path, split: str, shard: str, kind: str) -> Path:
     """Where one of the files of a shard lies; `kind` is one of KINDS."""
     return folder / split / f"{shard}.{kind}"
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file in one step: a reader sees the old one or all of this one; it is on the disk when this returns.
+
+    Unlike the files of a run it may be read by whom the umask lets: data sets are shared.
+    """
+    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

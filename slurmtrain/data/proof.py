@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from slurmtrain.data.order import mixed
 
 LANES = (0x243F6A8885A308D3, 0x13198A2E03707344)  # pi's first bits
+_LANES = np.array(LANES, dtype=np.uint64)[:, None]
 
 
 def digest(numbers: NDArray[np.int64], indices: NDArray[np.int64]) -> tuple[int, ...]:
@@ -27,10 +28,8 @@ def digest(numbers: NDArray[np.int64], indices: NDArray[np.int64]) -> tuple[int,
         indices: int64 [B], which sample of the data set it was.
     """
     places, samples = numbers.astype(np.uint64), indices.astype(np.uint64)
-    return tuple(
-        int(mixed(mixed(places ^ np.uint64(lane)) ^ mixed(samples + np.uint64(lane))).sum().astype(np.int64))
-        for lane in LANES
-    )
+    hashes = mixed(mixed(places ^ _LANES) ^ mixed(samples + _LANES))  # [lanes, B]
+    return tuple(hashes.sum(axis=1).astype(np.int64).tolist())
 
 
 def added(digests: Sequence[Sequence[int]]) -> tuple[int, ...]:

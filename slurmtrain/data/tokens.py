@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from slurmtrain.data.rows import Rows, damaged
 from slurmtrain.data.stream import TokenStream
@@ -83,14 +83,17 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         """
         batch = self._plan(indices)
         width = self._width(batch)
-        inputs, targets = self._read(batch, width)
-        arrays: dict[str, NDArray[Any]] = {"inputs": inputs, "targets": targets}
+        shape = len(indices), width
+        tensors = {"inputs": _empty(shape, torch.int64), "targets": _empty(shape, torch.int64)}
+        inputs, targets = (tensor.numpy() for tensor in tensors.values())
+        self._read(batch, inputs, targets)
         if self._document_mask:
-            arrays["documents"] = self._mask(batch, targets)
+            tensors["documents"] = _empty(shape, torch.int32)
+            self._mask(batch, targets, tensors["documents"].numpy())
         if batch.lengths.min(initial=width) < width:
             padding = np.arange(width) >= batch.lengths[:, None]
             inputs[padding], targets[padding] = 0, IGNORED_TARGET
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return tensors
 
     def _width(self, batch: _Batch) -> int:
         return self.seq_len
@@ -113,9 +116,9 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
             raise damaged("the index of the packing")
         return _Batch(starts, pairs, rows, skipped - skipped[firsts][rows], lengths)
 
-    def _read(self, batch: _Batch, width: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Inputs and targets [B, width]; what stands in the padding is of no use."""
-        tokens = np.zeros((len(batch.lengths), width + 1), dtype=self._stream.dtype)
+    def _read(self, batch: _Batch, inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        """Fill inputs and targets [B, S]; what stands in the padding is of no use."""
+        tokens = np.zeros((len(inputs), inputs.shape[1] + 1), dtype=self._stream.dtype)
         # A piece comes with its last target, over which the next one of the row is read: so that is kept apart.
         last_targets = np.empty(len(batch.starts), dtype=tokens.dtype)
         places = zip(
@@ -127,12 +130,11 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
             last_targets[number] = piece[-1]
         if max(tokens.max(initial=0), last_targets.max(initial=0)) >= self._stream.vocab_size:
             self._stream.check_ids(batch.starts, batch.pairs + 1)
-        targets = tokens[:, 1:].astype(np.int64)
+        inputs[:], targets[:] = tokens[:, :-1], tokens[:, 1:]
         targets[batch.rows, batch.columns + batch.pairs - 1] = last_targets
-        return tokens[:, :-1].astype(np.int64), targets
 
-    def _mask(self, batch: _Batch, targets: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Number in its row of each token's document, [B, S]; targets in another document are set to be ignored."""
+    def _mask(self, batch: _Batch, targets: NDArray[np.int64], documents: NDArray[np.int32]) -> None:
+        """Fill in the number in its row of each token's document, [B, S]; ignore targets in another document."""
         begins = np.zeros((len(targets), targets.shape[1] + 1), dtype=np.int32)
         begins[batch.rows, batch.columns] = 1
         if self._rows.across_documents:
@@ -142,7 +144,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
                 targets[row, places - 1] = IGNORED_TARGET
         begins[np.arange(len(targets)), batch.lengths] = 1  # the padding
         begins[:, 0] = 0
-        return np.cumsum(begins[:, :-1], axis=1, dtype=np.int32)
+        np.cumsum(begins[:, :-1], axis=1, out=documents)
 
 
 class DocumentTokens(PackedTokens):
@@ -154,3 +156,12 @@ class DocumentTokens(PackedTokens):
 
     def _width(self, batch: _Batch) -> int:
         return int(batch.lengths.max(initial=0))
+
+
+def _empty(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """In a worker of a loader, in the memory that it shares with its rank, which saves a copy. As torch's own collating."""
+    tensor = torch.empty(0, dtype=dtype)
+    if get_worker_info() is not None:
+        storage = tensor._typed_storage()._new_shared(math.prod(shape), device=tensor.device)
+        tensor = tensor.new(storage)
+    return tensor.resize_(shape)

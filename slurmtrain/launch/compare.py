@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint.commit import committed, step_of
-from slurmtrain.checkpoint.difference import differing_tensors, size_of
 from slurmtrain.errors import CheckpointError, ConfigError
 from slurmtrain.launch.collect import is_scalar
 from slurmtrain.observe import read_metrics
@@ -118,7 +117,10 @@ def _compare_data(a: RunDir, b: RunDir) -> Data:
 def _compare_weights(a: RunDir, b: RunDir, at_most: float) -> Weights:
     saved = [{step_of(path): path for path in committed(run.checkpoints)} for run in (a, b)]
     compared: list[int] = []
-    for step in sorted(saved[0].keys() & saved[1].keys()):
+    common = sorted(saved[0].keys() & saved[1].keys())
+    if common:  # only then is numpy needed
+        from slurmtrain.checkpoint.difference import differing_tensors, size_of
+    for step in common:
         pair = saved[0][step], saved[1][step]
         try:
             size = max(size_of(path) for path in pair)

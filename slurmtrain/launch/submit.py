@@ -16,7 +16,8 @@ from typing import Any
 
 from slurmtrain import __version__, rundir
 from slurmtrain.config.compose import config_hash, freeze, load_frozen
-from slurmtrain.config.schema import Config
+from slurmtrain.config.schema import Config, PrepareConfig
+from slurmtrain.data import prepared_config
 from slurmtrain.errors import ClusterError, ConfigError
 from slurmtrain.launch.handover import NotSubmitted, comment_option, export_option, hand_over, sbatch
 from slurmtrain.launch.sbatch import JobPaths, render_script, without_past
@@ -240,7 +241,22 @@ def _slurm_conf_if_known(config: Config) -> str | None:
 
 def with_absolute_paths(config: Config, cwd: Path) -> Config:
     """The job runs elsewhere; what was relative to the submitting shell must stay what it was."""
-    return dataclasses.replace(config, job=dataclasses.replace(config.job, runs_dir=str(_runs_dir(config, cwd))))
+    job = dataclasses.replace(config.job, runs_dir=str(_runs_dir(config, cwd)))
+    data = prepared_config.with_absolute_paths(config.data, cwd)
+    return dataclasses.replace(config, job=job, data=data, prepare=_prepare_here(config.prepare, cwd))
+
+
+def _prepare_here(prepare: PrepareConfig, cwd: Path) -> PrepareConfig:
+    def here(path: str) -> str:
+        return os.path.abspath(cwd / Path(path).expanduser())
+
+    named = prepare.tokenizer != "bytes"
+    return dataclasses.replace(
+        prepare,
+        inputs=[here(path) for path in prepare.inputs],
+        output=here(prepare.output) if prepare.output else None,
+        tokenizer=here(prepare.tokenizer) if named else prepare.tokenizer,
+    )
 
 
 def _runs_dir(config: Config, cwd: Path) -> Path:

@@ -32,6 +32,11 @@ class Throughput:
         return seconds
 
     @property
+    def full(self) -> bool:
+        """The window is: the first steps, with all that happens once, no longer stand out."""
+        return len(self._steps) == self._steps.maxlen
+
+    @property
     def tokens_per_s(self) -> float:
         """Tokens per second over the window; 0 before the first step."""
         seconds = sum(seconds for seconds, _, _ in self._steps)

@@ -73,9 +73,17 @@ def _run(find: Callable[[], tuple[Config, Callable[[], RunDir]]], given: Place |
         if config.job.kind == "command":
             from slurmtrain.runtime.command import run_command
 
-            where = given or place.alone(environment, find_or_create)
+            where = given or place.alone(config.job.kind, environment, find_or_create)
             watch = _begin(where, environment, config, stop) if environment.rank == 0 else None
             code = run_command(config, environment, where, stop, watch)
+            _settle_by_hand(config, environment, where, code)
+            leave(code)
+        if config.job.kind == "prepare":
+            from slurmtrain.runtime.prepare import run_prepare
+
+            where = given or place.alone(config.job.kind, environment, find_or_create)
+            watch = _begin(where, environment, config, stop) if environment.rank == 0 else None
+            code = run_prepare(config, environment, where, stop, watch)
             _settle_by_hand(config, environment, where, code)
             leave(code)
         if given is not None and environment.rank == 0:

@@ -78,15 +78,15 @@ def agree_on_place(
     return Place(RunDir(Path(path)), number, supervised=False)
 
 
-def alone(environment: Environment, find_or_create: Callable[[], RunDir]) -> Place:
-    """For a program that was started by hand: nobody here could tell other ranks which attempt it is.
+def alone(kind: str, environment: Environment, find_or_create: Callable[[], RunDir]) -> Place:
+    """For a job of a kind whose ranks do not meet, started by hand: nobody here could tell other ranks which attempt it is.
 
     Raises:
         EnvironmentMismatch: there are other ranks.
     """
     if environment.world_size > 1:
         raise EnvironmentMismatch(
-            f"job=command was started by hand with {environment.world_size} ranks", hint="let `submit` start it"
+            f"job={kind} was started by hand with {environment.world_size} ranks", hint="let `submit` start it"
         )
     run_dir = find_or_create()
     return Place(run_dir, run_dir.new_attempt(), supervised=False)

@@ -247,7 +247,7 @@ class Trainer:
 
     def _say_when_waiting_for_data(self) -> None:
         share = self._throughput.data_wait_s / self._throughput.step_time_s
-        if share > WAITING_TOO_LONG and not self._said_waiting:
+        if share > WAITING_TOO_LONG and self._throughput.full and not self._said_waiting:
             self._said_waiting = True
             self._reporter.message(
                 f"step {self._counters.step}: {share:.0%} of the time goes into waiting for data; "

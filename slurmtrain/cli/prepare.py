@@ -1,0 +1,75 @@
+"""prepare: raw text -> tokenised shards, here and now; `prepare verify` looks at the result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slurmtrain.cli.arguments import Arguments
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import EXIT_REQUEUE, UsageError
+from slurmtrain.runtime import signals
+
+
+def main(arguments: Arguments) -> int:
+    if arguments.positionals:
+        return _verify(arguments)
+    stop = signals.arm()
+    from slurmtrain.cli.submit import compose_and_validate
+    from slurmtrain.launch.submit import with_absolute_paths
+
+    arguments.overrides.insert(0, "job=prepare")
+    return _prepare(with_absolute_paths(compose_and_validate(arguments), Path.cwd()), stop)
+
+
+def _prepare(config: Config, stop: signals.StopSignals) -> int:
+    from slurmtrain.data.prepare.crew import work
+    from slurmtrain.data.prepare.finish import finish
+    from slurmtrain.data.prepare.plan import agree_on, make_plan
+    from slurmtrain.observe.preparing import preparing
+    from slurmtrain.runtime.environment import Environment
+    from slurmtrain.runtime.prepare import share_of, summary, workers_of
+
+    plan = make_plan(config.prepare)
+    agree_on(plan)
+    progress = preparing()
+    try:
+        finished = work(
+            plan,
+            share_of(plan, config, Environment.detect()),
+            workers_of(config),
+            stop,
+            progress.show,
+            max_bad_share=config.prepare.max_bad_share,
+        )
+        manifest = finish(plan, config.prepare.max_bad_share, progress.say) if finished else None
+    finally:
+        progress.close()
+    if not finished:
+        print("slurmtrain: stopped; what is whole stays, and the same command again goes on from there", flush=True)
+        return EXIT_REQUEUE
+    print(f"slurmtrain: {summary(plan, manifest)}", flush=True)
+    return 0
+
+
+def _verify(arguments: Arguments) -> int:
+    from slurmtrain.data.manifest import read_manifest
+    from slurmtrain.data.prepare.verify import verify
+
+    word, *folders = arguments.positionals
+    if word != "verify" or len(folders) != 1 or arguments.overrides:
+        raise UsageError(
+            f"cannot read {' '.join(['prepare', *arguments.positionals])!r}",
+            hint="prepare verify DATA_SET, or: prepare prepare.inputs=... prepare.output=...",
+        )
+    folder = Path(folders[0])
+    manifest = read_manifest(folder)
+    problems = 0
+    for problem in verify(folder, manifest):
+        print(problem, flush=True)
+        problems += 1
+    if problems:
+        print(f"{problems} damaged or missing: remove what is damaged, and the same prepare command makes it anew")
+        return 1
+    counts = ", ".join(f"{name}: {split.tokens} tokens" for name, split in manifest.splits.items())
+    print(f"{folder} is as it was written ({counts}); fingerprint {manifest.fingerprint}")
+    return 0

@@ -1,0 +1,243 @@
+"""The crew: processes that do units, each one after another, and the one that hands them out.
+
+They are this process's children and end with it, however it ends; stop signals are for this process alone, which kills them:
+whole units stay, and what was begun is done again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import get_context, resource_tracker
+from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.context import SpawnProcess
+from typing import Protocol
+
+from slurmtrain.data.prepare.plan import Plan, Unit
+from slurmtrain.data.prepare.unit import Progress, Task, UnitRecord, describe, prepare_unit, read_record
+from slurmtrain.data.tokenizers import load_tokenizer
+from slurmtrain.errors import ConfigError, SlurmtrainError
+
+STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}
+PR_SET_PDEATHSIG = 1
+HOPELESS = 100  # bad records before the first good one
+
+
+class PrepareError(SlurmtrainError):
+    """What a retry may mend: a full disk, an input that has vanished, a process that was killed."""
+
+
+class Stop(Protocol):
+    """Whether somebody has told us to stop."""
+
+    @property
+    def requested(self) -> bool: ...
+
+    def wait(self) -> bool:
+        """Block until then."""
+
+
+@dataclass
+class Tally:
+    """How far a share of the units is: what was done before, and what is being done.
+
+    Attributes:
+        size, total: bytes of the inputs, read and in all.
+        before: of `size`, what was done when this began.
+    """
+
+    units_done: int = 0
+    units: int = 0
+    size: int = 0
+    total: int = 0
+    before: int = 0
+    documents: int = 0
+    bad: int = 0
+
+
+def work(
+    plan: Plan, units: Sequence[Unit], workers: int, stop: Stop, show: Callable[[Tally], None], *, max_bad_share: float
+) -> bool:
+    """Do those of the units that are not done. Returns False when it was told to stop before.
+
+    Args:
+        workers: processes.
+        show: is called whenever there is something new.
+
+    Raises:
+        ConfigError: an input has changed or is not of its format, or no record of many is any good.
+        PrepareError: a disk is full, an input has vanished, a process was killed.
+    """
+    task = Task.of(plan)
+    task.units_folder.mkdir(parents=True, exist_ok=True)
+    done = {unit.number: record for unit in units if (record := read_record(task, unit)) is not None}
+    ledger = _Ledger(units, done, hopeless=max_bad_share < 1)
+    show(ledger.tally())
+    waiting = deque(unit for unit in units if unit.number not in done)
+    if not waiting:
+        return True
+    told = _when_told(stop)
+    crew = [_hire(task) for _ in range(min(workers, len(waiting)))]
+    try:
+        for worker in crew:
+            worker.begin(waiting.popleft())
+        while any(worker.unit is not None for worker in crew):
+            ready = wait([told, *(worker.connection for worker in crew if worker.unit is not None)])
+            if told in ready or stop.requested:
+                return False
+            for worker in crew:
+                if worker.connection in ready:
+                    ledger.note(worker, worker.hear())
+                    if worker.unit is None and waiting:
+                        worker.begin(waiting.popleft())
+            show(ledger.tally())
+        return True
+    finally:
+        for worker in crew:
+            worker.process.kill()
+            worker.process.join()
+        told.close()
+
+
+def _when_told(stop: Stop) -> Connection:
+    """What can be read when a stop is requested: `wait` knows no events of threads."""
+    reader, writer = Pipe(duplex=False)
+
+    def tell() -> None:
+        stop.wait()
+        writer.close()
+
+    threading.Thread(target=tell, name="when-told", daemon=True).start()
+    return reader
+
+
+@dataclass
+class _Worker:
+    """A process of the crew, as the one that hands out sees it."""
+
+    process: SpawnProcess
+    connection: Connection
+    unit: Unit | None = None
+    progress: Progress = field(default_factory=Progress)
+
+    def begin(self, unit: Unit) -> None:
+        self.unit, self.progress = unit, Progress()
+        self.connection.send(unit)
+
+    def hear(self) -> Progress | UnitRecord:
+        """What it says; raises what it raises."""
+        assert self.unit is not None
+        try:
+            said = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            code = self.process.exitcode or 0
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            raise PrepareError(
+                f"a process {how} while it prepared {describe(self.unit.pieces)}",
+                hint="was it memory? fewer prepare.workers need less" if code < 0 else "its last words are above",
+            ) from None
+        if isinstance(said, SlurmtrainError):
+            raise said
+        assert isinstance(said, Progress | UnitRecord)
+        return said
+
+
+class _Ledger:
+    """Counts what the crew says."""
+
+    def __init__(self, units: Sequence[Unit], done: dict[int, UnitRecord], *, hopeless: bool):
+        self._units, self._hopeless = units, hopeless
+        self._running: dict[int, Progress] = {}
+        self._tally = Tally(units=len(units), total=sum(unit.size for unit in units))
+        for unit in units:
+            if unit.number in done:
+                self._add(unit, done[unit.number])
+        self._tally.before = self._tally.size
+
+    def note(self, worker: _Worker, said: Progress | UnitRecord) -> None:
+        """Raises ConfigError when nothing but bad records has come so far."""
+        assert worker.unit is not None
+        if isinstance(said, Progress):
+            self._running[worker.unit.number] = said
+            return
+        self._running.pop(worker.unit.number, None)
+        self._add(worker.unit, said)
+        if self._hopeless and not self._tally.documents and self._tally.bad >= HOPELESS:
+            which, counts = next(pair for pair in zip(worker.unit.pieces, said.pieces, strict=True) if pair[1].bad)
+            raise ConfigError(
+                f"none of the first {self._tally.bad} records can be used, such as in {which.source.path}: "
+                f"{counts.bad[0][1]}",
+                hint="prepare.text_field, prepare.format",
+            )
+        worker.unit = None
+
+    def tally(self) -> Tally:
+        now = Tally(**vars(self._tally))
+        for progress in self._running.values():
+            now.size += progress.size
+            now.documents += progress.documents
+            now.bad += progress.bad
+        return now
+
+    def _add(self, unit: Unit, record: UnitRecord) -> None:
+        self._tally.units_done += 1
+        self._tally.size += unit.size
+        self._tally.documents += sum(shard.documents for shard in record.shards.values())
+        self._tally.bad += sum(len(piece.bad) for piece in record.pieces)
+
+
+def _hire(task: Task) -> _Worker:
+    """Start a process. It inherits that stop signals are blocked, so that there is no moment at which they could reach it."""
+    context = get_context("spawn")
+    ours, theirs = Pipe()
+    process = context.Process(target=_serve, args=(theirs, task, os.getpid()), daemon=True)
+    resource_tracker.ensure_running()  # which, while it starts, would let the signals through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    theirs.close()
+    return _Worker(process, ours)
+
+
+def _serve(connection: Connection, task: Task, parent: int) -> None:
+    """The life of a process of the crew."""
+    _end_with(parent)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one CPU each; the crew is the parallelism
+    try:
+        tokenizer, _ = load_tokenizer(task.settings.tokenizer)
+        if tokenizer.facts != task.settings.facts:
+            raise ConfigError(f"{task.settings.tokenizer.name} was changed while a data set was being prepared")
+        while True:
+            unit: Unit = connection.recv()
+            connection.send(prepare_unit(task, unit, tokenizer, connection.send))
+    except SlurmtrainError as error:
+        connection.send(error)
+    except OSError as error:
+        connection.send(_said(error, task))
+
+
+def _end_with(parent: int) -> None:
+    """Be killed when the process that hands out work ends, even by a kill of its own."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was faster
+        os._exit(1)
+
+
+def _said(error: OSError, task: Task) -> PrepareError:
+    again = "the same command again goes on where this one ended"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return PrepareError(f"there is no space left for {task.output}", hint=f"make room; {again}")
+    if isinstance(error, FileNotFoundError):
+        return PrepareError(
+            f"{error.filename} has vanished while a data set was being prepared", hint=f"bring it back; {again}"
+        )
+    return PrepareError(f"{error.filename or task.output}: {error.strerror or error}", hint=again)

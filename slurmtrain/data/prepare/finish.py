@@ -1,0 +1,99 @@
+"""The end of `prepare`: from the records of all units to bad.jsonl and the manifest. The same bytes, whoever does it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+
+from slurmtrain.data.manifest import Manifest, Source, Split, replace_file
+from slurmtrain.data.prepare.plan import Plan
+from slurmtrain.data.prepare.unit import SPLITS, Task, UnitRecord, read_record, recorded
+from slurmtrain.data.tokenizers import load_tokenizer
+from slurmtrain.errors import ConfigError
+
+SHOWN = 20  # bad records that are told; all are in the file
+BAD_FILE = "bad.jsonl"
+
+
+def finish(plan: Plan, max_bad_share: float, say: Callable[[str], None]) -> Manifest | None:
+    """Write the manifest if all units are done; None when they are not.
+
+    Raises:
+        ConfigError: there are more bad records than allowed, or no documents.
+    """
+    task = Task.of(plan)
+    if not {unit.name for unit in plan.units} <= recorded(task):
+        return None
+    records = []
+    for unit in plan.units:
+        record = read_record(task, unit)
+        if record is None:
+            return None
+        records.append(record)
+    _report_bad(plan, records, max_bad_share, say)
+    splits = {split: found for split in SPLITS if (found := _split(records, split)).shards}
+    if "train" not in splits:
+        raise ConfigError(
+            "the inputs hold no document" + (" for training" if splits else ""),
+            hint="are they empty? or prepare.valid_fraction too high?",
+        )
+    facts = plan.settings.facts
+    if facts.file is not None:
+        _, content = load_tokenizer(plan.settings.tokenizer)
+        replace_file(plan.output / facts.file, content)
+    manifest = Manifest(facts.dtype, facts, splits, tuple(_sources(plan, records)))
+    manifest.write(plan.output)
+    for left in task.units_folder.glob("*.tmp"):  # of an attempt that was killed when the record was written already
+        shutil.rmtree(left, ignore_errors=True)
+    return manifest
+
+
+def _split(records: Sequence[UnitRecord], name: str) -> Split:
+    return Split(tuple(record.shards[name] for record in records if name in record.shards))
+
+
+def _sources(plan: Plan, records: Sequence[UnitRecord]) -> Iterator[Source]:
+    counts: dict[str, list[int]] = {source.group: [0, 0, 0, 0] for source in plan.sources}
+    for source in plan.sources:
+        counts[source.group][0] += source.size
+    for unit, record in zip(plan.units, records, strict=True):
+        for piece, found in zip(unit.pieces, record.pieces, strict=True):
+            for place, count in enumerate((found.records, found.empty, len(found.bad)), start=1):
+                counts[piece.source.group][place] += count
+    for name, (size, read, empty, bad) in counts.items():
+        yield Source(name, size, read, empty, bad)
+
+
+def _report_bad(plan: Plan, records: Sequence[UnitRecord], max_bad_share: float, say: Callable[[str], None]) -> None:
+    """Write bad.jsonl, tell the first ones, and raise when there are too many."""
+    bad = list(_bad(plan, records))
+    if not bad:
+        return
+    read = sum(piece.records for record in records for piece in record.pieces)
+    where = plan.output / BAD_FILE
+    lines = [
+        json.dumps({"source": source, "record": number, "reason": reason}) + "\n" for source, number, reason in bad
+    ]
+    replace_file(where, "".join(lines).encode())
+    for source, number, reason in bad[:SHOWN]:
+        say(f"bad: {source}:{number}: {reason}")
+    if len(bad) > SHOWN:
+        say(f"bad: {len(bad) - SHOWN} more in {where}")
+    if len(bad) > max_bad_share * read:
+        raise ConfigError(
+            f"{len(bad)} of {read} records are bad ({len(bad) / read:.2g} of all), and prepare.max_bad_share is "
+            f"{max_bad_share}; all are in {where}",
+            hint="with a higher prepare.max_bad_share the same command leaves them out, without doing its work again",
+        )
+
+
+def _bad(plan: Plan, records: Sequence[UnitRecord]) -> Iterator[tuple[str, int, str]]:
+    """(input, line or row from 1 on, reason) of each, in order. A unit that began within a file could only count from there."""
+    before: dict[str, int] = {}
+    for unit, record in zip(plan.units, records, strict=True):
+        for piece, found in zip(unit.pieces, record.pieces, strict=True):
+            name = piece.source.name
+            for number, reason in found.bad:
+                yield name, before.get(name, 0) + number, reason
+            before[name] = before.get(name, 0) + found.lines

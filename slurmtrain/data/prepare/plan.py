@@ -1,0 +1,217 @@
+"""The plan: which part of which input becomes which shard. A pure function of the inputs' names and sizes and of the settings.
+
+The first process to come writes it into the output folder; all others, in this attempt and in later ones, must have the same
+one, or they would make shards of different data sets. Shares of the work (tasks, parts of an array) are no part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.config.schema import PrepareConfig
+from slurmtrain.data.manifest import TokenizerFacts, sync_folder
+from slurmtrain.data.prepare.sources import Source, find_sources
+from slurmtrain.data.tokenizers import TokenizerChoice, load_tokenizer, needed
+from slurmtrain.errors import ConfigError
+
+WORK_FOLDER = ".prepare"  # in the output: the plan, and the units' records and temporary files
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an input: the records that begin in bytes `start` up to but not including `end` of it."""
+
+    source: Source
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What becomes one shard of each split, by one process."""
+
+    number: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.number:05d}"
+
+    @property
+    def size(self) -> int:
+        return sum(piece.size for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the shards, inputs aside. `tokenizer` says how it is loaded, `facts` which one it has to be."""
+
+    text_field: str
+    valid_fraction: float
+    unit_bytes: int
+    tokenizer: TokenizerChoice
+    facts: TokenizerFacts
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Attributes:
+    output: the folder of the data set.
+    digest: of all that decides the shards; equal ones mean equal bytes.
+    """
+
+    output: Path
+    settings: Settings
+    sources: tuple[Source, ...]
+    units: tuple[Unit, ...]
+    digest: str
+
+    @property
+    def work_folder(self) -> Path:
+        return self.output / WORK_FOLDER
+
+    def share(self, index: int, of: int) -> tuple[Unit, ...]:
+        """The units of one of `of` processes or tasks: every so many, so that each gets some of every input."""
+        return self.units[index::of]
+
+
+def make_plan(config: PrepareConfig) -> Plan:
+    """Look at the inputs and cut them.
+
+    Raises:
+        ConfigError: an input or the tokenizer is not there or not known.
+    """
+    assert config.output is not None
+    sources = find_sources(config.inputs, config.format)
+    for package, reason in _packages(sources).items():
+        needed(package, reason)
+    choice = TokenizerChoice(config.tokenizer, config.bos, config.eos, config.tiktoken_pattern)
+    tokenizer, _ = load_tokenizer(choice)
+    unit_bytes = max(1, int(config.unit_mb * 1e6))
+    settings = Settings(config.text_field, config.valid_fraction, unit_bytes, choice, tokenizer.facts)
+    units = tuple(Unit(number, pieces) for number, pieces in enumerate(_grouped(sources, unit_bytes)))
+    return Plan(Path(config.output), settings, tuple(sources), units, _digest(settings, sources))
+
+
+def agree_on(plan: Plan) -> None:
+    """Write the plan into the output, or compare it with the one that is there.
+
+    Raises:
+        ConfigError: another data set is prepared there, or inputs have changed since; it says what differs.
+    """
+    path = plan.work_folder / "plan.json"
+    if (plan.output / "manifest.json").exists() and not path.exists():
+        raise ConfigError(f"{plan.output} holds a data set that was not prepared there", hint="choose another output")
+    mine = _facts(plan.settings, plan.sources) | {"modified": {source.name: source.modified for source in plan.sources}}
+    try:
+        plan.work_folder.mkdir(parents=True, exist_ok=True)
+        there = _read(path) or _write_once(path, mine)
+    except OSError as error:
+        raise ConfigError(f"prepare.output={plan.output} cannot be used: {error.strerror}") from None
+    difference = _difference(there, mine)
+    if difference is not None:
+        raise ConfigError(
+            f"{plan.output} was begun with something else: {difference}",
+            hint="give what it was begun with, or choose another output, or remove that one",
+        )
+
+
+def _packages(sources: Sequence[Source]) -> dict[str, str]:
+    """Package -> the first file that needs it."""
+    needs: dict[str, str] = {}
+    for source in sources:
+        package = {"parquet": "pyarrow", "hf": "pyarrow"}.get(source.format)
+        package = "zstandard" if source.packing == "zst" else package
+        if package is not None:
+            needs.setdefault(package, str(source.path))
+    return needs
+
+
+def _grouped(sources: Sequence[Source], unit_bytes: int) -> Iterator[tuple[Piece, ...]]:
+    """Large files are cut evenly, small ones are taken together, always in the order of the sources."""
+    group: list[Piece] = []
+    for piece in (piece for source in sources for piece in _cut(source, unit_bytes)):
+        if group and sum(each.size for each in group) + piece.size > unit_bytes:
+            yield tuple(group)
+            group = []
+        group.append(piece)
+    if group:
+        yield tuple(group)
+
+
+def _cut(source: Source, unit_bytes: int) -> list[Piece]:
+    count = max(1, round(source.size / unit_bytes)) if source.divisible else 1
+    edges = [source.size * index // count for index in range(count + 1)]
+    return [Piece(source, start, end) for start, end in pairwise(edges)]
+
+
+def _facts(settings: Settings, sources: Sequence[Source]) -> dict[str, Any]:
+    """What decides the shards, under the names that a person gives it."""
+    tokenizer = asdict(settings.facts)
+    return {
+        "prepare.text_field": settings.text_field,
+        "prepare.valid_fraction": settings.valid_fraction,
+        "prepare.unit_mb": settings.unit_bytes / 1e6,
+        **{f"tokenizer.{name}": value for name, value in tokenizer.items()},
+        "inputs": {source.name: f"{source.size} bytes of {source.format}" for source in sources},
+    }
+
+
+def _digest(settings: Settings, sources: Sequence[Source]) -> str:
+    return hashlib.sha256(json.dumps(_facts(settings, sources), sort_keys=True).encode()).hexdigest()
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        value: dict[str, Any] = json.loads(path.read_bytes())
+        return value
+    except FileNotFoundError:
+        return None
+
+
+def _write_once(path: Path, value: dict[str, Any]) -> dict[str, Any]:
+    """Write the file unless somebody else is first; returns what it holds then."""
+    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
+    with open(temporary, "w") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        pass
+    finally:
+        temporary.unlink()
+    sync_folder(path.parent)
+    there = _read(path)
+    assert there is not None
+    return there
+
+
+def _difference(there: dict[str, Any], mine: dict[str, Any]) -> str | None:
+    """The first thing that differs, in words."""
+    for name in ("inputs", "modified"):
+        for source in sorted(there[name].keys() | mine[name].keys()):
+            was, now = there[name].get(source), mine[name].get(source)
+            if was == now:
+                continue
+            if now is None:
+                return f"the input {source} is missing"
+            if was is None:
+                return f"the input {source} is new"
+            return f"the input {source} had {was}, now {now}" if name == "inputs" else f"the input {source} has changed"
+    for name, now in mine.items():
+        if there.get(name) != now:
+            return f"{name} was {there.get(name)}, now {now}"
+    return None

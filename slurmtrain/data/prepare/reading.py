@@ -1,0 +1,308 @@
+"""Reading: a piece of an input -> its records, one after another, each a document's text or what is wrong with it.
+
+What one record has wrong is no error: it is counted, and decided upon in the end. What keeps a whole file from being read
+is one, unless the file is packed: where the packing is torn, a record is bad, and the file ends.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from slurmtrain.data.prepare.plan import Piece
+from slurmtrain.data.prepare.sources import Source
+from slurmtrain.data.tokenizers import needed
+from slurmtrain.errors import ConfigError
+
+BLOCK = 1 << 20
+ROWS = 1024  # of a table that are looked at together
+ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream; without it, pyarrow takes one that is cut for a whole one
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A record that is left out, and why."""
+
+    reason: str
+
+
+# A record's number in its piece, from 1 on, and its text; None: a blank line, which is none.
+Record = tuple[int, str | Bad | None]
+
+
+@dataclass
+class Reading:
+    """A piece that is being read.
+
+    Attributes:
+        done: bytes of it that were read, for the progress.
+    """
+
+    piece: Piece
+    text_field: str
+    done: int = field(default=0, init=False)
+
+    def records(self) -> Iterator[Record]:
+        """All records of the piece.
+
+        Raises:
+            ConfigError: the file has changed since the plan was made, or it is not of its format.
+            OSError: it cannot be read, or is no longer there.
+        """
+        source = self.piece.source
+        before = _facts(source)
+        if before[0] != source.size or before[1] != source.modified:
+            raise _changed(source)
+        yield from _READERS[source.format](self)
+        if _facts(source) != before:
+            raise _changed(source)
+        self.done = self.piece.size
+
+
+def _facts(source: Source) -> tuple[int, int]:
+    facts = os.stat(source.path)
+    return facts.st_size, facts.st_mtime_ns
+
+
+def _changed(source: Source) -> ConfigError:
+    return ConfigError(
+        f"{source.path} was changed while it was being prepared", hint="prepare the data set again, in another output"
+    )
+
+
+def _jsonl(reading: Reading) -> Iterator[Record]:
+    number = 0
+    try:
+        for number, line in enumerate(_lines(reading), start=1):
+            yield number, _document(line, reading.text_field)
+    except _Torn as torn:
+        yield number + 1, Bad(str(torn))
+
+
+def _lines(reading: Reading) -> Iterator[bytes]:
+    """The lines that begin in the piece."""
+    piece = reading.piece
+    with _opened(reading) as file:
+        position = piece.start
+        if piece.start:
+            file.seek(piece.start - 1)
+            position += len(file.readline()) - 1
+        for line in file:
+            if position >= piece.end and not piece.source.packing:
+                break
+            position += len(line)
+            if not piece.source.packing:
+                reading.done = position - piece.start
+            yield line
+
+
+def _document(line: bytes, text_field: str) -> str | Bad | None:
+    try:
+        text = line.decode()
+        record = json.loads(text)
+    except UnicodeDecodeError as error:
+        return Bad(f"invalid UTF-8 ({error.reason})")
+    except json.JSONDecodeError as error:
+        if not line.strip():
+            return None
+        if line.startswith(codecs.BOM_UTF8):  # in front of a file's first line
+            return _document(line.removeprefix(codecs.BOM_UTF8), text_field)
+        return Bad(f"no JSON ({error.msg} at character {error.pos + 1})")
+    except (ValueError, RecursionError) as error:  # a number too long, a list too deep
+        return Bad(f"no JSON ({error})")
+    if not isinstance(record, dict):
+        return Bad(f"no JSON object, but {type(record).__name__}")
+    if text_field not in record:
+        return Bad(f"no field {text_field!r}")
+    value = record[text_field]
+    return _checked(value) if isinstance(value, str) else Bad(f"{text_field!r} is no string, but {_kind(value)}")
+
+
+def _checked(text: str) -> str | Bad:
+    """JSON can spell halves of surrogate pairs, which are no Unicode text."""
+    return text if text.isascii() or _encodable(text) else Bad("invalid Unicode (half of a surrogate pair)")
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def _text(reading: Reading) -> Iterator[Record]:
+    try:
+        with _opened(reading) as file:
+            yield 1, file.read().decode("utf-8-sig")
+    except _Torn as torn:
+        yield 1, Bad(str(torn))
+    except UnicodeDecodeError as error:
+        yield 1, Bad(f"invalid UTF-8 ({error.reason} at byte {error.start})")
+
+
+class _Torn(Exception):
+    """The packing of a file ends too early, or is damaged."""
+
+
+def _opened(reading: Reading) -> BinaryIO:
+    file, packing = io.FileIO(reading.piece.source.path), reading.piece.source.packing
+    return io.BufferedReader(_Unpacked(file, _UNPACKERS[packing](), reading) if packing else file, BLOCK)
+
+
+@dataclass(frozen=True)
+class _Unpacker:
+    """What unpacks one frame of a file, anew for each: gzip and zstd files may be several, end to end."""
+
+    name: str
+    begin: Callable[[], Any]
+    error: type[Exception]
+
+
+def _gzip() -> _Unpacker:
+    return _Unpacker("gzip", lambda: zlib.decompressobj(wbits=31), zlib.error)
+
+
+def _zstd() -> _Unpacker:
+    zstandard = needed("zstandard", "a .zst file")
+    return _Unpacker("zstd", lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError)
+
+
+_UNPACKERS = {"gz": _gzip, "zst": _zstd}
+
+
+class _Unpacked(io.RawIOBase):
+    """A packed file's content. Written out, since the packages' own readers take a torn zstd file for a whole one."""
+
+    def __init__(self, file: io.FileIO, unpacker: _Unpacker, reading: Reading):
+        self._file, self._unpacker, self._reading = file, unpacker, reading
+        self._frame: Any = None  # begun, and not yet at its end
+        self._packed = b""
+        self._content = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._content:
+            if not self._packed:
+                self._packed = self._file.read(BLOCK)
+                self._reading.done = self._file.tell()
+            if not self._packed:
+                if self._frame is not None:
+                    raise _Torn(f"the {self._unpacker.name} file is torn: it ends too early")
+                return 0
+            self._content = memoryview(self._unpack())
+        count = min(len(buffer), len(self._content))
+        buffer[:count] = self._content[:count]
+        self._content = self._content[count:]
+        return count
+
+    def _unpack(self) -> bytes:
+        frame = self._frame or self._unpacker.begin()
+        try:
+            content: bytes = frame.decompress(self._packed)
+        except self._unpacker.error as error:
+            raise _Torn(f"the {self._unpacker.name} file is damaged: {error}") from None
+        self._packed = frame.unused_data if frame.eof else b""
+        self._frame = None if frame.eof else frame
+        return content
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _parquet(reading: Reading) -> Iterator[Record]:
+    pyarrow, parquet = needed("pyarrow", "Parquet"), needed("pyarrow.parquet", "Parquet")
+    piece, path = reading.piece, reading.piece.source.path
+    try:
+        with parquet.ParquetFile(path) as file:
+            _check_column(path, file.schema_arrow, reading.text_field)
+            groups = _row_groups(file.metadata, piece)
+            batches = file.iter_batches(ROWS, row_groups=groups, columns=[reading.text_field], use_threads=False)
+            total, number = sum(file.metadata.row_group(group).num_rows for group in groups), 0
+            for batch in batches:
+                yield from _rows(batch.column(0), number, reading.text_field)
+                number += len(batch)
+                reading.done = piece.size * number // total
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _unreadable(path, "Parquet", error) from None
+
+
+def _row_groups(metadata: Any, piece: Piece) -> list[int]:
+    """Those that begin in the piece, if each took its share of the file: what the footer says of places is not reliable."""
+    sizes = [metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups)]
+    total, before, found = max(1, sum(sizes)), 0, []
+    for index, size in enumerate(sizes):
+        if piece.start <= min(piece.source.size * before // total, piece.source.size - 1) < piece.end:
+            found.append(index)
+        before += size
+    return found
+
+
+def _arrow(reading: Reading) -> Iterator[Record]:
+    pyarrow = needed("pyarrow", "Arrow")
+    piece, path = reading.piece, reading.piece.source.path
+    number = 0
+    try:
+        with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
+            _check_column(path, stream.schema, reading.text_field)
+            while (position := file.tell()) < piece.end:
+                batch = next(stream, None)
+                if batch is None:
+                    break
+                if position >= piece.start:
+                    yield from _rows(batch.column(reading.text_field), number, reading.text_field)
+                    number += len(batch)
+                    reading.done = file.tell() - piece.start
+            file.seek(piece.source.size - len(ARROW_END))
+            if file.read() != ARROW_END:
+                raise ConfigError(f"{path} is torn: it has no end", hint="copy it again")
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _unreadable(path, "an Arrow stream, as `datasets` saves them", error) from None
+
+
+def _check_column(path: Path, schema: Any, name: str) -> None:
+    if name not in schema.names:
+        raise ConfigError(
+            f"{path} has no column {name!r}, but {', '.join(schema.names)}", hint="prepare.text_field names it"
+        )
+    kind = schema.field(name).type
+    if str(kind) not in ("string", "large_string"):
+        raise ConfigError(f"{path}: the column {name!r} is {kind}, no text", hint="prepare.text_field names another")
+
+
+def _rows(column: Any, before: int, name: str) -> Iterator[Record]:
+    # As bytes: one row that is no UTF-8 would otherwise take all of them with it.
+    rows = column.view("large_binary" if str(column.type) == "large_string" else "binary").to_pylist()
+    for number, row in enumerate(rows, start=before + 1):
+        try:
+            yield number, Bad(f"{name!r} is no string, but null") if row is None else row.decode()
+        except UnicodeDecodeError as error:
+            yield number, Bad(f"invalid UTF-8 ({error.reason})")
+
+
+def _unreadable(path: Path, format: str, error: Exception) -> Exception:
+    if isinstance(error, OSError) and error.errno is not None:  # of the file system; without a number it is pyarrow's
+        return error
+    return ConfigError(f"{path} cannot be read as {format}: {' '.join(str(error).split())}")
+
+
+_READERS: dict[str, Callable[[Reading], Iterator[Record]]] = {
+    "jsonl": _jsonl,
+    "text": _text,
+    "parquet": _parquet,
+    "hf": _arrow,
+}

@@ -1,0 +1,133 @@
+"""The inputs of `prepare`: which files there are, what is in them, and how they are packed."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmtrain.errors import ConfigError
+
+FORMATS = {
+    "jsonl": (".jsonl", ".json", ".ndjson"),
+    "parquet": (".parquet",),
+    "text": (".txt", ".md"),
+    "hf": (".arrow",),
+}
+PACKINGS = {".gz": "gz", ".zst": "zst"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """An input file.
+
+    Attributes:
+        name: relative to the folder that all inputs have in common, with slashes.
+        format: one of FORMATS.
+        packing: "gz", "zst" or None.
+        size: bytes.
+        modified: when, in nanoseconds.
+    """
+
+    name: str
+    path: Path
+    format: str
+    packing: str | None
+    size: int
+    modified: int
+
+    @property
+    def divisible(self) -> bool:
+        """Whether one can begin to read in the middle."""
+        return self.packing is None and self.format != "text"
+
+    @property
+    def group(self) -> str:
+        """Under which name the manifest counts it: text files by their folder, with a slash at the end."""
+        return self.name if self.format != "text" else self.name.rpartition("/")[0] + "/"
+
+
+def find_sources(inputs: Sequence[str], format: str) -> list[Source]:
+    """The files that `inputs` name, each once, sorted by path: in which order the inputs are given does not matter.
+
+    Raises:
+        ConfigError: an input is not there or matches nothing, or it is not known what is in a file.
+    """
+    paths = sorted({path for given in inputs for path in _files_of(given, format)})
+    root = Path(os.path.commonpath([path.parent for path in paths]))
+    return [_source(path, root, format) for path in paths]
+
+
+def _files_of(given: str, format: str) -> Iterator[Path]:
+    matches = sorted(glob.glob(given, recursive=True)) if glob.has_magic(given) else [given]
+    # A file may have a name that reads like a pattern.
+    matches = matches or [given] * os.path.exists(given)
+    if not matches:
+        raise ConfigError(
+            f"prepare.inputs: nothing matches {given!r}", hint="is the pattern quoted, and the path right?"
+        )
+    found = False
+    for match in matches:
+        for path in _files_in(Path(os.path.abspath(match)), format):
+            found = True
+            yield path
+    if not found:
+        raise ConfigError(f"prepare.inputs: there is no file in {given}")
+
+
+def _files_in(path: Path, format: str) -> Iterator[Path]:
+    """A file itself; all files of a folder and those below it, hidden ones aside; the shards of a data set that was saved."""
+    if not path.exists():
+        raise ConfigError(f"prepare.inputs: there is no {path}")
+    if path.is_file():
+        yield path
+        return
+
+    def unreadable(error: OSError) -> None:
+        raise ConfigError(f"prepare.inputs: {error.filename} cannot be read: {error.strerror}") from None
+
+    for folder, folders, files in os.walk(path, followlinks=True, onerror=unreadable):
+        if format in ("auto", "hf") and "dataset_dict.json" in files:
+            raise ConfigError(
+                f"prepare.inputs: {folder} holds several splits of a data set: {', '.join(sorted(folders))}",
+                hint=f"name the one that is meant: {folder}/{min(folders, default='train')}",
+            )
+        saved = _saved_shards(Path(folder)) if format in ("auto", "hf") and "state.json" in files else None
+        if saved is not None:
+            folders.clear()
+            yield from saved
+            continue
+        folders[:] = [each for each in folders if not each.startswith(".")]
+        yield from (Path(folder, each) for each in files if not each.startswith("."))
+
+
+def _saved_shards(folder: Path) -> list[Path] | None:
+    """The Arrow files of a data set that `datasets` has saved (save_to_disk); None when it is none."""
+    try:
+        state = json.loads((folder / "state.json").read_bytes())
+        return [folder / each["filename"] for each in state["_data_files"]]
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _source(path: Path, root: Path, format: str) -> Source:
+    try:
+        facts = path.stat()
+    except OSError as error:
+        raise ConfigError(f"prepare.inputs: {path} cannot be read: {error.strerror}") from None
+    packing = PACKINGS.get(path.suffix)
+    if format == "auto":
+        suffix = Path(path.stem).suffix if packing else path.suffix
+        known = {suffix: name for name, suffixes in FORMATS.items() for suffix in suffixes}
+        if suffix not in known:
+            raise ConfigError(
+                f"prepare.inputs: it is not known what is in {path}: its suffix is {suffix!r}",
+                hint=f"known are {', '.join(known)}; or prepare.format=text (each file is a document), jsonl, parquet, hf",
+            )
+        format = known[suffix]
+    if packing and format in ("parquet", "hf"):
+        raise ConfigError(f"prepare.inputs: {path} is packed as a whole", hint=f"unpack it: {format} is packed inside")
+    return Source(path.relative_to(root).as_posix(), path, format, packing, facts.st_size, facts.st_mtime_ns)

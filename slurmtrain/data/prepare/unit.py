@@ -1,0 +1,271 @@
+"""One unit of work: its records are read, tokenised and written as one shard of each split; then a record says it is done.
+
+A kill at any moment leaves temporary files, which whoever does the unit again removes, or shards without a record, which are
+written again, or all of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slurmtrain.data.manifest import KINDS, Shard, TokenizerFacts, replace_file, shard_file, sync_folder
+from slurmtrain.data.prepare.plan import Piece, Plan, Settings, Unit
+from slurmtrain.data.prepare.reading import Bad, Reading
+from slurmtrain.data.tokenizers import Ids, Tokenizer
+
+BATCH = 1 << 20  # characters that are tokenised at a time
+SPLITS = ("train", "valid")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is the same for all units: the part of the plan that a process needs."""
+
+    output: Path
+    units_folder: Path
+    settings: Settings
+    digest: str
+
+    @classmethod
+    def of(cls, plan: Plan) -> Task:
+        return cls(plan.output, plan.work_folder / "units", plan.settings, plan.digest)
+
+
+@dataclass
+class PieceCounts:
+    """What was found in a piece of an input.
+
+    Attributes:
+        lines: numbers that were given to records: lines, rows, or 1.
+        records: of these, the ones that were not blank.
+        empty: records without text.
+        bad: (number in the piece, reason) of each that was left out.
+    """
+
+    lines: int = 0
+    records: int = 0
+    empty: int = 0
+    bad: list[tuple[int, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class UnitRecord:
+    """What a unit has become.
+
+    Attributes:
+        plan: digest of the plan that it belongs to.
+        shards: by split; none for a split that got no documents.
+    """
+
+    plan: str
+    pieces: list[PieceCounts]
+    shards: dict[str, Shard]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a unit is: bytes of the inputs read, documents and bad records found."""
+
+    size: int = 0
+    documents: int = 0
+    bad: int = 0
+
+
+def read_record(task: Task, unit: Unit) -> UnitRecord | None:
+    """The record of a unit that is done; None when it is not, or not of this plan, or a file is not there in full."""
+    try:
+        value = json.loads(_record_file(task, unit).read_bytes())
+        pieces = [PieceCounts(**{**each, "bad": [tuple(bad) for bad in each["bad"]]}) for each in value["pieces"]]
+        shards = {split: Shard(**shard) for split, shard in value["shards"].items()}
+        record = UnitRecord(value["plan"], pieces, shards)
+        for split, shard in shards.items():
+            for kind, size in shard.file_sizes(task.settings.facts.dtype).items():
+                if shard_file(task.output, split, shard.name, kind).stat().st_size != size:
+                    return None
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    return record if record.plan == task.digest else None
+
+
+def recorded(task: Task) -> set[str]:
+    """Names of the units that have a record. By listing the folder: names looked up one by one may be remembered as missing."""
+    try:
+        return {name.removesuffix(".json") for name in os.listdir(task.units_folder) if name.endswith(".json")}
+    except FileNotFoundError:
+        return set()
+
+
+def prepare_unit(task: Task, unit: Unit, tokenizer: Tokenizer, tell: Callable[[Progress], None]) -> UnitRecord:
+    """Do a unit, whether it was done or not.
+
+    Args:
+        tell: is called after each batch of documents.
+
+    Raises:
+        ConfigError: an input has changed, or is not of its format.
+        OSError: an input cannot be read, or the output not be written.
+    """
+    temporary = _fresh_folder(task, unit)
+    try:
+        writers = {split: _ShardWriter(temporary, split, unit.name, task.settings.facts) for split in SPLITS}
+        pieces = [PieceCounts() for _ in unit.pieces]
+        documents = 0
+        for batch, size in _batches(unit, pieces, task.settings.text_field):
+            kept = _tokenise(batch, tokenizer)
+            for split, chosen in _by_split(kept, task.settings.valid_fraction).items():
+                writers[split].write(chosen)
+            documents += len(kept)
+            tell(Progress(size, documents, sum(len(counts.bad) for counts in pieces)))
+        shards = {split: shard for split, writer in writers.items() if (shard := writer.close(task.output)) is not None}
+        record = UnitRecord(task.digest, pieces, shards)
+        replace_file(_record_file(task, unit), json.dumps(asdict(record)).encode())
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return record
+
+
+def _record_file(task: Task, unit: Unit) -> Path:
+    return task.units_folder / f"{unit.name}.json"
+
+
+def _fresh_folder(task: Task, unit: Unit) -> Path:
+    """For temporary files; those of a killed attempt go. Its name is our own: a process of an older attempt may still live."""
+    for left in task.units_folder.glob(f"{unit.name}.*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
+    folder = task.units_folder / f"{unit.name}.{os.uname().nodename}-{os.getpid()}.tmp"
+    folder.mkdir(parents=True)
+    return folder
+
+
+@dataclass(frozen=True)
+class _Text:
+    text: str
+    counts: PieceCounts
+
+
+@dataclass(frozen=True)
+class _Document:
+    """A text's UTF-8 bytes and its ids."""
+
+    text: bytes
+    ids: Ids
+
+
+def _batches(unit: Unit, pieces: Sequence[PieceCounts], text_field: str) -> Iterator[tuple[list[_Text], int]]:
+    """The unit's texts, so many at a time, and how many bytes of the inputs have been read then. Counts on the way."""
+    batch: list[_Text] = []
+    length = before = 0
+    for piece, counts in zip(unit.pieces, pieces, strict=True):
+        reading = Reading(piece, text_field)
+        for number, found in reading.records():
+            counts.lines = number
+            counts.records += found is not None
+            if isinstance(found, Bad):
+                counts.bad.append((number, found.reason))
+            elif found is not None:
+                batch.append(_Text(found, counts))
+                length += len(found)
+            if length >= BATCH:
+                yield batch, before + reading.done
+                batch, length = [], 0
+        before += piece.size
+    yield batch, before
+
+
+def _tokenise(batch: Sequence[_Text], tokenizer: Tokenizer) -> list[_Document]:
+    """The documents of a batch, without those that have no tokens."""
+    documents = []
+    for each, ids in zip(batch, tokenizer.encode_batch([each.text for each in batch]), strict=True):
+        if len(ids):
+            documents.append(_Document(each.text.encode(), ids))
+        else:
+            each.counts.empty += 1
+    return documents
+
+
+def _by_split(documents: list[_Document], valid_fraction: float) -> dict[str, list[_Document]]:
+    """By a digest of the text: wherever a text stands, and however often, it is in the same split."""
+    if not valid_fraction:
+        return {"train": documents}
+    limit = int(valid_fraction * 2**64)
+    held_out = [
+        int.from_bytes(hashlib.blake2b(document.text, digest_size=8).digest(), "little") < limit
+        for document in documents
+    ]
+    return {
+        split: [document for document, out in zip(documents, held_out, strict=True) if out == (split == "valid")]
+        for split in SPLITS
+    }
+
+
+class _ShardWriter:
+    """Writes the files of one shard, and digests what it writes. No files are made for a shard without documents."""
+
+    def __init__(self, folder: Path, split: str, name: str, facts: TokenizerFacts):
+        self._folder, self._split, self._name = folder, split, name
+        self._dtype = np.dtype(facts.dtype).newbyteorder("<")
+        self._before, self._after = (
+            [np.array([special], self._dtype)] if special is not None else [] for special in (facts.bos, facts.eos)
+        )
+        self._files: dict[str, Any] = {}
+        self._digests = {kind: hashlib.sha256() for kind in KINDS}
+        self._documents = self._tokens = self._bytes = 0
+
+    def write(self, documents: Sequence[_Document]) -> None:
+        """Append documents."""
+        if not documents:
+            return
+        parts: list[NDArray[Any]] = []
+        for document in documents:
+            parts += [*self._before, document.ids, *self._after]
+        special = len(self._before) + len(self._after)
+        lengths = np.array([len(document.ids) + special for document in documents], np.int64)
+        sizes = np.array([len(document.text) for document in documents], "<u4")
+        self._append("tokens", np.concatenate(parts, dtype=self._dtype, casting="same_kind"))
+        self._append("ends", (self._tokens + np.cumsum(lengths)).astype("<u8"))
+        self._append("bytes", sizes)
+        self._documents += len(documents)
+        self._tokens += int(lengths.sum())
+        self._bytes += int(sizes.sum(dtype=np.int64))
+
+    def close(self, output: Path) -> Shard | None:
+        """Put the files into their place in the data set; they are on the disk then."""
+        if not self._documents:
+            return None
+        folder = output / self._split
+        if not folder.exists():
+            folder.mkdir(exist_ok=True)
+            sync_folder(output)
+        for kind, file in self._files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+            self._temporary(kind).replace(shard_file(output, self._split, self._name, kind))
+        sync_folder(folder)
+        digests = {kind: digest.hexdigest() for kind, digest in self._digests.items()}
+        return Shard(self._name, self._documents, self._tokens, self._bytes, digests)
+
+    def _append(self, kind: str, values: NDArray[Any]) -> None:
+        if kind not in self._files:
+            self._files[kind] = self._temporary(kind).open("wb")
+        self._files[kind].write(values.data)
+        self._digests[kind].update(values.data)
+
+    def _temporary(self, kind: str) -> Path:
+        return self._folder / f"{self._split}.{kind}"
+
+
+def describe(pieces: Sequence[Piece]) -> str:
+    """The inputs of a unit, in few words."""
+    more = f" and {len(pieces) - 1} more" if len(pieces) > 1 else ""
+    return f"{pieces[0].source.path}{more}"

@@ -1,0 +1,161 @@
+"""job=prepare: `prepare` with the attempts, signals, requeue and status of every job. Imports no torch.
+
+Every task does its share of the units, none waits for another; rank 0 waits for all, since it writes the manifest, and the
+others wait for rank 0, since srun kills those that stay when others have left.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from slurmtrain.config.schema import Config
+from slurmtrain.data.manifest import Manifest
+from slurmtrain.data.prepare.crew import Tally, work
+from slurmtrain.data.prepare.finish import finish
+from slurmtrain.data.prepare.plan import Plan, Unit, agree_on, make_plan
+from slurmtrain.data.prepare.unit import Task, recorded
+from slurmtrain.errors import EXIT_REQUEUE
+from slurmtrain.observe.metrics import MetricsLog
+from slurmtrain.observe.preparing import preparing
+from slurmtrain.observe.progress import LINE_EVERY_S, format_count
+from slurmtrain.runtime import place
+from slurmtrain.runtime.environment import Environment
+from slurmtrain.runtime.place import Place
+from slurmtrain.runtime.signals import StopSignals
+from slurmtrain.runtime.watch import Watch
+
+LOOK_EVERY_S = 1.0  # for what other tasks have done, on a file system that is shared: there is no event to await
+STOPPING = "stopping"  # in the attempt's folder: a task was told to stop, so all do
+PREPARED = "prepared"  # rank 0 needs nobody any more
+
+
+def run_prepare(config: Config, environment: Environment, where: Place, stop: StopSignals, watch: Watch | None) -> int:
+    """Do this task's share; returns its exit code, 0 or 75.
+
+    Args:
+        watch: rank 0's; None on the others.
+
+    Raises:
+        ConfigError: an input, the tokenizer or the output is wrong, or too many records are bad.
+        PrepareError: what a retry may mend.
+    """
+    stop_together(stop, where.attempt_dir)
+    plan = make_plan(config.prepare)
+    agree_on(plan)
+    progress = preparing()
+    report = _Report(plan, config, where) if environment.rank == 0 else None
+
+    def show(tally: Tally) -> None:
+        progress.show(tally)
+        if report is not None:
+            report.update()
+
+    units = share_of(plan, config, environment)
+    finished = work(plan, units, workers_of(config), stop, show, max_bad_share=config.prepare.max_bad_share)
+    if report is None:
+        finished = finished and _wait_for(where.attempt_dir, PREPARED, stop)
+    elif finished and (finished := report.wait_for_all(stop)):
+        manifest = finish(plan, config.prepare.max_bad_share, progress.say)
+        progress.say(f"slurmtrain: {summary(plan, manifest)}")
+        (where.attempt_dir / PREPARED).touch()
+    progress.close()
+    if not finished:
+        (where.attempt_dir / STOPPING).touch()
+    if watch is not None and stop.requested:
+        watch.wait_for_record()
+    if report is not None:
+        report.close()
+        place.update_attempt(where, said="finished" if finished else "stopped", last_step=report.done)
+    return 0 if finished else EXIT_REQUEUE
+
+
+def share_of(plan: Plan, config: Config, environment: Environment) -> Sequence[Unit]:
+    """What this task has to do of its part of the plan."""
+    return _part(plan, config)[environment.rank :: environment.world_size]
+
+
+def workers_of(config: Config) -> int:
+    """Processes of this task: as many as it has CPUs, unless the config says so."""
+    return config.prepare.workers or len(os.sched_getaffinity(0))
+
+
+def summary(plan: Plan, manifest: Manifest | None) -> str:
+    """How it has ended, in a sentence."""
+    if manifest is None:
+        done = len(recorded(Task.of(plan)))
+        return f"this part is done, {done} of {len(plan.units)} units in all; who does the last one writes the manifest"
+    splits = ", ".join(
+        f"{name}: {format_count(split.documents)} documents, {format_count(split.tokens)} tokens"
+        for name, split in manifest.splits.items()
+    )
+    left_out = sum(source.bad for source in manifest.sources)
+    bad = f"; {left_out} bad records left out" if left_out else ""
+    return f"prepared {plan.output} ({splits}){bad}"
+
+
+def _part(plan: Plan, config: Config) -> Sequence[Unit]:
+    return plan.share(config.prepare.part, config.prepare.parts)
+
+
+class _Report:
+    """Rank 0's, of all tasks: units done in place of steps, for `status`."""
+
+    def __init__(self, plan: Plan, config: Config, where: Place):
+        self._task = Task.of(plan)
+        self._names = {unit.name for unit in _part(plan, config)}
+        where.run_dir.update_info(steps=len(self._names))
+        self.done = self._before = self._count()
+        place.update_attempt(where, first_step=self.done, stepping=time.time())
+        self._log = MetricsLog(where.run_dir.metrics_file, self.done)
+        self._began = self._due = time.monotonic()
+
+    def update(self) -> None:
+        """Write down how many there are, now and then."""
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + LINE_EVERY_S
+            self._write()
+
+    def wait_for_all(self, stop: StopSignals) -> bool:
+        """Until all tasks have done their share; False when told to stop before."""
+        while self._count() < len(self._names):
+            self.update()
+            if stop.wait(LOOK_EVERY_S):
+                return False
+        return True
+
+    def close(self) -> None:
+        self._write()
+        self._log.close()
+
+    def _write(self) -> None:
+        self.done = self._count()
+        new = self.done - self._before
+        pace = {"step_time_s": (time.monotonic() - self._began) / new} if new else {}
+        self._log.write(self.done, **pace)
+
+    def _count(self) -> int:
+        return len(self._names & recorded(self._task))
+
+
+def _wait_for(folder: Path, name: str, stop: StopSignals) -> bool:
+    """Until a file is there, which is looked for by listing; False when told to stop before."""
+    while name not in os.listdir(folder):
+        if stop.wait(LOOK_EVERY_S):
+            return False
+    return True
+
+
+def stop_together(stop: StopSignals, attempt_dir: Path) -> None:
+    """One task that is told to stop is enough: rank 0's watch knows the clock and the switches, others may have a signal."""
+
+    def tell_and_hear() -> None:
+        while not stop.wait(LOOK_EVERY_S):
+            if STOPPING in os.listdir(attempt_dir):
+                stop.request("another rank")
+        (attempt_dir / STOPPING).touch()
+
+    threading.Thread(target=tell_and_hear, name="stop-together", daemon=True).start()

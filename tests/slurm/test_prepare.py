@@ -1,0 +1,54 @@
+"""job=prepare on a real SLURM: tasks share the work, a preemption and arrays do not show in what comes out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.rundir import RunDir
+from tests.raw_text import content, hanging_disk, write_all_formats
+from tests.slurm.conftest import Cluster
+from tests.slurm.project import Project, Run, make_project
+
+
+@pytest.fixture(scope="module")
+def project(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    return make_project(tmp_path_factory.mktemp("prepare") / "project", sandbox)
+
+
+def test_two_tasks_preempted_and_two_parts_of_an_array_make_what_one_process_makes(project: Project) -> None:
+    write_all_formats(project.path / "raw")
+    fields = ["prepare.inputs=[raw]", "prepare.unit_mb=0.0005", "prepare.valid_fraction=0.2"]
+    alone = [sys.executable, "-m", "slurmtrain", "prepare", *fields, "prepare.output=alone"]
+    project.cluster.run(alone, cwd=project.path)
+    expected = content(project.path / "alone")
+
+    output = project.path / "by-tasks"
+    disk = hanging_disk(project.path / "disk", output, after=2)
+    job = ["job=prepare", *fields, "prepare.output=by-tasks", "cluster.nodes=1", "cluster.tasks_per_node=2"]
+    run = project.submit(
+        *job, "requeue.restart_delay_s=0", f"+cluster.env.PYTHONPATH={disk['PYTHONPATH']}", small=False
+    )
+    records = output / ".prepare/units"
+    run.wait_until(lambda: records.is_dir() and any(records.glob("*.json")), "at work")
+    run.preempt_by_high()
+    (project.path / "disk/gate").unlink()
+    done = {path: path.stat().st_mtime_ns for path in records.glob("*.json")}
+    run.finish()
+    first, last = run.attempts()
+    assert first.reason == "preempted" and last.first_step == first.last_step == len(done)
+    assert all(path.stat().st_mtime_ns == when for path, when in done.items())
+    assert content(output) == expected
+    units = len(list(records.glob("*.json")))
+    assert f"{units}/{units}" in run.status()
+
+    array = ["-m", *job[:4], "prepare.output=by-parts", "prepare.part=0,1", "prepare.parts=2"]
+    array += ["+cluster=sandbox", "cluster.sandbox=null", f"cluster.slurm_conf={project.cluster.sandbox.slurm_conf}"]
+    answer = project.cluster.run([sys.executable, "-m", "slurmtrain", *array, "submit", "--json"], cwd=project.path)
+    sweep = Path(json.loads(answer.stdout)["path"])
+    for point in [path.parent for path in sweep.glob("*/run.json")]:
+        Run(RunDir(point), project.cluster, project.path).finish()
+    assert content(project.path / "by-parts") == expected
