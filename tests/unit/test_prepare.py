@@ -29,11 +29,12 @@ from hypothesis import strategies as st
 from slurmtrain.cli import main
 from slurmtrain.config.schema import PrepareConfig
 from slurmtrain.data.manifest import Manifest, read_manifest
-from slurmtrain.data.prepare.crew import PrepareError, Tally, work
+from slurmtrain.data.prepare.crew import Tally, work
 from slurmtrain.data.prepare.finish import finish
 from slurmtrain.data.prepare.plan import Piece, Plan, agree_on, make_plan
 from slurmtrain.data.prepare.reading import Bad, Reading
 from slurmtrain.data.prepare.sources import find_sources
+from slurmtrain.data.prepare.trouble import PrepareError
 from slurmtrain.data.prepare.unit import Task, prepare_unit, recorded
 from slurmtrain.data.tokenizers import TokenizerChoice, load_tokenizer
 from slurmtrain.errors import ConfigError, SlurmtrainError
