@@ -278,17 +278,8 @@ def prune(directory: Path, keep: Keep, order: int, *, spare: Collection[int] = (
     found = committed(directory)
     read = in_use(directory, time.time())
     kept = [Kept(step_of(path), _metrics(path) if keep.best else {}) for path in found]
-    steps = set(
-        surplus(
-            kept,
-            keep,
-            in_use={
-                *spare,
-                *(step for step, _ in held(directory)),
-                *(step_of(path) for path in found if path.name in read),
-            },
-        )
-    )
+    wanted = {*spare, *(step for step, _ in held(directory)), *(step_of(path) for path in found if path.name in read)}
+    steps = set(surplus(kept, keep, in_use=wanted))
     gone = [path for path in found if step_of(path) in steps]
     for path in gone:
         remove(path, order)

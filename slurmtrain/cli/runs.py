@@ -215,7 +215,7 @@ def _cancel(run_dir: RunDir) -> str:
         from slurmtrain.launch.evaluations import cancel_all
 
         ended = cancel_all([run_dir], _client(run_dir))
-        said += [f"so is {evaluation.path.name}, its evaluation" for evaluation in ended]
+        said += [f"its evaluation {evaluation.path.name} is told to end" for evaluation in ended]
     return "\n".join(said)
 
 

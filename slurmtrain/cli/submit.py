@@ -12,7 +12,7 @@ from slurmtrain.cli.as_json import print_json
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
-from slurmtrain.data.vocabulary import check_prepared
+from slurmtrain.data.prepared_config import check_prepared
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.again import submit_links
 from slurmtrain.launch.fits import check_memory

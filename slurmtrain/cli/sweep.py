@@ -31,7 +31,7 @@ from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, w
 from slurmtrain.config.compose import Primary, search_folders
 from slurmtrain.config.points import Grid, check, composing, naming_point
 from slurmtrain.config.schema import Config
-from slurmtrain.data.vocabulary import check_prepared
+from slurmtrain.data.prepared_config import check_prepared
 from slurmtrain.errors import EXIT_REQUEUE, ClusterError, UsageError
 from slurmtrain.launch import collect, sweep_jobs
 from slurmtrain.launch import sweep as sweeps

@@ -68,7 +68,9 @@ class JobConfig:
     """What is run, under which name, and from which copy of the code."""
 
     name: str = "train"  # also the folder under runs_dir and the name in squeue
-    kind: str = "train"  # "train": the trainer of this package; "command": job.command on every rank; "prepare"
+    kind: str = (
+        "train"  # "train": the trainer of this package; "command": job.command on every rank; "prepare": text -> tokens
+    )
     command: str | None = None  # e.g. 'python my_train.py --lr 1e-3'; split into words as a shell would, no shell runs
     # Shared between login node and compute nodes; relative to where submit is typed. SLURMTRAIN_RUNS, else "runs".
     runs_dir: str = field(default_factory=lambda: str(runs_root()))

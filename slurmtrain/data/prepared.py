@@ -11,10 +11,10 @@ from pathlib import Path
 
 from slurmtrain.data.manifest import FILE_NAME, Manifest, read_manifest
 from slurmtrain.data.packing import LONG_DOCUMENTS, best_fit_rows, document_rows
+from slurmtrain.data.prepared_config import check_tokenizer, named
 from slurmtrain.data.rows import Pack, Rows, Windows, row_index
 from slurmtrain.data.stream import VERIFY, TokenStream
 from slurmtrain.data.tokens import DocumentTokens, PackedTokens
-from slurmtrain.data.vocabulary import check_tokenizer, named
 from slurmtrain.errors import ConfigError, nearest
 
 PACKINGS = ("concat", "best_fit", "documents")
@@ -76,7 +76,7 @@ class PreparedText:
             valid_split = "valid"
         self.train = self._open(self._folder, self._manifest, train_split)
         self.valid = self._open(self._folder, self._manifest, valid_split) if valid_split else None
-        self.evals = {name: self._opennamed(where) for name, where in (evals or {}).items()}
+        self.evals = {name: self._open_named(where) for name, where in (evals or {}).items()}
         self.vocab_size = self._manifest.tokenizer.vocab_size
         settings = (
             f"{self._manifest.fingerprint} {train_split} {seq_len} {packing} {long_documents} {self._document_mask}"
@@ -89,7 +89,7 @@ class PreparedText:
             f"{'up to ' if packing == 'documents' else ''}{seq_len} tokens ({packing})"
         )
 
-    def _opennamed(self, where: str) -> PackedTokens:
+    def _open_named(self, where: str) -> PackedTokens:
         """An evaluation set by what `evals` says of it."""
         if where in self._manifest.splits:
             return self._open(self._folder, self._manifest, where)

@@ -17,13 +17,16 @@ from typing import TYPE_CHECKING, Any
 from slurmtrain.config.compose import search_path
 from slurmtrain.config.points import Composer, values_of
 from slurmtrain.config.validate import validate
+from slurmtrain.data.prepared_config import check_prepared
 from slurmtrain.errors import ClusterError, SlurmtrainError, UsageError
 from slurmtrain.launch import collect
 from slurmtrain.launch.draft import identity_of
+from slurmtrain.launch.fits import check_memory
 from slurmtrain.launch.here import alone
 from slurmtrain.launch.hydra_tasks import without_hydra
 from slurmtrain.launch.open_sweep import OpenSweep, Wanted
 from slurmtrain.launch.state import RunState
+from slurmtrain.planner.fit import check_fits
 from slurmtrain.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -83,14 +86,23 @@ class Search:
         refused: dict[int, SlurmtrainError] = {}
         for position, (overrides, _) in enumerate(jobs):
             try:
-                config = self._composer.compose(overrides)
-                validate(config)
+                config = self._checked(overrides)
             except SlurmtrainError as error:  # of this combination of values: others may do
                 refused[position] = error
             else:
                 wanted.append(Wanted(values_of(overrides, self._searched), config))
         ended = iter(self._open_sweep.run(wanted, self._tell))
         return [_job_return(job, refused.get(position) or next(ended)) for position, job in enumerate(jobs)]
+
+    def _checked(self, overrides: Sequence[str]) -> Config:
+        """A point's config, of which nothing is known that would make its job fail."""
+        config = self._composer.compose(overrides)
+        validate(config)
+        check_fits(config)
+        check_prepared(config)
+        for warning in check_memory(config):
+            self._say(f"warning: {warning}")
+        return config
 
     def _tell(self, run_dir: RunDir, now: RunState) -> None:
         varied = " ".join(run_dir.info()["varied"])

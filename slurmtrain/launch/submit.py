@@ -17,6 +17,7 @@ from typing import Any
 from slurmtrain import __version__, rundir
 from slurmtrain.config.compose import config_hash, freeze, load_frozen
 from slurmtrain.config.schema import Config, PrepareConfig
+from slurmtrain.data import prepared_config
 from slurmtrain.errors import ClusterError, ConfigError
 from slurmtrain.launch.handover import NotSubmitted, comment_option, export_option, hand_over, sbatch
 from slurmtrain.launch.sbatch import JobPaths, render_script, without_past
@@ -241,7 +242,8 @@ def _slurm_conf_if_known(config: Config) -> str | None:
 def with_absolute_paths(config: Config, cwd: Path) -> Config:
     """The job runs elsewhere; what was relative to the submitting shell must stay what it was."""
     job = dataclasses.replace(config.job, runs_dir=str(_runs_dir(config, cwd)))
-    return dataclasses.replace(config, job=job, prepare=_prepare_here(config.prepare, cwd))
+    data = prepared_config.with_absolute_paths(config.data, cwd)
+    return dataclasses.replace(config, job=job, data=data, prepare=_prepare_here(config.prepare, cwd))
 
 
 def _prepare_here(prepare: PrepareConfig, cwd: Path) -> PrepareConfig:

@@ -21,8 +21,8 @@ from slurmtrain.checkpoint.saving import Saved
 from slurmtrain.config.layout import Layout, layout_of, micro_batch_size
 from slurmtrain.config.schema import Config, ParallelConfig, TrainConfig
 from slurmtrain.data.loader import BatchLoader, RowLength
+from slurmtrain.data.prepared_config import check_vocabulary
 from slurmtrain.data.samples import MapDataset, fingerprint_of
-from slurmtrain.data.vocabulary import check_vocabulary
 from slurmtrain.errors import CheckpointError, ConfigError, SlurmtrainError
 from slurmtrain.observe import Reporter, SilentReporter
 from slurmtrain.parallel.lay import Laid, lay

@@ -1,6 +1,6 @@
 """`prepare` against a bare loop (read lines, json.loads, encode_batch_fast of as much text at a time), side by side.
 
-    python -m tests.bench prepare [--mb 40] [--rounds 3] [--vocabulary 32000]
+    python -m tests.bench prepare [--mb 60] [--rounds 3] [--vocabulary 32000]
 
 The text is the standard library's, the tokenizer a BPE trained on it. All take turns. Figures are medians of MB/s of input, by
 wall clock and by processor time; `prepare` digests and writes besides, and the start of its processes is included.
@@ -42,7 +42,7 @@ print(json.dumps([time.perf_counter() - began, used.ru_utime + used.ru_stime, to
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench prepare")
-    parser.add_argument("--mb", type=float, default=40.0)
+    parser.add_argument("--mb", type=float, default=60.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vocabulary", type=int, default=32000)
     options = parser.parse_args([word for word in sys.argv[1:] if word != "prepare"])
@@ -59,6 +59,8 @@ def main() -> None:
                 ways[f"prepare, {workers} process{'es' if workers > 1 else ''}"].append(
                     _prepare(text, tokenizer, folder / f"out-{turn}-{workers}", workers)
                 )
+        _write_text(folder / "tiny.jsonl", 0.001)
+        start = _prepare(folder / "tiny.jsonl", tokenizer, folder / "out-tiny", 1)
         tokens = {found[2] for runs in ways.values() for found in runs}
         assert len(tokens) == 1, f"not the same tokens: {tokens}"
         print(f"{size:.0f} MB of JSON lines, {tokens.pop() / 1e6:.1f} M tokens; median of {options.rounds}")
@@ -69,6 +71,7 @@ def main() -> None:
                 f"  {way:<21} {wall:6.2f} MB/s ({wall / bare[0]:.2f})   "
                 f"{cpu:6.2f} MB per second of processor time ({cpu / bare[1]:.2f})"
             )
+        print(f"  of these the start of `prepare` is {start[0]:.2f} s, {start[1]:.2f} s of processor time")
 
 
 def _write_text(path: Path, mb: float) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -17,13 +19,15 @@ from slurmtrain.config.schema import Config
 from slurmtrain.data import IGNORED_TARGET
 from slurmtrain.data.loader import Batch
 from slurmtrain.errors import ConfigError
-from slurmtrain.runtime import signals
+from slurmtrain.observe import read_metrics
+from slurmtrain.runtime import attempts, signals
 from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.environment import Environment
 from slurmtrain.runtime.training_job import build, build_evaluator, build_model, fill, lay_model
 from slurmtrain.runtime.world import World
 from slurmtrain.training.passes import _Pipelined, passes_of
-from tests.distributed.conftest import GlooRanks
+from tests.distributed.conftest import SMALL, GlooRanks, Project, wait_until
+from tests.distributed.test_training import go_on, hold
 
 
 class Ragged:
@@ -182,3 +186,44 @@ def test_a_pipeline_that_has_trained_on_shorter_sequences_says_so() -> None:
 def test_an_empty_set_is_refused() -> None:
     with pytest.raises(ConfigError, match="'none' holds no samples"):
         measure(alone(), [f"+eval.sets.none={{_target_: {__name__}.Ragged, samples: 0}}"])
+
+
+# By the verb, on this machine.
+
+WAITING = """
+import pathlib, time, torch
+
+HERE = pathlib.Path(__file__).parent
+
+class Rows:
+    def sums(self, logits, targets, batch):
+        (HERE / "measuring").touch()
+        while (HERE / "hold").exists():
+            time.sleep(0.01)
+        return torch.tensor(float(len(targets)))
+
+    def value(self, sums):
+        return float(sums)
+"""
+
+
+def test_an_evaluation_that_is_stopped_begins_again_and_gives_what_the_training_has_measured(project: Project) -> None:
+    run = project.submit(*SMALL, "train.steps=4", "train.eval_every=4", "cluster.tasks_per_node=2").finish()
+    (project.path / "waiting.py").write_text(WAITING)
+    hold(project)
+    words = ["evaluate", "last", "cluster.tasks_per_node=2", "eval.metrics.rows._target_=waiting.Rows", "--json"]
+    here = project.popen("slurmtrain", *words)
+    wait_until((project.path / "measuring").exists, "measuring")
+    (evaluation,) = run.run_dir.all_evaluations()
+    os.kill(attempts.read_attempt(evaluation, 1).pid or 0, signal.SIGTERM)
+    wait_until((evaluation.attempt(1) / "stop.json").exists, "stopping")
+    go_on(project)
+    output = here.communicate(timeout=90)[0]
+    assert here.returncode == 0, output
+    tries = attempts.all_attempts(evaluation)
+    assert [(attempt.reason, attempt.verdict) for attempt in tries] == [("asked", "requeue"), ("finished", "done")]
+    measured = evaluation.measured()
+    logged = next(record for record in run.losses() if "valid_loss" in record)
+    assert measured.pop("valid_rows") >= 138  # samples; and the rows of blank rounds
+    assert measured == {name: value for name, value in logged.items() if name != "step"}
+    assert [record["evaluation"] for record in read_metrics(run.run_dir.evaluations_file)] == [evaluation.path.name]

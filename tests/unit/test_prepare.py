@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import random
@@ -36,8 +37,10 @@ from slurmtrain.data.prepare.sources import find_sources
 from slurmtrain.data.prepare.unit import Task, prepare_unit, recorded
 from slurmtrain.data.tokenizers import TokenizerChoice, load_tokenizer
 from slurmtrain.errors import ConfigError, SlurmtrainError
+from slurmtrain.observe.preparing import PreparingLines, preparing
 from slurmtrain.runtime import signals
 from slurmtrain.runtime.prepare import stop_together
+from tests.conftest import Cli
 from tests.raw_text import (
     content,
     documents_of,
@@ -503,6 +506,7 @@ def damaged(path: Path, keep: int) -> None:
         (lambda raw: None, "there is no file in"),
         (lambda raw: raw.rmdir(), "prepare.inputs: there is no"),
         (lambda raw: [save_to_disk(raw / "test", ["a"]), (raw / "dataset_dict.json").write_text("{}")], "several splits"),
+        (lambda raw: raw.joinpath("state.json").write_text('{"_data_files": [], "_indices_files": [1]}'), "a selection of"),
     ],
 )  # fmt: skip
 def test_inputs_that_cannot_be_read_are_told_in_a_sentence(
@@ -599,6 +603,51 @@ def test_how_far_it_is_counts_what_was_done_before(tmp_path: Path) -> None:
 # The verb.
 
 
+def test_a_line_tells_all_there_is_to_know_now_and_then() -> None:
+    clock, stream = [100.0], io.StringIO()
+    lines = PreparingLines(stream, lambda: clock[0])
+    tally = Tally(units=10, units_done=3, size=40_000_000, total=100_000_000, before=10_000_000, documents=12_345)
+    for seconds in (0, 5, 5, 5):
+        clock[0] += seconds
+        lines.show(tally)
+    tally.units_done, tally.size, tally.bad = 10, 100_000_000, 2
+    lines.show(tally)
+    assert stream.getvalue().splitlines() == [
+        "40.0/100.0 MB  12.3k documents",
+        "40.0/100.0 MB  3.0 MB/s  12.3k documents  eta 0:20",
+        "100.0/100.0 MB  6.0 MB/s  12.3k documents  2 bad",
+    ]
+
+
+def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(stream := io.StringIO(), "isatty", lambda: True)
+    bar = preparing(stream)
+    bar.show(Tally(size=40_000_000, total=100_000_000, documents=12))
+    bar.say("bad: a.jsonl:3: no [JSON]")
+    bar.close()
+    assert "━" in stream.getvalue() and "40.0/100.0 MB" in stream.getvalue()
+    assert "bad: a.jsonl:3: no [JSON]\n" in stream.getvalue()
+
+
+def test_ranks_that_srun_or_torchrun_starts_share_the_work(
+    typed: Callable[..., Any], project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "a.jsonl").write_bytes(json_lines(texts(30, seed=1)))
+    words = ["prepare.inputs=[a.jsonl]", "prepare.output=out", "prepare.unit_mb=0.001", "prepare.workers=1"]
+    world = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    said = []
+    for rank in ("1", "0"):
+        for name, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items():
+            monkeypatch.setenv(name, value)
+        code, text = typed(*words)
+        assert code == 0
+        said.append(text)
+    assert "this part is done, 3 of 7 units in all" in said[0]
+    assert f"prepared {project}/out (train: 30 documents" in said[1]
+
+
 @pytest.fixture
 def typed(monkeypatch: pytest.MonkeyPatch, project: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """Run the verb in this process, whose signal handlers stay as they are: its exit code and what it said."""
@@ -635,6 +684,14 @@ def test_the_verb_prepares_verifies_and_finds_every_damage(typed: Callable[..., 
     ]
     tokens.unlink()
     assert typed(*words)[0] == 0 and typed("verify", "out")[0] == 0
+
+
+def test_it_does_without_torch(cli: Cli, project: Path) -> None:
+    (project / "a.txt").write_text("text")
+    program = "import sys; from slurmtrain.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    for words in (["prepare", "prepare.inputs=[a.txt]", "prepare.output=out"], ["prepare", "verify", "out"]):
+        done = cli(*words, program=("-c", program))
+        assert done.returncode == 0 and done.stdout.splitlines()[-1] == "False", done
 
 
 @pytest.mark.parametrize(

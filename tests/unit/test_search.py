@@ -108,6 +108,19 @@ def test_a_point_gives_back_its_best_metric_or_the_words_of_its_failure(tmp_path
     assert "the best so far" in said[1] and "no luck" in said[3]
 
 
+def test_a_point_that_cannot_fit_into_the_gpus_is_a_point_that_has_failed(tmp_path: Path) -> None:
+    points = [["cluster=a100x4", "model=llama3_70b", "data.seq_len=4096"], ["optim.lr=1"]]
+    with composing(PRIMARY) as composer:
+        from hydra.types import RunMode
+
+        loader = GlobalHydra.instance().config_loader()
+        jobs = [(point, loader.load_configuration("config", point, RunMode.RUN)) for point in points]
+        opened: Any = Finished(tmp_path)
+        returned = Search(composer, opened, ["model"], lambda text: None).launch(jobs)
+    assert [each.status for each in returned] == [JobStatus.FAILED, JobStatus.COMPLETED]
+    assert "gpu_memory_gb" in str(returned[0]._return_value)
+
+
 class Stubborn(Exception):
     """Cannot be read again: its constructor wants more than it was made of."""
 

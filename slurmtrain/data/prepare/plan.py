@@ -141,11 +141,13 @@ def _packages(sources: Sequence[Source]) -> dict[str, str]:
 def _grouped(sources: Sequence[Source], unit_bytes: int) -> Iterator[tuple[Piece, ...]]:
     """Large files are cut evenly, small ones are taken together, always in the order of the sources."""
     group: list[Piece] = []
+    size = 0
     for piece in (piece for source in sources for piece in _cut(source, unit_bytes)):
-        if group and sum(each.size for each in group) + piece.size > unit_bytes:
+        if group and size + piece.size > unit_bytes:
             yield tuple(group)
-            group = []
+            group, size = [], 0
         group.append(piece)
+        size += piece.size
     if group:
         yield tuple(group)
 

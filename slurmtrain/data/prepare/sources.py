@@ -108,9 +108,15 @@ def _saved_shards(folder: Path) -> list[Path] | None:
     """The Arrow files of a data set that `datasets` has saved (save_to_disk); None when it is none."""
     try:
         state = json.loads((folder / "state.json").read_bytes())
-        return [folder / each["filename"] for each in state["_data_files"]]
+        shards = [folder / each["filename"] for each in state["_data_files"]]
     except (ValueError, TypeError, KeyError):
         return None
+    if state.get("_indices_data_files") or state.get("_indices_files"):
+        raise ConfigError(
+            f"prepare.inputs: {folder} holds a selection of rows in an order of its own",
+            hint="dataset.flatten_indices() before save_to_disk writes these rows themselves",
+        )
+    return shards
 
 
 def _source(path: Path, root: Path, format: str) -> Source:

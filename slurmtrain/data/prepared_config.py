@@ -1,7 +1,11 @@
-"""Does the model know all token ids of the data? Asked before a job queues, and again by every rank. Imports no torch."""
+"""Prepared data as a config names it: where it lies, and does the model know all its token ids?
+
+Asked before a job queues, and again by every rank. Imports no torch.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +52,22 @@ def check_tokenizer(manifest: Manifest, folder: Path, sha256: str | None) -> Non
 def named(tokenizer: TokenizerFacts) -> str:
     ids = f"{tokenizer.vocab_size} ids, bos {tokenizer.bos}, eos {tokenizer.eos}"
     return f"{tokenizer.sha256 or tokenizer.kind} ({ids})"
+
+
+def with_absolute_paths(values: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
+    """The config group `data` for a job that runs elsewhere than in `cwd`."""
+    here: dict[str, Any] = {
+        key: with_absolute_paths(value, cwd) if isinstance(value, Mapping) else value for key, value in values.items()
+    }
+    if here.get("_target_") == PREPARED and isinstance(here.get("path"), str):
+        here["path"] = _absolute(here["path"], cwd)
+        evals = here.get("evals") or {}  # names of splits, or folders
+        here["evals"] = {name: _absolute(where, cwd) if "/" in where else where for name, where in evals.items()}
+    return here
+
+
+def _absolute(path: str, cwd: Path) -> str:
+    return os.path.abspath(cwd / Path(path).expanduser())
 
 
 def _prepared(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
