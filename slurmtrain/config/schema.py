@@ -168,7 +168,8 @@ class EvalConfig:
     """What is measured on held-out samples, and where. When: train.eval_every, and at the end."""
 
     mode: str = "inline"  # "inline": training waits for it; "job": each due checkpoint gets a SLURM job of its own
-    # Further sets by name, each a data config with its _target_. The data source's own are "valid" and those in its `evals`.
+    # Further sets by name, each a data config with its _target_: a data set, or a source, of which `valid` is taken, else
+    # `train`. The data source's own are "valid" and those in its `evals`.
     sets: dict[str, Any] = field(default_factory=dict)
     # Besides the loss: true or false for those of slurmtrain.training.measures, or a config of your own with its _target_.
     metrics: dict[str, Any] = field(

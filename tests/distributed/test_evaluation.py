@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from slurmtrain.checkpoint.commit import committed, read_manifest
 from slurmtrain.config.compose import compose
 from slurmtrain.config.layout import layout_of, micro_batch_size
 from slurmtrain.config.schema import Config
@@ -22,12 +26,11 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.observe import read_metrics
 from slurmtrain.runtime import attempts, signals
 from slurmtrain.runtime.agreement import StopAgreement
-from slurmtrain.runtime.environment import Environment
 from slurmtrain.runtime.training_job import build, build_evaluator, build_model, fill, lay_model
 from slurmtrain.runtime.world import World
 from slurmtrain.training.passes import _Pipelined, passes_of
 from tests.distributed.conftest import SMALL, GlooRanks, Project, wait_until
-from tests.distributed.test_training import go_on, hold
+from tests.distributed.test_training import alone, fit, go_on, hold, losses
 
 
 class Ragged:
@@ -48,12 +51,31 @@ class Ragged:
         return {"inputs": tokens[:-1], "targets": targets, "sample": torch.tensor(index)}
 
 
+class Packed(Ragged):
+    """Rows of several documents, which do not see each other."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        documents = torch.arange(self._length, dtype=torch.int32) // (7 + index)
+        return {**super().__getitem__(index), "documents": documents}
+
+
+class Uneven(Ragged):
+    """Samples of different length."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample, length = super().__getitem__(index), int(self.lengths(np.array([index]))[0])
+        return {**sample, "inputs": sample["inputs"][:length], "targets": sample["targets"][:length]}
+
+    def lengths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        return 20 + indices * 5 % 29
+
+
 class RaggedText:
-    """As a `data._target_`: further sets of shorter sequences, of a length that two ranks cannot share."""
+    """As a `data._target_`: further sets, among them one of shorter sequences, of a length that two ranks cannot share."""
 
     def __init__(self, **ignored: Any):
         self.train = self.valid = Ragged()
-        self.evals = {"short": Ragged(5, 33)}
+        self.evals = {"short": Ragged(5, 33), "packed": Packed(5), "uneven": Uneven(5)}
 
 
 class TopFive:
@@ -111,11 +133,6 @@ def measure(world: World, overrides: list[str]) -> dict[str, float]:
     return measured
 
 
-def alone() -> World:
-    torch.set_num_threads(1)
-    return World(Environment(source="single"), torch.device("cpu"))
-
-
 @pytest.fixture(scope="module")
 def by_one() -> dict[str, float]:
     return measure(alone(), [])
@@ -125,12 +142,13 @@ def test_each_sample_counts_once(by_one: dict[str, float]) -> None:
     """Against sums over the samples, one by one."""
     config = experiment()
     model = fill(build_model(config), torch.device("cpu"), config.train.seed).eval()
-    for name, dataset in {"valid": Ragged(), "short": Ragged(5, 33), "other": Ragged(1)}.items():
+    for name, dataset in {**RaggedText().evals, "valid": Ragged(), "other": Ragged(1)}.items():
         loss = count = correct = hits = samples = 0.0
         for index in range(len(dataset)):
             sample = dataset[index]
             with torch.no_grad():
-                logits = model(sample["inputs"][None])[0].double()
+                more = {"documents": sample["documents"][None]} if "documents" in sample else {}
+                logits = model(sample["inputs"][None], **more)[0].double()
             targets = sample["targets"]
             counts = targets != IGNORED_TARGET
             loss += F.cross_entropy(logits, targets, ignore_index=IGNORED_TARGET, reduction="sum").item()
@@ -186,6 +204,21 @@ def test_a_pipeline_that_has_trained_on_shorter_sequences_says_so() -> None:
 def test_an_empty_set_is_refused() -> None:
     with pytest.raises(ConfigError, match="'none' holds no samples"):
         measure(alone(), [f"+eval.sets.none={{_target_: {__name__}.Ragged, samples: 0}}"])
+
+
+@pytest.mark.parametrize(("metric", "known"), [("valid_accuracy", True), ("valid_acuracy", False)])
+def test_checkpoints_are_kept_by_any_metric_that_is_measured(tmp_path: Path, metric: str, known: bool) -> None:
+    words = ["train.steps=2", "train.eval_every=1", "checkpoint.every_steps=1", "eval.metrics.accuracy=true"]
+    words += ["checkpoint.keep_best=1", f"checkpoint.best_metric={metric}", "checkpoint.best_mode=max"]
+    if not known:
+        with pytest.raises(ConfigError, match="best_metric=valid_acuracy is not measured") as refused:
+            fit(alone(), tmp_path / "run", words)
+        assert "valid_accuracy" in (refused.value.hint or "")
+        return
+    fit(alone(), tmp_path / "run", words)
+    saved = [read_manifest(path).metrics for path in committed(tmp_path / "run" / "checkpoints")]
+    logged = losses(tmp_path / "run", "valid_accuracy")
+    assert [metrics["valid_accuracy"] for metrics in saved] == [logged[1], logged[2]]
 
 
 # By the verb, on this machine.
