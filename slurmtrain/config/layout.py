@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from slurmtrain.config.schema import Config, ParallelConfig
 from slurmtrain.errors import ConfigError
@@ -218,11 +219,24 @@ def _model_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
 
 
 def _sequence_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
-    seq_len = config.data.get("seq_len")
     axes = [axis for axis in ("cp", "tp") if sizes[axis] > 1 and (axis == "cp" or config.parallel.sequence_parallel)]
-    if isinstance(seq_len, int) and seq_len % math.prod(sizes[axis] for axis in axes):
-        by = " x ".join(f"parallel.{axis}={sizes[axis]}" for axis in axes)
-        yield f"data.seq_len={seq_len} does not divide by {by}", None
+    for key, length in sequence_lengths(config.data).items():
+        if length % math.prod(sizes[axis] for axis in axes):
+            by = " x ".join(f"parallel.{axis}={sizes[axis]}" for axis in axes)
+            yield f"{key}={length} does not divide by {by}", None
+
+
+def sequence_lengths(data: Mapping[str, Any], group: str = "data") -> dict[str, int]:
+    """`seq_len` of a data config, or of each source of a mixture, by its key; as far as they are numbers."""
+    if isinstance(length := data.get("seq_len"), int):
+        return {f"{group}.seq_len": length}
+    sources = data.get("sources")
+    return {
+        key: length
+        for name, source in (sources.items() if isinstance(sources, Mapping) else ())
+        if isinstance(source, Mapping)
+        for key, length in sequence_lengths(source, f"{group}.sources.{name}").items()
+    }
 
 
 def _batch_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:

@@ -60,14 +60,18 @@ def filled(batch: Batch, rows: int) -> Batch:
 
 def joined(parts: Sequence[tuple[Tensor, Batch]]) -> Batch:
     """One batch of several, each with the rows that its samples are to have in it, int64 [B of the part]."""
-    if len(parts) == 1:
-        rows, batch = parts[0]
-        return {name: values[torch.argsort(rows)] for name, values in batch.items()}
-    names = {name for _, batch in parts for name in batch}
-    longest = max(tokens_per_row(batch) for _, batch in parts)
-    complete = [padded(_with_documents(batch, names), longest) for _, batch in parts]
     order = torch.argsort(torch.cat([rows for rows, _ in parts]))
-    return {name: torch.cat([batch[name] for batch in complete])[order] for name in complete[0]}
+    return {name: values[order] for name, values in stacked([batch for _, batch in parts]).items()}
+
+
+def stacked(batches: Sequence[Batch]) -> Batch:
+    """One batch with the rows of several, of which not all need have `documents`, nor rows of one length."""
+    if len(batches) == 1:
+        return batches[0]
+    names = {name for batch in batches for name in batch}
+    longest = max(map(tokens_per_row, batches))
+    complete = [padded(_with_documents(batch, names), longest) for batch in batches]
+    return {name: torch.cat([batch[name] for batch in complete]) for name in complete[0]}
 
 
 def blank(batch: Batch) -> Batch:

@@ -77,7 +77,7 @@ class BatchLoader:
         device: where the micro batches go.
 
     Raises:
-        ConfigError: an empty data set, or batch sizes that do not divide.
+        ConfigError: an empty data set, one that does not say how long its rows may be, or batch sizes that do not divide.
     """
 
     def __init__(
@@ -106,6 +106,16 @@ class BatchLoader:
         self._num_workers, self._ahead = num_workers, ahead
         self._samples_consumed = samples_consumed
         self._lengths = getattr(dataset, "lengths", None)
+        if (
+            row_length is not None
+            and row_length.fixed
+            and self._lengths is not None
+            and not hasattr(dataset, "seq_len")
+        ):
+            raise ConfigError(
+                "samples differ in length, but pipelines and compiled models take rows of one length only",
+                hint="give the data set an attribute seq_len, the length of its longest sample",
+            )
         self.order = self._order(shuffle, sorted_steps)
         self._fetch = _Fetch(dataset, seed, row_length or RowLength())
         self._gpu = _Gpu(device) if device is not None and device.type == "cuda" else None

@@ -23,7 +23,7 @@ def check_prepared(config: Config) -> None:
     Raises:
         ConfigError: a manifest is damaged, names another tokenizer than the config, or more token ids than the model knows.
     """
-    for values in _prepared(config.data):
+    for values in (*_prepared(config.data), *_prepared(config.eval.sets)):
         folder = Path(values["path"]).expanduser()
         if (folder / FILE_NAME).exists():
             manifest = read_manifest(folder)
@@ -55,7 +55,7 @@ def named(tokenizer: TokenizerFacts) -> str:
 
 
 def with_absolute_paths(values: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
-    """The config group `data` for a job that runs elsewhere than in `cwd`."""
+    """The config group `data`, or `eval.sets`, for a job that runs elsewhere than in `cwd`."""
     here: dict[str, Any] = {
         key: with_absolute_paths(value, cwd) if isinstance(value, Mapping) else value for key, value in values.items()
     }
@@ -71,7 +71,7 @@ def _absolute(path: str, cwd: Path) -> str:
 
 
 def _prepared(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The settings of prepared data in the config group, on its own or within a mixture."""
+    """The settings of prepared data, wherever they are within `values`."""
     if values.get("_target_") == PREPARED and isinstance(values.get("path"), str):
         yield values
     for value in values.values():

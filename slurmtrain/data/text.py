@@ -43,7 +43,7 @@ class ByteWindows(Dataset[dict[str, Tensor]]):
 
     def __init__(self, text: NDArray[np.uint8], seq_len: int):
         self.num_targets = self.num_bytes = max(len(text) - 1, 0)
-        self._windows = -(-self.num_targets // seq_len)
+        self.seq_len, self._windows = seq_len, -(-self.num_targets // seq_len)
         padded = np.zeros(self._windows * seq_len + 1, dtype=np.uint8)
         padded[: len(text)] = text[: len(padded)]
         # Two views of one array, so a batch is a plain gather of rows.

@@ -243,7 +243,8 @@ def with_absolute_paths(config: Config, cwd: Path) -> Config:
     """The job runs elsewhere; what was relative to the submitting shell must stay what it was."""
     job = dataclasses.replace(config.job, runs_dir=str(_runs_dir(config, cwd)))
     data = prepared_config.with_absolute_paths(config.data, cwd)
-    return dataclasses.replace(config, job=job, data=data, prepare=_prepare_here(config.prepare, cwd))
+    evaluated = dataclasses.replace(config.eval, sets=prepared_config.with_absolute_paths(config.eval.sets, cwd))
+    return dataclasses.replace(config, job=job, data=data, eval=evaluated, prepare=_prepare_here(config.prepare, cwd))
 
 
 def _prepare_here(prepare: PrepareConfig, cwd: Path) -> PrepareConfig:

@@ -12,7 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from slurmtrain.config.layout import Layout, as_overrides, layout_of, micro_batch_size, nearest_layouts
+from slurmtrain.config.layout import (
+    Layout,
+    as_overrides,
+    layout_of,
+    micro_batch_size,
+    nearest_layouts,
+    sequence_lengths,
+)
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
 from slurmtrain.planner.memory import Work, memory_per_rank
@@ -77,12 +84,12 @@ def memory_of(config: Config, layout: Layout) -> list[StageMemory] | None:
     if config.job.kind != "train" or config.model.get("_target_") != DECODER or not _has_sizes(config.model):
         return None
     parallel, reshard = config.parallel, config.parallel.reshard_after_forward
-    seq_len = config.data.get("seq_len") if isinstance(config.data.get("seq_len"), int) else None
+    seq_len = max(sequence_lengths(config.data).values(), default=0)
     micro_batch = micro_batch_size(config, layout)
     micro_batches = config.train.global_batch_size // (layout.dp * micro_batch)
     work = Work(
         micro_batch_size=micro_batch,
-        seq_len=seq_len or 0,
+        seq_len=seq_len,
         compute_bytes=2 if parallel.param_dtype else 4,
         reduce_bytes=2 if parallel.reduce_dtype == "bfloat16" else 4,
         checkpointing=parallel.activation_checkpointing,  # type: ignore[arg-type]  # validated

@@ -141,11 +141,23 @@ def _bound(config: Config, source: Any) -> dict[str, Any]:
             "model": config.model,
             "data": config.data,
             "optim": dataclasses.asdict(config.optim),
-            "train": {"seed": train.seed, "global_batch_size": train.global_batch_size, "steps": train.steps},
+            "train": {
+                "seed": train.seed,
+                "global_batch_size": train.global_batch_size,
+                "steps": train.steps,
+                **_order_of_samples(train, source),
+            },
             FINGERPRINT: fingerprint_of(source),
         }
     )
     return bound
+
+
+def _order_of_samples(train: TrainConfig, source: Any) -> dict[str, Any]:
+    """What else decides it, where it does: in another order some samples would come twice, and others never."""
+    if not train.shuffle:
+        return {"shuffle": False}
+    return {"length_sorted_steps": train.length_sorted_steps} if hasattr(source.train, "lengths") else {}
 
 
 def _cadence(config: Config, where: Place, step: int) -> Cadence:
@@ -258,6 +270,7 @@ def _evaluation_sets(config: Config, source: Any) -> dict[str, MapDataset]:
         if name in found:
             raise ConfigError(f"eval.sets.{name}: the data source has a set of this name", hint="choose another name")
         built = build(f"eval.sets.{name}", values)
+        check_vocabulary(config.model.get("vocab_size"), getattr(built, "vocab_size", None))
         found[name] = built if hasattr(built, "__getitem__") else getattr(built, "valid", None) or built.train
     return found
 

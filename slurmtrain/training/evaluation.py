@@ -120,8 +120,10 @@ class Evaluator:
 
 
 def _longest(dataset: MapDataset) -> int:
-    """Tokens of the longest sample."""
-    lengths = getattr(dataset, "lengths", None)
+    """Tokens of the longest sample; asking each for its length is the last resort."""
+    seq_len, lengths = getattr(dataset, "seq_len", None), getattr(dataset, "lengths", None)
+    if seq_len is not None:
+        return int(seq_len)
     if lengths is not None:
         return int(lengths(np.arange(len(dataset), dtype=np.int64)).max())
     return int(fetch(dataset, np.zeros(1, dtype=np.int64))["inputs"].shape[1])

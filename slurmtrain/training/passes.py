@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slurmtrain.data.batches import IGNORED_TARGET, Batch, filled, padded, tokens_per_row
+from slurmtrain.data.batches import IGNORED_TARGET, Batch, filled, padded, stacked, tokens_per_row
 from slurmtrain.errors import ConfigError
 from slurmtrain.parallel.ddp import no_sync
 from slurmtrain.parallel.lay import Laid
@@ -132,7 +132,7 @@ class _Pipelined:
         )
 
     def train(self, micro_batches: list[Batch], count: Callable[[], int]) -> Tensor:
-        whole = {name: torch.cat([batch[name] for batch in micro_batches]) for name in micro_batches[0]}
+        whole = stacked(micro_batches)
         scale = _scale(self._laid, count)
         self._length = tokens_per_row(whole)
         self._at_the_end = lambda logits, targets: loss_sum(self._laid, logits, targets) * scale

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from slurmtrain.errors import CheckpointMismatch
 from tests.distributed.conftest import GlooRanks, assert_same_tensors
 from tests.distributed.test_training import StopAt, alone, fit, losses
 from tests.reading import checkpoint_tensors
@@ -68,3 +70,5 @@ def test_stopped_and_resumed_with_workers_it_draws_what_it_would_have(tmp_path: 
     assert losses(tmp_path / "stopped") == losses(tmp_path / "undisturbed")
     stopped, undisturbed = (checkpoint_tensors(tmp_path / run / "checkpoints") for run in ("stopped", "undisturbed"))
     assert_same_tensors(stopped, undisturbed)
+    with pytest.raises(CheckpointMismatch, match=r"train\.shuffle"):  # samples would come twice, or never
+        fit(alone(), tmp_path / "stopped", [*SHORT, "train.shuffle=false"], attempt=3)

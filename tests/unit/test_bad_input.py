@@ -60,6 +60,11 @@ BAD_CONFIGS = [
     ([*SLURM, "parallel.tp=4"], "model.kv_heads=2 does not divide by parallel.tp=4", "what can be: parallel.tp=2"),
     ([*SLURM, "parallel.cp=4", "data.seq_len=6"], "data.seq_len=6 does not divide by parallel.cp=4", "parallel.cp=2"),
     (
+        [*SLURM, "parallel.cp=4", "data=mixture", "+data.sources.web.seq_len=6"],
+        "data.sources.web.seq_len=6 does not",
+        "parallel.cp=2",
+    ),
+    (
         [*SLURM, "parallel.pp=4", "model.tie_embeddings=false"],
         "model.layers=3 are too few for 4 stages of parallel.pp=4",
         "parallel.pp=2",

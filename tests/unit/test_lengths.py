@@ -4,6 +4,7 @@ import itertools
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from slurmtrain.data import BatchLoader
 from slurmtrain.data.lengths import ByLength, dealt
 from slurmtrain.data.loader import RowLength
 from slurmtrain.data.order import Epochs
+from slurmtrain.errors import ConfigError
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(4.0, 1.0, 5000), 1, 512).astype(np.int64)
 
@@ -81,6 +83,13 @@ def test_all_ranks_have_as_much_to_do_and_little_of_it_is_padding() -> None:
     plain = LENGTHS[: 64 * 40].reshape(-1, 4)
     assert slowest < 1.03
     assert 1 - real / slots.sum() < 0.1 < 1 - plain.sum() / (plain.max(axis=1).sum() * 4)
+
+
+def test_what_takes_rows_of_one_length_has_to_be_told_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {batch["inputs"].shape[1] for batch in steps(1, row_length=RowLength(fixed=True))[0]} == {512}
+    monkeypatch.delattr(Documents, "seq_len")
+    with pytest.raises(ConfigError, match="samples differ in length"):
+        steps(1, row_length=RowLength(fixed=True))
 
 
 def test_a_round_begins_with_the_longest_and_is_dealt_in_turn() -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slurmtrain.data import BatchLoader, Mixture
+from slurmtrain.data.batches import stacked
 from slurmtrain.data.mixture import Interleaved
 from slurmtrain.data.order import sample_ids
 from slurmtrain.errors import ConfigError
@@ -124,6 +125,15 @@ def test_rows_of_different_length_are_filled_up_beside_each_other() -> None:
     batch = train.get_batch(np.array([4, 0, 5]))
     assert batch["inputs"].tolist() == [[2, 2, 2, 2], [1, 1, 0, 0], [2, 2, 2, 2]]
     assert batch["targets"].tolist() == [[1, 1, 1, 1], [0, 0, -100, -100], [2, 2, 2, 2]]
+
+
+def test_micro_batches_become_one_though_only_some_tell_documents_apart() -> None:
+    masked = {name: torch.zeros(1, 4, dtype=torch.int64) for name in ("inputs", "targets")}
+    masked["documents"] = torch.tensor([[0, 0, 1, 1]], dtype=torch.int32)
+    plain = {name: masked[name] for name in ("inputs", "targets")}
+    for batches in ([masked, plain], [plain, masked]):
+        rows = [batch.get("documents", torch.zeros(1, 4)).tolist() for batch in batches]
+        assert stacked(batches)["documents"].tolist() == rows[0] + rows[1]
 
 
 def test_valid_each_names_the_held_out_samples_of_every_source() -> None:

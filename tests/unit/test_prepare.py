@@ -298,6 +298,23 @@ def test_ctrl_c_leaves_whole_units_and_no_process_and_says_how_to_go_on(
     assert not (tmp_path / "out/manifest.json").exists()
 
 
+def test_what_somebody_else_is_writing_stays_until_he_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "raw.txt").write_text("a")
+    units = tmp_path / "out/.prepare/units"
+    with subprocess.Popen(["sleep", "60"]) as other:
+        theirs = units / f"00000.{os.uname().nodename}-{other.pid}.tmp"
+        theirs.mkdir(parents=True)
+        (theirs / "train.tokens").write_bytes(b"a")
+        elsewhere = units / "00000.another-host-1.tmp"
+        elsewhere.mkdir()
+        prepare(tmp_path / "raw.txt", tmp_path / "out")
+        assert sorted(units.glob("*.tmp")) == sorted([theirs, elsewhere])
+        other.kill()
+    os.utime(elsewhere, (0, 0))
+    prepare(tmp_path / "raw.txt", tmp_path / "out")
+    assert not list(units.glob("*.tmp"))
+
+
 def test_one_task_that_is_told_to_stop_is_enough(tmp_path: Path) -> None:
     one, other = signals.StopSignals(), signals.StopSignals()
     for stop in (one, other):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 
 from slurmtrain.data.manifest import Manifest, Source, Split, replace_file
 from slurmtrain.data.prepare.plan import Plan
 from slurmtrain.data.prepare.trouble import in_a_sentence
-from slurmtrain.data.prepare.unit import SPLITS, Task, UnitRecord, read_record, recorded
+from slurmtrain.data.prepare.unit import SPLITS, Task, UnitRecord, read_record, recorded, remove_leftovers
 from slurmtrain.data.tokenizers import load_tokenizer
 from slurmtrain.errors import ConfigError
 
@@ -51,8 +50,7 @@ def _finish(plan: Plan, max_bad_share: float, say: Callable[[str], None]) -> Man
         replace_file(plan.output / facts.file, content)
     manifest = Manifest(facts.dtype, facts, splits, tuple(_sources(plan, records)))
     manifest.write(plan.output)
-    for left in task.units_folder.glob("*.tmp"):  # of an attempt that was killed when the record was written already
-        shutil.rmtree(left, ignore_errors=True)
+    remove_leftovers(task)  # of an attempt that was killed when the record was written already
     return manifest
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from slurmtrain.data.tokenizers import Ids, Tokenizer
 
 BATCH = 1 << 20  # characters that are tokenised at a time
 SPLITS = ("train", "valid")
+SILENT_S = 600.0  # a process that has written nothing for so long is gone, if it cannot be asked: a batch takes seconds
 
 
 @dataclass(frozen=True)
@@ -139,12 +141,33 @@ def _record_file(task: Task, unit: Unit) -> Path:
 
 
 def _fresh_folder(task: Task, unit: Unit) -> Path:
-    """For temporary files; those of a killed attempt go. Its name is our own: a process of an older attempt may still live."""
-    for left in task.units_folder.glob(f"{unit.name}.*.tmp"):
-        shutil.rmtree(left, ignore_errors=True)
+    """For temporary files. Its name is our own: a process of an older attempt, or of somebody else, may do the same unit."""
+    remove_leftovers(task, unit.name)
     folder = task.units_folder / f"{unit.name}.{os.uname().nodename}-{os.getpid()}.tmp"
+    shutil.rmtree(folder, ignore_errors=True)  # of a process that had our number before us
     folder.mkdir(parents=True)
     return folder
+
+
+def remove_leftovers(task: Task, unit: str = "*") -> None:
+    """Remove the temporary files of processes that were killed. Those of one that goes on writing stay."""
+    for left in task.units_folder.glob(f"{unit}.*.tmp"):
+        if not _is_written(left):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_written(folder: Path) -> bool:
+    """Whether the process that a temporary folder is named after may still be at work in it."""
+    host, _, pid = folder.name.partition(".")[2].removesuffix(".tmp").rpartition("-")
+    try:
+        newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+        if host == os.uname().nodename:
+            os.kill(int(pid), 0)
+    except PermissionError:  # somebody else's process
+        pass
+    except (OSError, ValueError, OverflowError):
+        return False
+    return time.time() - newest < SILENT_S
 
 
 @dataclass(frozen=True)
