@@ -29,14 +29,15 @@ def _prepare(config: Config, stop: signals.StopSignals) -> int:
     from slurmtrain.runtime.environment import Environment
     from slurmtrain.runtime.prepare import share_of, summary, workers_of
 
+    environment = Environment.detect()
     plan = make_plan(config.prepare)
     agree_on(plan)
     progress = preparing()
     try:
         finished = work(
             plan,
-            share_of(plan, config, Environment.detect()),
-            workers_of(config),
+            share_of(plan, config, environment),
+            workers_of(config, environment),
             stop,
             progress.show,
             max_bad_share=config.prepare.max_bad_share,

@@ -117,6 +117,11 @@ class _HuggingFace:
             raise ConfigError(
                 f"prepare.tokenizer={choice.name} is no tokenizer.json of Hugging Face: {error}"
             ) from None
+        if getattr(self._tokenizer.model, "dropout", None):
+            raise ConfigError(
+                f"prepare.tokenizer={choice.name} encodes at random (model.dropout={self._tokenizer.model.dropout:g})",
+                hint="set dropout to null in that file",
+            )
         # A file may ask for both, which would cut documents and fill them up.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -55,7 +55,9 @@ def run_prepare(config: Config, environment: Environment, where: Place, stop: St
             report.update()
 
     units = share_of(plan, config, environment)
-    finished = work(plan, units, workers_of(config), stop, show, max_bad_share=config.prepare.max_bad_share)
+    finished = work(
+        plan, units, workers_of(config, environment), stop, show, max_bad_share=config.prepare.max_bad_share
+    )
     if report is None:
         finished = finished and _wait_for(where.attempt_dir, PREPARED, stop)
     elif finished and (finished := report.wait_for_all(stop)):
@@ -78,9 +80,14 @@ def share_of(plan: Plan, config: Config, environment: Environment) -> Sequence[U
     return _part(plan, config)[environment.rank :: environment.world_size]
 
 
-def workers_of(config: Config) -> int:
+def workers_of(config: Config, environment: Environment) -> int:
     """Processes of this task: as many as it has CPUs, unless the config says so."""
-    return config.prepare.workers or len(os.sched_getaffinity(0))
+    if config.prepare.workers:
+        return config.prepare.workers
+    cpus = len(os.sched_getaffinity(0))
+    if environment.source == "slurm":  # which need not bind tasks to the CPUs that it gives them
+        return min(cpus, int(os.environ.get("SLURM_CPUS_PER_TASK", cpus)))
+    return max(1, cpus // environment.local_world_size)
 
 
 def summary(plan: Plan, manifest: Manifest | None) -> str:

@@ -27,19 +27,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmtrain.cli import main
-from slurmtrain.config.schema import PrepareConfig
+from slurmtrain.config.schema import Config, PrepareConfig
 from slurmtrain.data.manifest import Manifest, read_manifest
-from slurmtrain.data.prepare.crew import PrepareError, Tally, work
+from slurmtrain.data.prepare.crew import Tally, work
 from slurmtrain.data.prepare.finish import finish
 from slurmtrain.data.prepare.plan import Piece, Plan, agree_on, make_plan
 from slurmtrain.data.prepare.reading import Bad, Reading
 from slurmtrain.data.prepare.sources import find_sources
+from slurmtrain.data.prepare.trouble import PrepareError
 from slurmtrain.data.prepare.unit import Task, prepare_unit, recorded
 from slurmtrain.data.tokenizers import TokenizerChoice, load_tokenizer
 from slurmtrain.errors import ConfigError, SlurmtrainError
 from slurmtrain.observe.preparing import PreparingLines, preparing
 from slurmtrain.runtime import signals
-from slurmtrain.runtime.prepare import stop_together
+from slurmtrain.runtime.environment import Environment
+from slurmtrain.runtime.prepare import stop_together, workers_of
 from tests.conftest import Cli
 from tests.raw_text import (
     content,
@@ -701,6 +703,16 @@ def test_the_verb_prepares_verifies_and_finds_every_damage(typed: Callable[..., 
     ]
     tokens.unlink()
     assert typed(*words)[0] == 0 and typed("verify", "out")[0] == 0
+
+
+def test_a_task_has_a_process_for_each_of_its_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    config, alone, two = Config(), Environment("single"), Environment("local", world_size=2, local_world_size=2)
+    assert (workers_of(config, alone), workers_of(config, two)) == (8, 4)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "3")
+    assert workers_of(config, Environment("slurm", world_size=2, local_world_size=2)) == 3
+    config.prepare.workers = 5
+    assert workers_of(config, alone) == 5
 
 
 def test_it_does_without_torch(cli: Cli, project: Path) -> None:

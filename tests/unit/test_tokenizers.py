@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import regex
 import tiktoken
+from tiktoken_ext import openai_public
 from tokenizers import Tokenizer
 
-from slurmtrain.data.tokenizers import TokenizerChoice, load_tokenizer
+from slurmtrain.data.tokenizers import ENCODINGS, TokenizerChoice, load_tokenizer
 from slurmtrain.errors import ConfigError
 from tests.raw_text import texts, write_ranks, write_tokenizer
 
@@ -60,6 +62,18 @@ def test_an_encoding_by_its_name_brings_its_special_tokens(tmp_path: Path) -> No
     assert (facts.eos, facts.vocab_size) == (100257, 100277)
 
 
+def test_known_encodings_are_those_of_tiktoken(monkeypatch: pytest.MonkeyPatch) -> None:
+    for loader in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):  # which would ask the network
+        monkeypatch.setattr(openai_public, loader, lambda *files, **more: {})
+    text = "I'LL don't  stop,\n\n 12345 naïve ΔΕΛΤΑ δέλτα /// 'Tis\t🙂 x_y HTTPServer  "
+    for name, encoding in ENCODINGS.items():
+        theirs = openai_public.ENCODING_CONSTRUCTORS[name]()
+        assert regex.findall(encoding.pattern, text) == regex.findall(theirs["pat_str"], text)
+        assert encoding.end == theirs["special_tokens"]["<|endoftext|>"]
+        special = max(theirs["special_tokens"].values()) + 1
+        assert encoding.vocab_size == theirs.get("explicit_n_vocab", special)
+
+
 def test_the_end_token_is_the_one_that_can_only_be_meant(tmp_path: Path) -> None:
     path = write_tokenizer(tmp_path / "tokenizer.json")
     content = json.loads(path.read_text())
@@ -78,6 +92,7 @@ def test_the_end_token_is_the_one_that_can_only_be_meant(tmp_path: Path) -> None
         (TokenizerChoice("nowhere.json"), "prepare.tokenizer=nowhere.json cannot be read: No such file"),
         (TokenizerChoice("model.model"), "prepare.tokenizer=model.model is no tokenizer that is known"),
         (TokenizerChoice("broken.json"), "prepare.tokenizer=broken.json is no tokenizer.json of Hugging Face"),
+        (TokenizerChoice("random.json"), "prepare.tokenizer=random.json encodes at random (model.dropout=0.5)"),
         (TokenizerChoice("good.json", eos="</s>"), "prepare.eos=</s> is no token of good.json"),
         (TokenizerChoice("good.json", bos="99999"), "prepare.bos=99999 is far beyond the 320 ids of good.json"),
         (TokenizerChoice("good.json", pattern="gpt2"), "prepare.tiktoken_pattern=gpt2, but good.json is no file"),
@@ -94,7 +109,8 @@ def test_a_wrong_tokenizer_is_told_in_a_sentence(
     choice: TokenizerChoice, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_tokenizer(tmp_path / "good.json")
+    good = write_tokenizer(tmp_path / "good.json").read_text()
+    (tmp_path / "random.json").write_text(good.replace('"dropout":null', '"dropout":0.5'))
     write_ranks(tmp_path / "mine.tiktoken")
     (tmp_path / "broken.json").write_text("{}")
     (tmp_path / "torn.tiktoken").write_text("YQ== 0\n!!\n")

@@ -6,20 +6,21 @@ whole units stay, and what was begun is done again.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import errno
 import os
 import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import SpawnProcess
 from typing import Protocol
 
 from slurmtrain.data.prepare.plan import Plan, Unit
+from slurmtrain.data.prepare.trouble import PrepareError, in_a_sentence
 from slurmtrain.data.prepare.unit import Progress, Task, UnitRecord, describe, prepare_unit, read_record
 from slurmtrain.data.tokenizers import load_tokenizer
 from slurmtrain.errors import ConfigError, SlurmtrainError
@@ -27,10 +28,6 @@ from slurmtrain.errors import ConfigError, SlurmtrainError
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}
 PR_SET_PDEATHSIG = 1
 HOPELESS = 100  # bad records before the first good one
-
-
-class PrepareError(SlurmtrainError):
-    """What a retry may mend: a full disk, an input that has vanished, a process that was killed."""
 
 
 class Stop(Protocol):
@@ -75,7 +72,8 @@ def work(
         PrepareError: a disk is full, an input has vanished, a process was killed.
     """
     task = Task.of(plan)
-    task.units_folder.mkdir(parents=True, exist_ok=True)
+    with in_a_sentence(plan.output):
+        task.units_folder.mkdir(parents=True, exist_ok=True)
     done = {unit.number: record for unit in units if (record := read_record(task, unit)) is not None}
     ledger = _Ledger(units, done, hopeless=max_bad_share < 1)
     show(ledger.tally())
@@ -83,10 +81,11 @@ def work(
     if not waiting:
         return True
     told = _when_told(stop)
-    crew = [_hire(task) for _ in range(min(workers, len(waiting)))]
+    crew: list[_Worker] = []
     try:
-        for worker in crew:
-            worker.begin(waiting.popleft())
+        for _ in range(min(workers, len(waiting))):
+            crew.append(_hire(task))
+            crew[-1].begin(waiting.popleft())
         while any(worker.unit is not None for worker in crew):
             ready = wait([told, *(worker.connection for worker in crew if worker.unit is not None)])
             if told in ready or stop.requested:
@@ -124,11 +123,11 @@ class _Worker:
     process: SpawnProcess
     connection: Connection
     unit: Unit | None = None
-    progress: Progress = field(default_factory=Progress)
 
     def begin(self, unit: Unit) -> None:
-        self.unit, self.progress = unit, Progress()
-        self.connection.send(unit)
+        self.unit = unit
+        with contextlib.suppress(BrokenPipeError):  # it has ended: that is heard, too
+            self.connection.send(unit)
 
     def hear(self) -> Progress | UnitRecord:
         """What it says; raises what it raises."""
@@ -218,11 +217,11 @@ def _serve(connection: Connection, task: Task, parent: int) -> None:
             raise ConfigError(f"{task.settings.tokenizer.name} was changed while a data set was being prepared")
         while True:
             unit: Unit = connection.recv()
-            connection.send(prepare_unit(task, unit, tokenizer, connection.send))
+            with in_a_sentence(task.output):
+                record = prepare_unit(task, unit, tokenizer, connection.send)
+            connection.send(record)
     except SlurmtrainError as error:
         connection.send(error)
-    except OSError as error:
-        connection.send(_said(error, task))
 
 
 def _end_with(parent: int) -> None:
@@ -230,14 +229,3 @@ def _end_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was faster
         os._exit(1)
-
-
-def _said(error: OSError, task: Task) -> PrepareError:
-    again = "the same command again goes on where this one ended"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return PrepareError(f"there is no space left for {task.output}", hint=f"make room; {again}")
-    if isinstance(error, FileNotFoundError):
-        return PrepareError(
-            f"{error.filename} has vanished while a data set was being prepared", hint=f"bring it back; {again}"
-        )
-    return PrepareError(f"{error.filename or task.output}: {error.strerror or error}", hint=again)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from slurmtrain.data.manifest import Manifest, Source, Split, replace_file
 from slurmtrain.data.prepare.plan import Plan
+from slurmtrain.data.prepare.trouble import in_a_sentence
 from slurmtrain.data.prepare.unit import SPLITS, Task, UnitRecord, read_record, recorded, remove_leftovers
 from slurmtrain.data.tokenizers import load_tokenizer
 from slurmtrain.errors import ConfigError
@@ -20,7 +21,13 @@ def finish(plan: Plan, max_bad_share: float, say: Callable[[str], None]) -> Mani
 
     Raises:
         ConfigError: there are more bad records than allowed, or no documents.
+        PrepareError: the disk is full.
     """
+    with in_a_sentence(plan.output):
+        return _finish(plan, max_bad_share, say)
+
+
+def _finish(plan: Plan, max_bad_share: float, say: Callable[[str], None]) -> Manifest | None:
     task = Task.of(plan)
     if not {unit.name for unit in plan.units} <= recorded(task):
         return None

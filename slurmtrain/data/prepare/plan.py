@@ -18,6 +18,7 @@ from typing import Any
 from slurmtrain.config.schema import PrepareConfig
 from slurmtrain.data.manifest import TokenizerFacts, sync_folder
 from slurmtrain.data.prepare.sources import Source, find_sources
+from slurmtrain.data.prepare.trouble import in_a_sentence
 from slurmtrain.data.tokenizers import TokenizerChoice, load_tokenizer, needed
 from slurmtrain.errors import ConfigError
 
@@ -109,6 +110,7 @@ def agree_on(plan: Plan) -> None:
 
     Raises:
         ConfigError: another data set is prepared there, or inputs have changed since; it says what differs.
+        PrepareError: the disk is full.
     """
     path = plan.work_folder / "plan.json"
     if (plan.output / "manifest.json").exists() and not path.exists():
@@ -116,9 +118,12 @@ def agree_on(plan: Plan) -> None:
     mine = _facts(plan.settings, plan.sources) | {"modified": {source.name: source.modified for source in plan.sources}}
     try:
         plan.work_folder.mkdir(parents=True, exist_ok=True)
-        there = _read(path) or _write_once(path, mine)
+        there = _read(path)
     except OSError as error:
         raise ConfigError(f"prepare.output={plan.output} cannot be used: {error.strerror}") from None
+    if there is None:
+        with in_a_sentence(plan.output):
+            there = _write_once(path, mine)
     difference = _difference(there, mine)
     if difference is not None:
         raise ConfigError(
