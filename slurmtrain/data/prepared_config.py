@@ -18,14 +18,15 @@ from slurmtrain.errors import ConfigError
 
 PREPARED = "slurmtrain.data.PreparedText"
 MIXTURE = "slurmtrain.data.Mixture"
+HUGGING_FACE = "slurmtrain.models.huggingface.HuggingFace"
 
 
 def check_prepared(config: Config) -> None:
     """Look at the mixtures that a config names, and at all prepared data that this machine sees.
 
     Raises:
-        ConfigError: a mixture's weights are no shares, or a manifest is damaged, names another tokenizer than the config, or
-            more token ids than the model knows.
+        ConfigError: a mixture's weights are no shares, the model cannot tell documents apart that it would have to, or a
+            manifest is damaged, names another tokenizer than the config, or more token ids than the model knows.
     """
     groups = (config.data, config.eval.sets)
     for values in (values for group in groups for values in _of(MIXTURE, "sources", Mapping, group)):
@@ -33,6 +34,7 @@ def check_prepared(config: Config) -> None:
         if weights is None or isinstance(weights, Mapping):
             shares_of(list(values["sources"]), weights)
     for values in (values for group in groups for values in _of(PREPARED, "path", str, group)):
+        _check_mask(values, config.model)
         folder = Path(values["path"]).expanduser()
         if (folder / FILE_NAME).exists():
             manifest = read_manifest(folder)
@@ -55,6 +57,15 @@ def check_tokenizer(manifest: Manifest, folder: Path, sha256: str | None) -> Non
         raise ConfigError(
             f"data.tokenizer_sha256 is {sha256}, but {folder} was prepared with the tokenizer {named(manifest.tokenizer)}",
             hint="prepare the data with that tokenizer, or correct data.tokenizer_sha256",
+        )
+
+
+def _check_mask(values: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    asked = values.get("document_mask")
+    if (values.get("packing") == "best_fit" if asked is None else asked) and model.get("_target_") == HUGGING_FACE:
+        raise ConfigError(
+            "rows of the data hold several documents, which models of transformers do not tell apart",
+            hint="set data.document_mask=false to let documents see those before them, or data.packing=documents",
         )
 
 
