@@ -26,7 +26,7 @@ HYDRA_OPTIONS = {
 }
 CFG_CHOICES = ("job", "hydra", "all")
 INFO_CHOICES = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-OPEN = ("eval.sets.", "eval.metrics.", "eval.cluster.", "eval.parallel.")
+OPEN = tuple(f"eval.{group}{end}" for group in ("sets", "metrics", "cluster", "parallel") for end in ".=")
 SHORT = {
     "-h": "--help",
     "-m": "--multirun",

@@ -11,7 +11,7 @@ import shlex
 
 from slurmtrain.config.compose import SECRET_REFERENCE, SECRET_VARIABLE
 from slurmtrain.config.evaluation import evaluation_config
-from slurmtrain.config.layout import STAGES_PER_RANK, Layout, layout_of
+from slurmtrain.config.layout import STAGES_PER_RANK, Layout, layout_of, sequence_lengths
 from slurmtrain.config.schema import (
     ClusterConfig,
     Config,
@@ -74,6 +74,8 @@ def validate(config: Config) -> None:
     _check_evaluation(config)
     if config.job.kind == "prepare":
         _check_prepare(config.prepare)
+    if config.job.kind == "train":
+        _check_lengths(config)
 
 
 def _check_evaluation(config: Config) -> None:
@@ -108,6 +110,20 @@ def _check_evaluation(config: Config) -> None:
             f"the job of an evaluation (eval.mode=job) cannot be: {error.message}",
             hint=f"eval.cluster and eval.parallel change it; {error.hint or 'by default it is one copy of the model'}",
         ) from None
+
+
+def _check_lengths(config: Config) -> None:
+    """What our own model would say of our own data when the job has begun."""
+    longest = config.model.get("max_seq_len")
+    ours = config.model.get("_target_") == "slurmtrain.models.Decoder"
+    if not ours or not isinstance(longest, int) or not str(config.data.get("_target_")).startswith("slurmtrain.data."):
+        return
+    for key, length in sequence_lengths(config.data).items():
+        if length > longest:
+            raise ConfigError(
+                f"{key}={length} is longer than model.max_seq_len={longest}",
+                hint=f"set model.max_seq_len={length}, or a shorter {key}",
+            )
 
 
 def _check_target(where: str, values: object) -> None:

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from slurmtrain.data.batches import Batch, joined
 from slurmtrain.data.order import Epochs, Order, samples_at
 from slurmtrain.data.samples import MapDataset, fetch, fingerprint_of
+from slurmtrain.data.shares import shares_of
 from slurmtrain.errors import ConfigError
-
-FINEST = 2**30  # shares are multiples of its inverse; products of two of them stay within 64 bits
 
 
 class Mixture:
@@ -26,12 +25,12 @@ class Mixture:
         sources: by name.
         weights: by name, shares of the samples, of any sum; a source whose share is more than it has comes again, shuffled
             anew. None: all samples of all sources, each once an epoch.
-        valid_each: also evaluate on each source's held-out samples by themselves, by its name.
+        valid_each: also evaluate on each source's held-out samples by themselves, by its name, which cannot be `valid`.
 
     Attributes:
         train: the samples of all sources, one source after the other; their `order` mixes them.
         valid: the held-out samples of all sources; None when there are none.
-        evals: data sets by name; see `valid_each`.
+        evals: data sets by name; see `valid_each`; and SOURCE_NAME for those that a source has itself.
         fingerprint: over names, weights and the sources' own.
 
     Raises:
@@ -41,15 +40,20 @@ class Mixture:
     def __init__(
         self, sources: Mapping[str, Any], weights: Mapping[str, float] | None = None, *, valid_each: bool = False
     ):
-        if not sources:
-            raise ConfigError("data.sources is empty", hint="name at least one, see conf/data/mixture.yaml")
-        shares = None if weights is None else _shares(list(sources), weights)
+        shares = shares_of(list(sources), weights)
         self.train = MixedSamples({name: source.train for name, source in sources.items()}, shares)
         held_out = {
             name: source.valid for name, source in sources.items() if getattr(source, "valid", None) is not None
         }
         self.valid = MixedSamples(held_out) if held_out else None
-        self.evals = held_out if valid_each else {}
+        if valid_each and "valid" in held_out:
+            raise ConfigError(
+                "data.sources.valid with data.valid_each=true: `valid` is the evaluation set of all sources together",
+                hint="choose another name for that source",
+            )
+        self.evals = dict(held_out) if valid_each else {}
+        for name, source in sources.items():
+            self.evals |= {f"{name}_{own}": rows for own, rows in (getattr(source, "evals", None) or {}).items()}
         self.vocab_size = _common(sources, "vocab_size")
         parts = [f"{name} {weights and weights[name]} {fingerprint_of(source)}\n" for name, source in sources.items()]
         self.fingerprint = hashlib.sha256("".join(parts).encode()).hexdigest()
@@ -210,39 +214,6 @@ def _place(number: int, share: int, whole: int, *, up: bool) -> int:
         return -(-((number + 1) * whole - half) // share) - 1
     # what is left of k is ceil((k share - half) / whole) for this side's share
     return (number * whole + half) // share
-
-
-def _shares(names: Sequence[str], weights: Mapping[str, float]) -> list[Fraction]:
-    """The weights, adding up to one; exactly as written, where that can be."""
-    if set(weights) != set(names):
-        odd = sorted(set(weights) ^ set(names))
-        raise ConfigError(
-            f"data.weights and data.sources differ in {', '.join(odd)}",
-            hint="every source needs a weight, and no other name one",
-        )
-    values = [_fraction(name, weights[name]) for name in names]
-    total = sum(values)
-    exact = [value / total for value in values]
-    if lcm(*(share.denominator for share in exact)) <= FINEST:
-        return exact
-    sums = [round(sum(exact[: count + 1]) * FINEST) for count in range(len(exact))]
-    rounded = [Fraction(after - before, FINEST) for before, after in zip([0, *sums], sums, strict=False)]
-    for name, share in zip(names, rounded, strict=True):
-        if not share:
-            raise ConfigError(f"data.weights.{name} is less than a billionth of all", hint="leave it out")
-    return rounded
-
-
-def _fraction(name: str, weight: float) -> Fraction:
-    try:
-        value = Fraction(str(weight))
-    except ValueError:
-        value = Fraction(0)
-    if value <= 0:
-        raise ConfigError(
-            f"data.weights.{name} is {weight}", hint="a weight is a number above 0; leave out what is not wanted"
-        )
-    return value
 
 
 def _common(sources: Mapping[str, Any], name: str) -> Any:

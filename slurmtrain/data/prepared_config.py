@@ -1,4 +1,5 @@
-"""Prepared data as a config names it: where it lies, and does the model know all its token ids?
+"""Prepared data and mixtures as a config names them: where the data lies, does the model know all its token ids, and are
+weights shares?
 
 Asked before a job queues, and again by every rank. Imports no torch.
 """
@@ -12,18 +13,28 @@ from typing import Any
 
 from slurmtrain.config.schema import Config
 from slurmtrain.data.manifest import FILE_NAME, Manifest, TokenizerFacts, read_manifest
+from slurmtrain.data.shares import shares_of
 from slurmtrain.errors import ConfigError
 
 PREPARED = "slurmtrain.data.PreparedText"
+MIXTURE = "slurmtrain.data.Mixture"
+HUGGING_FACE = "slurmtrain.models.huggingface.HuggingFace"
 
 
 def check_prepared(config: Config) -> None:
-    """Look at all prepared data that a config names and this machine sees.
+    """Look at the mixtures that a config names, and at all prepared data that this machine sees.
 
     Raises:
-        ConfigError: a manifest is damaged, names another tokenizer than the config, or more token ids than the model knows.
+        ConfigError: a mixture's weights are no shares, the model cannot tell documents apart that it would have to, or a
+            manifest is damaged, names another tokenizer than the config, or more token ids than the model knows.
     """
-    for values in (*_prepared(config.data), *_prepared(config.eval.sets)):
+    groups = (config.data, config.eval.sets)
+    for values in (values for group in groups for values in _of(MIXTURE, "sources", Mapping, group)):
+        weights = values.get("weights")
+        if weights is None or isinstance(weights, Mapping):
+            shares_of(list(values["sources"]), weights)
+    for values in (values for group in groups for values in _of(PREPARED, "path", str, group)):
+        _check_mask(values, config.model)
         folder = Path(values["path"]).expanduser()
         if (folder / FILE_NAME).exists():
             manifest = read_manifest(folder)
@@ -49,6 +60,15 @@ def check_tokenizer(manifest: Manifest, folder: Path, sha256: str | None) -> Non
         )
 
 
+def _check_mask(values: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    asked = values.get("document_mask")
+    if (values.get("packing") == "best_fit" if asked is None else asked) and model.get("_target_") == HUGGING_FACE:
+        raise ConfigError(
+            "rows of the data hold several documents, which models of transformers do not tell apart",
+            hint="set data.document_mask=false to let documents see those before them, or data.packing=documents",
+        )
+
+
 def named(tokenizer: TokenizerFacts) -> str:
     ids = f"{tokenizer.vocab_size} ids, bos {tokenizer.bos}, eos {tokenizer.eos}"
     return f"{tokenizer.sha256 or tokenizer.kind} ({ids})"
@@ -70,10 +90,10 @@ def _absolute(path: str, cwd: Path) -> str:
     return os.path.abspath(cwd / Path(path).expanduser())
 
 
-def _prepared(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The settings of prepared data, wherever they are within `values`."""
-    if values.get("_target_") == PREPARED and isinstance(values.get("path"), str):
+def _of(target: str, key: str, kind: type, values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The settings of what has this `_target_`, wherever they are within `values`, if `key` is of its kind."""
+    if values.get("_target_") == target and isinstance(values.get(key), kind):
         yield values
     for value in values.values():
         if isinstance(value, Mapping):
-            yield from _prepared(value)
+            yield from _of(target, key, kind, value)

@@ -112,10 +112,7 @@ class RowIndex:
 
     def pieces(self, indices: NDArray[np.int64]) -> tuple[Pieces, NDArray[np.int64]]:
         """Raises ConfigError for an index that is damaged, and what reading raises."""
-        bounds = np.empty((len(indices), 2), dtype="<u8")
-        first_bound = _HEADER_BYTES + self._header.pieces * PIECE.itemsize
-        for row, index in zip(bounds, indices.tolist(), strict=True):
-            self._file.read_into(row, first_bound + index * 8)
+        bounds = self._bounds(indices)
         counts = bounds[:, 1].astype(np.int64) - bounds[:, 0].astype(np.int64)
         if counts.min(initial=1) < 1 or bounds.max(initial=0) > self._header.pieces:
             raise damaged(str(self._file.path))
@@ -124,6 +121,16 @@ class RowIndex:
         for first, begin, end in zip(bounds[:, 0].tolist(), (ends - counts).tolist(), ends.tolist(), strict=True):
             self._file.read_into(pieces[begin:end].view(np.uint8), _HEADER_BYTES + first * PIECE.itemsize)
         return pieces, counts
+
+    def _bounds(self, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Where the pieces of each sample begin and end, uint64 [B, 2]."""
+        if self._header.pieces == self._header.rows:  # one each, which need not be looked up
+            return np.stack([indices, indices + 1], axis=1).astype("<u8")
+        bounds = np.empty((len(indices), 2), dtype="<u8")
+        first_bound = _HEADER_BYTES + self._header.pieces * PIECE.itemsize
+        for row, index in zip(bounds, indices.tolist(), strict=True):
+            self._file.read_into(row, first_bound + index * 8)
+        return bounds
 
 
 def damaged(index: str) -> ConfigError:

@@ -60,6 +60,17 @@ BAD_CONFIGS = [
     ([*SLURM, "parallel.tp=4"], "model.kv_heads=2 does not divide by parallel.tp=4", "what can be: parallel.tp=2"),
     ([*SLURM, "parallel.cp=4", "data.seq_len=6"], "data.seq_len=6 does not divide by parallel.cp=4", "parallel.cp=2"),
     (
+        [*SLURM, "data.seq_len=4096"],
+        "data.seq_len=4096 is longer than model.max_seq_len=",
+        "set model.max_seq_len=4096",
+    ),
+    ([*SLURM, "data=mixture"], "data.sources is empty", "name at least one"),
+    (
+        [*SLURM, "data=mixture", "+data.sources.web.seq_len=6", "data.weights={web: 1/0}"],
+        "weights.web is 1/0",
+        "above 0",
+    ),
+    (
         [*SLURM, "parallel.cp=4", "data=mixture", "+data.sources.web.seq_len=6"],
         "data.sources.web.seq_len=6 does not",
         "parallel.cp=2",

@@ -141,6 +141,15 @@ def test_valid_each_names_the_held_out_samples_of_every_source() -> None:
     assert {name: len(data) for name, data in mixture.evals.items()} == {"a": 2}
 
 
+def test_evaluation_sets_of_a_source_are_the_mixtures_too() -> None:
+    web = Source(1, 3, valid=2)
+    web.evals = {"short": _Rows(1, 1, 4)}  # type: ignore[attr-defined]
+    assert set(Mixture({"web": web}).evals) == {"web_short"}
+    assert set(Mixture({"web": web}, valid_each=True).evals) == {"web", "web_short"}
+    with pytest.raises(ConfigError, match=r"data\.sources\.valid with data\.valid_each=true"):
+        Mixture({"valid": web}, valid_each=True)
+
+
 @pytest.mark.parametrize(
     ("weights", "message"),
     [

@@ -233,7 +233,9 @@ def test_a_model_that_does_not_know_all_tokens_is_refused_before_it_queues(
     assert "data.tokenizer_sha256 is abc" in submit_refusal([*alone, "data.tokenizer_sha256=abc"], capsys)
     measured = [f"eval.sets.web={{_target_: slurmtrain.data.PreparedText, path: {data}, seq_len: 64}}"]
     assert "model.vocab_size=256 is too small for data with 257 token ids" in submit_refusal(measured, capsys)
-    for words in ([*alone, "model.vocab_size=257"], ["data=prepared", "data.path=/not/on/this/machine"]):
+    unmasked = ["data=prepared", "data.path=/not/on/this/machine", "model=huggingface", "model.path=/models/small"]
+    assert "do not tell apart" in submit_refusal([*unmasked, "data.packing=best_fit"], capsys)
+    for words in (unmasked, [*alone, "model.vocab_size=257"], ["data=prepared", "data.path=/not/on/this/machine"]):
         assert main([*words, "submit", "--dry-run"]) == 0
 
 
