@@ -144,7 +144,7 @@ def test_a_file_cut_anywhere_gives_the_records_and_line_numbers_of_the_whole(
 ) -> None:
     path = tmp_path_factory.mktemp("cut") / "a.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n" * ends_with_newline)
-    [source] = find_sources([str(path)], "auto")
+    [source] = find_sources([str(path)], "auto", path.parent / "out")
     whole = list(Reading(Piece(source, 0, source.size), "text").records())
     cuts = [0, *sorted(edge for edge in edges if 0 < edge < source.size), source.size]
     found, before = [], 0
@@ -485,7 +485,7 @@ def test_a_packed_file_that_is_torn_or_damaged_is_a_bad_record_where_it_ends(
         data[-5] ^= 0xFF  # of the checksum
     path = tmp_path / f"a.jsonl.{packing}"
     path.write_bytes(data)
-    [source] = find_sources([str(path)], "auto")
+    [source] = find_sources([str(path)], "auto", path.parent / "out")
     *good, (number, last) = list(Reading(Piece(source, 0, source.size), "text").records())
     assert isinstance(last, Bad) and ("ends too early" if damage == "torn" else "is damaged") in last.reason
     assert number == len(good) + 1 > 100
@@ -573,7 +573,7 @@ def test_an_input_that_vanishes_may_come_back_but_one_that_changes_may_not(tmp_p
 def test_an_input_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(json_lines(texts(20, seed=1)))
-    [source] = find_sources([str(path)], "auto")
+    [source] = find_sources([str(path)], "auto", path.parent / "out")
     records = Reading(Piece(source, 0, source.size), "text").records()
     next(records)
     path.write_bytes(json_lines(texts(20, seed=2)))
@@ -729,7 +729,8 @@ def test_it_does_without_torch(cli: Cli, project: Path) -> None:
         (["prepare.output=out"], 78, "prepare.inputs is empty"),
         (["prepare.inputs=[a.txt]"], 78, "prepare.output is not set"),
         (["prepare.inputs=[*.json]", "prepare.output=out"], 78, "nothing matches '{here}/*.json'"),
-        (["prepare.inputs=[a.txt]", "prepare.output=a.txt/out"], 78, "prepare.output={here}/a.txt/out cannot be used: Not a"),
+        (["prepare.inputs=[a.txt]", "prepare.output=file/out"], 78, "prepare.output={here}/file/out cannot be used: Not a"),
+        (["prepare.inputs=[../project]", "prepare.output=out"], 78, "prepare.output={here}/out lies in the input {here}"),
         (["prepare.inputs=[a.txt]", "prepare.output=out", "prepare.format=csv"], 78, "prepare.format=csv is not known"),
         (["prepare.inputs=[a.txt]", "prepare.output=out", "prepare.part=2"], 78, "prepare.part=2 with prepare.parts=1"),
         (["prepare.inputs=[a.txt]", "prepare.output=out", "prepare.valid_fraction=1"], 78, "prepare.valid_fraction=1.0 must"),
@@ -741,6 +742,7 @@ def test_it_does_without_torch(cli: Cli, project: Path) -> None:
 def test_what_cannot_be_is_said_in_one_sentence(
     words: list[str], code: int, said: str, project: Path, typed: Callable[..., Any]
 ) -> None:
-    (project / "a.txt").write_text("text")
+    for name in ("a.txt", "file"):
+        (project / name).write_text("text")
     found = typed(*words)
     assert found[0] == code and said.format(here=project) in found[1]

@@ -94,7 +94,8 @@ def make_plan(config: PrepareConfig) -> Plan:
         ConfigError: an input or the tokenizer is not there or not known.
     """
     assert config.output is not None
-    sources = find_sources(config.inputs, config.format)
+    output = Path(config.output)
+    sources = find_sources(config.inputs, config.format, output)
     for package, reason in _packages(sources).items():
         needed(package, reason)
     choice = TokenizerChoice(config.tokenizer, config.bos, config.eos, config.tiktoken_pattern)
@@ -102,7 +103,7 @@ def make_plan(config: PrepareConfig) -> Plan:
     unit_bytes = max(1, int(config.unit_mb * 1e6))
     settings = Settings(config.text_field, config.valid_fraction, unit_bytes, choice, tokenizer.facts)
     units = tuple(Unit(number, pieces) for number, pieces in enumerate(_grouped(sources, unit_bytes)))
-    return Plan(Path(config.output), settings, tuple(sources), units, _digest(settings, sources))
+    return Plan(output, settings, tuple(sources), units, _digest(settings, sources))
 
 
 def agree_on(plan: Plan) -> None:

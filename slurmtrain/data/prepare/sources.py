@@ -50,18 +50,19 @@ class Source:
         return self.name if self.format != "text" else self.name.rpartition("/")[0] + "/"
 
 
-def find_sources(inputs: Sequence[str], format: str) -> list[Source]:
+def find_sources(inputs: Sequence[str], format: str, output: Path) -> list[Source]:
     """The files that `inputs` name, each once, sorted by path: in which order the inputs are given does not matter.
 
     Raises:
-        ConfigError: an input is not there or matches nothing, or it is not known what is in a file.
+        ConfigError: an input is not there or matches nothing, it is not known what is in a file, or the output is in a
+            folder that is an input.
     """
-    paths = sorted({path for given in inputs for path in _files_of(given, format)})
+    paths = sorted({path for given in inputs for path in _files_of(given, format, output)})
     root = Path(os.path.commonpath([path.parent for path in paths]))
     return [_source(path, root, format) for path in paths]
 
 
-def _files_of(given: str, format: str) -> Iterator[Path]:
+def _files_of(given: str, format: str, output: Path) -> Iterator[Path]:
     matches = sorted(glob.glob(given, recursive=True)) if glob.has_magic(given) else [given]
     # A file may have a name that reads like a pattern.
     matches = matches or [given] * os.path.exists(given)
@@ -71,7 +72,12 @@ def _files_of(given: str, format: str) -> Iterator[Path]:
         )
     found = False
     for match in matches:
-        for path in _files_in(Path(os.path.abspath(match)), format):
+        named = Path(os.path.abspath(match))
+        if output.is_relative_to(named):
+            raise ConfigError(
+                f"prepare.output={output} lies in the input {named}", hint="what is written there would be read, too"
+            )
+        for path in _files_in(named, format):
             found = True
             yield path
     if not found:
