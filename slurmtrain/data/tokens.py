@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, get_worker_info
 from slurmtrain.data.rows import Rows, damaged
 from slurmtrain.data.stream import TokenStream
 from slurmtrain.data.text import IGNORED_TARGET
+from slurmtrain.data.workers import SENT_WHOLE_BYTES
 
 
 @dataclass(frozen=True)
@@ -159,9 +160,9 @@ class DocumentTokens(PackedTokens):
 
 
 def _empty(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """In a worker of a loader, in the memory that it shares with its rank, which saves a copy. As torch's own collating."""
+    """A large one in a worker lies in the memory that it shares with its rank, which saves a copy. As torch's own collating."""
+    count = math.prod(shape)
     tensor = torch.empty(0, dtype=dtype)
-    if get_worker_info() is not None:
-        storage = tensor._typed_storage()._new_shared(math.prod(shape), device=tensor.device)
-        tensor = tensor.new(storage)
+    if count * tensor.itemsize > SENT_WHOLE_BYTES and get_worker_info() is not None:
+        tensor = tensor.new(tensor._typed_storage()._new_shared(count, device=tensor.device))
     return tensor.resize_(shape)

@@ -12,9 +12,12 @@ import multiprocessing.process
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader, Dataset
 
 from slurmtrain.errors import SlurmtrainError
@@ -23,6 +26,8 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 CLOSE_GRACE_S = 2.0  # what a worker gets to leave by itself before it is killed
+SENT_WHOLE_BYTES = 256 << 10  # tensors up to this size go through the pipe
+_OF_NUMPY = {getattr(torch, name) for name in "bool uint8 int8 int16 int32 int64 float16 float32 float64".split()}
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
@@ -50,7 +55,7 @@ class Workers(Generic[Job, Result]):
             prefetch_factor=ahead,
             collate_fn=_as_is,
             pin_memory=pin_memory,
-            worker_init_fn=ignore_stop_signals,
+            worker_init_fn=_set_up,
             multiprocessing_context="fork",
             # Without one of its own, starting workers would draw from the global generator, which then differs
             # between runs with and without workers, and from that of a resumed run.
@@ -117,6 +122,19 @@ def ignore_stop_signals(worker_id: int) -> None:
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+
+
+def _set_up(worker_id: int) -> None:
+    ignore_stop_signals(worker_id)
+    ForkingPickler.register(Tensor, _reduced)  # in this worker alone
+
+
+def _reduced(tensor: Tensor) -> tuple[Any, ...]:
+    """How a tensor is sent. Torch opens shared memory for each and sends its descriptor, which takes longer than small ones."""
+    plain = tensor.dtype in _OF_NUMPY and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    if not plain or tensor.requires_grad or tensor.nbytes > SENT_WHOLE_BYTES:
+        return reduce_tensor(tensor)
+    return torch.from_numpy, (tensor.resolve_neg().numpy(),)
 
 
 class _Work(Dataset[Any]):
