@@ -70,9 +70,9 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
 
     def will_need(self, indices: NDArray[np.int64]) -> None:
         """Have the samples `indices` [B] read ahead; returns at once. Raises as `get_batch`."""
-        batch = self._plan(indices)
-        for start, pairs in zip(batch.starts.tolist(), batch.pairs.tolist(), strict=True):
-            self._stream.will_need(start, pairs + 1)
+        starts, pairs, _ = self._pieces(indices)
+        for start, count in zip(starts.tolist(), pairs.tolist(), strict=True):
+            self._stream.will_need(start, count + 1)
 
     def get_batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
         """The samples `indices` [B] at once, each name [B, S].
@@ -99,23 +99,30 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
     def _width(self, batch: _Batch) -> int:
         return self.seq_len
 
-    def _plan(self, indices: NDArray[np.int64]) -> _Batch:
-        if len(indices) and (np.min(indices) < 0 or np.max(indices) >= len(self)):
+    def _pieces(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Starts and pairs [P] of the samples' pieces, and how many each sample has [B]; all within the stream."""
+        if len(indices) and (indices.min() < 0 or indices.max() >= len(self)):
             raise IndexError(f"sample {indices} of a data set of {len(self)}")
         pieces, counts = self._rows.pieces(indices)
         starts, pairs = pieces["start"].astype(np.int64), pieces["pairs"].astype(np.int64)
-        rows = np.repeat(np.arange(len(indices)), counts)
-        skipped = np.cumsum(pairs) - pairs  # pairs of the batch before each piece
-        firsts = np.cumsum(counts) - counts  # number of each row's first piece
-        lengths = np.add.reduceat(pairs, firsts) if len(firsts) else firsts
-        ends = starts + pairs
-        if (
-            lengths.max(initial=0) > self.seq_len
-            or starts.min(initial=0) < 0
-            or ends.max(initial=0) >= self._stream.tokens
-        ):
+        if len(starts) and (starts.min() < 0 or (starts + pairs).max() >= self._stream.tokens):
             raise damaged("the index of the packing")
-        return _Batch(starts, pairs, rows, skipped - skipped[firsts][rows], lengths)
+        return starts, pairs, counts
+
+    def _plan(self, indices: NDArray[np.int64]) -> _Batch:
+        starts, pairs, counts = self._pieces(indices)
+        rows = np.arange(len(indices))
+        if len(starts) == len(rows):  # one piece each, as in most packings
+            columns, lengths = np.zeros_like(rows), pairs
+        else:
+            firsts = np.cumsum(counts) - counts  # number of each row's first piece
+            lengths = np.add.reduceat(pairs, firsts)
+            skipped = np.cumsum(pairs) - pairs  # pairs of the batch before each piece
+            columns = skipped - np.repeat(skipped[firsts], counts)
+            rows = np.repeat(rows, counts)
+        if lengths.max(initial=0) > self.seq_len:
+            raise damaged("the index of the packing")
+        return _Batch(starts, pairs, rows, columns, lengths)
 
     def _read(self, batch: _Batch, inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         """Fill inputs and targets [B, S]; what stands in the padding is of no use."""
@@ -162,7 +169,7 @@ class DocumentTokens(PackedTokens):
 def _empty(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """A large one in a worker lies in the memory that it shares with its rank, which saves a copy. As torch's own collating."""
     count = math.prod(shape)
-    tensor = torch.empty(0, dtype=dtype)
-    if count * tensor.itemsize > SENT_WHOLE_BYTES and get_worker_info() is not None:
-        tensor = tensor.new(tensor._typed_storage()._new_shared(count, device=tensor.device))
-    return tensor.resize_(shape)
+    if count * dtype.itemsize <= SENT_WHOLE_BYTES or get_worker_info() is None:
+        return torch.empty(shape, dtype=dtype)
+    empty = torch.empty(0, dtype=dtype)
+    return empty.new(empty._typed_storage()._new_shared(count, device=empty.device)).resize_(shape)

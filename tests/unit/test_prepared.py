@@ -23,6 +23,7 @@ from torch import Tensor
 from slurmtrain.cli import main
 from slurmtrain.data import BatchLoader, PreparedText, reading, rows
 from slurmtrain.data.manifest import Manifest, Shard, Split, TokenizerFacts, shard_file
+from slurmtrain.data.workers import SENT_WHOLE_BYTES
 from slurmtrain.errors import ConfigError, DataError
 from tests.prepared import write_prepared
 
@@ -385,6 +386,18 @@ def test_workers_read_what_this_process_reads(data: Path) -> None:
         loader.close()
     for here, there in zip(*batches, strict=True):
         assert all(torch.equal(here[name], there[name]) for name in ("inputs", "targets", "documents"))
+
+
+def test_large_batches_come_from_workers_as_small_ones_do(tmp_path: Path) -> None:
+    write_prepared(tmp_path, {"train": [[list(range(40_000))]]}, vocab_size=40_000)
+    train = PreparedText(str(tmp_path), 9_000).train
+    batches = []
+    for workers in (0, 1):
+        loader = BatchLoader(train, seed=3, global_batch_size=5, micro_batch_size=5, num_workers=workers)
+        batches.append(next(loader).micro_batches[0])
+        loader.close()
+    assert batches[1]["inputs"].nbytes > SENT_WHOLE_BYTES and batches[1]["inputs"].is_shared()
+    assert all(torch.equal(here, there) for here, there in zip(batches[0].values(), batches[1].values(), strict=True))
 
 
 def test_the_index_is_made_once_by_one_of_many(data: Path, capfd: pytest.CaptureFixture[str]) -> None:
