@@ -34,10 +34,13 @@ class ByLength:
         self.epoch = order.epoch
         self.once = order.once if order.epoch else order.once // self._together * self._together
 
-    def ids(self, start: int, count: int) -> NDArray[np.int64]:
-        first, last = start // self._together, (start + count - 1) // self._together
-        windows = np.concatenate([self._window(number) for number in range(first, last + 1)])
-        return windows[start - first * self._together :][:count]
+    def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        windows, places = np.divmod(numbers, self._together)
+        result = np.empty(len(numbers), dtype=np.int64)
+        for window in np.unique(windows).tolist():
+            here = windows == window
+            result[here] = self._window(window)[places[here]]
+        return result
 
     @property
     def _together(self) -> int:
@@ -46,8 +49,8 @@ class ByLength:
     def _window(self, number: int) -> NDArray[np.int64]:
         if self._last is None or self._last[0] != number:
             begin = number * self._together
-            ids = self._order.ids(begin, self._together)
-            epochs = np.arange(begin, begin + self._together) // (self.epoch or MAX_SAMPLES)
+            numbers = np.arange(begin, begin + self._together)
+            ids, epochs = self._order.at(numbers), numbers // (self.epoch or MAX_SAMPLES)
             by_length = ids[np.lexsort((self._lengths(ids), epochs))].reshape(self._steps, self._batch)
             self._last = number, by_length[self._shuffled(epochs.reshape(self._steps, self._batch), number)].reshape(-1)
         return self._last[1]

@@ -159,23 +159,23 @@ class Interleaved:
         self._starts = np.cumsum([0, *sizes])
         self.once = min(self._until(part, size) for part, size in enumerate(sizes))
 
-    def ids(self, start: int, count: int) -> NDArray[np.int64]:
-        result = np.empty(count, dtype=np.int64)
-        pending = [(0, len(self._sizes), np.arange(count), np.arange(start, start + count, dtype=np.int64))]
+    def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        result = np.empty(len(numbers), dtype=np.int64)
+        pending = [(0, len(self._sizes), np.arange(len(numbers)), numbers)]
         while pending:
-            low, high, places, numbers = pending.pop()
+            low, high, places, own = pending.pop()
             if not len(places):
                 continue
             if high - low == 1:
                 n, seed = self._sizes[low], self._seeds[low]
-                result[places] = self._starts[low] + samples_at(numbers, n=n, seed=seed, shuffle=self._shuffle)
+                result[places] = self._starts[low] + samples_at(own, n=n, seed=seed, shuffle=self._shuffle)
                 continue
             middle, share, whole = self._node(low, high)
-            lefts = _count_left(numbers, share, whole)
-            goes_left = _count_left(numbers + 1, share, whole) > lefts
+            lefts = _count_left(own, share, whole)
+            goes_left = _count_left(own + 1, share, whole) > lefts
             pending += [
                 (low, middle, places[goes_left], lefts[goes_left]),
-                (middle, high, places[~goes_left], (numbers - lefts)[~goes_left]),
+                (middle, high, places[~goes_left], (own - lefts)[~goes_left]),
             ]
         return result
 

@@ -96,8 +96,8 @@ class Order(Protocol):
     once: int
     epoch: int | None
 
-    def ids(self, start: int, count: int) -> NDArray[np.int64]:
-        """Data set indices of the global sample numbers start ... start + count - 1, int64 [count]."""
+    def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Data set indices of the samples with these numbers in the run, int64 [B] both."""
 
 
 class Epochs:
@@ -109,8 +109,8 @@ class Epochs:
         self.epoch: int | None = n
         self._seed, self._shuffle = seed, shuffle
 
-    def ids(self, start: int, count: int) -> NDArray[np.int64]:
-        return sample_ids(start, count, n=self.once, seed=self._seed, shuffle=self._shuffle)
+    def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        return samples_at(numbers, n=self.once, seed=self._seed, shuffle=self._shuffle)
 
 
 def _permute(values: NDArray[np.uint64], keys: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:

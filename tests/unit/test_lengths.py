@@ -36,6 +36,10 @@ class Documents:
         return LENGTHS[indices]
 
 
+def stretch(start: int, count: int) -> NDArray[np.int64]:
+    return np.arange(start, start + count)
+
+
 def steps(count: int, **changes: Any) -> list[list[dict[str, Tensor]]]:
     arguments: dict[str, Any] = {
         "seed": 3,
@@ -108,12 +112,12 @@ def test_sorted_steps_read_in_pieces_are_those_read_at_once(batch: int, window: 
     total = sum(cuts)
     pieces, at = [], 0
     for count in cuts:
-        pieces.append(order().ids(at, count))
+        pieces.append(order().at(stretch(at, count)))
         at += count
-    assert np.concatenate(pieces).tolist() == order().ids(0, total).tolist()
+    assert np.concatenate(pieces).tolist() == order().at(stretch(0, total)).tolist()
     together = -(-total // (batch * window)) * batch * window
-    assert sorted(order().ids(0, together)) == sorted(Epochs(97, seed=1).ids(0, together))
-    assert len(set(order().ids(0, order().once).tolist())) == order().once
+    assert sorted(order().at(stretch(0, together))) == sorted(Epochs(97, seed=1).at(stretch(0, together)))
+    assert len(set(order().at(stretch(0, order().once)).tolist())) == order().once
 
 
 def test_rows_are_as_long_as_what_computes_on_them_can_take() -> None:

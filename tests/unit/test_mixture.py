@@ -42,6 +42,10 @@ class _Rows:
         return {"inputs": row, "targets": torch.full((self.seq_len,), index)}
 
 
+def stretch(start: int, count: int) -> NDArray[np.int64]:
+    return np.arange(start, start + count)
+
+
 def interleaved(weights: list[int], sizes: list[int] | None = None, **changes: Any) -> Interleaved:
     shares = [Fraction(weight, sum(weights)) for weight in weights]
     return Interleaved(sizes or [1000] * len(weights), shares, list(range(len(weights))), **changes)
@@ -60,7 +64,7 @@ def part_of(ids: NDArray[np.int64], size: int = 1000) -> NDArray[np.int64]:
 def test_any_stretch_of_the_run_has_every_parts_share_to_a_few_samples(
     weights: list[int], start: int, count: int
 ) -> None:
-    seen = Counter(part_of(interleaved(weights).ids(start, count)).tolist())
+    seen = Counter(part_of(interleaved(weights).at(stretch(start, count))).tolist())
     levels = (len(weights) - 1).bit_length()
     for part, weight in enumerate(weights):
         assert abs(seen[part] - count * weight / sum(weights)) <= levels
@@ -71,16 +75,16 @@ def test_any_stretch_of_the_run_has_every_parts_share_to_a_few_samples(
 def test_a_mixture_read_in_pieces_is_the_mixture_read_at_once(weights: list[int], cuts: list[int]) -> None:
     order, at, pieces = interleaved(weights), 7, []
     for count in cuts:
-        pieces.append(order.ids(at, count))
+        pieces.append(order.at(stretch(at, count)))
         at += count
-    assert np.concatenate([np.empty(0, dtype=np.int64), *pieces]).tolist() == order.ids(7, at - 7).tolist()
+    assert np.concatenate([np.empty(0, dtype=np.int64), *pieces]).tolist() == order.at(stretch(7, at - 7)).tolist()
 
 
 @settings(max_examples=40, deadline=None)
 @given(weights=st.lists(st.integers(1, 20), min_size=1, max_size=5), size=st.integers(1, 30))
 def test_each_part_goes_through_all_its_samples_before_it_begins_again(weights: list[int], size: int) -> None:
     order = interleaved(weights, [size] * len(weights))
-    ids = order.ids(0, 6 * size * sum(weights))
+    ids = order.at(stretch(0, 6 * size * sum(weights)))
     for part in range(len(weights)):
         own = ids[part_of(ids, size) == part]
         for epoch in range(len(own) // size):
@@ -90,14 +94,14 @@ def test_each_part_goes_through_all_its_samples_before_it_begins_again(weights: 
 
 
 def test_in_order_means_every_part_in_its_own() -> None:
-    ids = interleaved([3, 1], shuffle=False).ids(0, 40)
+    ids = interleaved([3, 1], shuffle=False).at(stretch(0, 40))
     assert ids[ids < 1000].tolist() == list(range(30)) and ids[ids >= 1000].tolist() == list(range(1000, 1010))
 
 
 def test_what_a_part_gives_depends_on_its_own_name_alone() -> None:
     def order_of_b(sources: dict[str, Any], weights: dict[str, float]) -> list[int]:
         train = Mixture(sources, weights).train
-        ids = train.order(5, True).ids(0, 60)
+        ids = train.order(5, True).at(stretch(0, 60))
         batch = train.get_batch(ids)
         return batch["targets"][batch["inputs"][:, 0] == 2, 0].tolist()[:12]
 
@@ -117,7 +121,7 @@ def test_a_mixture_from_a_loader_has_the_shares_and_the_samples_it_says() -> Non
 
 def test_without_weights_all_samples_come_once_an_epoch() -> None:
     train = Mixture({"a": Source(1, 7), "b": Source(2, 5)}).train
-    assert train.order(3, True).ids(0, 24).tolist() == sample_ids(0, 24, n=12, seed=3).tolist()
+    assert train.order(3, True).at(stretch(0, 24)).tolist() == sample_ids(0, 24, n=12, seed=3).tolist()
 
 
 def test_rows_of_different_length_are_filled_up_beside_each_other() -> None:
@@ -167,7 +171,7 @@ def test_weights_that_are_no_shares_are_refused(weights: dict[str, float], messa
 
 def test_weights_finer_than_any_stretch_can_show_are_rounded() -> None:
     train = Mixture({"a": Source(1, 1000), "b": Source(2, 1000)}, {"a": 1234567890123, "b": 987654321}).train
-    ids = train.order(0, True).ids(0, 10_000)
+    ids = train.order(0, True).at(stretch(0, 10_000))
     assert abs(int((ids >= 1000).sum()) - 10_000 * 987654321 / (1234567890123 + 987654321)) <= 1
 
 
