@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.distributed.tensor import DTensor
@@ -30,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from slurmtrain.config.layout import STAGES_PER_RANK
 from slurmtrain.errors import ConfigError
 from slurmtrain.models import Decoder
+from slurmtrain.parallel.sharded import reshard
 from slurmtrain.planner.memory import layers_of_stages
 
 _TORCH_NAMES = {
@@ -160,10 +160,7 @@ class Pipeline:
     def evaluate(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> list[Tensor]:
         """As `train`, but forward only."""
         losses = self._run(self._schedule.eval, inputs, targets, more)
-        for stage in self._stages:  # no backward pass follows that would do it
-            for module in stage.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+        reshard(self._stages)
         return losses
 
     def _add_up_ends(self, gradient: Tensor) -> None:
