@@ -35,11 +35,15 @@ class ByLength:
         self.once = order.once if order.epoch else order.once // self._together * self._together
 
     def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self.with_lengths(numbers)[0]
+
+    def with_lengths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """As `at`, and the samples' lengths, int64 [2, B]: looking them up may mean to read each from a file."""
         windows, places = np.divmod(numbers, self._together)
-        result = np.empty(len(numbers), dtype=np.int64)
+        result = np.empty((2, len(numbers)), dtype=np.int64)
         for window in np.unique(windows).tolist():
             here = windows == window
-            result[here] = self._window(window)[places[here]]
+            result[:, here] = self._window(window)[:, places[here]]
         return result
 
     @property
@@ -47,12 +51,15 @@ class ByLength:
         return self._batch * self._steps
 
     def _window(self, number: int) -> NDArray[np.int64]:
+        """Indices and lengths of the samples that are sorted together, int64 [2, samples]."""
         if self._last is None or self._last[0] != number:
             begin = number * self._together
             numbers = np.arange(begin, begin + self._together)
             ids, epochs = self._order.at(numbers), numbers // (self.epoch or MAX_SAMPLES)
-            by_length = ids[np.lexsort((self._lengths(ids), epochs))].reshape(self._steps, self._batch)
-            self._last = number, by_length[self._shuffled(epochs.reshape(self._steps, self._batch), number)].reshape(-1)
+            both = np.stack([ids, self._lengths(ids)])
+            steps = both[:, np.lexsort((both[1], epochs))].reshape(2, self._steps, self._batch)
+            steps = steps[:, self._shuffled(epochs.reshape(self._steps, self._batch), number)]
+            self._last = number, steps.reshape(2, -1)
         return self._last[1]
 
     def _shuffled(self, epochs: NDArray[np.int64], number: int) -> NDArray[np.int64]:

@@ -218,9 +218,13 @@ class BatchLoader:
     def _dealt_step(self, start: int) -> _Piece:
         """The same for one step of samples that differ in length."""
         numbers = np.arange(start, start + self._global)
-        indices = self.order.at(numbers)
-        assert self._lengths is not None
-        places = dealt(self._lengths(indices), self._dp_size, self.micro_batch_size)[:, self._dp_rank]
+        if isinstance(self.order, ByLength):
+            indices, lengths = self.order.with_lengths(numbers)
+        else:
+            assert self._lengths is not None
+            indices = self.order.at(numbers)
+            lengths = self._lengths(indices)
+        places = dealt(lengths, self._dp_size, self.micro_batch_size)[:, self._dp_rank]
         return _Piece(numbers[places], indices[places])
 
     def _announced(self, pieces: Iterator[_Piece]) -> Iterator[_Piece]:

@@ -41,6 +41,11 @@ class Mixture:
         self, sources: Mapping[str, Any], weights: Mapping[str, float] | None = None, *, valid_each: bool = False
     ):
         shares = shares_of(list(sources), weights)
+        for name, source in sources.items():
+            if not hasattr(source, "train"):
+                raise ConfigError(
+                    f"data.sources.{name} is {source!r}, which has no `train`", hint="give it a _target_, or remove it"
+                )
         self.train = MixedSamples({name: source.train for name, source in sources.items()}, shares)
         held_out = {
             name: source.valid for name, source in sources.items() if getattr(source, "valid", None) is not None

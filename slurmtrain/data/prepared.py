@@ -38,7 +38,7 @@ class PreparedText:
         valid_split: name of the split, which becomes the evaluation set "valid"; None: "valid", if there is one.
         evals: further evaluation sets by name: a split, or another prepared folder of the same tokenizer (its split "valid", or
             the only one; FOLDER/SPLIT for another).
-        verify: "sizes" or "full", see `TokenStream`. "full" reads all of the data, on every rank.
+        verify: "opened", "sizes" or "full", see `TokenStream`. "full" reads all of the data, on every rank.
         tokenizer_sha256: of the tokenizer's file, as in the manifest; None takes any.
 
     Attributes:

@@ -20,7 +20,7 @@ from slurmtrain.data.manifest import KINDS, Manifest, shard_file
 from slurmtrain.data.reading import DataFile
 from slurmtrain.errors import ConfigError
 
-VERIFY = ("sizes", "full")
+VERIFY = ("opened", "sizes", "full")
 _BLOCK = 512  # ends that are read at a time when a document is searched: a page
 
 
@@ -31,7 +31,8 @@ class TokenStream:
         folder: of the prepared data set.
         manifest: of it.
         split: name of the split.
-        verify: "sizes" compares the sizes of all files with the manifest; "full" their digests, too, which reads all of them.
+        verify: "opened" compares a file's size with the manifest when it is first read; "sizes" those of all files now; "full"
+            their digests, too, which reads all of them.
 
     Attributes:
         split: of the manifest.
@@ -57,7 +58,8 @@ class TokenStream:
         ]
         for shard, files in zip(self.split.shards, self._files, strict=True):
             for kind in KINDS:
-                files[kind].check_size()
+                if verify != "opened":
+                    files[kind].check_size()
                 if verify == "full":
                     files[kind].check_digest(shard.sha256[kind])
         self._first_end_of_block = functools.lru_cache(maxsize=1 << 16)(self._read_first_end_of_block)

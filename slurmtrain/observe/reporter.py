@@ -22,12 +22,12 @@ class Reporter:
         self._tensorboard = TensorBoardLog(tensorboard, resume_step) if tensorboard is not None else None
         self._progress: Progress = progress(total_steps, resume_step)
 
-    def log(self, step: int, **values: float | str) -> None:
+    def log(self, step: int, **values: float | str | None) -> None:
         """Record one step's numbers and move the progress on."""
         self._metrics.write(step, **values)
         if self._tensorboard is not None:
             self._tensorboard.write(step, **values)
-        shown = {name: float(values[name]) for name in ("loss", "lr", "tokens_per_s") if name in values}
+        shown = {name: value for name in ("loss", "lr", "tokens_per_s") if isinstance(value := values.get(name), float)}
         self._progress.update(step, **shown)
 
     def record(self, step: int, **values: float) -> None:
@@ -52,7 +52,7 @@ class SilentReporter(Reporter):
     def __init__(self) -> None:
         pass
 
-    def log(self, step: int, **values: float | str) -> None:
+    def log(self, step: int, **values: float | str | None) -> None:
         pass
 
     def record(self, step: int, **values: float) -> None:

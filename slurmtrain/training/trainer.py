@@ -83,19 +83,19 @@ class Counters:
     """The part of the state that is the trainer's own.
 
     Attributes:
-        data_hash: of all samples so far; see `data.proof`.
+        data_hash: of all samples so far, see `data.proof`; None: not known.
     """
 
     step: int = 0
     evaluated_at: int = 0
-    data_hash: str = ""
+    data_hash: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "evaluated_at": self.evaluated_at, "data_hash": self.data_hash}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.evaluated_at = state["step"], state["evaluated_at"]
-        self.data_hash = state.get("data_hash", "")  # which earlier versions did not have
+        self.data_hash = state.get("data_hash")  # which earlier versions did not have, and half of one proves nothing
 
 
 class StepSums(NamedTuple):
@@ -228,7 +228,8 @@ class Trainer:
         answer = self._stop.finish()
 
         self._counters.step += 1
-        self._counters.data_hash = proof.chained(self._counters.data_hash, sums().digest)
+        if self._counters.data_hash is not None:
+            self._counters.data_hash = proof.chained(self._counters.data_hash, sums().digest)
         self._step_s = max(self._step_s, self._throughput.step(tokens, data_wait_s))
         if self._counters.step % self._train.log_every == 0 or self._counters.step == self._train.steps:
             (total,) = self._sum_over_ranks(loss_sum.double().cpu())

@@ -270,6 +270,8 @@ def test_a_damaged_file_is_one_sentence_at_the_start_and_later(
     with pytest.raises(ConfigError, match=sentence):
         PreparedText(str(data), 4)
     with pytest.raises(ConfigError, match=sentence):
+        everything(PreparedText(str(data), 4, verify="opened").train)
+    with pytest.raises(ConfigError, match=sentence):
         everything(opened_later)
     if damage is not Path.unlink:  # what is open can be read, whatever happens to the name
         with pytest.raises(ConfigError, match=r"00003.tokens has \d+ bytes, but 80 were written"):
