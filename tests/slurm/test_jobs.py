@@ -104,7 +104,8 @@ def test_any_program_gets_ranks_requeue_and_status(project: Project) -> None:
         "state = pathlib.Path(os.environ['SLURMTRAIN_RUN_DIR']) / f'count-{rank}'\n"
         "count = int(state.read_text()) if state.exists() else 0\n"
         "while count < 40:\n"
-        "    count += 1; state.write_text(str(count)); time.sleep(0.1)\n"
+        "    count += 1; new = state.with_suffix('.new'); new.write_text(str(count)); new.replace(state)\n"
+        "    time.sleep(0.1)\n"
         "print('counted to', count, 'as', rank, 'of', world, sys.argv[1:])\n"
     )
     told = project.path / "told"

@@ -349,7 +349,8 @@ def test_a_job_that_is_stopped_goes_on_when_it_is_resumed(
     assert content(output) == undisturbed
     attempts = [json.loads(path.read_text()) for path in sorted(run.glob("attempts/*/attempt.json"))]
     total = len(list(output.glob(".prepare/units/*.json")))
-    assert attempts[0]["last_step"] == attempts[1]["first_step"] < attempts[1]["last_step"] == total
+    # The other task may do one more after rank 0 has counted.
+    assert 0 < attempts[0]["last_step"] <= attempts[1]["first_step"] < attempts[1]["last_step"] == total
 
 
 def test_a_process_that_is_killed_is_told(raw: Path, settings: dict[str, Any], tmp_path: Path) -> None:
