@@ -1,9 +1,8 @@
 """Training speed against bare PyTorch loops with the same features (DDP, FSDP2, tensor parallel): the same model, optimiser,
 batch and data. Wanted: at least 0.98 each.
 
-Both run in the same two processes, in turn, so that whatever else the machine does meets both alike; ours is compared with
-the mean of the bare loops right before and after it, so that a machine that becomes slower or faster makes no difference.
-Where it does much else, the ratio of rank 0's processor time says more.
+Both run in the same two processes, one step of the one after one step of the other, so that whatever else the machine does
+meets both alike; what is shown is the median over all these pairs, with its standard error from several runs.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -37,6 +36,7 @@ from torch.distributed.tensor.parallel import (
 from slurmtrain.config.layout import Layout
 from slurmtrain.config.schema import CheckpointConfig, OptimConfig, ParallelConfig, TrainConfig
 from slurmtrain.data import BatchLoader, StdlibText
+from slurmtrain.data.loader import Step
 from slurmtrain.models import Decoder
 from slurmtrain.observe import SilentReporter
 from slurmtrain.parallel.lay import lay
@@ -48,7 +48,8 @@ from slurmtrain.training.optim import build_optimizer
 from slurmtrain.training.passes import passes_of
 from slurmtrain.training.trainer import Ranks, Trainer
 
-RANKS, STEPS, ROUNDS, BATCH, SEQUENCE = 2, 30, 11, 16, 256
+RANKS, STEPS, ROUNDS, BATCH, SEQUENCE = 2, 100, 4, 16, 256
+SETTLING = 5  # steps of each run that do not count
 MODEL = {
     "vocab_size": 256,
     "width": 96,
@@ -59,23 +60,6 @@ MODEL = {
     "tie_embeddings": False,
 }
 LAYOUTS = {"DDP": Layout(dp_replicate=RANKS), "FSDP2": Layout(dp_shard=RANKS), "TP": Layout(tp=RANKS)}
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """Attributes:
-    cpu: of all threads of this process.
-    """
-
-    wall: float
-    cpu: float
-
-    def __sub__(self, other: Seconds) -> Seconds:
-        return Seconds(self.wall - other.wall, self.cpu - other.cpu)
-
-
-def now() -> Seconds:
-    return Seconds(time.perf_counter(), time.process_time())
 
 
 def main() -> None:
@@ -93,27 +77,19 @@ def run_rank(rank: int, store: str) -> None:
     if rank == 0:
         print(f"{RANKS} ranks, batch {BATCH} x {SEQUENCE}, {STEPS} steps a round, {ROUNDS} rounds")
     for name, layout in LAYOUTS.items():
-        ratios, cpu_ratios, rates = [], [], []
-        time_trainer(rank, text, layout, control, StopAgreement(signals, control))  # a warm-up
-        before = time_bare_loop(rank, text, name, layout)
+        ratios, rates = [], []
         for _ in range(ROUNDS):
-            ours = time_trainer(rank, text, layout, control, StopAgreement(signals, control))
-            after = time_bare_loop(rank, text, name, layout)
-            ratios.append((before.wall + after.wall) / 2 / ours.wall)
-            cpu_ratios.append((before.cpu + after.cpu) / 2 / ours.cpu)
-            rates.append(STEPS * BATCH * SEQUENCE / ours.wall)
-            before = after
+            pairs = time_steps(rank, text, name, layout, control, StopAgreement(signals, control))
+            ratios.append(statistics.median(bare / ours for bare, ours in pairs))
+            rates.append(BATCH * SEQUENCE / statistics.median(ours for _, ours in pairs))
         if rank == 0:
             print(
-                f"{name}: our trainer {statistics.median(rates):,.0f} tokens/s; "
-                f"ratio to the bare loop: {spread(ratios)}; of processor time: {spread(cpu_ratios)}",
+                f"{name}: our trainer {statistics.median(rates):,.0f} tokens/s; ratio to the bare loop: "
+                f"{statistics.mean(ratios):.3f} +- {statistics.stdev(ratios) / ROUNDS**0.5:.3f} "
+                f"({', '.join(f'{ratio:.3f}' for ratio in ratios)})",
                 flush=True,
             )
     dist.destroy_process_group()
-
-
-def spread(ratios: list[float]) -> str:
-    return f"median {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
 
 
 def bare_model(name: str) -> nn.Module:
@@ -138,7 +114,7 @@ def bare_model(name: str) -> nn.Module:
             f"{block}.attention_norm": SequenceParallel(),
             f"{block}.feed_forward_norm": SequenceParallel(),
             f"{block}.attention": PrepareModuleInput(
-                input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+                input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
             ),
             f"{block}.attention.out": RowwiseParallel(output_layouts=Shard(1)),
             f"{block}.feed_forward": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
@@ -149,19 +125,16 @@ def bare_model(name: str) -> nn.Module:
     return parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
 
 
-def time_bare_loop(rank: int, text: StdlibText, name: str, layout: Layout) -> Seconds:
-    """For STEPS steps of the loop that everybody writes first."""
+def bare_loop(rank: int, text: StdlibText, name: str, layout: Layout) -> Iterator[None]:
+    """The loop that everybody writes first, a step at a time."""
     torch.manual_seed(0)
     model = bare_model(name)
     optimizer = build_optimizer(model, OptimConfig())
     order = torch.randperm(len(text.train), generator=torch.Generator().manual_seed(0)).numpy()
     share = BATCH // layout.dp
-    windows = [order[(step * layout.dp + layout.dp_rank(rank)) * share :][:share] for step in range(STEPS + 2)]
+    windows = [order[(step * layout.dp + layout.dp_rank(rank)) * share :][:share] for step in range(STEPS + 1)]
     batches = [text.train.get_batch(indices) for indices in windows]  # in memory
-    for step, batch in enumerate(batches):
-        if step == 2:  # after DDP has settled its buckets, as our trainer does before its first step
-            dist.barrier()
-            began = now()
+    for batch in batches:
         logits = model(batch["inputs"])
         with loss_parallel() if layout.tp > 1 else nullcontext():
             loss = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
@@ -169,22 +142,35 @@ def time_bare_loop(rank: int, text: StdlibText, name: str, layout: Layout) -> Se
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    dist.barrier()
-    return now() - began
+        yield
 
 
-def time_trainer(
-    rank: int, text: StdlibText, layout: Layout, control: dist.ProcessGroup, stop: StopAgreement
-) -> Seconds:
-    """From the first step to the end of `fit`, with everything it does besides: order, counts, agreement."""
+class Alternating(BatchLoader):
+    """Where our trainer asks for the data of its next step, a step of the bare loop comes first.
+
+    Attributes:
+        bare, ours: seconds of each step.
+    """
+
+    bare_steps: Iterator[None]
+
+    def __next__(self) -> Step:
+        arrived = time.perf_counter()
+        if self.samples_consumed:
+            self.ours.append(arrived - self.began)
+        else:
+            self.bare, self.ours = [], []
+        next(self.bare_steps)
+        self.began = time.perf_counter()
+        self.bare.append(self.began - arrived)
+        return super().__next__()
+
+
+def time_steps(
+    rank: int, text: StdlibText, name: str, layout: Layout, control: dist.ProcessGroup, stop: StopAgreement
+) -> list[tuple[float, float]]:
+    """Seconds of a step of the bare loop and of our trainer's next one, with everything that it does besides, of each pair."""
     torch.manual_seed(0)
-    began = [now()]
-
-    def make_reporter(step: int, evaluated_at: int) -> SilentReporter:
-        dist.barrier()
-        began[0] = now()
-        return SilentReporter()
-
     laid = lay(
         Decoder(**MODEL),
         ParallelConfig(),
@@ -195,29 +181,30 @@ def time_trainer(
         fill=lambda model: model,
     )
     passes = passes_of(laid, 1, BATCH // layout.dp)
+    loader = Alternating(
+        text.train,
+        seed=0,
+        global_batch_size=BATCH,
+        micro_batch_size=BATCH // layout.dp,
+        dp_rank=layout.dp_rank(rank),
+        dp_size=layout.dp,
+    )
+    loader.bare_steps = bare_loop(rank, text, name, layout)
     trainer = Trainer(
         train=TrainConfig(steps=STEPS, global_batch_size=BATCH, eval_every=0, log_every=10),
         optim=OptimConfig(warmup_steps=0),
         checkpoint=CheckpointConfig(),
         laid=laid,
-        loader=BatchLoader(
-            text.train,
-            seed=0,
-            global_batch_size=BATCH,
-            micro_batch_size=BATCH // layout.dp,
-            dp_rank=layout.dp_rank(rank),
-            dp_size=layout.dp,
-        ),
+        loader=loader,
         passes=passes,
         evaluator=Evaluator(laid, passes, {}, Measures(laid, (), {}), counts=None, stop=stop),
         ranks=Ranks(rank, dist.group.WORLD, control),
         checkpointer=None,
         stop=stop,
-        make_reporter=make_reporter,
+        make_reporter=lambda step, evaluated_at: SilentReporter(),
     )
     trainer.fit()
-    dist.barrier()
-    return now() - began[0]
+    return list(zip(loader.bare, loader.ours, strict=False))[SETTLING:]
 
 
 if __name__ == "__main__":
