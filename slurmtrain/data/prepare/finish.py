@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 
+from slurmtrain.checkpoint.commit import refresh
 from slurmtrain.data.manifest import Manifest, Source, Split, replace_file
 from slurmtrain.data.prepare.plan import Plan
 from slurmtrain.data.prepare.trouble import in_a_sentence
@@ -29,6 +30,7 @@ def finish(plan: Plan, max_bad_share: float, say: Callable[[str], None]) -> Mani
 
 def _finish(plan: Plan, max_bad_share: float, say: Callable[[str], None]) -> Manifest | None:
     task = Task.of(plan)
+    refresh(task.units_folder)  # of tasks on two nodes that end at once, the later one has to see the other's last record
     if not {unit.name for unit in plan.units} <= recorded(task):
         return None
     records = []
