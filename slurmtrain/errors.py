@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import signal
 from collections.abc import Iterable
 
 EXIT_USAGE = 2  # a command line that cannot be understood; nothing was done
@@ -76,6 +77,11 @@ class CheckpointMismatch(CheckpointError):
     """There are checkpoints, but none that this run may continue from: damaged, or of another model. No retry helps."""
 
     exit_code = EXIT_CONFIG
+
+
+def how_it_ended(code: int) -> str:
+    """What became of a process, in words, by its exit code; of one that was killed, minus the signal's number."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def nearest(word: str, names: Iterable[str]) -> str:

@@ -67,6 +67,10 @@ class Layout:
         """Or else DistributedDataParallel: replicas that compute with the very parameters that they train."""
         return not self.replicas_only or parallel.param_dtype is not None or parallel.reduce_dtype != "float32"
 
+    def sequence_ranks(self, parallel: ParallelConfig) -> int:
+        """Ranks that share the activations of every sequence evenly, which its length has to divide by."""
+        return self.cp * (self.tp if parallel.sequence_parallel else 1)
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where `rank` stands on every axis."""
         found: dict[str, int] = {}

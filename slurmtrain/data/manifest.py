@@ -26,6 +26,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from slurmtrain.checkpoint.commit import fsync_directory
 from slurmtrain.errors import ConfigError
 
 FORMAT = 1
@@ -203,16 +204,7 @@ def replace_file(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    fsync_directory(path.parent)
 
 
 class _Malformed(Exception):

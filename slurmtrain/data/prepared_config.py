@@ -6,6 +6,7 @@ Asked before a job queues, and again by every rank. Imports no torch.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -37,9 +38,15 @@ def check_prepared(config: Config) -> None:
         _check_mask(values, config.model)
         folder = Path(values["path"]).expanduser()
         if (folder / FILE_NAME).exists():
-            manifest = read_manifest(folder)
+            manifest = _manifest(folder, (folder / FILE_NAME).stat().st_mtime_ns)
             check_tokenizer(manifest, folder, values.get("tokenizer_sha256"))
             check_vocabulary(config.model.get("vocab_size"), manifest.tokenizer.vocab_size)
+
+
+@functools.lru_cache(maxsize=16)
+def _manifest(folder: Path, changed_ns: int) -> Manifest:
+    """Read once for all points of a sweep: that of a large data set is long."""
+    return read_manifest(folder)
 
 
 def check_vocabulary(of_model: Any, of_data: Any) -> None:

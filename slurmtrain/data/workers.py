@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader, Dataset
 
-from slurmtrain.errors import SlurmtrainError
+from slurmtrain.errors import SlurmtrainError, how_it_ended
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -152,9 +152,8 @@ class _Work(Dataset[Any]):
 
 def _death(worker: multiprocessing.process.BaseProcess) -> SlurmtrainError:
     code = worker.exitcode or 0
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return SlurmtrainError(
-        f"a process that reads data (pid {worker.pid}) {how}",
+        f"a process that reads data (pid {worker.pid}) {how_it_ended(code)}",
         hint="out of memory? Give the job more (cluster.mem_*), or set fewer train.data_workers"
         if code == -signal.SIGKILL
         else None,

@@ -70,20 +70,10 @@ def _run(find: Callable[[], tuple[Config, Callable[[], RunDir]]], given: Place |
         secrets.take(config.secrets)
         if strict:
             check_world_size(environment, nodes=config.cluster.nodes, tasks_per_node=config.cluster.tasks_per_node)
-        if config.job.kind == "command":
-            from slurmtrain.runtime.command import run_command
-
+        if config.job.kind in ("command", "prepare"):  # whose ranks do not meet
             where = given or place.alone(config.job.kind, environment, find_or_create)
             watch = _begin(where, environment, config, stop) if environment.rank == 0 else None
-            code = run_command(config, environment, where, stop, watch)
-            _settle_by_hand(config, environment, where, code)
-            leave(code)
-        if config.job.kind == "prepare":
-            from slurmtrain.runtime.prepare import run_prepare
-
-            where = given or place.alone(config.job.kind, environment, find_or_create)
-            watch = _begin(where, environment, config, stop) if environment.rank == 0 else None
-            code = run_prepare(config, environment, where, stop, watch)
+            code = _program(config.job.kind)(config, environment, where, stop, watch)
             _settle_by_hand(config, environment, where, code)
             leave(code)
         if given is not None and environment.rank == 0:
@@ -107,6 +97,17 @@ def _run(find: Callable[[], tuple[Config, Callable[[], RunDir]]], given: Place |
         traceback.print_exc()
         sentence = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
         _fail(where, environment, 1, sentence, because_of_peer=_lost_a_peer(error))
+
+
+def _program(kind: str) -> Callable[[Config, Environment, Place, signals.StopSignals, Watch | None], int]:
+    """What a rank of a job of this kind does; it returns its exit code."""
+    if kind == "command":
+        from slurmtrain.runtime.command import run_command
+
+        return run_command
+    from slurmtrain.runtime.prepare import run_prepare
+
+    return run_prepare
 
 
 def _begin(where: Place, environment: Environment, config: Config, stop: signals.StopSignals) -> Watch:

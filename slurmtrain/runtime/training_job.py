@@ -119,9 +119,7 @@ def build_trainer(
 
 def row_length_of(layout: Layout, parallel: ParallelConfig) -> RowLength:
     """When samples differ in length: rows that ranks can share evenly; for stages and compiled code, all alike."""
-    return RowLength(
-        multiple=layout.cp * (layout.tp if parallel.sequence_parallel else 1), fixed=layout.pp > 1 or parallel.compile
-    )
+    return RowLength(multiple=layout.sequence_ranks(parallel), fixed=layout.pp > 1 or parallel.compile)
 
 
 def _check_repetition(loader: BatchLoader, train: TrainConfig) -> None:

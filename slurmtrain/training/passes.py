@@ -236,6 +236,5 @@ def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
 
 def _even(laid: Laid, length: int) -> int:
     """The least length from `length` on that can be shared by the ranks of a sequence."""
-    layout = laid.layout
-    sharing = layout.cp * (layout.tp if laid.parallel.sequence_parallel else 1)
+    sharing = laid.layout.sequence_ranks(laid.parallel)
     return -(-length // sharing) * sharing

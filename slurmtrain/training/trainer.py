@@ -232,7 +232,7 @@ class Trainer:
             self._counters.data_hash = proof.chained(self._counters.data_hash, sums().digest)
         self._step_s = max(self._step_s, self._throughput.step(tokens, data_wait_s))
         if self._counters.step % self._train.log_every == 0 or self._counters.step == self._train.steps:
-            (total,) = self._sum_over_ranks(loss_sum.double().cpu())
+            total = self._sum_over_ranks(loss_sum)
             self._reporter.log(
                 self._counters.step,
                 loss=total.item() / tokens,
@@ -285,12 +285,12 @@ class Trainer:
 
         return wait
 
-    def _sum_over_ranks(self, *values: Tensor) -> list[Tensor]:
-        """Sum of each value over all ranks, exact for whole numbers below 2**53."""
-        packed = torch.stack([value.double() for value in values])
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
+        """In float64, on the CPU."""
+        total = value.double().cpu()
         if self._ranks.counts is not None:
-            dist.all_reduce(packed, group=self._ranks.counts)
-        return list(packed)
+            dist.all_reduce(total, group=self._ranks.counts)
+        return total
 
     def _settle(self) -> None:
         """Where the first backward pass does what later ones do not, let it be one that is thrown away.

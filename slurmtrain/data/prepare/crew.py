@@ -23,7 +23,7 @@ from slurmtrain.data.prepare.plan import Plan, Unit
 from slurmtrain.data.prepare.trouble import PrepareError, in_a_sentence
 from slurmtrain.data.prepare.unit import Progress, Task, UnitRecord, describe, prepare_unit, read_record
 from slurmtrain.data.tokenizers import load_tokenizer
-from slurmtrain.errors import ConfigError, SlurmtrainError
+from slurmtrain.errors import ConfigError, SlurmtrainError, how_it_ended
 
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}
 PR_SET_PDEATHSIG = 1
@@ -137,9 +137,8 @@ class _Worker:
         except (EOFError, ConnectionResetError):
             self.process.join()
             code = self.process.exitcode or 0
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             raise PrepareError(
-                f"a process {how} while it prepared {describe(self.unit.pieces)}",
+                f"a process {how_it_ended(code)} while it prepared {describe(self.unit.pieces)}",
                 hint="was it memory? fewer prepare.workers need less" if code < 0 else "its last words are above",
             ) from None
         if isinstance(said, SlurmtrainError):

@@ -15,8 +15,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from slurmtrain.checkpoint.commit import fsync_directory
 from slurmtrain.config.schema import PrepareConfig
-from slurmtrain.data.manifest import TokenizerFacts, sync_folder
+from slurmtrain.data.manifest import TokenizerFacts
 from slurmtrain.data.prepare.sources import Source, find_sources
 from slurmtrain.data.prepare.trouble import in_a_sentence
 from slurmtrain.data.tokenizers import TokenizerChoice, load_tokenizer, needed
@@ -201,7 +202,7 @@ def _write_once(path: Path, value: dict[str, Any]) -> dict[str, Any]:
         pass
     finally:
         temporary.unlink()
-    sync_folder(path.parent)
+    fsync_directory(path.parent)
     there = _read(path)
     assert there is not None
     return there

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slurmtrain.data.manifest import KINDS, Shard, TokenizerFacts, replace_file, shard_file, sync_folder
+from slurmtrain.checkpoint.commit import fsync_directory
+from slurmtrain.data.manifest import KINDS, Shard, TokenizerFacts, replace_file, shard_file
 from slurmtrain.data.prepare.plan import Piece, Plan, Settings, Unit
 from slurmtrain.data.prepare.reading import Bad, Reading
 from slurmtrain.data.tokenizers import Ids, Tokenizer
@@ -268,13 +269,13 @@ class _ShardWriter:
         folder = output / self._split
         if not folder.exists():
             folder.mkdir(exist_ok=True)
-            sync_folder(output)
+            fsync_directory(output)
         for kind, file in self._files.items():
             file.flush()
             os.fsync(file.fileno())
             file.close()
             self._temporary(kind).replace(shard_file(output, self._split, self._name, kind))
-        sync_folder(folder)
+        fsync_directory(folder)
         digests = {kind: digest.hexdigest() for kind, digest in self._digests.items()}
         return Shard(self._name, self._documents, self._tokens, self._bytes, digests)
 
