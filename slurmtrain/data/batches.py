@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -82,7 +83,15 @@ def blank(batch: Batch) -> Batch:
 def num_targets(batch: Batch) -> int:
     """Targets of `batch` that are not ignored; 0 for a batch that has none by this name."""
     named = isinstance(batch, Mapping) and "targets" in batch  # data sets of one's own loop may give what they like
-    return int((batch["targets"] != IGNORED_TARGET).sum()) if named else 0
+    if not named:
+        return 0
+    targets = batch["targets"]
+    if targets.dtype == torch.int64 and targets.device.type == "cpu":  # several times as fast
+        numbers = targets.numpy()
+        if numbers.min(initial=0) > IGNORED_TARGET:
+            return numbers.size
+        return int(np.count_nonzero(numbers != IGNORED_TARGET))
+    return int((targets != IGNORED_TARGET).sum())
 
 
 def tokens_per_row(batch: Batch) -> int:

@@ -11,21 +11,22 @@ samples a step sees depends on n and G alone, and never on how many ranks, micro
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from slurmtrain.data import proof
 from slurmtrain.data.batches import Batch, num_targets, padded, tokens_per_row
+from slurmtrain.data.compact import CompactRows
 from slurmtrain.data.lengths import ByLength, dealt
 from slurmtrain.data.order import Epochs, Order
-from slurmtrain.data.samples import MapDataset, fetch
+from slurmtrain.data.samples import MapDataset, fetch, fetched
 from slurmtrain.data.workers import Workers
 from slurmtrain.data.workers import ignore_stop_signals as ignore_stop_signals
 from slurmtrain.errors import ConfigError
@@ -44,6 +45,13 @@ class RowLength:
 
     multiple: int = 1
     fixed: bool = False
+
+    def applied(self, batch: Batch, dataset: MapDataset) -> Batch:
+        """`batch` of `dataset`, filled up."""
+        if self.fixed:
+            return padded(batch, getattr(dataset, "seq_len", 0))
+        length = tokens_per_row(batch)
+        return padded(batch, length + -length % self.multiple) if length % self.multiple else batch
 
 
 class Step(NamedTuple):
@@ -119,7 +127,8 @@ class BatchLoader:
                 hint="give the data set an attribute seq_len, the length of its longest sample",
             )
         self.order = self._order(shuffle, sorted_steps)
-        self._fetch = _Fetch(dataset, seed, row_length or RowLength())
+        self._row_length = row_length or RowLength()
+        self._fetch = _Fetch(dataset, seed, self._row_length)
         self._gpu = _Gpu(device) if device is not None and device.type == "cuda" else None
         self._fetched: Iterator[_Fetched] | None = None
 
@@ -135,8 +144,8 @@ class BatchLoader:
 
     def example(self) -> Batch:
         """A micro batch of the kind that comes; none of those that do."""
-        first = np.zeros(self.micro_batch_size, dtype=np.int64)
-        return self._fetch(_Piece(first, first)).batch
+        first = np.zeros((1, self.micro_batch_size), dtype=np.int64)
+        return self._finished(next(self._fetch(_Samples(first, first))).batch)
 
     def state_dict(self) -> dict[str, int]:
         """The whole state, the same on all ranks."""
@@ -164,7 +173,10 @@ class BatchLoader:
             raise
         self._samples_consumed += self._global
         return Step(
-            [fetched.batch if self._gpu is None else self._gpu.receive(fetched.batch) for fetched in step],
+            [
+                self._finished(fetched.batch if self._gpu is None else self._gpu.receive(fetched.batch))
+                for fetched in step
+            ],
             sum(fetched.targets for fetched in step),
             proof.added([fetched.digest for fetched in step]),
         )
@@ -174,6 +186,9 @@ class BatchLoader:
         fetched, self._fetched = self._fetched, None
         if isinstance(fetched, Workers):
             fetched.close()
+
+    def _finished(self, batch: Batch | CompactRows) -> Batch:
+        return self._row_length.applied(batch.batch(), self.dataset) if isinstance(batch, CompactRows) else batch
 
     def _order(self, shuffle: bool, sorted_steps: int) -> Order:
         own = getattr(self.dataset, "order", None)
@@ -185,37 +200,37 @@ class BatchLoader:
         return ByLength(order, self._lengths, global_batch_size=self._global, steps=sorted_steps, seed=self._seed)
 
     def _start(self) -> Iterator[_Fetched]:
-        pieces = self._announced(self._pieces())
+        coming = _Coming(self._blocks(), self.dataset, self._ahead * self.accumulation_steps)
         if self._num_workers == 0:
-            return map(self._fetch, pieces)
+            steps = iter(lambda: coming.take(self.accumulation_steps), None)
+            return chain.from_iterable(map(self._fetch, steps))
         return Workers(
             self._fetch,
-            pieces,
+            coming.take,
             count=self._num_workers,
             ahead=max(2, -(-self._ahead * self.accumulation_steps // self._num_workers)),
             seed=self._seed,
             pin_memory=self._gpu is not None,
         )
 
-    def _pieces(self) -> Iterator[_Piece]:
-        """This rank's micro batches from here on, without end."""
+    def _blocks(self) -> Iterator[_Samples]:
+        """This rank's micro batches from here on, without end, some whole steps at a time."""
         start = self._samples_consumed
         while True:
-            steps = self._steps(start) if self._lengths is None else [self._dealt_step(start)]
-            for numbers, indices in steps:
-                yield from map(_Piece, numbers, indices)
-            start += len(steps) * self._global
+            numbers, indices = self._steps(start) if self._lengths is None else self._dealt_step(start)
+            yield _Samples(numbers, indices)
+            start += self._global * (len(numbers) // self.accumulation_steps)
 
-    def _steps(self, start: int) -> list[_Piece]:
-        """This rank's samples of some steps, int64 [micro batches, micro] each: numpy takes hardly longer for many."""
+    def _steps(self, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Numbers and indices of this rank's samples of some steps, int64 [micro batches, micro]: numpy takes hardly longer
+        for many."""
         shape = -1, self._dp_size, self.micro_batch_size
         places = np.arange(self._global).reshape(shape)[:, self._dp_rank]
         steps = max(1, SAMPLES_AT_ONCE // places.size)
-        numbers = start + self._global * np.arange(steps)[:, None, None] + places
-        indices = self.order.at(numbers.reshape(-1)).reshape(numbers.shape)
-        return list(map(_Piece, numbers, indices))
+        numbers = (start + self._global * np.arange(steps)[:, None, None] + places).reshape(-1, self.micro_batch_size)
+        return numbers, self.order.at(numbers.reshape(-1)).reshape(numbers.shape)
 
-    def _dealt_step(self, start: int) -> _Piece:
+    def _dealt_step(self, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The same for one step of samples that differ in length."""
         numbers = np.arange(start, start + self._global)
         if isinstance(self.order, ByLength):
@@ -225,20 +240,7 @@ class BatchLoader:
             indices = self.order.at(numbers)
             lengths = self._lengths(indices)
         places = dealt(lengths, self._dp_size, self.micro_batch_size)[:, self._dp_rank]
-        return _Piece(numbers[places], indices[places])
-
-    def _announced(self, pieces: Iterator[_Piece]) -> Iterator[_Piece]:
-        """The same, while the data set hears early of what comes."""
-        will_need = getattr(self.dataset, "will_need", None)
-        if will_need is None or not self._ahead:
-            yield from pieces
-            return
-        waiting: deque[_Piece] = deque()
-        for piece in pieces:
-            will_need(piece.indices)
-            waiting.append(piece)
-            if len(waiting) > self._ahead * self.accumulation_steps:
-                yield waiting.popleft()
+        return numbers[places], indices[places]
 
 
 def eval_batches(dataset: MapDataset, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
@@ -252,32 +254,79 @@ def eval_batches(dataset: MapDataset, batch_size: int, rank: int = 0, world_size
         yield fetch(dataset, np.arange(first, min(first + batch_size, end), dtype=np.int64))
 
 
-class _Piece(NamedTuple):
-    """Samples of micro batches: their numbers in the run, and which of the data set they are; int64 [..., micro]."""
+@dataclass(frozen=True)
+class _Samples:
+    """Of some micro batches.
+
+    Attributes:
+        numbers: of the samples in the run, int64 [micro batches, micro].
+        indices: which of the data set they are, int64 [micro batches, micro].
+    """
 
     numbers: NDArray[np.int64]
     indices: NDArray[np.int64]
 
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def followed_by(self, more: _Samples) -> _Samples:
+        return _Samples(np.concatenate([self.numbers, more.numbers]), np.concatenate([self.indices, more.indices]))
+
+    def parted(self, at: int) -> tuple[_Samples, _Samples]:
+        """Those before micro batch `at`, and those from there on."""
+        return _Samples(self.numbers[:at], self.indices[:at]), _Samples(self.numbers[at:], self.indices[at:])
+
+
+class _Coming:
+    """Micro batches that are not fetched yet.
+
+    Args:
+        blocks: all of them, in their order.
+        dataset: hears early of what comes.
+        ahead: micro batches before they are taken.
+    """
+
+    def __init__(self, blocks: Iterator[_Samples], dataset: MapDataset, ahead: int):
+        self._blocks = blocks
+        self._will_need = getattr(dataset, "will_need", None) if ahead else None
+        self._ahead = ahead if self._will_need else 0
+        self._waiting, self._announced = next(blocks), 0
+
+    def take(self, count: int) -> _Samples:
+        """The next ones."""
+        until = count + self._ahead
+        while len(self._waiting) < until:
+            self._waiting = self._waiting.followed_by(next(self._blocks))
+        if self._will_need is not None:
+            self._will_need(self._waiting.indices[self._announced : until].reshape(-1))
+            self._announced = self._ahead
+        taken, self._waiting = self._waiting.parted(count)
+        return taken
+
 
 class _Fetched(NamedTuple):
-    batch: Batch
+    batch: Batch | CompactRows
     targets: int
     digest: tuple[int, ...]
 
 
 class _Fetch:
-    """From a piece to its batch, in whichever process."""
+    """From samples to their batches, in whichever process."""
 
     def __init__(self, dataset: MapDataset, seed: int, row_length: RowLength):
         self._dataset, self._seed, self._row_length = dataset, seed, row_length
 
-    def __call__(self, piece: _Piece) -> _Fetched:
-        batch = fetch(self._dataset, piece.indices, seed=self._seed, numbers=piece.numbers)
-        if self._row_length.fixed:
-            batch = padded(batch, getattr(self._dataset, "seq_len", 0))
-        else:
-            batch = padded(batch, -(-tokens_per_row(batch) // self._row_length.multiple) * self._row_length.multiple)
-        return _Fetched(batch, num_targets(batch), proof.digest(*piece))
+    def __call__(self, samples: _Samples, empty: Callable[..., Tensor] = torch.empty) -> Iterator[_Fetched]:
+        batches = fetched(self._dataset, samples.indices, samples.numbers, seed=self._seed, empty=empty)
+        digests = iter(proof.digests(samples.numbers, samples.indices))
+        for batch in batches:
+            if isinstance(batch, CompactRows):  # filled up where it is used
+                yield _Fetched(batch, batch.num_targets, next(digests))
+            else:
+                rows = self._row_length.applied(batch, self._dataset)
+                yield _Fetched(rows, num_targets(rows), next(digests))
+        if next(digests, None):  # or the step would be a smaller one
+            raise ConfigError("the data set has raised StopIteration for a sample", hint="raise another error there")
 
 
 class _Gpu:
@@ -286,7 +335,13 @@ class _Gpu:
     def __init__(self, device: torch.device):
         self._device, self._stream = device, torch.cuda.Stream(device)
 
-    def receive(self, batch: Batch) -> Batch:
+    def receive(self, batch: Batch | CompactRows) -> Batch | CompactRows:
+        if isinstance(batch, CompactRows):
+            tensors = {name: values for name, values in batch._asdict().items() if isinstance(values, Tensor)}
+            return CompactRows(**{**batch._asdict(), **self._copied(tensors)})
+        return self._copied(batch)
+
+    def _copied(self, batch: Batch) -> Batch:
         # The host runs ahead of the GPU, so these copies are queued while it computes earlier micro batches.
         with torch.cuda.stream(self._stream):
             pinned = {name: values if values.is_pinned() else values.pin_memory() for name, values in batch.items()}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from math import gcd, lcm
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from slurmtrain.data.batches import Batch, joined
 from slurmtrain.data.order import Epochs, Order, samples_at
@@ -94,11 +96,18 @@ class MixedSamples:
         return self._parts[part][own]
 
     def get_batch(self, indices: NDArray[np.int64]) -> Batch:
-        import torch
+        return fetch(self, indices)
 
-        return joined(
-            [(torch.from_numpy(rows), fetch(self._parts[part], own)) for part, rows, own in self._split(indices)]
-        )
+    def get_batches(
+        self, indices: NDArray[np.int64], *, numbers: NDArray[np.int64], seed: int, empty: Callable[..., Tensor]
+    ) -> Iterator[Batch]:
+        for of_batch, numbered in zip(indices, numbers, strict=True):
+            yield joined(
+                [
+                    (torch.from_numpy(rows), fetch(self._parts[part], own, seed=seed, numbers=numbered[rows]))
+                    for part, rows, own in self._split(of_batch)
+                ]
+            )
 
     def will_need(self, indices: NDArray[np.int64]) -> None:
         for part, _, own in self._split(indices):

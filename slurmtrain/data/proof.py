@@ -17,19 +17,21 @@ from numpy.typing import NDArray
 from slurmtrain.data.order import mixed
 
 LANES = (0x243F6A8885A308D3, 0x13198A2E03707344)  # pi's first bits
-_LANES = np.array(LANES, dtype=np.uint64)[:, None]
+_LANES = np.array(LANES, dtype=np.uint64)[:, None, None]
 
 
-def digest(numbers: NDArray[np.int64], indices: NDArray[np.int64]) -> tuple[int, ...]:
-    """What these samples add to their step: a signed 64-bit number for each lane, to be added up modulo 2^64.
+def digests(numbers: NDArray[np.int64], indices: NDArray[np.int64]) -> list[tuple[int, ...]]:
+    """What the samples of some micro batches add to their step: of each, a signed 64-bit number for each lane, to be added
+    up modulo 2^64.
 
     Args:
-        numbers: int64 [B], of each sample in the run.
-        indices: int64 [B], which sample of the data set it was.
+        numbers: int64 [micro batches, B], of each sample in the run.
+        indices: int64 [micro batches, B], which sample of the data set it was.
     """
     places, samples = numbers.astype(np.uint64), indices.astype(np.uint64)
-    hashes = mixed(mixed(places ^ _LANES) ^ mixed(samples + _LANES))  # [lanes, B]
-    return tuple(hashes.sum(axis=1).astype(np.int64).tolist())
+    hashes = mixed(mixed(places ^ _LANES) ^ mixed(samples + _LANES))  # [lanes, micro batches, B]
+    lanes: list[list[int]] = hashes.sum(axis=2).astype(np.int64).tolist()
+    return list(zip(*lanes, strict=True))
 
 
 def added(digests: Sequence[Sequence[int]]) -> tuple[int, ...]:

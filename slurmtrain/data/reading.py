@@ -8,7 +8,6 @@ What time may mend (an I/O error, a handle that the file server has forgotten) i
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import hashlib
@@ -50,7 +49,10 @@ class DataFile:
             ConfigError: the file is not there, not readable, or not of its size.
             DataError: it cannot be read now.
         """
-        count = self._read(array, offset)
+        try:
+            count = os.preadv(_opened(self).number, [array.data], offset)
+        except OSError as error:
+            count = self._read(array, offset, error)
         while count < array.nbytes:  # on some file systems a read may bring less than there is
             more = self._read(array.view(np.uint8)[count:], offset + count)
             if not more:
@@ -59,8 +61,10 @@ class DataFile:
 
     def will_need(self, offset: int, count: int) -> None:
         """Have the kernel read these bytes ahead; returns at once. What goes wrong is left for the read to tell."""
-        with contextlib.suppress(OSError, SlurmtrainError):
+        try:  # contextlib.suppress would take longer than the call
             os.posix_fadvise(_opened(self).number, offset, count, os.POSIX_FADV_WILLNEED)
+        except (OSError, SlurmtrainError):
+            return
 
     def check_size(self) -> None:
         """Raises as `read_into`, without opening the file."""
@@ -90,27 +94,33 @@ class DataFile:
             raise self._wrong_size(found)
         return number
 
-    def _read(self, array: NDArray[Any], offset: int) -> int:
+    def _read(self, array: NDArray[Any], offset: int, failed: OSError | None = None) -> int:
         def read(anew: bool) -> int:
             descriptor = _opened(self)
             if anew:
                 descriptor.open_anew()
             return os.preadv(descriptor.number, [array.data], offset)
 
-        return self._attempts(read)
+        return self._attempts(read, failed)
 
-    def _attempts(self, act: Callable[[bool], int]) -> int:
-        """What `act` returns; it is called with True again after a transient error."""
+    def _attempts(self, act: Callable[[bool], int], failed: OSError | None = None) -> int:
+        """What `act` returns; it is called with True again after a transient error.
+
+        Args:
+            failed: by this, when it has been tried already.
+        """
         attempt = 0
         while True:
             try:
-                return act(attempt > 0)
+                if failed is None:
+                    return act(attempt > 0)
             except OSError as error:
-                if error.errno not in _TRANSIENT or attempt == len(PAUSES_S):
-                    raise self._unreadable(error) from None
-                self._complain(error)
+                failed = error
+            if failed.errno not in _TRANSIENT or attempt == len(PAUSES_S):
+                raise self._unreadable(failed) from None
+            self._complain(failed)
             time.sleep(PAUSES_S[attempt])
-            attempt += 1
+            attempt, failed = attempt + 1, None
 
     def _complain(self, error: OSError) -> None:
         if not self._complained:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from slurmtrain.data.batches import Batch, collate
+from slurmtrain.data.compact import CompactRows
 from slurmtrain.data.order import mixed
 
 
@@ -19,6 +22,8 @@ class MapDataset(Protocol):
     """What a data set must offer. It may offer more, by methods and attributes of these names:
 
     get_batch(indices: int64 [B]) -> Batch: these samples at once; nothing is collated then.
+    get_batches(indices: int64 [M, B], *, numbers: int64 [M, B], seed: int, empty) -> Iterator[Batch | CompactRows]: several
+        batches, with the number of each sample in the run; empty(shape, dtype=) makes tensors that can be sent without a copy.
     lengths(indices: int64 [B]) -> int64 [B]: tokens of each sample, where they differ.
     seq_len: of the longest.
     will_need(indices: int64 [B]) -> None: these come soon; returns at once.
@@ -46,13 +51,36 @@ def fetch(
     Args:
         numbers: int64 [B], of each sample in the run; None: its index.
     """
-    get_batch = getattr(dataset, "get_batch", None)
+    numbers = indices if numbers is None else numbers
+    batch = next(fetched(dataset, indices[None], numbers[None], seed=seed))
+    return batch.batch() if isinstance(batch, CompactRows) else batch
+
+
+def fetched(
+    dataset: MapDataset,
+    indices: NDArray[np.int64],
+    numbers: NDArray[np.int64],
+    *,
+    seed: int,
+    empty: Callable[..., Tensor] = torch.empty,
+) -> Iterator[Batch | CompactRows]:
+    """Several batches as by `fetch`, each when it is asked for.
+
+    Args:
+        indices: int64 [M, B].
+        numbers: int64 [M, B].
+        empty: makes tensors of a shape and a dtype, for data sets that ask for them.
+    """
+    get_batches, get_batch = getattr(dataset, "get_batches", None), getattr(dataset, "get_batch", None)
+    if get_batches is not None:
+        return get_batches(indices, numbers=numbers, seed=seed, empty=empty)
     if get_batch is not None:
-        batch: Batch = get_batch(indices)
-        return batch
-    keys = mixed(
-        (indices if numbers is None else numbers).astype(np.uint64) ^ mixed(np.array([seed % 2**64], dtype=np.uint64))
-    )
+        return map(get_batch, indices)
+    return map(functools.partial(_collated, dataset, seed), indices, numbers)
+
+
+def _collated(dataset: MapDataset, seed: int, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> Batch:
+    keys = mixed(numbers.astype(np.uint64) ^ mixed(np.array([seed % 2**64], dtype=np.uint64)))
     with _random_state_kept():
         return collate([_drawn(dataset, int(index), int(key)) for index, key in zip(indices, keys, strict=True)])
 

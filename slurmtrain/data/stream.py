@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from slurmtrain.data.reading import DataFile
 from slurmtrain.errors import ConfigError
 
 VERIFY = ("opened", "sizes", "full")
+_NEVER = 2**64 - 1  # after every end
 _BLOCK = 512  # ends that are read at a time when a document is searched: a page
 
 
@@ -62,6 +63,7 @@ class TokenStream:
                     files[kind].check_size()
                 if verify == "full":
                     files[kind].check_digest(shard.sha256[kind])
+        self._tokens = [files["tokens"] for files in self._files]
         self._first_end_of_block = functools.lru_cache(maxsize=1 << 16)(self._read_first_end_of_block)
 
     @property
@@ -78,10 +80,27 @@ class TokenStream:
             part, row = row[:count], row[count:]
             self._files[shard]["tokens"].read_into(part, begin * self.dtype.itemsize)
 
-    def will_need(self, position: int, count: int) -> None:
-        """Have the tokens `position` ... `position + count - 1` read ahead; returns at once."""
-        for shard, begin, some in self._stretches(position, count):
-            self._files[shard]["tokens"].will_need(begin * self.dtype.itemsize, some * self.dtype.itemsize)
+    def read_pieces(self, rows: NDArray[Any], pieces: Iterable[tuple[int, int, int]]) -> list[Any]:
+        """The same for several: for each (begin, end, position) fill rows[begin:end]. One may overwrite the last token of the
+        one before, so those are returned. Raises as `read_into`."""
+        firsts, files, size, lasts = self._firsts, self._tokens, self.dtype.itemsize, []
+        for begin, end, position in pieces:
+            shard = bisect.bisect_right(firsts, position) - 1
+            if position + end - begin <= firsts[shard + 1]:
+                files[shard].read_into(rows[begin:end], (position - firsts[shard]) * size)
+            else:
+                self.read_into(rows[begin:end], position)
+            lasts.append(rows[end - 1])
+        return lasts
+
+    def will_need(self, positions: Iterable[int], counts: Iterable[int]) -> None:
+        """Have so many tokens from each position on, and the next one, read ahead; returns at once. What reaches beyond a shard
+        is left to be read when it is wanted."""
+        firsts, files, size = self._firsts, self._tokens, self.dtype.itemsize
+        for position, count in zip(positions, counts, strict=True):
+            shard = bisect.bisect_right(firsts, position) - 1
+            if 0 <= shard < len(files):
+                files[shard].will_need((position - firsts[shard]) * size, (count + 1) * size)
 
     def check_ids(self, positions: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
         """Refuse the first token in these stretches that is not below `vocab_size`; both int64 [stretches].
@@ -110,16 +129,56 @@ class TokenStream:
         for number, first in enumerate(self._firsts[:-1]):
             yield first, self._ends(number, 0, self.split.shards[number].documents)
 
-    def borders(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Positions p where a document begins, and one has ended before, begin < p < end; int64, not decreasing.
+    def borders(
+        self, starts: NDArray[np.int64], pairs: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where documents begin after one has ended before, within stretches of the stream.
+
+        Args:
+            starts: position of the first token of each stretch, int64 [P].
+            pairs: so many tokens after it belong to the stretch, too, int64 [P].
+
+        Returns:
+            Of each such place the number of the stretch and the offset in it, 1 ... pairs; int64 both, in no order. A document
+            without tokens counts, too.
 
         Raises:
             As `shard_ends`.
         """
+        blocks = np.full((len(starts), _BLOCK), _NEVER, dtype="<u8")
+        firsts = np.zeros(len(starts), dtype="<u8")
+        one_by_one = np.zeros(len(starts), dtype=bool)
+        for number, (start, count) in enumerate(zip(starts.tolist(), pairs.tolist(), strict=True)):
+            firsts[number] = start - self._firsts[bisect.bisect_right(self._firsts, start) - 1]
+            one_by_one[number] = not self._read_block_of(blocks[number], start, count)
+        one_by_one |= (blocks[:, 1:] < blocks[:, :-1]).any(axis=1)
+        numbers, offsets = [], []
+        for number in np.flatnonzero(one_by_one).tolist():
+            blocks[number] = _NEVER
+            offsets.append(self._borders_of_one(int(starts[number]), int(pairs[number])) - starts[number])
+            numbers.append(np.full(len(offsets[-1]), number))
+        found, columns = np.nonzero((blocks > firsts[:, None]) & (blocks <= (firsts + pairs.astype("<u8"))[:, None]))
+        inside = (blocks[found, columns] - firsts[found]).astype(np.int64)
+        return np.concatenate([found, *numbers]), np.concatenate([inside, *offsets])
+
+    def _read_block_of(self, block: NDArray[np.uint64], start: int, count: int) -> bool:
+        """Read the one block of ends that matters to a stretch; False if there are several, or it does not fit the shard."""
+        number = bisect.bisect_right(self._firsts, start) - 1
+        first = start - self._firsts[number]
+        shard = self.split.shards[number]
+        begin = self._block_before(number, first) * _BLOCK
+        some = min(_BLOCK, shard.documents - begin)
+        self._files[number]["ends"].read_into(block[:some], begin * block.itemsize)
+        last, final = int(block[some - 1]), begin + some == shard.documents
+        enough = last == shard.tokens if final else first + count <= last <= shard.tokens
+        return first + count <= shard.tokens and enough
+
+    def _borders_of_one(self, start: int, count: int) -> NDArray[np.int64]:
+        """Positions of the beginnings of documents in one stretch. Raises as `borders`."""
         found = [np.empty(0, dtype=np.int64)]
-        for shard, first, count in self._stretches(begin, end - 1 - begin):
-            ends = self._ends_between(shard, first, first + count)
-            low, high = ends.searchsorted([first, first + count], side="right")
+        for shard, first, some in self._stretches(start, count):
+            ends = self._ends_between(shard, first, first + some)
+            low, high = ends.searchsorted(np.array([first, first + some], dtype="<u8"), side="right")
             found.append(ends[low:high].astype(np.int64) + self._firsts[shard])
         return np.concatenate(found)
 
@@ -136,14 +195,17 @@ class TokenStream:
     def _ends_between(self, shard: int, begin: int, end: int) -> NDArray[np.uint64]:
         """At least all ends e of a shard with begin < e <= end."""
         documents = self.split.shards[shard].documents
-        blocks = range(-(-documents // _BLOCK))
-        first = bisect.bisect_right(blocks, begin, key=lambda block: self._first_end_of_block(shard, block)) - 1
         found = [np.empty(0, dtype="<u8")]
-        for block in blocks[max(first, 0) :]:
+        for block in range(self._block_before(shard, begin), -(-documents // _BLOCK)):
             found.append(self._ends(shard, block * _BLOCK, min(_BLOCK, documents - block * _BLOCK)))
             if found[-1][-1] >= end:
                 break
         return np.concatenate(found)
+
+    def _block_before(self, shard: int, begin: int) -> int:
+        """The first block of a shard's ends that has one after token `begin`, or the one before that."""
+        blocks = range(-(-self.split.shards[shard].documents // _BLOCK))
+        return max(bisect.bisect_right(blocks, begin, key=functools.partial(self._first_end_of_block, shard)) - 1, 0)
 
     def _read_first_end_of_block(self, shard: int, block: int) -> int:
         return int(self._read_ends(shard, block * _BLOCK, 1)[0])

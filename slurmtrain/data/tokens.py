@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
+from slurmtrain.data.compact import CompactRows
 from slurmtrain.data.rows import Rows, damaged
 from slurmtrain.data.stream import TokenStream
-from slurmtrain.data.text import IGNORED_TARGET
-from slurmtrain.data.workers import SENT_WHOLE_BYTES
+
+TOKENS_AT_ONCE = 1 << 17  # of several batches that are made together
+_DTYPES = {2: torch.uint16, 4: torch.uint32}
 
 
-@dataclass(frozen=True)
-class _Batch:
+class _Plan(NamedTuple):
     """Where the pieces [P] of some samples [B] come from, and where they go. All int64.
 
     Attributes:
         starts: positions in the stream, [P].
         pairs: of an input and its target, [P].
-        rows, columns: place of the first pair in the batch, [P].
+        rows, columns: place of the first pair among the samples, [P].
         lengths: pairs of each sample, [B].
     """
 
@@ -70,9 +72,8 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
 
     def will_need(self, indices: NDArray[np.int64]) -> None:
         """Have the samples `indices` [B] read ahead; returns at once. Raises as `get_batch`."""
-        starts, pairs, _ = self._pieces(indices)
-        for start, count in zip(starts.tolist(), pairs.tolist(), strict=True):
-            self._stream.will_need(start, count + 1)
+        pieces, _ = self._rows.pieces(indices)
+        self._stream.will_need(pieces["start"].tolist(), pieces["pairs"].tolist())
 
     def get_batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
         """The samples `indices` [B] at once, each name [B, S].
@@ -82,21 +83,69 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
             ConfigError: the data is not what was prepared.
             DataError: it cannot be read now.
         """
-        batch = self._plan(indices)
-        width = self._width(batch)
-        shape = len(indices), width
-        tensors = {"inputs": _empty(shape, torch.int64), "targets": _empty(shape, torch.int64)}
-        inputs, targets = (tensor.numpy() for tensor in tensors.values())
-        self._read(batch, inputs, targets)
-        if self._document_mask:
-            tensors["documents"] = _empty(shape, torch.int32)
-            self._mask(batch, targets, tensors["documents"].numpy())
-        if batch.lengths.min(initial=width) < width:
-            padding = np.arange(width) >= batch.lengths[:, None]
-            inputs[padding], targets[padding] = 0, IGNORED_TARGET
-        return tensors
+        return next(self._together(indices[None], torch.empty)).batch()
 
-    def _width(self, batch: _Batch) -> int:
+    def get_batches(
+        self, indices: NDArray[np.int64], *, empty: Callable[..., Tensor] = torch.empty, **unused: Any
+    ) -> Iterator[CompactRows]:
+        """Several batches of the samples `indices` [M, B], see `MapDataset`. Raises as `get_batch`."""
+        at_once = self._batches_at_once(indices.shape[1])
+        for first in range(0, len(indices), at_once):
+            yield from self._together(indices[first : first + at_once], empty)
+
+    def _batches_at_once(self, samples: int) -> int:
+        """How many batches of so many samples are made together: numpy takes hardly longer for them than for one."""
+        return max(1, TOKENS_AT_ONCE // max(samples * self.seq_len, 1))
+
+    def _together(self, indices: NDArray[np.int64], empty: Callable[..., Tensor]) -> Iterator[CompactRows]:
+        """The batches `indices` [M, B]."""
+        plan = self._plan(indices.reshape(-1))
+        width = self._width(plan)
+        tokens = empty((len(plan.lengths), width + 1), dtype=_DTYPES[self._stream.dtype.itemsize])
+        documents = empty((len(plan.lengths), width), dtype=torch.int32) if self._document_mask else None
+        last_targets = self._read(plan, tokens.numpy())
+        if len(plan.starts) > len(
+            plan.lengths
+        ):  # each piece but the first of a row was read over the end of another one
+            places, values = plan.rows * width + plan.columns + plan.pairs - 1, np.array(last_targets, dtype=np.int64)
+        else:
+            places, values = np.empty(0, dtype=np.int64), None
+        if documents is not None:
+            outside = self._number(plan, documents.numpy())
+            if len(outside):
+                places, values = outside, None
+        return self._apart(plan.lengths.reshape(indices.shape), tokens, documents, places, values, empty)
+
+    def _apart(
+        self,
+        lengths: NDArray[np.int64],
+        tokens: Tensor,
+        documents: Tensor | None,
+        places: NDArray[np.int64],
+        values: NDArray[np.int64] | None,
+        empty: Callable[..., Tensor],
+    ) -> Iterator[CompactRows]:
+        """Rows of several batches batch by batch, as in `CompactRows`; with `lengths` [M, B]."""
+        batches, samples = lengths.shape
+        width = tokens.shape[1] - 1
+        bounds = places.searchsorted(samples * width * np.arange(batches + 1)).tolist()
+        targets, shortest = lengths.sum(axis=1).tolist(), lengths.min(axis=1, initial=width).tolist()
+        of_batches = tokens.view(batches, samples, width + 1).unbind()
+        for number, (begin, end) in enumerate(pairwise(bounds)):
+            rows = CompactRows(of_batches[number], targets[number])
+            if shortest[number] < width:
+                rows = rows._replace(lengths=_sent(lengths[number], empty))
+            if begin < end:
+                rows = rows._replace(places=_sent(places[begin:end] - number * samples * width, empty))
+                if values is None:
+                    rows = rows._replace(num_targets=rows.num_targets - (end - begin))
+                else:
+                    rows = rows._replace(values=_sent(values[begin:end], empty))
+            if documents is not None:
+                rows = rows._replace(documents=documents[number * samples : (number + 1) * samples])
+            yield rows
+
+    def _width(self, plan: _Plan) -> int:
         return self.seq_len
 
     def _pieces(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -109,7 +158,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
             raise damaged("the index of the packing")
         return starts, pairs, counts
 
-    def _plan(self, indices: NDArray[np.int64]) -> _Batch:
+    def _plan(self, indices: NDArray[np.int64]) -> _Plan:
         starts, pairs, counts = self._pieces(indices)
         rows = np.arange(len(indices))
         if len(starts) == len(rows):  # one piece each, as in most packings
@@ -122,37 +171,37 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
             rows = np.repeat(rows, counts)
         if lengths.max(initial=0) > self.seq_len:
             raise damaged("the index of the packing")
-        return _Batch(starts, pairs, rows, columns, lengths)
+        return _Plan(starts, pairs, rows, columns, lengths)
 
-    def _read(self, batch: _Batch, inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
-        """Fill inputs and targets [B, S]; what stands in the padding is of no use."""
-        tokens = np.zeros((len(inputs), inputs.shape[1] + 1), dtype=self._stream.dtype)
-        # A piece comes with its last target, over which the next one of the row is read: so that is kept apart.
-        last_targets = np.empty(len(batch.starts), dtype=tokens.dtype)
-        places = zip(
-            batch.rows.tolist(), batch.columns.tolist(), batch.starts.tolist(), batch.pairs.tolist(), strict=True
-        )
-        for number, (row, column, start, pairs) in enumerate(places):
-            piece = tokens[row, column : column + pairs + 1]
-            self._stream.read_into(piece, start)
-            last_targets[number] = piece[-1]
-        if max(tokens.max(initial=0), last_targets.max(initial=0)) >= self._stream.vocab_size:
-            self._stream.check_ids(batch.starts, batch.pairs + 1)
-        inputs[:], targets[:] = tokens[:, :-1], tokens[:, 1:]
-        targets[batch.rows, batch.columns + batch.pairs - 1] = last_targets
+    def _read(self, plan: _Plan, tokens: NDArray[Any]) -> list[Any]:
+        """Fill `tokens` [B, S + 1] with inputs and last target of each row, and return the last target of each piece."""
+        rows, width = tokens.shape
+        if len(plan.starts) > rows or plan.lengths.min(initial=width) < width - 1:
+            tokens[:] = 0  # what stands behind a row must be an id, too
+        begins = plan.rows * width + plan.columns
+        places = zip(begins.tolist(), (begins + plan.pairs + 1).tolist(), plan.starts.tolist(), strict=True)
+        last_targets = self._stream.read_pieces(tokens.reshape(-1), places)
+        if max(tokens.max(initial=0), max(last_targets, default=0)) >= self._stream.vocab_size:
+            self._stream.check_ids(plan.starts, plan.pairs + 1)
+        return last_targets
 
-    def _mask(self, batch: _Batch, targets: NDArray[np.int64], documents: NDArray[np.int32]) -> None:
-        """Fill in the number in its row of each token's document, [B, S]; ignore targets in another document."""
-        begins = np.zeros((len(targets), targets.shape[1] + 1), dtype=np.int32)
-        begins[batch.rows, batch.columns] = 1
+    def _number(self, plan: _Plan, documents: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Fill in the number in its row of each token's document, [B, S]; return the places in the flat array of targets that
+        are in another document than their inputs, increasing."""
+        width = documents.shape[1]
+        begins = np.zeros_like(documents)
+        begins[plan.rows, plan.columns] = 1
+        short = np.flatnonzero(plan.lengths < width)
+        begins[short, plan.lengths[short]] = 1  # the padding
+        outside = np.empty(0, dtype=np.int64)
         if self._rows.across_documents:
-            for row, column, start, pairs in zip(batch.rows, batch.columns, batch.starts, batch.pairs, strict=True):
-                places = column + self._stream.borders(int(start), int(start + pairs + 1)) - start
-                begins[row, places] = 1
-                targets[row, places - 1] = IGNORED_TARGET
-        begins[np.arange(len(targets)), batch.lengths] = 1  # the padding
+            pieces, offsets = self._stream.borders(plan.starts, plan.pairs)
+            outside = np.unique(plan.rows[pieces] * width + plan.columns[pieces] + offsets - 1)
+            inside = outside[(outside + 1) % width > 0]  # the document does not begin with the next row
+            begins.reshape(-1)[inside + 1] = 1
         begins[:, 0] = 0
-        np.cumsum(begins[:, :-1], axis=1, out=documents)
+        np.cumsum(begins, axis=1, out=documents)
+        return outside
 
 
 class DocumentTokens(PackedTokens):
@@ -162,14 +211,14 @@ class DocumentTokens(PackedTokens):
         """Tokens of each of the samples `indices` [B] but for its padding, int64 [B]. Raises as `get_batch`."""
         return self._plan(indices).lengths
 
-    def _width(self, batch: _Batch) -> int:
-        return int(batch.lengths.max(initial=0))
+    def _batches_at_once(self, samples: int) -> int:
+        return 1  # each has its own width
+
+    def _width(self, plan: _Plan) -> int:
+        return int(plan.lengths.max(initial=0))
 
 
-def _empty(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """A large one in a worker lies in the memory that it shares with its rank, which saves a copy. As torch's own collating."""
-    count = math.prod(shape)
-    if count * dtype.itemsize <= SENT_WHOLE_BYTES or get_worker_info() is None:
-        return torch.empty(shape, dtype=dtype)
-    empty = torch.empty(0, dtype=dtype)
-    return empty.new(empty._typed_storage()._new_shared(count, device=empty.device)).resize_(shape)
+def _sent(numbers: NDArray[np.int64], empty: Callable[..., Tensor]) -> Tensor:
+    tensor = empty(numbers.shape, dtype=torch.int64)
+    tensor.numpy()[:] = numbers
+    return tensor

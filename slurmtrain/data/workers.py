@@ -11,51 +11,69 @@ import multiprocessing
 import multiprocessing.process
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.reduction import ForkingPickler
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
-from torch.utils.data import DataLoader, Dataset
+from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from slurmtrain.data.slots import Packed, Slots
 from slurmtrain.errors import SlurmtrainError, how_it_ended
 
-Job = TypeVar("Job")
+Jobs = TypeVar("Jobs", bound=Sized)
 Result = TypeVar("Result")
+# From some jobs to the result of each, in their order; with what makes the tensors that go into the results.
+Work = Callable[[Jobs, Callable[..., Tensor]], Iterable[Result]]
 
 CLOSE_GRACE_S = 2.0  # what a worker gets to leave by itself before it is killed
-SENT_WHOLE_BYTES = 256 << 10  # tensors up to this size go through the pipe
-_OF_NUMPY = {getattr(torch, name) for name in "bool uint8 int8 int16 int32 int64 float16 float32 float64".split()}
+MOST_MESSAGES = 4  # under way to and from a worker: its slots are so many, and one more
+MESSAGE_S = 2e-3  # of work in a message: sending one costs a tenth of a millisecond
+MOST_JOBS = 16  # in a message, for this reason
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
-class Workers(Generic[Job, Result]):
-    """An iterator over `work(job)` for every job, in their order.
+class Workers(Generic[Jobs, Result]):
+    """An iterator over the results of `work` for every job, in their order.
+
+    Jobs that take little time are sent several at a time, as many as the last ones let expect to be worth it.
 
     Args:
-        work: called in a worker. What it raises is raised here.
-        jobs: taken by this process, as results are asked for.
+        work: called in a worker, with `Message.empty`. What it raises is raised here, after the results of the jobs before.
+        take: the next jobs, so many of them; called by this process, as results are asked for. Fewer are the last ones.
         count: of workers.
-        ahead: jobs that are given to each worker before their results are wanted.
+        ahead: jobs that are given to each worker, at least, before their results are wanted.
         pin_memory: copy the tensors of results into page-locked memory, by a thread.
     """
 
     def __init__(
-        self, work: Callable[[Job], Result], jobs: Iterator[Job], *, count: int, ahead: int, seed: int, pin_memory: bool
+        self,
+        work: Work[Jobs, Result],
+        take: Callable[[int], Jobs],
+        *,
+        count: int,
+        ahead: int,
+        seed: int,
+        pin_memory: bool,
     ):
         self._processes: list[multiprocessing.process.BaseProcess] = []
-        self._results: Iterator[Any] | None = None  # None when not all workers could be started
+        self._messages: Iterator[list[Any]] | None = None  # None when not all workers could be started
+        self._received: deque[Any] = deque()  # results of a message that have not been asked for
+        messages = min(ahead, MOST_MESSAGES)
+        self._least = self._jobs_each = -(-ahead // messages)
         loader: DataLoader[Any] = DataLoader(
-            _Work(work),
-            batch_size=None,  # an "index" is a whole job
-            sampler=jobs,
+            # One more slot than it prefetches: the next message is sent to a worker when the results of one are taken.
+            _Work(work, Slots(count, messages + 1)),
+            batch_size=None,  # an "index" is a whole message
+            sampler=self._sent(take),
             num_workers=count,
-            prefetch_factor=ahead,
+            prefetch_factor=messages,
             collate_fn=_as_is,
             pin_memory=pin_memory,
-            worker_init_fn=_set_up,
+            worker_init_fn=ignore_stop_signals,
             multiprocessing_context="fork",
             # Without one of its own, starting workers would draw from the global generator, which then differs
             # between runs with and without workers, and from that of a resumed run.
@@ -69,7 +87,7 @@ class Workers(Generic[Job, Result]):
         # arrive for this process meanwhile are delivered afterwards.
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
         try:
-            self._results = iter(loader)
+            self._messages = iter(loader)
         except BaseException:
             self._processes = [worker for worker in multiprocessing.active_children() if worker not in before]
             self.close()
@@ -78,27 +96,43 @@ class Workers(Generic[Job, Result]):
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         self._processes = [worker for worker in multiprocessing.active_children() if worker not in before]
 
-    def __iter__(self) -> Workers[Job, Result]:
+    def __iter__(self) -> Workers[Jobs, Result]:
         return self
 
     def __next__(self) -> Result:
         """Raises SlurmtrainError: a worker has died."""
-        assert self._results is not None
+        while not self._received:
+            self._receive()
+        result = self._received.popleft()
+        if isinstance(result, SlurmtrainError):  # torch would pack it into another one, without its hint
+            raise result
+        if isinstance(result, ExceptionWrapper):
+            result.reraise()
+        return result
+
+    def _receive(self) -> None:
+        assert self._messages is not None
         try:
-            result = next(self._results)
+            message = next(self._messages)
         except RuntimeError:
             dead = next((worker for worker in self._processes if worker.exitcode), None)
             if dead is None:
                 raise
             raise _death(dead) from None
-        if isinstance(result, SlurmtrainError):  # torch would pack it into another one, without its hint
-            raise result
-        return result
+        *results, took_s = message
+        self._received.extend(results)
+        worth_it = int(MESSAGE_S * len(results) / took_s)
+        self._jobs_each = max(self._least, min(worth_it, 2 * self._jobs_each, MOST_JOBS))
+
+    def _sent(self, take: Callable[[int], Jobs]) -> Iterator[Jobs]:
+        while len(some := take(self._jobs_each)):
+            yield some
 
     def close(self) -> None:
         """Stop the workers. Takes about `CLOSE_GRACE_S` at most."""
-        results, processes = self._results, self._processes
-        self._results, self._processes = None, []
+        messages, processes = self._messages, self._processes
+        self._messages, self._processes = None, []
+        self._received.clear()
         atexit.unregister(self.close)
         if not processes:
             return
@@ -108,8 +142,8 @@ class Workers(Generic[Job, Result]):
         try:
             # torch raises here when a worker had to be killed, which is no news to us.
             with contextlib.suppress(RuntimeError):
-                if results is not None:
-                    results._shutdown_workers()  # type: ignore[attr-defined]
+                if messages is not None:
+                    messages._shutdown_workers()  # type: ignore[attr-defined]
         finally:
             killer.cancel()
             _kill(processes)
@@ -124,30 +158,26 @@ def ignore_stop_signals(worker_id: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
 
 
-def _set_up(worker_id: int) -> None:
-    ignore_stop_signals(worker_id)
-    ForkingPickler.register(Tensor, _reduced)  # in this worker alone
-
-
-def _reduced(tensor: Tensor) -> tuple[Any, ...]:
-    """How a tensor is sent. Torch opens shared memory for each and sends its descriptor, which takes longer than small ones."""
-    plain = tensor.dtype in _OF_NUMPY and tensor.layout == torch.strided and tensor.device.type == "cpu"
-    if not plain or tensor.requires_grad or tensor.nbytes > SENT_WHOLE_BYTES:
-        return reduce_tensor(tensor)
-    return torch.from_numpy, (tensor.resolve_neg().numpy(),)
-
-
 class _Work(Dataset[Any]):
-    """A data set whose index is a job."""
+    """A data set whose index is a message: some jobs."""
 
-    def __init__(self, work: Callable[[Any], Any]):
-        self._work = work
+    def __init__(self, work: Work[Any, Any], slots: Slots):
+        self._work, self._slots = work, slots
 
-    def __getitem__(self, job: Any) -> Any:
+    def __getitem__(self, jobs: Sized) -> Packed:
+        """Their results, or the error of one instead of its own and all after it; last, the seconds that it took."""
+        worker = get_worker_info()
+        assert worker is not None
+        began, message = time.perf_counter(), self._slots.message(worker.id)
         try:
-            return self._work(job)
+            for result in self._work(jobs, message.empty):
+                message.add(result)
         except SlurmtrainError as error:
-            return error
+            message.add(error)
+        except Exception:
+            message.add(ExceptionWrapper(where=f"in data worker {worker.id}"))
+        message.add(time.perf_counter() - began)
+        return message.packed()
 
 
 def _death(worker: multiprocessing.process.BaseProcess) -> SlurmtrainError:

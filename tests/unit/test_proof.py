@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slurmtrain.data import BatchLoader, proof
+from slurmtrain.data.mixture import MixedSamples
 from slurmtrain.errors import ConfigError, SlurmtrainError
 
 
@@ -100,8 +101,10 @@ def test_another_order_sample_or_data_set_gives_another_hash() -> None:
     assert len(set(hashes)) == 4
     numbers = np.arange(8)
     swapped = numbers[[1, 0, *range(2, 8)]]
-    assert proof.digest(numbers, numbers) != proof.digest(numbers, swapped)
-    assert proof.digest(numbers, swapped) == proof.digest(swapped, numbers)  # the same two pairs
+    in_order, changed, moved = proof.digests(
+        np.stack([numbers, numbers, swapped]), np.stack([numbers, swapped, numbers])
+    )
+    assert in_order != changed and changed == moved  # the same two pairs
     assert proof.chained("a", (1, 2)) != proof.chained("b", (1, 2))
 
 
@@ -124,6 +127,20 @@ def test_what_a_sample_draws_depends_on_neither_ranks_nor_workers_nor_restarts()
     assert first.keys() == second.keys() and all(first[index] != second[index] for index in first)  # anew each epoch
 
 
+def test_what_a_sample_of_a_mixture_draws_is_new_each_epoch_and_another_with_another_seed() -> None:
+    mixture = MixedSamples({"left": Drawn(3), "right": Drawn(5)})
+
+    def drawn(seed: int, first: int) -> list[list[float]]:
+        loader = BatchLoader(
+            mixture, seed=seed, shuffle=False, global_batch_size=8, micro_batch_size=8, samples_consumed=first
+        )
+        return next(loader).micro_batches[0]["drawn"].tolist()  # type: ignore[no-any-return]
+
+    first, again, second, other = drawn(1, 0), drawn(1, 0), drawn(1, 8), drawn(2, 0)
+    assert first == again
+    assert not {tuple(row) for row in first} & {tuple(row) for row in [*second, *other]}
+
+
 def test_fetching_leaves_the_random_state_of_the_training_alone() -> None:
     def draw() -> list[float]:
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
@@ -144,6 +161,18 @@ class Dying(Drawn):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         signal.raise_signal(signal.SIGKILL)
         return {}
+
+
+class Ending(Drawn):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        raise StopIteration
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_that_stops_makes_no_shorter_step(workers: int) -> None:
+    loader = BatchLoader(Ending(4), seed=0, global_batch_size=2, micro_batch_size=1, num_workers=workers)
+    with pytest.raises(ConfigError, match="StopIteration"):
+        next(loader)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -177,6 +206,7 @@ def test_the_data_set_hears_early_of_what_comes() -> None:
     dataset = Announced()
     loader = BatchLoader(dataset, seed=0, shuffle=False, global_batch_size=2, micro_batch_size=1, ahead=2)
     next(loader)
-    kinds = [kind for kind, _ in dataset.events]
-    assert kinds == ["soon"] * 5 + ["now", "soon", "now"]
-    assert [ids for kind, ids in dataset.events if kind == "soon"] == [[i] for i in range(6)]
+    next(loader)
+    soon, now = "soon", "now"
+    first = [(soon, [0, 1, 2, 3, 4, 5]), (now, [0]), (now, [1])]
+    assert dataset.events == [*first, (soon, [6, 7]), (now, [2]), (now, [3])]
