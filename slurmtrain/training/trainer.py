@@ -6,6 +6,7 @@ person sees goes through the reporter.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable
@@ -181,6 +182,10 @@ class Trainer:
         self._reporter = self._make_reporter(first_step, self._counters.evaluated_at)
         self._cadence = self._make_cadence(first_step)
         self._throughput = Throughput()
+        # What is there by now stays. A full collection passes over all of it, a tenth of a second and more; each rank has its
+        # own time for that, and all others wait.
+        gc.collect()
+        gc.freeze()
         try:
             # An evaluation that a stop cut short is made up for before anything else.
             stopping = self._check_stop_now() or (self._evaluation_due() and self._evaluate())
@@ -204,6 +209,7 @@ class Trainer:
             self._drain()
             raise
         finally:
+            gc.unfreeze()
             self._reporter.close()
             self._loader.close()
 

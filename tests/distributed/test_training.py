@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -112,6 +113,22 @@ def test_the_loss_is_weighted_by_tokens_however_they_fall_on_the_ranks(gloo_rank
     fit(alone(), tmp_path / "one", RAGGED)
     one, four = losses(tmp_path / "one"), losses(tmp_path / "four")
     assert [step for step in one if abs(one[step] - four[step]) > TOLERANCE * one[step]] == []
+
+
+def test_what_is_there_when_training_begins_is_left_out_of_garbage_collections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen = []
+    step = Trainer._train_step
+
+    def counted(self: Trainer) -> Any:
+        frozen.append(gc.get_freeze_count())
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "_train_step", counted)
+    before = len(gc.get_objects())
+    fit(alone(), tmp_path / "run", ["train.steps=2"])
+    assert min(frozen) > 0.9 * before and gc.get_freeze_count() == 0
 
 
 @pytest.mark.parametrize("size", [1, 3])
