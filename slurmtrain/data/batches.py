@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data._utils import collate as torch_collate
+
+from slurmtrain.data.slots import SLOT_BYTES
 
 Batch = dict[str, Tensor]
 
@@ -22,15 +24,25 @@ IGNORED_TARGET = -100  # the target that torch's cross_entropy leaves out
 
 
 def collate(samples: Sequence[Any]) -> Batch:
-    """Samples as one batch: by torch's `default_collate`, after rows [S] of different length were filled up to the longest."""
+    """Samples as one batch: as torch's `default_collate`, after rows [S] of different length were filled up to the longest."""
     first = samples[0]
-    if not isinstance(first, Mapping) or "targets" not in first or len({_length(sample) for sample in samples}) == 1:
-        collated: Batch = default_collate(list(samples))
-        return collated
-    longest = max(_length(sample) for sample in samples)
-    return default_collate(
-        [{name: row[0] for name, row in padded(_as_batch(sample), longest).items()} for sample in samples]
-    )
+    if isinstance(first, Mapping) and "targets" in first and len({_length(sample) for sample in samples}) > 1:
+        longest = max(_length(sample) for sample in samples)
+        samples = [{name: row[0] for name, row in padded(_as_batch(sample), longest).items()} for sample in samples]
+    collated: Batch = torch_collate.collate(samples, collate_fn_map=_COLLATE)
+    return collated
+
+
+def _collate_tensors(tensors: Sequence[Tensor], *, collate_fn_map: Any = None) -> Tensor:
+    """In a worker, torch opens shared memory for each; which is worth it only for what does not fit into a slot."""
+    plain = all(tensor.layout == torch.strided and not tensor.is_nested for tensor in tensors)
+    if plain and sum(tensor.nbytes for tensor in tensors) <= SLOT_BYTES:
+        return torch.stack(list(tensors))
+    stacked: Tensor = torch_collate.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
+    return stacked
+
+
+_COLLATE = {**torch_collate.default_collate_fn_map, Tensor: _collate_tensors}
 
 
 def padded(batch: Batch, length: int) -> Batch:

@@ -33,7 +33,7 @@ class CompactRows(NamedTuple):
     documents: Tensor | None = None
 
     def batch(self) -> Batch:
-        """On the device of its tensors, with tensors of its own; nothing waits for that device."""
+        """On the device of its tensors, and nothing waits for that device; inputs and targets are tensors of its own."""
         inputs, targets = _int64(self.tokens[:, :-1]), _int64(self.tokens[:, 1:])
         if self.places is not None:
             if self.values is None:

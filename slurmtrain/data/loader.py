@@ -26,7 +26,8 @@ from slurmtrain.data.batches import Batch, num_targets, padded, tokens_per_row
 from slurmtrain.data.compact import CompactRows
 from slurmtrain.data.lengths import ByLength, dealt
 from slurmtrain.data.order import Epochs, Order
-from slurmtrain.data.samples import MapDataset, fetch, fetched
+from slurmtrain.data.samples import MapDataset, fetch, fetch_batches
+from slurmtrain.data.slots import empty
 from slurmtrain.data.workers import Workers
 from slurmtrain.data.workers import ignore_stop_signals as ignore_stop_signals
 from slurmtrain.errors import ConfigError
@@ -46,10 +47,10 @@ class RowLength:
     multiple: int = 1
     fixed: bool = False
 
-    def applied(self, batch: Batch, dataset: MapDataset) -> Batch:
-        """`batch` of `dataset`, filled up."""
+    def applied(self, batch: Batch, seq_len: int) -> Batch:
+        """`batch`, filled up."""
         if self.fixed:
-            return padded(batch, getattr(dataset, "seq_len", 0))
+            return padded(batch, seq_len)
         length = tokens_per_row(batch)
         return padded(batch, length + -length % self.multiple) if length % self.multiple else batch
 
@@ -128,6 +129,7 @@ class BatchLoader:
             )
         self.order = self._order(shuffle, sorted_steps)
         self._row_length = row_length or RowLength()
+        self._seq_len: int = getattr(dataset, "seq_len", 0)
         self._fetch = _Fetch(dataset, seed, self._row_length)
         self._gpu = _Gpu(device) if device is not None and device.type == "cuda" else None
         self._fetched: Iterator[_Fetched] | None = None
@@ -173,12 +175,9 @@ class BatchLoader:
             raise
         self._samples_consumed += self._global
         return Step(
-            [
-                self._finished(fetched.batch if self._gpu is None else self._gpu.receive(fetched.batch))
-                for fetched in step
-            ],
-            sum(fetched.targets for fetched in step),
-            proof.added([fetched.digest for fetched in step]),
+            [self._finished(micro.batch if self._gpu is None else self._gpu.receive(micro.batch)) for micro in step],
+            sum(micro.targets for micro in step),
+            proof.added([micro.digest for micro in step]),
         )
 
     def close(self) -> None:
@@ -188,7 +187,7 @@ class BatchLoader:
             fetched.close()
 
     def _finished(self, batch: Batch | CompactRows) -> Batch:
-        return self._row_length.applied(batch.batch(), self.dataset) if isinstance(batch, CompactRows) else batch
+        return self._row_length.applied(batch.batch(), self._seq_len) if isinstance(batch, CompactRows) else batch
 
     def _order(self, shuffle: bool, sorted_steps: int) -> Order:
         own = getattr(self.dataset, "order", None)
@@ -315,15 +314,16 @@ class _Fetch:
 
     def __init__(self, dataset: MapDataset, seed: int, row_length: RowLength):
         self._dataset, self._seed, self._row_length = dataset, seed, row_length
+        self._seq_len: int = getattr(dataset, "seq_len", 0)
 
-    def __call__(self, samples: _Samples, empty: Callable[..., Tensor] = torch.empty) -> Iterator[_Fetched]:
-        batches = fetched(self._dataset, samples.indices, samples.numbers, seed=self._seed, empty=empty)
+    def __call__(self, samples: _Samples, empty: Callable[..., Tensor] = empty) -> Iterator[_Fetched]:
+        batches = fetch_batches(self._dataset, samples.indices, samples.numbers, seed=self._seed, empty=empty)
         digests = iter(proof.digests(samples.numbers, samples.indices))
         for batch in batches:
             if isinstance(batch, CompactRows):  # filled up where it is used
                 yield _Fetched(batch, batch.num_targets, next(digests))
             else:
-                rows = self._row_length.applied(batch, self._dataset)
+                rows = self._row_length.applied(batch, self._seq_len)
                 yield _Fetched(rows, num_targets(rows), next(digests))
         if next(digests, None):  # or the step would be a smaller one
             raise ConfigError("the data set has raised StopIteration for a sample", hint="raise another error there")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from math import gcd, lcm
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from slurmtrain.data.batches import Batch, joined
 from slurmtrain.data.order import Epochs, Order, samples_at
@@ -99,8 +98,9 @@ class MixedSamples:
         return fetch(self, indices)
 
     def get_batches(
-        self, indices: NDArray[np.int64], *, numbers: NDArray[np.int64], seed: int, empty: Callable[..., Tensor]
+        self, indices: NDArray[np.int64], *, numbers: NDArray[np.int64], seed: int, **unused: Any
     ) -> Iterator[Batch]:
+        """See `MapDataset`."""
         for of_batch, numbered in zip(indices, numbers, strict=True):
             yield joined(
                 [

@@ -50,7 +50,8 @@ class DataFile:
             DataError: it cannot be read now.
         """
         try:
-            count = os.preadv(_opened(self).number, [array.data], offset)
+            descriptor = _opened(self)  # held, or another thread's reading might close it now
+            count = os.preadv(descriptor.number, [array.data], offset)
         except OSError as error:
             count = self._read(array, offset, error)
         while count < array.nbytes:  # on some file systems a read may bring less than there is
@@ -62,7 +63,8 @@ class DataFile:
     def will_need(self, offset: int, count: int) -> None:
         """Have the kernel read these bytes ahead; returns at once. What goes wrong is left for the read to tell."""
         try:  # contextlib.suppress would take longer than the call
-            os.posix_fadvise(_opened(self).number, offset, count, os.POSIX_FADV_WILLNEED)
+            descriptor = _opened(self)
+            os.posix_fadvise(descriptor.number, offset, count, os.POSIX_FADV_WILLNEED)
         except (OSError, SlurmtrainError):
             return
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -16,14 +16,17 @@ from torch import Tensor
 from slurmtrain.data.batches import Batch, collate
 from slurmtrain.data.compact import CompactRows
 from slurmtrain.data.order import mixed
+from slurmtrain.data.slots import empty
 
 
 class MapDataset(Protocol):
-    """What a data set must offer. It may offer more, by methods and attributes of these names:
+    """What a data set must offer. It may offer more, by methods and attributes of these names; a class that changes one way
+    to fetch samples of its base class is not asked by another one of that:
 
     get_batch(indices: int64 [B]) -> Batch: these samples at once; nothing is collated then.
-    get_batches(indices: int64 [M, B], *, numbers: int64 [M, B], seed: int, empty) -> Iterator[Batch | CompactRows]: several
-        batches, with the number of each sample in the run; empty(shape, dtype=) makes tensors that can be sent without a copy.
+    get_batches(indices: int64 [M, B], *, numbers: int64 [M, B], seed: int, empty) -> Iterable[Batch | CompactRows]: several
+        batches, with the number of each sample in the run; empty(shape, dtype=) makes tensors that are sent without a copy, and
+        are not to be changed any more when their batch is given.
     lengths(indices: int64 [B]) -> int64 [B]: tokens of each sample, where they differ.
     seq_len: of the longest.
     will_need(indices: int64 [B]) -> None: these come soon; returns at once.
@@ -52,18 +55,18 @@ def fetch(
         numbers: int64 [B], of each sample in the run; None: its index.
     """
     numbers = indices if numbers is None else numbers
-    batch = next(fetched(dataset, indices[None], numbers[None], seed=seed))
+    batch = next(iter(fetch_batches(dataset, indices[None], numbers[None], seed=seed)))
     return batch.batch() if isinstance(batch, CompactRows) else batch
 
 
-def fetched(
+def fetch_batches(
     dataset: MapDataset,
     indices: NDArray[np.int64],
     numbers: NDArray[np.int64],
     *,
     seed: int,
-    empty: Callable[..., Tensor] = torch.empty,
-) -> Iterator[Batch | CompactRows]:
+    empty: Callable[..., Tensor] = empty,
+) -> Iterable[Batch | CompactRows]:
     """Several batches as by `fetch`, each when it is asked for.
 
     Args:
@@ -71,12 +74,25 @@ def fetched(
         numbers: int64 [M, B].
         empty: makes tensors of a shape and a dtype, for data sets that ask for them.
     """
-    get_batches, get_batch = getattr(dataset, "get_batches", None), getattr(dataset, "get_batch", None)
-    if get_batches is not None:
-        return get_batches(indices, numbers=numbers, seed=seed, empty=empty)
-    if get_batch is not None:
-        return map(get_batch, indices)
+    own: Any = dataset
+    way = _way(dataset)
+    if way == "get_batches":
+        return own.get_batches(indices, numbers=numbers, seed=seed, empty=empty)
+    if way == "get_batch":
+        return map(own.get_batch, indices)
     return map(functools.partial(_collated, dataset, seed), indices, numbers)
+
+
+def _way(dataset: MapDataset) -> str:
+    """By which method samples are fetched: of those that are defined last, by the object or in its classes, the fastest.
+
+    So that a class that changes only `get_batch`, or only `__getitem__`, of another one is asked by that.
+    """
+    for names in (getattr(dataset, "__dict__", {}), *map(vars, type(dataset).__mro__)):
+        for way in ("get_batches", "get_batch", "__getitem__"):
+            if way in names:
+                return way
+    return "__getitem__"
 
 
 def _collated(dataset: MapDataset, seed: int, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> Batch:

@@ -2,7 +2,8 @@
 
 Sent the usual way, each tensor opens shared memory of its own, whose descriptor travels and whose pages are new to both
 processes: for a micro batch of tokens that takes several times as long as reading it. Here a worker copies its tensors into one
-of its slots, and the rank copies them out as the message arrives. Anonymous memory, so the size of /dev/shm does not matter.
+of its slots, or makes them there, and the rank copies them out as the message arrives. What is larger than a slot still goes
+the usual way, by /dev/shm.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ from slurmtrain.errors import SlurmtrainError
 
 SLOT_BYTES = 16 << 20  # reserved; what no tensor has ever filled takes no memory
 _HEADER_BYTES = _ALIGNMENT = 64
-_OF_NUMPY = {getattr(torch, name): np.dtype(name) for name in ("uint16", "uint32", "int32", "int64", "float32")}
+_OF_NUMPY = {
+    getattr(torch, name): np.dtype(name)
+    for name in "uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 complex64 complex128".split()
+}
+_PLAIN = {*_OF_NUMPY, torch.bool, torch.bfloat16}  # others are rare, and some have no whole bytes
 
 _numbers = itertools.count()
 _known: weakref.WeakValueDictionary[int, Slots] = weakref.WeakValueDictionary()
@@ -46,29 +51,28 @@ class Slots:
     def __init__(self, workers: int, each: int):
         self._each, self._number = each, next(_numbers)
         self._memory = mmap.mmap(-1, workers * each * SLOT_BYTES)
-        self._sent = 0
+        self._messages = 0  # begun by this worker
         _known[self._number] = self
 
     def message(self, worker: int) -> Message:
         """In a worker: one whose tensors will lie in its next slot."""
-        self._sent += 1
-        start = (worker * self._each + self._sent % self._each) * SLOT_BYTES
-        self._header(start)[0] = self._sent
-        return Message(self._memory, start, (self._number, start, self._sent))
+        self._messages += 1
+        start = (worker * self._each + self._messages % self._each) * SLOT_BYTES
+        self._header(start)[0] = self._messages
+        return Message(self._memory, slots=self._number, start=start, message=self._messages)
 
-    def unpacked(self, start: int, sent: int, pickled: bytes) -> list[Any]:
+    def unpacked(self, start: int, message: int, pickled: bytes) -> list[Any]:
         """What was added to a message, with tensors of their own."""
         file, content = io.BytesIO(pickled), []
         while file.tell() < len(pickled):
             content += pickle.load(file)
-        if self._header(start)[0] != sent:
+        if self._header(start)[0] != message:
             raise SlurmtrainError("a worker has overwritten data before they were read: an error of slurmtrain's own")
         return content
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A copy of the one that lies there."""
-        shared = torch.frombuffer(self._memory, dtype=dtype, count=math.prod(shape), offset=offset)
-        return shared.clone().reshape(shape)
+        return _view(self._memory, offset, shape, dtype).clone()
 
     def _header(self, start: int) -> Any:
         return np.frombuffer(self._memory, dtype=np.int64, count=1, offset=start)
@@ -80,76 +84,91 @@ class Message:
 
     Args:
         memory: of all slots.
-        start: of this slot in it.
-        names: the slots, this one, and the message.
+        slots: number of the slots.
+        start: of this slot in the memory.
+        message: number of this message.
     """
 
-    def __init__(self, memory: mmap.mmap, start: int, names: tuple[int, int, int]):
-        self._memory, self._names = memory, names
+    def __init__(self, memory: mmap.mmap, *, slots: int, start: int, message: int):
+        self._memory, self._slots, self._start, self._message = memory, slots, start, message
         self._next, self._end = start + _HEADER_BYTES, start + SLOT_BYTES
         self._address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
-        self._kept: list[Any] = []  # not pickled yet
-        self._copies = True  # in what was pickled last, or before anything was
         self._file = io.BytesIO()
-        self._pickler = ForkingPickler(self._file, pickle.HIGHEST_PROTOCOL)
-        self._pickler.dispatch_table[Tensor] = self._reduced
+        self._kept: list[Any] = []  # not pickled yet
+        self._in_slot = self._elsewhere = 0  # tensors of what was pickled last: made in the slot, and others
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
         """A new tensor in the slot, which need not be copied when it is added. It is of no use after that."""
         offset = self._reserved(math.prod(shape), dtype)
-        return torch.empty(shape, dtype=dtype) if offset is None else self._at(offset, shape, dtype)
+        return empty(shape, dtype=dtype) if offset is None else _view(self._memory, offset, shape, dtype)
 
     def add(self, item: Any) -> None:
-        """Take one object. Where its tensors had to be copied it may be let go then, so that the next one finds its memory in
-        the cache; others are pickled together, which is faster."""
+        """Take one object, as it is now. Only the tensors that were made in the slot must stay as they are."""
         self._kept.append(item)
-        if self._copies:
-            self._dump()
+        # Objects like one that lay wholly in the slot are pickled together, which is faster. Others may share their memory
+        # with the next ones.
+        if not self._in_slot or self._elsewhere:
+            self.flush()
+
+    def flush(self) -> None:
+        """Pickle what was added. Raises what pickling raises; all before that object is in the message then."""
+        items, self._kept = self._kept, []
+        if not items:
+            return
+        try:
+            self._dump(items)
+        except Exception:
+            if len(items) == 1:
+                raise
+            for item in items:
+                self._dump([item])
 
     def packed(self) -> Packed:
-        self._dump()
-        return Packed(*self._names, self._file.getvalue())
+        self.flush()
+        return Packed(self._slots, self._start, self._message, self._file.getvalue())
 
-    def _dump(self) -> None:
-        before, items = self._file.tell(), self._kept
-        self._kept, self._copies = [], False
+    def _dump(self, items: list[Any]) -> None:
+        before = self._file.tell()
+        # One for each: a pickler remembers what it has pickled, and its table leads back to this message.
+        pickler = ForkingPickler(self._file, pickle.HIGHEST_PROTOCOL)
+        pickler.dispatch_table[Tensor] = self._reduced
+        self._in_slot = self._elsewhere = 0
         try:
-            self._pickler.dump(items)
+            pickler.dump(items)
         except BaseException:
             self._file.seek(before)
             self._file.truncate()
             raise
         finally:
-            self._pickler.clear_memo()
+            del pickler.dispatch_table[Tensor]
 
     def _reduced(self, tensor: Tensor) -> tuple[Any, ...]:
-        plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
-        if not plain or tensor.requires_grad:
+        there = tensor.data_ptr() - self._address if tensor.layout == torch.strided and not tensor.is_nested else -1
+        if self._start <= there < self._next and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+            self._in_slot += 1
+            return _tensor, (self._slots, there, tuple(tensor.shape), tensor.dtype)
+        self._elsewhere += 1
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.requires_grad or tensor.device.type != "cpu":
             return reduce_tensor(tensor)
-        shape, dtype = tuple(tensor.shape), tensor.dtype
-        there = tensor.data_ptr() - self._address
-        as_it_lies = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-        if self._names[1] <= there < self._next and as_it_lies:
-            return _tensor, (self._names[0], there, shape, dtype)
-        offset = self._reserved(tensor.numel(), dtype)
+        offset = self._reserved(tensor.numel(), tensor.dtype)
         if offset is None:
             return reduce_tensor(tensor)
-        self._at(offset, shape, dtype).copy_(tensor)
-        self._copies = True
-        return _tensor, (self._names[0], offset, shape, dtype)
+        # Strides come as they are where nothing lies between the numbers, as in torch.channels_last.
+        axes = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+        back = None
+        if not tensor.is_contiguous() and tensor.permute(axes).is_contiguous():
+            tensor = tensor.permute(axes)
+            back = sorted(range(tensor.ndim), key=axes.__getitem__)
+        _view(self._memory, offset, tensor.shape, tensor.dtype).copy_(tensor)
+        return _tensor, (self._slots, offset, tuple(tensor.shape), tensor.dtype, back)
 
     def _reserved(self, count: int, dtype: torch.dtype) -> int | None:
-        """Where so many numbers may lie; None for none, and when there is no room for them."""
+        """Where so many numbers may lie; None for none, for those of a rare kind, and when there is no room for them."""
         offset, end = self._next, self._next + count * dtype.itemsize
-        if not count or end > self._end:
+        if not count or dtype not in _PLAIN or end > self._end:
             return None
         self._next = -(-end // _ALIGNMENT) * _ALIGNMENT
         return offset
-
-    def _at(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if dtype in _OF_NUMPY:  # several times as fast
-            return torch.from_numpy(np.ndarray(shape, _OF_NUMPY[dtype], self._memory, offset))
-        return torch.frombuffer(self._memory, dtype=dtype, count=math.prod(shape), offset=offset).view(shape)
 
 
 class Packed:
@@ -162,9 +181,23 @@ class Packed:
         return _unpacked, self._parts
 
 
-def _unpacked(number: int, *parts: Any) -> Any:
-    return _known[number].unpacked(*parts)
+def empty(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+    """As `Message.empty`, for what is not sent."""
+    return torch.empty(shape, dtype=dtype)
 
 
-def _tensor(number: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return _known[number].tensor(offset, shape, dtype)
+def _view(memory: mmap.mmap, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    if dtype in _OF_NUMPY:  # several times as fast
+        return torch.from_numpy(np.ndarray(shape, _OF_NUMPY[dtype], memory, offset))
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=offset).view(shape)
+
+
+def _unpacked(slots: int, *parts: Any) -> Any:
+    return _known[slots].unpacked(*parts)
+
+
+def _tensor(
+    slots: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype, axes: list[int] | None = None
+) -> Tensor:
+    tensor = _known[slots].tensor(offset, shape, dtype)
+    return tensor if axes is None else tensor.permute(axes)

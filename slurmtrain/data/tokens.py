@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from slurmtrain.data.compact import CompactRows
 from slurmtrain.data.rows import Rows, damaged
+from slurmtrain.data.slots import empty
 from slurmtrain.data.stream import TokenStream
 
 TOKENS_AT_ONCE = 1 << 17  # of several batches that are made together
@@ -83,10 +84,10 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
             ConfigError: the data is not what was prepared.
             DataError: it cannot be read now.
         """
-        return next(self._together(indices[None], torch.empty)).batch()
+        return next(iter(self._together(indices[None], empty))).batch()
 
     def get_batches(
-        self, indices: NDArray[np.int64], *, empty: Callable[..., Tensor] = torch.empty, **unused: Any
+        self, indices: NDArray[np.int64], *, empty: Callable[..., Tensor] = empty, **unused: Any
     ) -> Iterator[CompactRows]:
         """Several batches of the samples `indices` [M, B], see `MapDataset`. Raises as `get_batch`."""
         at_once = self._batches_at_once(indices.shape[1])
@@ -103,16 +104,15 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         width = self._width(plan)
         tokens = empty((len(plan.lengths), width + 1), dtype=_DTYPES[self._stream.dtype.itemsize])
         documents = empty((len(plan.lengths), width), dtype=torch.int32) if self._document_mask else None
+        several = len(plan.starts) > len(plan.lengths)
         last_targets = self._read(plan, tokens.numpy())
-        if len(plan.starts) > len(
-            plan.lengths
-        ):  # each piece but the first of a row was read over the end of another one
+        places, values = np.empty(0, dtype=np.int64), None
+        if several:  # each piece but the first of a row was read over the last target of the one before
             places, values = plan.rows * width + plan.columns + plan.pairs - 1, np.array(last_targets, dtype=np.int64)
-        else:
-            places, values = np.empty(0, dtype=np.int64), None
         if documents is not None:
             outside = self._number(plan, documents.numpy())
             if len(outside):
+                assert not several, "pieces that reach from one document into the next are a row each"
                 places, values = outside, None
         return self._apart(plan.lengths.reshape(indices.shape), tokens, documents, places, values, empty)
 
@@ -134,13 +134,13 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         for number, (begin, end) in enumerate(pairwise(bounds)):
             rows = CompactRows(of_batches[number], targets[number])
             if shortest[number] < width:
-                rows = rows._replace(lengths=_sent(lengths[number], empty))
+                rows = rows._replace(lengths=_tensor(lengths[number], empty))
             if begin < end:
-                rows = rows._replace(places=_sent(places[begin:end] - number * samples * width, empty))
+                rows = rows._replace(places=_tensor(places[begin:end] - number * samples * width, empty))
                 if values is None:
                     rows = rows._replace(num_targets=rows.num_targets - (end - begin))
                 else:
-                    rows = rows._replace(values=_sent(values[begin:end], empty))
+                    rows = rows._replace(values=_tensor(values[begin:end], empty))
             if documents is not None:
                 rows = rows._replace(documents=documents[number * samples : (number + 1) * samples])
             yield rows
@@ -218,7 +218,7 @@ class DocumentTokens(PackedTokens):
         return int(plan.lengths.max(initial=0))
 
 
-def _sent(numbers: NDArray[np.int64], empty: Callable[..., Tensor]) -> Tensor:
+def _tensor(numbers: NDArray[np.int64], empty: Callable[..., Tensor]) -> Tensor:
     tensor = empty(numbers.shape, dtype=torch.int64)
     tensor.numpy()[:] = numbers
     return tensor

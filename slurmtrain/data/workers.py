@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import multiprocessing
 import multiprocessing.process
+import pickle
 import signal
 import threading
 import time
@@ -30,7 +31,7 @@ Result = TypeVar("Result")
 Work = Callable[[Jobs, Callable[..., Tensor]], Iterable[Result]]
 
 CLOSE_GRACE_S = 2.0  # what a worker gets to leave by itself before it is killed
-MOST_MESSAGES = 4  # under way to and from a worker: its slots are so many, and one more
+MOST_MESSAGES = 4  # under way to and from a worker
 MESSAGE_S = 2e-3  # of work in a message: sending one costs a tenth of a millisecond
 MOST_JOBS = 16  # in a message, for this reason
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
@@ -65,10 +66,11 @@ class Workers(Generic[Jobs, Result]):
         messages = min(ahead, MOST_MESSAGES)
         self._least = self._jobs_each = -(-ahead // messages)
         loader: DataLoader[Any] = DataLoader(
-            # One more slot than it prefetches: the next message is sent to a worker when the results of one are taken.
+            # So many slots would do: the DataLoader sends a worker no message before the results of the one so many before it
+            # were taken and copied out. The one more is for a version that would send it a little earlier.
             _Work(work, Slots(count, messages + 1)),
             batch_size=None,  # an "index" is a whole message
-            sampler=self._sent(take),
+            sampler=self._to_send(take),
             num_workers=count,
             prefetch_factor=messages,
             collate_fn=_as_is,
@@ -124,7 +126,7 @@ class Workers(Generic[Jobs, Result]):
         worth_it = int(MESSAGE_S * len(results) / took_s)
         self._jobs_each = max(self._least, min(worth_it, 2 * self._jobs_each, MOST_JOBS))
 
-    def _sent(self, take: Callable[[int], Jobs]) -> Iterator[Jobs]:
+    def _to_send(self, take: Callable[[int], Jobs]) -> Iterator[Jobs]:
         while len(some := take(self._jobs_each)):
             yield some
 
@@ -172,12 +174,23 @@ class _Work(Dataset[Any]):
         try:
             for result in self._work(jobs, message.empty):
                 message.add(result)
-        except SlurmtrainError as error:
-            message.add(error)
-        except Exception:
-            message.add(ExceptionWrapper(where=f"in data worker {worker.id}"))
+            message.flush()
+        except Exception as error:
+            message.add(_sendable(error, f"in data worker {worker.id}"))
         message.add(time.perf_counter() - began)
         return message.packed()
+
+
+def _sendable(error: Exception, where: str) -> SlurmtrainError | ExceptionWrapper:
+    """Itself, or with its traceback as torch does it; a RuntimeError where another process cannot make one of its kind."""
+    sent = error if isinstance(error, SlurmtrainError) else ExceptionWrapper(where=where)
+    try:
+        pickle.loads(pickle.dumps(sent))
+    except Exception:
+        return ExceptionWrapper(
+            (RuntimeError, RuntimeError(f"{type(error).__name__}: {error}"), error.__traceback__), where
+        )
+    return sent
 
 
 def _death(worker: multiprocessing.process.BaseProcess) -> SlurmtrainError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -62,10 +63,14 @@ def _measure(
         )
     evaluator.prepare()
     timeline.mark("model and data")
-    checkpointer = Checkpointer(where.run_dir.checkpoints, group=world.saving, verify=config.checkpoint.verify)
-    # Whatever it was trained by is no matter for what the weights are.
-    checkpointer.restore(path=config.checkpoint.restore_from, allow=["config"], model=laid.model)
+    # Whatever it was trained by is no matter for what the weights are, and nothing is resumed, as it would say.
+    checkpointer = Checkpointer(
+        where.run_dir.checkpoints, group=world.saving, verify=config.checkpoint.verify, say=lambda text: None
+    )
+    restored = checkpointer.restore(path=config.checkpoint.restore_from, allow=["config"], model=laid.model)
     checkpointer.close()
+    if restored is not None and world.environment.rank == 0:
+        print(f"slurmtrain: measuring the weights of {restored.path}", file=sys.stderr, flush=True)
     timeline.mark("restore")
     if world.environment.rank == 0:
         update_attempt(where, first_step=_step(config), stepping=time.time(), start_up_s=timeline.seconds)

@@ -56,6 +56,7 @@ class Evidence:
         killed: srun's words on tasks that were killed, e.g. "n1: task 3: Killed".
         request: what a person asked of this attempt: "cancel", "stop" (by the file), "preempt", "requeue".
         facts: what SLURM says of the job; None outside of SLURM.
+        preempted_when_told: what SLURM said of it as the attempt was told to stop; a requeue may have wiped that out since.
         restart_count: SLURM_RESTART_COUNT of this attempt.
         progressed: a checkpoint was committed that is newer than what the attempt started from.
         progress_visible: False for a program that keeps checkpoints of its own: no news is not bad news there.
@@ -70,6 +71,7 @@ class Evidence:
     killed: str | None = None
     request: str | None = None
     facts: JobFacts | None = None
+    preempted_when_told: bool = False
     restart_count: int = 0
     progressed: bool = False
     progress_visible: bool = True
@@ -188,10 +190,10 @@ def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
 def _told_by_slurm(evidence: Evidence) -> tuple[Reason, str] | None:
     """What SLURM's own record says, where it says anything."""
     facts = evidence.facts
+    if evidence.preempted_when_told or (facts is not None and facts.preempted):
+        return Reason.PREEMPTED, "preempted"
     if facts is None:
         return None
-    if facts.preempted:
-        return Reason.PREEMPTED, "preempted"
     if facts.state not in ("COMPLETING", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "PENDING", "REQUEUED"):
         return None
     if _slurm_restarts(evidence):

@@ -124,6 +124,7 @@ def _evidence(run_dir: RunDir, attempt: Attempt, exit_code: int, facts: JobFacts
         killed=killed,
         request=attempts.request_for(run_dir, attempt),
         facts=facts,
+        preempted_when_told=attempt.facts is not None and JobFacts(**attempt.facts).preempted,
         restart_count=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
         progressed=attempt.progressed,
         progress_visible=config.job.kind in ("train", "evaluate") or attempt.committed_step is not None,

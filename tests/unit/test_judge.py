@@ -50,6 +50,20 @@ ROWS = [
         "restarting",
         "SLURM starts it again",
     ),
+    (
+        "preempted, and put back into the queue by the time that SLURM is asked",
+        {**SLURM_TERM, "facts": REQUEUED, "preempted_when_told": True},
+        "preempted",
+        "restarting",
+        "SLURM starts it again",
+    ),
+    (
+        "preempted, and SLURM does not answer afterwards",
+        {**SLURM_TERM, "preempted_when_told": True},
+        "preempted",
+        "requeue",
+        "preempted",
+    ),
     ("preempted before the first step", {"exit_code": 75, "facts": PREEMPTED}, "preempted", "requeue", "preempted"),
     ("early warning of the time limit", {**EARLY, "facts": RUNNING}, "time limit", "requeue", "time limit is near"),
     (

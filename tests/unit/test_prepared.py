@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import itertools
 import mmap
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +24,10 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from slurmtrain.cli import main
-from slurmtrain.data import BatchLoader, PreparedText, reading, rows
+from slurmtrain.data import BatchLoader, PreparedText, eval_batches, reading, rows
 from slurmtrain.data.manifest import Manifest, Shard, Split, TokenizerFacts, shard_file
 from slurmtrain.data.slots import SLOT_BYTES
+from slurmtrain.data.tokens import PackedTokens
 from slurmtrain.errors import ConfigError, DataError
 from tests.prepared import write_prepared
 
@@ -369,6 +373,64 @@ def test_a_short_read_is_completed(data: Path, monkeypatch: pytest.MonkeyPatch) 
         os, "preadv", lambda fd, buffers, offset: preadv(fd, [memoryview(buffers[0]).cast("B")[:3]], offset)
     )
     assert torch.equal(everything(train)["inputs"], expected["inputs"])
+
+
+def test_threads_that_read_more_files_than_are_open_get_what_is_in_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 1 << 16
+    for number in range(16):
+        (tmp_path / str(number)).write_bytes(bytes([number]) * size)
+    files = [reading.DataFile(tmp_path / str(number), size) for number in range(16)]
+    monkeypatch.setattr(reading, "_opened", functools.lru_cache(maxsize=2)(reading._Descriptor))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def read(seed: int) -> None:
+        block = np.empty(size, dtype=np.uint8)
+        for number in np.random.default_rng(seed).integers(0, len(files), 1000).tolist():
+            files[number].will_need(0, size)
+            files[number].read_into(block, 0)
+            assert block.min() == block.max() == number
+
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(read, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+class OnlyBatches(PackedTokens):
+    def get_batch(self, indices: Any) -> Any:
+        return {"mine": torch.from_numpy(indices)}
+
+
+class OnlySamples(PackedTokens):
+    def __getitem__(self, index: int) -> Any:
+        return {"mine": torch.tensor(index)}
+
+
+class Wrapper:
+    def __init__(self, dataset: Any):
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"mine": torch.tensor(index)}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataset, name)
+
+
+@pytest.mark.parametrize("kind", [OnlyBatches, OnlySamples, Wrapper])
+def test_what_a_class_changes_is_what_is_asked(data: Path, kind: Any) -> None:
+    train = PreparedText(str(data), 4).train
+    changed = Wrapper(train) if kind is Wrapper else kind(train._stream, train._rows, seq_len=4)
+    loader = BatchLoader(changed, seed=0, shuffle=False, global_batch_size=2, micro_batch_size=2)
+    assert next(loader).micro_batches[0]["mine"].tolist() == [0, 1]
+    assert next(iter(eval_batches(changed, 2)))["mine"].tolist() == [0, 1]
 
 
 def test_few_files_are_open_at_a_time(tmp_path: Path) -> None:

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import gc
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from slurmtrain.data import slots, workers
+from slurmtrain.data.batches import collate
 from slurmtrain.data.slots import SLOT_BYTES, Slots
 from slurmtrain.data.workers import Workers
 from slurmtrain.errors import ConfigError, SlurmtrainError
@@ -29,6 +33,8 @@ KINDS = {
     "one of a column": torch.arange(6).reshape(3, 2)[:1, 1],
     "complex": torch.tensor([1 + 2j]),
     "unsigned": torch.tensor([65535], dtype=torch.uint16),
+    "channels last": torch.arange(24).reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
+    "expanded": torch.arange(3).expand(2, 3),
     "large": torch.arange(MANY, dtype=torch.int32),
     "large and bfloat16": torch.ones(2 * MANY, dtype=torch.bfloat16),
 }
@@ -63,6 +69,8 @@ def test_tensors_of_any_kind_come_as_they_are(count: int, pin_memory: bool) -> N
     for (name, expected), tensor in got:
         assert (tensor.dtype, tensor.shape, tensor.layout) == (expected.dtype, expected.shape, expected.layout), name
         assert torch.equal(dense(tensor), dense(expected)), name
+        if expected.layout == torch.strided and "last" in name:
+            assert tensor.stride() == expected.stride(), name
         if tensor.layout == torch.strided and tensor.dtype != torch.uint16:
             tensor.detach().add_(True if tensor.dtype == torch.bool else 1)  # nobody else's memory, and not read-only
 
@@ -119,14 +127,59 @@ def test_what_fails_among_several_is_raised_in_its_turn() -> None:
     results.close()
 
 
-def test_what_cannot_be_sent_is_an_error_here() -> None:
-    results = workers_on(lambda number: open, [1])
-    assert next(results) is open
+class Picky(SlurmtrainError):
+    """Cannot be made again from what it says."""
+
+    def __init__(self, file: str, line: int):
+        super().__init__(f"{file}, line {line}")
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_what_cannot_be_sent_is_an_error_in_its_turn(plain: bool) -> None:
+    class Local(Exception):
+        pass
+
+    def work(number: int) -> Any:
+        if number == 7:
+            return lambda: number
+        if number == 15:
+            raise Picky("f", number)
+        if number == 25:
+            raise Local("only here")
+        return number if plain else torch.tensor(number)
+
+    for first, last, sentence in ((0, 7, "[Pp]ickle"), (8, 15, "Picky: f, line 15"), (16, 25, "Local: only here")):
+        results = workers_on(work, range(first, 40), ahead=40)
+        assert [int(next(results)) for _ in range(first, last)] == list(range(first, last))
+        with pytest.raises(Exception, match=sentence):
+            next(results)
+        results.close()
+
+
+def test_memory_that_a_data_set_uses_again_is_sent_as_it_was() -> None:
+    buffer = np.zeros(1000)
+
+    def work(numbers: list[int], empty: Any) -> Any:
+        for number in numbers:
+            buffer[:] = number
+            yield number if number % 3 else torch.from_numpy(buffer)
+
+    coming = iter(range(300))
+    results: Workers[list[int], Any] = Workers(
+        work, lambda some: list(itertools.islice(coming, some)), count=1, ahead=20, seed=0, pin_memory=False
+    )
+    assert [int(result if i % 3 else result.unique()) for i, result in enumerate(results)] == list(range(300))
     results.close()
-    results = workers_on(lambda number: lambda: number, [1])
-    with pytest.raises(Exception, match=r"[Pp]ickle"):
-        next(results)
+
+
+def test_samples_are_collated_without_shared_memory_of_their_own() -> None:
+    def shared(number: int) -> bool:
+        return collate([{"image": torch.ones(3, 4), "label": 1}] * number)["image"].is_shared()
+
+    results = workers_on(shared, [2, 3])
+    assert list(results) == [False, False]
     results.close()
+    assert collate([{"image": torch.ones(3), "label": 1}] * 2)["label"].tolist() == [1, 1]
 
 
 def test_a_message_that_was_overwritten_before_it_was_read_is_noticed() -> None:
@@ -142,10 +195,24 @@ def test_a_message_that_was_overwritten_before_it_was_read_is_noticed() -> None:
         unpack(*packed[0][1])
 
 
+def test_a_message_leaves_nothing_behind() -> None:
+    one = Slots(workers=1, each=1)
+    gc.disable()  # nothing is left to it
+    try:
+        message = one.message(0)
+        message.add(torch.ones(3))
+        message.packed()
+        gone = weakref.ref(message)
+        del message
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 def test_a_tensor_made_in_a_slot_is_not_copied_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Slots(workers=1, each=1)
     message = one.message(0)
-    rows = message.empty((3, 5), torch.int64)
+    rows = message.empty((3, 5), dtype=torch.int64)
     rows.copy_(torch.arange(15).reshape(3, 5))
     monkeypatch.setattr(slots.Message, "_reserved", None)  # whoever copies has to reserve first
     message.add([rows, rows[1:], rows[:, 1:].contiguous().numel()])
