@@ -32,8 +32,8 @@ Work = Callable[[Jobs, Callable[..., Tensor]], Iterable[Result]]
 
 CLOSE_GRACE_S = 2.0  # what a worker gets to leave by itself before it is killed
 MOST_MESSAGES = 4  # under way to and from a worker
-MESSAGE_S = 2e-3  # of work in a message: sending one costs a tenth of a millisecond
-MOST_JOBS = 16  # in a message, for this reason
+MESSAGE_S = 5e-3  # of work in a message: sending one costs a tenth of a millisecond
+MOST_JOBS = 32  # in a message, for this reason
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
