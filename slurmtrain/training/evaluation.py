@@ -16,7 +16,7 @@ from torch import Tensor
 from slurmtrain.data.batches import blank
 from slurmtrain.data.loader import eval_batches
 from slurmtrain.data.samples import MapDataset, fetch
-from slurmtrain.errors import ConfigError
+from slurmtrain.errors import ConfigError, nearest
 from slurmtrain.parallel.lay import Laid
 from slurmtrain.training.measures import Measures
 from slurmtrain.training.passes import Passes
@@ -61,6 +61,24 @@ class Evaluator:
         """
         if self.sets:
             self._passes.expect(max(map(_longest, self.sets.values())))
+
+    def check_measured(self, metric: str, setting: str) -> None:
+        """Before anything is computed.
+
+        Args:
+            metric: wanted by `setting`.
+
+        Raises:
+            ConfigError: no evaluation can give it.
+        """
+        names = [
+            f"{name}_{measure}"
+            for name, dataset in self.sets.items()
+            for measure in self._measures.names(getattr(dataset, "num_bytes", None))
+        ]
+        if metric not in names and not metric.startswith(tuple(f"{name}_" for name in names)):
+            hint = nearest(metric, names) if names else "there is no evaluation set: eval.sets.NAME._target_=..."
+            raise ConfigError(f"{setting}={metric} is not measured", hint=hint)
 
     def evaluate(self) -> dict[str, float] | None:
         """Every metric of every set, the same on all ranks. None: told to stop before it was done."""

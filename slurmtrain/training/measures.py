@@ -82,6 +82,15 @@ class Measures:
             values |= {key: float(each) for key, each in named.items()}
         return values
 
+    def names(self, num_bytes: int | None) -> list[str]:
+        """Of the numbers; of a metric of the user's that gives several, what their names begin with, and a `_`.
+
+        Args:
+            num_bytes: as in `values`.
+        """
+        built_in = [name for name in self._built_in if name != "bits_per_byte" or num_bytes]
+        return ["loss", "tokens", *built_in, *self._own]
+
     def _correct(self, logits: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
         if "accuracy" not in self._built_in:
             return torch.zeros(())

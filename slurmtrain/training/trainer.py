@@ -174,6 +174,8 @@ class Trainer:
 
     def fit(self) -> Outcome:
         """Restore, then step until done or told to stop; save on the way and at the end."""
+        if self._checkpoint.keep_best:
+            self._evaluator.check_measured(self._checkpoint.best_metric, "checkpoint.best_metric")
         self._settle()
         if self._jobs is None:
             self._evaluator.prepare()

@@ -78,6 +78,15 @@ class RaggedText:
         self.evals = {"short": Ragged(5, 33), "packed": Packed(5), "uneven": Uneven(5)}
 
 
+class NothingHeldOut:
+    """As a `data._target_`."""
+
+    valid = None
+
+    def __init__(self, **ignored: Any):
+        self.train = Ragged(40)
+
+
 class TopFive:
     """A user's own metric: whole logits, and the batch that they are of."""
 
@@ -214,11 +223,19 @@ def test_checkpoints_are_kept_by_any_metric_that_is_measured(tmp_path: Path, met
         with pytest.raises(ConfigError, match="best_metric=valid_acuracy is not measured") as refused:
             fit(alone(), tmp_path / "run", words)
         assert "valid_accuracy" in (refused.value.hint or "")
+        assert losses(tmp_path / "run") == {}  # before the first step
         return
     fit(alone(), tmp_path / "run", words)
     saved = [read_manifest(path).metrics for path in committed(tmp_path / "run" / "checkpoints")]
     logged = losses(tmp_path / "run", "valid_accuracy")
     assert [metrics["valid_accuracy"] for metrics in saved] == [logged[1], logged[2]]
+
+
+def test_the_best_of_what_is_never_evaluated_is_refused(tmp_path: Path) -> None:
+    words = [f"data._target_={__name__}.NothingHeldOut", "checkpoint.keep_best=1"]
+    with pytest.raises(ConfigError, match="best_metric=valid_loss is not measured") as refused:
+        fit(alone(), tmp_path / "run", words)
+    assert "no evaluation set" in (refused.value.hint or "")
 
 
 # By the verb, on this machine.
