@@ -493,6 +493,20 @@ def test_a_packed_file_that_is_torn_or_damaged_is_a_bad_record_where_it_ends(
     assert [record for _, record in good] == texts(200, seed=3)[: len(good)]
 
 
+@pytest.mark.parametrize("zeros", [1, 511, 3 << 20])
+def test_zeros_behind_a_gzip_frame_are_padding_and_in_front_of_it_damage(zeros: int, tmp_path: Path) -> None:
+    first, second = (gzip.compress(json_lines(each)) for each in halves(texts(200, seed=3)))
+    path = tmp_path / "a.jsonl.gz"
+
+    def records(data: bytes) -> list[Any]:
+        path.write_bytes(data)
+        [source] = find_sources([str(path)], "auto", path.parent / "out")
+        return [record for _, record in Reading(Piece(source, 0, source.size), "text").records()]
+
+    assert records(first + bytes(zeros) + second + bytes(zeros)) == texts(200, seed=3)
+    assert "is damaged" in records(bytes(zeros) + first)[-1].reason
+
+
 def test_bad_rows_of_tables_are_counted_by_row(tmp_path: Path) -> None:
     column = pyarrow.array([b"one", None, b"caf\xe9", b"two"], pyarrow.binary()).view("string")
     table = pyarrow.table({"text": column})

@@ -163,15 +163,20 @@ def _opened(reading: Reading) -> BinaryIO:
 
 @dataclass(frozen=True)
 class _Unpacker:
-    """What unpacks one frame of a file, anew for each: gzip and zstd files may be several, end to end."""
+    """What unpacks one frame of a file, anew for each: gzip and zstd files may be several, end to end.
+
+    Attributes:
+        padding: what may stand after a frame without being another one.
+    """
 
     name: str
     begin: Callable[[], Any]
     error: type[Exception]
+    padding: bytes = b""
 
 
 def _gzip() -> _Unpacker:
-    return _Unpacker("gzip", lambda: zlib.decompressobj(wbits=31), zlib.error)
+    return _Unpacker("gzip", lambda: zlib.decompressobj(wbits=31), zlib.error, padding=b"\0")
 
 
 def _zstd() -> _Unpacker:
@@ -188,6 +193,7 @@ class _Unpacked(io.RawIOBase):
     def __init__(self, file: io.FileIO, unpacker: _Unpacker, reading: Reading):
         self._file, self._unpacker, self._reading = file, unpacker, reading
         self._frame: Any = None  # begun, and not yet at its end
+        self._after_one = False
         self._packed = b""
         self._content = memoryview(b"")
 
@@ -210,13 +216,17 @@ class _Unpacked(io.RawIOBase):
         return count
 
     def _unpack(self) -> bytes:
+        if self._frame is None and self._after_one:
+            self._packed = self._packed.lstrip(self._unpacker.padding) if self._unpacker.padding else self._packed
+            if not self._packed:
+                return b""
         frame = self._frame or self._unpacker.begin()
         try:
             content: bytes = frame.decompress(self._packed)
         except self._unpacker.error as error:
             raise _Torn(f"the {self._unpacker.name} file is damaged: {error}") from None
         self._packed = frame.unused_data if frame.eof else b""
-        self._frame = None if frame.eof else frame
+        self._frame, self._after_one = None if frame.eof else frame, True
         return content
 
     def close(self) -> None:
