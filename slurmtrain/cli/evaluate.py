@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from pathlib import Path
 
 from slurmtrain import rundir
@@ -25,6 +26,9 @@ def main(verb: str, words: list[str]) -> int:
     parser.add_argument("--step", type=int, help="of the checkpoint; without it the newest")
     parser.add_argument("--submit", action="store_true", help="as a job, on the run's cluster with eval.cluster")
     parser.add_argument("--due", action="store_true", help="for the training: all that eval.mode=job asks for")
+    parser.add_argument(
+        "--again", action="store_true", help="although it was measured: the data is another one now, say"
+    )
     parser.add_argument("--json", action="store_true", help="the answer for a program: an object")
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
     options = parser.parse_args([word for word in words if word not in overrides])
@@ -33,7 +37,7 @@ def main(verb: str, words: list[str]) -> int:
         submit_due(run_dir, _say)
         return 0
     checkpoint = checkpoint_of(run_dir, options.step)
-    evaluation = prepare(run_dir, checkpoint, overrides, here=not options.submit)
+    evaluation = prepare(run_dir, checkpoint, overrides, here=not options.submit, again=options.again)
     code = _start(evaluation, submit=options.submit)
     if options.json:
         print_json(_object(run_dir, evaluation, checkpoint))
@@ -45,7 +49,9 @@ def main(verb: str, words: list[str]) -> int:
 
 def _start(evaluation: RunDir, *, submit: bool) -> int:
     """Returns the exit code. Nothing is done that is done already, or under way."""
-    if evaluation.result_file.exists():
+    if (result := rundir.read_json(evaluation.result_file)) is not None:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(result["time"]))
+        _say(f"measured on {when}; --again measures anew")
         return 0
     now = state(evaluation)
     if now.alive and not submit:

@@ -50,11 +50,14 @@ def checkpoint_of(run_dir: RunDir, step: int | None) -> Path:
     return found[step if step is not None else max(found)]
 
 
-def prepare(run_dir: RunDir, checkpoint: Path, overrides: Sequence[str] = (), *, here: bool) -> RunDir:
+def prepare(
+    run_dir: RunDir, checkpoint: Path, overrides: Sequence[str] = (), *, here: bool, again: bool = False
+) -> RunDir:
     """The folder of an evaluation, ready to be started or submitted; as it is when that is done already.
 
     Args:
         overrides: key=value of eval, cluster and parallel.
+        again: not as it is when it is done, but anew.
 
     Raises:
         UsageError: one of them is of something else, or cannot be read.
@@ -64,6 +67,8 @@ def prepare(run_dir: RunDir, checkpoint: Path, overrides: Sequence[str] = (), *,
     text = "\n".join(sorted(overrides))
     evaluation = run_dir.evaluation(step_of(checkpoint), hashlib.sha256(text.encode()).hexdigest()[:6] if text else "")
     with _alone(evaluation):
+        if again:  # what it gave stays in the run's evaluations.jsonl
+            evaluation.result_file.unlink(missing_ok=True)
         if not _is_done_or_under_way(evaluation):
             _write(evaluation, run_dir, config, overrides)
     return evaluation

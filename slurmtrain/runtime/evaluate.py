@@ -82,8 +82,9 @@ def _publish(run_dir: RunDir, config: Config) -> None:
     run, result = run_dir.evaluated_run, read_json(run_dir.result_file)
     assert run is not None and result is not None
     name, step, measured = run_dir.path.name, result["step"], result["metrics"]
-    if all(record.get("evaluation") != name for record in read_metrics(run.evaluations_file)):
-        line = json.dumps({"step": step, **measured, "evaluation": name, "time": round(result["time"], 3)}) + "\n"
+    this = {"evaluation": name, "time": round(result["time"], 3)}
+    if not any(this.items() <= record.items() for record in read_metrics(run.evaluations_file)):
+        line = json.dumps({"step": step, **measured, **this}) + "\n"
         descriptor = os.open(run.evaluations_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             os.write(descriptor, line.encode())

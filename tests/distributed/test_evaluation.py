@@ -276,4 +276,12 @@ def test_an_evaluation_that_is_stopped_begins_again_and_gives_what_the_training_
     logged = next(record for record in run.losses() if "valid_loss" in record)
     assert measured.pop("valid_rows") >= 138  # samples; and the rows of blank rounds
     assert measured == {name: value for name, value in logged.items() if name != "step"}
-    assert [record["evaluation"] for record in read_metrics(run.run_dir.evaluations_file)] == [evaluation.path.name]
+    (line,) = read_metrics(run.run_dir.evaluations_file)
+    assert line["evaluation"] == evaluation.path.name
+    # Once more is what it was, without measuring; and anew when that is asked for.
+    kept = project.popen("slurmtrain", *words).communicate(timeout=90)[0]
+    assert "--again measures anew" in kept and len(attempts.all_attempts(evaluation)) == 2
+    anew = project.popen("slurmtrain", *words, "--again").communicate(timeout=90)[0]
+    assert "measuring the weights of" in anew and len(attempts.all_attempts(evaluation)) == 3
+    lines = read_metrics(run.run_dir.evaluations_file)
+    assert lines[0] == line and {**lines[1], "time": line["time"]} == line and lines[1]["time"] > line["time"]
