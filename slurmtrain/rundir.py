@@ -127,6 +127,10 @@ class RunDir:
         metrics: dict[str, float] = (read_json(self.result_file) or {}).get("metrics", {})
         return metrics
 
+    def measured_at(self) -> float | None:
+        """Of an evaluation: when it was done, unix seconds."""
+        return (read_json(self.result_file) or {}).get("time")
+
     def exists(self) -> bool:
         """Is this a run, or one in the making? `create` makes two folders; run.json comes after the code is copied."""
         return self.info_file.is_file() or (self.attempts.is_dir() and self.checkpoints.is_dir())

@@ -38,20 +38,21 @@ def main(verb: str, words: list[str]) -> int:
         return 0
     checkpoint = checkpoint_of(run_dir, options.step)
     evaluation = prepare(run_dir, checkpoint, overrides, here=not options.submit, again=options.again)
+    measured_before = evaluation.result_file.exists()
     code = _start(evaluation, submit=options.submit)
     if options.json:
         print_json(_object(run_dir, evaluation, checkpoint))
     elif evaluation.result_file.exists():
-        print(f"run {run_dir.id}, step {step_of(checkpoint)}")
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(evaluation.measured_at()))
+        kept = f", measured on {when}; --again measures anew" if measured_before else ""
+        print(f"run {run_dir.id}, step {step_of(checkpoint)}{kept}")
         print_table(("metric", "value"), [[name, f"{value:.6g}"] for name, value in evaluation.measured().items()])
     return code
 
 
 def _start(evaluation: RunDir, *, submit: bool) -> int:
     """Returns the exit code. Nothing is done that is done already, or under way."""
-    if (result := rundir.read_json(evaluation.result_file)) is not None:
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(result["time"]))
-        _say(f"measured on {when}; --again measures anew")
+    if evaluation.result_file.exists():
         return 0
     now = state(evaluation)
     if now.alive and not submit:
@@ -67,12 +68,13 @@ def _start(evaluation: RunDir, *, submit: bool) -> int:
 
 
 def _object(run_dir: RunDir, evaluation: RunDir, checkpoint: Path) -> dict[str, object]:
-    """run, step, path; job_ids that it was submitted as; metrics by name, {} before it is done."""
+    """run, step, path; job_ids that it was submitted as; metrics by name, {} before it is done, and measured_at, then null."""
     return {
         "run": run_dir.id,
         "step": step_of(checkpoint),
         "path": str(evaluation.path),
         "job_ids": evaluation.info()["job_ids"],
+        "measured_at": evaluation.measured_at(),
         "metrics": evaluation.measured(),
     }
 

@@ -12,7 +12,7 @@ samples a step sees depends on n and G alone, and never on how many ranks, micro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -199,7 +199,7 @@ class BatchLoader:
         return ByLength(order, self._lengths, global_batch_size=self._global, steps=sorted_steps, seed=self._seed)
 
     def _start(self) -> Iterator[_Fetched]:
-        coming = _Coming(self._blocks(), self.dataset, self._ahead * self.accumulation_steps)
+        coming = _Coming(self._blocks(), self._ahead * self.accumulation_steps if self._fetch.will_need else 0)
         if self._num_workers == 0:
             steps = iter(lambda: coming.take(self.accumulation_steps), None)
             return chain.from_iterable(map(self._fetch, steps))
@@ -260,10 +260,12 @@ class _Samples:
     Attributes:
         numbers: of the samples in the run, int64 [micro batches, micro].
         indices: which of the data set they are, int64 [micro batches, micro].
+        soon: which come after some others; int64, of any number.
     """
 
     numbers: NDArray[np.int64]
     indices: NDArray[np.int64]
+    soon: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -281,14 +283,11 @@ class _Coming:
 
     Args:
         blocks: all of them, in their order.
-        dataset: hears early of what comes.
-        ahead: micro batches before they are taken.
+        ahead: so many micro batches before they are taken, they come soon.
     """
 
-    def __init__(self, blocks: Iterator[_Samples], dataset: MapDataset, ahead: int):
-        self._blocks = blocks
-        self._will_need = getattr(dataset, "will_need", None) if ahead else None
-        self._ahead = ahead if self._will_need else 0
+    def __init__(self, blocks: Iterator[_Samples], ahead: int):
+        self._blocks, self._ahead = blocks, ahead
         self._waiting, self._announced = next(blocks), 0
 
     def take(self, count: int) -> _Samples:
@@ -296,11 +295,10 @@ class _Coming:
         until = count + self._ahead
         while len(self._waiting) < until:
             self._waiting = self._waiting.followed_by(next(self._blocks))
-        if self._will_need is not None:
-            self._will_need(self._waiting.indices[self._announced : until].reshape(-1))
-            self._announced = self._ahead
+        soon = self._waiting.indices[self._announced : until].reshape(-1)
         taken, self._waiting = self._waiting.parted(count)
-        return taken
+        self._announced = self._ahead
+        return replace(taken, soon=soon) if self._ahead else taken
 
 
 class _Fetched(NamedTuple):
@@ -315,8 +313,12 @@ class _Fetch:
     def __init__(self, dataset: MapDataset, seed: int, row_length: RowLength):
         self._dataset, self._seed, self._row_length = dataset, seed, row_length
         self._seq_len: int = getattr(dataset, "seq_len", 0)
+        # Called where samples are fetched: to find out where they lie may take a while.
+        self.will_need = getattr(dataset, "will_need", None)
 
     def __call__(self, samples: _Samples, empty: Callable[..., Tensor] = empty) -> Iterator[_Fetched]:
+        if self.will_need is not None and len(samples.soon):
+            self.will_need(samples.soon)
         batches = fetch_batches(self._dataset, samples.indices, samples.numbers, seed=self._seed, empty=empty)
         digests = iter(proof.digests(samples.numbers, samples.indices))
         for batch in batches:

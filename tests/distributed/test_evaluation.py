@@ -279,9 +279,10 @@ def test_an_evaluation_that_is_stopped_begins_again_and_gives_what_the_training_
     (line,) = read_metrics(run.run_dir.evaluations_file)
     assert line["evaluation"] == evaluation.path.name
     # Once more is what it was, without measuring; and anew when that is asked for.
+    words.remove("--json")
     kept = project.popen("slurmtrain", *words).communicate(timeout=90)[0]
     assert "--again measures anew" in kept and len(attempts.all_attempts(evaluation)) == 2
     anew = project.popen("slurmtrain", *words, "--again").communicate(timeout=90)[0]
-    assert "measuring the weights of" in anew and len(attempts.all_attempts(evaluation)) == 3
+    assert "measuring the weights of" in anew and "--again" not in anew and len(attempts.all_attempts(evaluation)) == 3
     lines = read_metrics(run.run_dir.evaluations_file)
     assert lines[0] == line and {**lines[1], "time": line["time"]} == line and lines[1]["time"] > line["time"]

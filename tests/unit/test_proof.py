@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import os
 import random
 import signal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -161,6 +163,24 @@ class Dying(Drawn):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         signal.raise_signal(signal.SIGKILL)
         return {}
+
+
+def test_workers_announce_to_the_data_set_themselves(tmp_path: Path) -> None:
+    class Announced(Drawn):
+        def will_need(self, indices: Any) -> None:
+            with (tmp_path / f"{os.getpid()}").open("a") as file:
+                file.write("".join(f"{index}\n" for index in indices.tolist()))
+
+    loader = BatchLoader(
+        Announced(100), seed=0, shuffle=False, global_batch_size=2, micro_batch_size=2, num_workers=2, ahead=3
+    )
+    for _ in range(10):
+        next(loader)
+    loader.close()
+    heard = {path.name: [int(line) for line in path.read_text().split()] for path in tmp_path.iterdir()}
+    assert len(heard) == 2 and str(os.getpid()) not in heard
+    together = sorted(index for indices in heard.values() for index in indices)
+    assert together[:26] == list(range(26))  # each once, and three steps of two before it is fetched
 
 
 class Ending(Drawn):
