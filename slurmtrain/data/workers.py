@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 Work = Callable[[Jobs, Callable[..., Tensor]], Iterable[Result]]
 
 CLOSE_GRACE_S = 2.0  # what a worker gets to leave by itself before it is killed
-MOST_MESSAGES = 4  # under way to and from a worker
+MOST_MESSAGES = 8  # under way to and from a worker
 MESSAGE_S = 5e-3  # of work in a message: sending one costs a tenth of a millisecond
 MOST_JOBS = 32  # in a message, for this reason
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
