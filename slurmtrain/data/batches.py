@@ -42,6 +42,7 @@ def _collate_tensors(tensors: Sequence[Tensor], *, collate_fn_map: Any = None) -
     return stacked
 
 
+# As the documentation of `default_collate` shows how to extend it.
 _COLLATE = {**torch_collate.default_collate_fn_map, Tensor: _collate_tensors}
 
 

@@ -12,9 +12,9 @@ samples a step sees depends on n and G alone, and never on how many ranks, micro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,13 +46,6 @@ class RowLength:
 
     multiple: int = 1
     fixed: bool = False
-
-    def applied(self, batch: Batch, seq_len: int) -> Batch:
-        """`batch`, filled up."""
-        if self.fixed:
-            return padded(batch, seq_len)
-        length = tokens_per_row(batch)
-        return padded(batch, length + -length % self.multiple) if length % self.multiple else batch
 
 
 class Step(NamedTuple):
@@ -128,9 +121,7 @@ class BatchLoader:
                 hint="give the data set an attribute seq_len, the length of its longest sample",
             )
         self.order = self._order(shuffle, sorted_steps)
-        self._row_length = row_length or RowLength()
-        self._seq_len: int = getattr(dataset, "seq_len", 0)
-        self._fetch = _Fetch(dataset, seed, self._row_length)
+        self._fetch = _Fetch(dataset, seed, row_length or RowLength())
         self._gpu = _Gpu(device) if device is not None and device.type == "cuda" else None
         self._fetched: Iterator[_Fetched] | None = None
 
@@ -187,7 +178,7 @@ class BatchLoader:
             fetched.close()
 
     def _finished(self, batch: Batch | CompactRows) -> Batch:
-        return self._row_length.applied(batch.batch(), self._seq_len) if isinstance(batch, CompactRows) else batch
+        return self._fetch.filled_up(batch.batch()) if isinstance(batch, CompactRows) else batch
 
     def _order(self, shuffle: bool, sorted_steps: int) -> Order:
         own = getattr(self.dataset, "order", None)
@@ -199,7 +190,8 @@ class BatchLoader:
         return ByLength(order, self._lengths, global_batch_size=self._global, steps=sorted_steps, seed=self._seed)
 
     def _start(self) -> Iterator[_Fetched]:
-        coming = _Coming(self._blocks(), self._ahead * self.accumulation_steps if self._fetch.will_need else 0)
+        hears = hasattr(self.dataset, "will_need")
+        coming = _Coming(self._blocks(), self._ahead * self.accumulation_steps if hears else 0)
         if self._num_workers == 0:
             steps = iter(lambda: coming.take(self.accumulation_steps), None)
             return chain.from_iterable(map(self._fetch, steps))
@@ -260,12 +252,12 @@ class _Samples:
     Attributes:
         numbers: of the samples in the run, int64 [micro batches, micro].
         indices: which of the data set they are, int64 [micro batches, micro].
-        soon: which come after some others; int64, of any number.
+        soon: which of it come some micro batches later, int64 of any number; None: nobody wants to know.
     """
 
     numbers: NDArray[np.int64]
     indices: NDArray[np.int64]
-    soon: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    soon: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -311,24 +303,28 @@ class _Fetch:
     """From samples to their batches, in whichever process."""
 
     def __init__(self, dataset: MapDataset, seed: int, row_length: RowLength):
-        self._dataset, self._seed, self._row_length = dataset, seed, row_length
+        self._dataset: Any = dataset
+        self._seed, self._row_length = seed, row_length
         self._seq_len: int = getattr(dataset, "seq_len", 0)
-        # Called where samples are fetched: to find out where they lie may take a while.
-        self.will_need = getattr(dataset, "will_need", None)
 
     def __call__(self, samples: _Samples, empty: Callable[..., Tensor] = empty) -> Iterator[_Fetched]:
-        if self.will_need is not None and len(samples.soon):
-            self.will_need(samples.soon)
+        if samples.soon is not None:  # told where samples are fetched: to find out where they lie may take a while
+            self._dataset.will_need(samples.soon)
         batches = fetch_batches(self._dataset, samples.indices, samples.numbers, seed=self._seed, empty=empty)
         digests = iter(proof.digests(samples.numbers, samples.indices))
         for batch in batches:
             if isinstance(batch, CompactRows):  # filled up where it is used
                 yield _Fetched(batch, batch.num_targets, next(digests))
             else:
-                rows = self._row_length.applied(batch, self._seq_len)
+                rows = self.filled_up(batch)
                 yield _Fetched(rows, num_targets(rows), next(digests))
         if next(digests, None):  # or the step would be a smaller one
             raise ConfigError("the data set has raised StopIteration for a sample", hint="raise another error there")
+
+    def filled_up(self, batch: Batch) -> Batch:
+        """With rows as long as they have to be."""
+        length, multiple = tokens_per_row(batch), self._row_length.multiple
+        return padded(batch, self._seq_len if self._row_length.fixed else -(-length // multiple) * multiple)
 
 
 class _Gpu:

@@ -95,10 +95,10 @@ class MixedSamples:
         return self._parts[part][own]
 
     def get_batch(self, indices: NDArray[np.int64]) -> Batch:
-        return fetch(self, indices)
+        return next(self.get_batches(indices[None], numbers=indices[None]))
 
     def get_batches(
-        self, indices: NDArray[np.int64], *, numbers: NDArray[np.int64], seed: int, **unused: Any
+        self, indices: NDArray[np.int64], *, numbers: NDArray[np.int64], seed: int = 0, **unused: Any
     ) -> Iterator[Batch]:
         """See `MapDataset`."""
         for of_batch, numbered in zip(indices, numbers, strict=True):

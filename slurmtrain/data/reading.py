@@ -49,11 +49,7 @@ class DataFile:
             ConfigError: the file is not there, not readable, or not of its size.
             DataError: it cannot be read now.
         """
-        try:
-            descriptor = _opened(self)  # held, or another thread's reading might close it now
-            count = os.preadv(descriptor.number, [array.data], offset)
-        except OSError as error:
-            count = self._read(array, offset, error)
+        count = self._read(array, offset)
         while count < array.nbytes:  # on some file systems a read may bring less than there is
             more = self._read(array.view(np.uint8)[count:], offset + count)
             if not more:
@@ -70,7 +66,7 @@ class DataFile:
 
     def check_size(self) -> None:
         """Raises as `read_into`, without opening the file."""
-        found = self._attempts(lambda anew: os.stat(self.path).st_size)
+        found = self._attempts(lambda: os.stat(self.path).st_size)
         if found != self.size:
             raise self._wrong_size(found)
 
@@ -96,28 +92,31 @@ class DataFile:
             raise self._wrong_size(found)
         return number
 
-    def _read(self, array: NDArray[Any], offset: int, failed: OSError | None = None) -> int:
-        def read(anew: bool) -> int:
-            descriptor = _opened(self)
-            if anew:
-                descriptor.open_anew()
+    def _read(self, array: NDArray[Any], offset: int) -> int:
+        try:
+            descriptor = _opened(self)  # held, or another thread's reading might close it now
             return os.preadv(descriptor.number, [array.data], offset)
+        except OSError as error:
+            return self._attempts(functools.partial(self._read_anew, array, offset), failed=error)
 
-        return self._attempts(read, failed)
+    def _read_anew(self, array: NDArray[Any], offset: int) -> int:
+        descriptor = _opened(self)
+        descriptor.open_anew()
+        return os.preadv(descriptor.number, [array.data], offset)
 
-    def _attempts(self, act: Callable[[bool], int], failed: OSError | None = None) -> int:
-        """What `act` returns; it is called with True again after a transient error.
+    def _attempts(self, act: Callable[[], int], failed: OSError | None = None) -> int:
+        """What `act` returns, which is called again after a transient error.
 
         Args:
-            failed: by this, when it has been tried already.
+            failed: of an attempt before.
         """
         attempt = 0
         while True:
-            try:
-                if failed is None:
-                    return act(attempt > 0)
-            except OSError as error:
-                failed = error
+            if failed is None:
+                try:
+                    return act()
+                except OSError as error:
+                    failed = error
             if failed.errno not in _TRANSIENT or attempt == len(PAUSES_S):
                 raise self._unreadable(failed) from None
             self._complain(failed)

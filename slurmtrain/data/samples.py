@@ -29,7 +29,7 @@ class MapDataset(Protocol):
         are not to be changed any more when their batch is given.
     lengths(indices: int64 [B]) -> int64 [B]: tokens of each sample, where they differ.
     seq_len: of the longest.
-    will_need(indices: int64 [B]) -> None: these come soon; returns at once.
+    will_need(indices: int64 [B]) -> None: these come soon; it is called where samples are fetched, and waits for none of them.
     order(seed: int, shuffle: bool) -> Order: an order of its own.
     num_bytes: bytes of text that all its targets stand for, None when that is not known.
     """

@@ -143,14 +143,14 @@ class Message:
             del pickler.dispatch_table[Tensor]
 
     def _reduced(self, tensor: Tensor) -> tuple[Any, ...]:
-        there = tensor.data_ptr() - self._address if tensor.layout == torch.strided and not tensor.is_nested else -1
+        plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
+        plain = plain and not (tensor.is_nested or tensor.requires_grad)
+        there = tensor.data_ptr() - self._address if plain else -1
         if self._start <= there < self._next and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
             self._in_slot += 1
             return _tensor, (self._slots, there, tuple(tensor.shape), tensor.dtype)
         self._elsewhere += 1
-        if tensor.layout != torch.strided or tensor.is_nested or tensor.requires_grad or tensor.device.type != "cpu":
-            return reduce_tensor(tensor)
-        offset = self._reserved(tensor.numel(), tensor.dtype)
+        offset = self._reserved(tensor.numel(), tensor.dtype) if plain else None
         if offset is None:
             return reduce_tensor(tensor)
         # Strides come as they are where nothing lies between the numbers, as in torch.channels_last.

@@ -78,7 +78,7 @@ class TokenStream:
         """
         for shard, begin, count in self._stretches(position, len(row)):
             part, row = row[:count], row[count:]
-            self._files[shard]["tokens"].read_into(part, begin * self.dtype.itemsize)
+            self._tokens[shard].read_into(part, begin * self.dtype.itemsize)
 
     def read_pieces(self, rows: NDArray[Any], pieces: Iterable[tuple[int, int, int]]) -> list[Any]:
         """The same for several: for each (begin, end, position) fill rows[begin:end]. One may overwrite the last token of the
@@ -149,8 +149,8 @@ class TokenStream:
         firsts = np.zeros(len(starts), dtype="<u8")
         one_by_one = np.zeros(len(starts), dtype=bool)
         for number, (start, count) in enumerate(zip(starts.tolist(), pairs.tolist(), strict=True)):
-            firsts[number] = start - self._firsts[bisect.bisect_right(self._firsts, start) - 1]
-            one_by_one[number] = not self._read_block_of(blocks[number], start, count)
+            first = self._read_block_of(blocks[number], start, count)
+            one_by_one[number], firsts[number] = first is None, first or 0
         one_by_one |= (blocks[:, 1:] < blocks[:, :-1]).any(axis=1)
         numbers, offsets = [], []
         for number in np.flatnonzero(one_by_one).tolist():
@@ -161,8 +161,12 @@ class TokenStream:
         inside = (blocks[found, columns] - firsts[found]).astype(np.int64)
         return np.concatenate([found, *numbers]), np.concatenate([inside, *offsets])
 
-    def _read_block_of(self, block: NDArray[np.uint64], start: int, count: int) -> bool:
-        """Read the one block of ends that matters to a stretch; False if there are several, or it does not fit the shard."""
+    def _read_block_of(self, block: NDArray[np.uint64], start: int, count: int) -> int | None:
+        """Read the one block of ends that matters to a stretch; None if there are several, or it does not fit the shard.
+
+        Returns:
+            Where the stretch begins in its shard, as the ends count.
+        """
         number = bisect.bisect_right(self._firsts, start) - 1
         first = start - self._firsts[number]
         shard = self.split.shards[number]
@@ -171,7 +175,7 @@ class TokenStream:
         self._files[number]["ends"].read_into(block[:some], begin * block.itemsize)
         last, final = int(block[some - 1]), begin + some == shard.documents
         enough = last == shard.tokens if final else first + count <= last <= shard.tokens
-        return first + count <= shard.tokens and enough
+        return first if enough and first + count <= shard.tokens else None
 
     def _borders_of_one(self, start: int, count: int) -> NDArray[np.int64]:
         """Positions of the beginnings of documents in one stretch. Raises as `borders`."""

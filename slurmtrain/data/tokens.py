@@ -72,7 +72,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         return {name: rows[0] for name, rows in self.get_batch(np.array([index])).items()}
 
     def will_need(self, indices: NDArray[np.int64]) -> None:
-        """Have the samples `indices` [B] read ahead; returns at once. Raises as `get_batch`."""
+        """Have the samples `indices` [B] read ahead, once it is known where they lie. Raises as `get_batch`."""
         pieces, _ = self._rows.pieces(indices)
         self._stream.will_need(pieces["start"].tolist(), pieces["pairs"].tolist())
 

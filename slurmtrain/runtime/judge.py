@@ -143,7 +143,7 @@ def judge_abandoned(evidence: Evidence, policy: Policy) -> Judgement:
     """For an attempt that nobody settled: its batch shell is gone, and the job has started again already."""
     if evidence.request in ("cancel", "stop"):
         reason, sentence = Reason.CANCELLED, "cancelled by a person, and killed before that was on record"
-    elif evidence.facts is not None and evidence.facts.preempted:
+    elif evidence.preempted_when_told:
         reason, sentence = Reason.PREEMPTED, "preempted, and killed before it could say so"
     elif evidence.said == "finished":
         reason, sentence = Reason.FINISHED, "finished"

@@ -62,9 +62,8 @@ def close_abandoned(run_dir: RunDir, current: int, config: Config) -> None:
         attempt = attempts.read_attempt(run_dir, number)
         if number >= current or attempt.reason is not None or (run_dir.attempt(number) / "setup-failed").exists():
             continue
-        facts = JobFacts(**attempt.facts) if attempt.facts else None
         _find_last_steps(run_dir, attempt)
-        evidence = _evidence(run_dir, attempt, 0, facts, config)
+        evidence = _evidence(run_dir, attempt, 0, None, config)
         _record(run_dir, attempt, judge_abandoned(evidence, policy(config)))
 
 

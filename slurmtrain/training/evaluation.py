@@ -5,7 +5,7 @@ Leaves no trace: the model is back in training mode and sharded as before, rando
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
@@ -62,23 +62,15 @@ class Evaluator:
         if self.sets:
             self._passes.expect(max(map(_longest, self.sets.values())))
 
-    def check_measured(self, metric: str, setting: str) -> None:
-        """Before anything is computed.
-
-        Args:
-            metric: wanted by `setting`.
-
-        Raises:
-            ConfigError: no evaluation can give it.
-        """
+    def check_best_metric(self, metric: str) -> None:
+        """Before anything is computed. Raises ConfigError: no evaluation can give it."""
         names = [
             f"{name}_{measure}"
             for name, dataset in self.sets.items()
             for measure in self._measures.names(getattr(dataset, "num_bytes", None))
         ]
         if metric not in names and not metric.startswith(tuple(f"{name}_" for name in names)):
-            hint = nearest(metric, names) if names else "there is no evaluation set: eval.sets.NAME._target_=..."
-            raise ConfigError(f"{setting}={metric} is not measured", hint=hint)
+            raise not_measured(metric, names)
 
     def evaluate(self) -> dict[str, float] | None:
         """Every metric of every set, the same on all ranks. None: told to stop before it was done."""
@@ -135,6 +127,11 @@ class Evaluator:
                 from slurmtrain.parallel.sharded import reshard  # with FSDP, which takes half a second to import
 
                 reshard(self._laid.stages)
+
+
+def not_measured(metric: str, names: Collection[str]) -> ConfigError:
+    hint = nearest(metric, names) if names else "there is no evaluation set: eval.sets.NAME._target_=..."
+    return ConfigError(f"checkpoint.best_metric={metric} is not measured", hint=hint)
 
 
 def _longest(dataset: MapDataset) -> int:

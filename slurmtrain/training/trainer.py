@@ -24,11 +24,11 @@ from slurmtrain.checkpoint.saving import DRAIN_S, Saved, Saving
 from slurmtrain.config.schema import CheckpointConfig, OptimConfig, TrainConfig
 from slurmtrain.data import proof
 from slurmtrain.data.loader import BatchLoader, Step
-from slurmtrain.errors import CheckpointError, ConfigError, nearest
+from slurmtrain.errors import CheckpointError
 from slurmtrain.observe import Reporter, Throughput
 from slurmtrain.parallel.ddp import settle_buckets, without_trace
 from slurmtrain.parallel.lay import Laid
-from slurmtrain.training.evaluation import Evaluator
+from slurmtrain.training.evaluation import Evaluator, not_measured
 from slurmtrain.training.optim import build_optimizer, learning_rate, set_learning_rate
 from slurmtrain.training.passes import Passes
 from slurmtrain.training.stopping import Answer, StopCheck
@@ -175,7 +175,7 @@ class Trainer:
     def fit(self) -> Outcome:
         """Restore, then step until done or told to stop; save on the way and at the end."""
         if self._checkpoint.keep_best:
-            self._evaluator.check_measured(self._checkpoint.best_metric, "checkpoint.best_metric")
+            self._evaluator.check_best_metric(self._checkpoint.best_metric)
         self._settle()
         if self._jobs is None:
             self._evaluator.prepare()
@@ -331,9 +331,7 @@ class Trainer:
             return True
         keep = self._checkpoint
         if keep.keep_best and keep.best_metric not in measured:
-            raise ConfigError(
-                f"checkpoint.best_metric={keep.best_metric} is not measured", hint=nearest(keep.best_metric, measured)
-            )
+            raise not_measured(keep.best_metric, measured)
         self._measured = measured
         self._counters.evaluated_at = step
         self._reporter.record(step, **measured)

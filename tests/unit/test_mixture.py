@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slurmtrain.data import BatchLoader, Mixture
 from slurmtrain.data.batches import stacked
-from slurmtrain.data.mixture import Interleaved
+from slurmtrain.data.mixture import Interleaved, MixedSamples
 from slurmtrain.data.order import sample_ids
 from slurmtrain.errors import ConfigError
 
@@ -40,6 +40,17 @@ class _Rows:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = torch.full((self.seq_len,), self.token)
         return {"inputs": row, "targets": torch.full((self.seq_len,), index)}
+
+
+class Marked(MixedSamples):
+    def get_batch(self, indices: NDArray[np.int64]) -> Any:
+        return {**super().get_batch(indices), "marked": torch.ones(len(indices))}
+
+
+def test_a_class_may_build_on_the_batches_of_a_mixture() -> None:
+    mixed = Marked({"left": _Rows(1, 3, 4), "right": _Rows(2, 5, 4)})
+    batch = next(BatchLoader(mixed, seed=0, shuffle=False, global_batch_size=4, micro_batch_size=4)).micro_batches[0]
+    assert batch["marked"].tolist() == [1.0] * 4 and batch["inputs"][:, 0].tolist() == [1, 1, 1, 2]
 
 
 def stretch(start: int, count: int) -> NDArray[np.int64]:

@@ -30,9 +30,8 @@ def finish(plan: Plan, max_bad_share: float, say: Callable[[str], None]) -> Mani
 
 def _finish(plan: Plan, max_bad_share: float, say: Callable[[str], None]) -> Manifest | None:
     task = Task.of(plan)
-    refresh(
-        task.units_folder
-    )  # of tasks on two nodes that end at once, the later one has to see the other's last record
+    # Of tasks on two nodes that end at once, the later one has to see the other's last record.
+    refresh(task.units_folder)
     if not {unit.name for unit in plan.units} <= recorded(task):
         return None
     records = []

@@ -193,7 +193,7 @@ class _Unpacked(io.RawIOBase):
     def __init__(self, file: io.FileIO, unpacker: _Unpacker, reading: Reading):
         self._file, self._unpacker, self._reading = file, unpacker, reading
         self._frame: Any = None  # begun, and not yet at its end
-        self._after_one = False
+        self._after_one = False  # there was a frame before
         self._packed = b""
         self._content = memoryview(b"")
 
@@ -217,7 +217,7 @@ class _Unpacked(io.RawIOBase):
 
     def _unpack(self) -> bytes:
         if self._frame is None and self._after_one:
-            self._packed = self._packed.lstrip(self._unpacker.padding) if self._unpacker.padding else self._packed
+            self._packed = self._packed.lstrip(self._unpacker.padding)
             if not self._packed:
                 return b""
         frame = self._frame or self._unpacker.begin()
