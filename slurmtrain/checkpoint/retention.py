@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurmtrain import process
 from slurmtrain.checkpoint.commit import (
     FINAL_NAME,
     TEMPORARY_NAME,
@@ -210,17 +211,7 @@ def _reader_lives(marker: Path, host: str, pid: int, now: float) -> bool:
         namespace = None
     # In two containers on one host a pid means two different processes.
     here = host == _host() and namespace == _pid_namespace()
-    return age < LOCAL_READER_S and _process_lives(pid) if here else age < REMOTE_READER_S
-
-
-def _process_lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except PermissionError:  # it lives, as somebody else's
-        return True
-    except (ProcessLookupError, OverflowError):
-        return False
-    return True
+    return age < LOCAL_READER_S and process.lives(pid) if here else age < REMOTE_READER_S
 
 
 def _host() -> str:

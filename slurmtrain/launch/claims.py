@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from slurmtrain import process
 from slurmtrain.rundir import read_json, write_json
-from slurmtrain.runtime import process
 
 CLAIM_LASTS_S = 3600.0  # unless renewed, of a shell on another host, whose life cannot be seen from here
 POLL_S = 0.2  # of a claim on a shared file system: there is no event to await

@@ -11,8 +11,8 @@ import socket
 import time
 from pathlib import Path
 
+from slurmtrain import process
 from slurmtrain.rundir import PREPARING
-from slurmtrain.runtime import process
 
 LEFT_AFTER_S = 86400.0  # of a maker on another host, whose life cannot be seen from here
 MAKER = re.compile(r"\.by-\w+-(?P<pid>\d+)-(?P<born>\d+)-(?P<host>.+)$")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import getpass
-import os
 import socket
 import time
 from collections.abc import Iterable
@@ -16,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slurmtrain import process
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.progress import Progress, at_about, read_progress
 from slurmtrain.launch.reasons import in_words, is_held
 from slurmtrain.rundir import RunDir, is_sweep
-from slurmtrain.runtime import attempts, process
+from slurmtrain.runtime import attempts
 from slurmtrain.runtime.attempts import Attempt
 from slurmtrain.runtime.chain import links
 from slurmtrain.runtime.judge import Verdict
@@ -101,15 +101,7 @@ def process_lives(attempt: Attempt) -> bool | None:
         return False
     if attempt.host != socket.gethostname():
         return None
-    try:
-        os.kill(attempt.pid, 0)
-        # One whose launcher was killed stays as a zombie where nobody collects orphans, as in many containers.
-        fields = process.stat(attempt.pid)
-        return fields is not None and fields[process.STATE] != "Z"
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    return process.lives(attempt.pid)
 
 
 class _Owner(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from slurmtrain.runtime import process
+from slurmtrain import process
 
 
 class Timeline:

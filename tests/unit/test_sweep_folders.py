@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from slurmtrain import process
 from slurmtrain.cli import main
 from slurmtrain.launch import making, sweep_jobs
 from slurmtrain.launch import sweep as sweeps
 from slurmtrain.launch.sweep import Sweep
 from slurmtrain.rundir import PREPARING
-from slurmtrain.runtime import process
 from tests.conftest import FakeSlurm
 
 Out = pytest.CaptureFixture[str]

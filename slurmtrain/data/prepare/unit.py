@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from slurmtrain import process
 from slurmtrain.checkpoint.commit import fsync_directory
 from slurmtrain.data.manifest import KINDS, Shard, TokenizerFacts, replace_file, shard_file
 from slurmtrain.data.prepare.plan import Piece, Plan, Settings, Unit
@@ -162,11 +163,9 @@ def _is_written(folder: Path) -> bool:
     host, _, pid = folder.name.partition(".")[2].removesuffix(".tmp").rpartition("-")
     try:
         newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-        if host == os.uname().nodename:
-            os.kill(int(pid), 0)
-    except PermissionError:  # somebody else's process
-        pass
-    except (OSError, ValueError, OverflowError):
+        if host == os.uname().nodename and not process.lives(int(pid)):
+            return False
+    except (OSError, ValueError):
         return False
     return time.time() - newest < SILENT_S
 
