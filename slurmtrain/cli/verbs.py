@@ -88,7 +88,7 @@ VERBS: dict[str, Verb] = {
         "slurmtrain.cli.checkpoints",
     ),
     "evaluate": Verb(
-        "evaluate RUN [--step N] [key=value ...] [--submit] [--json]",
+        "evaluate RUN [--step N] [key=value ...] [--submit] [--again] [--json]",
         "measure a checkpoint of a run on its evaluation sets, here or, with --submit, by a job; key=value changes fields of "
         "eval, cluster and parallel. The same command again shows the result",
         "slurmtrain.cli.evaluate",
