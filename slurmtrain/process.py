@@ -1,19 +1,45 @@
-"""What the kernel says of a process of this host."""
+"""What the kernel says of the processes of this host."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
-STATE, START = 0, 19  # man 5 proc, /proc/pid/stat: state and starttime, counted from behind the name
+
+@dataclass(frozen=True)
+class Stat:
+    """Of /proc/<pid>/stat (`man 5 proc`).
+
+    Attributes:
+        state: a letter; Z is a zombie, which has ended and waits for its parent to ask.
+        parent: pid.
+        start: in clock ticks since boot; with the pid, a name that is not given twice.
+    """
+
+    state: str
+    parent: int
+    start: int
+
+    @property
+    def ended(self) -> bool:
+        return self.state in "ZX"
 
 
-def stat(pid: int | str) -> list[str] | None:
-    """The fields of /proc/<pid>/stat behind the process's name, which may hold anything. None: there is no such process."""
+def stat(pid: int | str) -> Stat | None:
+    """None: there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
+    fields = text.rpartition(")")[2].split()  # the name in parentheses may hold anything, also spaces
+    return Stat(fields[0], int(fields[1]), int(fields[19]))
+
+
+def stats() -> dict[int, Stat]:
+    """Of every process, zombies included, by pid."""
+    found = {int(entry): stat(entry) for entry in os.listdir("/proc") if entry.isdigit()}
+    return {pid: known for pid, known in found.items() if known is not None}
 
 
 def lives(pid: int) -> bool:
@@ -25,11 +51,11 @@ def lives(pid: int) -> bool:
         return True
     except (ProcessLookupError, OverflowError):
         return False
-    fields = stat(pid)
-    return fields is not None and fields[STATE] != "Z"
+    found = stat(pid)
+    return found is not None and not found.ended
 
 
 def born(pid: int) -> str | None:
-    """When a process was started, in ticks since boot: with its pid, a name that is not given twice. None: it is no more."""
-    fields = stat(pid)
-    return None if fields is None or fields[STATE] == "Z" else fields[START]
+    """When a process was started: with its pid, a name that is not given twice. None: it is no more."""
+    found = stat(pid)
+    return None if found is None or found.ended else str(found.start)

@@ -24,7 +24,7 @@ class Timeline:
 
 def process_age_s() -> float:
     """Seconds since the kernel started this process (`man 5 proc`, starttime of /proc/pid/stat)."""
-    fields = process.stat("self")
-    assert fields is not None
-    started = int(fields[process.START]) / os.sysconf("SC_CLK_TCK")
+    this = process.stat("self")
+    assert this is not None, "/proc is not mounted"
+    started = this.start / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started

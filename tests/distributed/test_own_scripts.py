@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from slurmtrain.checkpoint.commit import committed
+from tests.children import children
 from tests.distributed.conftest import (
     LocalRun,
     Project,
@@ -125,8 +126,7 @@ def test_under_torchrun_one_signalled_rank_stops_both_and_torchrun_starts_them_a
 ) -> None:
     program = Program(folder, *TORCHRUN, "--max-restarts", "1", *LOOP, *SLOWLY)
     program.wait_for("step 20/")
-    children = Path(f"/proc/{program.process.pid}/task/{program.process.pid}/children")
-    os.kill(int(children.read_text().split()[1]), signal.SIGTERM)
+    os.kill(children(program.process.pid)[1], signal.SIGTERM)
     program.finish()
     assert "resuming at step" in program.log.read_text()
     assert_same_tensors(checkpoint_tensors(folder / "checkpoints"), undisturbed(2))

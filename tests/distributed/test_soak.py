@@ -25,6 +25,7 @@ from slurmtrain.checkpoint.saving import Saved
 from slurmtrain.errors import CheckpointError
 from slurmtrain.parallel.ddp import replicate
 from slurmtrain.runtime.world import World
+from tests.children import children
 from tests.distributed.conftest import GlooRanks
 
 SAVES, WARM_UP, STEPS_A_SAVE = 300, 100, 2
@@ -46,9 +47,8 @@ class Holdings:
     @classmethod
     def now(cls) -> Holdings:
         names = sorted(thread.name for thread in threading.enumerate())
-        tasks = list(Path("/proc/self/task").iterdir())
-        children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
-        return cls(tuple(names), len(tasks), tuple(children), tuple(sorted(_open_files())))
+        threads = len(os.listdir("/proc/self/task"))
+        return cls(tuple(names), threads, tuple(children(os.getpid())), tuple(sorted(_open_files())))
 
 
 def _open_files() -> list[str]:

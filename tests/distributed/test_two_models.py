@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from slurmtrain.checkpoint.commit import committed, read_manifest
+from tests.children import children
 from tests.distributed.conftest import assert_same_tensors, checkpoint_tensors, wait_until
 from tests.distributed.test_own_scripts import TORCHRUN, Program, folder_with_jobs
 
@@ -40,8 +41,7 @@ def plain_state(checkpoints: Path) -> dict[str, Any]:
 
 
 def rank_pids(program: Program) -> list[int]:
-    children = Path(f"/proc/{program.process.pid}/task/{program.process.pid}/children")
-    return [int(pid) for pid in children.read_text().split()]
+    return children(program.process.pid)
 
 
 def signal_rank(program: Program, rank: int, number: int) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from slurmtrain.checkpoint.commit import committed
 from slurmtrain.errors import CheckpointError
+from slurmtrain.process import stat
 from tests.faults.disks import LATER, attempt, calls_of_a_save, look
 from tests.faults.kills import NEWEST, OLDER, RANKS
 from tests.faults.layer import FileLayer
@@ -57,7 +58,7 @@ def restart(rank: int, group: dist.ProcessGroup, directory: Path) -> None:
 
 def wait_until_frozen(child: Child) -> None:
     deadline = time.monotonic() + 30
-    while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+    while (known := stat(child.pid)) is None or known.state != "T":
         if time.monotonic() > deadline:
             raise Unexplained(f"{child.log.stem} has not stopped itself")
         time.sleep(0.005)

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.children import children
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, CLONE_NEWNS, MS_REC_PRIVATE = 1, 36, 0x20000, 0x4000 | 1 << 18
 LIBC = ctypes.CDLL(None, use_errno=True)
 LEFTOVER_S = 15.0  # a data worker looks for its parent every 5 s
@@ -215,9 +217,9 @@ class Lane:
             child.close()
         self.children.clear()
         while _any_child():
-            for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+            for pid in children(os.getpid()):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(0.005)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slurmtrain.checkpoint.commit import committed, step_of
+from tests.children import descendants
 from tests.faults.outcome import Outcome, Trial
 from tests.faults.processes import Child, Lane, Unexplained
 from tests.faults.rows import row
@@ -46,15 +47,6 @@ def wait_for_step(child: Child, step: int) -> None:
         if child.ended() or time.monotonic() > deadline:
             raise Unexplained(f"not at step {step}\n{child.output()}")
         time.sleep(0.01)
-
-
-def descendants(pid: int) -> list[int]:
-    found = []
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for word in (task / "children").read_text().split():
-                found += [int(word), *descendants(int(word))]
-    return found
 
 
 def send(pids: list[int], number: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.children import children
 from tests.slurm.conftest import Cluster
 from tests.slurm.project import Project, Run, assert_same_bits, assert_steps_join, events, make_project
 
@@ -285,10 +286,3 @@ def test_the_time_limit_saves_requeues_and_finishes(time_limited: Run) -> None:
     )
     assert len(time_limited.attempts()) >= 2
     assert_steps_join(time_limited, total=150)
-
-
-def children(pid: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(word) for word in (task / "children").read_text().split()]
-    return found

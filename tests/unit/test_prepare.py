@@ -39,9 +39,11 @@ from slurmtrain.data.prepare.unit import Task, prepare_unit, recorded
 from slurmtrain.data.tokenizers import TokenizerChoice, load_tokenizer
 from slurmtrain.errors import ConfigError, SlurmtrainError
 from slurmtrain.observe.preparing import PreparingLines, preparing
+from slurmtrain.process import lives
 from slurmtrain.runtime import signals
 from slurmtrain.runtime.environment import Environment
 from slurmtrain.runtime.prepare import stop_together, workers_of
+from tests.children import children
 from tests.conftest import Cli
 from tests.raw_text import (
     content,
@@ -234,10 +236,9 @@ def started(
         process.communicate()
 
 
-def children(pid: int) -> list[int]:
+def crew_of(pid: int) -> list[int]:
     """Its processes; the tracker of multiprocessing's resources, which leaves by itself, aside."""
-    found = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [child for child in found if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [child for child in children(pid) if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
@@ -245,13 +246,6 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 def units_done(output: Path) -> int:
@@ -268,10 +262,10 @@ def test_killed_at_random_moments_and_resumed_it_is_the_undisturbed_one(
         target = units_done(output) + moments.randint(1, total // 6)
         with started(raw, output, settings, hangs_after=target + 3) as process:
             wait_until(lambda target=target: units_done(output) >= target)  # type: ignore[misc]
-            crew = children(process.pid)
+            crew = crew_of(process.pid)
             assert len(crew) == 2
             process.kill()
-            wait_until(lambda crew=crew: all(is_gone(pid) for pid in crew))  # type: ignore[misc]
+            wait_until(lambda crew=crew: not any(map(lives, crew)))  # type: ignore[misc]
         assert not (output / "manifest.json").exists()
         kills += 1
     done = {path: path.stat().st_mtime_ns for path in (output / ".prepare/units").glob("*.json")}
@@ -289,12 +283,12 @@ def test_ctrl_c_leaves_whole_units_and_no_process_and_says_how_to_go_on(
 ) -> None:
     with started(raw, tmp_path / "out", settings, hangs_after=3) as process:
         wait_until(lambda: units_done(tmp_path / "out") > 0)
-        crew = children(process.pid)
+        crew = crew_of(process.pid)
         for pid in (*crew, process.pid):  # as a terminal does
             os.kill(pid, signal.SIGINT)
         said, _ = process.communicate(timeout=60)
     assert process.returncode == 75 and "the same command again goes on" in said, said
-    assert "Traceback" not in said and all(is_gone(pid) for pid in crew)
+    assert "Traceback" not in said and not any(map(lives, crew))
     assert not (tmp_path / "out/manifest.json").exists()
 
 
@@ -356,7 +350,7 @@ def test_a_job_that_is_stopped_goes_on_when_it_is_resumed(
 def test_a_process_that_is_killed_is_told(raw: Path, settings: dict[str, Any], tmp_path: Path) -> None:
     with started(raw, tmp_path / "out", settings, hangs_after=3) as process:
         wait_until(lambda: units_done(tmp_path / "out") > 0)
-        os.kill(children(process.pid)[0], signal.SIGKILL)
+        os.kill(crew_of(process.pid)[0], signal.SIGKILL)
         said, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "error: a process was killed by SIGKILL while it prepared" in said and "Traceback" not in said

@@ -25,6 +25,7 @@ from slurmtrain.config.validate import validate
 from slurmtrain.launch.sbatch import JobPaths, render_script, sbatch_directives, setup_lines, srun_words
 from slurmtrain.launch.submit import preparing, resubmit, submit
 from slurmtrain.resources import shipped
+from tests.children import children
 from tests.conftest import Cli, FakeSlurm
 
 GOLDENS = shipped("jobs") / "golden"
@@ -539,12 +540,12 @@ def test_the_shells_of_a_pack_outlive_the_signals(packed: list[Path], tmp_path: 
     while not (tmp_path / "started").exists() or len((tmp_path / "started").read_text()) < 3:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    shells = children(process.pid)
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGTERM):
-        for pid in (process.pid, *map(int, children)):
+        for pid in (process.pid, *shells):
             os.kill(pid, number)
         time.sleep(0.05)
-    assert process.poll() is None and len(children) == 3
+    assert process.poll() is None and len(shells) == 3
     (tmp_path / "go").touch()
     assert process.wait(timeout=10) == 75
     assert scontrol_calls(tmp_path)[0] == "requeue 77"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from slurmtrain import process
 from slurmtrain.cli import main
 from slurmtrain.launch.sweep import Sweep
 from tests.conftest import Cli, FakeSlurm
@@ -88,7 +89,7 @@ def test_a_launcher_that_is_killed_leaves_nobody_behind(project: Path) -> None:
     shell.wait()
     pid = int((project / "pid-1").read_text())
     deadline = time.monotonic() + 30
-    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]:
+    while process.lives(pid):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert attempts_of(project) == [1, 0]

@@ -9,7 +9,8 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
+
+from slurmtrain import process
 
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
@@ -24,7 +25,7 @@ class Process:
 
     @classmethod
     def of(cls, pid: int) -> Process | None:
-        stat = _stat(pid)
+        stat = process.stat(pid)
         return cls(pid, stat.start) if stat else None
 
     @classmethod
@@ -35,8 +36,8 @@ class Process:
 
     def alive(self) -> bool:
         """Whether it still runs; a zombie does not."""
-        stat = _stat(self.pid)
-        return stat is not None and stat.start == self.start and stat.state not in "ZX"
+        stat = process.stat(self.pid)
+        return stat is not None and stat.start == self.start and not stat.ended
 
     def signal(self, signum: int) -> None:
         if self.alive():
@@ -44,28 +45,11 @@ class Process:
                 os.kill(self.pid, signum)
 
 
-@dataclass(frozen=True)
-class _Stat:
-    state: str
-    parent: int
-    start: int
-
-
-def _stat(pid: int) -> _Stat | None:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    fields = text[text.rindex(")") + 2 :].split()  # the name in parentheses may hold anything, also spaces
-    return _Stat(fields[0], int(fields[1]), int(fields[19]))
-
-
 def descendants(roots: Iterable[Process]) -> set[Process]:
     """Everything below `roots`, without them, zombies included."""
     children: dict[int, list[Process]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and (stat := _stat(int(entry))):
-            children.setdefault(stat.parent, []).append(Process(int(entry), stat.start))
+    for pid, stat in process.stats().items():
+        children.setdefault(stat.parent, []).append(Process(pid, stat.start))
     found: set[Process] = set()
     queue = [p.pid for p in roots]
     while queue:
@@ -82,14 +66,14 @@ def kill_trees(roots: Iterable[Process]) -> None:
     would lose its parent and with it the only trace to it.
     """
     doomed = {p for p in roots if p.alive()}
-    for process in doomed:
-        process.signal(signal.SIGSTOP)
+    for one in doomed:
+        one.signal(signal.SIGSTOP)
     while newcomers := descendants(doomed) - doomed:
-        for process in newcomers:
-            process.signal(signal.SIGSTOP)
+        for one in newcomers:
+            one.signal(signal.SIGSTOP)
         doomed |= newcomers
-    for process in doomed:
-        process.signal(signal.SIGKILL)
+    for one in doomed:
+        one.signal(signal.SIGKILL)
     wait_until(lambda: not any(p.alive() for p in doomed), timeout_s=5.0)
 
 
