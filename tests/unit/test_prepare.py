@@ -158,6 +158,21 @@ def test_a_file_cut_anywhere_gives_the_records_and_line_numbers_of_the_whole(
     assert [number for number, _ in whole] == list(range(1, len(whole) + 1))
 
 
+def test_a_piece_in_the_middle_of_a_line_reads_no_further_than_its_own_end(tmp_path: Path) -> None:
+    size = 32 << 20
+    with open(tmp_path / "a.jsonl", "wb") as file:
+        file.truncate(size)  # zeros: one line
+    [source] = find_sources([str(tmp_path)], "auto", tmp_path.parent / "out")
+    before = bytes_read()
+    assert not list(Reading(Piece(source, size // 8, size // 4), "text").records())
+    assert bytes_read() - before <= size // 4
+
+
+def bytes_read() -> int:
+    """By this process so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 def test_held_out_are_a_share_of_the_documents_and_duplicates_together(tmp_path: Path) -> None:
     distinct = [f"document {number}" for number in range(2000)]
     (tmp_path / "raw.jsonl").write_bytes(json_lines([*distinct, *distinct]))

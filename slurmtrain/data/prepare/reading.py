@@ -93,7 +93,10 @@ def _lines(reading: Reading) -> Iterator[bytes]:
         position = piece.start
         if piece.start:
             file.seek(piece.start - 1)
-            position += len(file.readline()) - 1
+            rest = file.readline(piece.size)  # no more: of a long line, each of its pieces would read all that follows
+            if not rest.endswith(b"\n"):
+                return
+            position += len(rest) - 1
         for line in file:
             if position >= piece.end and not piece.source.packing:
                 break
