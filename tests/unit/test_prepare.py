@@ -290,7 +290,7 @@ def test_killed_at_random_moments_and_resumed_it_is_the_undisturbed_one(
         assert process.returncode == 0, said
     assert content(output) == undisturbed
     assert all(path.stat().st_mtime_ns == when for path, when in done.items())  # nothing that was whole was done again
-    assert not list((output / ".prepare/units").glob("*.tmp"))
+    assert not list((output / ".prepare/begun").iterdir())
 
 
 def test_ctrl_c_leaves_whole_units_and_no_process_and_says_how_to_go_on(
@@ -309,19 +309,32 @@ def test_ctrl_c_leaves_whole_units_and_no_process_and_says_how_to_go_on(
 
 def test_what_somebody_else_is_writing_stays_until_he_is_gone(tmp_path: Path) -> None:
     (tmp_path / "raw.txt").write_text("a")
-    units = tmp_path / "out/.prepare/units"
+    begun = tmp_path / "out/.prepare/begun"
     with subprocess.Popen(["sleep", "60"]) as other:
-        theirs = units / f"00000.{os.uname().nodename}-{other.pid}.tmp"
+        theirs = begun / f"00000.{os.uname().nodename}-{other.pid}"
         theirs.mkdir(parents=True)
         (theirs / "train.tokens").write_bytes(b"a")
-        elsewhere = units / "00000.another-host-1.tmp"
+        elsewhere = begun / "00000.another-host-1"
         elsewhere.mkdir()
         prepare(tmp_path / "raw.txt", tmp_path / "out")
-        assert sorted(units.glob("*.tmp")) == sorted([theirs, elsewhere])
+        assert sorted(begun.iterdir()) == sorted([theirs, elsewhere])
         other.kill()
     os.utime(elsewhere, (0, 0))
     prepare(tmp_path / "raw.txt", tmp_path / "out")
-    assert not list(units.glob("*.tmp"))
+    assert not list(begun.iterdir())
+
+
+def test_a_unit_does_not_look_through_the_records_of_all_that_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "raw.jsonl").write_bytes(json_lines(texts(20, seed=1)))
+    plan = plan_of(tmp_path / "raw.jsonl", tmp_path / "out", unit_mb=0.001)
+    listed: list[object] = []
+    for name in ("listdir", "scandir"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda path, real=real: (listed.append(path), real(path))[1])
+    do_units(plan)
+    assert plan.begun_folder in listed and plan.units_folder not in listed
 
 
 def test_one_task_that_is_told_to_stop_is_enough(tmp_path: Path) -> None:

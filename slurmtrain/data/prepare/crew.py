@@ -21,7 +21,7 @@ from typing import Protocol
 
 from slurmtrain.data.prepare.plan import Plan, Unit
 from slurmtrain.data.prepare.trouble import PrepareError, in_a_sentence
-from slurmtrain.data.prepare.unit import Progress, Task, UnitRecord, describe, prepare_unit, read_record
+from slurmtrain.data.prepare.unit import Progress, Task, UnitRecord, describe, prepare_unit, read_records
 from slurmtrain.data.tokenizers import load_tokenizer
 from slurmtrain.errors import ConfigError, SlurmtrainError, how_it_ended
 
@@ -72,12 +72,15 @@ def work(
         PrepareError: a disk is full, an input has vanished, a process was killed.
     """
     task = Task.of(plan)
+    ledger = _Ledger(units, hopeless=max_bad_share < 1)
+    waiting = deque[Unit]()
     with in_a_sentence(plan.output):
-        task.units_folder.mkdir(parents=True, exist_ok=True)
-    done = {unit.number: record for unit in units if (record := read_record(task, unit)) is not None}
-    ledger = _Ledger(units, done, hopeless=max_bad_share < 1)
+        for unit, record in zip(units, read_records(task, units), strict=True):
+            if record is None:
+                waiting.append(unit)
+            else:
+                ledger.was_done(unit, record)
     show(ledger.tally())
-    waiting = deque(unit for unit in units if unit.number not in done)
     if not waiting:
         return True
     told = _when_told(stop)
@@ -150,14 +153,15 @@ class _Worker:
 class _Ledger:
     """Counts what the crew says."""
 
-    def __init__(self, units: Sequence[Unit], done: dict[int, UnitRecord], *, hopeless: bool):
-        self._units, self._hopeless = units, hopeless
+    def __init__(self, units: Sequence[Unit], *, hopeless: bool):
+        self._hopeless = hopeless
         self._running: dict[int, Progress] = {}
         self._tally = Tally(units=len(units), total=sum(unit.size for unit in units))
-        for unit in units:
-            if unit.number in done:
-                self._add(unit, done[unit.number])
-        self._tally.before = self._tally.size
+
+    def was_done(self, unit: Unit, record: UnitRecord) -> None:
+        """Before this began."""
+        self._add(unit, record)
+        self._tally.before += unit.size
 
     def note(self, worker: _Worker, said: Progress | UnitRecord) -> None:
         """Raises ConfigError when nothing but bad records has come so far."""

@@ -9,7 +9,7 @@ from slurmtrain.checkpoint.commit import refresh
 from slurmtrain.data.manifest import Manifest, Source, Split, replace_file
 from slurmtrain.data.prepare.plan import Plan
 from slurmtrain.data.prepare.trouble import in_a_sentence
-from slurmtrain.data.prepare.unit import SPLITS, Task, UnitRecord, read_record, recorded, remove_leftovers
+from slurmtrain.data.prepare.unit import SPLITS, Task, UnitRecord, read_records, recorded, remove_leftovers
 from slurmtrain.data.tokenizers import load_tokenizer
 from slurmtrain.errors import ConfigError
 
@@ -34,12 +34,9 @@ def _finish(plan: Plan, max_bad_share: float, say: Callable[[str], None]) -> Man
     refresh(task.units_folder)
     if not {unit.name for unit in plan.units} <= recorded(task):
         return None
-    records = []
-    for unit in plan.units:
-        record = read_record(task, unit)
-        if record is None:
-            return None
-        records.append(record)
+    records = [record for record in read_records(task, plan.units) if record is not None]
+    if len(records) < len(plan.units):
+        return None
     _report_bad(plan, records, max_bad_share, say)
     splits = {split: found for split in SPLITS if (found := _split(records, split)).shards}
     if "train" not in splits:

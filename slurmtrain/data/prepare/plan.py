@@ -23,7 +23,7 @@ from slurmtrain.data.prepare.trouble import in_a_sentence
 from slurmtrain.data.tokenizers import TokenizerChoice, load_tokenizer, needed
 from slurmtrain.errors import ConfigError
 
-WORK_FOLDER = ".prepare"  # in the output: the plan, and the units' records and temporary files
+WORK_FOLDER = ".prepare"  # in the output: the plan, the units' records, temporary files
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,16 @@ class Plan:
     def work_folder(self) -> Path:
         return self.output / WORK_FOLDER
 
+    @property
+    def units_folder(self) -> Path:
+        """Holds the records of units that are done."""
+        return self.work_folder / "units"
+
+    @property
+    def begun_folder(self) -> Path:
+        """Holds temporary files of units; apart from the records, since who begins a unit looks through it."""
+        return self.work_folder / "begun"
+
     def share(self, index: int, of: int) -> tuple[Unit, ...]:
         """The units of one of `of` processes or tasks: every so many, so that each gets some of every input."""
         return self.units[index::of]
@@ -119,7 +129,8 @@ def agree_on(plan: Plan) -> None:
         raise ConfigError(f"{plan.output} holds a data set that was not prepared there", hint="choose another output")
     mine = _facts(plan.settings, plan.sources) | {"modified": {source.name: source.modified for source in plan.sources}}
     try:
-        plan.work_folder.mkdir(parents=True, exist_ok=True)
+        for folder in (plan.units_folder, plan.begun_folder):
+            folder.mkdir(parents=True, exist_ok=True)
         there = _read(path)
     except OSError as error:
         raise ConfigError(f"prepare.output={plan.output} cannot be used: {error.strerror}") from None

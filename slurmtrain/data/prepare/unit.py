@@ -12,6 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from slurmtrain.data.prepare.reading import Bad, Reading
 from slurmtrain.data.tokenizers import Ids, Tokenizer
 
 BATCH = 1 << 20  # characters that are tokenised at a time
+READERS = 8  # threads that read records, and how many they take at a time
+STRETCH = 64
 SPLITS = ("train", "valid")
 SILENT_S = 600.0  # a process that has written nothing for so long is gone, if it cannot be asked: a batch takes seconds
 
@@ -37,12 +40,13 @@ class Task:
 
     output: Path
     units_folder: Path
+    begun_folder: Path
     settings: Settings
     digest: str
 
     @classmethod
     def of(cls, plan: Plan) -> Task:
-        return cls(plan.output, plan.work_folder / "units", plan.settings, plan.digest)
+        return cls(plan.output, plan.units_folder, plan.begun_folder, plan.settings, plan.digest)
 
 
 @dataclass
@@ -103,10 +107,15 @@ def read_record(task: Task, unit: Unit) -> UnitRecord | None:
 
 def recorded(task: Task) -> set[str]:
     """Names of the units that have a record. By listing the folder: names looked up one by one may be remembered as missing."""
-    try:
-        return {name.removesuffix(".json") for name in os.listdir(task.units_folder) if name.endswith(".json")}
-    except FileNotFoundError:
-        return set()
+    return {name.removesuffix(".json") for name in os.listdir(task.units_folder) if name.endswith(".json")}
+
+
+def read_records(task: Task, units: Sequence[Unit]) -> Iterator[UnitRecord | None]:
+    """The records of many units, in their order. By threads: a unit takes several answers of a file server."""
+    stretches = [units[begin : begin + STRETCH] for begin in range(0, len(units), STRETCH)]
+    with ThreadPoolExecutor(READERS) as pool:
+        for records in pool.map(lambda stretch: [read_record(task, unit) for unit in stretch], stretches):
+            yield from records
 
 
 def prepare_unit(task: Task, unit: Unit, tokenizer: Tokenizer, tell: Callable[[Progress], None]) -> UnitRecord:
@@ -145,22 +154,22 @@ def _record_file(task: Task, unit: Unit) -> Path:
 def _fresh_folder(task: Task, unit: Unit) -> Path:
     """For temporary files. Its name is our own: a process of an older attempt, or of somebody else, may do the same unit."""
     remove_leftovers(task, unit.name)
-    folder = task.units_folder / f"{unit.name}.{os.uname().nodename}-{os.getpid()}.tmp"
+    folder = task.begun_folder / f"{unit.name}.{os.uname().nodename}-{os.getpid()}"
     shutil.rmtree(folder, ignore_errors=True)  # of a process that had our number before us
-    folder.mkdir(parents=True)
+    folder.mkdir()
     return folder
 
 
 def remove_leftovers(task: Task, unit: str = "*") -> None:
     """Remove the temporary files of processes that were killed. Those of one that goes on writing stay."""
-    for left in task.units_folder.glob(f"{unit}.*.tmp"):
+    for left in task.begun_folder.glob(f"{unit}.*"):
         if not _is_written(left):
             shutil.rmtree(left, ignore_errors=True)
 
 
 def _is_written(folder: Path) -> bool:
     """Whether the process that a temporary folder is named after may still be at work in it."""
-    host, _, pid = folder.name.partition(".")[2].removesuffix(".tmp").rpartition("-")
+    host, _, pid = folder.name.partition(".")[2].rpartition("-")
     try:
         newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
         if host == os.uname().nodename and not process.lives(int(pid)):
