@@ -35,7 +35,7 @@ from slurmtrain.data.prepare.plan import Piece, Plan, agree_on, make_plan
 from slurmtrain.data.prepare.reading import Bad, Reading
 from slurmtrain.data.prepare.sources import find_sources
 from slurmtrain.data.prepare.trouble import PrepareError
-from slurmtrain.data.prepare.unit import Task, prepare_unit, recorded
+from slurmtrain.data.prepare.unit import Progress, Task, prepare_unit, recorded
 from slurmtrain.data.tokenizers import TokenizerChoice, load_tokenizer
 from slurmtrain.errors import ConfigError, SlurmtrainError
 from slurmtrain.observe.preparing import PreparingLines, preparing
@@ -490,6 +490,27 @@ def test_when_no_record_is_any_good_it_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none of the first \d+ records can be used.*no field 'body'"):
         work(plan, plan.units, 1, Event(), lambda tally: None, max_bad_share=0.5)
     assert len(recorded(Task.of(plan))) < len(plan.units)
+
+
+def test_a_large_file_of_which_no_record_is_any_good_is_not_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(json_lines(["x"] * 20_000)))
+    plan, told = plan_of(path, tmp_path / "out", text_field="body"), list[Progress]()
+    prepare_unit(Task.of(plan), plan.units[0], load_tokenizer(plan.settings.tokenizer)[0], told.append)
+    assert told[0].bad < 2000 and told[0].first_bad == f"{path}: no field 'body'"
+    plan = plan_of(path, tmp_path / "again", text_field="body")
+    with pytest.raises(ConfigError, match=rf"none of the first {told[0].bad} records .* {path}: no field 'body'"):
+        work(plan, plan.units, 1, Event(), lambda tally: None, max_bad_share=0.5)
+
+
+def test_a_zstd_file_may_have_the_longest_window_there_is(tmp_path: Path) -> None:
+    packer = zstandard.ZstdCompressor().compressobj()
+    data = bytearray(packer.compress(json_lines(["one", "two"])) + packer.flush())
+    data[5] = (31 - 10) << 3  # the frame's window, as `zstd --long=31` declares it
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(data)
+    [source] = find_sources([str(path)], "auto", tmp_path / "out")
+    assert list(Reading(Piece(source, 0, source.size), "text").records()) == [(1, "one"), (2, "two")]
 
 
 @pytest.mark.parametrize("packing", ["gz", "zst"])

@@ -168,16 +168,15 @@ class _Ledger:
         assert worker.unit is not None
         if isinstance(said, Progress):
             self._running[worker.unit.number] = said
+            now = self.tally()
+            if self._hopeless and said.first_bad and not now.documents and now.bad >= HOPELESS:
+                raise ConfigError(
+                    f"none of the first {now.bad} records can be used, such as in {said.first_bad}",
+                    hint="prepare.text_field, prepare.format",
+                )
             return
         self._running.pop(worker.unit.number, None)
         self._add(worker.unit, said)
-        if self._hopeless and not self._tally.documents and self._tally.bad >= HOPELESS:
-            which, counts = next(pair for pair in zip(worker.unit.pieces, said.pieces, strict=True) if pair[1].bad)
-            raise ConfigError(
-                f"none of the first {self._tally.bad} records can be used, such as in {which.source.path}: "
-                f"{counts.bad[0][1]}",
-                hint="prepare.text_field, prepare.format",
-            )
         worker.unit = None
 
     def tally(self) -> Tally:

@@ -184,7 +184,8 @@ def _gzip() -> _Unpacker:
 
 def _zstd() -> _Unpacker:
     zstandard = needed("zstandard", "a .zst file")
-    return _Unpacker("zstd", lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError)
+    unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # the largest there is: of `zstd --long=31`
+    return _Unpacker("zstd", unpacker.decompressobj, zstandard.ZstdError)
 
 
 _UNPACKERS = {"gz": _gzip, "zst": _zstd}

@@ -28,6 +28,7 @@ from slurmtrain.data.prepare.reading import Bad, Reading
 from slurmtrain.data.tokenizers import Ids, Tokenizer
 
 BATCH = 1 << 20  # characters that are tokenised at a time
+BAD_LENGTH = BATCH // 1000  # a bad record counts as so many, so that nothing but bad ones is told of, too
 READERS = 8  # threads that read records, and how many they take at a time
 STRETCH = 64
 SPLITS = ("train", "valid")
@@ -82,11 +83,18 @@ class UnitRecord:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a unit is: bytes of the inputs read, documents and bad records found."""
+    """How far a unit is.
 
-    size: int = 0
-    documents: int = 0
-    bad: int = 0
+    Attributes:
+        size: bytes of the inputs read.
+        documents, bad: found.
+        first_bad: what is wrong with the first bad record, and in which input.
+    """
+
+    size: int
+    documents: int
+    bad: int
+    first_bad: str | None
 
 
 def read_record(task: Task, unit: Unit) -> UnitRecord | None:
@@ -138,7 +146,8 @@ def prepare_unit(task: Task, unit: Unit, tokenizer: Tokenizer, tell: Callable[[P
             for split, chosen in _by_split(kept, task.settings.valid_fraction).items():
                 writers[split].write(chosen)
             documents += len(kept)
-            tell(Progress(size, documents, sum(len(counts.bad) for counts in pieces)))
+            bad = sum(len(counts.bad) for counts in pieces)
+            tell(Progress(size, documents, bad, _first_bad(unit, pieces)))
         shards = {split: shard for split, writer in writers.items() if (shard := writer.close(task.output)) is not None}
         record = UnitRecord(task.digest, pieces, shards)
         replace_file(_record_file(task, unit), json.dumps(asdict(record)).encode())
@@ -204,6 +213,7 @@ def _batches(unit: Unit, pieces: Sequence[PieceCounts], text_field: str) -> Iter
             counts.records += found is not None
             if isinstance(found, Bad):
                 counts.bad.append((number, found.reason))
+                length += BAD_LENGTH
             elif found is not None:
                 batch.append(_Text(found, counts))
                 length += len(found)
@@ -212,6 +222,13 @@ def _batches(unit: Unit, pieces: Sequence[PieceCounts], text_field: str) -> Iter
                 batch, length = [], 0
         before += piece.size
     yield batch, before
+
+
+def _first_bad(unit: Unit, pieces: Sequence[PieceCounts]) -> str | None:
+    for piece, counts in zip(unit.pieces, pieces, strict=True):
+        if counts.bad:
+            return f"{piece.source.path}: {counts.bad[0][1]}"
+    return None
 
 
 def _tokenise(batch: Sequence[_Text], tokenizer: Tokenizer) -> list[_Document]:
