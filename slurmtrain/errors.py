@@ -66,7 +66,7 @@ class CheckpointError(SlurmtrainError):
 
 
 class DataError(SlurmtrainError):
-    """Data that is there cannot be read now. A retry may help."""
+    """Data cannot be read or written now: a disk is full or fails, a file has vanished. A retry may help."""
 
 
 class LostPeers(CheckpointError):

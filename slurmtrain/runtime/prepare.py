@@ -41,7 +41,7 @@ def run_prepare(config: Config, environment: Environment, where: Place, stop: St
 
     Raises:
         ConfigError: an input, the tokenizer or the output is wrong, or too many records are bad.
-        PrepareError: what a retry may mend.
+        DataError: what a retry may mend.
     """
     stop_together(stop, where.attempt_dir)
     plan = make_plan(config.prepare)

@@ -34,10 +34,9 @@ from slurmtrain.data.prepare.finish import finish
 from slurmtrain.data.prepare.plan import Piece, Plan, agree_on, make_plan
 from slurmtrain.data.prepare.reading import Bad, Reading
 from slurmtrain.data.prepare.sources import find_sources
-from slurmtrain.data.prepare.trouble import PrepareError
 from slurmtrain.data.prepare.unit import Progress, Task, prepare_unit, recorded
 from slurmtrain.data.tokenizers import TokenizerChoice, load_tokenizer
-from slurmtrain.errors import ConfigError, SlurmtrainError
+from slurmtrain.errors import ConfigError, DataError, SlurmtrainError
 from slurmtrain.observe.preparing import PreparingLines, preparing
 from slurmtrain.process import lives
 from slurmtrain.runtime import signals
@@ -612,7 +611,7 @@ def test_an_input_that_vanishes_may_come_back_but_one_that_changes_may_not(tmp_p
     when = path.stat().st_mtime_ns
     plan = plan_of(path, tmp_path / "out")
     error = interfering(plan, lambda: path.rename(tmp_path / "away"))
-    assert isinstance(error, PrepareError) and error.exit_code == 1
+    assert isinstance(error, DataError) and error.exit_code == 1
     assert error.message == f"{path} has vanished while a data set was being prepared"
     (tmp_path / "away").rename(path)
     error = interfering(plan, lambda: path.write_bytes(json_lines(texts(21, seed=1))))

@@ -20,10 +20,10 @@ from multiprocessing.context import SpawnProcess
 from typing import Protocol
 
 from slurmtrain.data.prepare.plan import Plan, Unit
-from slurmtrain.data.prepare.trouble import PrepareError, in_a_sentence
+from slurmtrain.data.prepare.trouble import in_a_sentence
 from slurmtrain.data.prepare.unit import Progress, Task, UnitRecord, describe, prepare_unit, read_records
 from slurmtrain.data.tokenizers import load_tokenizer
-from slurmtrain.errors import ConfigError, SlurmtrainError, how_it_ended
+from slurmtrain.errors import ConfigError, DataError, SlurmtrainError, how_it_ended
 
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}
 PR_SET_PDEATHSIG = 1
@@ -69,7 +69,7 @@ def work(
 
     Raises:
         ConfigError: an input has changed or is not of its format, or no record of many is any good.
-        PrepareError: a disk is full, an input has vanished, a process was killed.
+        DataError: a disk is full, an input has vanished, a process was killed.
     """
     task = Task.of(plan)
     ledger = _Ledger(units, hopeless=max_bad_share < 1)
@@ -140,7 +140,7 @@ class _Worker:
         except (EOFError, ConnectionResetError):
             self.process.join()
             code = self.process.exitcode or 0
-            raise PrepareError(
+            raise DataError(
                 f"a process {how_it_ended(code)} while it prepared {describe(self.unit.pieces)}",
                 hint="was it memory? fewer prepare.workers need less" if code < 0 else "its last words are above",
             ) from None

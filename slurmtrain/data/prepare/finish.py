@@ -22,7 +22,7 @@ def finish(plan: Plan, max_bad_share: float, say: Callable[[str], None]) -> Mani
 
     Raises:
         ConfigError: there are more bad records than allowed, or no documents.
-        PrepareError: the disk is full.
+        DataError: the disk is full.
     """
     with in_a_sentence(plan.output):
         return _finish(plan, max_bad_share, say)

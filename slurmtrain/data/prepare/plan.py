@@ -122,7 +122,7 @@ def agree_on(plan: Plan) -> None:
 
     Raises:
         ConfigError: another data set is prepared there, or inputs have changed since; it says what differs.
-        PrepareError: the disk is full.
+        DataError: the disk is full.
     """
     path = plan.work_folder / "plan.json"
     if (plan.output / "manifest.json").exists() and not path.exists():
