@@ -25,14 +25,14 @@ def _prepare(config: Config, stop: signals.StopSignals) -> int:
     from slurmtrain.data.prepare.crew import work
     from slurmtrain.data.prepare.finish import finish
     from slurmtrain.data.prepare.plan import agree_on, make_plan
-    from slurmtrain.observe.preparing import preparing
+    from slurmtrain.observe.preparing import Preparing
     from slurmtrain.runtime.environment import Environment
     from slurmtrain.runtime.prepare import share_of, summary, workers_of
 
     environment = Environment.detect()
     plan = make_plan(config.prepare)
     agree_on(plan)
-    progress = preparing()
+    progress = Preparing()
     try:
         finished = work(
             plan,

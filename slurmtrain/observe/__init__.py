@@ -1,7 +1,7 @@
 """What a run shows of itself: metrics on disk, curves in TensorBoard, progress for a person, speed."""
 
 from slurmtrain.observe.metrics import MetricsLog, read_metrics
-from slurmtrain.observe.progress import Progress, progress
+from slurmtrain.observe.progress import Progress
 from slurmtrain.observe.reporter import Reporter, SilentReporter
 from slurmtrain.observe.tensorboard import TensorBoardLog
 from slurmtrain.observe.throughput import Throughput
@@ -13,6 +13,5 @@ __all__ = [
     "SilentReporter",
     "TensorBoardLog",
     "Throughput",
-    "progress",
     "read_metrics",
 ]

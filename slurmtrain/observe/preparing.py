@@ -1,70 +1,34 @@
-"""How far `prepare` is, for a person: a live bar on a terminal, now and then a plain line in a log file."""
+"""How far `prepare` is, for a person."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from typing import TextIO
 
 from slurmtrain.data.prepare.crew import Tally
-from slurmtrain.observe.progress import LINE_EVERY_S, format_count, format_duration
+from slurmtrain.observe.display import display
+from slurmtrain.observe.progress import format_count, format_duration
 
 
-class PreparingLines:
-    """Plain lines: one at the start, one every `LINE_EVERY_S` seconds, the last."""
+class Preparing:
+    """Bytes, documents and the time left. `stream` and `clock`: see `display`."""
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic):
-        self._stream, self._clock, self._began = stream, clock, clock()
-        self._due = self._began
-
-    def show(self, tally: Tally) -> None:
-        """Print a line if one is due."""
-        if self._clock() >= self._due or tally.units_done == tally.units:
-            self._due = self._clock() + LINE_EVERY_S
-            self.say(describe(tally, self._clock() - self._began))
-
-    def say(self, text: str) -> None:
-        """Print a line; flushed, because a person follows the log with `tail -f`."""
-        print(text, file=self._stream, flush=True)
-
-    def close(self) -> None:
-        """Nothing to put back."""
-
-
-class PreparingBar:
-    """One line that is drawn again in place, by rich."""
-
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic):
-        from rich.console import Console
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as RichProgress
-
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
         self._clock, self._began = clock, clock()
-        self._bar = RichProgress(
-            BarColumn(bar_width=24), TextColumn("{task.fields[said]}", markup=False), console=Console(file=stream)
-        )
-        self._task = self._bar.add_task("", total=None, said="")
-        self._bar.start()
+        self._display = display(stream, clock)
 
     def show(self, tally: Tally) -> None:
-        """Move the bar."""
-        said = describe(tally, self._clock() - self._began)
-        self._bar.update(self._task, total=tally.total, completed=tally.size, said=said)
+        """It is so far."""
+        self._display.show(describe(tally, self._clock() - self._began), tally.size, tally.total)
 
     def say(self, text: str) -> None:
-        """Print a line above the bar, as it is."""
-        self._bar.console.print(text, markup=False, highlight=False)
+        """Print a line that stays."""
+        self._display.say(text)
 
     def close(self) -> None:
-        """Draw the bar a last time and show the cursor again."""
-        self._bar.stop()
-
-
-def preparing(stream: TextIO | None = None) -> PreparingLines | PreparingBar:
-    """The kind that suits `stream` (default: stdout)."""
-    stream = stream or sys.stdout
-    return PreparingBar(stream) if stream.isatty() else PreparingLines(stream)
+        """Leave the terminal as it was."""
+        self._display.close()
 
 
 def describe(tally: Tally, seconds: float) -> str:

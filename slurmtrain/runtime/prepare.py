@@ -19,9 +19,10 @@ from slurmtrain.data.prepare.finish import finish
 from slurmtrain.data.prepare.plan import Plan, Unit, agree_on, make_plan
 from slurmtrain.data.prepare.unit import Task, recorded
 from slurmtrain.errors import EXIT_REQUEUE
+from slurmtrain.observe.display import LINE_EVERY_S
 from slurmtrain.observe.metrics import MetricsLog
-from slurmtrain.observe.preparing import preparing
-from slurmtrain.observe.progress import LINE_EVERY_S, format_count
+from slurmtrain.observe.preparing import Preparing
+from slurmtrain.observe.progress import format_count
 from slurmtrain.runtime import place
 from slurmtrain.runtime.environment import Environment
 from slurmtrain.runtime.place import Place
@@ -46,7 +47,7 @@ def run_prepare(config: Config, environment: Environment, where: Place, stop: St
     stop_together(stop, where.attempt_dir)
     plan = make_plan(config.prepare)
     agree_on(plan)
-    progress = preparing()
+    progress = Preparing()
     report = _Report(plan, config, where) if environment.rank == 0 else None
 
     def show(tally: Tally) -> None:

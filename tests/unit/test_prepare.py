@@ -37,7 +37,7 @@ from slurmtrain.data.prepare.sources import find_sources
 from slurmtrain.data.prepare.unit import Progress, Task, prepare_unit, recorded
 from slurmtrain.data.tokenizers import TokenizerChoice, load_tokenizer
 from slurmtrain.errors import ConfigError, DataError, SlurmtrainError
-from slurmtrain.observe.preparing import PreparingLines, preparing
+from slurmtrain.observe.preparing import Preparing
 from slurmtrain.process import lives
 from slurmtrain.runtime import signals
 from slurmtrain.runtime.environment import Environment
@@ -681,7 +681,7 @@ def test_how_far_it_is_counts_what_was_done_before(tmp_path: Path) -> None:
 
 def test_a_line_tells_all_there_is_to_know_now_and_then() -> None:
     clock, stream = [100.0], io.StringIO()
-    lines = PreparingLines(stream, lambda: clock[0])
+    lines = Preparing(stream, lambda: clock[0])
     tally = Tally(units=10, units_done=3, size=40_000_000, total=100_000_000, before=10_000_000, documents=12_345)
     for seconds in (0, 5, 5, 5):
         clock[0] += seconds
@@ -699,7 +699,7 @@ def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(stream := io.StringIO(), "isatty", lambda: True)
-    bar = preparing(stream)
+    bar = Preparing(stream)
     bar.show(Tally(size=40_000_000, total=100_000_000, documents=12))
     bar.say("bad: a.jsonl:3: no [JSON]")
     bar.close()
