@@ -20,7 +20,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -155,7 +155,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Replace the manifest of `folder` in one step; it is on the disk when this returns."""
-        replace_file(folder / FILE_NAME, self.text().encode())
+        replace_file(folder / FILE_NAME, [self.text().encode()])
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -193,14 +193,14 @@ def shard_file(folder: Path, split: str, shard: str, kind: str) -> Path:
     return folder / split / f"{shard}.{kind}"
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file in one step: a reader sees the old one or all of this one; it is on the disk when this returns.
+def replace_file(path: Path, parts: Iterable[bytes]) -> None:
+    """Write a file of these parts in one step: a reader sees the old one or all of this one; it is on the disk then.
 
     Unlike the files of a run it may be read by whom the umask lets: data sets are shared.
     """
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
     with open(temporary, "wb") as file:
-        file.write(content)
+        file.writelines(parts)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

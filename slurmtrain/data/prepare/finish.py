@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from slurmtrain.checkpoint.commit import refresh
 from slurmtrain.data.manifest import Manifest, Source, Split, replace_file
@@ -47,7 +48,7 @@ def _finish(plan: Plan, max_bad_share: float, say: Callable[[str], None]) -> Man
     facts = plan.settings.facts
     if facts.file is not None:
         _, content = load_tokenizer(plan.settings.tokenizer)
-        replace_file(plan.output / facts.file, content)
+        replace_file(plan.output / facts.file, [content])
     manifest = Manifest(facts.dtype, facts, splits, tuple(_sources(plan, records)))
     manifest.write(plan.output)
     remove_leftovers(task)  # of an attempt that was killed when the record was written already
@@ -72,22 +73,25 @@ def _sources(plan: Plan, records: Sequence[UnitRecord]) -> Iterator[Source]:
 
 def _report_bad(plan: Plan, records: Sequence[UnitRecord], max_bad_share: float, say: Callable[[str], None]) -> None:
     """Write bad.jsonl, tell the first ones, and raise when there are too many."""
-    bad = list(_bad(plan, records))
+    bad = sum(len(piece.bad) for record in records for piece in record.pieces)
     if not bad:
         return
     read = sum(piece.records for record in records for piece in record.pieces)
     where = plan.output / BAD_FILE
-    lines = [
-        json.dumps({"source": source, "record": number, "reason": reason}) + "\n" for source, number, reason in bad
-    ]
-    replace_file(where, "".join(lines).encode())
-    for source, number, reason in bad[:SHOWN]:
+    replace_file(
+        where,
+        (
+            json.dumps({"source": source, "record": number, "reason": reason}).encode() + b"\n"
+            for source, number, reason in _bad(plan, records)
+        ),
+    )
+    for source, number, reason in islice(_bad(plan, records), SHOWN):
         say(f"bad: {source}:{number}: {reason}")
-    if len(bad) > SHOWN:
-        say(f"bad: {len(bad) - SHOWN} more in {where}")
-    if len(bad) > max_bad_share * read:
+    if bad > SHOWN:
+        say(f"bad: {bad - SHOWN} more in {where}")
+    if bad > max_bad_share * read:
         raise ConfigError(
-            f"{len(bad)} of {read} records are bad ({len(bad) / read:.2g} of all), and prepare.max_bad_share is "
+            f"{bad} of {read} records are bad ({bad / read:.2g} of all), and prepare.max_bad_share is "
             f"{max_bad_share}; all are in {where}",
             hint="with a higher prepare.max_bad_share the same command leaves them out, without doing its work again",
         )

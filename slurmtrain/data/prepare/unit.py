@@ -150,7 +150,7 @@ def prepare_unit(task: Task, unit: Unit, tokenizer: Tokenizer, tell: Callable[[P
             tell(Progress(size, documents, bad, _first_bad(unit, pieces)))
         shards = {split: shard for split, writer in writers.items() if (shard := writer.close(task.output)) is not None}
         record = UnitRecord(task.digest, pieces, shards)
-        replace_file(_record_file(task, unit), json.dumps(asdict(record)).encode())
+        replace_file(_record_file(task, unit), [json.dumps(asdict(record)).encode()])
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return record
