@@ -225,7 +225,7 @@ class PrepareConfig:
     tiktoken_pattern: str | None = None  # an encoding's name or a regular expression; null: by the file's name
     bos: str | None = None  # before each document: a token's id or text; null: none
     eos: str | None = None  # after each document; "none"; null: the one that the tokenizer's file has (of bytes: 0)
-    unit_mb: float = 128.0  # of input that become one shard of each split; what a kill may cost each process
+    unit_mb: float = 128.0  # of input, one shard of each split; what a kill may cost a process. Packed files stay whole
     valid_fraction: float = 0.0  # of the documents, by a digest of their text, that become the split "valid"
     max_bad_share: float = 0.0  # of the records that may be bad (left out, and listed in bad.jsonl)
     workers: int = 0  # processes of each task; 0: one a CPU that the task has

@@ -579,6 +579,7 @@ def damaged(path: Path, keep: int) -> None:
         (lambda raw: raw.joinpath("a.bin").write_bytes(b"x"), "it is not known what is in"),
         (lambda raw: raw.joinpath("a.parquet.gz").write_bytes(b"x"), "is packed as a whole"),
         (lambda raw: raw.joinpath("a.jsonl").write_bytes(b"\n"), "the inputs hold no document"),
+        (lambda raw: (raw.joinpath("a.txt").touch(), os.truncate(raw / "a.txt", 1 << 32)), "a single document of 4.3 GB"),
         (lambda raw: None, "there is no file in"),
         (lambda raw: raw.rmdir(), "prepare.inputs: there is no"),
         (lambda raw: [save_to_disk(raw / "test", ["a"]), (raw / "dataset_dict.json").write_text("{}")], "several splits"),

@@ -18,6 +18,7 @@ FORMATS = {
     "hf": (".arrow",),
 }
 PACKINGS = {".gz": "gz", ".zst": "zst"}
+TOO_LONG = 1 << 32  # bytes of a document, which the data set counts as uint32
 
 
 @dataclass(frozen=True)
@@ -142,4 +143,9 @@ def _source(path: Path, root: Path, format: str) -> Source:
         format = known[suffix]
     if packing and format in ("parquet", "hf"):
         raise ConfigError(f"prepare.inputs: {path} is packed as a whole", hint=f"unpack it: {format} is packed inside")
+    if format == "text" and facts.st_size >= TOO_LONG:
+        raise ConfigError(
+            f"prepare.inputs: {path} is a single document of {facts.st_size / 1e9:.1f} GB, as a text file is; 4.2 are the most",
+            hint="cut it into its documents: files, or JSON lines",
+        )
     return Source(path.relative_to(root).as_posix(), path, format, packing, facts.st_size, facts.st_mtime_ns)
