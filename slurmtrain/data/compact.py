@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slurmtrain.data.batches import IGNORED_TARGET, Batch
 
+TOKENS_AT_ONCE = 1 << 17  # of several batches that are made together
 # What the files hold, and the signed type of the same width, which every device can compute with.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32}
+_NONE = np.empty(0, dtype=np.int64)
 
 
 class CompactRows(NamedTuple):
@@ -46,6 +52,89 @@ class CompactRows(NamedTuple):
             targets.masked_fill_(padding, IGNORED_TARGET)
         batch = {"inputs": inputs, "targets": targets}
         return batch if self.documents is None else {**batch, "documents": self.documents}
+
+
+def as_batch(rows: Batch | CompactRows) -> Batch:
+    return rows.batch() if isinstance(rows, CompactRows) else rows
+
+
+def batches_at_once(samples: int, seq_len: int) -> int:
+    """How many batches of so many rows are made together: numpy takes hardly longer for them than for one."""
+    return max(1, TOKENS_AT_ONCE // max(samples * seq_len, 1))
+
+
+def apart(rows: CompactRows, batches: int, empty: Callable[..., Tensor]) -> Iterator[CompactRows]:
+    """As many batches of the same number of rows, one after another.
+
+    Args:
+        rows: of all of them, with lengths, and places that increase; tokens and documents were made by `empty`.
+        empty: makes tensors of a shape and a dtype.
+    """
+    assert rows.lengths is not None and rows.places is not None
+    width = rows.tokens.shape[1] - 1
+    tokens = rows.tokens.view(batches, -1, width + 1).unbind()
+    documents = None if rows.documents is None else rows.documents.view(batches, -1, width).unbind()
+    lengths, places = rows.lengths.numpy().reshape(batches, -1), rows.places.numpy()
+    values = None if rows.values is None else rows.values.numpy()
+    numbers = lengths.shape[1] * width  # of targets in a batch
+    bounds = places.searchsorted(numbers * np.arange(batches + 1)).tolist()
+    targets, shortest = lengths.sum(axis=1).tolist(), lengths.min(axis=1, initial=width).tolist()
+    for batch, (begin, end) in enumerate(pairwise(bounds)):
+        own = CompactRows(tokens[batch], targets[batch], documents=None if documents is None else documents[batch])
+        if shortest[batch] < width:
+            own = own._replace(lengths=sent(lengths[batch], empty))
+        if begin < end:
+            own = own._replace(places=sent(places[begin:end] - batch * numbers, empty))
+            if values is None:
+                own = own._replace(num_targets=own.num_targets - (end - begin))
+            else:
+                ignored = int(np.count_nonzero(values[begin:end] == IGNORED_TARGET))
+                own = own._replace(num_targets=own.num_targets - ignored, values=sent(values[begin:end], empty))
+        yield own
+
+
+def joined_rows(
+    parts: Sequence[tuple[NDArray[np.int64], CompactRows]], empty: Callable[..., Tensor], *, document_mask: bool
+) -> CompactRows:
+    """One of several whose tokens are of one type, each with the rows that its samples are to have, int64 [B of the part].
+
+    With lengths, and places that increase; with documents where `document_mask`, and only then may a part have some: rows that
+    do not say so are of one each. Tokens and documents are made by `empty`, from a shape and a dtype.
+    """
+    samples, width = sum(len(rows) for rows, _ in parts), max(part.tokens.shape[1] for _, part in parts) - 1
+    tokens = empty((samples, width + 1), dtype=parts[0][1].tokens.dtype)
+    documents = empty((samples, width), dtype=torch.int32) if document_mask else None
+    lengths, places, values = np.empty(samples, dtype=np.int64), [_NONE], [_NONE]
+    for rows, part in parts:
+        own = part.tokens.shape[1] - 1
+        tokens.numpy()[rows, : own + 1] = part.tokens.numpy()
+        tokens.numpy()[rows, own + 1 :] = 0
+        lengths[rows] = own if part.lengths is None else part.lengths.numpy()
+        if part.places is not None:
+            row, column = np.divmod(part.places.numpy(), own)
+            places.append(rows[row] * width + column)
+            values.append(np.full_like(row, IGNORED_TARGET) if part.values is None else part.values.numpy())
+        if documents is not None:
+            numbers = np.zeros((len(rows), own), np.int32) if part.documents is None else part.documents.numpy()
+            documents.numpy()[rows, :own] = numbers
+            documents.numpy()[rows, own:] = numbers[:, -1:] + 1  # the padding is a document of its own
+    all_places = np.concatenate(places)
+    order = np.argsort(all_places)
+    return CompactRows(
+        tokens,
+        num_targets=sum(part.num_targets for _, part in parts),
+        lengths=torch.from_numpy(lengths),
+        places=torch.from_numpy(all_places[order]),
+        values=torch.from_numpy(np.concatenate(values)[order]),
+        documents=documents,
+    )
+
+
+def sent(numbers: NDArray[np.int64], empty: Callable[..., Tensor]) -> Tensor:
+    """A copy in a tensor made by `empty`."""
+    tensor = empty(numbers.shape, dtype=torch.int64)
+    tensor.numpy()[:] = numbers
+    return tensor
 
 
 def _int64(tokens: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from math import gcd, lcm
 from typing import Any
@@ -11,11 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from slurmtrain.data.batches import Batch, joined
+from slurmtrain.data.compact import CompactRows, apart, as_batch, batches_at_once, joined_rows
 from slurmtrain.data.order import Epochs, Order, samples_at
-from slurmtrain.data.samples import MapDataset, fetch, fingerprint_of
+from slurmtrain.data.samples import MapDataset, fetch_batches, fingerprint_of
 from slurmtrain.data.shares import shares_of
+from slurmtrain.data.slots import empty
+from slurmtrain.data.tokens import PackedTokens
 from slurmtrain.errors import ConfigError
 
 
@@ -84,6 +88,7 @@ class MixedSamples:
             self.lengths = self._lengths
         if all(hasattr(part, "seq_len") for part in self._parts):
             self.seq_len = max(part.seq_len for part in self._parts)  # type: ignore[attr-defined]
+        self.document_mask = any(getattr(part, "document_mask", False) for part in self._parts)
         sizes = [getattr(part, "num_bytes", None) for part in self._parts]
         self.num_bytes = None if None in sizes else sum(sizes)  # type: ignore[arg-type]
 
@@ -95,19 +100,42 @@ class MixedSamples:
         return self._parts[part][own]
 
     def get_batch(self, indices: NDArray[np.int64]) -> Batch:
-        return next(self.get_batches(indices[None], numbers=indices[None]))
+        return as_batch(next(self.get_batches(indices[None], numbers=indices[None])))
 
     def get_batches(
-        self, indices: NDArray[np.int64], *, numbers: NDArray[np.int64], seed: int = 0, **unused: Any
-    ) -> Iterator[Batch]:
+        self,
+        indices: NDArray[np.int64],
+        *,
+        numbers: NDArray[np.int64],
+        seed: int = 0,
+        empty: Callable[..., Tensor] = empty,
+    ) -> Iterator[Batch | CompactRows]:
         """See `MapDataset`."""
-        for of_batch, numbered in zip(indices, numbers, strict=True):
-            yield joined(
-                [
-                    (torch.from_numpy(rows), fetch(self._parts[part], own, seed=seed, numbers=numbered[rows]))
-                    for part, rows, own in self._split(of_batch)
-                ]
-            )
+        at_once = self._batches_at_once(indices.shape[1])
+        for first in range(0, len(indices), at_once):
+            some = slice(first, first + at_once)
+            yield from self._together(indices[some], numbers[some], seed, empty)
+
+    def _batches_at_once(self, samples: int) -> int:
+        compact = all(isinstance(part, PackedTokens) for part in self._parts)
+        return batches_at_once(samples, self.seq_len) if compact and not hasattr(self, "lengths") else 1
+
+    def _together(
+        self, indices: NDArray[np.int64], numbers: NDArray[np.int64], seed: int, empty: Callable[..., Tensor]
+    ) -> Iterator[Batch | CompactRows]:
+        """The batches `indices` [M, B]: from each part at once all that it has in them."""
+        found = [
+            (rows, next(iter(fetch_batches(self._parts[part], own[None], numbers.reshape(-1)[rows][None], seed=seed))))
+            for part, rows, own in self._split(indices.reshape(-1))
+        ]
+        compact = [(rows, batch) for rows, batch in found if isinstance(batch, CompactRows)]
+        if len(compact) == len(found) and len({batch.tokens.dtype for _, batch in compact}) == 1:
+            rows = joined_rows(compact, empty, document_mask=self.document_mask)
+            yield from apart(rows, len(indices), empty)
+        else:
+            batch = joined([(torch.from_numpy(rows), as_batch(batch)) for rows, batch in found])
+            for first in range(0, indices.size, indices.shape[1]):
+                yield {name: values[first : first + indices.shape[1]] for name, values in batch.items()}
 
     def will_need(self, indices: NDArray[np.int64]) -> None:
         for part, _, own in self._split(indices):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slurmtrain.data.batches import Batch, collate
-from slurmtrain.data.compact import CompactRows
+from slurmtrain.data.compact import CompactRows, as_batch
 from slurmtrain.data.order import mixed
 from slurmtrain.data.slots import empty
 
@@ -55,8 +55,7 @@ def fetch(
         numbers: int64 [B], of each sample in the run; None: its index.
     """
     numbers = indices if numbers is None else numbers
-    batch = next(iter(fetch_batches(dataset, indices[None], numbers[None], seed=seed)))
-    return batch.batch() if isinstance(batch, CompactRows) else batch
+    return as_batch(next(iter(fetch_batches(dataset, indices[None], numbers[None], seed=seed))))
 
 
 def fetch_batches(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,12 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from slurmtrain.data.compact import CompactRows
+from slurmtrain.data.compact import CompactRows, apart, batches_at_once
 from slurmtrain.data.rows import Rows, damaged
 from slurmtrain.data.slots import empty
 from slurmtrain.data.stream import TokenStream
 
-TOKENS_AT_ONCE = 1 << 17  # of several batches that are made together
 _DTYPES = {2: torch.uint16, 4: torch.uint32}
 
 
@@ -61,7 +59,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         document_mask: bool = False,
         num_bytes: int | None = None,
     ):
-        self._stream, self._rows, self._document_mask = stream, rows, document_mask
+        self._stream, self._rows, self.document_mask = stream, rows, document_mask
         self.seq_len, self.num_bytes = seq_len, num_bytes
 
     def __len__(self) -> int:
@@ -90,20 +88,17 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         self, indices: NDArray[np.int64], *, empty: Callable[..., Tensor] = empty, **unused: Any
     ) -> Iterator[CompactRows]:
         """Several batches of the samples `indices` [M, B], see `MapDataset`. Raises as `get_batch`."""
-        at_once = self._batches_at_once(indices.shape[1])
+        # Of different length, each batch has its own width.
+        at_once = 1 if hasattr(self, "lengths") else batches_at_once(indices.shape[1], self.seq_len)
         for first in range(0, len(indices), at_once):
             yield from self._together(indices[first : first + at_once], empty)
-
-    def _batches_at_once(self, samples: int) -> int:
-        """How many batches of so many samples are made together: numpy takes hardly longer for them than for one."""
-        return max(1, TOKENS_AT_ONCE // max(samples * self.seq_len, 1))
 
     def _together(self, indices: NDArray[np.int64], empty: Callable[..., Tensor]) -> Iterator[CompactRows]:
         """The batches `indices` [M, B]."""
         plan = self._plan(indices.reshape(-1))
         width = self._width(plan)
         tokens = empty((len(plan.lengths), width + 1), dtype=_DTYPES[self._stream.dtype.itemsize])
-        documents = empty((len(plan.lengths), width), dtype=torch.int32) if self._document_mask else None
+        documents = empty((len(plan.lengths), width), dtype=torch.int32) if self.document_mask else None
         several = len(plan.starts) > len(plan.lengths)
         last_targets = self._read(plan, tokens.numpy())
         places, values = np.empty(0, dtype=np.int64), None
@@ -114,36 +109,15 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
             if len(outside):
                 assert not several, "pieces that reach from one document into the next are a row each"
                 places, values = outside, None
-        return self._apart(plan.lengths.reshape(indices.shape), tokens, documents, places, values, empty)
-
-    def _apart(
-        self,
-        lengths: NDArray[np.int64],
-        tokens: Tensor,
-        documents: Tensor | None,
-        places: NDArray[np.int64],
-        values: NDArray[np.int64] | None,
-        empty: Callable[..., Tensor],
-    ) -> Iterator[CompactRows]:
-        """Rows of several batches batch by batch, as in `CompactRows`; with `lengths` [M, B]."""
-        batches, samples = lengths.shape
-        width = tokens.shape[1] - 1
-        bounds = places.searchsorted(samples * width * np.arange(batches + 1)).tolist()
-        targets, shortest = lengths.sum(axis=1).tolist(), lengths.min(axis=1, initial=width).tolist()
-        of_batches = tokens.view(batches, samples, width + 1).unbind()
-        for number, (begin, end) in enumerate(pairwise(bounds)):
-            rows = CompactRows(of_batches[number], targets[number])
-            if shortest[number] < width:
-                rows = rows._replace(lengths=_tensor(lengths[number], empty))
-            if begin < end:
-                rows = rows._replace(places=_tensor(places[begin:end] - number * samples * width, empty))
-                if values is None:
-                    rows = rows._replace(num_targets=rows.num_targets - (end - begin))
-                else:
-                    rows = rows._replace(values=_tensor(values[begin:end], empty))
-            if documents is not None:
-                rows = rows._replace(documents=documents[number * samples : (number + 1) * samples])
-            yield rows
+        rows = CompactRows(
+            tokens,
+            num_targets=int(plan.lengths.sum()) - (len(places) if values is None else 0),
+            lengths=torch.from_numpy(plan.lengths),
+            places=torch.from_numpy(places),
+            values=None if values is None else torch.from_numpy(values),
+            documents=documents,
+        )
+        return apart(rows, len(indices), empty)
 
     def _width(self, plan: _Plan) -> int:
         return self.seq_len
@@ -211,14 +185,5 @@ class DocumentTokens(PackedTokens):
         """Tokens of each of the samples `indices` [B] but for its padding, int64 [B]. Raises as `get_batch`."""
         return self._plan(indices).lengths
 
-    def _batches_at_once(self, samples: int) -> int:
-        return 1  # each has its own width
-
     def _width(self, plan: _Plan) -> int:
         return int(plan.lengths.max(initial=0))
-
-
-def _tensor(numbers: NDArray[np.int64], empty: Callable[..., Tensor]) -> Tensor:
-    tensor = empty(numbers.shape, dtype=torch.int64)
-    tensor.numpy()[:] = numbers
-    return tensor

@@ -32,7 +32,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from slurmtrain.data import BatchLoader, PreparedText
+from slurmtrain.data import BatchLoader, Mixture, PreparedText
 from slurmtrain.data.manifest import KINDS, Manifest, Shard, Split, TokenizerFacts, shard_file
 from slurmtrain.data.packing import best_fit_rows
 from slurmtrain.data.reading import _opened
@@ -122,6 +122,9 @@ def compare_batches(folder: Path, rounds: int) -> None:
         "concat": PreparedText(str(folder), SEQUENCE).train,
         "concat, masked": PreparedText(str(folder), SEQUENCE, document_mask=True).train,
         "best fit": PreparedText(str(folder), SEQUENCE, packing="best_fit").train,
+        "mixture of two": Mixture(
+            {name: PreparedText(str(folder), SEQUENCE) for name in "ab"}, {"a": 0.7, "b": 0.3}
+        ).train,
     }
     last = by_hand.get_batch(np.array([3, 5, 0]))
     for name, rows in sources["concat"].get_batch(np.array([3, 5, 0])).items():

@@ -1,10 +1,18 @@
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from slurmtrain.data import compact
-from slurmtrain.data.compact import CompactRows
+from slurmtrain.data.batches import joined, num_targets
+from slurmtrain.data.compact import CompactRows, joined_rows
+from slurmtrain.data.slots import empty
 
 ROWS = CompactRows(
     tokens=torch.tensor([[65535, 1, 2, 3, 4], [5, 6, 7, 0, 0]], dtype=torch.uint16),
@@ -33,3 +41,41 @@ def test_what_a_gpu_computes_is_what_the_processor_does(dtype: torch.dtype, high
         == tokens.long().tolist()
         == [[0, 1, highest // 2, highest // 2 + 1, highest]]
     )
+
+
+@st.composite
+def parts_of_a_batch(draw: st.DrawFn) -> list[tuple[NDArray[np.int64], CompactRows]]:
+    """Rows of some sources, of several lengths, masked or not, in any order."""
+    counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    places = np.array(draw(st.permutations(range(sum(counts)))))
+    return [(np.sort(rows), draw(rows_of_a_source(len(rows)))) for rows in np.split(places, np.cumsum(counts)[:-1])]
+
+
+@st.composite
+def rows_of_a_source(draw: st.DrawFn, count: int) -> CompactRows:
+    random, width = np.random.default_rng(draw(st.integers(0, 2**32))), draw(st.integers(1, 6))
+
+    def maybe(values: NDArray[Any]) -> torch.Tensor | None:
+        return torch.from_numpy(values) if draw(st.booleans()) else None
+
+    others = np.sort(random.choice(count * width, random.integers(1, count * width + 1), replace=False))
+    rows = CompactRows(
+        tokens=torch.from_numpy(random.integers(0, 2**16, (count, width + 1), dtype=np.uint16)),
+        num_targets=0,
+        lengths=maybe(random.integers(1, width + 1, count)),
+        places=maybe(others),
+        documents=maybe(np.sort(random.integers(0, 3, (count, width)).astype(np.int32))),
+    )
+    if rows.places is not None:
+        rows = rows._replace(values=maybe(random.integers(0, 2**16, len(others))))
+    return rows._replace(num_targets=num_targets(rows.batch()))
+
+
+@given(parts=parts_of_a_batch())
+def test_rows_of_several_sources_become_the_batch_that_their_batches_become(parts: Any) -> None:
+    masked = any(part.documents is not None for _, part in parts)
+    together = joined_rows(parts, empty, document_mask=masked)
+    batch, expected = together.batch(), joined([(torch.from_numpy(rows), part.batch()) for rows, part in parts])
+    assert batch.keys() == expected.keys() and together.tokens.dtype == torch.uint16
+    assert all(torch.equal(batch[name], expected[name]) for name in batch)
+    assert together.num_targets == num_targets(expected)

@@ -24,8 +24,11 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from slurmtrain.cli import main
-from slurmtrain.data import BatchLoader, PreparedText, eval_batches, reading, rows
+from slurmtrain.data import BatchLoader, Mixture, PreparedText, eval_batches, reading, rows
+from slurmtrain.data.batches import num_targets, stacked
+from slurmtrain.data.compact import CompactRows
 from slurmtrain.data.manifest import Manifest, Shard, Split, TokenizerFacts, shard_file
+from slurmtrain.data.samples import fetch_batches
 from slurmtrain.data.slots import SLOT_BYTES
 from slurmtrain.data.tokens import PackedTokens
 from slurmtrain.errors import ConfigError, DataError
@@ -144,6 +147,23 @@ def test_a_batch_is_its_samples_stacked(data: Path) -> None:
             train.get_batch(np.array([len(train)]))
         with pytest.raises(IndexError):
             train[-1]
+
+
+@pytest.mark.parametrize(("other", "mask"), [("best_fit", True), ("best_fit", False), ("documents", None)])
+def test_batches_of_a_mixture_are_its_samples_stacked(data: Path, other: str, mask: bool | None) -> None:
+    masked = PreparedText(str(data), 10, packing=other, document_mask=mask)
+    train = Mixture({"plain": PreparedText(str(data), 10), "masked": masked}).train
+    indices = np.random.default_rng(0).integers(0, len(train), (20_000 // 4, 4))  # more than are made at once
+    batches = list(fetch_batches(train, indices, indices, seed=0))
+    assert len(batches) == len(indices)
+    for of_batch, batch in zip(indices.tolist(), batches, strict=True):
+        assert isinstance(batch, CompactRows)
+        expected = stacked([{name: row[None] for name, row in train[index].items()} for index in of_batch])
+        if mask:  # whichever samples it has
+            expected.setdefault("documents", torch.zeros_like(expected["inputs"], dtype=torch.int32))
+        got = batch.batch()
+        assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
+        assert batch.num_targets == num_targets(got)
 
 
 def test_a_border_is_found_among_many_documents(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_workers_announce_to_the_data_set_themselves(tmp_path: Path) -> None:
                 file.write("".join(f"{index}\n" for index in indices.tolist()))
 
     loader = BatchLoader(
-        Announced(100), seed=0, shuffle=False, global_batch_size=2, micro_batch_size=2, num_workers=2, ahead=3
+        Announced(10**6), seed=0, shuffle=False, global_batch_size=2, micro_batch_size=2, num_workers=2, ahead=3
     )
     for _ in range(10):
         next(loader)
