@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from slurmtrain import redaction
 from slurmtrain.runtime.slurm import belongs_to_a_job
 
 # A loaded machine is no failure.
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -107,7 +107,7 @@ def cli(project: Path) -> Cli:
             env={**os.environ, **env},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=180,
             check=False,
         )
 

@@ -123,7 +123,7 @@ def _run(command: str, hooks: HooksConfig, run_dir: RunDir, attempt: Attempt, lo
     with contextlib.suppress(subprocess.TimeoutExpired):
         code = shell.wait(hooks.timeout_s)
     kill_trees(descendants([Process.mine()]))
-    copier.join(1.0)
+    copier.join(10.0)  # nobody is left to write, so it comes to the end
     if code is None:
         return f"was killed after hooks.timeout_s={hooks.timeout_s}"
     return f"ended with exit code {code} after {time.monotonic() - began:.1f} s"

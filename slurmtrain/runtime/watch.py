@@ -71,9 +71,10 @@ class Watch:
 
     def take_save(self) -> bool:
         """Whether somebody has asked for a checkpoint since this was asked last."""
-        asked = self._save_asked.is_set()
-        self._save_asked.clear()
-        return asked
+        if not self._save_asked.is_set():
+            return False
+        self._save_asked.clear()  # only what was seen: it may be asked for at any moment
+        return True
 
     def _watch(self) -> None:
         end_time = self._end_time = self._ask_once()

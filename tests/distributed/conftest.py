@@ -71,7 +71,7 @@ class Ranks:
     def pid(self, rank: int) -> int:
         return int(self._processes[rank].pid)
 
-    def endings(self, timeout_s: float = 60) -> list[Ending]:
+    def endings(self, timeout_s: float = 180) -> list[Ending]:
         """Wait for all; in the order of ranks. The first traceback ends the wait for the others."""
         deadline = time.monotonic() + timeout_s
         found: dict[int, Ending] = {}
@@ -85,11 +85,11 @@ class Ranks:
                 try:
                     found[rank] = pickle.loads(reader.recv_bytes())  # type: ignore[union-attr]
                 except EOFError:  # it was killed
-                    self._processes[rank].join(10)
+                    self._processes[rank].join(60)
                     found[rank] = Ending(exit_code=self._processes[rank].exitcode)
         return [found[rank] for rank in sorted(found)]
 
-    def results(self, timeout_s: float = 60) -> list[Any]:
+    def results(self, timeout_s: float = 180) -> list[Any]:
         """What the function returned on each rank; the first failure fails the test with that rank's traceback."""
         endings = self.endings(timeout_s)
         for rank, ending in enumerate(endings):
@@ -136,8 +136,8 @@ def rank_variables(rank: int, size: int) -> dict[str, str]:
     }
 
 
-def cluster_config(timeout_s: int = 60) -> ClusterConfig:
-    return ClusterConfig(network_interface="lo", rendezvous_timeout_s=timeout_s, collective_timeout_s=60)
+def cluster_config(timeout_s: int = 120) -> ClusterConfig:
+    return ClusterConfig(network_interface="lo", rendezvous_timeout_s=timeout_s, collective_timeout_s=120)
 
 
 def _joined(directory: Path, function: Callable[..., Any], *args: Any) -> Any:
@@ -154,7 +154,7 @@ class GlooRanks:
     tmp_path: Path
     started: list[Ranks] = field(default_factory=list)
 
-    def __call__(self, n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
+    def __call__(self, n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 180) -> list[Any]:
         return self.start(n, _joined, function, *args).results(timeout_s)
 
     def start_joined(self, n: int, function: Callable[..., Any], *args: Any) -> Ranks:
@@ -186,7 +186,7 @@ def gloo_ranks(tmp_path: Path) -> Iterator[GlooRanks]:
             started.reap()
 
 
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 60) -> Any:
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 120) -> Any:
     """Poll a file or a process: there is no event to await. Returns the condition's first true value."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -196,8 +196,9 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 60) -
 
 
 # A model of the user's own, found because the working directory is on the path of the ranks. While a file `pause` lies
-# beside it, each training forward pass takes longer, and while a file `hold` does, none ends: tests get the time to
-# interfere. No bit changes by it.
+# beside it, each training forward pass takes longer, from the eleventh of an attempt on very long: whoever is to interfere
+# within the first steps is in time, also on a machine that is held up for seconds. While a file `hold` does, none ends.
+# No bit changes by it.
 PACED_MODEL = """
 import pathlib, time
 from slurmtrain.models import Decoder
@@ -205,9 +206,12 @@ from slurmtrain.models import Decoder
 HERE = pathlib.Path(__file__).parent
 
 class Paced(Decoder):
+    passes = 0
+
     def forward(self, tokens):
+        self.passes += self.training
         if self.training and (HERE / 'pause').exists():
-            time.sleep(0.05)
+            time.sleep(0.05 if self.passes <= 10 else 1)
         while self.training and (HERE / 'hold').exists():
             time.sleep(0.01)
         return super().forward(tokens)
@@ -284,12 +288,12 @@ class LocalRun:
         wait_until(lambda: self.step() >= step or self.process.poll() is not None, f"at step {step}")
         assert self.step() >= step, self.logs()
 
-    def wait(self, timeout_s: float = 90) -> int:
+    def wait(self, timeout_s: float = 180) -> int:
         """The launcher's exit code."""
         self.output += self.process.communicate(timeout=timeout_s)[0]
         return self.process.returncode
 
-    def finish(self, timeout_s: float = 90) -> LocalRun:
+    def finish(self, timeout_s: float = 180) -> LocalRun:
         assert self.wait(timeout_s) == 0, self.output + self.logs()
         assert self.attempts()[-1].reason == "finished"
         return self
@@ -319,7 +323,7 @@ class Project:
             **changes,
         )
 
-    def cli(self, *words: str, timeout_s: float = 90) -> subprocess.CompletedProcess[str]:
+    def cli(self, *words: str, timeout_s: float = 180) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "slurmtrain", *words],
             cwd=self.path,
@@ -345,7 +349,7 @@ class Project:
         for run in self.runs:
             run.process.terminate()  # torchrun ends its workers, a launcher its ranks
             with contextlib.suppress(subprocess.TimeoutExpired):
-                run.process.wait(20)
+                run.process.wait(60)
             run.process.kill()
             run.process.wait()
             if run.process.stdout is not None:

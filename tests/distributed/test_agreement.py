@@ -18,7 +18,7 @@ def step_until_told(world: World, told_rank: int, told_at: int, between: bool) -
     def tell(step: int) -> None:
         if world.environment.rank == told_rank and step == told_at:
             os.kill(os.getpid(), signal.SIGUSR2)
-            assert stop.wait(10)
+            assert stop.wait(60)
 
     step = 0
     while step < 100:

@@ -491,7 +491,7 @@ def children_end_while_saving(world: World, directory: Path) -> list[Any]:
     for child in children:
         child.start()
     for child in children:
-        child.join(30)
+        child.join(60)
     return [[child.exitcode for child in children], saving.result().step, rank.save(2).name]
 
 

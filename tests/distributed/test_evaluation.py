@@ -265,10 +265,12 @@ def test_an_evaluation_that_is_stopped_begins_again_and_gives_what_the_training_
     here = project.popen("slurmtrain", *words)
     wait_until((project.path / "measuring").exists, "measuring")
     (evaluation,) = run.run_dir.all_evaluations()
-    os.kill(attempts.read_attempt(evaluation, 1).pid or 0, signal.SIGTERM)
+    rank_0 = attempts.read_attempt(evaluation, 1).pid
+    assert rank_0 is not None
+    os.kill(rank_0, signal.SIGTERM)
     wait_until((evaluation.attempt(1) / "stop.json").exists, "stopping")
     go_on(project)
-    output = here.communicate(timeout=90)[0]
+    output = here.communicate(timeout=180)[0]
     assert here.returncode == 0, output
     tries = attempts.all_attempts(evaluation)
     assert [(attempt.reason, attempt.verdict) for attempt in tries] == [("asked", "requeue"), ("finished", "done")]
@@ -280,9 +282,9 @@ def test_an_evaluation_that_is_stopped_begins_again_and_gives_what_the_training_
     assert line["evaluation"] == evaluation.path.name
     # Once more is what it was, without measuring; and anew when that is asked for.
     words.remove("--json")
-    kept = project.popen("slurmtrain", *words).communicate(timeout=90)[0]
+    kept = project.popen("slurmtrain", *words).communicate(timeout=180)[0]
     assert "--again measures anew" in kept and len(attempts.all_attempts(evaluation)) == 2
-    anew = project.popen("slurmtrain", *words, "--again").communicate(timeout=90)[0]
+    anew = project.popen("slurmtrain", *words, "--again").communicate(timeout=180)[0]
     assert "measuring the weights of" in anew and "--again" not in anew and len(attempts.all_attempts(evaluation)) == 3
     lines = read_metrics(run.run_dir.evaluations_file)
     assert lines[0] == line and {**lines[1], "time": line["time"]} == line and lines[1]["time"] > line["time"]

@@ -31,7 +31,7 @@ from tests.distributed.conftest import (
 JOBS = Path(__file__).parents[2] / "jobs"
 STEPS = 60
 LOOP = ["jobs/own_loop.py", "--steps", str(STEPS), "--batch", "16"]
-SLOWLY = ["--pause", "0.02"]
+SLOWLY = ["--pause", "0.1"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -55,7 +55,7 @@ class Program:
 
     def wait(self) -> int:
         try:
-            return self.process.wait(60)
+            return self.process.wait(180)
         except subprocess.TimeoutExpired:
             self.stop()
             raise
@@ -64,7 +64,7 @@ class Program:
         """TERM first: torchrun then ends its workers."""
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(20)
+            self.process.wait(60)
         self.process.kill()
         self.process.wait()
 
@@ -110,11 +110,11 @@ def test_fewer_than_15_lines_are_added_to_the_own_loop() -> None:
 def test_alone_it_leaves_with_75_and_goes_on_when_it_is_started_again(folder: Path, undisturbed: Any) -> None:
     for signalled in (signal.SIGTERM, signal.SIGUSR2):
         program = Program(folder, *LOOP, *SLOWLY)
-        program.wait_for("step 20/" if signalled == signal.SIGTERM else "step 40/")
+        program.wait_for("step 10/" if signalled == signal.SIGTERM else "step 20/")
         program.process.send_signal(signalled)
         assert program.wait() == 75, program.log.read_text()
     stopped_at = [int(path.name.rpartition("_")[2]) for path in committed(folder / "checkpoints")]
-    assert 20 <= stopped_at[0] < stopped_at[1] < STEPS
+    assert 10 <= stopped_at[0] < stopped_at[1] < STEPS
     last = Program(folder, *LOOP)
     last.finish()
     assert f"resuming at step {stopped_at[1]}" in last.log.read_text()
@@ -125,16 +125,21 @@ def test_under_torchrun_one_signalled_rank_stops_both_and_torchrun_starts_them_a
     folder: Path, undisturbed: Any
 ) -> None:
     program = Program(folder, *TORCHRUN, "--max-restarts", "1", *LOOP, *SLOWLY)
-    program.wait_for("step 20/")
+    program.wait_for("step 10/")
     os.kill(children(program.process.pid)[1], signal.SIGTERM)
     program.finish()
     assert "resuming at step" in program.log.read_text()
     assert_same_tensors(checkpoint_tensors(folder / "checkpoints"), undisturbed(2))
 
 
-def submit_command(project: Project, words: list[str], *overrides: str) -> LocalRun:
+def submit_command(project: Project, words: list[str], *overrides: str, pause_s: float = 0.0) -> LocalRun:
+    """With `pause_s`, the program has the option --pause: it is this while there is a file `pause`, and 0 after that."""
     shutil.copytree(JOBS, project.path / "jobs")
     command = shlex.join([sys.executable, *words])
+    if pause_s:
+        (project.path / "pause").write_text(str(pause_s))
+        paused = f'exec {command} --pause "$(cat {project.path}/pause || echo 0)"'
+        command = shlex.join(["bash", "-c", paused])
     return project.submit(
         "+cluster=local",
         "job=command",
@@ -154,10 +159,11 @@ def rank_0_said(run: LocalRun, attempt: int, text: str) -> bool:
 def test_submitted_it_is_preempted_requeued_resumed_and_finished_with_the_same_bits(
     project: Project, undisturbed: Any
 ) -> None:
-    run = submit_command(project, [*LOOP, *SLOWLY])
-    wait_until(lambda: rank_0_said(run, 1, "step 20/"), "at step 20")
+    run = submit_command(project, LOOP, pause_s=0.2)
+    wait_until(lambda: rank_0_said(run, 1, "step 10/"), "at step 10")
     told = project.cli("preempt", "last")
     assert told.returncode == 0, told.stdout
+    (project.path / "pause").unlink()
     run.finish()
     assert len(run.attempts()) == 2, run.output
     first, second = run.attempts()
@@ -181,9 +187,10 @@ def test_an_error_in_the_own_loop_is_in_the_status(project: Project) -> None:
 
 def test_a_command_that_knows_nothing_of_us_is_preempted_requeued_and_finished(project: Project) -> None:
     file = project.path / "sum.json"
-    run = submit_command(project, ["jobs/own_command.py", "--file", str(file), "--count", "200"])
-    wait_until(lambda: rank_0_said(run, 1, "rank 0: 20/"), "at 20")
+    run = submit_command(project, ["jobs/own_command.py", "--file", str(file), "--count", "200"], pause_s=0.1)
+    wait_until(lambda: rank_0_said(run, 1, "rank 0: 10/"), "at 10")
     assert project.cli("preempt", "last").returncode == 0
+    (project.path / "pause").unlink()
     run.finish()
     assert [attempt.reason for attempt in run.attempts()] == ["asked", "finished"]
     for rank in (0, 1):

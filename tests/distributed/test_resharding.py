@@ -166,7 +166,7 @@ def save_all(world: World, root: Path, layouts: list[str]) -> dict[str, Any]:
         saving = run.checkpointer.save(2, model=run.model, optimizer=run.optimizer)
         full = run.full()
         losses[layout] = [run.step() for _ in range(2)]
-        run.checkpointer.wait(30)
+        run.checkpointer.wait(60)
         assert saving.done()
         if world.environment.rank == 0:
             torch.save(full, root / layout / "full.pt")
@@ -252,7 +252,7 @@ def bits(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
 def save_zoo(world: World, root: Path) -> None:
     for sharded in (False, True):
         checkpointer = Checkpointer(root / str(sharded), group=world.saving, say=lambda text: None)
-        checkpointer.save(1, zoo=Zoo(1, sharded=sharded)).result(30)
+        checkpointer.save(1, zoo=Zoo(1, sharded=sharded)).result(60)
         checkpointer.close()
 
 
@@ -297,7 +297,7 @@ def save_sizes(world: World, root: Path) -> int:
             shape, names = ((4,), ("fsdp",)) if layout == "fsdp" else ((2, 2), ("dp", "fsdp"))
             model = fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
         checkpointer = Checkpointer(root / layout, group=world.saving, say=lambda text: None)
-        checkpointer.save(1, model=model).result(30)
+        checkpointer.save(1, model=model).result(60)
         checkpointer.close()
     return expected
 
@@ -342,7 +342,7 @@ def stage_of(world: World, stages: int, *, filled: bool) -> tuple[Stage, torch.o
 def save_stages(world: World, root: Path, stages: int) -> None:
     model, optimizer = stage_of(world, stages, filled=True)
     checkpointer = Checkpointer(root, group=world.saving, say=lambda text: None)
-    checkpointer.save(1, model=model, optimizer=optimizer).result(30)
+    checkpointer.save(1, model=model, optimizer=optimizer).result(60)
     checkpointer.close()
 
 
@@ -365,7 +365,7 @@ def evaluate_then_save(world: World, root: Path) -> None:
     run.step()
     with torch.no_grad():
         run.loss()
-    run.checkpointer.save(1, model=run.model, optimizer=run.optimizer).result(30)
+    run.checkpointer.save(1, model=run.model, optimizer=run.optimizer).result(60)
     full = run.full()
     run.step()
     with torch.no_grad():
@@ -381,7 +381,7 @@ def change_by_hand(world: World, root: Path) -> None:
     changed, finish = threading.Event(), Image.finish
 
     def finish_late(image: Image) -> None:
-        assert changed.wait(30)
+        assert changed.wait(60)
         finish(image)
 
     Image.finish = finish_late  # type: ignore[method-assign]
@@ -390,7 +390,7 @@ def change_by_hand(world: World, root: Path) -> None:
         for parameter in run.model.parameters():
             parameter.mul_(2)
     changed.set()
-    saving.wait(30)
+    saving.wait(60)
     Image.finish = finish  # type: ignore[method-assign]
     assert saving.error is not None and "was changed while it was copied" in saving.error.message
 
@@ -487,7 +487,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
     found: dict[str, list[Any]] = {}
     try:
         for size, cases in WORLDS:
-            results = ranks(size, one_after_another, root, cases, timeout_s=120)
+            results = ranks(size, one_after_another, root, cases, timeout_s=400)
             found.update({name: [result[name] for result in results] for name in cases})
         yield Answers(root, found)
     finally:

@@ -146,7 +146,7 @@ def soak(world: World, directory: Path) -> Soaked:
 
 def _settled(expected: Holdings) -> Holdings:
     """What is held when the threads that were told to end have had the time to."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (holdings := Holdings.now()) != expected and time.monotonic() < deadline:
         time.sleep(0.02)
     return holdings
@@ -175,7 +175,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> list[Soa
     """300 saves in the background of a training on two ranks."""
     gloo_ranks = GlooRanks(tmp_path_factory.mktemp("ranks"))
     try:
-        return gloo_ranks(2, soak, directory, timeout_s=180)
+        return gloo_ranks(2, soak, directory, timeout_s=400)
     finally:
         for started in gloo_ranks.started:
             started.reap()

@@ -29,7 +29,7 @@ environment = Environment(
     source="slurm", rank=rank, world_size=4, local_rank=rank % 2, local_world_size=2, node_rank=rank // 2,
     nodes=nodes, tasks_per_node=(2, 2), job_id="1", step_id="0",
 )
-cluster = ClusterConfig(rendezvous_timeout_s=60, collective_timeout_s=30, network_interface=interface)
+cluster = ClusterConfig(rendezvous_timeout_s=120, collective_timeout_s=120, network_interface=interface)
 join(cluster, "cpu", environment, Path(sys.argv[4]), signals.arm())
 total = torch.ones(1)
 dist.all_reduce(total)
@@ -85,7 +85,7 @@ def test_ranks_of_two_machines_use_the_interfaces_that_connect_them(
         for rank in range(4)
     ]
     try:
-        outputs = [rank.communicate(timeout=120) for rank in ranks]
+        outputs = [rank.communicate(timeout=240) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

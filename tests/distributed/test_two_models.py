@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from slurmtrain.checkpoint.commit import committed, read_manifest
+from slurmtrain.checkpoint.commit import committed, read_manifest, step_of
 from tests.children import children
 from tests.distributed.conftest import assert_same_tensors, checkpoint_tensors, wait_until
 from tests.distributed.test_own_scripts import TORCHRUN, Program, folder_with_jobs
 
 STEPS, SAVE_EVERY = 60, 7
 SCRIPT = ["jobs/own_two_models.py", "--steps", str(STEPS), "--batch", "16", "--save-every", str(SAVE_EVERY)]
-SLOWLY = ["--pause", "0.02"]
+SLOWLY = ["--pause", "0.1"]
 NAMES = ("generator", "discriminator", "generator_optimizer", "discriminator_optimizer", "scheduler")
 
 
@@ -51,6 +51,10 @@ def signal_rank(program: Program, rank: int, number: int) -> None:
     wait_until(lambda: program.process.poll() is not None or not set(before) & set(rank_pids(program)), "started again")
 
 
+def resumed_at(program: Program) -> list[int]:
+    return [int(step) for step in re.findall(r"resuming at step (\d+) ", program.log.read_text())]
+
+
 def assert_same_state(one: Path, other: Path) -> None:
     assert_same_tensors(checkpoint_tensors(one), checkpoint_tensors(other))
     assert json.dumps(plain_state(one), sort_keys=True) == json.dumps(plain_state(other), sort_keys=True)
@@ -76,12 +80,14 @@ def test_stopped_and_killed_both_models_end_with_the_bits_of_the_undisturbed_run
     program = Program(folder, *TORCHRUN, "--max-restarts", "2", *SCRIPT, *SLOWLY)
     program.wait_for("step 10/")
     signal_rank(program, 1, signal.SIGTERM)
-    program.wait_for("step 40/")
+    program.wait_for(" from checkpoint")
+    (stopped,) = resumed_at(program)
+    assert 10 <= stopped < STEPS
+    # The kill leaves no time to save: what comes back is written in the background while training goes on.
+    wait_until(lambda: step_of(committed(folder / "checkpoints")[-1]) > stopped, "saved in between")
     signal_rank(program, 0, signal.SIGKILL)
     program.finish()
-    stopped, killed = (int(step) for step in re.findall(r"resuming at step (\d+)", program.log.read_text()))
-    assert 10 <= stopped < 40
-    # The kill left no time to save: what came back was written in the background while training went on.
-    assert stopped < killed
+    _, killed = resumed_at(program)
+    assert stopped < killed < STEPS
     assert killed % SAVE_EVERY == 0
     assert_same_state(folder / "checkpoints", undisturbed)

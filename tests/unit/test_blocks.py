@@ -17,6 +17,7 @@ import pytest
 
 from slurmtrain.checkpoint import blocks
 from slurmtrain.checkpoint.blocks import FileRecord
+from tests.descriptors import open_below
 
 SMALL_BLOCK, SMALL_PIECE = 4096, 1000  # a piece does not divide the block
 
@@ -266,17 +267,13 @@ def test_after_a_failed_write_no_thread_writes_into_somebody_else_s_file(
 
 @pytest.mark.usefixtures("small_blocks")
 def test_no_descriptor_stays_open(tmp_path: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    def count() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    before = count()
     record, _ = blocks.write(tmp_path / "file", memoryview(contents_of(9000)), pool)
     blocks.find_damage(tmp_path, [("file", record), ("gone", record), ("file", FileRecord(1, ""))], pool)
     with monkeypatch.context() as patch:
         Disk(patch, fail=2)
         with pytest.raises(OSError):
             blocks.write(tmp_path / "other", memoryview(contents_of(9000)), pool)
-    assert count() == before
+    assert open_below(tmp_path) == []
 
 
 def test_the_numbers_that_others_count_on() -> None:

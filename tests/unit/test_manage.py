@@ -429,11 +429,10 @@ def test_a_removal_that_is_cut_short_leaves_nothing_that_looks_like_a_run(
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shutil.rmtree", killed)
     words = ["runs", "prune", "--state", "finished", *(["--keep-checkpoints"] if keep else [])]
-    assert main(words) == 130
-    monkeypatch.undo()
-    os.chdir(run.path.parent.parent.parent)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", killed)
+        assert main(words) == 130
     assert all_runs(Path("runs")) == [] and not run.exists()
     left = [path for path in run.path.parent.iterdir() if path != run.path]
     assert [path.name.startswith(prune.REMOVED) for path in left] == [True]

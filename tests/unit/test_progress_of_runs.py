@@ -208,7 +208,7 @@ def test_what_is_held_is_told_from_what_waits() -> None:
 def test_the_table_shows_how_far_each_run_is_and_why_one_waits(make: Make, fake_slurm: FakeSlurm, capsys: Out) -> None:
     trains, waits, late = make("1", logged=TRAINED), make("2"), make("3")
     attempt(trains)
-    soon = time.time() + 7810
+    soon = time.time() + 7825
     fake_slurm.command(
         "squeue",
         'echo squeue >>"$here/asked"\n'

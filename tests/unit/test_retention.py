@@ -198,14 +198,14 @@ def test_it_is_in_use_until_the_last_of_several_readers_is_done(checkpoint: Path
 
     def read() -> None:
         with reading(checkpoint):
-            together.wait(10)
-            may_leave.wait(10)
+            together.wait(60)
+            may_leave.wait(60)
 
     threads = [threading.Thread(target=read) for _ in range(3)]
     with reading(checkpoint):
         for thread in threads:
             thread.start()
-        together.wait(10)
+        together.wait(60)
         assert len(markers(checkpoint.parent)) == 4
     assert in_use(checkpoint.parent, time.time()) == {"checkpoint_0000010"}
     may_leave.set()
@@ -419,7 +419,7 @@ def test_many_may_remove_the_same_at_once(tmp_path: Path) -> None:
             together: threading.Barrier = together,
             failures: list[BaseException] = failures,
         ) -> None:
-            together.wait(10)
+            together.wait(60)
             try:
                 remove(path, order)
             except BaseException as error:

@@ -25,7 +25,7 @@ from slurmtrain.checkpoint.saving import Saved, Saving
 from slurmtrain.checkpoint.staging import Image
 from slurmtrain.errors import CheckpointError
 
-PATIENCE_S = 30.0  # for what must happen
+PATIENCE_S = 60.0  # for what must happen
 GRACE_S = 0.3  # for what must not
 
 
@@ -179,10 +179,11 @@ def test_one_save_is_in_flight_at_a_time(training: Callable[..., Training], writ
     thread.start()
     thread.join(GRACE_S)
     assert thread.is_alive() and not first.done()
+    opened = time.monotonic()
     writing.open()
     thread.join(PATIENCE_S)
     assert first.done() and second[0].result(PATIENCE_S).step == 2
-    assert second[0].stall_s >= GRACE_S / 2, "the wait for the one before holds up, too"
+    assert second[0].stall_s >= opened - second[0].begun, "the wait for the one before holds up, too"
     assert run.steps == [1, 2]
 
 
@@ -308,7 +309,8 @@ def test_a_discarded_save_is_neither_there_nor_a_failure(
     run = training(max_failures=2)
     saving = run.save(1)
     assert writing.reached.wait(PATIENCE_S)
-    writing.open(after_s=0.1)
+    told = run.checkpointer._discard
+    threading.Thread(target=lambda: told.wait(PATIENCE_S) and writing.open()).start()
     run.checkpointer.discard()
     assert saving.done() and run.steps == [] and run.checkpointer.in_flight is None
     with pytest.raises(CheckpointError, match="given up"):
@@ -344,7 +346,7 @@ def test_closing_with_little_time_gives_it_up(training: Callable[..., Training],
     assert writing.reached.wait(PATIENCE_S)
     begun = time.monotonic()
     run.checkpointer.close(grace_s=0.2)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < PATIENCE_S / 2
     writing.open()
     assert saving.wait(PATIENCE_S) and run.steps == []
 
@@ -361,7 +363,7 @@ def test_saving_after_closing_is_refused_and_no_hang(training: Callable[..., Tra
     run.save(1).result(PATIENCE_S)
     run.checkpointer.close()
     with pytest.raises(CheckpointError, match="closed"):
-        run.save(2).result(2)
+        run.save(2).result(PATIENCE_S)
 
 
 # ------------------------------------------------------------------------------------------------- the state at the call

@@ -196,10 +196,10 @@ def test_the_grace_of_a_qos_is_asked_for_where_qos_preempt_and_sacctmgr_is_there
 
 
 def test_a_glance_that_takes_too_long_is_no_answer(fake_slurm: FakeSlurm) -> None:
-    fake_slurm.command("scontrol", "sleep 30")
+    fake_slurm.command("scontrol", "sleep 600")
     started = time.monotonic()
     assert SlurmClient().preemption_times("low", None) is None
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 def test_a_job_is_found_by_a_word_of_its_comment(fake_slurm: FakeSlurm) -> None:

@@ -63,7 +63,7 @@ def queue(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Callable[[d
 @pytest.fixture
 def alive_process() -> Iterator[subprocess.Popen[bytes]]:
     """It dies of a stop signal, whatever mask a test before this one has given to the processes that it starts."""
-    code = "import signal, time; signal.pthread_sigmask(signal.SIG_SETMASK, []); time.sleep(60)"
+    code = "import signal, time; signal.pthread_sigmask(signal.SIG_SETMASK, []); time.sleep(600)"
     process = subprocess.Popen([sys.executable, "-c", code])
     yield process
     process.kill()
@@ -164,7 +164,7 @@ def test_a_run_by_hand_on_this_host_is_told_through_its_rank_0_and_promised_no_r
     assert main([verb, run.id]) == 0
     printed = capsys.readouterr().out
     assert words in printed and "it is requeued" not in printed
-    assert alive_process.wait(10) == -number
+    assert alive_process.wait(60) == -number
     assert json.loads(run.request_file.read_text())["action"] == verb
     assert asked(fake_slurm) == []
     assert said(state(run)) == (("stopped" if verb == "cancel" else "lost"), False)  # nobody is left in the allocation
@@ -498,7 +498,7 @@ def test_a_local_run_on_this_host_lives_as_long_as_its_process(
     assert said(state(run)) == ("running", True)
     assert main(["preempt", run.id]) == 0
     assert "resumes by itself" in capsys.readouterr().out
-    alive_process.wait(10)
+    alive_process.wait(60)
     assert said(state(run)) == ("lost", False)
 
 
