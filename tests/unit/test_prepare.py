@@ -167,6 +167,17 @@ def test_a_piece_in_the_middle_of_a_line_reads_no_further_than_its_own_end(tmp_p
     assert bytes_read() - before <= size // 4
 
 
+def test_a_line_that_would_not_fit_into_memory_is_a_bad_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slurmtrain.data.prepare.reading.LONGEST_LINE", 100)
+    texts = ["a", "b" * 500, "c" * (100 - len(json_lines([""]))), "d", "e" * 500]
+    (tmp_path / "a.jsonl").write_bytes(json_lines(texts)[:-1])
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(json_lines(texts)))
+    for source in find_sources([str(tmp_path)], "auto", tmp_path.parent / "out"):
+        records = list(Reading(Piece(source, 0, source.size), "text").records())
+        long = Bad("longer than 100 bytes; a JSON array is no JSON lines")
+        assert records == list(enumerate([texts[0], long, *texts[2:4], long], start=1))
+
+
 def bytes_read() -> int:
     """By this process so far."""
     return int(Path("/proc/self/io").read_text().split()[1])

@@ -22,6 +22,7 @@ from slurmtrain.data.tokenizers import needed
 from slurmtrain.errors import ConfigError
 
 BLOCK = 1 << 20
+LONGEST_LINE = 1 << 30  # bytes; whole files of one line, say a JSON array, need not fit into memory
 ROWS = 1024  # of a table that are looked at together
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream; without it, pyarrow takes one that is cut for a whole one
 
@@ -81,12 +82,12 @@ def _jsonl(reading: Reading) -> Iterator[Record]:
     number = 0
     try:
         for number, line in enumerate(_lines(reading), start=1):
-            yield number, _document(line, reading.text_field)
+            yield number, _document(line, reading.text_field) if isinstance(line, bytes) else line
     except _Torn as torn:
         yield number + 1, Bad(str(torn))
 
 
-def _lines(reading: Reading) -> Iterator[bytes]:
+def _lines(reading: Reading) -> Iterator[bytes | Bad]:
     """The lines that begin in the piece."""
     piece = reading.piece
     with _opened(reading) as file:
@@ -97,13 +98,18 @@ def _lines(reading: Reading) -> Iterator[bytes]:
             if not rest.endswith(b"\n"):
                 return
             position += len(rest) - 1
-        for line in file:
-            if position >= piece.end and not piece.source.packing:
+        while piece.source.packing or position < piece.end:
+            line = file.readline(LONGEST_LINE)
+            if not line:
                 break
             position += len(line)
+            rest = line
+            while len(rest) == LONGEST_LINE and not rest.endswith(b"\n"):
+                rest = file.readline(LONGEST_LINE)
+                position += len(rest)
             if not piece.source.packing:
                 reading.done = position - piece.start
-            yield line
+            yield line if rest is line else Bad(f"longer than {LONGEST_LINE:,} bytes; a JSON array is no JSON lines")
 
 
 def _document(line: bytes, text_field: str) -> str | Bad | None:
