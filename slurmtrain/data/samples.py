@@ -26,7 +26,8 @@ class MapDataset(Protocol):
     get_batch(indices: int64 [B]) -> Batch: these samples at once; nothing is collated then.
     get_batches(indices: int64 [M, B], *, numbers: int64 [M, B], seed: int, empty) -> Iterable[Batch | CompactRows]: several
         batches, with the number of each sample in the run; empty(shape, dtype=) makes tensors that are sent without a copy, and
-        are not to be changed any more when their batch is given.
+        are not to be changed any more when their batch is given. After an error, each that is missing is asked
+        for by itself.
     lengths(indices: int64 [B]) -> int64 [B]: tokens of each sample, where they differ.
     seq_len: of the longest.
     will_need(indices: int64 [B]) -> None: these come soon; it is called where samples are fetched, and waits for none of them.
@@ -76,10 +77,27 @@ def fetch_batches(
     own: Any = dataset
     way = _way(dataset)
     if way == "get_batches":
-        return own.get_batches(indices, numbers=numbers, seed=seed, empty=empty)
+        return _errors_in_their_turn(functools.partial(own.get_batches, seed=seed, empty=empty), indices, numbers)
     if way == "get_batch":
         return map(own.get_batch, indices)
     return map(functools.partial(_collated, dataset, seed), indices, numbers)
+
+
+def _errors_in_their_turn(
+    get_batches: Callable[..., Iterable[Batch | CompactRows]], indices: NDArray[np.int64], numbers: NDArray[np.int64]
+) -> Iterator[Batch | CompactRows]:
+    """What is made together fails together: then one by one, so that all batches before the one in question come."""
+    done = 0
+    try:
+        for batch in get_batches(indices, numbers=numbers):
+            yield batch
+            done += 1
+        return
+    except Exception:
+        if len(indices) == 1:
+            raise
+    for at in range(done, len(indices)):
+        yield from get_batches(indices[at : at + 1], numbers=numbers[at : at + 1])
 
 
 def _way(dataset: MapDataset) -> str:

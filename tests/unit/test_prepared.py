@@ -312,6 +312,19 @@ def test_a_token_beyond_the_vocabulary_is_refused_with_its_place(data: Path) -> 
             everything(PreparedText(str(data), 4, packing=packing).train)
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_all_batches_before_one_that_cannot_be_read_come(data: Path, mixed: bool) -> None:
+    tokens = np.fromfile(tokens_file(data), dtype="<u2")
+    tokens[3] = 300  # in sample 5
+    tokens.tofile(tokens_file(data))
+    source = PreparedText(str(data), 4)
+    train = Mixture({"a": source, "b": source}).train if mixed else source.train
+    batches = fetch_batches(train, indices := np.array([[0, 1], [7, 8], [2, 5], [3, 4]]), indices, seed=0)
+    assert [next(batches).num_targets, next(batches).num_targets] == [8, 8]
+    with pytest.raises(ConfigError, match="has the token 300"):
+        next(batches)
+
+
 @pytest.mark.parametrize(
     ("number", "value", "sentence"),
     [
