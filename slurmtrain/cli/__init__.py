@@ -74,8 +74,8 @@ def _run(words: list[str]) -> int:
     if "--multirun" in parsed.options:
         if parsed.verb != "submit":
             raise UsageError(f"-m (--multirun) goes with submit, not with {parsed.verb}", hint="-m key=1,2 submit")
-        from slurmtrain.cli import sweep
+        from slurmtrain.cli import multirun
 
-        return sweep.submit(parsed)
+        return multirun.submit(parsed)
     code: int = importlib.import_module(VERBS[parsed.verb].module).main(parsed)
     return code

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slurmtrain.cli.arguments import Arguments
 from slurmtrain.cli.as_json import print_json
-from slurmtrain.cli.sweep import awaited_runs, client_of, say, say_unless_awaited
+from slurmtrain.cli.submit import awaited_runs, client_of, say, say_unless_awaited
 from slurmtrain.config.points import Composer
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import UsageError

@@ -1,9 +1,10 @@
-"""submit and render."""
+"""submit and render; and what submitting a run, a grid and a search have in common."""
 
 from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slurmtrain import rundir
@@ -17,7 +18,8 @@ from slurmtrain.errors import UsageError
 from slurmtrain.launch.again import submit_links
 from slurmtrain.launch.fits import check_memory
 from slurmtrain.launch.handover import Refused
-from slurmtrain.launch.submit import dry_run, preparing, slurm_conf_of, submit
+from slurmtrain.launch.submit import check_slurm_is_here, dry_run, preparing, slurm_conf_of, submit
+from slurmtrain.launch.sweep import Sweep
 from slurmtrain.launch.timeplan import look_ahead
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.rundir import RunDir
@@ -40,7 +42,7 @@ def main(arguments: Arguments) -> int:
         print(dry_run(plan, Path.cwd()), end="")
         return 0
     for warning in check_memory(plan):
-        _warn(warning)
+        say(f"warning: {warning}")
     if plan.cluster.backend == "local":
         return _run_here(plan, arguments)
     try:
@@ -74,6 +76,31 @@ def starting_after(config: Config, runs: str) -> Config:
     return after.starting_after(config, runs, rundir.runs_root())
 
 
+def awaited_runs(config: Config, options: Mapping[str, str]) -> list[RunDir]:
+    """Those of --after. Whatever is wrong with them is said before anything is made."""
+    if "--after" not in options:
+        return []
+    from slurmtrain.launch import after
+
+    starting_after(config, options["--after"])
+    return after.find_runs(options["--after"], rundir.runs_root())
+
+
+def say_unless_awaited(after: Sequence[RunDir], sweep: Sweep) -> None:
+    """A sweep that was there already waits for what it was told to wait for when it was made."""
+    if after and [str(run_dir.path) for run_dir in after] != sweep.info()["after"]:
+        say(f"--after does not hold for {sweep.id}, which is there already")
+
+
+def client_of(config: Config) -> SlurmClient:
+    """SLURM, which has to be there before anything is made; with a warning of what is likely to go wrong."""
+    client = SlurmClient(slurm_conf_of(config))
+    check_slurm_is_here()
+    for warning in look_ahead(config, Path(config.job.runs_dir).expanduser(), client):
+        say(f"warning: {warning}")
+    return client
+
+
 def _check_not_in_vain(run_dir: RunDir, runs: str, client: SlurmClient) -> None:
     from slurmtrain.launch.after import check_again
 
@@ -86,11 +113,9 @@ def _check_not_in_vain(run_dir: RunDir, runs: str, client: SlurmClient) -> None:
 
 
 def _submit(config: Config, arguments: Arguments) -> int:
-    client = SlurmClient(slurm_conf_of(config))  # a sandbox that is not running: said before anything is made
-    for warning in look_ahead(config, Path(config.job.runs_dir).expanduser(), client):
-        _warn(warning)
+    client = client_of(config)
     with preparing(config, arguments.overrides, Path.cwd()) as run_dir:
-        job_id = submit([run_dir], config, say=lambda text: print(f"slurmtrain: {text}", file=sys.stderr))
+        job_id = submit([run_dir], config, say=say)
         if config.requeue.mode == "chain":
             links = submit_links(run_dir, job_id, config.requeue.chain_length, client)
             job_id = f"{job_id}, followed by {', '.join(links[1:])}"
@@ -107,10 +132,6 @@ def _submit(config: Config, arguments: Arguments) -> int:
     from slurmtrain.cli.logs import follow_to_the_end
 
     return follow_to_the_end(run_dir)
-
-
-def _warn(text: str) -> None:
-    print(f"slurmtrain: warning: {text}", file=sys.stderr)
 
 
 def _run_here(config: Config, arguments: Arguments) -> int:
@@ -135,3 +156,7 @@ def _render(config: Config, arguments: Arguments) -> int:
     run_dir.event("rendered", file=str(output.resolve()))
     print(f"wrote {output} for run {run_dir.id} in {run_dir.path}\n  start it with: sbatch {output}")
     return 0
+
+
+def say(text: str) -> None:
+    print(f"slurmtrain: {text}", file=sys.stderr, flush=True)  # --json has stdout

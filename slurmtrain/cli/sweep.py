@@ -1,15 +1,14 @@
-"""Sweeps: `-m ... submit`, and the verbs that look at one or steer it."""
+"""sweep: look at one, steer it."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from slurmtrain import rundir
-from slurmtrain.cli.arguments import Arguments, Parser
+from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.as_json import point_object, print_json
 from slurmtrain.cli.collect import add_collect_options, print_collected
 from slurmtrain.cli.columns import (
@@ -24,167 +23,20 @@ from slurmtrain.cli.columns import (
     terminal_width,
     urgency,
 )
+from slurmtrain.cli.multirun import run_on_this_machine
 from slurmtrain.cli.runs import say_doubts, say_unreadable
-from slurmtrain.cli.submit import starting_after
+from slurmtrain.cli.submit import say
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, watch
-from slurmtrain.config.compose import Primary, search_folders
-from slurmtrain.config.points import Grid, check, composing, naming_point
-from slurmtrain.config.schema import Config
-from slurmtrain.data.prepared_config import check_prepared
-from slurmtrain.errors import EXIT_REQUEUE, ClusterError, UsageError
+from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.launch import collect, sweep_jobs
 from slurmtrain.launch import sweep as sweeps
-from slurmtrain.launch.after import find_runs
 from slurmtrain.launch.claims import is_claimed
-from slurmtrain.launch.draft import draft_of, preview
-from slurmtrain.launch.fits import check_memory
-from slurmtrain.launch.here import alone, run_here
 from slurmtrain.launch.progress import eta_of_all, lowest, roughly
 from slurmtrain.launch.state import RunState
-from slurmtrain.launch.submit import check_slurm_is_here, slurm_conf_of
 from slurmtrain.launch.sweep import Point, Sweep
-from slurmtrain.launch.sweep_folder import find_same, make
 from slurmtrain.launch.sweep_jobs import add_retry, check_submitted, submit_arrays
-from slurmtrain.launch.throttle import throttle
-from slurmtrain.launch.timeplan import look_ahead
-from slurmtrain.planner.fit import check_fits, share_of_gpu
 from slurmtrain.rundir import RunDir
-from slurmtrain.runtime.slurm import SlurmClient
-
-BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"  # Hydra's own: choices and nothing else
-
-DONE_WITH = {"finished", "removed"}  # states of runs that nobody has to start again
-
-
-def submit(arguments: Arguments) -> int:
-    """Expand, compose and validate all points, then submit what is not there yet, or run it here with cluster=local."""
-    options, cwd = arguments.options, Path.cwd()
-    if "--follow" in options:
-        raise UsageError("--follow does not go with -m", hint="sweep status last shows how the points stand")
-    parallelism = _positive(options.get("--array-parallelism"))
-    name = options.get("--config-name", "config")
-    primary = Primary(name, search_folders(name, options.get("--config-dir"), options.get("--config-path")))
-    with composing(primary) as composer:
-        if composer.sweeper(arguments.overrides)["_target_"] != BASIC_SWEEPER:
-            from slurmtrain.cli.search import search
-
-            return search(composer, arguments, parallelism)
-        grid = composer.expand(arguments.overrides)
-        draft = draft_of(_fitting(check(composer, grid), grid), cwd)
-    after = awaited_runs(draft.first, options)
-    if "--dry-run" in options:
-        return _dry_run(grid, preview(draft, cwd, parallelism, after))
-    local = draft.first.cluster.backend == "local"
-    client = None if local else client_of(draft.first)
-    sweep = None if "--again" in options else find_same(draft)
-    there = sweep is not None
-    if sweep is None:
-        sweep = make(
-            draft,
-            grid.varied,
-            arguments.overrides,
-            cwd,
-            max_array_size=client.max_array_size() if client is not None else None,
-            parallelism=parallelism,
-            after=after,
-            again="--again" in options,
-        )
-    if client is None:
-        return _run_here(sweep, parallelism or sweep.pack, as_json="--json" in options)
-    say_unless_awaited(after, sweep)
-    if there and parallelism not in (None, sweep.info()["parallelism"]):
-        throttle(sweep, parallelism, client)
-    if parallelism is not None and draft.first.requeue.mode == "resubmit":
-        say("--array-parallelism does not hold for points that are submitted again, each as a job (requeue=resubmit)")
-    return _submit(sweep, client, there=there, as_json="--json" in options)
-
-
-def _fitting(configs: Iterable[Config], grid: Grid) -> Iterator[Config]:
-    """Pass the points on, none of which may be too large. The largest is laid out: each would take seconds."""
-    largest: tuple[float, int, Config] | None = None
-    for number, config in enumerate(configs):
-        with naming_point(grid, number):
-            check_fits(config)
-            check_prepared(config)
-        share = share_of_gpu(config) or 0.0
-        if largest is None or share > largest[0]:
-            largest = share, number, config
-        yield config
-    assert largest is not None
-    _, number, config = largest
-    with naming_point(grid, number):
-        for warning in check_memory(config):
-            say(f"warning: {warning}")
-
-
-def _dry_run(grid: Grid, scripts: list[str]) -> int:
-    print(*scripts, sep="\n", end="")
-    how = f"{len(scripts)} array{'s' if len(scripts) > 1 else ''}" if scripts else "this machine, without SLURM"
-    print(f"# {len(grid.points)} points for {how}; what varies: {', '.join(grid.keys) or 'nothing'}")
-    return 0
-
-
-def awaited_runs(config: Config, options: Mapping[str, str]) -> list[RunDir]:
-    """Those of --after. Whatever is wrong with them is said before anything is made."""
-    if "--after" not in options:
-        return []
-    starting_after(config, options["--after"])
-    return find_runs(options["--after"], rundir.runs_root())
-
-
-def say_unless_awaited(after: Sequence[RunDir], sweep: Sweep) -> None:
-    """A sweep that was there already waits for what it was told to wait for when it was made."""
-    if after and [str(run_dir.path) for run_dir in after] != sweep.info()["after"]:
-        say(f"--after does not hold for {sweep.id}, which is there already")
-
-
-def client_of(config: Config) -> SlurmClient:
-    """SLURM, which has to be there; with a warning of what is likely to go wrong."""
-    client = SlurmClient(slurm_conf_of(config))
-    check_slurm_is_here()
-    for warning in look_ahead(config, Path(config.job.runs_dir), client):
-        say(f"warning: {warning}")
-    return client
-
-
-def _submit(sweep: Sweep, client: SlurmClient, *, there: bool, as_json: bool) -> int:
-    submission = submit_arrays(sweep, client, say=say)
-    jobs, points = [*submission.found, *submission.submitted], sweep.point_count()
-    if as_json:
-        print_json({"sweep": sweep.id, "path": str(sweep.path), "points": points, "job_ids": jobs})
-    else:
-        what = "is there already" if there else f"of {points} points is submitted"
-        print(f"sweep {sweep.id} {what}: job {', '.join(jobs) or 'none yet'}\n  {sweep.path}")
-        if there and not submission.submitted:
-            print(
-                f"  the same points as in this command; --again submits them anew   sweep retry {sweep.id}: what failed"
-            )
-        print(f"  sweep status {sweep.id}   sweep collect {sweep.id}   sweep cancel {sweep.id}   (or: last)")
-    check_submitted(submission)
-    return 0
-
-
-def _run_here(sweep: Sweep, at_once: int, *, as_json: bool) -> int:
-    """Returns 0 when all points have finished, 75 when a person stopped it, else 1."""
-    if not as_json:
-        print(f"sweep {sweep.id} of {sweep.point_count()} points\n  {sweep.path}", flush=True)
-    with alone(sweep):
-        now = sweeps.states_of(sweep)
-        unfinished = [run_id for run_id, its in now.items() if its.word not in DONE_WITH and not its.alive]
-        to_the_end = run_here(sweep, unfinished, at_once, say, show=at_once == 1 and not as_json)
-    states = counts(sweeps.states_of(sweep).values())
-    if as_json:
-        facts = {"sweep": sweep.id, "path": str(sweep.path), "points": sweep.point_count(), "job_ids": []}
-        print_json({**facts, "states": states})
-    else:
-        print(f"sweep {sweep.id}: {summary(states)}")
-        if not set(states) <= DONE_WITH:
-            print("  the same command again goes on with what has not finished")
-        print(f"  sweep status {sweep.id}   sweep collect {sweep.id}   (or: last)")
-    if not to_the_end:
-        return EXIT_REQUEUE
-    return 0 if set(states) <= DONE_WITH else 1
 
 
 def main(verb: str, words: list[str]) -> int:
@@ -324,7 +176,7 @@ def _run_dir_of(sweep: Sweep, point: Point) -> RunDir | None:
 
 def _retry(sweep: Sweep, *, as_json: bool) -> int:
     if sweep.info()["backend"] == "local":
-        return _run_here(sweep, sweep.info()["parallelism"] or sweep.pack, as_json=as_json)
+        return run_on_this_machine(sweep, sweep.info()["parallelism"] or sweep.pack, as_json=as_json)
     chosen = add_retry(sweep)
     submission = submit_arrays(sweep, sweeps.client_of(sweep), say=say)
     if as_json:
@@ -351,15 +203,3 @@ def _cancel(sweep: Sweep, *, as_json: bool) -> int:
             f"{count} runs of {sweep.id} are told to end" if count else f"nothing of {sweep.id} is running or waiting"
         )
     return 0
-
-
-def _positive(text: str | None) -> int | None:
-    if text is None:
-        return None
-    if not text.isdigit() or int(text) < 1:
-        raise UsageError(f"--array-parallelism {text}: a number of runs, at least 1, was expected")
-    return int(text)
-
-
-def say(text: str) -> None:
-    print(f"slurmtrain: {text}", file=sys.stderr, flush=True)  # --json has stdout

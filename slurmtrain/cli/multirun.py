@@ -1,0 +1,145 @@
+"""`-m ... submit`: a sweep over the points of a grid, or over those that a sweeper of Hydra's chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from slurmtrain.cli.arguments import Arguments
+from slurmtrain.cli.as_json import print_json
+from slurmtrain.cli.columns import counts, summary
+from slurmtrain.cli.submit import awaited_runs, client_of, say, say_unless_awaited
+from slurmtrain.config.compose import Primary, search_folders
+from slurmtrain.config.points import Grid, check, composing, naming_point
+from slurmtrain.config.schema import Config
+from slurmtrain.data.prepared_config import check_prepared
+from slurmtrain.errors import EXIT_REQUEUE, UsageError
+from slurmtrain.launch import sweep as sweeps
+from slurmtrain.launch.draft import draft_of, preview
+from slurmtrain.launch.fits import check_memory
+from slurmtrain.launch.here import alone, run_here
+from slurmtrain.launch.sweep import Sweep
+from slurmtrain.launch.sweep_folder import find_same, make
+from slurmtrain.launch.sweep_jobs import check_submitted, submit_arrays
+from slurmtrain.launch.throttle import throttle
+from slurmtrain.planner.fit import check_fits, share_of_gpu
+from slurmtrain.runtime.slurm import SlurmClient
+
+BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"  # Hydra's own: choices and nothing else
+
+DONE_WITH = {"finished", "removed"}  # states of runs that nobody has to start again
+
+
+def submit(arguments: Arguments) -> int:
+    """Expand, compose and validate all points, then submit what is not there yet, or run it here with cluster=local."""
+    options, cwd = arguments.options, Path.cwd()
+    if "--follow" in options:
+        raise UsageError("--follow does not go with -m", hint="sweep status last shows how the points stand")
+    parallelism = _positive(options.get("--array-parallelism"))
+    name = options.get("--config-name", "config")
+    primary = Primary(name, search_folders(name, options.get("--config-dir"), options.get("--config-path")))
+    with composing(primary) as composer:
+        if composer.sweeper(arguments.overrides)["_target_"] != BASIC_SWEEPER:
+            from slurmtrain.cli.search import search
+
+            return search(composer, arguments, parallelism)
+        grid = composer.expand(arguments.overrides)
+        draft = draft_of(_fitting(check(composer, grid), grid), cwd)
+    after = awaited_runs(draft.first, options)
+    if "--dry-run" in options:
+        return _dry_run(grid, preview(draft, cwd, parallelism, after))
+    local = draft.first.cluster.backend == "local"
+    client = None if local else client_of(draft.first)
+    sweep = None if "--again" in options else find_same(draft)
+    there = sweep is not None
+    if sweep is None:
+        sweep = make(
+            draft,
+            grid.varied,
+            arguments.overrides,
+            cwd,
+            max_array_size=client.max_array_size() if client is not None else None,
+            parallelism=parallelism,
+            after=after,
+            again="--again" in options,
+        )
+    if client is None:
+        return run_on_this_machine(sweep, parallelism or sweep.pack, as_json="--json" in options)
+    say_unless_awaited(after, sweep)
+    if there and parallelism not in (None, sweep.info()["parallelism"]):
+        throttle(sweep, parallelism, client)
+    if parallelism is not None and draft.first.requeue.mode == "resubmit":
+        say("--array-parallelism does not hold for points that are submitted again, each as a job (requeue=resubmit)")
+    return _submit(sweep, client, there=there, as_json="--json" in options)
+
+
+def _fitting(configs: Iterable[Config], grid: Grid) -> Iterator[Config]:
+    """Pass the points on, none of which may be too large. The largest is laid out: each would take seconds."""
+    largest: tuple[float, int, Config] | None = None
+    for number, config in enumerate(configs):
+        with naming_point(grid, number):
+            check_fits(config)
+            check_prepared(config)
+        share = share_of_gpu(config) or 0.0
+        if largest is None or share > largest[0]:
+            largest = share, number, config
+        yield config
+    assert largest is not None
+    _, number, config = largest
+    with naming_point(grid, number):
+        for warning in check_memory(config):
+            say(f"warning: {warning}")
+
+
+def _dry_run(grid: Grid, scripts: list[str]) -> int:
+    print(*scripts, sep="\n", end="")
+    how = f"{len(scripts)} array{'s' if len(scripts) > 1 else ''}" if scripts else "this machine, without SLURM"
+    print(f"# {len(grid.points)} points for {how}; what varies: {', '.join(grid.keys) or 'nothing'}")
+    return 0
+
+
+def _submit(sweep: Sweep, client: SlurmClient, *, there: bool, as_json: bool) -> int:
+    submission = submit_arrays(sweep, client, say=say)
+    jobs, points = [*submission.found, *submission.submitted], sweep.point_count()
+    if as_json:
+        print_json({"sweep": sweep.id, "path": str(sweep.path), "points": points, "job_ids": jobs})
+    else:
+        what = "is there already" if there else f"of {points} points is submitted"
+        print(f"sweep {sweep.id} {what}: job {', '.join(jobs) or 'none yet'}\n  {sweep.path}")
+        if there and not submission.submitted:
+            print(
+                f"  the same points as in this command; --again submits them anew   sweep retry {sweep.id}: what failed"
+            )
+        print(f"  sweep status {sweep.id}   sweep collect {sweep.id}   sweep cancel {sweep.id}   (or: last)")
+    check_submitted(submission)
+    return 0
+
+
+def run_on_this_machine(sweep: Sweep, at_once: int, *, as_json: bool) -> int:
+    """Returns 0 when all points have finished, 75 when a person stopped it, else 1."""
+    if not as_json:
+        print(f"sweep {sweep.id} of {sweep.point_count()} points\n  {sweep.path}", flush=True)
+    with alone(sweep):
+        now = sweeps.states_of(sweep)
+        unfinished = [run_id for run_id, its in now.items() if its.word not in DONE_WITH and not its.alive]
+        to_the_end = run_here(sweep, unfinished, at_once, say, show=at_once == 1 and not as_json)
+    states = counts(sweeps.states_of(sweep).values())
+    if as_json:
+        facts = {"sweep": sweep.id, "path": str(sweep.path), "points": sweep.point_count(), "job_ids": []}
+        print_json({**facts, "states": states})
+    else:
+        print(f"sweep {sweep.id}: {summary(states)}")
+        if not set(states) <= DONE_WITH:
+            print("  the same command again goes on with what has not finished")
+        print(f"  sweep status {sweep.id}   sweep collect {sweep.id}   (or: last)")
+    if not to_the_end:
+        return EXIT_REQUEUE
+    return 0 if set(states) <= DONE_WITH else 1
+
+
+def _positive(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise UsageError(f"--array-parallelism {text}: a number of runs, at least 1, was expected")
+    return int(text)
