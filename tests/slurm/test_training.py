@@ -286,7 +286,8 @@ def test_where_the_jobs_own_signal_announces_preemption_it_works_the_same(
     run.preempt_by_high()
     run.finish()
     assert [attempt.reason for attempt in run.attempts()] == ["preempted", "finished"]
-    assert run.attempts()[0].cause == "SIGUSR2"
+    # A rank that got the signal earlier may have told rank 0.
+    assert run.attempts()[0].cause in ("SIGUSR2", "another rank")
     assert_steps_join(run, total=STEPS)
     assert_same_bits(run, undisturbed)
 
