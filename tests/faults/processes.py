@@ -29,8 +29,8 @@ from tests.children import children
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, CLONE_NEWNS, MS_REC_PRIVATE = 1, 36, 0x20000, 0x4000 | 1 << 18
 LIBC = ctypes.CDLL(None, use_errno=True)
-LEFTOVER_S = 15.0  # a data worker looks for its parent every 5 s
-HANG_S = 60.0  # nothing here takes a tenth of it, even on a loaded machine
+LEFTOVER_S = 60.0  # a data worker looks for its parent every 5 s
+HANG_S = 180.0  # nothing here takes a tenth of it, even on a loaded machine
 
 
 class Unexplained(Exception):
@@ -178,8 +178,8 @@ class Lane:
         self.children.append(Child(self.directory / f"{name}-{len(self.children)}.log", function, *args))
         return self.children[-1]
 
-    def ranks(self, size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 30) -> list[Child]:
-        """`size` processes that meet in a gloo group; each calls function(rank, group, *args)."""
+    def ranks(self, size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Child]:
+        """`size` processes that meet in a gloo group with this timeout; each calls function(rank, group, *args)."""
         self._groups += 1
         store = self.directory / f"store-{self._groups}"
         return [
@@ -241,6 +241,8 @@ def _be_rank(
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     if size == 1:
         return function(rank, None, *args)
-    timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group("gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=timeout)
-    return function(rank, dist.new_group(backend="gloo", timeout=timeout), *args)
+    at_start = timedelta(seconds=HANG_S)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=at_start
+    )
+    return function(rank, dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)), *args)

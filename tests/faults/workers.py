@@ -16,7 +16,7 @@ from tests.faults.outcome import Outcome, Trial
 from tests.faults.processes import Child, Lane, Unexplained
 from tests.faults.rows import row
 
-STEPS = 120
+STEPS = 240  # many more than it takes to interrupt it
 PAUSE_S = 0.03
 SCRIPT = Path(__file__).parent / "loop.py"
 

@@ -44,7 +44,7 @@ class Cluster:
         command: Sequence[str | os.PathLike[str]],
         *,
         env: dict[str, str] | None = None,
-        timeout_s: float = 120,
+        timeout_s: float = 240,
         check: bool = True,
         **options: object,
     ) -> subprocess.CompletedProcess[str]:
@@ -72,7 +72,7 @@ class Cluster:
         return dict(pair.split("=", 1) for pair in text.split() if "=" in pair)
 
     def wait_for(
-        self, job_id: str, what: str | Collection[str] | Callable[[Job], bool], *, timeout_s: float = 60
+        self, job_id: str, what: str | Collection[str] | Callable[[Job], bool], *, timeout_s: float = 180
     ) -> Job:
         """Poll a job until it is in a state (or one of several), or a predicate of it holds."""
         states = {what} if isinstance(what, str) else what
@@ -99,7 +99,7 @@ class Cluster:
         self.sandbox.start_node(node)
         self.wait_for_nodes({node})
 
-    def wait_for_nodes(self, nodes: Collection[str] | None = None, *, timeout_s: float = 60) -> None:
+    def wait_for_nodes(self, nodes: Collection[str] | None = None, *, timeout_s: float = 180) -> None:
         """Wait until `nodes` (all, unless given) are idle."""
         wanted = set(nodes or self.nodes)
         deadline = time.monotonic() + timeout_s
@@ -109,7 +109,7 @@ class Cluster:
             time.sleep(0.1)
 
     @staticmethod
-    def wait_for_text(path: Path, text: str, *, timeout_s: float = 60) -> str:
+    def wait_for_text(path: Path, text: str, *, timeout_s: float = 180) -> str:
         """Poll a file that a job writes until `text` is in it; all of its content."""
         deadline = time.monotonic() + timeout_s
         while text not in (content := path.read_text() if path.exists() else ""):
@@ -127,7 +127,7 @@ def _cluster(name: str, spec: SandboxSpec) -> Iterator[Cluster]:
         cluster.run(["scancel", "-p", "low"])
         cluster.run(["scancel", "-p", "high"])
         # A test that leaves a node drained or down has hurt all that came after it.
-        cluster.wait_for_nodes(timeout_s=30)
+        cluster.wait_for_nodes()
     finally:
         sandbox.down()
 

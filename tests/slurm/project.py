@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from slurmtrain.checkpoint.commit import committed
 from slurmtrain.observe import read_metrics
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts
@@ -21,18 +22,24 @@ from slurmtrain.runtime.attempts import Attempt
 from tests.reading import checkpoint_tensors
 from tests.slurm.conftest import Cluster
 
-# A model of the user's own. The pause gives tests the time to interfere; it does not change a single bit.
+# A model of the user's own. Its pause gives tests the time to interfere: in each training forward pass of the first ten of
+# an attempt, five times as long in later ones, so that who is held up for seconds is in time, too, and none when a file
+# `quick` lies in the run directory. It does not change a single bit.
 PACED_MODEL = """
-import time
+import os, pathlib, time
 from slurmtrain.models import Decoder
+
+QUICK = pathlib.Path(os.environ.get("SLURMTRAIN_RUN_DIR", ".")) / "quick"
 
 class Paced(Decoder):
     def __init__(self, *, pause_s=0.0, **arguments):
         super().__init__(**arguments)
-        self.pause_s = pause_s
+        self.pause_s, self.passes = pause_s, 0
 
     def forward(self, tokens):
-        time.sleep(self.pause_s)
+        self.passes += self.training
+        if self.training and self.pause_s and not QUICK.exists():
+            time.sleep(self.pause_s if self.passes <= 10 else 5 * self.pause_s)
         return super().forward(tokens)
 """
 
@@ -78,17 +85,17 @@ class Run:
     def step(self) -> int:
         return max((int(record["step"]) for record in read_metrics(self.run_dir.metrics_file)), default=0)
 
-    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 90) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 180) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
                 pytest.fail(f"not {what} after {timeout_s} s\n{self.status()}\n{self.logs()}")
             time.sleep(0.05)
 
-    def wait_for_step(self, step: int, timeout_s: float = 90) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = 180) -> None:
         self.wait_until(lambda: self.step() >= step, f"at step {step}", timeout_s)
 
-    def wait_for_attempt(self, number: int, timeout_s: float = 90) -> None:
+    def wait_for_attempt(self, number: int, timeout_s: float = 180) -> None:
         """Until attempt `number` trains."""
         self.wait_until(
             lambda: len(self.attempts()) >= number and self.attempts()[number - 1].stepping is not None,
@@ -96,15 +103,23 @@ class Run:
             timeout_s,
         )
 
-    def wait_for_end(self, timeout_s: float = 180) -> Attempt:
+    def wait_for_end(self, timeout_s: float = 300) -> Attempt:
         """Until the last attempt is settled for good; that attempt."""
         self.wait_until(
             lambda: bool(self.attempts()) and self.attempts()[-1].verdict in ("done", "end"), "ended", timeout_s
         )
-        self.cluster.wait_for(self.job_id, {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}, timeout_s=30)
+        self.cluster.wait_for(self.job_id, {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"})
         return self.attempts()[-1]
 
-    def finish(self, timeout_s: float = 180) -> None:
+    def wait_for_checkpoint(self) -> None:
+        self.wait_until(lambda: bool(committed(self.run_dir.checkpoints)), "saved")
+
+    def go_on(self) -> None:
+        """Nobody is to interfere any more: without pauses."""
+        (self.run_dir.path / "quick").touch()
+
+    def finish(self, timeout_s: float = 300) -> None:
+        self.go_on()
         last = self.wait_for_end(timeout_s)
         assert last.reason == "finished", f"{self.status()}\n{self.logs()}"
 

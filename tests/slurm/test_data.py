@@ -31,6 +31,7 @@ def test_preempted_and_resumed_with_4_then_2_then_3_ranks_it_has_seen_what_the_u
     project: Project,
 ) -> None:
     undisturbed = project.submit(*SHORT, "cluster.nodes=1", "cluster.tasks_per_node=1", nodes="n0")
+    undisturbed.go_on()
     stages: list[Run] = []
     for ranks, workers in ((4, 0), (2, 1)):
         earlier = [f"checkpoint.restore_from={committed(stages[-1].run_dir.checkpoints)[-1]}"] if stages else []

@@ -29,7 +29,7 @@ def test_each_due_checkpoint_is_evaluated_once_by_a_job_with_the_numbers_of_an_e
     measured = "eval.metrics.accuracy=true"
     inline = project.submit(*SHORT, measured, nodes="n0")
     run = project.submit(
-        *SHORT, measured, "eval.mode=job", "eval.cluster.tasks_per_node=2", LATER, "+model.pause_s=0.2", nodes="n1"
+        *SHORT, measured, "eval.mode=job", "eval.cluster.tasks_per_node=2", LATER, "+model.pause_s=0.5", nodes="n1"
     )
     run.wait_for_step(EVERY + 1)
     run.preempt_by_high()

@@ -154,6 +154,8 @@ def test_a_run_after_another_starts_when_that_one_has_finished_in_whatever_attem
     for run in before:
         run.wait_for_attempt(2)
     assert all("Dependency" in run.status() and run.attempts() == [] for run in after)
+    for run in before:
+        run.finish()
     for run, other in zip(after, before, strict=True):
         run.finish()
         assert run.attempts()[0].started > (other.attempts()[-1].ended or 0.0)
@@ -171,7 +173,7 @@ def test_a_dead_node_is_survived_by_resubmit_where_the_batch_shell_lives_and_by_
     resubmitted = project.submit(*SLOW, "requeue=resubmit", *two_nodes)
     chained = project.submit(*SLOW, "requeue=chain", nodes="n3")
     for run in (resubmitted, chained):
-        run.wait_for_step(13)
+        run.wait_for_checkpoint()
     dead = resubmitted.attempts()[0].nodes[1]
     cluster = project.cluster
     cluster.kill_node(dead)
@@ -185,9 +187,9 @@ def test_a_dead_node_is_survived_by_resubmit_where_the_batch_shell_lives_and_by_
         cluster.start_node(dead)
     first, second = resubmitted.attempts()
     assert (first.reason, first.sentence) == ("node failure", "a node failed; it is submitted again")
-    assert second.first_step == 10 and dead not in second.nodes
+    assert second.first_step in (10, 20) and dead not in second.nodes
     first, second = chained.attempts()
-    assert (first.reason, second.first_step, second.job_id) == ("node failure", 10, jobs(chained)[1])
+    assert (first.reason, second.first_step, second.job_id) == ("node failure", first.committed_step, jobs(chained)[1])
     assert events(chained, "rest of the chain cancelled")
 
 

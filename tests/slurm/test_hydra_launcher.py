@@ -96,7 +96,7 @@ def test_a_program_comes_back_to_its_jobs_and_hears_what_they_raised(sandbox: Cl
 
     shell = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while not all(call.exists() for call in calls):
             assert shell.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)

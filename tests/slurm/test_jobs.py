@@ -78,7 +78,9 @@ def test_team_mates_save_and_end_a_run_with_files_and_status_tells_how_far_it_is
 
 
 def test_two_runs_share_their_nodes(project: Project) -> None:
-    runs = [project.submit("train.steps=20", "+model.pause_s=0.05", nodes="n0,n1") for _ in range(2)]
+    runs = [project.submit("train.steps=20", "+model.pause_s=0.3", nodes="n0,n1") for _ in range(2)]
+    for run in runs:
+        run.wait_for_attempt(1)
     for run in runs:
         run.finish()
     started = [(run.attempts()[0].started, run.attempts()[0].ended) for run in runs]
@@ -104,8 +106,10 @@ def test_any_program_gets_ranks_requeue_and_status(project: Project) -> None:
         "state = pathlib.Path(os.environ['SLURMTRAIN_RUN_DIR']) / f'count-{rank}'\n"
         "count = int(state.read_text()) if state.exists() else 0\n"
         "while count < 40:\n"
+        "    while count == 20 and os.environ['SLURMTRAIN_ATTEMPT'] == '1':\n"
+        "        time.sleep(0.1)  # until it is preempted\n"
         "    count += 1; new = state.with_suffix('.new'); new.write_text(str(count)); new.replace(state)\n"
-        "    time.sleep(0.1)\n"
+        "    time.sleep(0.05)\n"
         "print('counted to', count, 'as', rank, 'of', world, sys.argv[1:])\n"
     )
     told = project.path / "told"
@@ -116,7 +120,7 @@ def test_any_program_gets_ranks_requeue_and_status(project: Project) -> None:
         f"hooks.on_preemption='{hook}'",
         f"hooks.on_finish='{hook}; sleep 60'",
         f"hooks.on_failure='{hook}'",
-        "hooks.timeout_s=1",
+        "hooks.timeout_s=4",
         small=False,
     )
     run.wait_until(lambda: (run.run_dir.path / "count-3").exists(), "counting")
@@ -128,7 +132,7 @@ def test_any_program_gets_ranks_requeue_and_status(project: Project) -> None:
         f"counted to 40 as {rank} of 4 ['--greeting', 'two words']" for rank in range(4)
     ]
     assert told.read_text() == "preemption 1 requeue preempted; it is requeued\nfinish 2 done finished\n"
-    assert [event["outcome"] for event in events(run, "hook ended")][1:] == ["was killed after hooks.timeout_s=1"]
+    assert [event["outcome"] for event in events(run, "hook ended")][1:] == ["was killed after hooks.timeout_s=4"]
     assert run.cluster.job(run.job_id)["ExitCode"] == "0:0"
 
 
@@ -222,7 +226,7 @@ def test_submitting_from_inside_a_job_inherits_nothing_of_it(project: Project) -
         script=f"srun {PYTHON} -m slurmtrain {quoted}\n",
         cwd=project.path,
     )
-    project.cluster.wait_for(job_id, {"COMPLETED", "FAILED"}, timeout_s=90)
+    project.cluster.wait_for(job_id, {"COMPLETED", "FAILED"})
     (run_dir,) = all_runs(project.path / "runs")
     run = Run(run_dir, project.cluster, project.path)
     run.finish()

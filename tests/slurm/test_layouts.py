@@ -28,7 +28,7 @@ def test_a_preempted_run_of_four_ranks_on_two_nodes_finishes_with_the_same_bits(
     project: Project, layout: list[str]
 ) -> None:
     undisturbed = project.submit(*SHORT, *layout, nodes="n0,n1")
-    preempted = project.submit(*SHORT, *layout, "+model.pause_s=0.1", nodes="n2,n3")
+    preempted = project.submit(*SHORT, *layout, "+model.pause_s=0.3", nodes="n2,n3")
     preempted.wait_for_step(3)
     preempted.preempt_by_high()
     preempted.finish()

@@ -15,7 +15,7 @@ import pytest
 from slurmtrain.cli import sandbox as cli
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.launch.sandbox import Sandbox, SandboxSpec, default_directory, find, up
-from slurmtrain.launch.sandbox.processes import Process, descendants
+from slurmtrain.launch.sandbox.processes import Process, descendants, wait_until
 
 if TYPE_CHECKING:
     from conftest import Cluster
@@ -61,7 +61,7 @@ def test_preemption_sends_term_and_requeues(sandbox: Cluster, tmp_path: Path) ->
     sandbox.wait_for_text(out, "ready")
     sandbox.submit_high(nodes=["n0"], seconds=1)
     assert "got USR2" not in sandbox.wait_for_text(out, "got TERM")
-    sandbox.wait_for(job, lambda j: j["JobState"] == "RUNNING" and j["Restarts"] == "1", timeout_s=90)
+    sandbox.wait_for(job, lambda j: j["JobState"] == "RUNNING" and j["Restarts"] == "1")
     sandbox.run(["scancel", job])
 
 
@@ -74,13 +74,13 @@ def test_preemption_sends_the_jobs_own_signal_where_so_configured(user_signal_sa
     cluster.wait_for_text(out, "ready")
     cluster.submit_high(nodes=["n0"], seconds=1)
     assert "got TERM" not in cluster.wait_for_text(out, "got USR2")
-    cluster.wait_for(job, lambda j: j["JobState"] == "RUNNING" and j["Restarts"] == "1", timeout_s=90)
+    cluster.wait_for(job, lambda j: j["JobState"] == "RUNNING" and j["Restarts"] == "1")
     cluster.run(["scancel", job])
 
 
 def test_a_job_whose_node_dies_starts_again_elsewhere(sandbox: Cluster, tmp_path: Path) -> None:
     started = tmp_path / "started"
-    script = f"srun bash -c 'echo $SLURMD_NODENAME $$ >> {started}; sleep 100'"
+    script = f"srun bash -c 'echo $SLURMD_NODENAME $$ >> {started}; sleep 600'"
     job = sandbox.sbatch("--requeue", script=script, cwd=tmp_path)
     node, pid = sandbox.wait_for_text(started, "\n").split()
     task = Process.of(int(pid))
@@ -89,7 +89,7 @@ def test_a_job_whose_node_dies_starts_again_elsewhere(sandbox: Cluster, tmp_path
     sandbox.kill_node(node)
     try:
         assert not task.alive(), "a node without power runs nothing"
-        after = sandbox.wait_for(job, lambda j: j["JobState"] == "RUNNING" and j["Restarts"] == "1", timeout_s=60)
+        after = sandbox.wait_for(job, lambda j: j["JobState"] == "RUNNING" and j["Restarts"] == "1")
         assert after["NodeList"] != node
     finally:
         sandbox.start_node(node)
@@ -98,14 +98,14 @@ def test_a_job_whose_node_dies_starts_again_elsewhere(sandbox: Cluster, tmp_path
 
 def test_a_node_that_is_cut_off_keeps_its_tasks(sandbox: Cluster, tmp_path: Path) -> None:
     started = tmp_path / "started"
-    script = f"exec bash -c 'echo $SLURMD_NODENAME $$ >> {started}; sleep 100'"
+    script = f"exec bash -c 'echo $SLURMD_NODENAME $$ >> {started}; sleep 600'"
     job = sandbox.sbatch("--requeue", script=script, cwd=tmp_path)
     node, pid = sandbox.wait_for_text(started, "\n").split()
     task = Process.of(int(pid))
     assert task is not None
     sandbox.kill_node(node, only_daemon=True)
     try:
-        sandbox.wait_for(job, lambda j: j["Restarts"] == "1", timeout_s=60)
+        sandbox.wait_for(job, lambda j: j["Restarts"] == "1")
         assert task.alive()
     finally:
         sandbox.kill_node(node)
@@ -139,8 +139,7 @@ def test_down_leaves_no_process_and_no_directory(tmp_path: Path) -> None:
     # Detached and deaf to TERM: what a badly behaved job leaves behind.
     stubborn = "trap '' TERM; setsid sleep 1234 & sleep 1234"
     sandbox.run(["sbatch", "-D", str(tmp_path), "-o", "/dev/null", "--wrap", f'bash -c "{stubborn}"'])
-    while not any(b"1234" in cmdline(p) for p in everybody_in(sandbox)):
-        pass
+    assert wait_until(lambda: any(b"1234" in cmdline(p) for p in everybody_in(sandbox)), timeout_s=60)
     everybody = everybody_in(sandbox)
     sandbox.down()
     assert not [p for p in everybody if p.alive()]

@@ -162,7 +162,7 @@ def test_a_sweep_survives_its_shell_preemptions_and_points_that_raise(sweeper: S
         *small,
         "model._target_=stumbling.Stumbling",
         "+model.seed=${train.seed}",
-        "+model.pause_s=0.1",
+        "+model.pause_s=0.2",
         "train.steps=20",
         f"train.seed=range({points})",
         "requeue.max_attempts_without_progress=1",
@@ -170,7 +170,7 @@ def test_a_sweep_survives_its_shell_preemptions_and_points_that_raise(sweeper: S
     # The shell is killed in the moment in which SLURM has the array and the shell does not know it yet.
     path = sweeper.faulty_sbatch("kills-the-shell")
     shell = sweeper.start(*words, "--array-parallelism", "8", PATH=path)
-    assert shell.wait(120) == -signal.SIGKILL
+    assert shell.wait(240) == -signal.SIGKILL
     answer = json.loads(sweeper.cli(*words, "--array-parallelism", "8", "--json", PATH=path))
     sweep = Sweep(Path(answer["path"]))
     assert len(sweeper.queue()) == 1 and sum(sweeper.queue().values()) == points
@@ -178,12 +178,14 @@ def test_a_sweep_survives_its_shell_preemptions_and_points_that_raise(sweeper: S
     runs = [Run(sweep.run_dir(point.run_id), sweeper.cluster, sweeper.path) for point in sweep.points()]
     preempting = []
     for run in runs[:2]:
-        run.wait_for_step(1, timeout_s=120)
+        run.wait_for_step(1)
         preempting.append(sweeper.start("preempt", run.run_dir.id))
     for verb in preempting:
-        _, said = verb.communicate(timeout=60)
+        _, said = verb.communicate(timeout=180)
         assert verb.returncode == 0, said
-    now = sweeper.wait_until_ended(sweep, timeout_s=60 + 12 * points)
+    for run in runs:
+        run.go_on()
+    now = sweeper.wait_until_ended(sweep, timeout_s=180 + 12 * points)
     assert now["states"] == {"finished": points - 3, "failed": 3}
     assert [point["point"] for point in now["points"] if point["state"] == "failed"] == [3, 5, 7]
     assert all("no luck with" in point["sentence"] for point in now["points"] if point["state"] == "failed")
@@ -196,7 +198,7 @@ def test_a_sweep_survives_its_shell_preemptions_and_points_that_raise(sweeper: S
     before = {run.run_dir.id: len(run.attempts()) for run in runs}
     sweeper.cli("sweep", "retry", sweep.id)
     # What runs is the snapshot: the file is looked at where it was named.
-    now = sweeper.wait_until_ended(sweep, timeout_s=120)
+    now = sweeper.wait_until_ended(sweep, timeout_s=240)
     assert now["states"] == {"finished": points}
     more = {number: len(run.attempts()) - before[run.run_dir.id] for number, run in enumerate(runs)}
     assert {number for number, count in more.items() if count} == {3, 5, 7}
@@ -249,7 +251,7 @@ def test_secrets_reach_the_ranks_where_nothing_is_exported_and_lie_nowhere(sweep
         FROM_ENV=from_env,
         SBATCH_EXPORT="NONE",
     )
-    now = sweeper.wait_until_ended(sweep, timeout_s=90)
+    now = sweeper.wait_until_ended(sweep, timeout_s=240)
     words = "ValueError: no login as ***FROM_ENV*** with ***FROM_FILE***"
     assert [words in point["sentence"] for point in now["points"]] == [True, True], now
     for run_dir in sweep.run_dirs().values():
@@ -318,7 +320,7 @@ def test_two_shells_at_the_same_moment_make_one_sweep(sweeper: Sweeper) -> None:
     shells = [sweeper.start(*words) for _ in range(3)]
     answers = []
     for shell in shells:
-        text, said = shell.communicate(timeout=120)
+        text, said = shell.communicate(timeout=240)
         assert shell.returncode == 0, said
         answers.append(json.loads(text))
     assert len({json.dumps(answer) for answer in answers}) == 1
@@ -337,7 +339,7 @@ def test_the_same_command_is_the_same_sweep_whatever_the_order(sweeper: Sweeper)
     listed = json.loads(sweeper.cli("sweep", "list", "--json"))
     assert [each["sweep"] for each in listed] == [first.id, other.id]
     sweeper.cli("sweep", "cancel", first.id)
-    assert sweeper.wait_until_ended(first, 30)["states"] == {"stopped": 4}
+    assert sweeper.wait_until_ended(first, 120)["states"] == {"stopped": 4}
     assert set(sweeper.state(other)["states"]) == {"waiting"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -11,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from slurmtrain.process import lives
 from tests.children import children
 from tests.slurm.conftest import Cluster
 from tests.slurm.project import Project, Run, assert_same_bits, assert_steps_join, events, make_project
 
 STEPS = 60
 LONG = [f"train.steps={STEPS}", "+model.pause_s=0.15"]
+EVERY_TENTH = range(10, STEPS, 10)  # is saved while it goes on
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +84,7 @@ def test_preempted_three_times_it_finishes_with_the_same_bits(undisturbed: Run, 
     for number in (1, 2, 3):
         interrupted.wait_for_attempt(number)
         start = interrupted.attempts()[-1].first_step or 0
-        interrupted.wait_for_step(start + dice.randint(1, 12))
+        interrupted.wait_for_step(start + dice.randint(1, 8))
         interrupted.preempt_by_high()
     interrupted.finish()
     assert [attempt.reason for attempt in interrupted.attempts()] == ["preempted"] * 3 + ["finished"]
@@ -105,13 +108,13 @@ def test_one_signalled_rank_stops_all_at_the_same_step(undisturbed: Run, interru
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_no_more(
     undisturbed: Run, interrupted: Run
 ) -> None:
-    interrupted.wait_for_step(13)
+    interrupted.wait_for_checkpoint()
     os.kill(interrupted.rank_pids()[1], signal.SIGKILL)
     interrupted.wait_for_attempt(2)
     first, second = interrupted.attempts()[:2]
     assert first.reason == "crash"
     assert "Killed" in (first.sentence or "")
-    assert second.first_step == 10
+    assert second.first_step == first.committed_step in EVERY_TENTH
     interrupted.finish()
     assert_same_bits(interrupted, undisturbed)
 
@@ -137,7 +140,8 @@ def test_all_ranks_killed_during_a_save_resume_from_the_checkpoint_before(
     run = project.submit(f"train.steps={STEPS}", "model._target_=holding.Paced", nodes="n0,n1")
     run.wait_until(held.exists, "saving")
     for pid in run.rank_pids():
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # srun was faster, after the first
+            os.kill(pid, signal.SIGKILL)
     run.finish()
     tries = run.attempts()
     assert (tries[0].committed_step, tries[1].first_step) == (10, 10)
@@ -148,15 +152,15 @@ def test_all_ranks_killed_during_a_save_resume_from_the_checkpoint_before(
 def test_a_dead_node_is_survived_on_other_nodes(undisturbed: Run, project: Project) -> None:
     # time_limited has n3; n0 to n2 are free, and two of them are enough after one has died.
     run = project.submit(*LONG, "cluster.exclude=n3")
-    run.wait_for_step(13)
+    run.wait_for_checkpoint()
     dead = run.attempts()[0].nodes[1]
     run.cluster.kill_node(dead)
     try:
-        run.wait_for_attempt(2, timeout_s=120)
+        run.wait_for_attempt(2)
         first, second = run.attempts()[:2]
         assert first.reason == "node failure"
         assert dead not in second.nodes
-        assert second.first_step == 10
+        assert second.first_step == first.committed_step in EVERY_TENTH
         run.finish()
     finally:
         run.cluster.start_node(dead)
@@ -164,13 +168,13 @@ def test_a_dead_node_is_survived_on_other_nodes(undisturbed: Run, project: Proje
 
 
 def test_scancel_saves_ends_and_does_not_come_back(interrupted: Run) -> None:
-    interrupted.wait_for_step(13)
+    interrupted.wait_for_step(8)
     interrupted.cluster.run(["scancel", interrupted.job_id])
     last = interrupted.wait_for_end()
     assert interrupted.cluster.job(interrupted.job_id)["JobState"] == "CANCELLED"
     assert last.reason == "cancelled"
     assert last.committed_step == last.last_step
-    assert last.last_step >= 13
+    assert last.last_step >= 8
     assert len(interrupted.attempts()) == 1
     assert "resume" in interrupted.status()
     interrupted.cli("resume", interrupted.run_dir.id)
@@ -226,18 +230,26 @@ def test_a_requeue_from_outside_is_a_stop_like_any_other(undisturbed: Run, inter
     assert_same_bits(interrupted, undisturbed)
 
 
+def command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has just ended
+        return b""
+
+
 def test_data_workers_live_through_the_signals(undisturbed: Run, project: Project) -> None:
     run = project.submit(*LONG, "train.data_workers=2", nodes="n0,n1")
     run.wait_for_step(3)
-    workers = {pid: child for pid in run.rank_pids() for child in children(pid)}
-    assert len(set(workers.values())) >= 4
-    found = [child for pid in run.rank_pids() for child in children(pid)]
+    # What a rank starts by the way, to ask SLURM, is called otherwise.
+    ranks = run.rank_pids()
+    found = [child for rank in ranks for child in children(rank) if command(child) == command(rank)]
+    assert len(found) == 2 * len(ranks) == 8
     for pid in found:
         os.kill(pid, signal.SIGUSR2)
         os.kill(pid, signal.SIGTERM)
     here = run.step()
     run.wait_for_step(here + 5)
-    assert all(Path(f"/proc/{pid}").exists() for pid in found)
+    assert all(map(lives, found))
     assert len(run.attempts()) == 1  # the ranks were not told to stop: the signals were the workers'
     run.preempt_by_high()  # the whole step is signalled, workers too
     run.finish()
@@ -274,13 +286,15 @@ def test_where_the_jobs_own_signal_announces_preemption_it_works_the_same(
     run.preempt_by_high()
     run.finish()
     assert [attempt.reason for attempt in run.attempts()] == ["preempted", "finished"]
-    assert run.attempts()[0].cause == "SIGUSR2"
+    # A rank that got the signal earlier may have told rank 0.
+    assert run.attempts()[0].cause in ("SIGUSR2", "another rank")
     assert_steps_join(run, total=STEPS)
     assert_same_bits(run, undisturbed)
 
 
 def test_the_time_limit_saves_requeues_and_finishes(time_limited: Run) -> None:
-    time_limited.finish(timeout_s=400)
+    time_limited.wait_for_attempt(2, timeout_s=600)
+    time_limited.finish()
     assert [attempt.reason for attempt in time_limited.attempts()[:-1]] == ["time limit"] * (
         len(time_limited.attempts()) - 1
     )

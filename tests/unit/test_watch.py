@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,23 @@ def test_a_file_saves_once_and_another_ends_the_run(run_dir: RunDir, monkeypatch
     assert record is not None and record["cause"] == "the file stop"
     request = read_json(run_dir.request_file)
     assert request is not None and request["action"] == "stop"
+
+
+class AskedMeanwhile(threading.Event):
+    """Set by somebody else right after it was looked at."""
+
+    def is_set(self) -> bool:
+        before = super().is_set()
+        self.set()
+        return before
+
+
+def test_a_save_that_is_asked_for_while_somebody_looks_is_not_forgotten(tmp_path: Path) -> None:
+    signals = StopSignals()
+    made = Watch(signals, tmp_path, None, signal_lead_s=0)
+    made._save_asked = AskedMeanwhile()
+    assert [made.take_save(), made.take_save()] == [False, True]
+    signals.request("SIGTERM")
 
 
 def test_a_switch_that_cannot_be_taken_away_is_not_obeyed(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from slurmtrain.launch.sandbox.files import find_programs, write_files
 from slurmtrain.launch.sandbox.processes import Process, kill_trees, wait_until
 from slurmtrain.launch.sandbox.spec import SandboxSpec
 
-_UP_TIMEOUT_S = 30.0  # usually 2 to 3 s
+_UP_TIMEOUT_S = 90.0  # usually 2 to 3 s
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Sandbox:
     def _request(self, operation: str, node: str, **more: bool) -> None:
         try:
             with socket.socket(socket.AF_UNIX) as connection:
-                connection.settimeout(15.0)
+                connection.settimeout(60.0)
                 connection.connect(str(self.directory / SOCKET))
                 with connection.makefile("rw") as stream:
                     stream.write(json.dumps({"op": operation, "daemon": node, **more}) + "\n")
@@ -181,7 +181,7 @@ def _launch_supervisor(directory: Path, *, inherit: tuple[int, ...]) -> None:
         subprocess.run(
             command, env=env, cwd="/", stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=inherit, check=False
         )
-    if not wait_until(lambda: (directory / PROCESSES).exists(), timeout_s=10.0):
+    if not wait_until(lambda: (directory / PROCESSES).exists(), timeout_s=30.0):
         raise _failure(directory, "supervisor", "the supervisor of the sandbox did not start")
 
 

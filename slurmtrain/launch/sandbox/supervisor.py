@@ -107,7 +107,7 @@ class Supervisor:
         """Start the daemons in order, each when the one before serves. Whoever waits for us will see it if one does not."""
         for daemon in self.daemons.values():
             cell = self._start(daemon)
-            wait_until(partial(self._need_not_wait, daemon, cell), timeout_s=10.0)
+            wait_until(partial(self._need_not_wait, daemon, cell), timeout_s=30.0)
             if self._stopping or not cell.daemon.alive():
                 return
 
@@ -158,7 +158,7 @@ class Supervisor:
     def _answer(self) -> None:
         """One request, one line of JSON each way."""
         connection, _ = self._listener.accept()
-        connection.settimeout(1.0)
+        connection.settimeout(10.0)  # who asks may be held up, and nobody else waits for long
         with connection, connection.makefile("rw") as stream:
             try:
                 request = json.loads(stream.readline())
