@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slurmtrain import rundir
 from slurmtrain.cli.arguments import Arguments
@@ -19,12 +20,14 @@ from slurmtrain.launch.again import submit_links
 from slurmtrain.launch.fits import check_memory
 from slurmtrain.launch.handover import Refused
 from slurmtrain.launch.submit import check_slurm_is_here, dry_run, preparing, slurm_conf_of, submit
-from slurmtrain.launch.sweep import Sweep
 from slurmtrain.launch.timeplan import look_ahead
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.attempts import write_request
 from slurmtrain.runtime.slurm import SlurmClient
+
+if TYPE_CHECKING:
+    from slurmtrain.launch.sweep import Sweep
 
 
 def main(arguments: Arguments) -> int:

@@ -26,7 +26,7 @@ class CompactRows(NamedTuple):
         tokens: unsigned [B, S + 1]: of each row, the inputs but for its last one, the targets but for its first one.
         num_targets: that are not ignored.
         lengths: int64 [B], of each row without its padding; None: there is none.
-        places: int64 [K], of targets that are others, counted through the rows, S in each; None: there are none.
+        places: int64 [K], of targets that are others, none of them padding, counted through the rows, S in each; None: none.
         values: int64 [K], those targets; None: they are ignored.
         documents: int32 [B, S], as in a batch; None: not masked.
     """
@@ -63,46 +63,57 @@ def batches_at_once(samples: int, seq_len: int) -> int:
     return max(1, TOKENS_AT_ONCE // max(samples * seq_len, 1))
 
 
-def apart(rows: CompactRows, batches: int, empty: Callable[..., Tensor]) -> Iterator[CompactRows]:
-    """As many batches of the same number of rows, one after another.
+class RowsTogether(NamedTuple):
+    """The rows of several batches, that many in each, as they are made.
 
-    Args:
-        rows: of all of them, with lengths, and places that increase; tokens and documents were made by `empty`.
-        empty: makes tensors of a shape and a dtype.
+    Attributes:
+        tokens, documents: as in `CompactRows`; made by the `empty` that `apart` gets.
+        lengths: int64 [rows].
+        places: int64 [K], increasing.
+        values: int64 [K]; None: they are ignored.
     """
-    assert rows.lengths is not None and rows.places is not None
-    width = rows.tokens.shape[1] - 1
-    tokens = rows.tokens.view(batches, -1, width + 1).unbind()
-    documents = None if rows.documents is None else rows.documents.view(batches, -1, width).unbind()
-    lengths, places = rows.lengths.numpy().reshape(batches, -1), rows.places.numpy()
-    values = None if rows.values is None else rows.values.numpy()
-    numbers = lengths.shape[1] * width  # of targets in a batch
-    bounds = places.searchsorted(numbers * np.arange(batches + 1)).tolist()
-    targets, shortest = lengths.sum(axis=1).tolist(), lengths.min(axis=1, initial=width).tolist()
-    for batch, (begin, end) in enumerate(pairwise(bounds)):
-        own = CompactRows(tokens[batch], targets[batch], documents=None if documents is None else documents[batch])
-        if shortest[batch] < width:
-            own = own._replace(lengths=sent(lengths[batch], empty))
-        if begin < end:
-            own = own._replace(places=sent(places[begin:end] - batch * numbers, empty))
-            if values is None:
-                own = own._replace(num_targets=own.num_targets - (end - begin))
-            else:
-                ignored = int(np.count_nonzero(values[begin:end] == IGNORED_TARGET))
-                own = own._replace(num_targets=own.num_targets - ignored, values=sent(values[begin:end], empty))
-        yield own
+
+    tokens: Tensor
+    lengths: NDArray[np.int64]
+    places: NDArray[np.int64]
+    values: NDArray[np.int64] | None
+    documents: Tensor | None
+
+    def apart(self, batches: int, empty: Callable[..., Tensor]) -> Iterator[CompactRows]:
+        """Batch by batch; `empty` makes tensors of a shape and a dtype."""
+        width = self.tokens.shape[1] - 1
+        tokens = self.tokens.view(batches, -1, width + 1).unbind()
+        documents = None if self.documents is None else self.documents.view(batches, -1, width).unbind()
+        lengths = self.lengths.reshape(batches, -1)
+        numbers = lengths.shape[1] * width  # of targets in a batch
+        bounds = self.places.searchsorted(numbers * np.arange(batches + 1)).tolist()
+        targets, shortest = lengths.sum(axis=1).tolist(), lengths.min(axis=1, initial=width).tolist()
+        for batch, (begin, end) in enumerate(pairwise(bounds)):
+            own = CompactRows(tokens[batch], targets[batch], documents=None if documents is None else documents[batch])
+            if shortest[batch] < width:
+                own = own._replace(lengths=_sent(lengths[batch], empty))
+            if begin < end:
+                own = own._replace(places=_sent(self.places[begin:end] - batch * numbers, empty))
+                if self.values is None:
+                    own = own._replace(num_targets=own.num_targets - (end - begin))
+                else:
+                    values = self.values[begin:end]
+                    ignored = int(np.count_nonzero(values == IGNORED_TARGET))
+                    own = own._replace(num_targets=own.num_targets - ignored, values=_sent(values, empty))
+            yield own
 
 
 def joined_rows(
     parts: Sequence[tuple[NDArray[np.int64], CompactRows]], empty: Callable[..., Tensor], *, document_mask: bool
-) -> CompactRows:
-    """One of several whose tokens are of one type, each with the rows that its samples are to have, int64 [B of the part].
+) -> RowsTogether:
+    """Those of several sources, each with the rows that its samples are to have, int64 [B of the part].
 
-    With lengths, and places that increase; with documents where `document_mask`, and only then may a part have some: rows that
-    do not say so are of one each. Tokens and documents are made by `empty`, from a shape and a dtype.
+    With documents where `document_mask`, and only then may a part have some: rows that do not say so are of one each.
     """
     samples, width = sum(len(rows) for rows, _ in parts), max(part.tokens.shape[1] for _, part in parts) - 1
-    tokens = empty((samples, width + 1), dtype=parts[0][1].tokens.dtype)
+    tokens = empty(
+        (samples, width + 1), dtype=max((part.tokens.dtype for _, part in parts), key=lambda dtype: dtype.itemsize)
+    )
     documents = empty((samples, width), dtype=torch.int32) if document_mask else None
     lengths, places, values = np.empty(samples, dtype=np.int64), [_NONE], [_NONE]
     for rows, part in parts:
@@ -120,17 +131,10 @@ def joined_rows(
             documents.numpy()[rows, own:] = numbers[:, -1:] + 1  # the padding is a document of its own
     all_places = np.concatenate(places)
     order = np.argsort(all_places)
-    return CompactRows(
-        tokens,
-        num_targets=sum(part.num_targets for _, part in parts),
-        lengths=torch.from_numpy(lengths),
-        places=torch.from_numpy(all_places[order]),
-        values=torch.from_numpy(np.concatenate(values)[order]),
-        documents=documents,
-    )
+    return RowsTogether(tokens, lengths, all_places[order], np.concatenate(values)[order], documents)
 
 
-def sent(numbers: NDArray[np.int64], empty: Callable[..., Tensor]) -> Tensor:
+def _sent(numbers: NDArray[np.int64], empty: Callable[..., Tensor]) -> Tensor:
     """A copy in a tensor made by `empty`."""
     tensor = empty(numbers.shape, dtype=torch.int64)
     tensor.numpy()[:] = numbers

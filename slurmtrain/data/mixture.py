@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slurmtrain.data.batches import Batch, joined
-from slurmtrain.data.compact import CompactRows, apart, as_batch, batches_at_once, joined_rows
+from slurmtrain.data.compact import CompactRows, as_batch, batches_at_once, joined_rows
 from slurmtrain.data.order import Epochs, Order, samples_at
-from slurmtrain.data.samples import MapDataset, fetch_batches, fingerprint_of
+from slurmtrain.data.samples import MapDataset, fetch_batches, fingerprint_of, way
 from slurmtrain.data.shares import shares_of
 from slurmtrain.data.slots import empty
 from slurmtrain.data.tokens import PackedTokens
@@ -117,8 +117,9 @@ class MixedSamples:
             yield from self._together(indices[some], numbers[some], seed, empty)
 
     def _batches_at_once(self, samples: int) -> int:
-        compact = all(isinstance(part, PackedTokens) for part in self._parts)
-        return batches_at_once(samples, self.seq_len) if compact and not hasattr(self, "lengths") else 1
+        # Rows of a class of one's own may differ in length, and what a batch is must not depend on those made with it.
+        alike = all(type(part) is PackedTokens and way(part) == "get_batches" for part in self._parts)
+        return batches_at_once(samples, self.seq_len) if alike else 1
 
     def _together(
         self, indices: NDArray[np.int64], numbers: NDArray[np.int64], seed: int, empty: Callable[..., Tensor]
@@ -129,13 +130,10 @@ class MixedSamples:
             for part, rows, own in self._split(indices.reshape(-1))
         ]
         compact = [(rows, batch) for rows, batch in found if isinstance(batch, CompactRows)]
-        if len(compact) == len(found) and len({batch.tokens.dtype for _, batch in compact}) == 1:
-            rows = joined_rows(compact, empty, document_mask=self.document_mask)
-            yield from apart(rows, len(indices), empty)
-        else:
-            batch = joined([(torch.from_numpy(rows), as_batch(batch)) for rows, batch in found])
-            for first in range(0, indices.size, indices.shape[1]):
-                yield {name: values[first : first + indices.shape[1]] for name, values in batch.items()}
+        if len(compact) == len(found):
+            yield from joined_rows(compact, empty, document_mask=self.document_mask).apart(len(indices), empty)
+        else:  # one batch
+            yield joined([(torch.from_numpy(rows), as_batch(batch)) for rows, batch in found])
 
     def will_need(self, indices: NDArray[np.int64]) -> None:
         for part, _, own in self._split(indices):

@@ -75,10 +75,10 @@ def fetch_batches(
         empty: makes tensors of a shape and a dtype, for data sets that ask for them.
     """
     own: Any = dataset
-    way = _way(dataset)
-    if way == "get_batches":
+    method = way(dataset)
+    if method == "get_batches":
         return _errors_in_their_turn(functools.partial(own.get_batches, seed=seed, empty=empty), indices, numbers)
-    if way == "get_batch":
+    if method == "get_batch":
         return map(own.get_batch, indices)
     return map(functools.partial(_collated, dataset, seed), indices, numbers)
 
@@ -100,15 +100,15 @@ def _errors_in_their_turn(
         yield from get_batches(indices[at : at + 1], numbers=numbers[at : at + 1])
 
 
-def _way(dataset: MapDataset) -> str:
+def way(dataset: MapDataset) -> str:
     """By which method samples are fetched: of those that are defined last, by the object or in its classes, the fastest.
 
     So that a class that changes only `get_batch`, or only `__getitem__`, of another one is asked by that.
     """
     for names in (getattr(dataset, "__dict__", {}), *map(vars, type(dataset).__mro__)):
-        for way in ("get_batches", "get_batch", "__getitem__"):
-            if way in names:
-                return way
+        for method in ("get_batches", "get_batch", "__getitem__"):
+            if method in names:
+                return method
     return "__getitem__"
 
 

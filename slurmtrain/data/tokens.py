@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from slurmtrain.data.compact import CompactRows, apart, batches_at_once
+from slurmtrain.data.compact import CompactRows, RowsTogether, batches_at_once
 from slurmtrain.data.rows import Rows, damaged
 from slurmtrain.data.slots import empty
 from slurmtrain.data.stream import TokenStream
@@ -109,15 +109,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
             if len(outside):
                 assert not several, "pieces that reach from one document into the next are a row each"
                 places, values = outside, None
-        rows = CompactRows(
-            tokens,
-            num_targets=int(plan.lengths.sum()) - (len(places) if values is None else 0),
-            lengths=torch.from_numpy(plan.lengths),
-            places=torch.from_numpy(places),
-            values=None if values is None else torch.from_numpy(values),
-            documents=documents,
-        )
-        return apart(rows, len(indices), empty)
+        return RowsTogether(tokens, plan.lengths, places, values, documents).apart(len(indices), empty)
 
     def _width(self, plan: _Plan) -> int:
         return self.seq_len

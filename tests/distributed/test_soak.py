@@ -26,6 +26,7 @@ from slurmtrain.errors import CheckpointError
 from slurmtrain.parallel.ddp import replicate
 from slurmtrain.runtime.world import World
 from tests.children import children
+from tests.descriptors import open_files
 from tests.distributed.conftest import GlooRanks
 
 SAVES, WARM_UP, STEPS_A_SAVE = 300, 100, 2
@@ -48,17 +49,8 @@ class Holdings:
     def now(cls) -> Holdings:
         names = sorted(thread.name for thread in threading.enumerate())
         threads = len(os.listdir("/proc/self/task"))
-        return cls(tuple(names), threads, tuple(children(os.getpid())), tuple(sorted(_open_files())))
-
-
-def _open_files() -> list[str]:
-    found = []
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            found.append(os.readlink(f"/proc/self/fd/{number}").partition(":[")[0])  # a socket's inode says nothing
-        except FileNotFoundError:  # the listing's own
-            continue
-    return found
+        files = sorted(path.partition(":[")[0] for path in open_files())  # a socket's inode says nothing
+        return cls(tuple(names), threads, tuple(children(os.getpid())), tuple(files))
 
 
 def resident_bytes() -> int:

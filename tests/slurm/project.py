@@ -24,12 +24,13 @@ from tests.slurm.conftest import Cluster
 
 # A model of the user's own. Its pause gives tests the time to interfere: in each training forward pass of the first ten of
 # an attempt, five times as long in later ones, so that who is held up for seconds is in time, too, and none when a file
-# `quick` lies in the run directory. It does not change a single bit.
+# `quick` lies in the run directory; while a file `hold` does, none ends. It does not change a single bit.
 PACED_MODEL = """
 import os, pathlib, time
 from slurmtrain.models import Decoder
 
-QUICK = pathlib.Path(os.environ.get("SLURMTRAIN_RUN_DIR", ".")) / "quick"
+RUN_DIR = pathlib.Path(os.environ.get("SLURMTRAIN_RUN_DIR", "."))
+QUICK, HOLD = RUN_DIR / "quick", RUN_DIR / "hold"
 
 class Paced(Decoder):
     def __init__(self, *, pause_s=0.0, **arguments):
@@ -40,6 +41,8 @@ class Paced(Decoder):
         self.passes += self.training
         if self.training and self.pause_s and not QUICK.exists():
             time.sleep(self.pause_s if self.passes <= 10 else 5 * self.pause_s)
+        while self.training and HOLD.exists():
+            time.sleep(0.02)
         return super().forward(tokens)
 """
 

@@ -58,11 +58,14 @@ def rows_of_a_source(draw: st.DrawFn, count: int) -> CompactRows:
     def maybe(values: NDArray[Any]) -> torch.Tensor | None:
         return torch.from_numpy(values) if draw(st.booleans()) else None
 
-    others = np.sort(random.choice(count * width, random.integers(1, count * width + 1), replace=False))
+    lengths = maybe(random.integers(1, width + 1, count))
+    ends = np.full(count, width) if lengths is None else lengths.numpy()
+    inside = np.flatnonzero(np.arange(width) < ends[:, None])  # padding has no targets
+    others = np.sort(random.choice(inside, random.integers(1, len(inside) + 1), replace=False))
     rows = CompactRows(
         tokens=torch.from_numpy(random.integers(0, 2**16, (count, width + 1), dtype=np.uint16)),
         num_targets=0,
-        lengths=maybe(random.integers(1, width + 1, count)),
+        lengths=lengths,
         places=maybe(others),
         documents=maybe(np.sort(random.integers(0, 3, (count, width)).astype(np.int32))),
     )
@@ -74,7 +77,7 @@ def rows_of_a_source(draw: st.DrawFn, count: int) -> CompactRows:
 @given(parts=parts_of_a_batch())
 def test_rows_of_several_sources_become_the_batch_that_their_batches_become(parts: Any) -> None:
     masked = any(part.documents is not None for _, part in parts)
-    together = joined_rows(parts, empty, document_mask=masked)
+    (together,) = joined_rows(parts, empty, document_mask=masked).apart(1, empty)
     batch, expected = together.batch(), joined([(torch.from_numpy(rows), part.batch()) for rows, part in parts])
     assert batch.keys() == expected.keys() and together.tokens.dtype == torch.uint16
     assert all(torch.equal(batch[name], expected[name]) for name in batch)

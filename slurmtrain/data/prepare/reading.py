@@ -99,17 +99,25 @@ def _lines(reading: Reading) -> Iterator[bytes | Bad]:
                 return
             position += len(rest) - 1
         while piece.source.packing or position < piece.end:
-            line = file.readline(LONGEST_LINE)
-            if not line:
+            line, size = _next_line(file)
+            if not size:
                 break
-            position += len(line)
-            rest = line
-            while len(rest) == LONGEST_LINE and not rest.endswith(b"\n"):
-                rest = file.readline(LONGEST_LINE)
-                position += len(rest)
+            position += size
             if not piece.source.packing:
                 reading.done = position - piece.start
-            yield line if rest is line else Bad(f"longer than {LONGEST_LINE:,} bytes; a JSON array is no JSON lines")
+            yield line
+
+
+def _next_line(file: BinaryIO) -> tuple[bytes | Bad, int]:
+    """The next line, and how many bytes it takes; 0 at the end."""
+    line = part = file.readline(LONGEST_LINE)
+    size = len(line)
+    while len(part) == LONGEST_LINE and not part.endswith(b"\n"):
+        part = file.readline(LONGEST_LINE)
+        size += len(part)
+    if size > LONGEST_LINE:
+        return Bad(f"longer than {LONGEST_LINE:,} bytes; a JSON array is no JSON lines"), size
+    return line, size
 
 
 def _document(line: bytes, text_field: str) -> str | Bad | None:
