@@ -36,7 +36,7 @@ def main(arguments: Arguments) -> int:
             raise UsageError(f"{option} is for sweeps", hint="add -m, and choices: -m key=1,2 submit")
     config = compose_and_validate(arguments)
     check_fits(config)
-    check_prepared(config)
+    check_prepared(config, later="--after" in arguments.options)
     if arguments.verb == "render":
         return _render(config, arguments)
     runs = arguments.options.get("--after")

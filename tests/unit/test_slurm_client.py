@@ -263,6 +263,43 @@ def test_the_version_of_a_cluster(text: str, version: tuple[int, int] | None, fa
 # Asking.
 
 
+ANSWERS_CHANGED = {
+    "SQUEUE_PARTITION": "p",
+    "SQUEUE_STATES": "CD",
+    "SCONTROL_LOCAL": "1",
+    "SCANCEL_STATE": "PD",
+    "SINFO_ALL": "1",
+    "SACCT_FORMAT": "x",
+    "SLURM_TIME_FORMAT": "relative",
+    "SLURM_BITSTR_LEN": "1",
+    "SLURM_JOB_ID": "7",
+}
+WHERE_AND_WHO = {
+    "SLURM_CONF": "/etc/a.conf",
+    "SLURM_CONF_SERVER": "login:6817",
+    "SLURM_CLUSTERS": "b",
+    "SLURM_JWT": "token",
+    "SLURM_SACK_SOCKET": "/run/sack",
+}
+
+
+def test_commands_see_where_slurm_is_and_who_asks_and_nothing_that_changes_the_answer() -> None:
+    mine = {"PATH": "/bin", "SLURMTRAIN_RUNS": "runs"}
+    assert clean_environment({**ANSWERS_CHANGED, **WHERE_AND_WHO, **mine}) == {**WHERE_AND_WHO, **mine}
+
+
+def test_of_another_cluster_than_the_shells_only_its_slurm_conf_is_known() -> None:
+    """A token, or names of clusters, would be refused there; a sandbox is such a one."""
+    variables = {**ANSWERS_CHANGED, **WHERE_AND_WHO, "SBATCH_CLUSTERS": "b", "PATH": "/bin"}
+    assert clean_environment(variables, "/sandbox.conf") == {"PATH": "/bin", "SLURM_CONF": "/sandbox.conf"}
+    assert clean_environment(variables, "/etc/a.conf")["SLURM_JWT"] == "token"
+
+
+def test_jobs_are_looked_for_where_sbatch_sends_them() -> None:
+    assert clean_environment({"SBATCH_CLUSTERS": "b"})["SLURM_CLUSTERS"] == "b"
+    assert clean_environment({"SBATCH_CLUSTERS": "b", "SLURM_CLUSTERS": "c"})["SLURM_CLUSTERS"] == "c"  # as for sbatch
+
+
 def test_a_job_is_asked_for_by_its_id(fake_slurm: FakeSlurm) -> None:
     client, ran = answers(SHOW_JOB)
     facts = client.job("12_3")

@@ -111,6 +111,17 @@ Queue = Callable[[dict[str, tuple[str, str]]], None]
 # An allocation is not the run.
 
 
+def test_a_run_is_alive_whatever_the_shell_has_set_for_squeue(
+    make: Make, queue: Queue, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue({JOB: ("RUNNING", "None")})
+    fake_slurm.command("squeue", 'if [ -z "$SQUEUE_PARTITION" ]; then cat "$here/queue"; fi')
+    monkeypatch.setenv("SQUEUE_PARTITION", "debug")
+    run = make(JOB)
+    assert said(state(run)) == ("starting", True)
+    assert main(["resume", run.id]) != 0 and fake_slurm.submitted == []
+
+
 @pytest.mark.parametrize(("verdict", "word"), [("done", "finished"), ("end", "failed")])
 def test_a_run_that_has_ended_in_an_allocation_that_goes_on_is_over(
     make: Make, queue: Queue, fake_slurm: FakeSlurm, verdict: str, word: str, capsys: pytest.CaptureFixture[str]
