@@ -6,7 +6,7 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from slurmtrain import redaction
 from slurmtrain.runtime.slurm import belongs_to_a_job
+from tests.stranger import Stranger, a_stranger
 
 # A loaded machine is no failure.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -33,6 +34,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test has for a secret is none to the next."""
     monkeypatch.setattr(redaction, "_hidden", {})
+
+
+@pytest.fixture(scope="session")
+def stranger() -> Iterator[Stranger]:
+    """Another user of this machine."""
+    with a_stranger() as user:
+        yield user
 
 
 @dataclass(frozen=True)

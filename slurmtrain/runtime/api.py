@@ -81,7 +81,8 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
     that a signal ends sooner is still requeued where it was submitted (`job=command`): the process around it sees to that.
 
     Args:
-        device: "auto" (a GPU where one is visible), "cpu" or "cuda".
+        device: "auto" (as the job's train.device says: a GPU where the job has asked for some or one is visible), "cpu" or
+            "cuda".
         rendezvous_timeout_s: how long to wait for the other ranks, unless the job's config says otherwise.
 
     Raises:
@@ -97,6 +98,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
         config = load_frozen(_place.run_dir.config_file)
         secrets.take(config.secrets)
         cluster = config.cluster
+        device = config.train.device if device == "auto" else device
     meeting = _place.attempt_dir if _place else None
     if meeting is None and environment.source == "slurm" and environment.world_size > 1:
         meeting = place.meeting_directory(environment, rundir.runs_root())

@@ -21,7 +21,7 @@ from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, Rendezvous
 from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, read_json, write_json
 from slurmtrain.runtime import attempts, place
 from slurmtrain.runtime.addresses import free_port, machine, own_addresses
-from slurmtrain.runtime.environment import Environment
+from slurmtrain.runtime.environment import Environment, check_gpu_files
 from slurmtrain.runtime.place import Place
 from slurmtrain.runtime.signals import StopSignals
 from slurmtrain.runtime.watch import Watch
@@ -42,7 +42,10 @@ def run_command(config: Config, environment: Environment, where: Place, stop: St
 
     Raises:
         ConfigError: there is no such program.
+        EnvironmentMismatch: GPUs were asked for, and this node has none.
     """
+    if config.train.device != "cpu":
+        check_gpu_files(environment, config.cluster.gpus_per_node)
     words = shlex.split(config.job.command or "")
     variables = {**os.environ, **rank_variables(config, environment, where)}
     try:

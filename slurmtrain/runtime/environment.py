@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from slurmtrain.errors import EnvironmentMismatch
 from slurmtrain.runtime.nodelist import expand_counts, expand_nodelist
@@ -167,6 +168,41 @@ def check_world_size(environment: Environment, *, nodes: int, tasks_per_node: in
             f"says cluster.nodes={nodes} x cluster.tasks_per_node={tasks_per_node} = {expected}",
             hint="start it with the same numbers: --nodes, --ntasks-per-node of srun, --nnodes, --nproc-per-node of torchrun",
         )
+
+
+def no_gpu(environment: Environment, asked: str, why: str = "") -> EnvironmentMismatch:
+    """Return the error of a rank that sees no GPU although the job has `asked` for some. Training would not be stopped by
+    that, but would crawl on the CPU and end well."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    because = f", with CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None else ""
+    return EnvironmentMismatch(
+        f"{asked}, but rank {environment.rank} on {environment.node} sees no GPU{because}{why}",
+        hint=f"`nvidia-smi` on {environment.node} shows its GPUs, and cluster.exclude={environment.node} leaves that node out; "
+        "train.device=cpu asks for none",
+    )
+
+
+def check_gpu_files(
+    environment: Environment,
+    gpus_per_node: int,
+    variables: Mapping[str, str] = os.environ,
+    devices: Path = Path("/dev"),
+) -> None:
+    """Look whether this node can have a GPU at all, for a program that looks for them by itself and may go on without.
+
+    Only what is certain is refused: all GPUs hidden by CUDA_VISIBLE_DEVICES, or no device file of any kind of GPU.
+
+    Raises:
+        EnvironmentMismatch: it cannot.
+    """
+    if gpus_per_node == 0:
+        return
+    hidden = variables.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
+    files = any(
+        next(devices.glob(pattern), None) for pattern in ("nvidia[0-9]*", "kfd", "dxg", "dri/renderD*", "accel*")
+    )
+    if hidden or not files:
+        raise no_gpu(environment, f"cluster.gpus_per_node={gpus_per_node}")
 
 
 def _number(variables: Mapping[str, str], name: str) -> int:

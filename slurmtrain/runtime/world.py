@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import EnvironmentMismatch
-from slurmtrain.runtime.environment import Environment
+from slurmtrain.runtime.environment import Environment, no_gpu
 from slurmtrain.runtime.rendezvous import meet
 from slurmtrain.runtime.signals import StopSignals
 
@@ -59,7 +59,7 @@ def join(
         EnvironmentMismatch: a GPU was asked for that is not there.
         RendezvousError: somebody is missing.
     """
-    own = choose_device(device, environment)
+    own = choose_device(device, environment, gpus_per_node=cluster.gpus_per_node)
     if own.type == "cpu":
         # The same number in every attempt: how a sum is split over threads shows in its last bits.
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", cluster.cpus_per_task)))
@@ -74,6 +74,8 @@ def join(
         stop_requested=lambda: stop.requested,
         interface=cluster.network_interface,
     )
+    if own.type == "cuda":
+        _check_own_gpu(meeting.store, environment, own)
     _choose_interface(cluster.network_interface, meeting.interface)
     timeout = timedelta(seconds=cluster.collective_timeout_s)
     dist.init_process_group(
@@ -90,30 +92,63 @@ def join(
     return World(environment, own, dist.group.WORLD, control, saving)
 
 
-def choose_device(device: str, environment: Environment) -> torch.device:
-    """ "auto", "cpu" or "cuda" -> this rank's device: number 0 when one is visible, else the local rank's.
+def choose_device(device: str, environment: Environment, *, gpus_per_node: int = 0) -> torch.device:
+    """Choose this rank's device: "cpu", or GPU number 0 when one is visible, else the local rank's.
 
     SLURM hands each task its own single GPU or all of the node's, depending on flags and version.
+
+    Args:
+        device: "cpu", "cuda", or "auto": a GPU where the job has asked for some or one is visible, else the CPU.
+        gpus_per_node: what the job has asked for.
 
     Raises:
         EnvironmentMismatch: no GPU, or fewer than ranks on this node.
     """
-    visible = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
-    if device == "cpu" or (device == "auto" and visible == 0):
+    if device == "cpu":
+        return torch.device("cpu")
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "auto" and visible == 0 and gpus_per_node == 0:
         return torch.device("cpu")
     if visible == 0:
-        raise EnvironmentMismatch(
-            f"train.device=cuda, but rank {environment.rank} on {environment.node} sees no GPU",
-            hint="set cluster.gpus_per_node, or train.device=cpu",
+        raise no_gpu(
+            environment,
+            f"cluster.gpus_per_node={gpus_per_node}" if gpus_per_node else "train.device=cuda",
+            ""
+            if torch.version.cuda or torch.version.hip
+            else f", and its torch {torch.__version__} is built for CPUs only",
         )
     if visible == 1:
         return torch.device("cuda", 0)
     if environment.local_rank >= visible:
+        asked = f" of cluster.gpus_per_node={gpus_per_node}" if gpus_per_node > visible else ""
         raise EnvironmentMismatch(
-            f"{environment.local_world_size} ranks on {environment.node}, but only {visible} GPUs are visible there",
-            hint=f"set cluster.tasks_per_node={visible}",
+            f"{environment.local_world_size} ranks on {environment.node}, but only {visible} GPUs{asked} are visible there",
+            hint=f"`nvidia-smi` on {environment.node} shows them; cluster.exclude={environment.node} leaves that node out"
+            if asked
+            else f"set cluster.tasks_per_node={visible}",
         )
     return torch.device("cuda", environment.local_rank)
+
+
+def _check_own_gpu(store: dist.Store, environment: Environment, device: torch.device) -> None:
+    """Compare this rank's GPU with those of the other ranks on its node.
+
+    A rank that sees a single GPU cannot tell whether it is its own; two on one would share its memory, or fail in NCCL.
+
+    Raises:
+        EnvironmentMismatch: another rank has the same one.
+    """
+    first = environment.rank - environment.local_rank
+    neighbours = range(first, min(first + environment.local_world_size, environment.world_size))
+    store.set(f"gpu/{environment.rank}", str(torch.cuda.get_device_properties(device).uuid))
+    gpus = {rank: store.get(f"gpu/{rank}").decode() for rank in neighbours}
+    sharing = [rank for rank, gpu in gpus.items() if gpu == gpus[environment.rank]]
+    if len(sharing) > 1:
+        raise EnvironmentMismatch(
+            f"ranks {', '.join(map(str, sharing))} on {environment.node} see one and the same GPU, and no other",
+            hint=f"cluster.gpus_per_node has to be at least the {environment.local_world_size} ranks of a node, and "
+            "CUDA_VISIBLE_DEVICES must not hide them",
+        )
 
 
 def _choose_interface(configured: str, found: str | None) -> None:

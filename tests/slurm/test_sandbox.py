@@ -15,10 +15,13 @@ import pytest
 from slurmtrain.cli import sandbox as cli
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.launch.sandbox import Sandbox, SandboxSpec, default_directory, find, up
+from slurmtrain.launch.sandbox.directory import claim_directory
 from slurmtrain.launch.sandbox.processes import Process, descendants, wait_until
 
 if TYPE_CHECKING:
     from conftest import Cluster
+
+    from tests.stranger import Stranger
 
 SMALL = SandboxSpec(nodes=1, cpus=2, kill_wait_s=10)
 
@@ -51,6 +54,18 @@ def test_each_job_sees_the_gpus_it_asked_for(sandbox: Cluster) -> None:
 def test_a_request_that_no_node_can_serve_is_refused(sandbox: Cluster) -> None:
     for request in ("--gpus-per-node=5", "--cpus-per-task=5", "--mem=5000"):
         assert sandbox.run(["srun", request, "true"], check=False).returncode != 0
+
+
+def test_another_user_cannot_run_anything_in_somebodys_sandbox(sandbox: Cluster, stranger: Stranger) -> None:
+    """With munge's socket and slurm.conf `srun` would run it as the owner of the sandbox."""
+    out = stranger.folder / "whoami"
+    for words in (["srun", "-J", "intruder", "sh", "-c", f"id -un >{out}"], ["squeue"]):
+        done = stranger.run(words, SLURM_CONF=str(sandbox.sandbox.slurm_conf))
+        assert done.returncode != 0
+    assert not out.exists()
+    assert sandbox.directory.stat().st_mode & 0o077 == 0
+    listed = stranger.run(["cat", str(sandbox.sandbox.slurm_conf)])
+    assert "Permission denied" in listed.stderr
 
 
 def test_preemption_sends_term_and_requeues(sandbox: Cluster, tmp_path: Path) -> None:
@@ -219,6 +234,18 @@ def test_a_directory_that_is_not_ours_alone_is_refused(short_path: Path) -> None
     with pytest.raises(ClusterError, match="too long a path"):
         up(SMALL, short_path / ("x" * 100))
     assert (full / "thesis.tex").exists()
+
+
+def test_the_folders_of_sandboxes_are_closed_to_others_even_where_they_were_open(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    directory = default_directory("x")
+    directory.mkdir(parents=True)
+    for path in (directory, directory.parent):
+        path.chmod(0o711)
+    os.close(claim_directory(directory))
+    assert [path.stat().st_mode & 0o777 for path in (directory, directory.parent)] == [0o700, 0o700]
 
 
 @pytest.mark.parametrize("field", ["nodes", "cpus", "gpus"])

@@ -70,9 +70,13 @@ def claim_directory(directory: Path) -> int:
 
 
 def _private_directory(path: Path) -> None:
-    """Make sure of a directory that is ours, into which others may go but not look or write: munge's socket is below it."""
+    """Make sure of a directory that is ours and closed to everybody else.
+
+    Munge's socket and slurm.conf lie below it. With them `srun` runs commands as the owner of the sandbox, so nobody else
+    may reach either.
+    """
     try:
-        path.mkdir(mode=0o711)
+        path.mkdir(mode=0o700)
     except FileExistsError:
         pass
     except OSError as error:
@@ -83,7 +87,7 @@ def _private_directory(path: Path) -> None:
             f"{path} is not a directory of yours, so a sandbox in it would not be safe.",
             hint="give another place with --dir",
         )
-    path.chmod(0o711)  # mkdir's mode went through the umask
+    path.chmod(0o700)  # one that was there may have been open
 
 
 @dataclass(frozen=True)

@@ -44,13 +44,11 @@ def write_files(spec: SandboxSpec, directory: Path, first_port: int, programs: d
         raise ClusterError(f"this machine has devices to stand in for {len(devices)} GPUs per node, not {spec.gpus}.")
     version = _slurm_version(programs["slurmctld"])
     site = Site(directory, user, socket.gethostname().split(".")[0], first_port, version)
-    spools = ((f"spool/{node}", 0o755) for node in spec.node_names)  # jobs of other users look for their script there
-    for name, mode in (("log", 0o711), ("state", 0o700), ("spool", 0o711), *spools):
-        (directory / name).mkdir()
-        (directory / name).chmod(mode)
+    for name in ("log", "state", "spool", *(f"spool/{node}" for node in spec.node_names)):
+        (directory / name).mkdir(mode=0o700)
     for name, text in (("slurm.conf", slurm_conf(spec, site)), ("gres.conf", gres_conf(spec, devices))):
+        (directory / name).touch(0o600)
         (directory / name).write_text(text)
-        (directory / name).chmod(0o644)
     key = directory / "munge.key"
     key.touch(0o600)
     key.write_bytes(secrets.token_bytes(128))
