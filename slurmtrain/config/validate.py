@@ -220,8 +220,8 @@ def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
         raise ConfigError(
             f"cluster.signal_lead_s={cluster.signal_lead_s} with cluster.time_limit_min={cluster.time_limit_min}: SLURM may "
             f"warn {SLURM_EARLY_S} s early, so the warning could come before the first step",
-            hint=f"set cluster.signal_lead_s below {max(latest, 0)} or cluster.time_limit_min above "
-            f"{(cluster.signal_lead_s + SLURM_EARLY_S) // 60 + 1}",
+            hint=f"set cluster.time_limit_min={(cluster.signal_lead_s + SLURM_EARLY_S) // 60 + 1} or more"
+            + (f", or cluster.signal_lead_s below {latest}" if latest > 0 else ""),
         )
     for option, value in cluster.sbatch.items():
         _check_sbatch_option(option, value)
