@@ -435,7 +435,7 @@ def _ended(record: _Record, queued: str = "") -> tuple[str, str]:
     if record.setup_failed is not None:
         return "failed", record.setup_failed.read_text().strip()
     if last.verdict == Verdict.DONE:
-        return "finished", "finished"
+        return "finished", last.sentence or "finished"
     if last.verdict == Verdict.END:
         word = "stopped" if last.reason in ("cancelled", "asked", "time limit", "preempted") else "failed"
         return word, f"{last.sentence}. {resume}"
