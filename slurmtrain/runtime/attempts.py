@@ -37,6 +37,7 @@ class Attempt:
         stepping: when it began to train; None until then.
         start_up_s: seconds of each stage from the start of rank 0's process until then.
         cause, cause_time: what told the ranks to stop, and when.
+        started_again: how often SLURM has started its job again although the run had ended with it; each left at once.
     """
 
     number: int
@@ -65,6 +66,7 @@ class Attempt:
     verdict: str | None = None
     stalled: bool = False
     sentence: str | None = None
+    started_again: int = 0
 
     @property
     def progressed(self) -> bool:
