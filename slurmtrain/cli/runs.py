@@ -226,6 +226,9 @@ def _cancel(run_dir: RunDir) -> str:
 def _cancel_one(run_dir: RunDir) -> str:
     now = state(run_dir)
     others = [job for job in _jobs_in_queue(run_dir, now) if job not in (now.job_id, *now.following)]
+    if now.queued_again:
+        _client(run_dir).cancel(_job_id(now), *others)
+        return f"run {run_dir.id} has ended: {now.word}; its job {now.job_id} is taken out of the queue"
     if others and not (now.alive and now.own_job and not now.packed):
         with _asking(run_dir, "cancel"):
             _client(run_dir).cancel(*others)
@@ -413,7 +416,8 @@ def _resume_alone(run_dir: RunDir) -> str | int:
             f"run {run_dir.id} has not ended: {now.word}, {now.sentence}",
             hint=_way_out(run_dir, now) if now.word == "unknown" else f"requeue {run_dir.id} restarts it",
         )
-    left = [job for job in _jobs_in_queue(run_dir, now) if job in run_dir.info()["job_ids"]]
+    before = [job for job in run_dir.info()["job_ids"] if job != now.job_id]
+    left = [job for job in _jobs_in_queue(run_dir, now) if job in before]
     if left:
         raise ClusterError(
             f"run {run_dir.id} has ended in its latest job, but an earlier one, {left[0]}, is still in the queue",

@@ -108,7 +108,7 @@ def _check_not_in_vain(run_dir: RunDir, runs: str, client: SlurmClient) -> None:
     from slurmtrain.launch.after import check_again
 
     try:
-        check_again(runs, rundir.runs_root())
+        check_again(runs, rundir.runs_root(), client)
     except UsageError:
         write_request(run_dir, "cancel")
         client.cancel(*reversed(run_dir.info()["job_ids"]))

@@ -18,6 +18,7 @@ from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.secrets import path_of
 from slurmtrain.config.validate import SBATCH_OPTIONS
 from slurmtrain.launch.arrays import array_option, tasks_of
+from slurmtrain.launch.import_paths import pythonpath_folders
 from slurmtrain.resources import shipped
 from slurmtrain.runtime.slurm import OF_QUERIES
 
@@ -56,6 +57,7 @@ class JobPaths:
     Attributes:
         run_dirs: one run directory, or those of all array tasks.
         workdir: where the ranks run, relative to each run directory ("code", "code/sub"), or absolute.
+        roots: folders of the snapshot that modules are imported from, besides its own, relative to it.
         python: the interpreter that submits; the batch shell runs `settle` with it.
         parallelism: how many tasks of an array may run at the same time; None: as many as there is room for.
         pack: how many runs share a task.
@@ -66,6 +68,7 @@ class JobPaths:
     python: str
     parallelism: int | None = None
     pack: int = 1
+    roots: Sequence[str] = ()
 
     @property
     def tasks(self) -> int:
@@ -86,9 +89,7 @@ def render_script(config: Config, paths: JobPaths) -> str:
     )
     environment.filters["sh"] = lambda value: shlex.quote(str(value))
     environment.filters["sh_secret"] = _quote_secret
-    in_place = paths.workdir.startswith("/")
-    workdir = shlex.quote(paths.workdir) if in_place else '"$run_dir"/' + shlex.quote(paths.workdir)
-    roots = [workdir] if paths.workdir == "code" else [workdir, '"$run_dir"/code']
+    folders = [_in_script(folder) for folder in pythonpath_folders(paths.workdir, paths.roots)]
     return environment.get_template("job.sbatch.j2").render(
         version=__version__,
         directives=sbatch_directives(config, paths),
@@ -98,8 +99,8 @@ def render_script(config: Config, paths: JobPaths) -> str:
         setup=setup_lines(config.cluster),
         env=config.cluster.env,
         threads=max(1, config.cluster.cpus_per_task // paths.pack),
-        workdir=workdir,
-        pythonpath=":".join(roots),
+        workdir=folders[0],
+        pythonpath=":".join(folders),
         srun=srun_words(config.cluster, paths),
         slurmtrain=f"{shlex.quote(paths.python)} -m slurmtrain",
         secret_files=[(name, path) for name, source in config.secrets.items() if (path := path_of(source)) is not None],
@@ -108,6 +109,11 @@ def render_script(config: Config, paths: JobPaths) -> str:
         query_variables=" ".join(f'"${{!{prefix}@}}"' for prefix in OF_QUERIES),
         restart_delay_s=config.requeue.restart_delay_s,
     )
+
+
+def _in_script(folder: str) -> str:
+    """A folder of each run, or an absolute one, as a word of the script."""
+    return shlex.quote(folder) if folder.startswith("/") else '"$run_dir"/' + shlex.quote(folder)
 
 
 def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:

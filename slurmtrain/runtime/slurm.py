@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.errors import ClusterError
+from slurmtrain.runtime.slurm_versions import Version, parse_version
 
 Runner = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProcess[str]"]
 
@@ -217,6 +218,10 @@ class SlurmClient:
             return None
         return answer.stdout if answer.returncode == 0 else None
 
+    def version(self) -> Version | None:
+        """The release that the controller runs, as in (24, 5); None when it cannot be asked."""
+        return parse_version(self.configuration().get("SLURM_VERSION", ""))
+
     def pass_on_dependents(self, job_id: str, successor: str) -> list[str]:
         """Let the user's jobs that wait for the success of this one wait for its successor instead. Returns them.
 
@@ -225,15 +230,30 @@ class SlurmClient:
         Raises:
             ClusterError: squeue or scontrol is missing or refused.
         """
-        answer = self._call(["squeue", "--noheader", "--me", "--array", "--states=PENDING", "--format=%i|%E"])
-        moved = []
+        return self._change_dependencies(lambda dependency: moved_dependency(dependency, job_id, successor))
+
+    def free_dependents(self, job_id: str) -> list[str]:
+        """Let the user's jobs that wait for the success of this one wait for it no more. Returns them.
+
+        To be called before the job has ended: after that they can never start.
+
+        Raises:
+            ClusterError: squeue or scontrol is missing or refused.
+        """
+        return self._change_dependencies(lambda dependency: met_dependency(dependency, job_id))
+
+    def _change_dependencies(self, change: Callable[[str], str | None]) -> list[str]:
+        # Without --array, and by the id of the array: its tasks all wait for the same, and may be thousands.
+        answer = self._call(["squeue", "--noheader", "--me", "--states=PENDING", "--format=%F|%E"])
+        changed: dict[str, str] = {}
         for line in answer.splitlines():
             waiting, _, dependency = line.strip().partition("|")
-            changed = moved_dependency(dependency, job_id, successor)
-            if changed is not None:
-                self._call(["scontrol", "update", f"JobId={waiting}", f"Dependency={changed}"])
-                moved.append(waiting)
-        return moved
+            new = change(dependency)
+            if new is not None:
+                changed[waiting] = new
+        for waiting, new in changed.items():
+            self._call(["scontrol", "update", f"JobId={waiting}", f"Dependency={new}"])
+        return list(changed)
 
     def test_only(self, script: Path, without: Collection[str] = ()) -> tuple[int, str]:
         """Exit code and words of `sbatch --test-only`: whether and when this script would start. Nothing is submitted.
@@ -347,6 +367,18 @@ def moved_dependency(text: str, job_id: str, successor: str) -> str | None:
     words = [re.sub(r"\(\w+\)", "", word) for word in re.split(r"([,?])", text)]
     changed = [f"afterok:{successor}" if word == f"afterok:{job_id}" else word for word in words]
     return "".join(changed) if changed != words else None
+
+
+def met_dependency(text: str, job_id: str) -> str | None:
+    """A dependency as squeue prints it, without the job's success, which is certain; None when it has none of it.
+
+    What is left may be empty: then nothing is waited for.
+    """
+    words = [re.sub(r"\(\w+\)", "", word) for word in re.split("[,?]", text)]
+    left = [word for word in words if word != f"afterok:{job_id}"]
+    if left == words:
+        return None
+    return "" if "?" in text else ",".join(left)  # "?": one of them is enough
 
 
 def parse_duration(text: str) -> float | None:

@@ -414,6 +414,27 @@ def test_the_verdict_requeue_requeues_this_job_and_shortens_the_wait(run_dir: Pa
     assert scontrol_calls(tmp_path) == ["requeue 77", "update JobId=77 StartTime=now+8"]
 
 
+@pytest.mark.parametrize(("word", "code"), [("done", 0), ("end", 1)])
+def test_a_job_that_slurm_starts_again_after_the_run_has_ended_claims_no_attempt(
+    run_dir: Path, tmp_path: Path, word: str, code: int
+) -> None:
+    said = f'[ "$3" = begin ] && echo {word}'
+    done = run_script(
+        script_for(run_dir), tmp_path, srun='touch "$here/../started"', settle=said, SLURM_RESTART_COUNT="2"
+    )
+    assert done.returncode == code, done.stderr
+    assert not (tmp_path / "started").exists() and list((run_dir / "attempts").iterdir()) == []
+    assert scontrol_calls(tmp_path) == []
+
+
+@pytest.mark.parametrize("settle", ["exit 0", "exit 1"])
+def test_a_restart_of_a_run_that_has_not_ended_or_that_cannot_be_asked_goes_on(
+    run_dir: Path, tmp_path: Path, settle: str
+) -> None:
+    run_script(script_for(run_dir), tmp_path, srun='touch "$here/../started"', settle=settle, SLURM_RESTART_COUNT="1")
+    assert (tmp_path / "started").exists() and (run_dir / "attempts" / "0001").is_dir()
+
+
 def test_a_delay_of_zero_leaves_the_wait_to_slurm(run_dir: Path, tmp_path: Path) -> None:
     config = Config(requeue=RequeueConfig(restart_delay_s=0))
     run_script(script_for(run_dir, config=config), tmp_path, srun="exit 75", settle="echo requeue")

@@ -19,12 +19,14 @@ from slurmtrain.runtime.slurm import (
     belongs_to_a_job,
     chosen_partition,
     clean_environment,
+    met_dependency,
     moved_dependency,
     parse_duration,
     parse_show_config,
     parse_show_job,
     parse_time,
 )
+from slurmtrain.runtime.slurm_versions import parse_version
 from tests.conftest import FakeSlurm
 
 # `scontrol show job -o 1`, 22.05, of a job whose comment tries to look like fields.
@@ -226,6 +228,36 @@ def test_a_job_is_found_by_a_word_of_its_comment(fake_slurm: FakeSlurm) -> None:
 )
 def test_who_waits_for_a_run_waits_for_its_next_job(text: str, moved: str | None) -> None:
     assert moved_dependency(text, "12", "99") == moved
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("afterok:12(unfulfilled)", ""),
+        ("afterok:3(unfulfilled),afterok:12(unfulfilled),singleton(unfulfilled)", "afterok:3,singleton"),
+        ("afterok:12(unfulfilled)?afterok:13(unfulfilled)", ""),  # one of them was enough
+        ("afterany:12(unfulfilled)", None),
+        ("afterok:123(unfulfilled)", None),
+        ("(null)", None),
+    ],
+)
+def test_who_waits_for_a_run_that_has_finished_waits_for_it_no_more(text: str, left: str | None) -> None:
+    assert met_dependency(text, "12") == left
+
+
+def test_a_sweep_that_waits_is_freed_with_one_call(fake_slurm: FakeSlurm) -> None:
+    client, ran = answers("55|afterok:12(unfulfilled)\n55|afterok:12(unfulfilled)\n56|(null)\n")
+    assert client.free_dependents("12") == ["55"]
+    assert [command for command in ran if "update" in command] == [["scontrol", "update", "JobId=55", "Dependency="]]
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [("22.05.8", (22, 5)), ("slurm-wlm 22.05.8", (22, 5)), ("slurm 24.11.0-0rc1", (24, 11)), ("", None)],
+)
+def test_the_version_of_a_cluster(text: str, version: tuple[int, int] | None, fake_slurm: FakeSlurm) -> None:
+    assert parse_version(text) == version
+    assert answers(f"SLURM_VERSION           = {text}\n")[0].version() == version
 
 
 # Asking.
