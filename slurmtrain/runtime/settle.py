@@ -148,6 +148,8 @@ def _evidence(run_dir: RunDir, attempt: Attempt, exit_code: int, facts: JobFacts
         cause=attempt.cause,
         seconds_left=attempt.seconds_left,
         failure=failure,
+        program_code=attempt.program_code,
+        finished_when=config.job.finished_when,
         killed=killed,
         request=attempts.request_for(run_dir, attempt),
         facts=facts,
