@@ -33,7 +33,8 @@ class PlainLog:
 
     def feed(self, data: bytes) -> bytes:
         """Take what was written, and return what the log gets of it."""
-        data, kept = self._rest + data, []
+        data = self._rest + data
+        kept: list[bytes] = []
         unfinished = _UNFINISHED.search(data)
         self._rest = unfinished.group() if unfinished else b""
         data = data[: len(data) - len(self._rest)]
