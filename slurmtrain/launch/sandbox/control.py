@@ -215,7 +215,7 @@ def _wait_until_idle(sandbox: Sandbox) -> None:
 
 def _refuse_one_node_a_machine(sandbox: Sandbox) -> None:
     """Raises: ClusterError: this SLURM was built for one slurmd a machine, and leaves out every node but the first."""
-    told = (_text(sandbox.directory / "log" / name) for name in ("slurmctld.out", "slurmctld.log"))
+    told = (_text(sandbox.directory / "log" / f"{name}.out") for name in ("slurmctld", sandbox.nodes[0]))
     if len(sandbox.nodes) > 1 and any("Duplicated NodeHostName" in text for text in told):
         raise ClusterError(
             "this SLURM was built without --enable-multiple-slurmd, so it cannot play several nodes on one machine.",
