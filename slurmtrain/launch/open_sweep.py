@@ -15,7 +15,6 @@ from pathlib import Path
 from slurmtrain import rundir
 from slurmtrain.config.schema import Config
 from slurmtrain.launch.arrays import plan_arrays
-from slurmtrain.launch.claims import renew
 from slurmtrain.launch.draft import Draft, check_belongs
 from slurmtrain.launch.here import run_here
 from slurmtrain.launch.named_paths import with_absolute_paths
@@ -144,7 +143,6 @@ class OpenSweep:
         while True:
             ask = time.monotonic() - asked >= ASK_EVERY_S
             if ask:
-                renew(self.sweep.path)
                 asked = time.monotonic()
             looked = [run_dir for run_dir in waiting if ask or (run_dir not in revived and is_over(run_dir))]
             now = states(looked)
