@@ -21,7 +21,7 @@ from slurmtrain.config.schema import (
     PrepareConfig,
     TrainConfig,
 )
-from slurmtrain.errors import ConfigError, nearest
+from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, nearest
 
 # Long options of sbatch, those of `man sbatch`: what decides them here, or "" for those that cluster.sbatch may set.
 SBATCH_OPTIONS = {
@@ -147,10 +147,28 @@ def _check_job(job: JobConfig) -> None:
             shlex.split(job.command)
         except ValueError as error:
             raise ConfigError(f"job.command is {job.command!r}: {error}", hint="close the quote") from None
+        if job.finished_when is not None:
+            _check_finished_when(job.finished_when)
     elif job.command:
         raise ConfigError(
             f"job.command is {job.command!r}, but job.kind is {job.kind!r}, which runs no command",
             hint="write job=command",
+        )
+    for name in ("finished_when", "progress_file"):
+        if job.kind != "command" and getattr(job, name) is not None:
+            raise ConfigError(
+                f"job.{name} is for a job.command, and job.kind is {job.kind!r}", hint=f"leave job.{name} out"
+            )
+
+
+def _check_finished_when(text: str) -> None:
+    if not text.strip():
+        raise ConfigError("job.finished_when is empty", hint="a file, an exit code, or null")
+    if text.isdigit() and (int(text) > 255 or int(text) in (EXIT_REQUEUE, EXIT_CONFIG)):
+        raise ConfigError(
+            f"job.finished_when={text}: an exit code from 0 to 255 was expected, other than {EXIT_REQUEUE} (start me again) "
+            f"and {EXIT_CONFIG} (the config is wrong)",
+            hint="job.finished_when=0, or a file that the program makes at its end",
         )
 
 
@@ -324,7 +342,7 @@ def _check_ranges(config: Config) -> None:
     train, optim = config.train, config.optim
     for name in ("steps", "log_every", "length_sorted_steps"):
         _at_least(f"train.{name}", getattr(train, name), 1)
-    for name in ("eval_every", "data_workers", "data_ahead", "seed"):
+    for name in ("eval_every", "data_workers", "data_ahead", "seed", "max_nonfinite"):
         _at_least(f"train.{name}", getattr(train, name), 0)
     _one_of("train.device", train.device, ("auto", "cpu", "cuda"))
     if not 0 < optim.lr < math.inf:  # written so that nan is refused, too; as below
@@ -366,6 +384,8 @@ def _check_ranges(config: Config) -> None:
     if config.requeue.mode == "chain":
         _at_least("requeue.chain_length", config.requeue.chain_length, 2, why="requeue=off submits a single job")
     _at_least("requeue.max_attempts_without_progress", config.requeue.max_attempts_without_progress, 1)
+    _at_least("requeue.max_unseen_attempts", config.requeue.max_unseen_attempts, 1)
+    _at_least("requeue.long_attempt_min", config.requeue.long_attempt_min, 1)
     _at_least("requeue.restart_delay_s", config.requeue.restart_delay_s, 0)
     _at_least("sweep.pack", config.sweep.pack, 1)
     if config.job.kind == "train":

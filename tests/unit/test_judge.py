@@ -21,6 +21,7 @@ PREEMPTED_LAST_TIME = JobFacts("RUNNING", "None", restarts=1, start_time=2000.0,
 STOPPED = {"exit_code": 75, "said": "stopped", "progressed": True}
 SLURM_TERM = {**STOPPED, "cause": "SIGTERM"}
 EARLY = {**STOPPED, "cause": "SIGUSR2", "seconds_left": 150.0}
+SAVED_AND_SAID_0 = {"exit_code": 75, "said": "stopped", "program_code": 0}
 KILLED = {"exit_code": 137, "killed": "n1: task 3: Killed"}
 
 ROWS = [
@@ -145,6 +146,55 @@ ROWS = [
     ("Ctrl-C", {**STOPPED, "cause": "SIGINT"}, "cancelled", "end", "Ctrl-C"),
     ("a command died of the signal", {"exit_code": 143, "cause": "SIGTERM"}, "asked", "requeue", "SIGTERM"),
     (
+        "a program saved and exited with 0 when preempted",
+        {**SAVED_AND_SAID_0, "cause": "SIGTERM", "facts": PREEMPTED},
+        "preempted",
+        "requeue",
+        "exit code 0 after it was told to stop is not taken for finished",
+    ),
+    (
+        "a program saved and exited with 0 before the time limit",
+        {**SAVED_AND_SAID_0, "cause": "SIGUSR2", "seconds_left": 150.0, "facts": RUNNING},
+        "time limit",
+        "requeue",
+        "job.finished_when says when",
+    ),
+    (
+        "a program saved and exited with 0, cancelled",
+        {**SAVED_AND_SAID_0, "cause": "SIGTERM", "facts": CANCELLED},
+        "cancelled",
+        "end",
+        "scancel",
+    ),
+    (
+        "told to stop, and nobody said that it has finished",
+        {"exit_code": 0, "cause": "SIGTERM", "facts": PREEMPTED},
+        "preempted",
+        "requeue",
+        "",
+    ),
+    (
+        "finished by the file that says so, after a signal",
+        {"exit_code": 0, "said": "finished", "cause": "SIGTERM", "program_code": 0, "finished_when": "done"},
+        "finished",
+        "done",
+        "done is there (job.finished_when)",
+    ),
+    (
+        "finished by the exit code that says so",
+        {"exit_code": 0, "said": "finished", "program_code": 9, "finished_when": "9"},
+        "finished",
+        "done",
+        "exit code 9 (job.finished_when)",
+    ),
+    (
+        "exit code 0 without the file that says finished",
+        {**SAVED_AND_SAID_0, "finished_when": "done", "facts": RUNNING},
+        "asked",
+        "requeue",
+        "wants to be started again (its program ended with exit code 0, but done is not there",
+    ),
+    (
         "an old preemption is not this one's",
         {**SLURM_TERM, "facts": PREEMPTED_LAST_TIME, "restart_count": 1},
         "asked",
@@ -217,6 +267,53 @@ def test_a_program_that_asks_to_be_started_again_without_reason_or_progress_uses
     assert judge(Evidence(75, "stopped", stalled_before=2, progressed=True), Policy()).verdict == Verdict.REQUEUE
 
 
+# A program of the user's own may show no progress at all.
+
+UNSEEN = {"progress_visible": False, "program_code": 1, "facts": RUNNING}
+LONG, SHORT = {**UNSEEN, "lasted_s": 7200.0}, {**UNSEEN, "lasted_s": 60.0}
+BOOM = {"exit_code": 1, "failure": (1, "rank 0: boom")}
+WANTS_MORE = {"exit_code": 75, "said": "stopped"}
+AT_THE_LIMIT = {**WANTS_MORE, "cause": "SIGUSR2", "seconds_left": 60.0}
+TOLD_BY_NOBODY = {**WANTS_MORE, "cause": "SIGTERM", "program_code": 0}
+
+EFFORTS = [
+    # how it ended, evidence -> uses up the budget, that of long attempts, was long
+    ("a short crash", {**SHORT, **BOOM}, (True, False, False)),
+    ("a crash after hours", {**LONG, **BOOM}, (False, True, True)),
+    (
+        "a crash after hours, where progress is visible",
+        {**LONG, **BOOM, "progress_visible": True},
+        (True, False, False),
+    ),
+    ("a chunk done in a minute, and not reported", {**SHORT, **WANTS_MORE, "program_code": 75}, (True, False, False)),
+    ("a chunk done, and reported", {**SHORT, **WANTS_MORE, "progressed": True}, (False, False, False)),
+    ("a chunk of hours, not reported", {**LONG, **WANTS_MORE, "program_code": 75}, (False, True, True)),
+    ("a short time limit, from scratch each time", {**SHORT, **AT_THE_LIMIT}, (False, True, True)),
+    ("the time limit, with progress", {**LONG, **AT_THE_LIMIT, "progressed": True}, (False, False, True)),
+    ("exit code 0 after a TERM of nobody's, in a minute", {**SHORT, **TOLD_BY_NOBODY}, (True, False, False)),
+    ("the same on request", {**SHORT, **TOLD_BY_NOBODY, "request": "preempt"}, (False, False, False)),
+    ("the same in a preemption", {**SHORT, **TOLD_BY_NOBODY, "facts": PREEMPTED}, (False, False, False)),
+    ("preempted after hours", {**LONG, **WANTS_MORE, "cause": "SIGTERM", "facts": PREEMPTED}, (False, False, True)),
+]
+
+
+@pytest.mark.parametrize(("evidence", "effort"), [row[1:] for row in EFFORTS], ids=[row[0] for row in EFFORTS])
+def test_what_uses_up_which_budget(evidence: dict[str, object], effort: tuple[bool, bool, bool]) -> None:
+    judgement = judge(Evidence(**evidence), Policy())  # type: ignore[arg-type]
+    assert (judgement.stalled, judgement.unseen, judgement.lasted) == effort
+    assert judgement.verdict == Verdict.REQUEUE
+
+
+@pytest.mark.parametrize("ending", [BOOM, AT_THE_LIMIT, {**WANTS_MORE, "program_code": 75}])
+def test_a_program_that_shows_no_progress_is_told_of_it_each_time_and_does_not_go_on_for_ever(
+    ending: dict[str, object],
+) -> None:
+    early, late = (judge(Evidence(**{**LONG, **ending}, unseen_before=n), Policy()) for n in (3, 9))  # type: ignore[arg-type]
+    assert early.verdict == Verdict.REQUEUE and "nothing shows that it got anywhere (4 of 10 such" in early.sentence
+    assert late.verdict == Verdict.END and "giving up (requeue.max_unseen_attempts)" in late.sentence
+    assert "slurmtrain progress STEP" in early.sentence and "slurmtrain progress STEP" in late.sentence
+
+
 # Where SLURM does not requeue: the same reasons, other consequences.
 
 NODE_DOWN = JobFacts("COMPLETING", "NodeDown", start_time=1000.0)
@@ -277,6 +374,10 @@ EVIDENCE = st.builds(
     facts=st.sampled_from([None, RUNNING, PREEMPTED, CANCELLED, REQUEUED, TIMED_OUT, PREEMPTED_BY_SLURM]),
     progressed=st.booleans(),
     stalled_before=st.integers(0, 4),
+    program_code=st.sampled_from([None, 0, 1, 75]),
+    progress_visible=st.booleans(),
+    lasted_s=st.floats(0, 1e5),
+    unseen_before=st.integers(0, 11),
 )
 
 
