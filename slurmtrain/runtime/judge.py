@@ -29,6 +29,8 @@ class Reason(StrEnum):
     REQUEUED = "requeued"  # by somebody's scontrol requeue
     ASKED = "asked"  # a person's signal, `preempt RUN` or `requeue RUN`
     CONFIG = "config"
+    BAD_NODE = "bad node"  # it could not start there, though an earlier attempt has trained elsewhere
+    SUPERSEDED = "superseded"  # a newer attempt of the run, of another job, is at work
     CRASH = "crash"
 
 
@@ -52,7 +54,11 @@ class Evidence:
         said: rank 0's last word: "finished", "stopped", or None when it had none.
         cause: what told the ranks to stop: a signal's name, "deadline", ...; None when nothing did.
         seconds_left: from the stop request to the time limit; None when unknown.
-        failure: (exit code, sentence) of the first rank that failed by itself.
+        failure: (exit code, sentence) of the first rank that failed by itself, or of the set-up.
+        failed_on: the node where that was; None where nobody knows.
+        superseded: by whom, where a newer attempt of the run is at work: "attempt 3 in job 12".
+        trained: this attempt has begun to train.
+        trained_before: so has an earlier one, with the same config.
         killed: srun's words on tasks that were killed, e.g. "n1: task 3: Killed".
         request: what a person asked of this attempt: "cancel", "stop" (by the file), "preempt", "requeue".
         facts: what SLURM says of the job; None outside of SLURM.
@@ -68,6 +74,10 @@ class Evidence:
     cause: str | None = None
     seconds_left: float | None = None
     failure: tuple[int, str] | None = None
+    failed_on: str | None = None
+    superseded: str | None = None
+    trained: bool = False
+    trained_before: bool = False
     killed: str | None = None
     request: str | None = None
     facts: JobFacts | None = None
@@ -98,13 +108,15 @@ class Policy:
 @dataclass(frozen=True)
 class Judgement:
     """Attributes:
-    stalled: the run's own fault, and nothing to show for it: the attempt uses up the budget.
+    stalled: nobody told it to stop, and it has nothing to show for itself: the attempt uses up the budget.
+    bad_node: where it could not start; the next start should leave that node out.
     """
 
     reason: Reason
     verdict: Verdict
     sentence: str
     stalled: bool = False
+    bad_node: str | None = None
 
 
 def judge(evidence: Evidence, policy: Policy) -> Judgement:
@@ -112,7 +124,7 @@ def judge(evidence: Evidence, policy: Policy) -> Judgement:
     reason, sentence = _reason(evidence, policy)
     if reason is Reason.FINISHED:
         return Judgement(reason, Verdict.DONE, sentence)
-    if reason in (Reason.CANCELLED, Reason.CONFIG):
+    if reason in (Reason.CANCELLED, Reason.CONFIG, Reason.SUPERSEDED):
         return Judgement(reason, Verdict.END, sentence)
     stalled = _is_stall(reason, evidence)
     if _slurm_restarts(evidence):
@@ -120,16 +132,31 @@ def judge(evidence: Evidence, policy: Policy) -> Judgement:
     if policy.mode == "off":
         return Judgement(reason, Verdict.END, f"{sentence}; it is not requeued (requeue.mode=off)", stalled)
     if stalled and evidence.stalled_before + 1 >= policy.max_attempts_without_progress:
-        tries = f"{policy.max_attempts_without_progress} attempts in a row without a new checkpoint"
-        if policy.max_attempts_without_progress == 1:
-            tries = "an attempt without a new checkpoint"
-        sentence = f"{sentence}; {tries}: giving up (requeue.max_attempts_without_progress)"
-        return Judgement(reason, Verdict.END, sentence, stalled)
+        return Judgement(reason, Verdict.END, given_up(sentence, policy), stalled)
     if policy.mode == "chain" and policy.links_left == 0:
         sentence = f"{sentence}; no job of the chain is left to go on (requeue.chain_length)"
         return Judgement(reason, Verdict.END, sentence, stalled)
     verdict, next_step = _NEXT_STEPS[policy.mode]
-    return Judgement(reason, verdict, f"{sentence}; {next_step}", stalled)
+    bad_node = evidence.failed_on if reason is Reason.BAD_NODE else None
+    return Judgement(reason, verdict, f"{sentence}; {next_step}", stalled, bad_node)
+
+
+def given_up(sentence: str, policy: Policy) -> str:
+    """The sentence of an attempt after which the budget is used up."""
+    tries = f"{policy.max_attempts_without_progress} attempts in a row without a new checkpoint"
+    if policy.max_attempts_without_progress == 1:
+        tries = "an attempt without a new checkpoint"
+    return f"{sentence}; {tries}: giving up (requeue.max_attempts_without_progress)"
+
+
+def is_cancelled(facts: JobFacts, restart_count: int) -> bool:
+    """Whether SLURM has ended the job for good, as scancel does, so that a requeue would bring it back.
+
+    Neither has it been preempted, nor reached its time limit, nor lost its node, after which SLURM lets us requeue it.
+    """
+    if facts.preempted or facts.restarts > restart_count or facts.reason in ("NodeDown", "TimeLimit"):
+        return False
+    return facts.state in ("COMPLETING", "CANCELLED")
 
 
 _NEXT_STEPS = {
@@ -153,6 +180,7 @@ def judge_abandoned(evidence: Evidence, policy: Policy) -> Judgement:
     elif evidence.said == "stopped" or evidence.cause is not None:
         reason, sentence = _why_told(evidence, policy)
     else:
+        # Whatever ended it may be the run itself, which would take one node down after the other: it uses the budget.
         reason, sentence = Reason.NODE_FAILURE, "ended without a word: its node failed, or it was killed"
     return Judgement(reason, Verdict.RESTARTING, f"{sentence}; it was started again", _is_stall(reason, evidence))
 
@@ -163,13 +191,18 @@ def _is_stall(reason: Reason, evidence: Evidence) -> bool:
     if reason is Reason.TIME_LIMIT:
         return evidence.progress_visible
     unasked = reason is Reason.ASKED and evidence.cause is None and evidence.request is None  # said 75 by itself
-    return reason is Reason.CRASH or unasked
+    return reason in (Reason.CRASH, Reason.NODE_FAILURE, Reason.BAD_NODE) or unasked
 
 
 def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
     if evidence.exit_code == 0 and evidence.said != "stopped":
         return Reason.FINISHED, "finished"
-    if evidence.failure is not None and evidence.failure[0] == EXIT_CONFIG:
+    if evidence.superseded is not None:
+        return Reason.SUPERSEDED, f"superseded: {evidence.superseded} goes on with this run"
+    wrong = evidence.failure is not None and evidence.failure[0] == EXIT_CONFIG
+    blame_node = wrong and evidence.trained_before and not evidence.trained
+    if wrong and not blame_node:
+        assert evidence.failure is not None
         return Reason.CONFIG, evidence.failure[1]
     if evidence.request == "stop":
         return Reason.CANCELLED, "stopped by the file `stop` in its directory"
@@ -178,6 +211,10 @@ def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
     external = _told_by_slurm(evidence)
     if external is not None:
         return external
+    if blame_node:
+        assert evidence.failure is not None
+        where = evidence.failed_on or "that node"
+        return Reason.BAD_NODE, f"{evidence.failure[1]} (the fault of {where}: an earlier attempt has trained)"
     told = evidence.exit_code == EXIT_REQUEUE or evidence.cause is not None
     if told and evidence.failure is None and evidence.killed is None:
         return _why_told(evidence, policy)

@@ -12,10 +12,10 @@ from slurmtrain.runtime.judge import Verdict
 
 
 def ended_before(run_dir: RunDir, job_id: str | None, restart_count: int) -> Verdict | None:
-    """Whether there is nothing left to do for a run in its pack's job, which starts: it is DONE, or came to its END.
+    """Whether there is nothing left to do for a run in its job, or its pack's, which starts: it is DONE, or came to its END.
 
-    The job may start again for others' sake only; and a run that waits, or has ended while others go on, can have been
-    cancelled, or given another job.
+    The job may start again for others' sake only, or by itself; and a run that waits, or has ended while others go on, can
+    have been cancelled, or given another job.
     """
     numbers = run_dir.attempt_numbers()
     last = attempts.read_attempt(run_dir, numbers[-1]) if numbers else None
@@ -26,5 +26,4 @@ def ended_before(run_dir: RunDir, job_id: str | None, restart_count: int) -> Ver
         return Verdict.END
     if last is None or restart_count == 0 or last.job_id not in (job_id, None):
         return None
-    ended = last.verdict == Verdict.END or (run_dir.attempt(last.number) / "setup-failed").exists()
-    return Verdict.END if ended else None
+    return Verdict.END if attempts.came_to_an_end(run_dir, last) else None

@@ -7,19 +7,22 @@ preemption the grace time is still running.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from slurmtrain import process
 from slurmtrain.checkpoint import retention
 from slurmtrain.checkpoint.commit import step_of
 from slurmtrain.config.schema import Config
+from slurmtrain.errors import EXIT_CONFIG, ClusterError
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts, chain
-from slurmtrain.runtime.attempts import Attempt
+from slurmtrain.runtime.attempts import Attempt, Failure
 from slurmtrain.runtime.judge import Evidence, Judgement, Policy, Verdict, judge, judge_abandoned
-from slurmtrain.runtime.slurm import JobFacts, SlurmClient
+from slurmtrain.runtime.slurm import LIVE, JobFacts, SlurmClient
 
 
 def settle(run_dir: RunDir, number: int, exit_code: int, config: Config, client: SlurmClient | None) -> Judgement:
@@ -36,7 +39,8 @@ def settle(run_dir: RunDir, number: int, exit_code: int, config: Config, client:
     if client is not None and config.requeue.mode == "chain":
         links_left = len(chain.waiting_after(run_dir, job_id, client))
     _find_last_steps(run_dir, attempt)
-    judgement = judge(_evidence(run_dir, attempt, exit_code, facts, config), policy(config, links_left))
+    request = attempts.take_request(run_dir, attempt)
+    judgement = judge(_evidence(run_dir, attempt, exit_code, facts, config, request), policy(config, links_left))
     attempt.exit_code = exit_code
     try:
         _record(run_dir, attempt, judgement)
@@ -56,15 +60,43 @@ def run_hook_of(run_dir: RunDir, number: int, config: Config) -> None:
         subprocess.run([sys.executable, "-m", "slurmtrain", *words], check=False)
 
 
-def close_abandoned(run_dir: RunDir, current: int, config: Config) -> None:
-    """Complete the records of earlier attempts that nobody settled: their node is gone, or the batch shell died."""
-    for number in run_dir.attempt_numbers():
+def close_abandoned(run_dir: RunDir, current: int, config: Config, client: SlurmClient | None) -> None:
+    """Complete the records of earlier attempts that nobody settled: their node is gone, or the batch shell died.
+
+    One that may still be at work is left alone: it has a record of its own to write.
+    """
+    for number in reversed(run_dir.attempt_numbers()):
         attempt = attempts.read_attempt(run_dir, number)
         if number >= current or attempt.reason is not None or (run_dir.attempt(number) / "setup-failed").exists():
             continue
+        if may_live(attempt, client):
+            continue
         _find_last_steps(run_dir, attempt)
-        evidence = _evidence(run_dir, attempt, 0, None, config)
+        request = attempts.take_request(run_dir, attempt)
+        evidence = _evidence(run_dir, attempt, 0, None, config, request)
         _record(run_dir, attempt, judge_abandoned(evidence, policy(config)))
+
+
+def may_live(attempt: Attempt, client: SlurmClient | None) -> bool:
+    """Whether an attempt that nobody has settled may still be at work, as far as can be known here.
+
+    An earlier life of this very job is over. Of another job, and of another step of this one, SLURM knows; of an attempt
+    outside of SLURM, this machine. When nobody can be asked, it may live.
+    """
+    if attempt.job_id is None:
+        return bool(attempt.started) and (attempt.host != socket.gethostname() or process.lives(attempt.pid or 0))
+    own = attempt.job_id == own_job_id()
+    if own and attempt.restart_count < own_restart_count():
+        return False
+    if client is None:
+        return True
+    try:
+        if own and attempt.step_id is not None:
+            return client.step_lives(attempt.step_id)
+        facts = client.look(attempt.job_id)
+    except ClusterError:
+        return True
+    return facts is not None and facts.restarts <= attempt.restart_count and facts.state in LIVE
 
 
 def _find_last_steps(run_dir: RunDir, attempt: Attempt) -> None:
@@ -79,8 +111,9 @@ def _find_last_steps(run_dir: RunDir, attempt: Attempt) -> None:
 def _record(run_dir: RunDir, attempt: Attempt, judgement: Judgement) -> None:
     attempt.ended, attempt.stalled = time.time(), judgement.stalled
     attempt.reason, attempt.verdict, attempt.sentence = judgement.reason, judgement.verdict, judgement.sentence
+    if judgement.bad_node is not None:
+        attempt.bad_nodes = [judgement.bad_node]
     attempts.write_attempt(run_dir, attempt)
-    run_dir.request_file.unlink(missing_ok=True)  # it was for this attempt
     run_dir.event(
         "attempt ended",
         attempt=attempt.number,
@@ -108,24 +141,58 @@ def own_job_id() -> str | None:
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
 
 
-def _evidence(run_dir: RunDir, attempt: Attempt, exit_code: int, facts: JobFacts | None, config: Config) -> Evidence:
+def own_restart_count() -> int:
+    """How often SLURM has started this job again."""
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+
+def _evidence(
+    run_dir: RunDir,
+    attempt: Attempt,
+    exit_code: int,
+    facts: JobFacts | None,
+    config: Config,
+    request: str | None,
+) -> Evidence:
     directory = run_dir.attempt(attempt.number)
+    everything = attempts.all_attempts(run_dir)
     killed = attempts.killed_tasks(directory)
     failure = attempts.first_failure(directory)
     if failure is None and killed is None:  # nobody saw the cause, only what it did to the others
         failure = attempts.first_failure(directory, because_of_peer=True)
+    set_up = attempts.failed_set_up(directory)
+    if set_up is not None:
+        failure = Failure(EXIT_CONFIG, set_up, node=os.environ.get("SLURMD_NODENAME"))
     return Evidence(
         exit_code=exit_code,
         said=attempt.said,
         cause=attempt.cause,
         seconds_left=attempt.seconds_left,
-        failure=failure,
+        failure=(failure.exit_code, failure.sentence) if failure is not None else None,
+        failed_on=failure.node if failure is not None else None,
+        superseded=_superseded_by(everything, attempt, failure),
+        trained=attempt.stepping is not None,
+        trained_before=any(has_trained(each) for each in everything if each.number < attempt.number),
         killed=killed,
-        request=attempts.request_for(run_dir, attempt),
+        request=request,
         facts=facts,
         preempted_when_told=attempt.facts is not None and JobFacts(**attempt.facts).preempted,
-        restart_count=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        restart_count=own_restart_count(),
         progressed=attempt.progressed,
         progress_visible=config.job.kind in ("train", "evaluate") or attempt.committed_step is not None,
-        stalled_before=attempts.stalled_before(attempts.all_attempts(run_dir), attempt.number),
+        stalled_before=attempts.stalled_before(everything, attempt.number),
     )
+
+
+def has_trained(attempt: Attempt) -> bool:
+    """Whether an attempt got past its start, so that its config and its environment were sound."""
+    return attempt.stepping is not None or attempt.said is not None or attempt.progressed
+
+
+def _superseded_by(everything: list[Attempt], attempt: Attempt, failure: Failure | None) -> str | None:
+    """Who is at work for the run in this attempt's place: a newer attempt, of another job."""
+    newer = [each for each in everything if each.number > attempt.number and each.started]
+    if newer and newer[-1].job_id != attempt.job_id:
+        job = f" in job {newer[-1].job_id}" if newer[-1].job_id is not None else ""
+        return f"attempt {newer[-1].number}{job}"
+    return "a newer job" if failure is not None and failure.superseded else None
