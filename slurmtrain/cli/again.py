@@ -1,11 +1,12 @@
 """begin and again: for the batch script. See requeue.mode and sweep.pack.
 
-`begin` prints "done" or "end" where a job that starts has nothing left to do for a run; the jobs of a chain after it are
+`begin` prints "done" or "end" where a job that starts has nothing left to do for a run; the jobs of its chain after it are
 taken out of the queue. `again` lets the run go on: SLURM requeues its job, or the run's next job is submitted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -13,8 +14,7 @@ from slurmtrain.cli.arguments import Parser
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.errors import ClusterError
 from slurmtrain.rundir import RunDir
-from slurmtrain.runtime import chain
-from slurmtrain.runtime.begin import ended_before
+from slurmtrain.runtime import begin, chain
 from slurmtrain.runtime.settle import own_job_id, own_restart_count
 from slurmtrain.runtime.slurm import SlurmClient
 
@@ -33,10 +33,17 @@ def main(verb: str, words: list[str]) -> int:
 
 
 def _begin(run_dir: RunDir, job_id: str | None) -> int:
-    config = load_frozen(run_dir.config_file, with_secrets=False)
-    over = ended_before(run_dir, job_id, own_restart_count(), config, SlurmClient())
+    restart_count = own_restart_count()
+    in_chain = bool(chain.links(run_dir.info()))
+    over = chain.ended_before(run_dir) if in_chain else begin.ended_before(run_dir, job_id, restart_count)
+    if over is None and (restart_count or in_chain):
+        config = load_frozen(run_dir.config_file, with_secrets=False)
+        over = begin.budget_used_up(run_dir, config, SlurmClient())
     if over is not None:
-        print(f"slurmtrain: run {run_dir.id} has ended before this job: {over}", file=sys.stderr)
+        print(f"slurmtrain: run {run_dir.id} has ended before this start of job {job_id}: {over}", file=sys.stderr)
+        if restart_count:
+            with contextlib.suppress(OSError):  # a full disk must not start what has ended
+                begin.record_leaving(run_dir, job_id)
         cancel_rest(run_dir, job_id)
         print(over)
     return 0

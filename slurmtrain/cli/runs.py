@@ -221,6 +221,9 @@ def _cancel(run_dir: RunDir) -> str:
 
 def _cancel_one(run_dir: RunDir) -> str:
     now = state(run_dir)
+    if now.queued_again:
+        _client(run_dir).cancel(_job_id(now))
+        return f"run {run_dir.id} has ended: {now.word}; its job {now.job_id} is taken out of the queue"
     if not now.alive:
         return f"run {run_dir.id} is not running: {now.sentence}"
     if _is_local(run_dir, now) or not now.own_job:

@@ -10,7 +10,7 @@ from slurmtrain.cli.arguments import Parser
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.judge import Reason, Verdict
-from slurmtrain.runtime.settle import own_job_id, settle
+from slurmtrain.runtime.settle import free_dependents, own_job_id, own_restart_count, settle
 from slurmtrain.runtime.slurm import SlurmClient
 
 
@@ -28,4 +28,6 @@ def main(verb: str, words: list[str]) -> int:
     over = judgement.verdict in (Verdict.DONE, Verdict.END) and judgement.reason is not Reason.SUPERSEDED
     if config.requeue.mode == "chain" and over:
         cancel_rest(run_dir, own_job_id())
+    if config.requeue.mode == "requeue" and judgement.verdict is Verdict.DONE:
+        free_dependents(run_dir, own_job_id(), own_restart_count(), SlurmClient())
     return 0

@@ -36,7 +36,7 @@ def main(arguments: Arguments) -> int:
             raise UsageError(f"{option} is for sweeps", hint="add -m, and choices: -m key=1,2 submit")
     config = compose_and_validate(arguments)
     check_fits(config)
-    check_prepared(config)
+    check_prepared(config, later="--after" in arguments.options)
     if arguments.verb == "render":
         return _render(config, arguments)
     runs = arguments.options.get("--after")
@@ -108,7 +108,7 @@ def _check_not_in_vain(run_dir: RunDir, runs: str, client: SlurmClient) -> None:
     from slurmtrain.launch.after import check_again
 
     try:
-        check_again(runs, rundir.runs_root())
+        check_again(runs, rundir.runs_root(), client)
     except UsageError:
         write_request(run_dir, "cancel")
         client.cancel(*reversed(run_dir.info()["job_ids"]))

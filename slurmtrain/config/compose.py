@@ -7,6 +7,8 @@ that look at runs need neither. What Hydra says about a bad override is turned i
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
 import hashlib
 import json
 import os
@@ -14,7 +16,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from slurmtrain.config import secrets
 from slurmtrain.config.schema import Config
@@ -128,8 +130,41 @@ def composed_by_hydra(primary: Primary, overrides: Sequence[str], *, with_hydra:
     from hydra import compose as hydra_compose
 
     others = primary.folders[1:]
-    words = [*overrides, search_path(others)] if others else list(overrides)
+    words = [_list_of_one(override) for override in overrides]
+    words += [search_path(others)] if others else []
     return hydra_compose(primary.name, words, return_hydra_config=with_hydra)
+
+
+def _list_of_one(override: str) -> str:
+    """Put brackets around the value of a field that takes a list of text, where one word was given for it."""
+    match = OVERRIDE.match(override)
+    if match is None or not match.group(3) or match.group(2) not in _lists_of_text():
+        return override
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException:  # which Hydra says better
+        return override
+    value = parsed.value()
+    if parsed.is_sweep_override() or value is None or isinstance(value, list | dict) or str(value).startswith("${"):
+        return override
+    return f"{override[: match.start(3)]}[{match.group(3)}]"
+
+
+@functools.cache
+def _lists_of_text() -> frozenset[str]:
+    """Return the dotted keys of all fields of the schema that take a list of text."""
+
+    def found(part: Any, prefix: str) -> Iterator[str]:
+        for name, kind in get_type_hints(part).items():
+            if kind == list[str]:
+                yield prefix + name
+            elif dataclasses.is_dataclass(kind):
+                yield from found(kind, f"{prefix}{name}.")
+
+    return frozenset(found(Config, ""))
 
 
 def finish(composed: Any, overrides: Sequence[str]) -> Config:
@@ -392,7 +427,26 @@ def _unknown_open_key(
     if sign == "~":
         return UsageError(wrong, hint=nearest(word, node) if node else "there is nothing to remove")
     added = next(f"+{override}" for override in overrides if override.partition("=")[0] == key)
+    others = _options_with(word, path[0], primary.folders) if len(path) == 1 and path[0] in groups else []
+    if others and not difflib.get_close_matches(word, node, cutoff=0.75):
+        meant = " or ".join(f"{path[0]}={option}" for option in others)
+        return UsageError(wrong, hint=f"{meant} has it, to be chosen in the same command; {added} adds it to this one")
     return UsageError(wrong, hint=f"{nearest(word, node)}; {added} adds it" if node else f"write {added}")
+
+
+def _options_with(key: str, group: str, folders: Sequence[Path]) -> list[str]:
+    """Return the options of a config group whose files have this key, at most three."""
+    import yaml
+
+    found = []
+    for path in (path for folder in folders for path in sorted((folder / group).glob("*.yaml"))):
+        try:
+            values = yaml.safe_load(path.read_text())
+        except (OSError, ValueError, yaml.YAMLError):
+            continue
+        if isinstance(values, dict) and key in values:
+            found.append(path.stem)
+    return found[:3]
 
 
 def _without_unknown_keys(

@@ -26,7 +26,7 @@ from slurmtrain.errors import ConfigError, nearest
 # Long options of sbatch, those of `man sbatch`: what decides them here, or "" for those that cluster.sbatch may set.
 SBATCH_OPTIONS = {
     **dict.fromkeys(
-        """acctg-freq batch bb bbf begin burst-buffer cluster-constraint clusters comment container contiguous core-spec
+        """acctg-freq batch bb bbf begin burst-buffer cluster-constraint comment container contiguous core-spec
         cores-per-socket cpu-freq cpus-per-gpu deadline delay-boot dependency distribution extra-node-info
         get-user-env gid gpu-bind gpu-freq gres gres-flags hint kill-on-invalid-dep licenses mail-type mail-user
         mcs-label mem-bind mincpus network nice no-kill nodefile nodelist oversubscribe overcommit power prefer priority
@@ -49,6 +49,7 @@ SBATCH_OPTIONS = {
     "job-name": "job.name",
     **dict.fromkeys(("requeue", "no-requeue"), "requeue.mode"),
     **dict.fromkeys(("output", "error", "open-mode"), "the run directory"),
+    "clusters": "SLURM_CLUSTERS of the shell",  # which status, cancel and resume follow, too
     **dict.fromkeys(("array", "chdir", "export", "input", "parsable", "wait", "wrap"), "slurmtrain itself"),
 }
 SLURM_EARLY_S = 60  # `man sbatch`, --signal: the signal may be sent up to 60 seconds earlier than specified

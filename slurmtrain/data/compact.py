@@ -1,4 +1,4 @@
-"""Rows of prepared tokens on their way from a worker to the device: two or four bytes for a token there instead of sixteen."""
+"""Rows of prepared tokens on their way from a worker to the device: 1, 2 or 4 bytes for a token there instead of 16."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slurmtrain.data.batches import IGNORED_TARGET, Batch
 
 TOKENS_AT_ONCE = 1 << 17  # of several batches that are made together
 # What the files hold, and the signed type of the same width, which every device can compute with.
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32}
+_SIGNED = {torch.uint8: torch.int8, torch.uint16: torch.int16, torch.uint32: torch.int32}
 _NONE = np.empty(0, dtype=np.int64)
 
 

@@ -173,7 +173,9 @@ def read_manifest(folder: Path) -> Manifest:
             hint="`slurmtrain prepare` writes it last; the same prepare command again goes on where it was stopped",
         ) from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}", hint="data.path is the folder that `prepare` has written"
+        ) from None
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON: {error}", hint="prepare the data set again") from None
     if isinstance(value, dict) and value.get("format") != FORMAT:

@@ -15,32 +15,62 @@ from typing import Any
 from slurmtrain.config.schema import Config
 from slurmtrain.data.manifest import FILE_NAME, Manifest, TokenizerFacts, read_manifest
 from slurmtrain.data.shares import shares_of
-from slurmtrain.errors import ConfigError
+from slurmtrain.errors import ConfigError, nearest
 
 PREPARED = "slurmtrain.data.PreparedText"
 MIXTURE = "slurmtrain.data.Mixture"
 HUGGING_FACE = "slurmtrain.models.huggingface.HuggingFace"
 
 
-def check_prepared(config: Config) -> None:
+def check_prepared(config: Config, *, later: bool = False) -> None:
     """Look at the mixtures that a config names, and at all prepared data that this machine sees.
 
+    Args:
+        later: the job waits for others, which may prepare the data.
+
     Raises:
-        ConfigError: a mixture's weights are no shares, the model cannot tell documents apart that it would have to, or a
-            manifest is damaged, names another tokenizer than the config, or more token ids than the model knows.
+        ConfigError: a mixture's weights are no shares, the model cannot tell documents apart that it would have to, there is
+            no prepared data where this machine sees the folder around it, or a manifest is damaged, names another
+            tokenizer than the config, or more token ids than the model knows.
     """
     groups = (config.data, config.eval.sets)
     for values in (values for group in groups for values in _of(MIXTURE, "sources", Mapping, group)):
         weights = values.get("weights")
         if weights is None or isinstance(weights, Mapping):
             shares_of(list(values["sources"]), weights)
-    for values in (values for group in groups for values in _of(PREPARED, "path", str, group)):
+    for values in (values for group in groups for values in _of(PREPARED, "path", object, group)):
         _check_mask(values, config.model)
+        if not isinstance(values.get("path"), str):
+            raise ConfigError(
+                f"data.path={values.get('path')!r} is not the path of a folder",
+                hint="give the one that `prepare` has written; several folders are a mixture, see conf/data/mixture.yaml",
+            )
         folder = Path(values["path"]).expanduser()
+        if not later:
+            _check_is_there(folder)
         if (folder / FILE_NAME).exists():
             manifest = _manifest(folder, (folder / FILE_NAME).stat().st_mtime_ns)
             check_tokenizer(manifest, folder, values.get("tokenizer_sha256"))
             check_vocabulary(config.model.get("vocab_size"), manifest.tokenizer.vocab_size)
+
+
+def _check_is_there(folder: Path) -> None:
+    """Raise ConfigError where there is no prepared data set. What only compute nodes see is not known here."""
+    if folder.is_file():
+        raise ConfigError(
+            f"data.path={folder} is a file, not a folder of prepared data",
+            hint=f"prepare it: python -m slurmtrain prepare prepare.inputs={folder} prepare.output=FOLDER; then "
+            "data.path=FOLDER",
+        )
+    if folder.is_dir() and not (folder / FILE_NAME).exists():
+        read_manifest(folder)  # which says so
+    if not folder.exists() and folder.parent.is_dir():
+        siblings = [path.name for path in folder.parent.iterdir() if (path / FILE_NAME).is_file()]
+        hint = f"in {folder.absolute().parent}, {nearest(folder.name, siblings)}" if siblings else "check the spelling"
+        raise ConfigError(
+            f"data.path={folder}: there is no such folder in {folder.absolute().parent}",
+            hint=f"{hint}; is it still to be prepared? Then prepare it first, or submit --after that run",
+        )
 
 
 @functools.lru_cache(maxsize=16)

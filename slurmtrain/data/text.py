@@ -145,8 +145,8 @@ class TextFiles(ByteText):
     """A person's own text files.
 
     Args:
-        paths: files or glob patterns (`**` crosses folders, `~` is the home directory). All ranks must see them, so
-            write absolute paths on a shared file system.
+        paths: files or glob patterns, or a single one (`**` crosses folders, `~` is the home directory). All ranks must see
+            them, so write absolute paths on a shared file system.
         seq_len: bytes per sample.
         max_bytes: read no more than this, in the order of the paths; None reads everything.
         valid_fraction: share of the bytes held out for validation.
@@ -155,10 +155,13 @@ class TextFiles(ByteText):
         ConfigError: a pattern matches nothing, or a file cannot be read.
     """
 
-    def __init__(self, paths: Sequence[str], seq_len: int, max_bytes: int | None = None, valid_fraction: float = 0.05):
+    def __init__(
+        self, paths: Sequence[str] | str, seq_len: int, max_bytes: int | None = None, valid_fraction: float = 0.05
+    ):
         if max_bytes is not None:
             _check_at_least_one("max_bytes", max_bytes)
-        if isinstance(paths, str) or not paths:
+        paths = [paths] if isinstance(paths, str) and paths else paths
+        if not paths or not all(isinstance(path, str) for path in paths):
             raise ConfigError(f"data.paths is {paths!r}, not a list of files", hint="write paths: [/data/text/*.txt]")
         found = sorted({path for pattern in paths for path in _matches(pattern)})
         # Names are relative to the common folder, so that moving the data keeps its split.

@@ -16,7 +16,7 @@ from slurmtrain.data.rows import Rows, damaged
 from slurmtrain.data.slots import empty
 from slurmtrain.data.stream import TokenStream
 
-_DTYPES = {2: torch.uint16, 4: torch.uint32}
+_DTYPES = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
 
 class _Plan(NamedTuple):

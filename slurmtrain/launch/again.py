@@ -120,7 +120,8 @@ def requeue(
         for run_dir, number in going_on:
             _end(run_dir, number, "cancelled by scancel before it was requeued")
         return "cancelled by scancel: not requeued"
-    if all([_ended_by_cancel(*run) for run in going_on]):
+    going_on = [run for run in going_on if not _ended_by_cancel(*run)]
+    if not going_on:
         client.cancel(job_id)
         return "cancelled: taken out of the queue again"
     excluded = _leave_out(going_on, job_id, client)

@@ -13,7 +13,6 @@ import getpass
 import hashlib
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -28,9 +27,9 @@ from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import SlurmtrainError, UsageError
 from slurmtrain.launch.claims import claimed
-from slurmtrain.launch.sbatch import JobPaths, render_script
+from slurmtrain.launch.sbatch import render_script
 from slurmtrain.launch.state import states
-from slurmtrain.launch.submit import slurm_conf_of, submit
+from slurmtrain.launch.submit import job_paths, slurm_conf_of, submit
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.slurm import SlurmClient
@@ -212,6 +211,7 @@ def _write(evaluation: RunDir, run_dir: RunDir, config: Config, overrides: Seque
         "backend": config.cluster.backend,
         "steps": None,
         **{key: trained[key] for key in ("code", "workdir", "submit_dir", "version")},
+        "import_roots": trained.get("import_roots", []),
         "user": getpass.getuser(),
         "host": socket.gethostname(),
         "created": time.time(),
@@ -219,9 +219,7 @@ def _write(evaluation: RunDir, run_dir: RunDir, config: Config, overrides: Seque
         "job_ids": _job_ids(evaluation),
     }
     rundir.write_text(evaluation.config_file, freeze(config))
-    rundir.write_text(
-        evaluation.script, render_script(config, JobPaths([evaluation.path], trained["workdir"], sys.executable))
-    )
+    rundir.write_text(evaluation.script, render_script(config, job_paths([evaluation.path], trained)))
     rundir.write_json(evaluation.info_file, info)
 
 

@@ -109,6 +109,8 @@ def _reason_to_stay(
 ) -> str | None:
     if run.path.parent.parent != root:
         return f"it is a link to {run.path}"
+    if state.queued_again:
+        return f"job {state.job_id} is in the queue once more, though the run has ended"
     if run.id in twice:
         return "there are two runs of this id, and their states cannot be told apart"
     if state.word == "lost":  # which no file says: it is what is left when nobody knows of it

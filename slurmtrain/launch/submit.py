@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from slurmtrain.config.schema import Config, PrepareConfig
 from slurmtrain.data import prepared_config
 from slurmtrain.errors import ClusterError, ConfigError
 from slurmtrain.launch.handover import NotSubmitted, comment_option, export_option, hand_over, sbatch
+from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.sbatch import JobPaths, render_script, without_past
 from slurmtrain.launch.snapshot import Snapshot, Source, find_source, take_snapshot
 from slurmtrain.redaction import redacted
@@ -33,7 +34,8 @@ PLACEHOLDER_ID = "RUN_ID"  # stands for the run's id in a dry run, which creates
 def dry_run(config: Config, cwd: Path) -> str:
     """The script that `submit` would hand to sbatch. Nothing is created."""
     run_dir = _runs_dir(config, cwd) / config.job.name / PLACEHOLDER_ID
-    return render_script(config, JobPaths([run_dir], find_source(config.job, cwd).workdir, sys.executable))
+    source = find_source(config.job, cwd, interpreter_of(config.cluster))
+    return render_script(config, JobPaths([run_dir], source.workdir, sys.executable, roots=source.roots))
 
 
 @contextlib.contextmanager
@@ -43,7 +45,7 @@ def preparing(config: Config, overrides: Sequence[str], cwd: Path) -> Iterator[R
     Removed again when the block fails, unless a job may be in the queue that wants it.
     """
     config = with_absolute_paths(config, cwd)
-    source = find_source(config.job, cwd)
+    source = find_source(config.job, cwd, interpreter_of(config.cluster))
     run_dir = rundir.create(Path(config.job.runs_dir), config.job.name)
     try:
         snapshot = take_snapshot(config.job, source, run_dir.code)
@@ -74,8 +76,7 @@ def submit(run_dirs: Sequence[RunDir], config: Config, say: Callable[[str], None
         raise no_chain(f"for {len(run_dirs)} runs at once")
     first = run_dirs[0]
     if len(run_dirs) > 1:
-        paths = JobPaths([run_dir.path for run_dir in run_dirs], first.info()["workdir"], sys.executable)
-        script = render_script(config, paths)
+        script = render_script(config, job_paths([run_dir.path for run_dir in run_dirs], first.info()))
         for run_dir in run_dirs:
             run_dir.script.write_text(script)
     job_id = _hand_over(first.script.read_text(), first, slurm_conf, say, export_option(config))
@@ -190,7 +191,12 @@ def _write(
     rundir.write_json(run_dir.info_file, {"id": run_dir.id, **info})
     run_dir.config_file.write_text(freeze(config))
     run_dir.config_file.chmod(0o600)
-    run_dir.script.write_text(render_script(config, JobPaths([run_dir.path], snapshot.workdir, sys.executable)))
+    run_dir.script.write_text(render_script(config, job_paths([run_dir.path], info)))
+
+
+def job_paths(run_dirs: Sequence[Path], info: Mapping[str, Any]) -> JobPaths:
+    """Return what a script needs to know of runs, by what run.json or sweep.json says of them."""
+    return JobPaths(run_dirs, info["workdir"], sys.executable, roots=info.get("import_roots", ()))
 
 
 def run_info(config: Config, overrides: Sequence[str], snapshot: Snapshot, source: Source, cwd: Path) -> dict[str, Any]:
@@ -207,6 +213,7 @@ def run_info(config: Config, overrides: Sequence[str], snapshot: Snapshot, sourc
         "steps": steps_of(config),
         "code": {"revision": snapshot.revision, "dirty": snapshot.dirty, "from": str(source.root or cwd)},
         "workdir": snapshot.workdir,
+        "import_roots": list(snapshot.roots),
         "user": getpass.getuser(),
         "host": socket.gethostname(),
         "submit_dir": str(cwd),
@@ -270,4 +277,4 @@ def _alone(run_dir: RunDir, script: str) -> str:
     if "\nrun_dirs=(" not in script:
         return script
     config = load_frozen(run_dir.config_file, with_secrets=False)  # a script on disk
-    return render_script(config, JobPaths([run_dir.path], run_dir.info()["workdir"], sys.executable))
+    return render_script(config, job_paths([run_dir.path], run_dir.info()))

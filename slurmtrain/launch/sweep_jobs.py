@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,8 +19,9 @@ from slurmtrain.launch.after import waiting_for_runs, with_dependency
 from slurmtrain.launch.arrays import plan_arrays
 from slurmtrain.launch.claims import Owner, claimed, claims
 from slurmtrain.launch.handover import TOKEN_PREFIX, Patience, Refused, SubmitLimit, check, export_option, hand_over
-from slurmtrain.launch.sbatch import JobPaths, render_script
+from slurmtrain.launch.sbatch import render_script
 from slurmtrain.launch.state import is_over
+from slurmtrain.launch.submit import job_paths
 from slurmtrain.launch.sweep import Sweep, check_not_cancelled, note_jobs, states_of
 from slurmtrain.launch.sweep_folder import append_arrays
 from slurmtrain.rundir import RunDir, read_json, write_json
@@ -203,12 +204,8 @@ def _script(sweep: Sweep, number: int) -> str:
     config = waiting_for_runs(config, [run for run in runs if run.info_file.exists()], info["slurm_conf"])
     if before is not None and not _is_over(sweep, plan["after"]):
         config = with_dependency(config, [f"afterany:{before}"])
-    paths = JobPaths(
-        [run_dir.path for run_dir in run_dirs],
-        info["workdir"],
-        sys.executable,
-        parallelism=plan["parallelism"],
-        pack=info["pack"],
+    paths = dataclasses.replace(
+        job_paths([run_dir.path for run_dir in run_dirs], info), parallelism=plan["parallelism"], pack=info["pack"]
     )
     return render_script(config, paths)
 

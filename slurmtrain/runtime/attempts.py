@@ -38,6 +38,7 @@ class Attempt:
         stepping: when it began to train; None until then.
         start_up_s: seconds of each stage from the start of rank 0's process until then.
         cause, cause_time: what told the ranks to stop, and when.
+        started_again: how often SLURM has started its job again although the run had ended with it; each left at once.
     """
 
     number: int
@@ -67,6 +68,7 @@ class Attempt:
     stalled: bool = False
     bad_nodes: list[str] = field(default_factory=list)
     sentence: str | None = None
+    started_again: int = 0
 
     @property
     def progressed(self) -> bool:

@@ -1,62 +1,82 @@
-"""What a job that starts has left to do for a run: perhaps nothing.
+"""What a job asks before it claims an attempt: is there anything left to do for the run?
 
-SLURM starts a job again without asking: after a requeue, when its node or its batch shell has died, and from 24.05 on once
-more after a job that was preempted has ended. By then the run may have finished, been cancelled or been given another job;
-and one that takes down every node that it gets would go on for ever, since nobody is left to count its attempts.
+There may be nothing, because SLURM starts a job again
+
+- for the sake of the other runs that share it (sweep.pack; run.json says `packed` of a run whose latest job is such a one);
+- although it has ended by itself: from 24.05 on, once more after each grace time of a preemption
+  (`versions.STARTS_PREEMPTED_JOBS_ONCE_MORE`), and where slurmd or its batch step died before they could tell the end.
+
+The jobs of a chain ask `chain.ended_before` instead.
 """
 
 from __future__ import annotations
 
 from slurmtrain.config.schema import Config
 from slurmtrain.rundir import RunDir
-from slurmtrain.runtime import attempts, chain, pack
-from slurmtrain.runtime.attempts import Attempt
+from slurmtrain.runtime import attempts
 from slurmtrain.runtime.judge import Reason, Verdict, given_up
 from slurmtrain.runtime.settle import close_abandoned, policy, run_hook_of
 from slurmtrain.runtime.slurm import SlurmClient
 
 
-def ended_before(
-    run_dir: RunDir, job_id: str | None, restart_count: int, config: Config, client: SlurmClient | None
-) -> Verdict | None:
-    """Say whether nothing is left to do: the run is DONE, or came to its END. Completes the records of lost attempts.
+def ended_before(run_dir: RunDir, job_id: str | None, restart_count: int) -> Verdict | None:
+    """Return DONE or END where a job that starts has nothing left to do for a run, else None.
+
+    A run that waits, or that has ended while others of its job go on, can have been cancelled, or given another job.
 
     Args:
-        restart_count: how often SLURM has started this job again.
+        job_id: the job that starts; of an array, the task.
+        restart_count: how often SLURM has started it before.
     """
-    in_chain = bool(chain.links(run_dir.info()))
-    over = chain.ended_before(run_dir) if in_chain else pack.ended_before(run_dir, job_id, restart_count)
-    if over is None and _is_superseded(run_dir, job_id):
-        over = Verdict.END
-    if over is not None or (restart_count == 0 and not in_chain):
-        return over
+    numbers = run_dir.attempt_numbers()
+    last = attempts.read_attempt(run_dir, numbers[-1]) if numbers else None
+    if last is not None and last.verdict == Verdict.DONE:
+        return Verdict.DONE
+    job_ids = run_dir.info()["job_ids"]
+    if (job_id in job_ids and job_ids[-1] != job_id) or attempts.cancelled_after(run_dir, last):
+        return Verdict.END
+    if _is_superseded(run_dir, job_id):
+        return Verdict.END
+    if last is None or restart_count == 0 or last.job_id not in (job_id, None):
+        return None
+    return Verdict.END if attempts.came_to_an_end(run_dir, last) else None
+
+
+def budget_used_up(run_dir: RunDir, config: Config, client: SlurmClient | None) -> Verdict | None:
+    """Complete the records of lost attempts; return END, once it is on record, where they have used up the budget.
+
+    A run that takes its node down leaves nobody who could count: it would go from node to node.
+
+    Args:
+        client: None outside of SLURM.
+    """
     numbers = run_dir.attempt_numbers()
     if not numbers:
         return None
     close_abandoned(run_dir, numbers[-1] + 1, config, client)
     last = attempts.read_attempt(run_dir, numbers[-1])
-    if in_chain and last.number <= int(run_dir.info().get("chain_after") or 0):
+    stalled = attempts.stalled_before(attempts.all_attempts(run_dir), last.number + 1)
+    over = last.verdict in (Verdict.DONE, Verdict.END)
+    if over or not last.stalled or stalled < config.requeue.max_attempts_without_progress:
         return None
-    if last.verdict == Verdict.END or not _is_used_up(run_dir, last, config):
-        return None
-    _give_up(run_dir, last, config)
+    said = (last.sentence or "ended").rpartition("; ")[0] or "ended"
+    last.verdict, last.sentence = Verdict.END, given_up(said, policy(config))
+    attempts.write_attempt(run_dir, last)
+    run_dir.event("given up", attempt=last.number, sentence=last.sentence)
+    run_hook_of(run_dir, last.number, config)
     return Verdict.END
 
 
 def _is_superseded(run_dir: RunDir, job_id: str | None) -> bool:
     """Whether this job was told before that a newer one is at work for the run."""
-    mine = [attempt for attempt in attempts.all_attempts(run_dir) if attempt.job_id == job_id is not None]
+    mine = [attempt for attempt in attempts.all_attempts(run_dir) if job_id is not None and attempt.job_id == job_id]
     return bool(mine) and mine[-1].reason == Reason.SUPERSEDED
 
 
-def _is_used_up(run_dir: RunDir, last: Attempt, config: Config) -> bool:
-    stalled = attempts.stalled_before(attempts.all_attempts(run_dir), last.number + 1)
-    return last.stalled and stalled >= config.requeue.max_attempts_without_progress
-
-
-def _give_up(run_dir: RunDir, last: Attempt, config: Config) -> None:
-    said = (last.sentence or "ended").removesuffix("; it was started again").removesuffix("; SLURM starts it again")
-    last.verdict, last.sentence = Verdict.END, given_up(said, policy(config))
-    attempts.write_attempt(run_dir, last)
-    run_dir.event("given up", attempt=last.number, sentence=last.sentence)
-    run_hook_of(run_dir, last.number, config)
+def record_leaving(run_dir: RunDir, job_id: str | None) -> None:
+    """Note in the last attempt that a start of its job had nothing left to do, for `status` to tell."""
+    run_dir.event("left at once", job_id=job_id)
+    last = attempts.read_attempt(run_dir, run_dir.attempt_numbers()[-1])
+    if last.job_id == job_id:
+        last.started_again += 1
+        attempts.write_attempt(run_dir, last)

@@ -54,8 +54,9 @@ class Evidence:
         said: rank 0's last word: "finished", "stopped", or None when it had none.
         cause: what told the ranks to stop: a signal's name, "deadline", ...; None when nothing did.
         seconds_left: from the stop request to the time limit; None when unknown.
-        failure: (exit code, sentence) of the first rank that failed by itself, or of the set-up.
-        failed_on: the node where that was; None where nobody knows.
+        failure: (exit code, sentence) of the first rank that failed by itself.
+        set_up: what the set-up has said that failed before any rank was started.
+        failed_on: the node where either was; None where nobody knows.
         superseded: by whom, where a newer attempt of the run is at work: "attempt 3 in job 12".
         trained: this attempt has begun to train.
         trained_before: so has an earlier one, with the same config.
@@ -74,6 +75,7 @@ class Evidence:
     cause: str | None = None
     seconds_left: float | None = None
     failure: tuple[int, str] | None = None
+    set_up: str | None = None
     failed_on: str | None = None
     superseded: str | None = None
     trained: bool = False
@@ -199,11 +201,11 @@ def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
         return Reason.FINISHED, "finished"
     if evidence.superseded is not None:
         return Reason.SUPERSEDED, f"superseded: {evidence.superseded} goes on with this run"
-    wrong = evidence.failure is not None and evidence.failure[0] == EXIT_CONFIG
-    blame_node = wrong and evidence.trained_before and not evidence.trained
-    if wrong and not blame_node:
-        assert evidence.failure is not None
-        return Reason.CONFIG, evidence.failure[1]
+    wrong = evidence.failure[1] if evidence.failure is not None and evidence.failure[0] == EXIT_CONFIG else None
+    blame_node = evidence.trained_before and not evidence.trained
+    if wrong is not None and not blame_node:
+        return Reason.CONFIG, wrong
+    wrong = wrong or evidence.set_up  # a signal may have ended the set-up: whether there was one comes first
     if evidence.request == "stop":
         return Reason.CANCELLED, "stopped by the file `stop` in its directory"
     if evidence.request == "cancel":
@@ -211,10 +213,11 @@ def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
     external = _told_by_slurm(evidence)
     if external is not None:
         return external
-    if blame_node:
-        assert evidence.failure is not None
+    if wrong is not None and blame_node:
         where = evidence.failed_on or "that node"
-        return Reason.BAD_NODE, f"{evidence.failure[1]} (the fault of {where}: an earlier attempt has trained)"
+        return Reason.BAD_NODE, f"{wrong} (the fault of {where}: an earlier attempt has trained)"
+    if wrong is not None:
+        return Reason.CONFIG, wrong
     told = evidence.exit_code == EXIT_REQUEUE or evidence.cause is not None
     if told and evidence.failure is None and evidence.killed is None:
         return _why_told(evidence, policy)

@@ -17,9 +17,9 @@ from slurmtrain import process
 from slurmtrain.checkpoint import retention
 from slurmtrain.checkpoint.commit import step_of
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import EXIT_CONFIG, ClusterError
+from slurmtrain.errors import ClusterError
 from slurmtrain.rundir import RunDir
-from slurmtrain.runtime import attempts, chain
+from slurmtrain.runtime import attempts, chain, slurm_versions
 from slurmtrain.runtime.attempts import Attempt, Failure
 from slurmtrain.runtime.judge import Evidence, Judgement, Policy, Verdict, judge, judge_abandoned
 from slurmtrain.runtime.slurm import LIVE, JobFacts, SlurmClient
@@ -50,6 +50,33 @@ def settle(run_dir: RunDir, number: int, exit_code: int, config: Config, client:
         checkpoint = Path(config.checkpoint.restore_from or "")
         retention.release(checkpoint.parent, step_of(checkpoint), run_dir.path.name)
     return judgement
+
+
+def free_dependents(run_dir: RunDir, job_id: str | None, restart_count: int, client: SlurmClient) -> None:
+    """Let those who wait for the success of this job, whose run has finished, wait for it no more.
+
+    They were submitted with --after this run. A job that was preempted before may not end yet, or not as a success: see
+    `slurm_versions.STARTS_PREEMPTED_JOBS_ONCE_MORE`.
+
+    Args:
+        restart_count: how often SLURM had started the job before.
+    """
+    if job_id is None or restart_count == 0:
+        return
+    if not slurm_versions.STARTS_PREEMPTED_JOBS_ONCE_MORE.applies_to(client.version()):
+        return
+    try:
+        freed = client.free_dependents(job_id)
+    except ClusterError as error:  # where the job ends as PREEMPTED, they show it as DependencyNeverSatisfied
+        print(f"slurmtrain: jobs that wait for this run may start late or never: {error.message}", file=sys.stderr)
+        return
+    if freed:
+        run_dir.event("dependents freed", job_ids=freed, job_id=job_id)
+
+
+def own_restart_count() -> int:
+    """Return how often SLURM has started this very job before."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def run_hook_of(run_dir: RunDir, number: int, config: Config) -> None:
@@ -84,7 +111,9 @@ def may_live(attempt: Attempt, client: SlurmClient | None) -> bool:
     outside of SLURM, this machine. When nobody can be asked, it may live.
     """
     if attempt.job_id is None:
-        return bool(attempt.started) and (attempt.host != socket.gethostname() or process.lives(attempt.pid or 0))
+        if not attempt.started or attempt.pid is None:
+            return False
+        return attempt.host != socket.gethostname() or process.lives(attempt.pid)
     own = attempt.job_id == own_job_id()
     if own and attempt.restart_count < own_restart_count():
         return False
@@ -141,11 +170,6 @@ def own_job_id() -> str | None:
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
 
 
-def own_restart_count() -> int:
-    """How often SLURM has started this job again."""
-    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-
-
 def _evidence(
     run_dir: RunDir,
     attempt: Attempt,
@@ -161,15 +185,15 @@ def _evidence(
     if failure is None and killed is None:  # nobody saw the cause, only what it did to the others
         failure = attempts.first_failure(directory, because_of_peer=True)
     set_up = attempts.failed_set_up(directory)
-    if set_up is not None:
-        failure = Failure(EXIT_CONFIG, set_up, node=os.environ.get("SLURMD_NODENAME"))
+    node = failure.node if failure is not None else os.environ.get("SLURMD_NODENAME")
     return Evidence(
         exit_code=exit_code,
         said=attempt.said,
         cause=attempt.cause,
         seconds_left=attempt.seconds_left,
         failure=(failure.exit_code, failure.sentence) if failure is not None else None,
-        failed_on=failure.node if failure is not None else None,
+        set_up=set_up,
+        failed_on=node,
         superseded=_superseded_by(everything, attempt, failure),
         trained=attempt.stepping is not None,
         trained_before=any(has_trained(each) for each in everything if each.number < attempt.number),

@@ -33,7 +33,9 @@ def test_rows_become_inputs_and_targets_with_other_targets_and_padding() -> None
     assert ROWS._replace(values=None).batch()["targets"].tolist() == [[1, -100, 3, 4], [-100, 7, -100, -100]]
 
 
-@pytest.mark.parametrize(("dtype", "highest"), [(torch.uint16, 2**16 - 1), (torch.uint32, 2**32 - 1)])
+@pytest.mark.parametrize(
+    ("dtype", "highest"), [(torch.uint8, 2**8 - 1), (torch.uint16, 2**16 - 1), (torch.uint32, 2**32 - 1)]
+)
 def test_what_a_gpu_computes_is_what_the_processor_does(dtype: torch.dtype, highest: int) -> None:
     tokens = torch.tensor([[0, 1, highest // 2, highest // 2 + 1, highest]]).to(dtype)
     assert (

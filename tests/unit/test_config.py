@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from slurmtrain.config.compose import compose, config_groups, config_hash, freeze, load_frozen, to_config, to_values
 from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig, JobConfig, TrainConfig
 from slurmtrain.config.validate import SBATCH_OPTIONS, validate
-from slurmtrain.errors import ConfigError, SlurmtrainError
+from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError
 from slurmtrain.launch.sbatch import JobPaths, sbatch_directives
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -242,7 +242,12 @@ def test_every_option_that_the_script_writes_itself_is_kept_from_cluster_sbatch(
     directives = sbatch_directives(Config(cluster=cluster), JobPaths([Path("/a/b"), Path("/a/c")], "code", "python"))
     names = [directive.removeprefix("--").partition("=")[0] for directive in directives]
     assert len(names) > 15 and all(SBATCH_OPTIONS[name] for name in names)
-    for owner in set(SBATCH_OPTIONS.values()) - {"", "the run directory", "slurmtrain itself"}:
+    for owner in set(SBATCH_OPTIONS.values()) - {
+        "",
+        "the run directory",
+        "slurmtrain itself",
+        "SLURM_CLUSTERS of the shell",
+    }:
         group, field = owner.split(".")
         assert field in to_values(Config())[group]
 
@@ -264,3 +269,17 @@ def test_names_that_are_good_folders_are_accepted(name: str) -> None:
 def test_a_command_needs_neither_model_nor_batch() -> None:
     job = JobConfig(kind="command", command="python x.py --lr '1e-3'")
     validate(Config(job=job, train=TrainConfig(global_batch_size=7), cluster=ClusterConfig(nodes=3)))
+
+
+def test_one_word_is_taken_for_a_list_of_one() -> None:
+    config = compose(["prepare.inputs=/data/raw.jsonl", "cluster.modules=cuda/12.4", "checkpoint.allow=config"])
+    assert config.prepare.inputs == ["/data/raw.jsonl"]
+    assert (config.cluster.modules, config.checkpoint.allow) == (["cuda/12.4"], ["config"])
+    assert compose(["prepare.inputs='my texts/*.txt'"]).prepare.inputs == ["my texts/*.txt"]
+    assert compose(["prepare.inputs=[a,b]"]).prepare.inputs == ["a", "b"]
+
+
+def test_a_key_of_another_option_names_that_option() -> None:
+    with pytest.raises(UsageError, match="data has no key 'path'") as caught:
+        compose(["data.path=/data/tokens"])
+    assert "data=prepared" in str(caught.value.hint)

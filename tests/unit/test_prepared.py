@@ -94,6 +94,22 @@ def test_masked_samples_have_every_pair_of_every_document_once_and_say_which_is_
         assert end == len(targets) or end == 0 or documents[end] == documents[end - 1] + 1
 
 
+@pytest.mark.parametrize(
+    ("packing", "mask"), [("concat", None), ("concat", True), ("best_fit", None), ("documents", None)]
+)
+def test_samples_are_the_same_however_many_bytes_a_token_has(
+    packing: str, mask: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found = []
+    for vocab_size in (256, 257, 70_000):  # tokens of one, two and four bytes
+        folder = tmp_path / str(vocab_size)
+        write_prepared(folder, {"train": SHARDS}, vocab_size=vocab_size)
+        source = PreparedText(str(folder), 7, packing=packing, document_mask=mask)
+        found.append({name: values.tolist() for name, values in everything(source.train).items()})
+    assert found[0] == found[1] == found[2]
+
+
 def test_masks_and_packings_as_configured(data: Path) -> None:
     assert "documents" in PreparedText(str(data), 8, packing="best_fit").train[0]
     assert "documents" not in PreparedText(str(data), 8, packing="best_fit", document_mask=False).train[0]

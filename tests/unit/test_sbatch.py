@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose, config_groups
-from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, HooksConfig, RequeueConfig
+from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, HooksConfig
 from slurmtrain.config.validate import validate
 from slurmtrain.launch.sbatch import JobPaths, render_script, sbatch_directives, setup_lines, srun_words
 from slurmtrain.launch.submit import preparing, resubmit, submit
@@ -169,6 +169,43 @@ def test_submitting_inside_a_job_hides_that_job_but_keeps_slurm_conf(
     assert main(["+cluster=a100x4", "submit"]) == 0
     assert inherited.keys().isdisjoint(fake_slurm.environment)
     assert kept.items() <= fake_slurm.environment.items()
+
+
+SET_BY_THE_SHELL = {
+    "SBATCH_TIMELIMIT": "1",
+    "SBATCH_NO_REQUEUE": "1",
+    "SBATCH_ARRAY_INX": "0-9",
+    "SBATCH_WAIT": "1",
+    "SBATCH_OUTPUT": "/x",
+    "SBATCH_GPUS_PER_TASK": "1",
+    "SBATCH_GRES": "gpu:1",
+    "SBATCH_MEM_PER_CPU": "1G",
+}
+LEFT_TO_THE_SHELL = {
+    "SBATCH_ACCOUNT": "mine",
+    "SBATCH_QOS": "high",
+    "SBATCH_EXPORT": "ALL",
+    "SBATCH_GRES_FLAGS": "x",
+    "SBATCH_CLUSTERS": "b",
+}
+
+
+def test_variables_of_sbatch_do_not_beat_the_config_and_give_what_it_leaves_open(
+    project: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (SET_BY_THE_SHELL | LEFT_TO_THE_SHELL).items():
+        monkeypatch.setenv(name, value)
+    words = ["+cluster=a100x4", "cluster.account=null", "cluster.qos=null", "cluster.mem_per_node_gb=10"]
+    assert main([*words, "cluster.partition=long", "submit"]) == 0
+    assert SET_BY_THE_SHELL.keys().isdisjoint(fake_slurm.environment)
+    assert LEFT_TO_THE_SHELL.items() <= fake_slurm.environment.items()
+    said = capsys.readouterr().err
+    assert all(name in said for name in SET_BY_THE_SHELL) and not any(name in said for name in LEFT_TO_THE_SHELL)
+    monkeypatch.setenv("SBATCH_PARTITION", "long")  # says the same
+    assert main([*words, "cluster.partition=long", "submit"]) == 0
+    assert "SBATCH_PARTITION" not in capsys.readouterr().err
+    assert main([*words, "cluster.account=theirs", "submit"]) == 0
+    assert "SBATCH_ACCOUNT=mine (cluster.account)" in capsys.readouterr().err
 
 
 def test_a_cluster_with_its_own_slurm_conf_is_the_one_that_sbatch_talks_to(
@@ -389,6 +426,27 @@ def test_where_our_own_python_fails_the_job_is_requeued_all_the_same(run_dir: Pa
     assert (done.returncode, scontrol_calls(tmp_path)) == (75, ["requeue 77"]), done.stderr
 
 
+@pytest.mark.parametrize(("word", "code"), [("done", 0), ("end", 1)])
+def test_a_job_that_slurm_starts_again_after_the_run_has_ended_claims_no_attempt(
+    run_dir: Path, tmp_path: Path, word: str, code: int
+) -> None:
+    said = f'[ "$3" = begin ] && echo {word}'
+    done = run_script(
+        script_for(run_dir), tmp_path, srun='touch "$here/../started"', settle=said, SLURM_RESTART_COUNT="2"
+    )
+    assert done.returncode == code, done.stderr
+    assert not (tmp_path / "started").exists() and list((run_dir / "attempts").iterdir()) == []
+    assert scontrol_calls(tmp_path) == []
+
+
+@pytest.mark.parametrize("settle", ["exit 0", "exit 1"])
+def test_a_restart_of_a_run_that_has_not_ended_or_that_cannot_be_asked_goes_on(
+    run_dir: Path, tmp_path: Path, settle: str
+) -> None:
+    run_script(script_for(run_dir), tmp_path, srun='touch "$here/../started"', settle=settle, SLURM_RESTART_COUNT="1")
+    assert (tmp_path / "started").exists() and (run_dir / "attempts" / "0001").is_dir()
+
+
 def test_an_array_task_requeues_itself_alone(run_dir: Path, tmp_path: Path) -> None:
     script = script_for(tmp_path / "a", run_dir, tmp_path / "b")
     array = {"SLURM_JOB_ID": "70", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "1"}
@@ -409,6 +467,16 @@ def test_a_settle_that_fails_does_not_lose_a_stopped_run(
     done = run_script(script_for(run_dir), tmp_path, srun=f"exit {code}", settle="exit 1", squeue=f"echo {state}")
     assert done.returncode == (75 if requeued else code), done.stderr
     assert bool(again_calls(tmp_path)) == requeued
+
+
+def test_the_script_asks_slurm_without_the_persons_defaults_for_its_commands(run_dir: Path, tmp_path: Path) -> None:
+    """SQUEUE_STATES=PENDING would hide this job. The ranks have what the person has."""
+    squeue = '[ -z "$SQUEUE_STATES$SLURM_CLUSTERS" ] && echo RUNNING'
+    env = {"SQUEUE_STATES": "PENDING", "SLURM_CLUSTERS": "a,b", "SLURM_JWT": "expired"}
+    srun = 'echo "$SQUEUE_STATES|$SLURM_JWT" >"$here/../seen"; exit 75'
+    done = run_script(script_for(run_dir), tmp_path, srun=srun, settle="exit 1", squeue=squeue, **env)
+    assert done.returncode == 75 and again_calls(tmp_path)
+    assert (tmp_path / "seen").read_text() == "PENDING|\n"
 
 
 def test_each_start_claims_the_next_attempt(run_dir: Path, tmp_path: Path) -> None:

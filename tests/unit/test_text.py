@@ -132,9 +132,11 @@ def test_the_shipped_configs_give_data(name: str) -> None:
     assert text.vocab_size == 256 and "standard library" in text.description
 
 
-def test_the_config_for_own_files_takes_a_list(tmp_path: Path) -> None:
+@pytest.mark.parametrize("as_list", [True, False])
+def test_the_config_for_own_files_takes_a_list_or_one_path(as_list: bool, tmp_path: Path) -> None:
     write_files(tmp_path, {"a.txt": "some text", "b.txt": "more text"})
-    config = OmegaConf.merge(OmegaConf.load(CONF / "data" / "files.yaml"), {"paths": [f"{tmp_path}/*.txt"]})
+    paths = [f"{tmp_path}/*.txt"] if as_list else f"{tmp_path}/*.txt"
+    config = OmegaConf.merge(OmegaConf.load(CONF / "data" / "files.yaml"), {"paths": paths})
     assert len(instantiate(config).train) == 1
 
 
@@ -146,7 +148,7 @@ def test_missing_and_empty_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no text to train on"):
         TextFiles([str(tmp_path / "empty.txt")], seq_len=8)
     with pytest.raises(ConfigError, match="not a list"):
-        TextFiles("a.txt", seq_len=8)
+        TextFiles([1], seq_len=8)  # type: ignore[list-item]
     with pytest.raises(ConfigError, match=r"data\.seq_len is 0"):
         StdlibText(0)
     with pytest.raises(ConfigError, match=r"data\.valid_fraction is 1\.5"):
