@@ -29,7 +29,6 @@ from slurmtrain.runtime.watch import Watch
 # Of the signal itself, or as a shell reports it.
 DIED_OF_A_STOP = {sign for number in (signal.SIGTERM, signal.SIGUSR2) for sign in (-number, 128 + number)}
 SIGNAL_LAG_S = 1.0
-POLL_S = 0.05  # of a file on a shared file system: there is no event to await
 
 
 def run_command(config: Config, environment: Environment, where: Place, stop: StopSignals, watch: Watch | None) -> int:
@@ -103,6 +102,8 @@ def rank_variables(config: Config, environment: Environment, where: Place) -> di
 def _master(environment: Environment, directory: Path, cluster: ClusterConfig) -> tuple[str, int]:
     """Rank 0's address, for programs that rendezvous by themselves: published by rank 0, read by the others."""
     published = directory / "master.json"
+    address_of_rank_0 = Published(published, environment)
+    atexit.register(address_of_rank_0.forget)
     if environment.rank == 0:
         address = {
             "hosts": own_addresses(environment, cluster.network_interface),
@@ -110,16 +111,17 @@ def _master(environment: Environment, directory: Path, cluster: ClusterConfig) -
             "machine": machine(),
         }
         write_json(published, address)
+        address_of_rank_0.look()  # hands it on to the ranks beside this one
         return "127.0.0.1" if environment.single_node else _reachable(address), int(str(address["port"]))
-    deadline = time.monotonic() + cluster.rendezvous_timeout_s
-    while (found := read_json(published) if published.name in os.listdir(directory) else None) is None:
+    deadline, pauses = time.monotonic() + cluster.rendezvous_timeout_s, Pauses()
+    while (found := address_of_rank_0.look()) is None:
         if time.monotonic() > deadline:
             raise RendezvousError(
                 f"rank 0, expected on node {environment.expected_node(0)}, did not publish its address within "
                 f"{cluster.rendezvous_timeout_s} s",
                 hint="see rank 0's log",
             )
-        time.sleep(POLL_S)
+        pauses.pause()
     return ("127.0.0.1" if found["machine"] == machine() else _reachable(found)), int(found["port"])
 
 
