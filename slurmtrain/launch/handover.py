@@ -24,7 +24,7 @@ from slurmtrain.config.compose import SECRET_REFERENCE, to_values
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.sbatch import directive, set_aside
-from slurmtrain.runtime.slurm import SlurmClient, submission_environment
+from slurmtrain.runtime.slurm import INSTALL_HINT, SlurmClient, submission_environment
 
 TOKEN_PREFIX = "slurmtrain:"
 # What passes by itself, in the words of slurm_errno.c and of sbatch: the controller was never reached, or has refused;
@@ -308,6 +308,7 @@ def refusal(said: str, code: int, call_s: int) -> ClusterError:
 def advice(said: str) -> str:
     """What to change, for what sbatch says most often."""
     for words, hint in {
+        "configuration source": INSTALL_HINT,  # there is neither a slurm.conf nor a controller that hands one out
         "account": "cluster.account; `sacctmgr show associations user=$USER` lists yours",
         "partition": "cluster.partition; `sinfo` lists the partitions",
         "qos": "cluster.qos; `sacctmgr show qos` lists them",

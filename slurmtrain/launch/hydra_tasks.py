@@ -71,9 +71,10 @@ class Tasks:
     ):
         self._context, self._function, self._config = context, function, config
         self._overrides = [f"cluster={cluster}", "job=command", "job.command=set-below", "job.snapshot=none"]
-        # A function that raises would raise again.
+        # A function that raises would raise again. One that gave back a result has finished, whoever told it to stop.
         once = "requeue.max_attempts_without_progress=1"
-        self._overrides += [f"job.name={_name(config.hydra.job.name)}", once, *overrides]
+        name = f"job.name={_name(config.hydra.job.name)}"
+        self._overrides += [name, once, f"job.finished_when={RESULT}", *overrides]
         self._config_dir = config_dir
         self._parallelism, self._again = array_parallelism, again
         self._cut_short = False

@@ -464,7 +464,7 @@ def _ended(record: _Record, queued: str = "") -> tuple[str, str]:
     if record.setup_failed is not None:
         return "failed", record.setup_failed.read_text().strip()
     if last.verdict == Verdict.DONE:
-        return "finished", f"finished{_started_again(record, last)}"
+        return "finished", f"{last.sentence or 'finished'}{_started_again(record, last)}"
     if last.verdict == Verdict.END:
         word = "stopped" if last.reason in ("cancelled", "asked", "time limit", "preempted") else "failed"
         return word, f"{last.sentence}{_started_again(record, last)}. {resume}"

@@ -21,6 +21,7 @@ from slurmtrain.runtime.judge import Verdict
 from slurmtrain.runtime.slurm import JobFacts
 
 TAIL_BYTES = 65536  # of the metrics of a run
+STOP_RECORD = "stop.json"  # in an attempt's folder
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Attempt:
         stalled: it used up the budget: not told to stop by anybody, and no new checkpoint.
         bad_nodes: nodes that it could not even start on; the next start leaves them out.
         said: rank 0's last word: "finished" or "stopped".
+        program_code: with what a program of the user's own ended on rank 0; minus the signal's number when one killed it.
         stepping: when it began to train; None until then.
         start_up_s: seconds of each stage from the start of rank 0's process until then.
         cause, cause_time: what told the ranks to stop, and when.
@@ -57,6 +59,7 @@ class Attempt:
     committed_before: int | None = None
     committed_step: int | None = None
     said: str | None = None
+    program_code: int | None = None
     cause: str | None = None
     cause_time: float | None = None
     seconds_left: float | None = None
@@ -81,7 +84,7 @@ def read_attempt(run_dir: RunDir, number: int) -> Attempt:
     values = read_json(run_dir.attempt(number) / "attempt.json") or {}
     known = {name: value for name, value in values.items() if name in Attempt.__dataclass_fields__}
     attempt = Attempt(**{**known, "number": number})
-    stop = read_json(run_dir.attempt(number) / "stop.json")
+    stop = read_json(run_dir.attempt(number) / STOP_RECORD)
     if stop is not None:
         attempt.cause, attempt.cause_time = stop["cause"], stop["time"]
         attempt.seconds_left, attempt.facts = stop["seconds_left"], stop["facts"]
@@ -168,7 +171,7 @@ def record_stop(
         "seconds_left": seconds_left,
         "facts": asdict(facts) if facts else None,
     }
-    write_json(attempt_dir / "stop.json", record)
+    write_json(attempt_dir / STOP_RECORD, record)
 
 
 def record_failure(

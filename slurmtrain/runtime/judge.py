@@ -60,6 +60,8 @@ class Evidence:
         superseded: by whom, where a newer attempt of the run is at work: "attempt 3 in job 12".
         trained: this attempt has begun to train.
         trained_before: so has an earlier one, with the same config.
+        program_code: with what a program of the user's own ended on rank 0; None for other kinds of jobs.
+        finished_when: job.finished_when.
         killed: srun's words on tasks that were killed, e.g. "n1: task 3: Killed".
         request: what a person asked of this attempt: "cancel", "stop" (by the file), "preempt", "requeue".
         facts: what SLURM says of the job; None outside of SLURM.
@@ -80,6 +82,8 @@ class Evidence:
     superseded: str | None = None
     trained: bool = False
     trained_before: bool = False
+    program_code: int | None = None
+    finished_when: str | None = None
     killed: str | None = None
     request: str | None = None
     facts: JobFacts | None = None
@@ -126,6 +130,7 @@ def judge(evidence: Evidence, policy: Policy) -> Judgement:
     reason, sentence = _reason(evidence, policy)
     if reason is Reason.FINISHED:
         return Judgement(reason, Verdict.DONE, sentence)
+    sentence += _doubt(evidence)
     if reason in (Reason.CANCELLED, Reason.CONFIG, Reason.SUPERSEDED):
         return Judgement(reason, Verdict.END, sentence)
     stalled = _is_stall(reason, evidence)
@@ -187,6 +192,17 @@ def judge_abandoned(evidence: Evidence, policy: Policy) -> Judgement:
     return Judgement(reason, Verdict.RESTARTING, f"{sentence}; it was started again", _is_stall(reason, evidence))
 
 
+def _doubt(evidence: Evidence) -> str:
+    """Why a program that ended with exit code 0 is not taken for finished; nothing where it did not."""
+    if evidence.program_code != 0 or evidence.said == "finished" or evidence.failure is not None:
+        return ""
+    if evidence.finished_when is None:
+        return " (exit code 0 after it was told to stop is not taken for finished; job.finished_when says when it is)"
+    if evidence.finished_when.isdigit():
+        return f" (its program ended with exit code 0, not with job.finished_when={evidence.finished_when})"
+    return f" (its program ended with exit code 0, but {evidence.finished_when} is not there: job.finished_when)"
+
+
 def _is_stall(reason: Reason, evidence: Evidence) -> bool:
     if evidence.progressed:
         return False
@@ -197,8 +213,9 @@ def _is_stall(reason: Reason, evidence: Evidence) -> bool:
 
 
 def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
-    if evidence.exit_code == 0 and evidence.said != "stopped":
-        return Reason.FINISHED, "finished"
+    unsaid_stop = evidence.said is None and evidence.cause is not None
+    if evidence.exit_code == 0 and evidence.said != "stopped" and not unsaid_stop:
+        return Reason.FINISHED, _finished(evidence)
     if evidence.superseded is not None:
         return Reason.SUPERSEDED, f"superseded: {evidence.superseded} goes on with this run"
     wrong = evidence.failure[1] if evidence.failure is not None and evidence.failure[0] == EXIT_CONFIG else None
@@ -225,6 +242,17 @@ def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
         return Reason.CONFIG, "the config or the environment is wrong (exit code 78)"
     what = evidence.failure[1] if evidence.failure else evidence.killed or f"exit code {evidence.exit_code}"
     return Reason.CRASH, f"crashed: {what}"
+
+
+def _finished(evidence: Evidence) -> str:
+    rule = evidence.finished_when
+    if evidence.program_code is None or rule is None:
+        return "finished"
+    return (
+        f"finished: exit code {rule} (job.finished_when)"
+        if rule.isdigit()
+        else f"finished: {rule} is there (job.finished_when)"
+    )
 
 
 def _told_by_slurm(evidence: Evidence) -> tuple[Reason, str] | None:
@@ -262,4 +290,6 @@ def _why_told(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
         return Reason.TIME_LIMIT, "the time limit is near"
     if evidence.cause == "SIGINT":
         return Reason.CANCELLED, "stopped with Ctrl-C"
+    if evidence.cause is None and evidence.program_code is not None:
+        return Reason.ASKED, "its program wants to be started again"
     return Reason.ASKED, f"told to stop by {evidence.cause or 'a signal'}"

@@ -82,7 +82,7 @@ class Published:
 
     def forget(self) -> None:
         """Remove what was handed on, when all ranks of this node have it, or need it no more."""
-        if self._handed_on:
+        if self._looks_for_all and not self._alone:
             self._on_node.unlink(missing_ok=True)
 
     def _look_in_folder(self) -> dict[str, Any] | None:

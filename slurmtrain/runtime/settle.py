@@ -197,6 +197,8 @@ def _evidence(
         superseded=_superseded_by(everything, attempt, failure),
         trained=attempt.stepping is not None,
         trained_before=any(has_trained(each) for each in everything if each.number < attempt.number),
+        program_code=attempt.program_code,
+        finished_when=config.job.finished_when,
         killed=killed,
         request=request,
         facts=facts,
