@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.errors import ConfigError, UsageError
+from slurmtrain.paths import absolute, located
 from slurmtrain.redaction import redacted
 
 RUN_DIR_VARIABLE = "SLURMTRAIN_RUN_DIR"
@@ -214,7 +215,7 @@ def create(runs_dir: Path, name: str) -> RunDir:
             f"cannot create a run directory under {runs_dir}: {error.strerror}",
             hint="set job.runs_dir to a folder that you may write and that the compute nodes see",
         ) from None
-    run_dir = RunDir(path.resolve())
+    run_dir = RunDir(located(path))
     for folder in (run_dir.attempts, run_dir.checkpoints):
         folder.mkdir(mode=0o700)
     return run_dir
@@ -227,14 +228,14 @@ def runs_root() -> Path:
 
 def reference(run_dir: RunDir) -> str:
     """What a person types to mean this run: its id where the verbs find it, else its path."""
-    found = run_dir.path.parent.parent == runs_root().resolve()
+    found = run_dir.path.parent.parent == located(runs_root())
     return run_dir.id if found else shlex.quote(str(run_dir.path))
 
 
 def all_runs(root: Path) -> list[RunDir]:
     """Every run under `root`, oldest first. A hidden folder is one that is being removed."""
     files = [f for f in root.glob("*/*/run.json") if not f.parent.name.startswith(".") and os.access(f, os.R_OK)]
-    return [RunDir(file.parent.resolve()) for file in sorted(files, key=lambda file: file.parent.name)]
+    return [RunDir(located(file.parent)) for file in sorted(files, key=lambda file: file.parent.name)]
 
 
 def unreadable(root: Path) -> list[Path]:
@@ -276,7 +277,7 @@ def find(reference: str, root: Path) -> RunDir:
     """
     path = Path(reference)
     if (path / "run.json").is_file():
-        return RunDir(path.resolve())
+        return RunDir(located(path))
     runs = all_runs(root)
     if not runs:
         refuse_unreadable(reference, root)
@@ -298,7 +299,7 @@ def find(reference: str, root: Path) -> RunDir:
 
 def nothing_under(root: Path, what: str) -> UsageError:
     return UsageError(
-        f"there are no {what} under {root.resolve()}",
+        f"there are no {what} under {absolute(root)}",
         hint="go to the folder where submit was typed, or set SLURMTRAIN_RUNS to its runs folder",
     )
 

@@ -16,9 +16,10 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.launch.after import waiting_for_runs
 from slurmtrain.launch.arrays import Array, plan_arrays
 from slurmtrain.launch.import_paths import interpreter_of
+from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.sbatch import JobPaths, render_script
 from slurmtrain.launch.snapshot import find_source
-from slurmtrain.launch.submit import PLACEHOLDER_ID, no_chain, slurm_conf_of, steps_of, with_absolute_paths
+from slurmtrain.launch.submit import PLACEHOLDER_ID, no_chain, slurm_conf_of, steps_of
 from slurmtrain.rundir import RunDir
 
 
@@ -173,6 +174,7 @@ def preview(draft: Draft, cwd: Path, parallelism: int | None = None, after: Sequ
             parallelism=array.parallelism,
             pack=draft.first.sweep.pack,
             roots=source.roots,
+            submit_dir=cwd,
         )
         scripts.append(render_script(config, paths))
     return scripts

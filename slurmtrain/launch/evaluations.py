@@ -27,6 +27,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import SlurmtrainError, UsageError
 from slurmtrain.launch.claims import claimed
+from slurmtrain.launch.own_jobs import in_queue
 from slurmtrain.launch.sbatch import render_script
 from slurmtrain.launch.state import states
 from slurmtrain.launch.submit import job_paths, slurm_conf_of, submit
@@ -117,12 +118,17 @@ def cancel_all(run_dirs: Iterable[RunDir], client: SlurmClient) -> list[RunDir]:
     """End the jobs that evaluate checkpoints of these runs, with one scancel. Returns which were there."""
     evaluations = [evaluation for run_dir in run_dirs for evaluation in run_dir.all_evaluations()]
     found = states(evaluations)
-    alive = [each for each in evaluations if found[each.id].alive and found[each.id].own_job and found[each.id].job_id]
+    left = in_queue([each for each in evaluations if each.info_file.exists()], client)
+    for each in evaluations:
+        now = found[each.id]
+        if now.alive and now.own_job and now.job_id and now.job_id not in left[each.id]:
+            left[each.id].append(now.job_id)
+    alive = [each for each in evaluations if left.get(each.id)]
     for evaluation in alive:
         attempts.write_request(evaluation, "cancel")
         evaluation.event("cancel asked")
     if alive:
-        client.cancel(*(str(found[each.id].job_id) for each in alive))
+        client.cancel(*(job_id for each in alive for job_id in left[each.id]))
     for evaluation in alive:  # one that waited has nobody who would
         run_dir = evaluation.evaluated_run
         assert run_dir is not None

@@ -21,6 +21,7 @@ from pathlib import Path
 from slurmtrain.checkpoint import retention
 from slurmtrain.checkpoint.commit import committed
 from slurmtrain.launch.state import RunState, states
+from slurmtrain.paths import located
 from slurmtrain.rundir import RunDir, all_runs, disk_usage
 
 ENDED = ("finished", "stopped", "failed", "lost")  # the words of a state that nobody runs any more
@@ -75,7 +76,7 @@ def plan(
         words: states to remove, of `ENDED`.
         older_than_s: since their last change.
     """
-    root = root.resolve()
+    root = located(root)
     runs = all_runs(root)
     before = {run.path: fingerprint(run) for run in runs}
     evaluations = [each for run in runs for each in run.all_evaluations()]
@@ -122,7 +123,9 @@ def _reason_to_stay(
             )
     if retention.in_use(run.checkpoints, now):
         return "somebody is reading its checkpoints"
-    reader = next((reader for source, reader in sources.items() if run.path in (source, *source.parents)), None)
+    reader = next(
+        (reader for source, reader in sources.items() if run.path.resolve() in (source, *source.parents)), None
+    )
     return f"run {reader}, which has not ended, begins from its checkpoints" if reader is not None else None
 
 

@@ -61,6 +61,7 @@ class JobPaths:
         python: the interpreter that submits; the batch shell runs `settle` with it.
         parallelism: how many tasks of an array may run at the same time; None: as many as there is room for.
         pack: how many runs share a task.
+        submit_dir: the folder of the command, to which paths in set-up lines are relative in every job of the run.
     """
 
     run_dirs: Sequence[Path]
@@ -69,6 +70,7 @@ class JobPaths:
     parallelism: int | None = None
     pack: int = 1
     roots: Sequence[str] = ()
+    submit_dir: Path | None = None
 
     @property
     def tasks(self) -> int:
@@ -145,6 +147,7 @@ def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
         ("requeue" if config.requeue.mode == "requeue" else "no-requeue", True),
         # A restart would truncate the log of the attempt before.
         ("open-mode", "append"),
+        ("chdir", paths.submit_dir),
         ("output", (paths.run_dirs[0].parent if len(paths.run_dirs) > 1 else paths.run_dirs[0]) / log),
         *sorted((name, value) for name, value in cluster.sbatch.items() if name != "dependency"),
     ]

@@ -92,7 +92,7 @@ def _find_folders(job: JobConfig, cwd: Path) -> Source:
             raise _git_failed(here, found)
     if job.snapshot == "cwd":
         return Source(cwd, "code")
-    return Source(None, str(cwd.resolve()))
+    return Source(None, str(cwd))
 
 
 def take_snapshot(job: JobConfig, source: Source, target: Path) -> Snapshot:

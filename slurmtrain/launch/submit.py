@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import getpass
 import os
 import shutil
@@ -16,11 +15,11 @@ from typing import Any
 
 from slurmtrain import __version__, rundir
 from slurmtrain.config.compose import config_hash, freeze, load_frozen
-from slurmtrain.config.schema import Config, PrepareConfig
-from slurmtrain.data import prepared_config
+from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError
 from slurmtrain.launch.handover import NotSubmitted, comment_option, export_option, hand_over, sbatch
 from slurmtrain.launch.import_paths import interpreter_of
+from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.sbatch import JobPaths, render_script, without_past
 from slurmtrain.launch.snapshot import Snapshot, Source, find_source, take_snapshot
 from slurmtrain.redaction import redacted
@@ -33,9 +32,12 @@ PLACEHOLDER_ID = "RUN_ID"  # stands for the run's id in a dry run, which creates
 
 def dry_run(config: Config, cwd: Path) -> str:
     """The script that `submit` would hand to sbatch. Nothing is created."""
-    run_dir = _runs_dir(config, cwd) / config.job.name / PLACEHOLDER_ID
+    config = with_absolute_paths(config, cwd)
+    run_dir = Path(config.job.runs_dir) / config.job.name / PLACEHOLDER_ID
     source = find_source(config.job, cwd, interpreter_of(config.cluster))
-    return render_script(config, JobPaths([run_dir], source.workdir, sys.executable, roots=source.roots))
+    return render_script(
+        config, JobPaths([run_dir], source.workdir, sys.executable, roots=source.roots, submit_dir=cwd)
+    )
 
 
 @contextlib.contextmanager
@@ -196,7 +198,9 @@ def _write(
 
 def job_paths(run_dirs: Sequence[Path], info: Mapping[str, Any]) -> JobPaths:
     """Return what a script needs to know of runs, by what run.json or sweep.json says of them."""
-    return JobPaths(run_dirs, info["workdir"], sys.executable, roots=info.get("import_roots", ()))
+    submit_dir = Path(info["submit_dir"]) if info.get("submit_dir") else None
+    roots = info.get("import_roots", ())
+    return JobPaths(run_dirs, info["workdir"], sys.executable, roots=roots, submit_dir=submit_dir)
 
 
 def run_info(config: Config, overrides: Sequence[str], snapshot: Snapshot, source: Source, cwd: Path) -> dict[str, Any]:
@@ -244,32 +248,6 @@ def _slurm_conf_if_known(config: Config) -> str | None:
         return slurm_conf_of(config)
     except ClusterError:  # its sandbox is not running yet; `submit` has asked before, and refuses
         return None
-
-
-def with_absolute_paths(config: Config, cwd: Path) -> Config:
-    """The job runs elsewhere; what was relative to the submitting shell must stay what it was."""
-    job = dataclasses.replace(config.job, runs_dir=str(_runs_dir(config, cwd)))
-    data = prepared_config.with_absolute_paths(config.data, cwd)
-    evaluated = dataclasses.replace(config.eval, sets=prepared_config.with_absolute_paths(config.eval.sets, cwd))
-    return dataclasses.replace(config, job=job, data=data, eval=evaluated, prepare=_prepare_here(config.prepare, cwd))
-
-
-def _prepare_here(prepare: PrepareConfig, cwd: Path) -> PrepareConfig:
-    def here(path: str) -> str:
-        return os.path.abspath(cwd / Path(path).expanduser())
-
-    named = prepare.tokenizer != "bytes"
-    return dataclasses.replace(
-        prepare,
-        inputs=[here(path) for path in prepare.inputs],
-        output=here(prepare.output) if prepare.output else None,
-        tokenizer=here(prepare.tokenizer) if named else prepare.tokenizer,
-    )
-
-
-def _runs_dir(config: Config, cwd: Path) -> Path:
-    path = Path(config.job.runs_dir).expanduser()
-    return path if path.is_absolute() else cwd.resolve() / path
 
 
 def _alone(run_dir: RunDir, script: str) -> str:

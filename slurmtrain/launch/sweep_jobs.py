@@ -19,6 +19,7 @@ from slurmtrain.launch.after import waiting_for_runs, with_dependency
 from slurmtrain.launch.arrays import plan_arrays
 from slurmtrain.launch.claims import Owner, claimed, claims
 from slurmtrain.launch.handover import TOKEN_PREFIX, Patience, Refused, SubmitLimit, check, export_option, hand_over
+from slurmtrain.launch.own_jobs import in_queue
 from slurmtrain.launch.sbatch import render_script
 from slurmtrain.launch.state import is_over
 from slurmtrain.launch.submit import job_paths
@@ -221,6 +222,11 @@ def add_retry(sweep: Sweep) -> list[str]:
 
     A sweep that was cancelled goes on. Two who retry at the same moment get different runs: the second finds them planned.
     """
+    with claimed(sweep.arrays, busy=lambda owner: None):  # nobody resumes one of them by itself meanwhile
+        return _plan_retry(sweep)
+
+
+def _plan_retry(sweep: Sweep) -> list[str]:
     shapes = {point.run_id: point.shape for point in sweep.points()}
     sweep.cancelled_file.unlink(missing_ok=True)
     while True:
@@ -259,8 +265,11 @@ def cancel(sweep: Sweep, client: SlurmClient) -> int:
     for run_id in alive:
         attempts.write_request(sweep.run_dir(run_id), "cancel")
         sweep.run_dir(run_id).event("cancel asked")
-    if alive:  # whole arrays: thousands of ids make a line too long
-        client.cancel(*sorted({job_id.partition("_")[0] for job_id in alive.values()}))
+    known = [run_dir for run_dir in map(sweep.run_dir, now) if run_dir.info_file.exists()]
+    left = {job_id for jobs in in_queue(known, client).values() for job_id in jobs}
+    jobs = sorted({job_id.partition("_")[0] for job_id in left.union(filter(None, alive.values()))})
+    if jobs:  # whole arrays: thousands of ids make a line too long
+        client.cancel(*jobs)
     evaluations.cancel_all([run_dir for run_dir in map(sweep.run_dir, now) if run_dir.evaluations.exists()], client)
     return len(alive)
 

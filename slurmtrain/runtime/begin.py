@@ -14,8 +14,8 @@ from __future__ import annotations
 from slurmtrain.config.schema import Config
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts
-from slurmtrain.runtime.judge import Reason, Verdict, given_up
-from slurmtrain.runtime.settle import close_abandoned, policy, run_hook_of
+from slurmtrain.runtime.judge import Reason, Verdict
+from slurmtrain.runtime.settle import close_abandoned, run_hook_of, spent_by
 from slurmtrain.runtime.slurm import SlurmClient
 
 
@@ -55,12 +55,13 @@ def budget_used_up(run_dir: RunDir, config: Config, client: SlurmClient | None) 
         return None
     close_abandoned(run_dir, numbers[-1] + 1, config, client)
     last = attempts.read_attempt(run_dir, numbers[-1])
-    stalled = attempts.stalled_before(attempts.all_attempts(run_dir), last.number + 1)
-    over = last.verdict in (Verdict.DONE, Verdict.END)
-    if over or not last.stalled or stalled < config.requeue.max_attempts_without_progress:
+    if last.verdict in (Verdict.DONE, Verdict.END):
         return None
-    said = (last.sentence or "ended").rpartition("; ")[0] or "ended"
-    last.verdict, last.sentence = Verdict.END, given_up(said, policy(config))
+    spent = spent_by(attempts.all_attempts(run_dir), config)
+    if spent is None:
+        return None
+    said = (last.sentence or "").rpartition("; ")[0] or "ended"  # without what was to come next
+    last.verdict, last.sentence = Verdict.END, f"{said}; {spent}"
     attempts.write_attempt(run_dir, last)
     run_dir.event("given up", attempt=last.number, sentence=last.sentence)
     run_hook_of(run_dir, last.number, config)

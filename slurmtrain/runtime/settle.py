@@ -21,8 +21,10 @@ from slurmtrain.errors import ClusterError
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts, chain, slurm_versions
 from slurmtrain.runtime.attempts import Attempt, Failure
-from slurmtrain.runtime.judge import Evidence, Judgement, Policy, Verdict, judge, judge_abandoned
+from slurmtrain.runtime.judge import Evidence, Judgement, Policy, Reason, Verdict, budget_spent, judge, judge_abandoned
 from slurmtrain.runtime.slurm import LIVE, JobFacts, SlurmClient
+
+REPORTING = ("command", "prepare")  # kinds of jobs whose progress is what they report
 
 
 def settle(run_dir: RunDir, number: int, exit_code: int, config: Config, client: SlurmClient | None) -> Judgement:
@@ -38,9 +40,10 @@ def settle(run_dir: RunDir, number: int, exit_code: int, config: Config, client:
     links_left = 0
     if client is not None and config.requeue.mode == "chain":
         links_left = len(chain.waiting_after(run_dir, job_id, client))
-    _find_last_steps(run_dir, attempt)
+    _find_last_steps(run_dir, attempt, config)
     request = attempts.take_request(run_dir, attempt)
-    judgement = judge(_evidence(run_dir, attempt, exit_code, facts, config, request), policy(config, links_left))
+    evidence = _evidence(run_dir, attempt, exit_code, facts, config, request, time.time())
+    judgement = judge(evidence, policy(config, links_left))
     attempt.exit_code = exit_code
     try:
         _record(run_dir, attempt, judgement)
@@ -98,9 +101,9 @@ def close_abandoned(run_dir: RunDir, current: int, config: Config, client: Slurm
             continue
         if may_live(attempt, client):
             continue
-        _find_last_steps(run_dir, attempt)
+        _find_last_steps(run_dir, attempt, config)
         request = attempts.take_request(run_dir, attempt)
-        evidence = _evidence(run_dir, attempt, 0, None, config, request)
+        evidence = _evidence(run_dir, attempt, 0, None, config, request, _last_sign(run_dir.attempt(number)))
         _record(run_dir, attempt, judge_abandoned(evidence, policy(config)))
 
 
@@ -128,17 +131,22 @@ def may_live(attempt: Attempt, client: SlurmClient | None) -> bool:
     return facts is not None and facts.restarts <= attempt.restart_count and facts.state in LIVE
 
 
-def _find_last_steps(run_dir: RunDir, attempt: Attempt) -> None:
+def _find_last_steps(run_dir: RunDir, attempt: Attempt, config: Config) -> None:
     attempt.committed_step = attempts.newest_checkpoint_step(run_dir)
-    if not attempt.started:  # rank 0 never opened it, so nothing that is committed can be its work
-        attempt.committed_before = attempt.committed_step
+    if config.job.kind in REPORTING:
+        attempt.reported_step = attempts.furthest_reported(run_dir)
+    attempt.marked = attempts.newest_change(run_dir, config.job.progress_file)
+    if not attempt.started:  # rank 0 never opened it, so nothing that is there can be its work
+        attempt.committed_before, attempt.reported_before = attempt.committed_step, attempt.reported_step
+        attempt.marked_before = attempt.marked
     if attempt.last_step is None:
         logged, committed = attempts.last_logged_step(run_dir), attempt.committed_step
         attempt.last_step = max(logged or 0, committed or 0) or attempt.first_step
 
 
 def _record(run_dir: RunDir, attempt: Attempt, judgement: Judgement) -> None:
-    attempt.ended, attempt.stalled = time.time(), judgement.stalled
+    attempt.ended, attempt.lasted = time.time(), judgement.lasted
+    attempt.stalled, attempt.unseen = judgement.stalled or judgement.unseen, judgement.unseen
     attempt.reason, attempt.verdict, attempt.sentence = judgement.reason, judgement.verdict, judgement.sentence
     if judgement.bad_node is not None:
         attempt.bad_nodes = [judgement.bad_node]
@@ -160,6 +168,8 @@ def policy(config: Config, links_left: int = 0) -> Policy:
         mode=mode,
         links_left=links_left,
         max_attempts_without_progress=config.requeue.max_attempts_without_progress,
+        max_unseen_attempts=config.requeue.max_unseen_attempts,
+        long_attempt_s=60 * min(config.requeue.long_attempt_min, config.cluster.time_limit_min / 2),
         signal_lead_s=config.cluster.signal_lead_s,
     )
 
@@ -177,9 +187,10 @@ def _evidence(
     facts: JobFacts | None,
     config: Config,
     request: str | None,
+    ended: float,
 ) -> Evidence:
     directory = run_dir.attempt(attempt.number)
-    everything = attempts.all_attempts(run_dir)
+    tries = attempts.all_attempts(run_dir)
     killed = attempts.killed_tasks(directory)
     failure = attempts.first_failure(directory)
     if failure is None and killed is None:  # nobody saw the cause, only what it did to the others
@@ -194,9 +205,9 @@ def _evidence(
         failure=(failure.exit_code, failure.sentence) if failure is not None else None,
         set_up=set_up,
         failed_on=node,
-        superseded=_superseded_by(everything, attempt, failure),
+        superseded=_superseded_by(tries, attempt, failure),
         trained=attempt.stepping is not None,
-        trained_before=any(has_trained(each) for each in everything if each.number < attempt.number),
+        trained_before=any(has_trained(each) for each in tries if each.number < attempt.number),
         program_code=attempt.program_code,
         finished_when=config.job.finished_when,
         killed=killed,
@@ -205,8 +216,35 @@ def _evidence(
         preempted_when_told=attempt.facts is not None and JobFacts(**attempt.facts).preempted,
         restart_count=own_restart_count(),
         progressed=attempt.progressed,
-        progress_visible=config.job.kind in ("train", "evaluate") or attempt.committed_step is not None,
-        stalled_before=attempts.stalled_before(everything, attempt.number),
+        progress_visible=_progress_is_visible(attempt, config),
+        lasted_s=ended - attempt.started if attempt.started else 0.0,
+        stalled_before=attempts.stalled_before(tries, attempt.number),
+        unseen_before=attempts.unseen_before(tries, attempt.number),
+    )
+
+
+def spent_by(tries: list[Attempt], config: Config) -> str | None:
+    """Why the last of these attempts, which is judged, has used up a budget; None while there may be others."""
+    last = tries[-1]
+    if not last.stalled:
+        return None
+    evidence = Evidence(
+        exit_code=last.exit_code or 1,
+        program_code=last.program_code,
+        progress_visible=_progress_is_visible(last, config),
+        stalled_before=attempts.stalled_before(tries, last.number),
+        unseen_before=attempts.unseen_before(tries, last.number),
+    )
+    judged = Judgement(Reason.CRASH, Verdict.END, "", stalled=not last.unseen, unseen=last.unseen)
+    return budget_spent(judged, evidence, policy(config))
+
+
+def _progress_is_visible(attempt: Attempt, config: Config) -> bool:
+    return (
+        config.job.kind in ("train", "evaluate")
+        or config.job.progress_file is not None
+        or attempt.committed_step is not None
+        or attempt.reported_step is not None
     )
 
 
@@ -222,3 +260,8 @@ def _superseded_by(everything: list[Attempt], attempt: Attempt, failure: Failure
         job = f" in job {newer[-1].job_id}" if newer[-1].job_id is not None else ""
         return f"attempt {newer[-1].number}{job}"
     return "a newer job" if failure is not None and failure.superseded else None
+
+
+def _last_sign(attempt_dir: Path) -> float:
+    """Return when the attempt last wrote something, in unix seconds: nobody may have seen its end."""
+    return max((path.stat().st_mtime for path in attempt_dir.glob("rank-*.log")), default=attempt_dir.stat().st_mtime)

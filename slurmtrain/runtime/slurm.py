@@ -203,16 +203,28 @@ class SlurmClient:
         Raises:
             ClusterError: squeue is missing, or the controller does not answer.
         """
+        jobs = self.comments(ended=ended)
+        if word.endswith(":"):
+            return [job for job, words in jobs.items() if any(each.startswith(word) for each in words)]
+        return [job for job, words in jobs.items() if word in words]
+
+    def comments(self, *, ended: bool = False) -> dict[str, list[str]]:
+        """The words of the comments of the user's jobs, by id, those without a comment left out. An array is one.
+
+        Args:
+            ended: those, too, that have ended, as long as slurmctld remembers them (MinJobAge).
+
+        Raises:
+            ClusterError: squeue is missing, or the controller does not answer.
+        """
         states = ["--states=all"] if ended else []
         answer = self._call(["squeue", "--noheader", "--me", *states, "--format=%F|%T|%k"])
-        jobs = []
+        found: dict[str, list[str]] = {}
         for line in answer.splitlines():
             job_id, state, comment = [*line.strip().split("|", 2), "", ""][:3]
-            words = comment.split()
-            found = any(each.startswith(word) for each in words) if word.endswith(":") else word in words
-            if found and (ended or state not in GONE) and job_id not in jobs:
-                jobs.append(job_id)
-        return jobs
+            if comment and (ended or state not in GONE):
+                found.setdefault(job_id, comment.split())
+        return found
 
     def configuration(self) -> dict[str, str]:
         """slurm.conf as the controller sees it: "MaxArraySize" -> "1001"; empty when it cannot be asked."""

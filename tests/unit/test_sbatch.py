@@ -31,7 +31,8 @@ from tests.conftest import Cli, FakeSlurm
 GOLDENS = shipped("jobs") / "golden"
 RUN = Path("/home/me/project/runs/train/RUN_ID")
 PYTHON = "/home/me/venv/bin/python"
-PATHS = JobPaths([RUN], "code", PYTHON)
+SUBMIT_DIR = Path("/home/me/project")
+PATHS = JobPaths([RUN], "code", PYTHON, submit_dir=SUBMIT_DIR)
 SLURM_CLUSTERS = [name for name in config_groups()["cluster"] if name != "local"]
 
 EVERYTHING = r"""
@@ -62,13 +63,17 @@ def golden_text(name: str) -> str:
     if name == "everything":
         return render_script(config_of(EVERYTHING), PATHS)
     if name == "apptainer":
-        return render_script(config_of(APPTAINER), JobPaths([RUN], "/home/me/project", PYTHON))
+        return render_script(config_of(APPTAINER), JobPaths([RUN], "/home/me/project", PYTHON, submit_dir=SUBMIT_DIR))
     if name == "array":
         runs = [RUN.with_name(f"RUN_{letter}") for letter in "ABC"]
-        return render_script(config_of("cluster=a100x4"), JobPaths(runs, "code/experiments", PYTHON))
+        return render_script(
+            config_of("cluster=a100x4"), JobPaths(runs, "code/experiments", PYTHON, submit_dir=SUBMIT_DIR)
+        )
     if name == "pack":
         runs = [RUN.with_name(f"RUN_{letter}") for letter in "ABCDE"]
-        return render_script(config_of("cluster=a100x4"), JobPaths(runs, "code", PYTHON, parallelism=1, pack=3))
+        return render_script(
+            config_of("cluster=a100x4"), JobPaths(runs, "code", PYTHON, parallelism=1, pack=3, submit_dir=SUBMIT_DIR)
+        )
     if name in ("resubmit", "chain"):
         return render_script(config_of(f"cluster=a100x4  requeue={name}  job.singleton=true"), PATHS)
     return render_script(config_of(f"cluster={name}"), PATHS)
