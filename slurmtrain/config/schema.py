@@ -139,6 +139,7 @@ class TrainConfig:
     data_ahead: int = 2  # steps that they read ahead, and of which the file system hears early
     log_every: int = 10  # steps
     eval_every: int = 100  # steps between evaluations; 0: at the end only; see `eval`
+    max_nonfinite: int = 5  # so many steps in a row whose loss or gradient norm is not finite end the run; 0: none do
     device: str = "auto"  # "auto": a GPU with cluster.gpus_per_node, or where one is visible; "cpu"; "cuda"
     tensorboard: bool = True  # needs the extra `tensorboard`; said once when it is missing
 

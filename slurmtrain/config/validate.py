@@ -342,7 +342,7 @@ def _check_ranges(config: Config) -> None:
     train, optim = config.train, config.optim
     for name in ("steps", "log_every", "length_sorted_steps"):
         _at_least(f"train.{name}", getattr(train, name), 1)
-    for name in ("eval_every", "data_workers", "data_ahead", "seed"):
+    for name in ("eval_every", "data_workers", "data_ahead", "seed", "max_nonfinite"):
         _at_least(f"train.{name}", getattr(train, name), 0)
     _one_of("train.device", train.device, ("auto", "cpu", "cuda"))
     if not 0 < optim.lr < math.inf:  # written so that nan is refused, too; as below
