@@ -642,3 +642,25 @@ def test_the_ranks_ignore_the_signals_until_python_listens(run_dir: Path, tmp_pa
     words = srun_words(ClusterConfig(python=str(fake_python)), PATHS)[-1]
     done = subprocess.run(["bash", "-c", f"run_dir=/r; {words}"], capture_output=True, text=True, check=True)
     assert done.stdout == "[True, True] ['-u', '-m', 'slurmtrain', 'train', '/r']\n"
+
+
+def test_a_percent_sign_in_a_path_is_no_pattern_of_slurm() -> None:
+    text = render_script(Config(), JobPaths([Path("/a/50%/%j/run")], "code", PYTHON))
+    assert "#SBATCH --output=/a/50%%/%%j/run/slurm-%j.log\n" in text
+    assert '--output="${attempt_dir//%/%%}/rank-%t.log"' in text and "run_dir=/a/50%/%j/run\n" in text
+
+
+def test_what_a_container_image_sets_does_not_overrule_what_the_job_sets() -> None:
+    cluster = ClusterConfig(
+        container=ContainerConfig(kind="pyxis", image="a", args=["--container-env=MINE,PYTHONPATH", "--other"]),
+        env={"NCCL_DEBUG": "INFO"},
+    )
+    words = next(line for line in srun_of(Config(cluster=cluster, secrets={"TOKEN": "env"})) if "container-env" in line)
+    names = words.split("=")[1].split(",")
+    assert set(names) > {"PYTHONPATH", "OMP_NUM_THREADS", "SLURMTRAIN_RUN_DIR", "SLURMTRAIN_ATTEMPT"}
+    assert set(names) > {"NCCL_DEBUG", "TOKEN", "MINE"} and len(names) == len(set(names))
+
+
+def srun_of(config: Config) -> list[str]:
+    script = render_script(config, PATHS)
+    return [line.strip(" \\") for line in script[script.index("\nsrun ") :].splitlines()]
