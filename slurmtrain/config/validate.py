@@ -142,7 +142,7 @@ def _check_job(job: JobConfig) -> None:
     _one_of("job.snapshot", job.snapshot, ("auto", "cwd", "none"))
     if job.kind == "command":
         if not job.command or not job.command.strip():
-            raise ConfigError("job.command is empty", hint="job=command job.command='python my_train.py --lr 1e-3'")
+            raise ConfigError("job.command is empty", hint="submit -- python my_train.py --lr 1e-3")
         try:
             shlex.split(job.command)
         except ValueError as error:
