@@ -10,7 +10,7 @@ from slurmtrain.cli.arguments import Parser
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.attempts import read_attempt
-from slurmtrain.runtime.judge import Verdict
+from slurmtrain.runtime.judge import Reason, Verdict
 from slurmtrain.runtime.settle import free_dependents, own_job_id, settle
 from slurmtrain.runtime.slurm import SlurmClient
 
@@ -28,6 +28,7 @@ def main(verb: str, words: list[str]) -> int:
     print(judgement.verdict)
     if judgement.verdict is Verdict.DONE:
         free_dependents(run_dir, read_attempt(run_dir, options.attempt), SlurmClient())
-    if config.requeue.mode == "chain" and judgement.verdict in (Verdict.DONE, Verdict.END):
+    over = judgement.verdict in (Verdict.DONE, Verdict.END) and judgement.reason is not Reason.SUPERSEDED
+    if config.requeue.mode == "chain" and over:
         cancel_rest(run_dir, own_job_id())
     return 0
