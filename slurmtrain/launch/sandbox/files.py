@@ -15,7 +15,7 @@ from pathlib import Path
 
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.sandbox.directory import PLAN
-from slurmtrain.launch.sandbox.spec import GPU_DEVICES, SandboxSpec, Site, gres_conf, slurm_conf
+from slurmtrain.launch.sandbox.spec import EPILOG, GPU_DEVICES, SandboxSpec, Site, epilog, gres_conf, slurm_conf
 
 _DAEMONS = ("munged", "slurmctld", "slurmd")
 _CLIENTS = ("sinfo", "squeue", "scontrol", "scancel", "sbatch", "srun")
@@ -49,6 +49,8 @@ def write_files(spec: SandboxSpec, directory: Path, first_port: int, programs: d
     for name, text in (("slurm.conf", slurm_conf(spec, site)), ("gres.conf", gres_conf(spec, devices))):
         (directory / name).touch(0o600)
         (directory / name).write_text(text)
+    (directory / EPILOG).touch(0o700)
+    (directory / EPILOG).write_text(epilog(site))
     key = directory / "munge.key"
     key.touch(0o600)
     key.write_bytes(secrets.token_bytes(128))
