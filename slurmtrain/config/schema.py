@@ -169,6 +169,8 @@ class CheckpointConfig:
     verify: str = "full"  # compare restored files with their digests: "full", "sampled" (a 16th) or "off" (sizes only)
     mirror: str | None = None  # URL of an object store's folder; copies go to <mirror>/<job.name>/<run id>
     restore_from: str | None = None  # a checkpoint to begin from when this run has none of its own
+    # null: go on at its step, with its optimiser, schedule and place in the data. "model": its weights alone, at step 0.
+    restore_only: str | None = None
     allow: list[str] = field(default_factory=list)  # what may differ from it: keys, shapes, dtypes, config, data
 
 

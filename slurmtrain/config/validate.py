@@ -369,6 +369,13 @@ def _check_ranges(config: Config) -> None:
         _at_least(f"checkpoint.{name}", getattr(config.checkpoint, name), 0)
     _one_of("checkpoint.verify", config.checkpoint.verify, ("full", "sampled", "off"))
     _one_of("checkpoint.best_mode", config.checkpoint.best_mode, ("min", "max"))
+    if config.checkpoint.restore_only is not None:
+        _one_of("checkpoint.restore_only", config.checkpoint.restore_only, ("model",))
+        if config.checkpoint.restore_from is None:
+            raise ConfigError(
+                "checkpoint.restore_only=model, but there is no checkpoint to take the model from",
+                hint="checkpoint.restore_from=PATH names one",
+            )
     for kind in config.checkpoint.allow:
         _one_of("checkpoint.allow", kind, ("keys", "shapes", "dtypes", "config", "data"))
     if not math.isfinite(config.checkpoint.every_minutes):
