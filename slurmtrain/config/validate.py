@@ -142,7 +142,7 @@ def _check_job(job: JobConfig) -> None:
     _one_of("job.snapshot", job.snapshot, ("auto", "cwd", "none"))
     if job.kind == "command":
         if not job.command or not job.command.strip():
-            raise ConfigError("job.command is empty", hint="job=command job.command='python my_train.py --lr 1e-3'")
+            raise ConfigError("job.command is empty", hint="submit -- python my_train.py --lr 1e-3")
         try:
             shlex.split(job.command)
         except ValueError as error:
@@ -154,6 +154,11 @@ def _check_job(job: JobConfig) -> None:
             f"job.command is {job.command!r}, but job.kind is {job.kind!r}, which runs no command",
             hint="write job=command",
         )
+    for name in ("finished_when", "progress_file"):
+        if job.kind != "command" and getattr(job, name) is not None:
+            raise ConfigError(
+                f"job.{name} is for a job.command, and job.kind is {job.kind!r}", hint=f"leave job.{name} out"
+            )
 
 
 def _check_finished_when(text: str) -> None:
@@ -337,7 +342,7 @@ def _check_ranges(config: Config) -> None:
     train, optim = config.train, config.optim
     for name in ("steps", "log_every", "length_sorted_steps"):
         _at_least(f"train.{name}", getattr(train, name), 1)
-    for name in ("eval_every", "data_workers", "data_ahead", "seed"):
+    for name in ("eval_every", "data_workers", "data_ahead", "seed", "max_nonfinite"):
         _at_least(f"train.{name}", getattr(train, name), 0)
     _one_of("train.device", train.device, ("auto", "cpu", "cuda"))
     if not 0 < optim.lr < math.inf:  # written so that nan is refused, too; as below
@@ -364,6 +369,13 @@ def _check_ranges(config: Config) -> None:
         _at_least(f"checkpoint.{name}", getattr(config.checkpoint, name), 0)
     _one_of("checkpoint.verify", config.checkpoint.verify, ("full", "sampled", "off"))
     _one_of("checkpoint.best_mode", config.checkpoint.best_mode, ("min", "max"))
+    if config.checkpoint.restore_only is not None:
+        _one_of("checkpoint.restore_only", config.checkpoint.restore_only, ("model",))
+        if config.checkpoint.restore_from is None:
+            raise ConfigError(
+                "checkpoint.restore_only=model, but there is no checkpoint to take the model from",
+                hint="checkpoint.restore_from=PATH names one",
+            )
     for kind in config.checkpoint.allow:
         _one_of("checkpoint.allow", kind, ("keys", "shapes", "dtypes", "config", "data"))
     if not math.isfinite(config.checkpoint.every_minutes):
@@ -379,6 +391,8 @@ def _check_ranges(config: Config) -> None:
     if config.requeue.mode == "chain":
         _at_least("requeue.chain_length", config.requeue.chain_length, 2, why="requeue=off submits a single job")
     _at_least("requeue.max_attempts_without_progress", config.requeue.max_attempts_without_progress, 1)
+    _at_least("requeue.max_unseen_attempts", config.requeue.max_unseen_attempts, 1)
+    _at_least("requeue.long_attempt_min", config.requeue.long_attempt_min, 1)
     _at_least("requeue.restart_delay_s", config.requeue.restart_delay_s, 0)
     _at_least("sweep.pack", config.sweep.pack, 1)
     if config.job.kind == "train":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmtrain.runtime.judge import Evidence, Policy, Reason, Verdict, judge
+from slurmtrain.runtime.judge import Evidence, Policy, Reason, Verdict, is_cancelled, judge
 from slurmtrain.runtime.slurm import JobFacts
 
 # What SLURM 22.05 says of a job while its batch script still runs.
@@ -135,6 +137,53 @@ ROWS = [
     ),
     ("crashed without a word", {"exit_code": 139, "facts": RUNNING}, "crash", "requeue", "exit code 139"),
     ("config error", {"exit_code": 78, "failure": (78, "rank 0: no GPU")}, "config", "end", "no GPU"),
+    (
+        "a node on which it cannot start, though it has trained elsewhere",
+        {
+            "exit_code": 78,
+            "failure": (78, "rank 0: no GPU"),
+            "failed_on": "n2",
+            "trained_before": True,
+            "facts": RUNNING,
+        },
+        "bad node",
+        "requeue",
+        "the fault of n2",
+    ),
+    (
+        "a set-up that fails, though it has worked elsewhere",
+        {"exit_code": 78, "set_up": "set-up failed with code 1: module", "failed_on": "n2", "trained_before": True},
+        "bad node",
+        "requeue",
+        "set-up failed with code 1: module (the fault of n2",
+    ),
+    ("a set-up that fails", {"exit_code": 78, "set_up": "set-up failed with code 1: x"}, "config", "end", "code 1: x"),
+    (
+        "config error after it has trained",
+        {"exit_code": 78, "failure": (78, "rank 0: no such set"), "trained_before": True, "trained": True},
+        "config",
+        "end",
+        "no such set",
+    ),
+    (
+        "a set-up that a preemption interrupted",
+        {"exit_code": 78, "set_up": "set-up failed with code 143: sleep", "facts": PREEMPTED},
+        "preempted",
+        "requeue",
+        "preempted",
+    ),
+    (
+        "a newer job is at work for the run",
+        {
+            "exit_code": 1,
+            "failure": (1, "rank 0: may not commit"),
+            "superseded": "attempt 3 in job 12",
+            "facts": RUNNING,
+        },
+        "superseded",
+        "end",
+        "superseded: attempt 3 in job 12 goes on",
+    ),
     ("exit code 78 alone", {"exit_code": 78}, "config", "end", "exit code 78"),
     (
         "config error of one rank, the others killed",
@@ -267,6 +316,53 @@ def test_a_program_that_asks_to_be_started_again_without_reason_or_progress_uses
     assert judge(Evidence(75, "stopped", stalled_before=2, progressed=True), Policy()).verdict == Verdict.REQUEUE
 
 
+# A program of the user's own may show no progress at all.
+
+UNSEEN = {"progress_visible": False, "program_code": 1, "facts": RUNNING}
+LONG, SHORT = {**UNSEEN, "lasted_s": 7200.0}, {**UNSEEN, "lasted_s": 60.0}
+BOOM = {"exit_code": 1, "failure": (1, "rank 0: boom")}
+WANTS_MORE = {"exit_code": 75, "said": "stopped"}
+AT_THE_LIMIT = {**WANTS_MORE, "cause": "SIGUSR2", "seconds_left": 60.0}
+TOLD_BY_NOBODY = {**WANTS_MORE, "cause": "SIGTERM", "program_code": 0}
+
+EFFORTS = [
+    # how it ended, evidence -> uses up the budget, that of long attempts, was long
+    ("a short crash", {**SHORT, **BOOM}, (True, False, False)),
+    ("a crash after hours", {**LONG, **BOOM}, (False, True, True)),
+    (
+        "a crash after hours, where progress is visible",
+        {**LONG, **BOOM, "progress_visible": True},
+        (True, False, False),
+    ),
+    ("a chunk done in a minute, and not reported", {**SHORT, **WANTS_MORE, "program_code": 75}, (True, False, False)),
+    ("a chunk done, and reported", {**SHORT, **WANTS_MORE, "progressed": True}, (False, False, False)),
+    ("a chunk of hours, not reported", {**LONG, **WANTS_MORE, "program_code": 75}, (False, True, True)),
+    ("a short time limit, from scratch each time", {**SHORT, **AT_THE_LIMIT}, (False, True, True)),
+    ("the time limit, with progress", {**LONG, **AT_THE_LIMIT, "progressed": True}, (False, False, True)),
+    ("exit code 0 after a TERM of nobody's, in a minute", {**SHORT, **TOLD_BY_NOBODY}, (True, False, False)),
+    ("the same on request", {**SHORT, **TOLD_BY_NOBODY, "request": "preempt"}, (False, False, False)),
+    ("the same in a preemption", {**SHORT, **TOLD_BY_NOBODY, "facts": PREEMPTED}, (False, False, False)),
+    ("preempted after hours", {**LONG, **WANTS_MORE, "cause": "SIGTERM", "facts": PREEMPTED}, (False, False, True)),
+]
+
+
+@pytest.mark.parametrize(("evidence", "effort"), [row[1:] for row in EFFORTS], ids=[row[0] for row in EFFORTS])
+def test_what_uses_up_which_budget(evidence: dict[str, object], effort: tuple[bool, bool, bool]) -> None:
+    judgement = judge(Evidence(**evidence), Policy())  # type: ignore[arg-type]
+    assert (judgement.stalled, judgement.unseen, judgement.lasted) == effort
+    assert judgement.verdict == Verdict.REQUEUE
+
+
+@pytest.mark.parametrize("ending", [BOOM, AT_THE_LIMIT, {**WANTS_MORE, "program_code": 75}])
+def test_a_program_that_shows_no_progress_is_told_of_it_each_time_and_does_not_go_on_for_ever(
+    ending: dict[str, object],
+) -> None:
+    early, late = (judge(Evidence(**{**LONG, **ending}, unseen_before=n), Policy()) for n in (3, 9))  # type: ignore[arg-type]
+    assert early.verdict == Verdict.REQUEUE and "nothing shows that it got anywhere (4 of 10 such" in early.sentence
+    assert late.verdict == Verdict.END and "giving up (requeue.max_unseen_attempts)" in late.sentence
+    assert "slurmtrain progress STEP" in early.sentence and "slurmtrain progress STEP" in late.sentence
+
+
 # Where SLURM does not requeue: the same reasons, other consequences.
 
 NODE_DOWN = JobFacts("COMPLETING", "NodeDown", start_time=1000.0)
@@ -313,6 +409,35 @@ def test_what_ends_a_run_ends_it_in_every_mode(mode: str, evidence: dict[str, ob
     assert judge(Evidence(**evidence), GOES_ON[mode][0]).verdict == verdict  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        Evidence(143, facts=REQUEUED, stalled_before=0),  # SLURM starts it again
+        Evidence(143, facts=NODE_DOWN, stalled_before=0),
+    ],
+)
+def test_a_node_that_fails_under_a_run_without_progress_uses_up_the_budget(evidence: Evidence) -> None:
+    assert judge(evidence, Policy()).stalled
+    assert not judge(dataclasses.replace(evidence, progressed=True), Policy()).stalled
+
+
+@pytest.mark.parametrize(
+    ("facts", "cancelled"),
+    [
+        (RUNNING, False),
+        (PREEMPTED, False),
+        (PREEMPTED_BY_SLURM, False),
+        (CANCELLED, True),
+        (JobFacts("CANCELLED"), True),
+        (REQUEUED, False),
+        (TIMED_OUT, False),
+        (NODE_DOWN, False),
+    ],
+)
+def test_a_requeue_would_revive_what_scancel_has_ended(facts: JobFacts, cancelled: bool) -> None:
+    assert is_cancelled(facts, 0) == cancelled
+
+
 # Whatever the evidence.
 
 EVIDENCE = st.builds(
@@ -327,6 +452,10 @@ EVIDENCE = st.builds(
     facts=st.sampled_from([None, RUNNING, PREEMPTED, CANCELLED, REQUEUED, TIMED_OUT, PREEMPTED_BY_SLURM]),
     progressed=st.booleans(),
     stalled_before=st.integers(0, 4),
+    program_code=st.sampled_from([None, 0, 1, 75]),
+    progress_visible=st.booleans(),
+    lasted_s=st.floats(0, 1e5),
+    unseen_before=st.integers(0, 11),
 )
 
 
