@@ -48,10 +48,17 @@ def run_local(run_dir: RunDir, say: Callable[[str], None]) -> int:
         run_hook_of(run_dir, attempt.number, config)
         say(
             judgement.sentence
-            + ("" if judgement.verdict is not Verdict.END else f". Continue with: resume {run_dir.id}")
+            + ("" if judgement.verdict is not Verdict.END else f". {how_to_continue(run_dir.id, judgement.reason)}")
         )
         if judgement.verdict is not Verdict.REQUEUE:
             return _exit_code(judgement, code)
+
+
+def how_to_continue(run_id: str, reason: str | None) -> str:
+    """Return what a person does to go on with a run that has ended; of one with a wrong config, more than to resume it."""
+    if reason == Reason.CONFIG:
+        return f"When that is put right: resume {run_id} (--set KEY=VALUE changes its config), or submit again"
+    return f"Continue with: resume {run_id}"
 
 
 def _exit_code(judgement: Judgement, code: int) -> int:
