@@ -56,9 +56,12 @@ class Restored:
     set_aside: tuple[str, ...] = ()
     asked_for: bool = False
     left_out: tuple[str, ...] = ()  # objects that the checkpoint has and that nobody asked for
+    as_start: bool = False  # some of its objects, as the start of another training
 
     @property
     def sentence(self) -> str:
+        if self.as_start:
+            return f"beginning at step 0 with a part of {self.path}, of its step {self.step}"
         skipped = f" ({len(self.set_aside)} newer set aside: {'; '.join(self.set_aside)})" if self.set_aside else ""
         why = "as asked for" if self.asked_for else "the newest complete checkpoint"
         left_out = f"; it has more that was not asked for: {', '.join(self.left_out)}" if self.left_out else ""
@@ -121,6 +124,9 @@ class Checkpointer:
         self._plan: Plan | None = None
         self._saving: Saving | None = None
         self._failures = 0
+        self._turn = 0  # saves so far, the same on all ranks
+        self._checked: tuple[Any, ...] | None = None  # what is known to be restorable
+        self._told = False  # that something differs between ranks
         self._last_size = 0
         self.lost: CheckpointError | None = None  # why a save that a script had begun when it ended was lost
         self._last_step: int | None = None
@@ -157,8 +163,11 @@ class Checkpointer:
         """Save `objects` as the state after `step` optimiser steps. All ranks call it together.
 
         Returns when training may go on; see `Saving.result` and `wait` for the commit. A save that is in flight is waited
-        for. With optimisers among the objects, their parameters and state are still copied when it returns, and a hook
-        lets the next `optimizer.step()` wait for that; who changes parameters by hand calls `wait_staged` before.
+        for. Parameters and optimiser state on a GPU are still copied when it returns, and a hook lets the next
+        `optimizer.step()` wait for that; who changes them by hand calls `wait_staged` before.
+
+        Ranks that hold the same tensors are compared. When they differ the save fails and names them; buffers (BatchNorm) and
+        plain values that differ are told once, and those of the lowest rank are saved.
 
         Args:
             step: optimiser steps done.
@@ -178,16 +187,17 @@ class Checkpointer:
         own = b""
         try:
             measured = _numbers(metrics or {})
+            mine = self._own(per_rank)
             tensors, plain = state.flatten(objects)
-            own_tensors, own_plain = state.flatten(self._own(per_rank))
+            own_tensors, own_plain = state.flatten(mine)
             tensors.update(own_tensors)
+            self._check_restorable(objects, mine, tensors)
             own = json.dumps(own_plain).encode()
         except Exception as error:  # it may be of somebody's state_dict; the others must hear of it
             tensors = self._ranks.explain(error)
-        plan = make_plan(tensors, self._ranks, self._plan, of_first=lambda: state.buffers(objects))
+        plan = self._make_plan(tensors, objects)
         assert not isinstance(tensors, CheckpointError)
         if plan is not self._plan:
-            self._ranks.all_do(lambda: state.check(objects, self._own(per_rank)))
             self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._on_this_host.size))
             self._plan = plan
         optimizers = {key for key, value in objects.items() if isinstance(value, Optimizer)}
@@ -195,10 +205,11 @@ class Checkpointer:
         guarded = state.changed_by_optimizers(objects) if self._asynchronous else frozenset[str]()
         image: Image | CheckpointError
         try:
-            image = self._staging.stage(plan, tensors, own, guarded=guarded, optimizers=waiting)
+            image = self._staging.stage(plan, tensors, own, guarded=guarded, optimizers=waiting, turn=self._turn)
         except Exception as error:  # handed in like an error of the writing, so that nobody waits for this rank
             image = self._ranks.explain(error)
 
+        self._turn += 1
         saving = self._saving = Saving(step, begun)
         self._discard.clear()
         write = Write(self._writers, self._bound, step, plan, image, plain, optimizers, measured, self._discard)
@@ -320,6 +331,22 @@ class Checkpointer:
         elif not isinstance(saving.error, Discarded):
             self._failures += 1
 
+    def _check_restorable(self, objects: Mapping[str, Any], own: Mapping[str, Any], tensors: Collection[str]) -> None:
+        """Once for the same objects with the same names: it takes longer than to list them."""
+        found = (tuple((key, id(value)) for key, value in {**objects, **own}.items()), tuple(tensors))
+        if found != self._checked:
+            state.check(objects, own)
+            self._checked = found
+
+    def _make_plan(self, tensors: dict[str, Tensor] | CheckpointError, objects: Mapping[str, Any]) -> Plan:
+        return make_plan(
+            tensors,
+            self._ranks,
+            self._plan,
+            of_first=lambda: state.buffers(objects),
+            not_compared=lambda: state.broadcast_buffers(objects),
+        )
+
     def _own(self, per_rank: Mapping[str, Any] | None) -> dict[str, Any]:
         """This rank's own objects, by names that mark them as such."""
         if per_rank and "random" in per_rank:
@@ -330,6 +357,9 @@ class Checkpointer:
 
     def _write(self, saving: Saving, write: Write) -> Saved:
         path, size = write.write(self._last_size)
+        if write.told and not self._told:
+            self._told = True
+            self._say(write.told)
         self._last_size = size
         seconds = time.monotonic() - saving.begun
         return Saved(
@@ -372,6 +402,7 @@ class Checkpointer:
         path: Path | str | None = None,
         allow: Collection[str] = (),
         per_rank: Mapping[str, Any] | None = None,
+        as_start: bool = False,
         **objects: Any,
     ) -> Restored | None:
         """Load the newest checkpoint that is complete and undamaged into `objects`. All ranks call it together.
@@ -383,6 +414,8 @@ class Checkpointer:
             path: this one and no other, from whatever run.
             allow: what may differ from the checkpoint, of "keys", "shapes", "dtypes", "config": what does not fit keeps its
                 initial values, dtypes are converted.
+            as_start: of `path`, which has more than `objects`: another training begins with them. Of the config only what
+                has their names has to agree, and random states stay as they are.
 
         Returns:
             None when there is no checkpoint: a fresh start. Never when `path` is given.
@@ -396,7 +429,7 @@ class Checkpointer:
             with suppress(CheckpointError):  # which has been told
                 self.wait()
         self._writer.wait_idle()
-        own = self._own(per_rank)
+        own = {} if as_start else self._own(per_rank)
         set_aside: list[str] = []
         fetched: dict[Path, str] = {}
         while True:
@@ -420,7 +453,9 @@ class Checkpointer:
             if not damage:
                 manifest = commit.parse_manifest(chosen, *texts)
                 with retention.reading(chosen):
-                    damage = self._load(chosen, manifest, objects, own, allow, asked_for=path is not None)
+                    damage = self._load(
+                        chosen, manifest, objects, own, allow, asked_for=path is not None, as_start=as_start
+                    )
             if not damage:
                 break
             if path is not None:
@@ -434,11 +469,18 @@ class Checkpointer:
         assert manifest is not None
         if path is None:
             self._last_step = manifest.step
-        self._last_size = manifest.size
-        self._reserve(objects, per_rank)
+        if not as_start:
+            self._last_size = manifest.size
+            self._reserve(objects, per_rank)
         left_out = sorted(state.object_names(manifest.tensors, manifest.state) - objects.keys())
         restored = Restored(
-            chosen, manifest.step, manifest.incarnation_label, tuple(set_aside), path is not None, tuple(left_out)
+            chosen,
+            manifest.step,
+            manifest.incarnation_label,
+            tuple(set_aside),
+            path is not None,
+            tuple(left_out),
+            as_start,
         )
         if self._ranks.rank == 0:
             self._say(restored.sentence)
@@ -492,6 +534,7 @@ class Checkpointer:
         allow: Collection[str],
         *,
         asked_for: bool,
+        as_start: bool,
     ) -> list[str]:
         """Fill `objects`, unless it is damaged: then what is wrong, and nothing was touched."""
         if not asked_for:
@@ -499,14 +542,17 @@ class Checkpointer:
             self._bound.check_run(path, manifest, hint=hint)
         index = self._ranks.all_do(lambda: self._read_index(path, manifest))
         own_file = file_name(self._ranks.rank)
-        own_there = own_file in index.tables
+        own_there = own_file in index.tables and not as_start
         wanted = self._ranks.all_do(lambda: drift.names_of(objects))
         everywhere = wanted
         if self._ranks.maximum(int(bool(drift.of_modules(objects, index.facts) - wanted))):
             everywhere = set().union(*self._ranks.gather(lambda: wanted))
 
         def fitting() -> dict[str, Tensor]:
-            drift.check_config(path, manifest.config, self._bound.config, allow)
+            saved, here = manifest.config, self._bound.config
+            if as_start:
+                saved, here = ({key: config[key] for key in objects if key in config} for config in (saved, here))
+            drift.check_config(path, saved, here, allow, asked_for=asked_for)
             facts = index.facts
             alone = drift.check_names(path, objects, wanted, everywhere, facts, manifest.state, allow)
             useful = {name: fact for name, fact in facts.items() if name not in alone}
@@ -554,12 +600,12 @@ class Checkpointer:
         def expect() -> dict[str, Tensor]:
             own = self._own(per_rank)
             tensors, _ = state.flatten({**objects, **own})
-            state.check(objects, own)
+            self._check_restorable(objects, own, tensors)
             return {**tensors, **state.expected_optimizer_state(objects)}
 
         expected = self._ranks.all_do(expect)
         # With everything there already, as after a restore, this is the first save's plan.
-        plan = self._plan = make_plan(expected, self._ranks, self._plan, of_first=lambda: state.buffers(objects))
+        plan = self._plan = self._make_plan(expected, objects)
         self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._on_this_host.size))
         size = max(self._last_size, plan.total_bytes)
         self._ranks.on_rank_0(lambda: commit.check_space(self.directory, size))

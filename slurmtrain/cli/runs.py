@@ -291,6 +291,11 @@ def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> str:
         _client(run_dir).start_now(_job_id(now))
         return f"run {run_dir.id} is asked to start now"
     _refuse_while_setting_up(run_dir, now)
+    if now.word == "suspended":
+        raise ClusterError(
+            f"run {run_dir.id} is suspended, so it cannot save now: {now.sentence}",
+            hint=f"`cancel {run_dir.id}` ends it",
+        )
     if now.word == "stopping":
         raise ClusterError(f"run {run_dir.id} is leaving already: {now.sentence}", hint=f"status {run_dir.id}")
     next_step, asked = _next_step(run_dir, now), time.time()

@@ -55,6 +55,7 @@ def build_trainer(
     """
     rank, layout = world.environment.rank, layout_of(config)
     train = config.train
+    timeline.begin("building the model and the data")
     laid, parameters, vocabulary = lay_model(config, layout, world)
     seed_everything(train.seed, rank)
     source = build("data", config.data)
@@ -95,6 +96,7 @@ def build_trainer(
         on_ending=record.on_ending if record else lambda ending: None,
     )
     timeline.mark("model and data")
+    timeline.begin("looking for a checkpoint")
     return Trainer(
         train=train,
         optim=config.optim,
@@ -222,6 +224,10 @@ class _Record:
         return reporter
 
     def on_restore(self, restored: Restored | None) -> None:
+        if restored is not None and restored.as_start:
+            weights = {"weights_from": str(restored.path), "weights_of_step": restored.step}
+            self._where.run_dir.event("fresh start", attempt=self._where.number, step=0, **weights)
+            return
         self._where.run_dir.event(
             "restored" if restored else "fresh start",
             attempt=self._where.number,
