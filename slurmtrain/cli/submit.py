@@ -39,7 +39,8 @@ def main(arguments: Arguments) -> int:
     config = compose_and_validate(arguments)
     check_fits(config)
     check_prepared(config, later="--after" in arguments.options)
-    check_named_paths(config, current_folder(), later="--after" in arguments.options)
+    if "--dry-run" not in arguments.options:  # which queues nothing, and may be typed elsewhere
+        check_named_paths(config, current_folder(), later="--after" in arguments.options)
     if arguments.verb == "render":
         return _render(config, arguments)
     runs = arguments.options.get("--after")
@@ -101,7 +102,7 @@ def say_unless_awaited(after: Sequence[RunDir], sweep: Sweep) -> None:
 def client_of(config: Config) -> SlurmClient:
     """SLURM, which has to be there before anything is made; with a warning of what is likely to go wrong."""
     client = SlurmClient(slurm_conf_of(config))
-    check_slurm_is_here()
+    check_slurm_is_here(client.slurm_conf)
     for warning in look_ahead(config, Path(config.job.runs_dir).expanduser(), client):
         say(f"warning: {warning}")
     return client

@@ -194,6 +194,17 @@ def finish(composed: Any, overrides: Sequence[str]) -> Config:
     return config
 
 
+def literal_override(key: str, text: str) -> str:
+    """The override that sets a field to this text, whatever characters are in it.
+
+    `${oc.env:NAME}` alone keeps its meaning, which it has in the frozen config, too.
+    """
+    text = re.sub(r"(\\*)\$\{(?!oc\.env:)", lambda match: match.group(1) * 2 + r"\${", text)
+    text = re.sub(r"(\\*)'", lambda match: match.group(1) * 2 + r"\'", text)
+    text = re.sub(r"(\\+)\Z", lambda match: match.group(1) * 2, text)
+    return f"{key}='{text}'"
+
+
 def search_path(folders: Sequence[Path]) -> str:
     """The override that makes Hydra search these folders after the first one. Quoted: a path may hold a comma."""
     quoted = ",".join("'file://" + str(folder).replace("'", "\\'") + "'" for folder in folders)

@@ -224,6 +224,10 @@ class _Record:
         return reporter
 
     def on_restore(self, restored: Restored | None) -> None:
+        if restored is not None and restored.as_start:
+            weights = {"weights_from": str(restored.path), "weights_of_step": restored.step}
+            self._where.run_dir.event("fresh start", attempt=self._where.number, step=0, **weights)
+            return
         self._where.run_dir.event(
             "restored" if restored else "fresh start",
             attempt=self._where.number,

@@ -23,8 +23,10 @@ from slurmtrain.config.compose import compose, config_groups
 from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, HooksConfig, RequeueConfig
 from slurmtrain.config.validate import validate
 from slurmtrain.launch.sbatch import JobPaths, render_script, sbatch_directives, setup_lines, srun_words
+from slurmtrain.launch.state import state
 from slurmtrain.launch.submit import preparing, resubmit, submit
 from slurmtrain.resources import shipped
+from slurmtrain.rundir import RunDir
 from tests.children import children
 from tests.conftest import Cli, FakeSlurm
 
@@ -222,6 +224,23 @@ def test_a_cluster_with_its_own_slurm_conf_is_the_one_that_sbatch_talks_to(
     assert fake_slurm.environment["SLURM_CONF"] == str(conf)
     info = json.loads(next(project.glob("runs/train/*/run.json")).read_text())
     assert info["slurm_conf"] == str(conf)
+
+
+def test_a_run_submitted_inside_a_job_does_not_remember_the_nodes_own_copy_of_slurm_conf(
+    project: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On clusters without configuration files on their nodes, slurmd sets SLURM_CONF to a copy that exists there alone."""
+    copy = tmp_path / "spool" / "conf-cache" / "slurm.conf"
+    copy.parent.mkdir(parents=True)
+    copy.touch()
+    monkeypatch.setenv("SLURM_CONF", str(copy))
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    assert main(["+cluster=a100x4", "submit"]) == 0
+    (run,) = project.glob("runs/train/*")
+    assert json.loads((run / "run.json").read_text())["slurm_conf"] is None
+    monkeypatch.delenv("SLURM_CONF")  # on the login node
+    fake_slurm.command("squeue", 'echo "4711|4711_N/A|PENDING|N/A|Priority"')
+    assert state(RunDir(run)).word == "waiting"
 
 
 def test_several_runs_are_one_array_and_each_can_be_resumed_alone(project: Path, fake_slurm: FakeSlurm) -> None:
