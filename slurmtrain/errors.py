@@ -73,6 +73,10 @@ class LostPeers(CheckpointError):
     """Another rank went away in the middle of a save or restore: its failure, not this rank's, came first."""
 
 
+class Unreadable(CheckpointError):
+    """The storage does not give a checkpoint's files now, which says nothing about them. A retry may help."""
+
+
 class CheckpointMismatch(CheckpointError):
     """There are checkpoints, but none that this run may continue from: damaged, or of another model. No retry helps."""
 
