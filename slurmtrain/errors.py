@@ -77,6 +77,10 @@ class Unreadable(CheckpointError):
     """The storage does not give a checkpoint's files now, which says nothing about them. A retry may help."""
 
 
+class Superseded(CheckpointError):
+    """A newer incarnation of the run is at work: this one may not commit any more, and has nothing left to do."""
+
+
 class CheckpointMismatch(CheckpointError):
     """There are checkpoints, but none that this run may continue from: damaged, or of another model. No retry helps."""
 

@@ -118,6 +118,11 @@ class RunDir:
         """The same: save a checkpoint now, and go on."""
         return self.path / "save"
 
+    def job_log(self, job_id: str) -> Path | None:
+        """What the batch script of a job has printed; None when the job has not begun here. Of an array: the folder above."""
+        paths = (folder / f"slurm-{job_id}.log" for folder in (self.path, self.path.parent))
+        return next((path for path in paths if path.exists()), None)
+
     # What is in them.
     def all_evaluations(self) -> list[RunDir]:
         """By step."""

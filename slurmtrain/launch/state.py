@@ -36,8 +36,8 @@ LOCAL_START_S = 60.0  # a local attempt whose rank 0 has not said anything for l
 @dataclass(frozen=True)
 class RunState:
     """Attributes:
-    word: one of "prepared", "waiting", "starting", "running", "stopping", "requeued", "held", "unknown", "finished",
-        "stopped", "failed", "lost"; of a sweep's point also "removed".
+    word: one of "prepared", "waiting", "starting", "running", "suspended", "stopping", "requeued", "held", "unknown",
+        "finished", "stopped", "failed", "lost"; of a sweep's point also "removed".
     sentence: why, and what comes next.
     alive: SLURM or a local launcher still has it, or may have it for all that can be known here.
     own_job: it was submitted as this job; False where somebody started the run inside of an allocation.
@@ -188,8 +188,11 @@ class _Record:
 
     @property
     def setup_failed(self) -> Path | None:
-        path = self.run_dir.attempt(self.last.number) / "setup-failed" if self.last is not None else None
-        return path if path is not None and path.exists() else None
+        """What the set-up has said when it failed, where nobody could settle the attempt."""
+        if self.last is None or self.last.verdict is not None:
+            return None
+        path = self.run_dir.attempt(self.last.number) / "setup-failed"
+        return path if path.exists() else None
 
     @property
     def setting_up(self) -> bool:
@@ -214,8 +217,7 @@ class _Record:
         return queued == "CANCELLED" or attempts.cancelled_after(self.run_dir, self.last)
 
     def _has_log(self, job_id: str | None) -> bool:
-        name = f"slurm-{job_id}.log"  # an array's task has it in the folder above
-        return (self.run_dir.path / name).exists() or (self.run_dir.path.parent / name).exists()
+        return self.run_dir.job_log(job_id or "") is not None
 
 
 def _me() -> str | None:
@@ -390,6 +392,12 @@ def _asked(record: _Record, job: QueuedJob) -> tuple[str, str, bool]:
         return *_pending(record, job), True
     if not queued or queued in GONE or record.over:  # a job may outlive the run: an allocation does
         return *_ended(record, queued if queued in GONE else ""), False
+    if queued == "SUSPENDED":
+        return (
+            "suspended",
+            f"SLURM has suspended job {job_id}, and lets it go on when those that took its place are done",
+            True,
+        )
     if queued == "COMPLETING":
         return "stopping", f"job {job_id}: the last ranks are leaving", True
     if last is not None and last.verdict in (Verdict.RESUBMIT, Verdict.NEXT) and last.job_id == job_id:

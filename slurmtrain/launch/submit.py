@@ -17,14 +17,14 @@ from slurmtrain import __version__, rundir
 from slurmtrain.config.compose import config_hash, freeze, load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError
-from slurmtrain.launch.handover import NotSubmitted, comment_option, export_option, hand_over, sbatch
+from slurmtrain.launch.handover import TOKEN_PREFIX, NotSubmitted, comment_option, export_option, hand_over, sbatch
 from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.sbatch import JobPaths, render_script, without_past
 from slurmtrain.launch.snapshot import Snapshot, Source, find_source, take_snapshot
 from slurmtrain.redaction import redacted
 from slurmtrain.rundir import RunDir
-from slurmtrain.runtime.slurm import INSTALL_HINT, SlurmClient
+from slurmtrain.runtime.slurm import INSTALL_HINT, SlurmClient, clean_environment
 
 SUBMITTING = "submitting"  # the event before sbatch is called
 PLACEHOLDER_ID = "RUN_ID"  # stands for the run's id in a dry run, which creates nothing
@@ -73,7 +73,7 @@ def submit(run_dirs: Sequence[RunDir], config: Config, say: Callable[[str], None
         ClusterError: sbatch is missing or refused; its own words are in the message.
     """
     slurm_conf = slurm_conf_of(config)
-    check_slurm_is_here()
+    check_slurm_is_here(slurm_conf)
     if len(run_dirs) > 1 and config.requeue.mode == "chain":
         raise no_chain(f"for {len(run_dirs)} runs at once")
     first = run_dirs[0]
@@ -87,6 +87,25 @@ def submit(run_dirs: Sequence[RunDir], config: Config, say: Callable[[str], None
         run_dir.update_info(job_ids=[*run_dir.info()["job_ids"], element], slurm_conf=slurm_conf)
         run_dir.event("submitted", job_id=element)
     return job_id
+
+
+def interrupted(run_dir: RunDir, client: SlurmClient) -> str:
+    """Say where a run stands whose submission a person has ended, and note its job if there is one."""
+    tokens = _submitting(run_dir)
+    if not tokens:
+        return "nothing was submitted"
+    steers = f"status {run_dir.id}   cancel {run_dir.id}"
+    try:
+        job_id = next(iter(client.find_by_comment(TOKEN_PREFIX + tokens[-1], ended=True)), None)
+    except ClusterError as error:
+        return f"it is not known whether run {run_dir.id} was submitted: {error.message}; {steers}   {run_dir.path}"
+    if job_id is not None:
+        note(run_dir, job_id, found_by=TOKEN_PREFIX + tokens[-1])
+        return f"run {run_dir.id} was submitted all the same, as job {job_id}, and goes on; {steers}   {run_dir.path}"
+    return (
+        f"no job of run {run_dir.id} is in the queue yet; sbatch was at work, so look again: {steers}   resume {run_dir.id} "
+        f"submits it if it is not there   {run_dir.path}"
+    )
 
 
 def no_chain(what: str) -> ConfigError:
@@ -111,7 +130,7 @@ def resubmit(
         facts: for the record.
     """
     slurm_conf = run_dir.info().get("slurm_conf")
-    check_slurm_is_here()
+    check_slurm_is_here(slurm_conf)
     script = without_past(_alone(run_dir, run_dir.script.read_text()))
     words = [*options(script), *export_option(load_frozen(run_dir.config_file, with_secrets=False))]
     if token is not None:
@@ -129,16 +148,22 @@ def note(run_dir: RunDir, job_id: str, **facts: object) -> None:
     run_dir.event("submitted", job_id=job_id, **facts)
 
 
-def check_slurm_is_here() -> None:
-    for program in ("sbatch", "srun"):  # submitit takes a machine without srun for one without SLURM
-        if shutil.which(program) is None:
+def check_slurm_is_here(slurm_conf: str | None) -> None:
+    """Raises: ClusterError: a command that submitting or the job needs is missing."""
+    path = clean_environment(os.environ, slurm_conf).get("PATH")
+    for program in ("sbatch", "srun"):
+        if shutil.which(program, path=path) is None:
             raise ClusterError(f"there is no `{program}` on this machine", hint=INSTALL_HINT)
 
 
 def slurm_conf_of(config: Config) -> str | None:
-    """The slurm.conf that the config's cluster needs, or None for the machine's own.
+    """Return the slurm.conf by which every verb has to ask for this config's jobs; None for the machine's own SLURM.
+
+    That of the shell does not count unless it is a sandbox's: inside a job of a cluster without configuration files on its
+    nodes, slurmd sets SLURM_CONF to a copy in its spool folder, which exists nowhere else.
 
     Raises:
+        ConfigError: cluster.slurm_conf is not a file.
         ClusterError: the sandbox that it names is not running.
     """
     if config.cluster.slurm_conf:
@@ -146,10 +171,12 @@ def slurm_conf_of(config: Config) -> str | None:
         if not path.is_file():
             raise ConfigError(f"cluster.slurm_conf={path} is not a file", hint="null uses this machine's own SLURM")
         return str(path)
-    if config.cluster.sandbox is None:
-        return os.environ.get("SLURM_CONF")
     from slurmtrain.launch import sandbox
 
+    if config.cluster.sandbox is None:
+        in_shell = os.environ.get("SLURM_CONF")
+        here = sandbox.find(Path(in_shell).parent) if in_shell else None
+        return in_shell if here is not None else None
     found = sandbox.find(config.cluster.sandbox)
     if found is None:
         raise ClusterError(

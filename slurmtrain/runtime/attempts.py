@@ -20,9 +20,9 @@ from typing import Any
 from slurmtrain.checkpoint.commit import committed, step_of
 from slurmtrain.rundir import RunDir, read_json, write_json
 from slurmtrain.runtime.judge import Verdict
-from slurmtrain.runtime.slurm import JobFacts
+from slurmtrain.runtime.slurm import JobFacts, parse_time
 
-TAIL_BYTES = 65536  # of the metrics of a run
+TAIL_BYTES = 65536  # of the metrics of a run, of the log of a job
 STOP_RECORD = "stop.json"  # in an attempt's folder
 
 
@@ -41,6 +41,7 @@ class Attempt:
         stalled: it used up a budget: its own fault, and no progress.
         unseen: that budget is the one of long attempts, of a program that reports no progress.
         lasted: it was such a long attempt: it may have got on, and the count of short ones begins afresh.
+        bad_nodes: nodes that it could not even start on; the next start leaves them out.
         said: rank 0's last word: "finished" or "stopped".
         program_code: with what a program of the user's own ended on rank 0; minus the signal's number when one killed it.
         stepping: when it began to train; None until then.
@@ -79,6 +80,7 @@ class Attempt:
     reason: str | None = None
     verdict: str | None = None
     stalled: bool = False
+    bad_nodes: list[str] = field(default_factory=list)
     unseen: bool = False
     lasted: bool = False
     sentence: str | None = None
@@ -136,6 +138,16 @@ def unseen_before(attempts: list[Attempt], number: int) -> int:
     return count
 
 
+def bad_nodes_before(attempts: list[Attempt], number: int) -> list[str]:
+    """Nodes that attempts before `number` could not start on, since the last progress."""
+    found: dict[str, None] = {}
+    for attempt in reversed([attempt for attempt in attempts if attempt.number < number]):
+        if attempt.progressed or attempt.verdict in (Verdict.DONE, Verdict.END):
+            break
+        found |= dict.fromkeys(attempt.bad_nodes)
+    return list(found)
+
+
 def furthest_reported(run_dir: RunDir) -> int | None:
     """Return the furthest step in the last part of metrics.jsonl, or in the record of an attempt; None where there is none.
 
@@ -171,7 +183,7 @@ def last_logged_step(run_dir: RunDir) -> int | None:
 
 
 def tail(path: Path) -> bytes:
-    """The last part of a metrics file: those of a long run are many, and take time to read. Its first line may be cut."""
+    """The last part of a file that a long run makes long, and that takes time to read. Its first line may be cut."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
@@ -207,21 +219,69 @@ def record_stop(
 
 
 def record_failure(
-    attempt_dir: Path, rank: int, *, exit_code: int, sentence: str, because_of_peer: bool = False
+    attempt_dir: Path,
+    rank: int,
+    *,
+    exit_code: int,
+    sentence: str,
+    because_of_peer: bool = False,
+    superseded: bool = False,
 ) -> None:
-    """A rank's last words. Each rank writes its own file, so nothing has to be agreed on in the error path."""
+    """Leave a rank's last words. Each rank writes its own file, so nothing has to be agreed on in the error path.
+
+    Args:
+        because_of_peer: another rank had gone, whose failure came first.
+        superseded: a newer incarnation of the run is at work, and this one may not commit any more.
+    """
     record = {"rank": rank, "exit_code": exit_code, "sentence": sentence, "because_of_peer": because_of_peer}
+    if superseded:
+        record["superseded"] = True
+    record["node"] = os.environ.get("SLURMD_NODENAME")
     write_json(attempt_dir / f"failed-{rank}.json", {**record, "time": time.time()})
 
 
-def first_failure(attempt_dir: Path, *, because_of_peer: bool = False) -> tuple[int, str] | None:
-    """Exit code and words of the earliest rank that failed: by itself, or because a peer was gone."""
+@dataclass(frozen=True)
+class Failure:
+    """What the earliest rank that failed has said.
+
+    Attributes:
+        node: where it was, by SLURM's name; None where nobody knows.
+        superseded: a newer incarnation of the run is at work.
+    """
+
+    exit_code: int
+    sentence: str
+    node: str | None = None
+    superseded: bool = False
+
+
+def first_failure(attempt_dir: Path, *, because_of_peer: bool = False) -> Failure | None:
+    """Read the words of the earliest rank that failed: by itself, or because a peer was gone."""
     records = [record for path in attempt_dir.glob("failed-*.json") if (record := read_json(path))]
     chosen = [record for record in records if bool(record.get("because_of_peer")) == because_of_peer]
     if not chosen:
         return None
     first = min(chosen, key=lambda record: float(record["time"]))
-    return int(first["exit_code"]), f"rank {first['rank']}: {first['sentence']}"
+    return Failure(
+        int(first["exit_code"]),
+        f"rank {first['rank']}: {first['sentence']}",
+        node=first.get("node"),
+        superseded=bool(first.get("superseded")),
+    )
+
+
+def failed_set_up(attempt_dir: Path) -> str | None:
+    """What the batch script has said of a set-up that failed, before any rank was started."""
+    try:
+        return (attempt_dir / "setup-failed").read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def came_to_an_end(run_dir: RunDir, last: Attempt) -> bool:
+    """Whether the run ended for good with its last attempt: by its verdict, or in a set-up that nobody could settle."""
+    unsettled = last.verdict is None and failed_set_up(run_dir.attempt(last.number)) is not None
+    return last.verdict == Verdict.END or unsettled
 
 
 def killed_tasks(attempt_dir: Path) -> str | None:
@@ -233,22 +293,49 @@ def killed_tasks(attempt_dir: Path) -> str | None:
     match = re.search(
         r"srun: error: (\S+: tasks? [\d,-]+: (?:Killed|Segmentation fault|Aborted|Bus error|Out Of Memory).*)", text
     )
+    if match is None:  # its slurmstepd was killed; srun (22.05) ends with 0 all the same
+        match = re.search(r"srun: error: Aborting, (io error and missing step on node.*|.*missing step.*)", text)
     return match.group(1).strip() if match else None
 
 
-def request_for(run_dir: RunDir, attempt: Attempt) -> str | None:
-    """What a person asked of this attempt, not of an earlier one."""
-    request = read_json(run_dir.request_file)
+def cancelled_due_to(log: Path, since: float) -> str | None:
+    """SLURM's word for why it ended a job: "PREEMPTION", "JOB REQUEUE", "TIME LIMIT", "NODE FAILURE"; None when it gave none.
+
+    Args:
+        log: of the job, into which its slurmstepd writes so on the node; with the lines of earlier starts.
+        since: unix seconds; earlier lines are of an earlier attempt.
+    """
+    words = re.findall(
+        r"error: \*\*\* JOB \S+ ON \S+ CANCELLED AT (\S+) DUE TO ([A-Z ]+) \*\*\*", tail(log).decode(errors="replace")
+    )
+    later = [why for at, why in words if (parse_time(at) or 0.0) >= int(since)]
+    return later[-1] if later else None
+
+
+def take_request(run_dir: RunDir, attempt: Attempt) -> str | None:
+    """Take what a person asked of this attempt, not of an earlier one: "cancel", "stop", "preempt" or "requeue".
+
+    The file moves into the attempt's folder in one step, so that a request that is found in the run's folder afterwards
+    has come too late for this attempt, and was not seen by whoever judged it.
+    """
+    taken = run_dir.attempt(attempt.number) / "request.json"
+    try:
+        run_dir.request_file.rename(taken)
+    except FileNotFoundError:
+        pass
+    except OSError:  # it is read where it is, and may be found once more
+        taken = run_dir.request_file
+    request = read_json(taken)
     if request is None or float(request.get("time", 0)) < attempt.started:
         return None
     return str(request["action"])
 
 
 def cancelled_after(run_dir: RunDir, last: Attempt | None) -> bool:
-    """By `cancel RUN`, after what its last attempt could know of."""
-    since = (last.ended or last.started) if last is not None else 0.0
+    """Whether `cancel RUN`, or the file `stop`, has come after what the judge of its last attempt could know of."""
     request = read_json(run_dir.request_file) or {}
-    return request.get("action") == "cancel" and float(request.get("time", 0)) >= since
+    since = last.started if last is not None else 0.0  # what was judged is not there any more
+    return request.get("action") in ("cancel", "stop") and float(request.get("time", 0)) >= since
 
 
 def write_request(run_dir: RunDir, action: str) -> None:

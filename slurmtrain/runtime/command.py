@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shlex
 import signal
 import socket
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,12 +28,16 @@ from slurmtrain.runtime import attempts, descendants, place
 from slurmtrain.runtime.addresses import free_port, machine, own_addresses
 from slurmtrain.runtime.environment import Environment, check_gpu_files
 from slurmtrain.runtime.place import Place
+from slurmtrain.runtime.published import Pauses, Published
 from slurmtrain.runtime.signals import StopSignals
 from slurmtrain.runtime.watch import Watch
 
 # Of the signal itself, or as a shell reports it.
 DIED_OF_A_STOP = {sign for number in (signal.SIGTERM, signal.SIGUSR2) for sign in (-number, 128 + number)}
 SIGNAL_LAG_S = 1.0
+MASTER = "master.json"  # rank 0's address, in the attempt's folder
+SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh")
+VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 POLL_S = 0.05  # of a file on a shared file system: there is no event to await
 LISTINGS_PER_S = 500  # of all ranks together, while they wait for each other
 SAVING_S = 600.0  # how long a child may go on after a stop, where nobody knows when SLURM ends the job
@@ -53,8 +59,9 @@ def run_command(config: Config, environment: Environment, where: Place, stop: St
     """
     if config.train.device != "cpu":
         check_gpu_files(environment, config.cluster.gpus_per_node)
-    words = shlex.split(config.job.command or "")
-    variables = {**os.environ, **rank_variables(config, environment, where)}
+    given = rank_variables(config, environment, where)
+    variables = {**os.environ, **given}
+    words = with_variables(shlex.split(config.job.command or ""), given, os.environ)
     descendants.adopt_orphans()
     try:
         # Whatever this process blocks or ignores, the program starts with the defaults and may set its own traps.
@@ -65,6 +72,7 @@ def run_command(config: Config, environment: Environment, where: Place, stop: St
         ) from None
     threading.Thread(target=_pass_on, args=(stop, environment.source), name="pass-signals-on", daemon=True).start()
     code = program.wait()
+    Published(where.attempt_dir / MASTER, environment).forget()
     if code in DIED_OF_A_STOP or code == 0:
         # The program had the signal at the same moment as this process, whose reader thread may be a little behind.
         stop.wait(SIGNAL_LAG_S)
@@ -188,15 +196,36 @@ def rank_variables(config: Config, environment: Environment, where: Place) -> di
         RUN_DIR_VARIABLE: str(where.run_dir.path),
         ATTEMPT_VARIABLE: str(where.number),
     }
-    if environment.world_size > 1 and "MASTER_ADDR" not in os.environ:
+    if environment.world_size == 1:
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    elif "MASTER_ADDR" not in os.environ:
         host, port = _master(environment, where.attempt_dir, config.cluster)
         variables |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
     return variables
 
 
+def with_variables(words: Sequence[str], given: Mapping[str, str], environment: Mapping[str, str]) -> list[str]:
+    """Replace `$NAME` and `${NAME}` in a program's words, of the variables that nobody can know before the rank runs.
+
+    Words after the name of a shell are left to that shell. Every other `$` is what it was, since no shell runs.
+
+    Args:
+        given: what this rank is told; all of it may be replaced.
+        environment: of this process; its SLURM_* and MASTER_* may be replaced.
+    """
+    known = {name: value for name, value in environment.items() if name.startswith(("SLURM_", "MASTER_"))} | dict(given)
+    shell = next((place for place, word in enumerate(words) if os.path.basename(word) in SHELLS), len(words))
+
+    def value_of(match: re.Match[str]) -> str:
+        return known.get(match.group(1) or match.group(2), match.group())
+
+    return [VARIABLE.sub(value_of, word) if place < shell else word for place, word in enumerate(words)]
+
+
 def _master(environment: Environment, directory: Path, cluster: ClusterConfig) -> tuple[str, int]:
     """Rank 0's address, for programs that rendezvous by themselves: published by rank 0, read by the others."""
-    published = directory / "master.json"
+    published = directory / MASTER
+    address_of_rank_0 = Published(published, environment)
     if environment.rank == 0:
         address = {
             "hosts": own_addresses(environment, cluster.network_interface),
@@ -204,16 +233,17 @@ def _master(environment: Environment, directory: Path, cluster: ClusterConfig) -
             "machine": machine(),
         }
         write_json(published, address)
+        address_of_rank_0.look()  # hands it on to the ranks beside this one
         return "127.0.0.1" if environment.single_node else _reachable(address), int(str(address["port"]))
-    deadline = time.monotonic() + cluster.rendezvous_timeout_s
-    while (found := read_json(published) if published.name in os.listdir(directory) else None) is None:
+    deadline, pauses = time.monotonic() + cluster.rendezvous_timeout_s, Pauses()
+    while (found := address_of_rank_0.look()) is None:
         if time.monotonic() > deadline:
             raise RendezvousError(
                 f"rank 0, expected on node {environment.expected_node(0)}, did not publish its address within "
                 f"{cluster.rendezvous_timeout_s} s",
                 hint="see rank 0's log",
             )
-        time.sleep(POLL_S)
+        pauses.pause()
     return ("127.0.0.1" if found["machine"] == machine() else _reachable(found)), int(found["port"])
 
 

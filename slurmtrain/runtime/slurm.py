@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -35,6 +36,8 @@ GONE = (
     "DEADLINE",
     "OUT_OF_MEMORY",
 )
+# States of a job that has nodes, or leaves them.
+LIVE = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
 # What the commands take from the environment, by the getenv() calls of SLURM's sources (22.05 to 26.05). First where SLURM
 # is and who asks: it stays as the person has set it.
 REACHED_BY = (
@@ -50,12 +53,18 @@ REACHED_BY = (
 OF_JOBS = ("SLURM_", "SUBMITIT_", "SLURMTRAIN_", "PMI_", "PMIX_", "SRUN_")
 # Defaults of a person for the commands that ask and steer: which jobs they see, and how they print them.
 OF_QUERIES = ("SQUEUE_", "SCONTROL_", "SCANCEL_", "SINFO_", "SACCT_")
+AT_WORK = ("idle", "mixed", "allocated", "completing", "planned")  # states of nodes on which jobs can run now or soon
+PREFIX_FILE = "slurm-prefix"  # beside a slurm.conf: the prefix of the SLURM that it is for
 INSTALL_HINT = "is this a login node? For a throwaway SLURM here: apt-get install slurm-wlm munge, then: sandbox up"
 
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What `scontrol show job` says of one job. Times are unix seconds, or None."""
+    """What `scontrol show job` says of one job. Times are unix seconds, or None.
+
+    Attributes:
+        excluded: nodes that it must not get, as SLURM writes a list of them: "n[1-3,7]".
+    """
 
     state: str
     reason: str = ""
@@ -63,6 +72,7 @@ class JobFacts:
     start_time: float | None = None
     end_time: float | None = None
     preempt_time: float | None = None
+    excluded: str = ""
 
     @property
     def preempted(self) -> bool:
@@ -118,13 +128,51 @@ class SlurmClient:
 
     def job(self, job_id: str) -> JobFacts | None:
         """Facts of one job, or None when SLURM does not know it (any more) or cannot be asked."""
-        if not self.available:
-            return None
         try:
-            answer = self._run([*SHIELD, "scontrol", "show", "job", "-o", job_id], self._environment)
-        except subprocess.TimeoutExpired:
+            return self.look(job_id)
+        except ClusterError:
             return None
-        return parse_show_job(answer.stdout) if answer.returncode == 0 else None
+
+    def look(self, job_id: str) -> JobFacts | None:
+        """Facts of one job, or None when SLURM says that it does not know it (any more).
+
+        Raises:
+            ClusterError: SLURM cannot be asked.
+        """
+        answer = self._answer(["scontrol", "show", "job", "-o", job_id], before=SHIELD)
+        if answer.returncode == 0:
+            return parse_show_job(answer.stdout)
+        if "invalid job id" in (answer.stderr + answer.stdout).lower():
+            return None
+        raise ClusterError(f"`scontrol show job` failed: {_last_line(answer)}")
+
+    def step_lives(self, step_id: str) -> bool:
+        """Whether a step of a job, as in "17.0", is still there.
+
+        Raises:
+            ClusterError: SLURM cannot be asked.
+        """
+        answer = self._answer(["scontrol", "show", "step", "-o", step_id], before=SHIELD)
+        if answer.returncode != 0 and "invalid job id" not in (answer.stderr + answer.stdout).lower():
+            raise ClusterError(f"`scontrol show step` failed: {_last_line(answer)}")
+        return f"StepId={step_id} " in f"{answer.stdout} "
+
+    def requeue(self, job_id: str) -> None:
+        """Put a job back into the queue, whatever its state: one that was cancelled comes back, too.
+
+        Raises:
+            ClusterError: SLURM refused, or was not reached; whether it was done, the count of restarts says.
+        """
+        self._call(["scontrol", "requeue", job_id], before=SHIELD)
+
+    def update_pending(self, job_id: str, **fields: str) -> None:
+        """Change fields of a job that is in the queue or on its way back, by scontrol's names: StartTime="now+8".
+
+        Raises:
+            ClusterError: SLURM refused, or was not reached.
+        """
+        changes = [f"{name}={value}" for name, value in fields.items()]
+        self._call(["scontrol", "update", f"JobId={job_id}", *changes], before=SHIELD)
 
     def queue(self, job_ids: Iterable[str], user: str | None = None) -> dict[str, QueuedJob]:
         """Those of the jobs that are still in the queue, by id, with one squeue call for all.
@@ -255,18 +303,29 @@ class SlurmClient:
             self._call(["scontrol", "update", f"JobId={waiting}", f"Dependency={new}"])
         return list(changed)
 
-    def test_only(self, script: Path, without: Collection[str] = ()) -> tuple[int, str]:
+    def test_only(self, script: Path, options: Sequence[str] = (), *, without: Collection[str] = ()) -> tuple[int, str]:
         """Exit code and words of `sbatch --test-only`: whether and when this script would start. Nothing is submitted.
 
         Args:
+            options: they overrule the script's own.
             without: variables of this shell that sbatch is not to see.
 
         Raises:
             ClusterError: sbatch is missing, or the controller does not answer.
         """
         hidden = [word for name in without for word in ("-u", name)]
-        answer = self._answer(["sbatch", "--test-only", str(script)], before=("env", *hidden) if hidden else ())
+        command = ["sbatch", "--test-only", *options, str(script)]
+        answer = self._answer(command, before=("env", *hidden) if hidden else ())
         return answer.returncode, (answer.stderr or answer.stdout).strip()
+
+    def lacks_nodes(self, partition: str | None) -> bool:
+        """Some node of the partition (None: of any) is drained, down or reserved now, or that cannot be asked."""
+        where = [f"--partition={partition}"] if partition else []
+        answer = self._glance(["sinfo", "--noheader", "--format=%a %T", *where])
+        if answer is None:
+            return True
+        there = [line.split() for line in answer.splitlines() if line.strip()]
+        return any(words[0] != "up" or words[-1].rstrip("~#!%@^+-") not in AT_WORK for words in there)
 
     def cancel(self, *job_ids: str) -> None:
         self._call(["scancel", *job_ids])
@@ -297,13 +356,10 @@ class SlurmClient:
         """Let so many tasks of an array run at the same time. It needs to have one that waits."""
         self._call(["scontrol", "update", f"JobId={job_id}", f"ArrayTaskThrottle={tasks}"])
 
-    def _call(self, command: Sequence[str]) -> str:
-        answer = self._answer(command)
+    def _call(self, command: Sequence[str], before: Sequence[str] = ()) -> str:
+        answer = self._answer(command, before)
         if answer.returncode != 0:
-            words = (answer.stderr or answer.stdout).strip().splitlines()
-            raise ClusterError(
-                f"`{' '.join(command)}` failed: {words[-1] if words else f'exit code {answer.returncode}'}"
-            )
+            raise ClusterError(f"`{' '.join(command)}` failed: {_last_line(answer)}")
         return answer.stdout
 
     def _answer(self, command: Sequence[str], before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
@@ -315,6 +371,11 @@ class SlurmClient:
             raise ClusterError(
                 f"SLURM's controller did not answer `{command[0]}` within 60 s", hint="try again later"
             ) from None
+
+
+def _last_line(answer: subprocess.CompletedProcess[str]) -> str:
+    lines = (answer.stderr or answer.stdout).strip().splitlines()
+    return lines[-1] if lines else f"exit code {answer.returncode}"
 
 
 def parse_show_job(text: str) -> JobFacts | None:
@@ -337,6 +398,7 @@ def parse_show_job(text: str) -> JobFacts | None:
         start_time=parse_time(fields.get("StartTime", "")),
         end_time=parse_time(fields.get("EndTime", "")),
         preempt_time=parse_time(fields.get("PreemptTime", "")),
+        excluded=fields.get("ExcNodeList", "").replace("(null)", ""),
     )
 
 
@@ -417,9 +479,36 @@ def submission_environment(variables: Mapping[str, str], slurm_conf: str | None 
         # Another cluster than the shell's: its controllers, its tokens and its names of clusters mean nothing there.
         kept = {name: value for name, value in kept.items() if name not in (*REACHED_BY, "SBATCH_CLUSTERS")}
         kept["SLURM_CONF"] = slurm_conf
+    programs = programs_beside(kept.get("SLURM_CONF"))
+    if programs is not None:
+        kept["PATH"] = path_with(programs, kept.get("PATH"))
     if "SBATCH_CLUSTERS" in kept:  # where sbatch sends the jobs, the others have to look for them
         kept.setdefault("SLURM_CLUSTERS", kept["SBATCH_CLUSTERS"])
     return kept
+
+
+def programs_beside(slurm_conf: str | None) -> str | None:
+    """Return the folder of the commands that belong to a slurm.conf, where a file beside it names their prefix.
+
+    A sandbox of another SLURM than the one on PATH has such a file. One that somebody else may have written does not count.
+    """
+    if slurm_conf is None:
+        return None
+    try:
+        descriptor = os.open(Path(slurm_conf).with_name(PREFIX_FILE), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    with os.fdopen(descriptor) as file:
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode) or info.st_uid not in (os.getuid(), 0) or info.st_mode & 0o022:
+            return None
+        prefix = file.readline(4096).rstrip("\n")
+    return f"{prefix}/bin" if prefix.startswith("/") else None
+
+
+def path_with(folder: str, path: str | None) -> str:
+    """Return PATH with this folder before all others."""
+    return os.pathsep.join([folder, *(each for each in (path or os.defpath).split(os.pathsep) if each != folder)])
 
 
 def belongs_to_a_job(name: str) -> bool:
