@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from slurmtrain.cli import arguments
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import SlurmtrainError, UsageError, nearest
+from slurmtrain.records import printable
 from slurmtrain.redaction import redact
 
 HYDRA_ONLY = ("--cfg", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
@@ -20,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(words)
     except SlurmtrainError as error:
-        print(f"slurmtrain: error: {redact(str(error))}", file=sys.stderr)
+        print(f"slurmtrain: error: {printable(redact(str(error)))}", file=sys.stderr)
         return error.exit_code
     except PermissionError as error:
         if error.filename is None:

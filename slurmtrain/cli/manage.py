@@ -90,7 +90,8 @@ def _list(options: argparse.Namespace) -> int:
     for run in runs:
         now = found[run.id]
         row = [run.id, run.path.parent.name, now.word, "?" if now.step is None else str(now.step)]
-        row += [str(len(now.attempts)), _date(run.info().get("created"))]
+        created = run.info()["created"] if now.word != "unreadable" else None
+        row += [str(len(now.attempts)), _date(created)]
         rows.append(row + ([format_size(sizes[run.id])] if options.size else []))
     print_table(["run", "name", "state", "step", "attempts", "created", *(["size"] if options.size else [])], rows)
     say_doubts(found.values())

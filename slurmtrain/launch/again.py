@@ -15,7 +15,7 @@ from slurmtrain.errors import ClusterError, SlurmtrainError
 from slurmtrain.launch.handover import TOKEN_PREFIX
 from slurmtrain.launch.sbatch import directive
 from slurmtrain.launch.submit import note, resubmit
-from slurmtrain.rundir import RunDir, read_json
+from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.judge import Verdict
 from slurmtrain.runtime.slurm import SlurmClient
@@ -149,8 +149,8 @@ def _pass_on_dependents(run_dir: RunDir, job_id: str, new: str, client: SlurmCli
 
 def _cancelled(run_dir: RunDir) -> bool:
     """`settle` removes a request that it has seen, so this one came later."""
-    request = read_json(run_dir.request_file)
-    return request is not None and request.get("action") == "cancel"
+    request = attempts.read_request(run_dir)
+    return request is not None and request.action == "cancel"
 
 
 def _end(run_dir: RunDir, number: int, why: str) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from slurmtrain import records
+
 Value = float | int | str | bool | None
 
 
@@ -28,7 +30,7 @@ class MetricsLog:
     def __init__(self, path: Path, resume_step: int, keep: Callable[[dict[str, Any]], bool] = lambda record: True):
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop(path, lambda record: record["step"] <= resume_step and keep(record))
-        self._file = path.open("a", encoding="utf-8")
+        self._file = os.fdopen(records.open_to_append(path), "a", encoding="utf-8")
 
     def write(self, step: int, **values: Value) -> None:
         """Append one record. Floats are written so that reading them gives the same bits (NaN as `NaN`)."""
@@ -42,33 +44,31 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a metrics file, in order; none when there is no file. Safe while the run goes on."""
+    """All whole records of a metrics file, in order; none when there is no file. Safe while the run goes on.
+
+    Raises:
+        UnreadableRecord: it is not a regular file, too large, or cannot be read.
+    """
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
+        lines = records.read_bytes(path, at_most=records.METRICS_BYTES).splitlines(keepends=True)
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    try:
-        # One call for all lines takes half the time; a torn one among them makes it fail.
-        records = json.loads(b"[%s]" % b",".join(lines))
-    except ValueError:
-        records = []
-    if len(records) != len(lines) or not all(_is_record(record) for record in records):
+    # One call for all lines takes half the time; a torn one among them makes it fail.
+    found = records.parse(b"[%s]" % b",".join(lines))
+    if not isinstance(found, list) or len(found) != len(lines) or not all(_is_record(record) for record in found):
         return [record for _, record in _whole(lines)]
-    return records if not lines or lines[-1].endswith(b"\n") else records[:-1]
+    return found if not lines or lines[-1].endswith(b"\n") else found[:-1]
 
 
 def _whole(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
     for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
+        record = records.parse(line)
         if line.endswith(b"\n") and _is_record(record):
             yield line, record
 
 
 def _is_record(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("step"), int)
+    return isinstance(value, dict) and records.is_count(value.get("step"))
 
 
 def _drop(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:

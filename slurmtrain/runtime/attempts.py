@@ -6,7 +6,6 @@ that nobody could complete, because its node was gone. Readers: `status`, and th
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -15,12 +14,46 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slurmtrain import records
 from slurmtrain.checkpoint.commit import committed, step_of
+from slurmtrain.errors import UnreadableRecord
+from slurmtrain.records import COUNT, FLAG, NOTHING, NUMBER, NUMBERS, OBJECT, TEXT, TEXTS, TIME
 from slurmtrain.rundir import RunDir, read_json, write_json
 from slurmtrain.runtime.judge import Verdict
 from slurmtrain.runtime.slurm import JobFacts
 
 TAIL_BYTES = 65536  # of the metrics of a run
+LOG_BYTES = 16 << 20  # of srun's own words: what it says of killed tasks stands at the end
+
+# What the fields of attempt.json and of stop.json may be.
+_ATTEMPT = {
+    "job_id": TEXT | NOTHING,
+    "step_id": TEXT | NOTHING,
+    "restart_count": COUNT,
+    "nodes": TEXTS,
+    "world_size": COUNT,
+    "pid": COUNT | NOTHING,
+    "host": TEXT,
+    "started": TIME,
+    "stepping": TIME | NOTHING,
+    "start_up_s": NUMBERS,
+    "first_step": COUNT | NOTHING,
+    "last_step": COUNT | NOTHING,
+    "committed_before": COUNT | NOTHING,
+    "committed_step": COUNT | NOTHING,
+    "said": TEXT | NOTHING,
+    "cause": TEXT | NOTHING,
+    "cause_time": TIME | NOTHING,
+    "seconds_left": NUMBER | NOTHING,
+    "facts": OBJECT | NOTHING,
+    "ended": TIME | NOTHING,
+    "exit_code": COUNT | NOTHING,
+    "reason": TEXT | NOTHING,
+    "verdict": TEXT | NOTHING,
+    "stalled": FLAG,
+    "sentence": TEXT | NOTHING,
+}
+_STOP = {"cause": TEXT, "time": TIME, "seconds_left": NUMBER | NOTHING, "facts": OBJECT | NOTHING}
 
 
 @dataclass
@@ -73,12 +106,21 @@ class Attempt:
 
 
 def read_attempt(run_dir: RunDir, number: int) -> Attempt:
-    """The record of an attempt; an empty one when it died before it could write any."""
-    values = read_json(run_dir.attempt(number) / "attempt.json") or {}
+    """The record of an attempt; an empty one when it died before it could write any.
+
+    Raises:
+        UnreadableRecord: what is there cannot be used.
+    """
+    path = run_dir.attempt(number) / "attempt.json"
+    values = read_json(path) or {}
+    records.check_fields(values, _ATTEMPT, path)
     known = {name: value for name, value in values.items() if name in Attempt.__dataclass_fields__}
     attempt = Attempt(**{**known, "number": number})
-    stop = read_json(run_dir.attempt(number) / "stop.json")
-    if stop is not None:
+    path = run_dir.attempt(number) / "stop.json"
+    stop = read_json(path)
+    if stop:
+        stop = {**dict.fromkeys(_STOP), **stop}
+        records.check_fields(stop, _STOP, path)
         attempt.cause, attempt.cause_time = stop["cause"], stop["time"]
         attempt.seconds_left, attempt.facts = stop["seconds_left"], stop["facts"]
     return attempt
@@ -114,21 +156,18 @@ def newest_checkpoint_step(run_dir: RunDir) -> int | None:
 def last_logged_step(run_dir: RunDir) -> int | None:
     """The last step in metrics.jsonl: where a crashed attempt had got to, up to train.log_every."""
     for record in records_with("step", tail(run_dir.metrics_file)):
-        try:
+        if records.is_count(record["step"]):
             return int(record["step"])
-        except (ValueError, TypeError):
-            continue
     return None
 
 
 def tail(path: Path) -> bytes:
-    """The last part of a metrics file: those of a long run are many, and take time to read. Its first line may be cut."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            return file.read()
-    except FileNotFoundError:
-        return b""
+    """The last part of a metrics file: those of a long run are many, and take time to read. Its first line may be cut.
+
+    Raises:
+        UnreadableRecord: it is not a regular file, or cannot be read.
+    """
+    return records.read_tail(path, TAIL_BYTES)
 
 
 def records_with(name: str, log: bytes) -> Iterator[dict[str, Any]]:
@@ -136,10 +175,8 @@ def records_with(name: str, log: bytes) -> Iterator[dict[str, Any]]:
     found = len(log)
     while (found := log.rfind(f'"{name}":'.encode(), 0, found)) >= 0:
         begin, end = log.rfind(b"\n", 0, found) + 1, log.find(b"\n", found)
-        try:
-            record = json.loads(log[begin : end if end >= 0 else None])
-        except ValueError:  # the first, cut; the last, not written to its end
-            continue
+        # None of the first, cut, and of the last, not written to its end.
+        record = records.parse(log[begin : end if end >= 0 else None])
         if isinstance(record, dict) and name in record:
             yield record
 
@@ -167,8 +204,8 @@ def record_failure(
 
 def first_failure(attempt_dir: Path, *, because_of_peer: bool = False) -> tuple[int, str] | None:
     """Exit code and words of the earliest rank that failed: by itself, or because a peer was gone."""
-    records = [record for path in attempt_dir.glob("failed-*.json") if (record := read_json(path))]
-    chosen = [record for record in records if bool(record.get("because_of_peer")) == because_of_peer]
+    found = [record for path in attempt_dir.glob("failed-*.json") if (record := read_json(path))]
+    chosen = [record for record in found if bool(record.get("because_of_peer")) == because_of_peer]
     if not chosen:
         return None
     first = min(chosen, key=lambda record: float(record["time"]))
@@ -178,8 +215,8 @@ def first_failure(attempt_dir: Path, *, because_of_peer: bool = False) -> tuple[
 def killed_tasks(attempt_dir: Path) -> str | None:
     """srun's own words on a task that was killed: that rank could not leave a record."""
     try:
-        text = (attempt_dir / "srun.log").read_text(errors="replace")
-    except FileNotFoundError:
+        text = records.read_tail(attempt_dir / "srun.log", LOG_BYTES).decode(errors="replace")
+    except UnreadableRecord:
         return None
     match = re.search(
         r"srun: error: (\S+: tasks? [\d,-]+: (?:Killed|Segmentation fault|Aborted|Bus error|Out Of Memory).*)", text
@@ -189,17 +226,30 @@ def killed_tasks(attempt_dir: Path) -> str | None:
 
 def request_for(run_dir: RunDir, attempt: Attempt) -> str | None:
     """What a person asked of this attempt, not of an earlier one."""
-    request = read_json(run_dir.request_file)
-    if request is None or float(request.get("time", 0)) < attempt.started:
-        return None
-    return str(request["action"])
+    request = read_request(run_dir)
+    return request.action if request is not None and request.time >= attempt.started else None
 
 
 def cancelled_after(run_dir: RunDir, last: Attempt | None) -> bool:
     """By `cancel RUN`, after what its last attempt could know of."""
     since = (last.ended or last.started) if last is not None else 0.0
-    request = read_json(run_dir.request_file) or {}
-    return request.get("action") == "cancel" and float(request.get("time", 0)) >= since
+    request = read_request(run_dir)
+    return request is not None and request.action == "cancel" and request.time >= since
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a person asked of a run, and when, in unix seconds."""
+
+    action: str
+    time: float
+
+
+def read_request(run_dir: RunDir) -> Request | None:
+    """What was asked last; None when nothing was, or what is there is no request."""
+    values = read_json(run_dir.request_file) or {}
+    action, time = values.get("action"), values.get("time", 0.0)
+    return Request(action, float(time)) if isinstance(action, str) and records.is_time(time) else None
 
 
 def write_request(run_dir: RunDir, action: str) -> None:
