@@ -19,6 +19,7 @@ from typing import Any
 
 from slurmtrain import records
 from slurmtrain.errors import ClusterError, ConfigError, UnreadableRecord, UsageError
+from slurmtrain.paths import absolute, located
 from slurmtrain.records import COUNT, FLAG, JOB_IDS, NOTHING, OBJECT, TEXT, TEXTS, TIME
 from slurmtrain.redaction import redacted
 
@@ -324,7 +325,7 @@ def create(runs_dir: Path, name: str) -> RunDir:
             f"cannot create a run directory under {runs_dir}: {error.strerror}",
             hint="set job.runs_dir to a folder that you may write and that the compute nodes see",
         ) from None
-    run_dir = RunDir(path.resolve())
+    run_dir = RunDir(located(path))
     for folder in (run_dir.attempts, run_dir.checkpoints):
         folder.mkdir(mode=0o700)
     return run_dir
@@ -337,7 +338,7 @@ def runs_root() -> Path:
 
 def reference(run_dir: RunDir) -> str:
     """What a person types to mean this run: its id where the verbs find it, else its path."""
-    found = run_dir.path.parent.parent == runs_root().resolve()
+    found = run_dir.path.parent.parent == located(runs_root())
     return run_dir.id if found else shlex.quote(str(run_dir.path))
 
 
@@ -345,7 +346,7 @@ def all_runs(root: Path) -> list[RunDir]:
     """Every run under `root`, oldest first. A hidden folder is one that is being removed; a link of somebody else is none."""
     files = [f for f in root.glob("*/*/run.json") if not f.parent.name.startswith(".") and os.access(f, os.R_OK)]
     own = [file for file in files if not any(_foreign_link(folder) for folder in (file.parent, file.parents[1]))]
-    return [RunDir(file.parent.resolve()) for file in sorted(own, key=lambda file: file.parent.name)]
+    return [RunDir(located(file.parent)) for file in sorted(own, key=lambda file: file.parent.name)]
 
 
 def _foreign_link(path: Path) -> bool:
@@ -368,7 +369,7 @@ def check_parts(run_dir: RunDir) -> None:
         UnreadableRecord: it is not.
     """
     try:
-        owner = os.lstat(run_dir.path).st_uid
+        owner = os.stat(run_dir.path).st_uid
         for path in (run_dir.info_file, run_dir.attempts, run_dir.checkpoints, run_dir.evaluations):
             try:
                 found = os.lstat(path)
@@ -457,7 +458,7 @@ def find(reference: str, root: Path) -> RunDir:
     """
     path = Path(reference)
     if os.path.isfile(path / "run.json"):
-        found = RunDir(path.resolve())
+        found = RunDir(located(path))
         check_parts(found)
         return found
     runs = all_runs(root)
@@ -487,7 +488,7 @@ def find(reference: str, root: Path) -> RunDir:
 
 def nothing_under(root: Path, what: str) -> UsageError:
     return UsageError(
-        f"there are no {what} under {root.resolve()}",
+        f"there are no {what} under {absolute(root)}",
         hint="go to the folder where submit was typed, or set SLURMTRAIN_RUNS to its runs folder",
     )
 

@@ -187,13 +187,15 @@ class Checkpointer:
         plan = make_plan(tensors, self._ranks, self._plan, of_first=lambda: state.buffers(objects))
         assert not isinstance(tensors, CheckpointError)
         if plan is not self._plan:
+            self._ranks.all_do(lambda: state.check(objects, self._own(per_rank)))
             self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._on_this_host.size))
             self._plan = plan
-        optimizers = {key: value for key, value in objects.items() if isinstance(value, Optimizer)}
+        optimizers = {key for key, value in objects.items() if isinstance(value, Optimizer)}
+        waiting = state.waiting_optimizers(objects)
         guarded = state.changed_by_optimizers(objects) if self._asynchronous else frozenset[str]()
         image: Image | CheckpointError
         try:
-            image = self._staging.stage(plan, tensors, own, guarded=guarded, optimizers=optimizers.values())
+            image = self._staging.stage(plan, tensors, own, guarded=guarded, optimizers=waiting)
         except Exception as error:  # handed in like an error of the writing, so that nobody waits for this rank
             image = self._ranks.explain(error)
 
@@ -550,7 +552,9 @@ class Checkpointer:
         """Host memory and disk space for the first save, before the first step."""
 
         def expect() -> dict[str, Tensor]:
-            tensors, _ = state.flatten({**objects, **self._own(per_rank)})
+            own = self._own(per_rank)
+            tensors, _ = state.flatten({**objects, **own})
+            state.check(objects, own)
             return {**tensors, **state.expected_optimizer_state(objects)}
 
         expected = self._ranks.all_do(expect)

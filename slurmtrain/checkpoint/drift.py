@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from slurmtrain.checkpoint import state
+from slurmtrain.checkpoint import restorable, state
 from slurmtrain.checkpoint.layout import TensorFacts
 from slurmtrain.checkpoint.plan import dtype_name
 from slurmtrain.errors import CheckpointMismatch, UsageError, nearest
@@ -57,7 +57,7 @@ def names_of(objects: Mapping[str, Any]) -> set[str]:
 def of_modules(objects: Mapping[str, Any], saved: Iterable[str]) -> set[str]:
     """Those names of the checkpoint that belong to modules among `objects`. Extra state, which comes and goes, is left out."""
     prefixes = tuple(f"{key}." for key, value in objects.items() if isinstance(value, torch.nn.Module))
-    return {name for name in saved if prefixes and name.startswith(prefixes) and not name.endswith("_extra_state")}
+    return {name for name in saved if prefixes and name.startswith(prefixes) and not restorable.is_extra(name)}
 
 
 def check_names(

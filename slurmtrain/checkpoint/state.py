@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from slurmtrain.checkpoint import restorable
 from slurmtrain.checkpoint.layout import TensorFacts
 from slurmtrain.checkpoint.memory import ask_for_huge_pages
 from slurmtrain.checkpoint.plan import dtype_of, local
+from slurmtrain.checkpoint.restorable import Names, entries, extra_owners, plain_optimizer, unwrap
 from slurmtrain.errors import CheckpointError, CheckpointMismatch
 
 
@@ -31,14 +33,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
 
 
-def unwrap(module: nn.Module) -> nn.Module:
-    """The user's module under DistributedDataParallel: checkpoints do not depend on how a run was parallel."""
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        wrapped: nn.Module = module.module
-        return wrapped
-    return module
-
-
+OWN_WAY = "own"  # marks what an optimiser has given by a state_dict of its own kind
 EXTRA = "extra state of "  # begins the names of what modules give by get_extra_state, where that is no tensor
 
 
@@ -53,14 +48,19 @@ def flatten(objects: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, An
     # Modules first: FSDP gives its parameters back to their ranks when it is asked for its state.
     for key, value in objects.items():
         if isinstance(value, nn.Module):
-            for name, entry in unwrap(value).state_dict().items():
+            for name, entry in entries(value).items():
                 if isinstance(entry, Tensor):
                     tensors[f"{key}.{name}"] = entry
                 else:
-                    plain[f"{EXTRA}{key}.{name}"] = _encode(entry, f"{key}.{name}", tensors)
+                    plain[f"{EXTRA}{key}.{name}"] = _encode(entry, restorable.name_within(f"{key}.{name}"), tensors)
     names = parameter_names(objects)
     for key, value in objects.items():
         if isinstance(value, Optimizer):
+            value = plain_optimizer(value)
+            given = restorable.own_state_dict(key, value)
+            if given is not None:
+                plain[key] = {OWN_WAY: _encode(given, key, tensors)}
+                continue
             flat, plain[key] = _flatten_optimizer(value, names)
             tensors.update({f"{key}.{name}": tensor for name, tensor in flat.items()})
         elif not isinstance(value, nn.Module):
@@ -69,13 +69,31 @@ def flatten(objects: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, An
     return tensors, plain
 
 
+def check(objects: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
+    """Check that what is saved of `objects` and of `per_rank` can be restored.
+
+    Raises:
+        CheckpointError: naming the object, and what of it would be lost.
+    """
+    everything = {**objects, **per_rank}
+    handed_in = {id(value) for value in everything.values()}
+    optimizers = [value for value in everything.values() if isinstance(value, Optimizer)]
+    trained = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+    for key, value in everything.items():
+        if isinstance(value, nn.Module):
+            restorable.check_module(key, value, entries(value), trained)
+        elif isinstance(value, Optimizer):
+            restorable.check_optimizer(key, plain_optimizer(value), handed_in)
+
+
 def buffers(objects: Mapping[str, Any]) -> frozenset[str]:
     """Names of the modules' buffers: unlike parameters, data parallel ranks may have different ones; rank 0's count."""
     return frozenset(
-        f"{key}.{name}"
+        f"{key}.{clean(name)}"
         for key, value in objects.items()
         if isinstance(value, nn.Module)
-        for name, _ in unwrap(value).named_buffers()
+        for clean in (Names(unwrap(value)),)
+        for name, _ in unwrap(value).named_buffers(remove_duplicate=False)
     )
 
 
@@ -84,7 +102,10 @@ def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
     names: dict[int, str] = {}
     for key, value in objects.items():
         if isinstance(value, nn.Module):
-            names.update({id(parameter): f"{key}.{name}" for name, parameter in unwrap(value).named_parameters()})
+            clean = Names(unwrap(value))
+            names.update(
+                {id(parameter): f"{key}.{clean(name)}" for name, parameter in unwrap(value).named_parameters()}
+            )
     return names
 
 
@@ -98,13 +119,17 @@ def _flatten_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[
         for name, parameter in zip(keys, group["params"], strict=True):
             fields = {}
             for field, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and isinstance(field, str) and "." not in field:
                     tensors[f"state.{name}.{field}"] = value
                 else:
-                    fields[field] = _encode(value, f"other.{name}.{field}", tensors)
+                    fields[field] = value
             if fields:
-                other[name] = fields
-    return tensors, {"param_groups": groups, "state": other}
+                other[name] = _encode(fields, f"other.{name}", tensors)
+    plain = {"param_groups": groups, "state": other}
+    beside = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    if beside:
+        plain["beside"] = _encode(beside, "beside", tensors)
+    return tensors, plain
 
 
 def merge_plain(everyones: Sequence[Mapping[str, Any]], optimizers: Collection[str]) -> dict[str, Any]:
@@ -116,13 +141,14 @@ def merge_plain(everyones: Sequence[Mapping[str, Any]], optimizers: Collection[s
     for other in everyones[1:]:
         merged = {**other, **merged}
         for key in optimizers:
-            if key not in other or merged[key] is other[key]:
+            if key not in other or merged[key] is other[key] or OWN_WAY in merged[key] or OWN_WAY in other[key]:
                 continue
             groups = []
             for mine, theirs in zip(merged[key]["param_groups"], other[key]["param_groups"], strict=True):
                 new = [name for name in theirs["params"] if name not in mine["params"]]
                 groups.append({**mine, "params": [*mine["params"], *new]})
-            merged[key] = {"param_groups": groups, "state": {**other[key]["state"], **merged[key]["state"]}}
+            state = {**other[key]["state"], **merged[key]["state"]}
+            merged[key] = {**other[key], **merged[key], "param_groups": groups, "state": state}
     return merged
 
 
@@ -140,12 +166,18 @@ def object_names(tensors: Collection[str], plain: Collection[str]) -> set[str]:
     return {name.partition(".")[0] for name in tensors} | {name for name in plain if not name.startswith(EXTRA)}
 
 
+def waiting_optimizers(objects: Mapping[str, Any]) -> list[Optimizer]:
+    """The given optimisers whose steps can be made to wait."""
+    found = [plain_optimizer(value) for value in objects.values() if isinstance(value, Optimizer)]
+    return [optimizer for optimizer in found if restorable.waits_before_steps(optimizer)]
+
+
 def changed_by_optimizers(objects: Mapping[str, Any]) -> frozenset[str]:
     """Names of the tensors that only the step of a given optimiser changes: its parameters, and its own state."""
     names = parameter_names(objects)
     found = set()
     for key, value in objects.items():
-        if isinstance(value, Optimizer):
+        if isinstance(value, Optimizer) and restorable.waits_before_steps(value := plain_optimizer(value)):
             for group in value.param_groups:
                 for parameter in group["params"]:
                     name = names.get(id(parameter))
@@ -167,66 +199,80 @@ def expected_optimizer_state(objects: Mapping[str, Any]) -> dict[str, Tensor]:
             moments = _MOMENTS.get(type(value).__name__, 2)
             for group in value.param_groups:
                 for parameter in group["params"]:
-                    if parameter.requires_grad:
+                    if parameter.requires_grad and id(parameter) in names:
                         for number in range(moments):
                             expected[f"{key}.state.{names[id(parameter)]}.{number}"] = parameter.detach()
     return expected
 
 
 def module_tensors(objects: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Live parameters and buffers of the given modules by name. Extra state, which is made when asked for, is left out."""
+    """Parameters and buffers of the given modules by name. Extra state, which is made when asked for, is left out."""
     return {
         f"{key}.{name}": entry
         for key, value in objects.items()
         if isinstance(value, nn.Module)
-        for name, entry in unwrap(value).state_dict().items()
-        if name not in _extra(value)
+        for extra in (extra_owners(value),)
+        for name, entry in entries(value).items()
+        if name not in extra and isinstance(entry, Tensor)
     }
-
-
-def _extra(module: nn.Module) -> dict[str, nn.Module]:
-    """The submodules that have extra state, by its name in the state_dict."""
-    return {
-        f"{prefix}.{_EXTRA_KEY}" if prefix else _EXTRA_KEY: submodule
-        for prefix, submodule in unwrap(module).named_modules()
-        if type(submodule).get_extra_state is not nn.Module.get_extra_state
-    }
-
-
-_EXTRA_KEY = "_extra_state"
 
 
 def templates(objects: Mapping[str, Any], saved: Mapping[str, TensorFacts]) -> dict[str, Tensor]:
     """Tensors to load into, for every one of `saved` that belongs to `objects`.
 
-    Modules are loaded in place. A fresh optimiser has no state yet, so its tensors are made here, laid out like their
-    parameters; loading its own empty state would restore nothing, without a word.
+    Modules are loaded in place. What other objects get is made here, laid out like what they hold now, or, for the state that
+    a fresh optimiser does not have yet, like the parameter that it belongs to.
     """
     targets = module_tensors(objects)
     parameters = {
-        f"{key}.{name}": parameter
+        f"{key}.{clean(name)}": parameter
         for key, module in objects.items()
         if isinstance(module, nn.Module)
+        for clean in (Names(unwrap(module)),)
         for name, parameter in unwrap(module).named_parameters()
     }
-    extra = {
-        f"{key}.{name}" for key, module in objects.items() if isinstance(module, nn.Module) for name in _extra(module)
-    }
+    live: dict[str, dict[str, Tensor]] = {}
     for name, fact in saved.items():
         owners = [key for key in objects if name.startswith(f"{key}.")]
         if name in targets or not owners:
             continue
-        if isinstance(objects[key := max(owners, key=len)], nn.Module) and name not in extra:
+        value = objects[key := max(owners, key=len)]
+        if isinstance(value, nn.Module) and not restorable.is_extra(name):
             continue
-        dtype = dtype_of(fact.dtype)
-        if isinstance(objects[key], Optimizer):
-            parameter = parameters.get(name.removeprefix(f"{key}.state.").rpartition(".")[0])
-            if parameter is not None and tuple(parameter.shape) == fact.shape and fact.shape:
-                targets[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        if key not in live:
+            live[key] = _live(key, value)
+        template = live[key].get(name)
+        if template is None and isinstance(value, Optimizer):
+            template = _parameter_of(name.removeprefix(f"{key}."), plain_optimizer(value), parameters)
+        if template is not None and tuple(template.shape) == fact.shape and (fact.shape or name in live[key]):
+            targets[name] = torch.empty_like(template, dtype=dtype_of(fact.dtype), requires_grad=False)
+            if not targets[name].is_cuda:
                 ask_for_huge_pages(local(targets[name]))
-                continue
-        targets[name] = torch.empty(fact.shape, dtype=dtype)
+        else:
+            targets[name] = torch.empty(fact.shape, dtype=dtype_of(fact.dtype), device="cpu")
     return targets
+
+
+def _live(key: str, value: Any) -> dict[str, Tensor]:
+    """What an object holds now, by the names of a checkpoint; nothing where it cannot say yet."""
+    tensors: dict[str, Tensor] = {}
+    if isinstance(value, Stateful) and not isinstance(value, (nn.Module, Optimizer, RandomState)):
+        try:
+            _encode(value.state_dict(), key, tensors)
+        except Exception:  # many cannot before they have run or were loaded; what they are given then is on the CPU
+            return {}
+    return tensors
+
+
+def _parameter_of(name: str, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> Tensor | None:
+    """The parameter to which an optimiser's tensor belongs: its name has the parameter's name in it, or its number."""
+    _, _, rest = name.partition(".")
+    found = [each for each in parameters if rest.startswith(f"{each}.")]
+    if found:
+        return parameters[max(found, key=len)]
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+    return every[numbers[0]] if numbers and numbers[0] < len(every) else None
 
 
 def put_back(
@@ -237,15 +283,19 @@ def put_back(
     lenient: bool = False,
     convert: bool = False,
 ) -> None:
-    """Give every object its state. Modules have theirs already.
+    """Give every object its state. Modules have theirs already, unless they hand out copies or load it in their own way.
 
     Args:
         lenient: what the checkpoint lacks keeps its initial values.
         convert: optimiser state takes its parameter's dtype, which is not the checkpoint's.
     """
+    groups = restorable.Groups(value for value in objects.values() if isinstance(value, Optimizer))
     for key, value in objects.items():
         if isinstance(value, nn.Module):
-            for name, submodule in _extra(value).items():
+            if restorable.loads_by_itself(value) or restorable.copies(value, entries(value)):
+                restorable.load(key, value, _of_module(key, value, tensors, plain))
+                continue
+            for name, submodule in extra_owners(value).items():
                 full = f"{key}.{name}"
                 if full in tensors:
                     submodule.set_extra_state(tensors[full])
@@ -255,9 +305,26 @@ def put_back(
         if lenient and key not in plain:
             continue
         if isinstance(value, Optimizer):
-            _load_optimizer(key, value, parameter_names(objects), tensors, plain[key], lenient=lenient, convert=convert)
+            value = plain_optimizer(value)
+            if isinstance(plain[key], dict) and OWN_WAY in plain[key]:
+                value.load_state_dict(_decoded(key, plain[key][OWN_WAY], tensors))
+            else:
+                names = parameter_names(objects)
+                _load_optimizer(key, value, names, tensors, plain[key], lenient=lenient, convert=convert)
         elif isinstance(value, Stateful):
             value.load_state_dict(_decoded(key, plain[key], tensors))
+    groups.share_again()
+
+
+def _of_module(key: str, module: nn.Module, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> dict[str, Any]:
+    """What the checkpoint has for a module, by the names within it."""
+    names = entries(module)
+    found: dict[str, Any] = {name: tensors[f"{key}.{name}"] for name in names if f"{key}.{name}" in tensors}
+    marker = f"{EXTRA}{key}."
+    for name in plain:
+        if name.startswith(marker):
+            found[name.removeprefix(marker)] = _decoded(name, plain[name], tensors)
+    return found
 
 
 def parse(text: bytes) -> dict[str, Any]:
@@ -297,15 +364,19 @@ def _load_optimizer(
     convert: bool,
 ) -> None:
     own = {name.removeprefix(f"{key}."): tensor for name, tensor in tensors.items() if name.startswith(f"{key}.")}
-    fields: dict[str, dict[str, Any]] = {}
+    fields: dict[str, dict[Any, Any]] = {}
     for name, tensor in own.items():
         if name.startswith("state."):
             parameter, _, field = name.removeprefix("state.").rpartition(".")
             fields.setdefault(parameter, {})[field] = tensor
     if not (isinstance(saved, dict) and isinstance(saved.get("state"), dict)):
         raise CheckpointError(f"the state of {key} in the checkpoint is not that of an optimiser")
-    for parameter, others in saved["state"].items():
-        fields.setdefault(parameter, {}).update(_decoded(key, others, own))
+    beside = _decoded(key, saved.get("beside", {}), own)
+    others = {parameter: _decoded(key, values, own) for parameter, values in saved["state"].items()}
+    if not (isinstance(beside, dict) and all(isinstance(values, dict) for values in others.values())):
+        raise CheckpointError(f"the state of {key} in the checkpoint is not that of an optimiser")
+    for parameter, values in others.items():
+        fields.setdefault(parameter, {}).update(values)
     saved_groups = _decoded(key, saved.get("param_groups"), own)
     if not isinstance(saved_groups, list) or not all(
         isinstance(group, dict)
@@ -320,7 +391,7 @@ def _load_optimizer(
             hint="were parameters frozen, or groups changed, since it was saved?",
         )
     here = set(names.values())
-    state: dict[int, dict[str, Any]] = {}
+    state: dict[Any, Any] = {}
     param_groups: list[dict[str, Any]] = []
     number = 0
     for group, values in zip(optimizer.param_groups, saved_groups, strict=True):
@@ -340,20 +411,36 @@ def _load_optimizer(
             number += 1
         kept = {name: group[name] for name in _IMPLEMENTATION if name in group}
         param_groups.append({**values, **kept, "params": numbers})
-    optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+    optimizer.load_state_dict({"state": {**state, **beside}, "param_groups": param_groups})
     if not convert:
         _undo_casts(optimizer, state)
 
 
-def _undo_casts(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:
-    """torch's load_state_dict gives floating-point state its parameter's dtype: a master copy in fp32 would be lost."""
+def _undo_casts(optimizer: Optimizer, state: Mapping[int, Mapping[Any, Any]]) -> None:
+    """Give an optimiser's state back its types.
+
+    torch's load_state_dict gives floating-point state its parameter's dtype, so that a master copy in fp32 would be lost, and
+    makes a generator's name of a text.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, fields in state.items():
         held = optimizer.state[parameters[number]]
         for field, value in fields.items():
-            found = held.get(field)
-            if isinstance(value, Tensor) and isinstance(found, Tensor) and found.dtype != value.dtype:
-                held[field] = value.to(found.device)
+            if field in held:
+                held[field] = _as_saved(value, held[field])
+
+
+def _as_saved(value: Any, held: Any) -> Any:
+    """`value`, on the devices of `held`."""
+    if isinstance(value, Tensor):
+        if not isinstance(held, Tensor) or held.dtype == value.dtype:
+            return held
+        return value.to(held.device)
+    if isinstance(value, dict):
+        return {key: _as_saved(item, held[key]) if key in held else item for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and isinstance(held, (list, tuple)) and len(value) == len(held):
+        return type(value)(_as_saved(item, other) for item, other in zip(value, held, strict=True))
+    return value
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:

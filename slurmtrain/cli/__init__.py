@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
 from slurmtrain.cli import arguments
 from slurmtrain.cli.verbs import VERBS
-from slurmtrain.errors import SlurmtrainError, UsageError, nearest
+from slurmtrain.config.compose import SECRET_VARIABLE
+from slurmtrain.errors import SlurmtrainError, UsageError
 from slurmtrain.records import printable
-from slurmtrain.redaction import redact
+from slurmtrain.redaction import hide, redact
 
 HYDRA_ONLY = ("--cfg", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
 
@@ -21,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(words)
     except SlurmtrainError as error:
+        # What Hydra says of an interpolation that it cannot use may repeat the value of any variable.
+        hide({name: value for name, value in os.environ.items() if SECRET_VARIABLE.search(name)})
         print(f"slurmtrain: error: {printable(redact(str(error)))}", file=sys.stderr)
         return error.exit_code
     except PermissionError as error:
@@ -68,10 +72,7 @@ def _run(words: list[str]) -> int:
         names = ", ".join(name for name, each in VERBS.items() if not each.hidden)
         raise UsageError("no verb was given", hint=f"one of: {names}; python -m slurmtrain --help explains them")
     if parsed.positionals and parsed.verb not in ("train", "prepare"):
-        word = parsed.positionals[0]
-        raise UsageError(
-            f"cannot read {word!r}: neither a verb nor an override like key=value", hint=nearest(word, VERBS)
-        )
+        raise arguments.no_override(parsed.positionals[0], parsed.verb)
     if "--multirun" in parsed.options:
         if parsed.verb != "submit":
             raise UsageError(f"-m (--multirun) goes with submit, not with {parsed.verb}", hint="-m key=1,2 submit")

@@ -1,20 +1,20 @@
 """begin and again: for the batch script. See requeue.mode and sweep.pack.
 
-`begin` prints "done" or "end" where a job of a chain, or of a pack, has nothing left to do for a run; the jobs of the chain
-after it are taken out of the queue. `again` submits the run's next job.
+`begin` prints "done" or "end" where a job that starts has nothing left to do for a run; the jobs of its chain after it are
+taken out of the queue. `again` submits the run's next job.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
 import sys
 from pathlib import Path
 
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.errors import ClusterError
 from slurmtrain.rundir import RunDir
-from slurmtrain.runtime import chain, pack
-from slurmtrain.runtime.settle import own_job_id
+from slurmtrain.runtime import begin, chain
+from slurmtrain.runtime.settle import own_job_id, own_restart_count
 from slurmtrain.runtime.slurm import SlurmClient
 
 
@@ -29,12 +29,14 @@ def main(verb: str, words: list[str]) -> int:
 
 
 def _begin(run_dir: RunDir, job_id: str | None) -> int:
-    if chain.links(run_dir.info()):
-        over = chain.ended_before(run_dir)
-    else:
-        over = pack.ended_before(run_dir, job_id, int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+    restart_count = own_restart_count()
+    in_chain = bool(chain.links(run_dir.info()))
+    over = chain.ended_before(run_dir) if in_chain else begin.ended_before(run_dir, job_id, restart_count)
     if over is not None:
-        print(f"slurmtrain: run {run_dir.id} has ended before this job: {over}", file=sys.stderr)
+        print(f"slurmtrain: run {run_dir.id} has ended before this start of job {job_id}: {over}", file=sys.stderr)
+        if restart_count:
+            with contextlib.suppress(OSError):  # a full disk must not start what has ended
+                begin.record_leaving(run_dir, job_id)
         cancel_rest(run_dir, job_id)
         print(over)
     return 0

@@ -14,6 +14,8 @@ from typing import NoReturn
 
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.config.compose import config_groups
+from slurmtrain.config.field_types import shown
+from slurmtrain.config.keys import all_keys, meant
 from slurmtrain.errors import UsageError, nearest
 
 # hydra._internal.utils.get_args_parser(): option -> whether a value follows ("?": it may).
@@ -90,7 +92,9 @@ def parse(argv: Sequence[str]) -> Arguments:
         if word.startswith("-") and word != "-":
             takes = ("1" if own[name] else "") if name in own else HYDRA_OPTIONS.get(name)
             if takes is None:
-                raise UsageError(f"there is no option {name!r}", hint=nearest(name, [*own, *HYDRA_OPTIONS]))
+                raise UsageError(
+                    f"there is no option {name!r}", hint=_meant_option(word, next(words, ""), [*own, *HYDRA_OPTIONS])
+                )
             if takes == "1" and not equals:
                 following = next(words, None)
                 if following is None:
@@ -142,10 +146,38 @@ def _shipped_groups() -> frozenset[str]:
     return frozenset(config_groups())
 
 
-def unknown_verb(word: str) -> UsageError:
+def no_override(word: str, verb: str) -> UsageError:
+    """The error for a word beside a verb that is neither that verb, an option nor an override."""
+    if word in VERBS and not VERBS[word].hidden:
+        return UsageError(f"{verb} and {word} are both verbs, and a command takes one", hint="give two commands")
+    if word in all_keys():
+        return UsageError(f"{word!r} is a key without a value", hint=f"write {word}=VALUE")
+    hint = meant(word) if word not in _verbs() else None
     return UsageError(
-        f"there is no verb {word!r}", hint=nearest(word, [name for name, verb in VERBS.items() if not verb.hidden])
+        f"cannot read {shown(word)!r}: neither a verb nor an override like key=value",
+        hint=hint or nearest(word, _verbs()),
     )
+
+
+def _meant_option(word: str, following: str, options: Sequence[str]) -> str:
+    """A hint for an option that there is not: many write --train.steps 100 where Hydra wants train.steps=100."""
+    name, _, value = word.lstrip("-").partition("=")
+    key = name.replace("-", "_")
+    if not value and following not in VERBS and "=" not in following:
+        value = following
+    if key in _shipped_groups() or key in all_keys():
+        return f"Hydra's overrides have no dashes: {key}={value or 'VALUE'}"
+    return meant(name) or nearest(word.partition("=")[0], options)
+
+
+def _verbs() -> list[str]:
+    return [name for name, verb in VERBS.items() if not verb.hidden]
+
+
+def unknown_verb(word: str) -> UsageError:
+    if word in all_keys():
+        return UsageError(f"{word!r} is a key without a value", hint=f"write {word}=VALUE, and a verb")
+    return UsageError(f"there is no verb {shown(word)!r}", hint=nearest(word, _verbs()))
 
 
 def _optional_value(argv: Sequence[str], word: str) -> str:

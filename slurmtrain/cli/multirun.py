@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from slurmtrain.cli.arguments import Arguments
 from slurmtrain.cli.as_json import print_json
@@ -18,10 +17,12 @@ from slurmtrain.launch import sweep as sweeps
 from slurmtrain.launch.draft import draft_of, preview
 from slurmtrain.launch.fits import check_memory
 from slurmtrain.launch.here import alone, run_here
+from slurmtrain.launch.named_paths import check_named_paths
 from slurmtrain.launch.sweep import Sweep
 from slurmtrain.launch.sweep_folder import find_same, make
 from slurmtrain.launch.sweep_jobs import check_submitted, submit_arrays
 from slurmtrain.launch.throttle import throttle
+from slurmtrain.paths import current_folder
 from slurmtrain.planner.fit import check_fits, share_of_gpu
 from slurmtrain.runtime.slurm import SlurmClient
 
@@ -32,7 +33,7 @@ DONE_WITH = {"finished", "removed"}  # states of runs that nobody has to start a
 
 def submit(arguments: Arguments) -> int:
     """Expand, compose and validate all points, then submit what is not there yet, or run it here with cluster=local."""
-    options, cwd = arguments.options, Path.cwd()
+    options, cwd = arguments.options, current_folder()
     if "--follow" in options:
         raise UsageError("--follow does not go with -m", hint="sweep status last shows how the points stand")
     parallelism = _positive(options.get("--array-parallelism"))
@@ -80,6 +81,7 @@ def _fitting(configs: Iterable[Config], grid: Grid, *, later: bool) -> Iterator[
         with naming_point(grid, number):
             check_fits(config)
             check_prepared(config, later=later)
+            check_named_paths(config, current_folder(), later=later)
         share = share_of_gpu(config) or 0.0
         if largest is None or share > largest[0]:
             largest = share, number, config

@@ -7,6 +7,7 @@ from pathlib import Path
 from slurmtrain.cli.arguments import Arguments
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_REQUEUE, UsageError
+from slurmtrain.paths import current_folder
 from slurmtrain.runtime import signals
 
 
@@ -15,10 +16,10 @@ def main(arguments: Arguments) -> int:
         return _verify(arguments)
     stop = signals.arm()
     from slurmtrain.cli.submit import compose_and_validate
-    from slurmtrain.launch.submit import with_absolute_paths
+    from slurmtrain.launch.named_paths import with_absolute_paths
 
     arguments.overrides.insert(0, "job=prepare")
-    return _prepare(with_absolute_paths(compose_and_validate(arguments), Path.cwd()), stop)
+    return _prepare(with_absolute_paths(compose_and_validate(arguments), current_folder()), stop)
 
 
 def _prepare(config: Config, stop: signals.StopSignals) -> int:

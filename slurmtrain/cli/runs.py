@@ -31,6 +31,7 @@ from slurmtrain.cli.columns import (
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, watch
 from slurmtrain.errors import ClusterError, UnreadableRecord, UsageError
+from slurmtrain.launch.claims import Owner, claimed, is_claimed
 from slurmtrain.launch.state import WAITING, RunState, process_lives, state, states
 from slurmtrain.records import printable
 from slurmtrain.rundir import RunDir
@@ -218,6 +219,9 @@ def _attempt_row(attempt: Attempt, now: RunState) -> list[str]:
 def _cancel(run_dir: RunDir) -> str:
     """End a run, and the jobs that evaluate its checkpoints."""
     said = [_cancel_one(run_dir)]
+    if run_dir.info()["backend"] == "slurm" and is_claimed(_claimed_folder(run_dir)):
+        with _alone(run_dir):  # somebody was resuming it at the same moment
+            said = [_cancel_one(run_dir)]
     if run_dir.evaluations.exists():
         from slurmtrain.launch.evaluations import cancel_all
 
@@ -228,9 +232,18 @@ def _cancel(run_dir: RunDir) -> str:
 
 def _cancel_one(run_dir: RunDir) -> str:
     now = state(run_dir)
-    if not now.alive:
+    others = [job for job in _jobs_in_queue(run_dir, now) if job not in (now.job_id, *now.following)]
+    if now.queued_again:
+        _client(run_dir).cancel(_job_id(now), *others)
+        return f"run {run_dir.id} has ended: {now.word}; its job {now.job_id} is taken out of the queue"
+    if others and not (now.alive and now.own_job and not now.packed):
+        with _asking(run_dir, "cancel"):
+            _client(run_dir).cancel(*others)
+    if not now.alive and not others:
         return f"run {run_dir.id} is not running: {now.sentence}"
-    if _is_local(run_dir, now) or not now.own_job:
+    if not now.alive:
+        pass
+    elif _is_local(run_dir, now) or not now.own_job:
         _signal_rank_0(run_dir, now, "cancel", signal.SIGTERM)
     elif now.packed:
         _cancel_in_pack(run_dir, now)
@@ -238,9 +251,18 @@ def _cancel_one(run_dir: RunDir) -> str:
         job_id = _job_id(now)
         with _asking(run_dir, "cancel"):
             # The last of a chain first: each would start when those before it are gone.
-            _client(run_dir).cancel(*reversed(now.following), job_id)
+            _client(run_dir).cancel(*reversed(now.following), job_id, *others)
     run_dir.event("cancel asked")
     return f"run {run_dir.id} is told to end; it saves if time allows and does not come back"
+
+
+def _jobs_in_queue(run_dir: RunDir, now: RunState) -> list[str]:
+    """All jobs of the run that SLURM still has; none where it has no jobs, or SLURM cannot be asked."""
+    if run_dir.info()["backend"] == "local" or now.doubt is not None:
+        return []
+    from slurmtrain.launch.own_jobs import in_queue
+
+    return in_queue([run_dir], _client(run_dir))[run_dir.id]
 
 
 def _cancel_in_pack(run_dir: RunDir, now: RunState) -> None:
@@ -370,11 +392,43 @@ def _signal_rank_0(run_dir: RunDir, now: RunState, action: str, number: int) -> 
 
 def _resume(run_dir: RunDir) -> str | int:
     """What was done; or the exit code of a run that was resumed here, in the foreground."""
+    with _alone(run_dir):
+        return _resume_alone(run_dir)
+
+
+@contextlib.contextmanager
+def _alone(run_dir: RunDir) -> Iterator[None]:
+    """Be the only one who resumes this run: who finds that it has ended has to have noted its next job before another looks."""
+
+    def busy(owner: Owner) -> None:
+        who = f"process {owner['pid']} on {owner['host']}"
+        if run_dir.info()["backend"] == "local":  # it is at it until the run has ended
+            raise ClusterError(f"{who} is running {run_dir.id} already", hint=f"status {run_dir.id}")
+        print(f"slurmtrain: {who} is resuming it; waiting for that", file=sys.stderr, flush=True)
+
+    with claimed(_claimed_folder(run_dir), busy):
+        yield
+
+
+def _claimed_folder(run_dir: RunDir) -> Path:
+    """Where a claim to resume the run lies: that of all runs of a sweep, which `sweep retry` resumes together."""
+    in_sweep = rundir.is_sweep(run_dir.path.parent) and run_dir.info()["backend"] == "slurm"
+    return run_dir.path.parent / "arrays" if in_sweep else run_dir.path
+
+
+def _resume_alone(run_dir: RunDir) -> str | int:
     now = state(run_dir)
     if now.alive:
         raise ClusterError(
             f"run {run_dir.id} has not ended: {now.word}, {now.sentence}",
             hint=_way_out(run_dir, now) if now.word == "unknown" else f"requeue {run_dir.id} restarts it",
+        )
+    before = [job for job in run_dir.info()["job_ids"] if job != now.job_id]
+    left = [job for job in _jobs_in_queue(run_dir, now) if job in before]
+    if left:
+        raise ClusterError(
+            f"run {run_dir.id} has ended in its latest job, but an earlier one, {left[0]}, is still in the queue",
+            hint=f"cancel {run_dir.id} takes it out",
         )
     if now.word == "finished":
         return f"run {run_dir.id} is finished: there is nothing to resume"

@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from slurmtrain.cli.arguments import Arguments
 from slurmtrain.cli.as_json import print_json
@@ -15,9 +14,10 @@ from slurmtrain.config.points import Composer
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.draft import Draft
+from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.open_sweep import open_sweep
 from slurmtrain.launch.search import RunFailed, Search, identity_text, seeds
-from slurmtrain.launch.submit import with_absolute_paths
+from slurmtrain.paths import current_folder
 
 
 def search(composer: Composer, arguments: Arguments, parallelism: int | None) -> int:
@@ -28,7 +28,7 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
             "--dry-run cannot show a search: its points are chosen by the results of earlier ones",
             hint="without the choices and -m it shows one point",
         )
-    base = with_absolute_paths(composer.compose(composer.fixed(overrides)), Path.cwd())
+    base = with_absolute_paths(composer.compose(composer.fixed(overrides)), current_folder())
     validate(base)
     if base.eval.mode == "job":
         raise UsageError(

@@ -10,7 +10,7 @@ from slurmtrain.cli.arguments import Parser
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.judge import Verdict
-from slurmtrain.runtime.settle import own_job_id, settle
+from slurmtrain.runtime.settle import free_dependents, own_job_id, own_restart_count, settle
 from slurmtrain.runtime.slurm import SlurmClient
 
 
@@ -27,4 +27,6 @@ def main(verb: str, words: list[str]) -> int:
     print(judgement.verdict)
     if config.requeue.mode == "chain" and judgement.verdict in (Verdict.DONE, Verdict.END):
         cancel_rest(run_dir, own_job_id())
+    if config.requeue.mode == "requeue" and judgement.verdict is Verdict.DONE:
+        free_dependents(run_dir, own_job_id(), own_restart_count(), SlurmClient())
     return 0

@@ -19,8 +19,10 @@ from slurmtrain.errors import UsageError
 from slurmtrain.launch.again import submit_links
 from slurmtrain.launch.fits import check_memory
 from slurmtrain.launch.handover import Refused
+from slurmtrain.launch.named_paths import check_named_paths
 from slurmtrain.launch.submit import check_slurm_is_here, dry_run, preparing, slurm_conf_of, submit
 from slurmtrain.launch.timeplan import look_ahead
+from slurmtrain.paths import current_folder
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.attempts import write_request
@@ -37,12 +39,13 @@ def main(arguments: Arguments) -> int:
     config = compose_and_validate(arguments)
     check_fits(config)
     check_prepared(config, later="--after" in arguments.options)
+    check_named_paths(config, current_folder(), later="--after" in arguments.options)
     if arguments.verb == "render":
         return _render(config, arguments)
     runs = arguments.options.get("--after")
     plan = starting_after(config, runs) if runs is not None else config
     if "--dry-run" in arguments.options:
-        print(dry_run(plan, Path.cwd()), end="")
+        print(dry_run(plan, current_folder()), end="")
         return 0
     for warning in check_memory(plan):
         say(f"warning: {warning}")
@@ -108,7 +111,7 @@ def _check_not_in_vain(run_dir: RunDir, runs: str, client: SlurmClient) -> None:
     from slurmtrain.launch.after import check_again
 
     try:
-        check_again(runs, rundir.runs_root())
+        check_again(runs, rundir.runs_root(), client)
     except UsageError:
         write_request(run_dir, "cancel")
         client.cancel(*reversed(run_dir.info()["job_ids"]))
@@ -117,7 +120,7 @@ def _check_not_in_vain(run_dir: RunDir, runs: str, client: SlurmClient) -> None:
 
 def _submit(config: Config, arguments: Arguments) -> int:
     client = client_of(config)
-    with preparing(config, arguments.overrides, Path.cwd()) as run_dir:
+    with preparing(config, arguments.overrides, current_folder()) as run_dir:
         job_id = submit([run_dir], config, say=say)
         if config.requeue.mode == "chain":
             links = submit_links(run_dir, job_id, config.requeue.chain_length, client)
@@ -140,7 +143,7 @@ def _submit(config: Config, arguments: Arguments) -> int:
 def _run_here(config: Config, arguments: Arguments) -> int:
     from slurmtrain.launch.local import run_local
 
-    with preparing(config, arguments.overrides, Path.cwd()) as run_dir:
+    with preparing(config, arguments.overrides, current_folder()) as run_dir:
         pass
     print(f"run {run_dir.id} in {run_dir.path}", flush=True)
     return run_local(run_dir, lambda text: print(f"slurmtrain: {text}", flush=True))
@@ -149,12 +152,12 @@ def _run_here(config: Config, arguments: Arguments) -> int:
 def _render(config: Config, arguments: Arguments) -> int:
     target = arguments.options.get("--output")
     if target is None:
-        print(dry_run(config, Path.cwd()), end="")
+        print(dry_run(config, current_folder()), end="")
         return 0
     output = Path(target)
     if output.is_dir() or not output.resolve().parent.is_dir():
         raise UsageError(f"cannot write {output}: it is a folder, or its folder does not exist", hint="-o job.sbatch")
-    with preparing(config, arguments.overrides, Path.cwd()) as run_dir:
+    with preparing(config, arguments.overrides, current_folder()) as run_dir:
         shutil.copyfile(run_dir.script, output)
     run_dir.event("rendered", file=str(output.resolve()))
     print(f"wrote {output} for run {run_dir.id} in {run_dir.path}\n  start it with: sbatch {output}")

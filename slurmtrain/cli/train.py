@@ -13,6 +13,7 @@ from slurmtrain.runtime.environment import Environment
 def main(arguments: Arguments) -> int:
     signals.arm()
     from slurmtrain import rundir
+    from slurmtrain.paths import located
     from slurmtrain.runtime import main as runtime
 
     if arguments.positionals:
@@ -22,12 +23,13 @@ def main(arguments: Arguments) -> int:
                 hint="without a run directory, overrides are welcome: key=value train",
             )
         path = Path(arguments.positionals[0])
-        run_dir = rundir.RunDir(path.resolve())
+        run_dir = rundir.RunDir(located(path))
         run_dir.info()
         runtime.run_submitted(run_dir)
 
     from slurmtrain.cli.submit import compose_and_validate
     from slurmtrain.launch.submit import preparing
+    from slurmtrain.paths import current_folder
 
     explicit = any(word.split("=")[0] in ("cluster.nodes", "cluster.tasks_per_node") for word in arguments.overrides)
     if not explicit:
@@ -35,7 +37,7 @@ def main(arguments: Arguments) -> int:
     config = compose_and_validate(arguments)
 
     def create() -> rundir.RunDir:
-        with preparing(config, arguments.overrides, Path.cwd()) as run_dir:
+        with preparing(config, arguments.overrides, current_folder()) as run_dir:
             return run_dir
 
     runtime.run_by_hand(config, create, strict=explicit)

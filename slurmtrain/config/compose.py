@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from slurmtrain.config import secrets
+from slurmtrain.config.field_types import check_types, shown
+from slurmtrain.config.keys import unknown_field
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, nearest
 from slurmtrain.redaction import hide
@@ -128,11 +130,16 @@ def composed_by_hydra(primary: Primary, overrides: Sequence[str], *, with_hydra:
         with_hydra: keep Hydra's own node.
     """
     from hydra import compose as hydra_compose
+    from hydra.errors import HydraException
 
     others = primary.folders[1:]
     words = [_list_of_one(override) for override in overrides]
     words += [search_path(others)] if others else []
-    return hydra_compose(primary.name, words, return_hydra_config=with_hydra)
+    try:
+        return hydra_compose(primary.name, words, return_hydra_config=with_hydra)
+    except (TypeError, AttributeError, OSError, RecursionError, AssertionError) as error:
+        # Hydra's own, for values that it did not foresee: a list as the choice of a group, a name longer than a file's.
+        raise HydraException(f"Hydra cannot compose these overrides: {_first_line(error)}") from None
 
 
 def _list_of_one(override: str) -> str:
@@ -177,6 +184,7 @@ def finish(composed: Any, overrides: Sequence[str]) -> Config:
         _refuse_unknown(config)  # `+cluster.node=3` gets past Hydra, and omegaconf makes an attribute of it
     else:  # a primary config of somebody's own, that does not begin with our schema
         config = to_config(OmegaConf.to_container(composed, resolve=True))
+    check_types(config)
     values = secrets.read(config.secrets)
     hide(values)
     secrets.refuse_written_out(values, to_values(config), overrides)
@@ -194,7 +202,7 @@ def _refuse_unknown(part: Any, where: str = "") -> None:
     known = {field.name for field in dataclasses.fields(part)}
     for name, value in vars(part).items():
         if name not in known:
-            error = _unknown_field(f"{where}{name}", "")
+            error = unknown_field(f"{where}{name}", "")
             assert error is not None
             raise error
         if dataclasses.is_dataclass(value):
@@ -288,7 +296,10 @@ def _keep_secrets_unresolved(node: Any, named: Collection[str]) -> None:
         text = raw._value() if raw is not None else None
         if not isinstance(text, str):
             continue
-        is_named = any(name in named for name in ENVIRONMENT.findall(text))
+        read = ENVIRONMENT.findall(text)
+        # What omegaconf says of a value that it cannot use repeats it.
+        hide({name: os.environ.get(name, "") for name in read if name in named or SECRET_NAME.search(name)})
+        is_named = any(name in named for name in read)
         if is_named or SECRET_NAME.search(text) or SECRET_NAME.search(str(key)):
             kept = SECRET_REFERENCE.sub(lambda match: "\\" + match.group(), text)
             if "${oc.env:" in re.sub(r"\\\$", "", kept):
@@ -338,7 +349,7 @@ def _literal(values: Any) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _explain(error: Exception, overrides: Sequence[str], primary: Primary) -> SlurmtrainError:
@@ -346,27 +357,47 @@ def _explain(error: Exception, overrides: Sequence[str], primary: Primary) -> Sl
     unreadable = getattr(error, "override", None)  # Hydra's grammar refused it: OverrideParseException
     if unreadable is not None:
         return UsageError(
-            f"cannot read the override {unreadable!r}",
+            f"cannot read the override {shown(str(unreadable))!r}",
             hint="write key=value, +key=value or ~key; quote a value with other characters: key='\"a=b#c\"'",
+        )
+    several = re.match(
+        r"(?:Ambiguous value for argument|Sweep parameters) '(.*?)'(?: requires --multirun)?$", _first_line(error)
+    )
+    if several is not None:
+        key = several.group(1).partition("=")[0].lstrip("+")
+        return UsageError(
+            f"{shown(several.group(1))} gives several values, and one run takes one",
+            hint=f"a sweep over them: -m {several.group(1)} submit; a list: {key}=[...]; a text with commas: {key}='\"a,b\"'",
         )
     groups = config_groups(primary.folders)
     for override in overrides:
         match = OVERRIDE.match(override)
         if match is None:
-            return UsageError(f"cannot read the override {override!r}", hint="write key=value, +key=value or ~key")
+            return UsageError(
+                f"cannot read the override {shown(override)!r}", hint="write key=value, +key=value or ~key"
+            )
         sign, key, value = match.group(1) or "", match.group(2), match.group(3)
         if key.startswith("hydra"):
             continue
         if key in groups and value and not value.startswith("{"):
             if value not in groups[key]:
-                return UsageError(f"there is no {key} called {value!r}", hint=nearest(value, groups[key]))
+                return UsageError(f"there is no {key} called {shown(value)!r}", hint=nearest(value, groups[key]))
             continue
-        unknown = _unknown_field(key, f" (in {override!r})") or _unknown_open_key(sign, key, overrides, groups, primary)
+        unknown = unknown_field(key, f" (in {shown(override)!r})") or _unknown_open_key(
+            sign, key, overrides, groups, primary
+        )
         if unknown is not None:
             return unknown
     cause: BaseException = error
     while cause.__cause__ is not None:  # Hydra wraps omegaconf's words in "Error merging override"
         cause = cause.__cause__
+    bare = re.match(r"Interpolation key '(\w+)' not found", str(cause))
+    if bare is not None:
+        name = bare.group(1)
+        return UsageError(
+            f"${{{name}}} stands for another key of the config, and there is none called {name!r}",
+            hint=f"for bash write ${name} or \\${{{name}}}; the value that the variable has now: ${{oc.env:{name}}}",
+        )
     full_key = re.search(r"full_key: (\S+)", str(cause))
     if full_key and full_key.group(1):
         key = full_key.group(1)
@@ -374,7 +405,7 @@ def _explain(error: Exception, overrides: Sequence[str], primary: Primary) -> Sl
             return UsageError(
                 f"{key}: {_first_line(cause)}", hint="python -m slurmtrain --cfg hydra shows all of Hydra's"
             )
-        return _unknown_field(key, "") or ConfigError(  # a key in a yaml file
+        return unknown_field(key, "") or ConfigError(  # a key in a yaml file
             f"{key}: {_first_line(cause)}", hint="python -m slurmtrain --cfg job shows all fields"
         )
     return UsageError(_first_line(error), hint="python -m slurmtrain --cfg job shows the composed config")
@@ -387,23 +418,6 @@ def config_groups(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
         for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith((".", "_"))):
             groups.setdefault(folder.name, []).extend(sorted(file.stem for file in folder.glob("*.yaml")))
     return groups
-
-
-def _unknown_field(key: str, where: str) -> UsageError | None:
-    """The error for a dotted key that leaves the schema; None when it does not. Open dicts are not looked into."""
-    schema: Any = Config
-    path: list[str] = []
-    for word in key.split("."):
-        if not dataclasses.is_dataclass(schema):
-            return None
-        names = {field.name: field for field in dataclasses.fields(schema)}
-        if word not in names:
-            what = f"{'.'.join(path)} has no field" if path else "there is no config key"
-            return UsageError(f"{what} {word!r}{where}", hint=nearest(word, names if path else [*names, "experiment"]))
-        default = names[word].default_factory
-        schema = default if default is not dataclasses.MISSING and dataclasses.is_dataclass(default) else None
-        path.append(word)
-    return None
 
 
 def _unknown_open_key(

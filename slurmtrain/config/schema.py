@@ -72,6 +72,9 @@ class JobConfig:
         "train"  # "train": the trainer of this package; "command": job.command on every rank; "prepare": text -> tokens
     )
     command: str | None = None  # e.g. 'python my_train.py --lr 1e-3'; split into words as a shell would, no shell runs
+    # With job.command: when it counts as finished. A file (relative to the run directory, or absolute) that is there when
+    # it ends, or an exit code of its own. null: it exits with 0 and was not told to stop before.
+    finished_when: str | None = None
     # Shared between login node and compute nodes; relative to where submit is typed. SLURMTRAIN_RUNS, else "runs".
     runs_dir: str = field(default_factory=lambda: str(runs_root()))
     snapshot: str = "auto"  # "auto": the git work tree if there is one, else run in place; "cwd": this folder; "none"

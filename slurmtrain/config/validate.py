@@ -21,12 +21,12 @@ from slurmtrain.config.schema import (
     PrepareConfig,
     TrainConfig,
 )
-from slurmtrain.errors import ConfigError, nearest
+from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, nearest
 
 # Long options of sbatch, those of `man sbatch`: what decides them here, or "" for those that cluster.sbatch may set.
 SBATCH_OPTIONS = {
     **dict.fromkeys(
-        """acctg-freq batch bb bbf begin burst-buffer cluster-constraint clusters comment container contiguous core-spec
+        """acctg-freq batch bb bbf begin burst-buffer cluster-constraint comment container contiguous core-spec
         cores-per-socket cpu-freq cpus-per-gpu deadline delay-boot dependency distribution extra-node-info
         get-user-env gid gpu-bind gpu-freq gres gres-flags hint kill-on-invalid-dep licenses mail-type mail-user
         mcs-label mem-bind mincpus network nice no-kill nodefile nodelist oversubscribe overcommit power prefer priority
@@ -49,6 +49,7 @@ SBATCH_OPTIONS = {
     "job-name": "job.name",
     **dict.fromkeys(("requeue", "no-requeue"), "requeue.mode"),
     **dict.fromkeys(("output", "error", "open-mode"), "the run directory"),
+    "clusters": "SLURM_CLUSTERS of the shell",  # which status, cancel and resume follow, too
     **dict.fromkeys(("array", "chdir", "export", "input", "parsable", "wait", "wrap"), "slurmtrain itself"),
 }
 SLURM_EARLY_S = 60  # `man sbatch`, --signal: the signal may be sent up to 60 seconds earlier than specified
@@ -146,10 +147,23 @@ def _check_job(job: JobConfig) -> None:
             shlex.split(job.command)
         except ValueError as error:
             raise ConfigError(f"job.command is {job.command!r}: {error}", hint="close the quote") from None
+        if job.finished_when is not None:
+            _check_finished_when(job.finished_when)
     elif job.command:
         raise ConfigError(
             f"job.command is {job.command!r}, but job.kind is {job.kind!r}, which runs no command",
             hint="write job=command",
+        )
+
+
+def _check_finished_when(text: str) -> None:
+    if not text.strip():
+        raise ConfigError("job.finished_when is empty", hint="a file, an exit code, or null")
+    if text.isdigit() and (int(text) > 255 or int(text) in (EXIT_REQUEUE, EXIT_CONFIG)):
+        raise ConfigError(
+            f"job.finished_when={text}: an exit code from 0 to 255 was expected, other than {EXIT_REQUEUE} (start me again) "
+            f"and {EXIT_CONFIG} (the config is wrong)",
+            hint="job.finished_when=0, or a file that the program makes at its end",
         )
 
 
@@ -219,8 +233,8 @@ def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
         raise ConfigError(
             f"cluster.signal_lead_s={cluster.signal_lead_s} with cluster.time_limit_min={cluster.time_limit_min}: SLURM may "
             f"warn {SLURM_EARLY_S} s early, so the warning could come before the first step",
-            hint=f"set cluster.signal_lead_s below {max(latest, 0)} or cluster.time_limit_min above "
-            f"{(cluster.signal_lead_s + SLURM_EARLY_S) // 60 + 1}",
+            hint=f"set cluster.time_limit_min={(cluster.signal_lead_s + SLURM_EARLY_S) // 60 + 1} or more"
+            + (f", or cluster.signal_lead_s below {latest}" if latest > 0 else ""),
         )
     for option, value in cluster.sbatch.items():
         _check_sbatch_option(option, value)

@@ -136,9 +136,26 @@ class BatchLoader:
         return self._samples_consumed
 
     def example(self) -> Batch:
-        """A micro batch of the kind that comes; none of those that do."""
+        """Return a micro batch of the kind that comes; none of those that do.
+
+        With workers it is another process that reads it: what a data set opens at its first sample (a file, a data base)
+        must not be shared by all workers, which this process forks later.
+        """
         first = np.zeros((1, self.micro_batch_size), dtype=np.int64)
-        return self._finished(next(self._fetch(_Samples(first, first))).batch)
+        only = _Samples(first, first)
+        if self._num_workers == 0:
+            return self._finished(next(self._fetch(only)).batch)
+        jobs = iter([only])
+        reader = self._workers(lambda count: next(jobs, _NOTHING), count=1, ahead=1)
+        try:
+            return self._finished(next(reader).batch)
+        finally:
+            reader.close()
+
+    def start(self) -> None:
+        """Start the workers, before anything else in this process reads from the data set."""
+        if self._fetched is None and self._num_workers:
+            self._fetched = self._start()
 
     def state_dict(self) -> dict[str, int]:
         """The whole state, the same on all ranks."""
@@ -195,14 +212,12 @@ class BatchLoader:
         if self._num_workers == 0:
             steps = iter(lambda: coming.take(self.accumulation_steps), None)
             return chain.from_iterable(map(self._fetch, steps))
-        return Workers(
-            self._fetch,
-            coming.take,
-            count=self._num_workers,
-            ahead=max(2, -(-self._ahead * self.accumulation_steps // self._num_workers)),
-            seed=self._seed,
-            pin_memory=self._gpu is not None,
-        )
+        ahead = max(2, -(-self._ahead * self.accumulation_steps // self._num_workers))
+        return self._workers(coming.take, count=self._num_workers, ahead=ahead)
+
+    def _workers(self, take: Callable[[int], _Samples], *, count: int, ahead: int) -> Workers[_Samples, _Fetched]:
+        pin_memory = self._gpu is not None
+        return Workers(self._fetch, take, count=count, ahead=ahead, seed=self._seed, pin_memory=pin_memory)
 
     def _blocks(self) -> Iterator[_Samples]:
         """This rank's micro batches from here on, without end, some whole steps at a time."""
@@ -268,6 +283,9 @@ class _Samples:
     def parted(self, at: int) -> tuple[_Samples, _Samples]:
         """Those before micro batch `at`, and those from there on."""
         return _Samples(self.numbers[:at], self.indices[:at]), _Samples(self.numbers[at:], self.indices[at:])
+
+
+_NOTHING = _Samples(np.empty((0, 0), dtype=np.int64), np.empty((0, 0), dtype=np.int64))
 
 
 class _Coming:

@@ -7,7 +7,6 @@ Asked before a job queues, and again by every rank. Imports no torch.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,10 @@ from slurmtrain.config.schema import Config
 from slurmtrain.data.manifest import FILE_NAME, Manifest, TokenizerFacts, read_manifest
 from slurmtrain.data.shares import shares_of
 from slurmtrain.errors import ConfigError, nearest
+from slurmtrain.paths import absolute
 
 PREPARED = "slurmtrain.data.PreparedText"
+TEXT_FILES = "slurmtrain.data.TextFiles"
 MIXTURE = "slurmtrain.data.Mixture"
 HUGGING_FACE = "slurmtrain.models.huggingface.HuggingFace"
 
@@ -120,11 +121,17 @@ def with_absolute_paths(values: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
         here["path"] = _absolute(here["path"], cwd)
         evals = here.get("evals") or {}  # names of splits, or folders
         here["evals"] = {name: _absolute(where, cwd) if "/" in where else where for name, where in evals.items()}
+    if here.get("_target_") == TEXT_FILES:
+        paths = here.get("paths")
+        if isinstance(paths, str) and paths:
+            here["paths"] = _absolute(paths, cwd)
+        elif isinstance(paths, list):
+            here["paths"] = [_absolute(path, cwd) if isinstance(path, str) else path for path in paths]
     return here
 
 
 def _absolute(path: str, cwd: Path) -> str:
-    return os.path.abspath(cwd / Path(path).expanduser())
+    return str(absolute(path, cwd))
 
 
 def _of(target: str, key: str, kind: type, values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

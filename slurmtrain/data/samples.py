@@ -23,7 +23,8 @@ class MapDataset(Protocol):
     """What a data set must offer. It may offer more, by methods and attributes of these names; a class that changes one way
     to fetch samples of its base class is not asked by another one of that:
 
-    get_batch(indices: int64 [B]) -> Batch: these samples at once; nothing is collated then.
+    get_batch(indices: int64 [B]) -> Batch: these samples at once; nothing is collated then. Random generators are seeded once
+        for all of them, by the number of the first: what it draws comes back after a restart, at the same micro batch size.
     get_batches(indices: int64 [M, B], *, numbers: int64 [M, B], seed: int, empty) -> Iterable[Batch | CompactRows]: several
         batches, with the number of each sample in the run; empty(shape, dtype=) makes tensors that are sent without a copy, and
         are not to be changed any more when their batch is given. After an error, each that is missing is asked
@@ -50,7 +51,8 @@ def fetch(
     """The samples `indices` [B] as one batch: by the data set's own `get_batch`, else one by one, collated.
 
     One by one, each finds Python's, numpy's and torch's random generators seeded by `seed` and its number: what it draws (a
-    crop, a flip) depends on neither ranks nor workers, and comes back after a restart.
+    crop, a flip) depends on neither ranks nor workers, and comes back after a restart. `get_batch` finds them seeded by the
+    number of its first sample; `get_batches` is told seed and numbers, and sees to it itself.
 
     Args:
         numbers: int64 [B], of each sample in the run; None: its index.
@@ -79,7 +81,7 @@ def fetch_batches(
     if method == "get_batches":
         return _errors_in_their_turn(functools.partial(own.get_batches, seed=seed, empty=empty), indices, numbers)
     if method == "get_batch":
-        return map(own.get_batch, indices)
+        return map(functools.partial(_drawn_together, own, seed), indices, numbers)
     return map(functools.partial(_collated, dataset, seed), indices, numbers)
 
 
@@ -112,8 +114,20 @@ def way(dataset: MapDataset) -> str:
     return "__getitem__"
 
 
+def _drawn_together(dataset: Any, seed: int, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> Batch:
+    with _random_state_kept():
+        _seed_generators(int(_keys(seed, numbers[:1]).sum()))
+        batch: Batch = dataset.get_batch(indices)
+        return batch
+
+
+def _keys(seed: int, numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return what the random generators are seeded by for each sample, by its number in the run [B]."""
+    return mixed(numbers.astype(np.uint64) ^ mixed(np.array([seed % 2**64], dtype=np.uint64)))
+
+
 def _collated(dataset: MapDataset, seed: int, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> Batch:
-    keys = mixed(numbers.astype(np.uint64) ^ mixed(np.array([seed % 2**64], dtype=np.uint64)))
+    keys = _keys(seed, numbers)
     with _random_state_kept():
         return collate([_drawn(dataset, int(index), int(key)) for index, key in zip(indices, keys, strict=True)])
 
@@ -125,10 +139,14 @@ def fingerprint_of(source: Any) -> str:
 
 
 def _drawn(dataset: MapDataset, index: int, key: int) -> Any:
+    _seed_generators(key)
+    return dataset[index]
+
+
+def _seed_generators(key: int) -> None:
     random.seed(key)
     np.random.seed(key % 2**32)
     torch.default_generator.manual_seed(key % 2**63)  # the CPU's alone; a GPU's stays with the training
-    return dataset[index]
 
 
 @contextmanager

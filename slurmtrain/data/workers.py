@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
+import functools
 import multiprocessing
 import multiprocessing.process
+import os
 import pickle
 import signal
+import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -75,7 +79,7 @@ class Workers(Generic[Jobs, Result]):
             prefetch_factor=messages,
             collate_fn=_as_is,
             pin_memory=pin_memory,
-            worker_init_fn=ignore_stop_signals,
+            worker_init_fn=functools.partial(_begin, positions=_read_positions()),
             multiprocessing_context="fork",
             # Without one of its own, starting workers would draw from the global generator, which then differs
             # between runs with and without workers, and from that of a resumed run.
@@ -158,6 +162,59 @@ def ignore_stop_signals(worker_id: int) -> None:
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+
+
+class _Position(NamedTuple):
+    """Where this process reads in an open file.
+
+    Attributes:
+        file: device and inode.
+        flags: of the open file.
+        offset: bytes from its start.
+    """
+
+    file: tuple[int, int]
+    flags: int
+    offset: int
+
+
+def _begin(worker_id: int, positions: Mapping[int, _Position]) -> None:
+    """Be the first that a worker does."""
+    ignore_stop_signals(worker_id)
+    _unshare(positions)
+
+
+def _read_positions() -> dict[int, _Position]:
+    """Return where this process is in each regular file that it has open for reading only, by descriptor."""
+    found = {}
+    with contextlib.suppress(OSError):  # no /proc, and no way to open such a file again
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                status, flags = os.fstat(descriptor), fcntl.fcntl(descriptor, fcntl.F_GETFL)
+                if stat.S_ISREG(status.st_mode) and flags & os.O_ACCMODE == os.O_RDONLY:
+                    offset = os.lseek(descriptor, 0, os.SEEK_CUR)
+                    found[descriptor] = _Position((status.st_dev, status.st_ino), flags, offset)
+    return found
+
+
+def _unshare(positions: Mapping[int, _Position]) -> None:
+    """Give this process a position of its own in each of these files.
+
+    A descriptor that was open before the fork shares its position with the parent and all other workers: between the seek
+    and the read of one, another one seeks, and it reads some other sample. A data set opens files before the fork when it
+    does so where it is made, or where it is asked for its length.
+    """
+    for descriptor, position in positions.items():
+        with contextlib.suppress(OSError):  # then it stays shared: it may be open no more
+            status = os.fstat(descriptor)
+            if (status.st_dev, status.st_ino) != position.file:
+                continue
+            own = os.open(f"/proc/self/fd/{descriptor}", position.flags)
+            try:
+                os.lseek(own, position.offset, os.SEEK_SET)
+                os.dup2(own, descriptor, inheritable=os.get_inheritable(descriptor))
+            finally:
+                os.close(own)
 
 
 class _Work(Dataset[Any]):

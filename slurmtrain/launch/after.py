@@ -12,6 +12,8 @@ from slurmtrain.errors import UsageError
 from slurmtrain.launch.state import RunState, is_over, state, states
 from slurmtrain.launch.submit import slurm_conf_of
 from slurmtrain.rundir import RunDir
+from slurmtrain.runtime.settle import free_dependents
+from slurmtrain.runtime.slurm import SlurmClient
 
 
 def starting_after(config: Config, references: str, root: Path) -> Config:
@@ -49,7 +51,7 @@ def waiting_for_runs(config: Config, run_dirs: Sequence[RunDir], slurm_conf: str
     return with_dependency(config, [condition for condition in conditions if condition])
 
 
-def check_again(references: str, root: Path) -> None:
+def check_again(references: str, root: Path, client: SlurmClient) -> None:
     """When sbatch has taken the job: have all these runs still a chance to finish?
 
     A job that waits for one that has failed in between never starts; or at once, where SLURM has forgotten that one.
@@ -62,6 +64,9 @@ def check_again(references: str, root: Path) -> None:
             now = state(run_dir)
             if now.word != "finished":
                 raise _will_not_finish(run_dir, now)
+            # `settle` has freed those who waited then; this job may have come too late for that.
+            last = now.attempts[-1]
+            free_dependents(run_dir, last.job_id, last.restart_count, client)
 
 
 def with_dependency(config: Config, conditions: Sequence[str]) -> Config:

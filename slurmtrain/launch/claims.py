@@ -10,6 +10,7 @@ import contextlib
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,8 @@ from typing import Any
 from slurmtrain import process
 from slurmtrain.rundir import read_json, write_json
 
-CLAIM_LASTS_S = 3600.0  # unless renewed, of a shell on another host, whose life cannot be seen from here
+HEARTBEAT_S = 10.0
+CLAIM_LASTS_S = 60.0  # without a heartbeat, of a shell on another host, whose life cannot be seen from here
 POLL_S = 0.2  # of a claim on a shared file system: there is no event to await
 
 Owner = dict[str, Any]
@@ -41,13 +43,15 @@ def claimed(folder: Path, busy: Callable[[Owner], None]) -> Iterator[bool]:
         Whether somebody has had it before, and may have been cut short.
     """
     somebody_before = told = False
+    watched = _Watched()
     while True:
         made = claims(folder)
         owner = read_json(made[-1]) if made else None
         if made and not _given_up(made[-1]):
             somebody_before = True
-            if owner is None or _lives(made[-1], owner):
-                if not told and owner is not None:
+            lives = watched.lives(made[-1], owner) if owner is not None else None
+            if lives is not False:
+                if lives and owner is not None and not told:
                     busy(owner)
                     told = True
                 time.sleep(POLL_S)
@@ -56,10 +60,48 @@ def claimed(folder: Path, busy: Callable[[Owner], None]) -> Iterator[bool]:
         claim = folder / f"claim-{len(made) + 1:04d}.json"
         if _make(claim):
             break
+    over = threading.Event()
+    threading.Thread(target=_beat, args=(claim, over), daemon=True).start()
     try:
         yield somebody_before
     finally:
+        over.set()
         claim.with_suffix(".over").touch()
+
+
+class _Watched:
+    """Whether the owner of a claim lives. On another host its heartbeats are all there is to see."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Path, int] | None = None
+        self._beats = 0
+        self._since = time.monotonic()
+
+    def lives(self, claim: Path, owner: Owner) -> bool | None:
+        """None: that cannot be said yet. A clock that is ahead makes a fresh claim look old, so an old one is watched."""
+        if owner["host"] == socket.gethostname():
+            return _lives_here(owner)
+        heard = (claim, _beaten(claim))
+        if heard != self._last:
+            self._beats = self._beats + 1 if self._last is not None and self._last[0] == claim else 0
+            self._last, self._since = heard, time.monotonic()
+        silent_s = time.monotonic() - self._since
+        if self._beats or _age_s(claim) < CLAIM_LASTS_S:
+            return silent_s < CLAIM_LASTS_S
+        return None if silent_s < 2.5 * HEARTBEAT_S else False
+
+
+def _beaten(claim: Path) -> int:
+    """When its owner last gave a sign, in nanoseconds. Opened first: NFS would answer from its cache for a minute."""
+    with claim.open("rb") as file:
+        return os.fstat(file.fileno()).st_mtime_ns
+
+
+def _beat(claim: Path, over: threading.Event) -> None:
+    """Say that the owner lives, to those who cannot see its process."""
+    while not over.wait(HEARTBEAT_S):
+        with contextlib.suppress(OSError):  # the file system may be away for a while
+            os.utime(claim)
 
 
 def _given_up(claim: Path) -> bool:
@@ -80,19 +122,18 @@ def _make(claim: Path) -> bool:
         temporary.unlink(missing_ok=True)
 
 
-def renew(folder: Path) -> None:
-    """Say that the owner of the last claim lives, to those who cannot see its process."""
-    claims(folder)[-1].touch()
-
-
 def is_claimed(folder: Path) -> bool:
     """Somebody is at it, for all that can be seen from here."""
     made = claims(folder)
     owner = read_json(made[-1]) if made and not _given_up(made[-1]) else None
-    return owner is not None and _lives(made[-1], owner)
+    if owner is None:
+        return False
+    return _lives_here(owner) if owner["host"] == socket.gethostname() else _age_s(made[-1]) < CLAIM_LASTS_S
 
 
-def _lives(claim: Path, owner: Owner) -> bool:
-    if owner["host"] != socket.gethostname():
-        return time.time() - claim.stat().st_mtime < CLAIM_LASTS_S
+def _age_s(claim: Path) -> float:
+    return time.time() - _beaten(claim) / 1e9
+
+
+def _lives_here(owner: Owner) -> bool:
     return owner["born"] is not None and process.born(int(owner["pid"])) == owner["born"]

@@ -15,9 +15,11 @@ from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.after import waiting_for_runs
 from slurmtrain.launch.arrays import Array, plan_arrays
+from slurmtrain.launch.import_paths import interpreter_of
+from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.sbatch import JobPaths, render_script
 from slurmtrain.launch.snapshot import find_source
-from slurmtrain.launch.submit import PLACEHOLDER_ID, no_chain, slurm_conf_of, steps_of, with_absolute_paths
+from slurmtrain.launch.submit import PLACEHOLDER_ID, no_chain, slurm_conf_of, steps_of
 from slurmtrain.rundir import RunDir
 
 
@@ -157,7 +159,7 @@ def preview(draft: Draft, cwd: Path, parallelism: int | None = None, after: Sequ
     """The scripts that would be handed to sbatch, one an array. Nothing is made."""
     job = draft.first.job
     runs = [Path(job.runs_dir) / draft.id / run_id for run_id in draft.run_ids(PLACEHOLDER_ID).values()]
-    workdir = find_source(job, cwd).workdir
+    source = find_source(job, cwd, interpreter_of(draft.first.cluster))
     shapes = [draft.shapes[identity] for identity in draft.run_ids("")]
     scripts = []
     for array in draft.arrays(None, parallelism):
@@ -165,6 +167,14 @@ def preview(draft: Draft, cwd: Path, parallelism: int | None = None, after: Sequ
         if after:
             config = waiting_for_runs(config, after, slurm_conf_of(config))
         members = [runs[member] for member in array.members]
-        paths = JobPaths(members, workdir, sys.executable, parallelism=array.parallelism, pack=draft.first.sweep.pack)
+        paths = JobPaths(
+            members,
+            source.workdir,
+            sys.executable,
+            parallelism=array.parallelism,
+            pack=draft.first.sweep.pack,
+            roots=source.roots,
+            submit_dir=cwd,
+        )
         scripts.append(render_script(config, paths))
     return scripts

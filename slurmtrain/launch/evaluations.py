@@ -13,7 +13,6 @@ import getpass
 import hashlib
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -28,9 +27,10 @@ from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import SlurmtrainError, UsageError
 from slurmtrain.launch.claims import claimed
-from slurmtrain.launch.sbatch import JobPaths, render_script
+from slurmtrain.launch.own_jobs import in_queue
+from slurmtrain.launch.sbatch import render_script
 from slurmtrain.launch.state import states
-from slurmtrain.launch.submit import slurm_conf_of, submit
+from slurmtrain.launch.submit import job_paths, slurm_conf_of, submit
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.slurm import SlurmClient
@@ -118,12 +118,17 @@ def cancel_all(run_dirs: Iterable[RunDir], client: SlurmClient) -> list[RunDir]:
     """End the jobs that evaluate checkpoints of these runs, with one scancel. Returns which were there."""
     evaluations = [evaluation for run_dir in run_dirs for evaluation in run_dir.all_evaluations()]
     found = states(evaluations)
-    alive = [each for each in evaluations if found[each.id].alive and found[each.id].own_job and found[each.id].job_id]
+    left = in_queue([each for each in evaluations if each.info_file.exists()], client)
+    for each in evaluations:
+        now = found[each.id]
+        if now.alive and now.own_job and now.job_id and now.job_id not in left[each.id]:
+            left[each.id].append(now.job_id)
+    alive = [each for each in evaluations if left.get(each.id)]
     for evaluation in alive:
         attempts.write_request(evaluation, "cancel")
         evaluation.event("cancel asked")
     if alive:
-        client.cancel(*(str(found[each.id].job_id) for each in alive))
+        client.cancel(*(job_id for each in alive for job_id in left[each.id]))
     for evaluation in alive:  # one that waited has nobody who would
         run_dir = evaluation.evaluated_run
         assert run_dir is not None
@@ -212,6 +217,7 @@ def _write(evaluation: RunDir, run_dir: RunDir, config: Config, overrides: Seque
         "backend": config.cluster.backend,
         "steps": None,
         **{key: trained[key] for key in ("code", "workdir", "submit_dir", "version")},
+        "import_roots": trained.get("import_roots", []),
         "user": getpass.getuser(),
         "host": socket.gethostname(),
         "created": time.time(),
@@ -219,9 +225,7 @@ def _write(evaluation: RunDir, run_dir: RunDir, config: Config, overrides: Seque
         "job_ids": _job_ids(evaluation),
     }
     rundir.write_text(evaluation.config_file, freeze(config))
-    rundir.write_text(
-        evaluation.script, render_script(config, JobPaths([evaluation.path], trained["workdir"], sys.executable))
-    )
+    rundir.write_text(evaluation.script, render_script(config, job_paths([evaluation.path], trained)))
     rundir.write_json(evaluation.info_file, info)
 
 

@@ -23,8 +23,8 @@ from slurmtrain.config import secrets
 from slurmtrain.config.compose import SECRET_REFERENCE, to_values
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
-from slurmtrain.launch.sbatch import directive
-from slurmtrain.runtime.slurm import SlurmClient, belongs_to_a_job
+from slurmtrain.launch.sbatch import directive, set_aside
+from slurmtrain.runtime.slurm import INSTALL_HINT, SlurmClient, submission_environment
 
 TOKEN_PREFIX = "slurmtrain:"
 # What passes by itself, in the words of slurm_errno.c and of sbatch: the controller was never reached, or has refused;
@@ -108,6 +108,10 @@ def hand_over(
         ClusterError: it is not known whether the job is there.
     """
     with_token = [comment_option(script, token), *options]
+    aside = set_aside(script, os.environ)
+    if aside:
+        named = ", ".join(f"{name}={os.environ[name]} ({owner})" for name, owner in sorted(aside.items()))
+        say(f"variables of this shell are set aside, since the config decides: {named}")
     if looked_for_before:
         _wait_for_orphans(token, patience, say, sleep)
         found = _look(token, client, patience, sleep, finds_out)
@@ -166,7 +170,7 @@ def check(script: Path, client: SlurmClient) -> None:
         Refused: it would refuse; its own words are in the message.
     """
     try:
-        code, words = client.test_only(script)
+        code, words = client.test_only(script, without=list(set_aside(script.read_text(), os.environ)))
     except ClusterError:
         return
     error = refusal(_without_prefix(words), code, 60) if code != 0 else None
@@ -258,11 +262,13 @@ def sbatch(script: str, folder: Path, slurm_conf: str | None, options: Sequence[
             return script
 
         def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-            # A job submitted from inside another one must not inherit its layout. SLURM_CONF says which cluster.
-            leaked = [word for name in os.environ if belongs_to_a_job(name) for word in ("-u", name)]
-            settings = [f"SLURM_CONF={slurm_conf}"] if slurm_conf else []
+            # A job submitted from inside another one must not inherit its layout, and the config decides before the shell.
+            wanted = submission_environment(os.environ, slurm_conf)
+            aside = set_aside(script, os.environ)
+            hidden = [word for name in os.environ if name not in wanted or name in aside for word in ("-u", name)]
+            settings = [f"{name}={value}" for name, value in wanted.items() if os.environ.get(name) != value]
             sbatch = ["timeout", str(call_s), "sbatch", *options, str(submission_file_path)]
-            return ["env", *leaked, *settings, *sbatch]
+            return ["env", *hidden, *settings, *sbatch]
 
     folder.mkdir(mode=0o700, exist_ok=True)
     words = io.StringIO()
@@ -302,6 +308,7 @@ def refusal(said: str, code: int, call_s: int) -> ClusterError:
 def advice(said: str) -> str:
     """What to change, for what sbatch says most often."""
     for words, hint in {
+        "configuration source": INSTALL_HINT,  # there is neither a slurm.conf nor a controller that hands one out
         "account": "cluster.account; `sacctmgr show associations user=$USER` lists yours",
         "partition": "cluster.partition; `sinfo` lists the partitions",
         "qos": "cluster.qos; `sacctmgr show qos` lists them",

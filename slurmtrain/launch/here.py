@@ -16,13 +16,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from slurmtrain.errors import ClusterError
-from slurmtrain.launch.claims import CLAIM_LASTS_S, Owner, claimed, renew
+from slurmtrain.launch.claims import Owner, claimed
 from slurmtrain.launch.local import PR_SET_PDEATHSIG
 from slurmtrain.launch.state import state
 from slurmtrain.launch.sweep import Point, Sweep
 from slurmtrain.rundir import RunDir
 
-RENEW_EVERY_S = CLAIM_LASTS_S / 10
 # A signal's number, or the id of a run whose process has left. SimpleQueue.put may be called from a signal handler.
 Events = queue.SimpleQueue[int | str]
 
@@ -64,11 +63,7 @@ def run_here(sweep: Sweep, run_ids: Sequence[str], at_once: int, say: Callable[[
                 say(f"{names[run_id]}: run {run_id} begins")
                 running[run_id] = _start(sweep.run_dir(run_id), events, show=show)
                 continue
-            try:
-                event = events.get(timeout=RENEW_EVERY_S)
-            except queue.Empty:
-                renew(sweep.path)
-                continue
+            event = events.get()
             if isinstance(event, str):
                 del running[event]
                 say(f"{names[event]}: {state(sweep.run_dir(event)).sentence}")

@@ -34,10 +34,12 @@ from slurmtrain.config.validate import NAME, validate
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.draft import Draft
 from slurmtrain.launch.here import alone
+from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.open_sweep import OpenSweep, Wanted, open_sweep
 from slurmtrain.launch.state import RunState
-from slurmtrain.launch.submit import check_slurm_is_here, slurm_conf_of, with_absolute_paths
+from slurmtrain.launch.submit import check_slurm_is_here, slurm_conf_of
 from slurmtrain.launch.sweep import Sweep
+from slurmtrain.paths import current_folder
 from slurmtrain.rundir import RunDir, write_json
 from slurmtrain.runtime.hydra_task import RESULT
 from slurmtrain.runtime.slurm import SlurmClient
@@ -71,9 +73,10 @@ class Tasks:
     ):
         self._context, self._function, self._config = context, function, config
         self._overrides = [f"cluster={cluster}", "job=command", "job.command=set-below", "job.snapshot=none"]
-        # A function that raises would raise again.
+        # A function that raises would raise again. One that gave back a result has finished, whoever told it to stop.
         once = "requeue.max_attempts_without_progress=1"
-        self._overrides += [f"job.name={_name(config.hydra.job.name)}", once, *overrides]
+        name = f"job.name={_name(config.hydra.job.name)}"
+        self._overrides += [name, once, f"job.finished_when={RESULT}", *overrides]
         self._config_dir = config_dir
         self._parallelism, self._again = array_parallelism, again
         self._cut_short = False
@@ -128,7 +131,7 @@ class Tasks:
     def _find_or_make(self, folder: Path) -> OpenSweep:
         from omegaconf import OmegaConf
 
-        first = with_absolute_paths(self._run_config(Path("tasks")), Path.cwd())
+        first = with_absolute_paths(self._run_config(Path("tasks")), current_folder())
         asked = without_hydra(self._config)
         function = f"{getattr(self._function, '__module__', '')}.{getattr(self._function, '__qualname__', '')}"
         search = json.dumps([str(folder), function, OmegaConf.to_yaml(asked), self._overrides])

@@ -24,6 +24,7 @@ from slurmtrain.config import secrets
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
+from slurmtrain.launch.import_paths import pythonpath_folders
 from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime.environment import LAUNCHER_VARIABLE
 from slurmtrain.runtime.judge import Judgement, Reason, Verdict
@@ -141,7 +142,8 @@ class LocalAttempt:
     def _environment(self, rank: int, workdir: str) -> dict[str, str]:
         cluster = self._config.cluster
         variables = {name: value for name, value in os.environ.items() if not belongs_to_a_job(name)}
-        roots = [workdir, str(self._run_dir.code), *filter(None, [variables.get("PYTHONPATH")])]
+        folders = pythonpath_folders(workdir, self._run_dir.info().get("import_roots", ()))
+        roots = [*(str(self._run_dir.path / each) for each in folders), *filter(None, [variables.get("PYTHONPATH")])]
         size = str(cluster.tasks_per_node)
         return {
             **variables,

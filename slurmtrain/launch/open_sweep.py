@@ -15,15 +15,15 @@ from pathlib import Path
 from slurmtrain import rundir
 from slurmtrain.config.schema import Config
 from slurmtrain.launch.arrays import plan_arrays
-from slurmtrain.launch.claims import renew
 from slurmtrain.launch.draft import Draft, check_belongs
 from slurmtrain.launch.here import run_here
+from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.state import RunState, is_over, states
-from slurmtrain.launch.submit import with_absolute_paths
 from slurmtrain.launch.sweep import Point, Sweep, note_jobs
 from slurmtrain.launch.sweep_folder import add_run, append_arrays, find_same, make
 from slurmtrain.launch.sweep_jobs import check_submitted, submit_arrays
 from slurmtrain.launch.throttle import throttle
+from slurmtrain.paths import current_folder
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.slurm import SlurmClient
 
@@ -86,7 +86,7 @@ class OpenSweep:
         _remove_cut_line(sweep.points_file)
         with sweep.points_file.open("a") as file:
             for each in wanted:
-                identity = draft.add(with_absolute_paths(each.config, Path.cwd()))
+                identity = draft.add(with_absolute_paths(each.config, current_folder()))
                 if identity not in points:
                     number = len(points)
                     points[identity] = Point(
@@ -143,7 +143,6 @@ class OpenSweep:
         while True:
             ask = time.monotonic() - asked >= ASK_EVERY_S
             if ask:
-                renew(self.sweep.path)
                 asked = time.monotonic()
             looked = [run_dir for run_dir in waiting if ask or (run_dir not in revived and is_over(run_dir))]
             now = states(looked)
@@ -192,7 +191,7 @@ def open_sweep(
             draft,
             lambda number: {},
             overrides,
-            Path.cwd(),
+            current_folder(),
             parallelism=parallelism,
             after=after,
             again=found is not None,

@@ -22,6 +22,7 @@ from slurmtrain.checkpoint import retention
 from slurmtrain.checkpoint.commit import committed
 from slurmtrain.errors import UnreadableRecord
 from slurmtrain.launch.state import RunState, states
+from slurmtrain.paths import located
 from slurmtrain.records import is_mine
 from slurmtrain.rundir import RunDir, all_runs, disk_usage, is_own
 
@@ -77,7 +78,7 @@ def plan(
         words: states to remove, of `ENDED`.
         older_than_s: since their last change.
     """
-    root = root.resolve()
+    root = located(root)
     known = all_runs(root)
     runs = [run for run in known if is_own(run)]
     before = {run.path: fingerprint(run) for run in runs}
@@ -115,6 +116,8 @@ def _reason_to_stay(
     linked = next((path for path in (run.attempts, run.checkpoints, run.evaluations) if path.is_symlink()), None)
     if linked is not None:
         return f"{linked.name} is a link to {os.path.realpath(linked)}, and nothing is removed through a link"
+    if state.queued_again:
+        return f"job {state.job_id} is in the queue once more, though the run has ended"
     if run.id in twice:
         return "there are two runs of this id, and their states cannot be told apart"
     if state.word == "lost":  # which no file says: it is what is left when nobody knows of it
@@ -126,7 +129,9 @@ def _reason_to_stay(
             )
     if retention.in_use(run.checkpoints, now):
         return "somebody is reading its checkpoints"
-    reader = next((reader for source, reader in sources.items() if run.path in (source, *source.parents)), None)
+    reader = next(
+        (reader for source, reader in sources.items() if run.path.resolve() in (source, *source.parents)), None
+    )
     return f"run {reader}, which has not ended, begins from its checkpoints" if reader is not None else None
 
 

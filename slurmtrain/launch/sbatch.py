@@ -6,8 +6,9 @@ beside it as golden files.
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +16,34 @@ from slurmtrain import __version__
 from slurmtrain.config.compose import SECRET_REFERENCE
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.secrets import path_of
+from slurmtrain.config.validate import SBATCH_OPTIONS
 from slurmtrain.launch.arrays import array_option, tasks_of
+from slurmtrain.launch.import_paths import pythonpath_folders
 from slurmtrain.resources import shipped
+from slurmtrain.runtime.slurm import OF_QUERIES
+
+# Fields whose value says something even where the script has no line: no GPUs, no warning, a job by itself, no array.
+_ALWAYS_DECIDED = (
+    "cluster.gpus_per_node",
+    "cluster.cpus_per_task",
+    "cluster.exclusive",
+    "cluster.signal_lead_s",
+    "requeue.mode",
+    "the run directory",
+    "slurmtrain itself",
+)
+# Options in the environment (sbatch/opt.c, 22.05 to 26.05) whose name is not that of the variable.
+_OPTIONS_OF_VARIABLES = {
+    "SBATCH_ARRAY_INX": "array",
+    "SBATCH_BURST_BUFFER": "bb",
+    "SBATCH_CPU_FREQ_REQ": "cpu-freq",
+    "SBATCH_MEM_PER_NODE": "mem",
+    "SBATCH_REQ_SWITCH": "switches",
+    "SBATCH_TIMELIMIT": "time",
+    "SBATCH_WAIT4SWITCH": "switches",
+}
+# Which cluster is the person's to say, and what is exported is added to (see handover.export_option).
+_LEFT_TO_THE_SHELL = ("SBATCH_CLUSTERS", "SBATCH_EXPORT")
 
 # A rank must survive the signals of a preemption before its handlers are there. Dispositions that are "ignored"
 # survive exec; `env --ignore-signal` would say the same, but needs coreutils 8.31.
@@ -30,9 +57,11 @@ class JobPaths:
     Attributes:
         run_dirs: one run directory, or those of all array tasks.
         workdir: where the ranks run, relative to each run directory ("code", "code/sub"), or absolute.
+        roots: folders of the snapshot that modules are imported from, besides its own, relative to it.
         python: the interpreter that submits; the batch shell runs `settle` with it.
         parallelism: how many tasks of an array may run at the same time; None: as many as there is room for.
         pack: how many runs share a task.
+        submit_dir: the folder of the command, to which paths in set-up lines are relative in every job of the run.
     """
 
     run_dirs: Sequence[Path]
@@ -40,6 +69,8 @@ class JobPaths:
     python: str
     parallelism: int | None = None
     pack: int = 1
+    roots: Sequence[str] = ()
+    submit_dir: Path | None = None
 
     @property
     def tasks(self) -> int:
@@ -60,9 +91,7 @@ def render_script(config: Config, paths: JobPaths) -> str:
     )
     environment.filters["sh"] = lambda value: shlex.quote(str(value))
     environment.filters["sh_secret"] = _quote_secret
-    in_place = paths.workdir.startswith("/")
-    workdir = shlex.quote(paths.workdir) if in_place else '"$run_dir"/' + shlex.quote(paths.workdir)
-    roots = [workdir] if paths.workdir == "code" else [workdir, '"$run_dir"/code']
+    folders = [_in_script(folder) for folder in pythonpath_folders(paths.workdir, paths.roots)]
     return environment.get_template("job.sbatch.j2").render(
         version=__version__,
         directives=sbatch_directives(config, paths),
@@ -72,15 +101,21 @@ def render_script(config: Config, paths: JobPaths) -> str:
         setup=setup_lines(config.cluster),
         env=config.cluster.env,
         threads=max(1, config.cluster.cpus_per_task // paths.pack),
-        workdir=workdir,
-        pythonpath=":".join(roots),
+        workdir=folders[0],
+        pythonpath=":".join(folders),
         srun=srun_words(config.cluster, paths),
         slurmtrain=f"{shlex.quote(paths.python)} -m slurmtrain",
         secret_files=[(name, path) for name, source in config.secrets.items() if (path := path_of(source)) is not None],
         hooks=any((config.hooks.on_finish, config.hooks.on_failure, config.hooks.on_preemption)),
         mode=config.requeue.mode,
+        query_variables=" ".join(f'"${{!{prefix}@}}"' for prefix in OF_QUERIES),
         restart_delay_s=config.requeue.restart_delay_s,
     )
+
+
+def _in_script(folder: str) -> str:
+    """A folder of each run, or an absolute one, as a word of the script."""
+    return shlex.quote(folder) if folder.startswith("/") else '"$run_dir"/' + shlex.quote(folder)
 
 
 def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
@@ -112,6 +147,7 @@ def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
         ("requeue" if config.requeue.mode == "requeue" else "no-requeue", True),
         # A restart would truncate the log of the attempt before.
         ("open-mode", "append"),
+        ("chdir", paths.submit_dir),
         ("output", (paths.run_dirs[0].parent if len(paths.run_dirs) > 1 else paths.run_dirs[0]) / log),
         *sorted((name, value) for name, value in cluster.sbatch.items() if name != "dependency"),
     ]
@@ -131,6 +167,33 @@ def directive(script: str, name: str) -> str | None:
         if line.startswith(f"#SBATCH --{name}="):
             return shlex.split(line)[1].partition("=")[2]
     return None
+
+
+def set_aside(script: str, variables: Mapping[str, str]) -> dict[str, str]:
+    """Find the variables that would overrule the script, and name what decides in their place.
+
+    As "SBATCH_TIMELIMIT" -> "cluster.time_limit_min". sbatch takes options from the environment before those of the script.
+    What the script has no line for, such as an account where the config names none, is left to the person's variables.
+    """
+    lines = {match[1]: match[2] for match in re.finditer(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script, re.MULTILINE)}
+    fields = {SBATCH_OPTIONS.get(option) or f"cluster.sbatch.{option}" for option in lines}
+    memory = {"cluster.mem_per_node_gb", "cluster.mem_per_cpu_gb", "cluster.mem_per_gpu_gb"}
+    if fields & memory:  # sbatch takes one of them only
+        fields |= memory
+    found = {}
+    for name, value in variables.items():
+        if not name.startswith("SBATCH_") or name in _LEFT_TO_THE_SHELL:
+            continue
+        option = _OPTIONS_OF_VARIABLES.get(name) or name.removeprefix("SBATCH_").lower().replace("_", "-")
+        field = SBATCH_OPTIONS.get(option) or f"cluster.sbatch.{option}"
+        if option in ("gres", "tres-per-task") and "gpu" in value:
+            field = "cluster.gpus_per_node"
+        if option == "cpus-per-gpu":
+            field = "cluster.cpus_per_task"
+        same = lines.get(option) is not None and shlex.split(lines[option]) == [value]
+        if (field in fields or field in _ALWAYS_DECIDED) and not same:
+            found[name] = field
+    return found
 
 
 def without_past(script: str) -> str:

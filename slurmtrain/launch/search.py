@@ -24,8 +24,10 @@ from slurmtrain.launch.draft import identity_of
 from slurmtrain.launch.fits import check_memory
 from slurmtrain.launch.here import alone
 from slurmtrain.launch.hydra_tasks import without_hydra
+from slurmtrain.launch.named_paths import check_named_paths
 from slurmtrain.launch.open_sweep import OpenSweep, Wanted
 from slurmtrain.launch.state import RunState
+from slurmtrain.paths import current_folder
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.rundir import RunDir
 
@@ -100,6 +102,7 @@ class Search:
         validate(config)
         check_fits(config)
         check_prepared(config)
+        check_named_paths(config, current_folder())
         for warning in check_memory(config):
             self._say(f"warning: {warning}")
         return config

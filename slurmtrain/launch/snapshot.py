@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -11,8 +13,18 @@ from pathlib import Path
 from slurmtrain import rundir
 from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import ConfigError
+from slurmtrain.launch.import_paths import ask, roots_below
 from slurmtrain.resources import PACKAGE, is_installed_copy, shipped
 from slurmtrain.rundir import RunDir
+
+# What makes git look elsewhere than around the current folder, as within a hook or `git rebase --exec`: those of
+# `git rev-parse --local-env-vars`, and two more.
+OF_ANOTHER_REPOSITORY = frozenset(
+    """GIT_ALTERNATE_OBJECT_DIRECTORIES GIT_CEILING_DIRECTORIES GIT_COMMON_DIR GIT_CONFIG GIT_CONFIG_COUNT
+    GIT_CONFIG_PARAMETERS GIT_DIR GIT_GRAFT_FILE GIT_IMPLICIT_WORK_TREE GIT_INDEX_FILE GIT_INTERNAL_SUPER_PREFIX
+    GIT_LITERAL_PATHSPECS GIT_NAMESPACE GIT_NO_REPLACE_OBJECTS GIT_OBJECT_DIRECTORY GIT_PREFIX GIT_REPLACE_REF_BASE
+    GIT_SHALLOW_FILE GIT_WORK_TREE""".split()
+)
 
 
 @dataclass(frozen=True)
@@ -23,11 +35,13 @@ class Snapshot:
         workdir: where the ranks run: "code", "code/sub" below the run directory, or an absolute path when run in place.
         revision: git commit, or None outside of git.
         dirty: the work tree differed from that commit.
+        roots: folders of the copy that the ranks import from, besides its own, relative to it.
     """
 
     workdir: str
     revision: str | None = None
     dirty: bool = False
+    roots: tuple[str, ...] = ()
 
     @property
     def in_place(self) -> bool:
@@ -40,21 +54,33 @@ class Source:
 
     Attributes:
         root: the folder that is copied; None: run in place.
-        workdir: as in `Snapshot`.
+        workdir, roots: as in `Snapshot`.
     """
 
     root: Path | None
     workdir: str
     git: bool = False
+    roots: tuple[str, ...] = ()
 
 
-def find_source(job: JobConfig, cwd: Path) -> Source:
+def find_source(job: JobConfig, cwd: Path, interpreter: str | None = None) -> Source:
     """Decide what the snapshot is made of: the git work tree around `cwd`, `cwd` itself, or nothing.
 
+    Args:
+        interpreter: the ranks', which is asked where it imports the work tree from; None: it cannot be.
+
     Raises:
-        ConfigError: there is a `.git`, but git cannot read it. Running in place instead would break the promise that
-            later edits change nothing, without a word.
+        ConfigError: there is a `.git`, but git cannot read it; or code of the work tree is imported in a way that no
+            snapshot can stand in for. Running in place instead would break the promise that later edits change nothing,
+            without a word.
     """
+    source = _find_folders(job, cwd)
+    if source.root is None or interpreter is None:
+        return source
+    return dataclasses.replace(source, roots=roots_below(source.root, ask(interpreter)))
+
+
+def _find_folders(job: JobConfig, cwd: Path) -> Source:
     if job.snapshot == "auto":
         found = _run_git(cwd, "rev-parse", "--show-toplevel")
         if found.returncode == 0 and found.stdout.strip():
@@ -66,7 +92,7 @@ def find_source(job: JobConfig, cwd: Path) -> Source:
             raise _git_failed(here, found)
     if job.snapshot == "cwd":
         return Source(cwd, "code")
-    return Source(None, str(cwd.resolve()))
+    return Source(None, str(cwd))
 
 
 def take_snapshot(job: JobConfig, source: Source, target: Path) -> Snapshot:
@@ -96,7 +122,7 @@ def take_snapshot(job: JobConfig, source: Source, target: Path) -> Snapshot:
         template = Path("jobs") / "job.sbatch.j2"  # a task of an array that is submitted again renders its own script
         (target / "slurmtrain" / "jobs").mkdir()
         shutil.copy2(shipped("jobs") / template.name, target / "slurmtrain" / template)
-    return Snapshot(source.workdir, revision, dirty)
+    return Snapshot(source.workdir, revision, dirty, source.roots)
 
 
 def _files_of(source: Source, runs: Path, target: Path) -> list[Path]:
@@ -179,7 +205,15 @@ def _run_git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     if shutil.which("git") is None:
         return subprocess.CompletedProcess(command, 127, "", "git is not installed, or not in PATH")
     # surrogateescape: a file name need not be UTF-8, and os functions take it back as it was.
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="surrogateescape", check=False)
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={name: value for name, value in os.environ.items() if name not in OF_ANOTHER_REPOSITORY},
+        capture_output=True,
+        text=True,
+        errors="surrogateescape",
+        check=False,
+    )
 
 
 def _git_failed(folder: Path, answer: subprocess.CompletedProcess[str]) -> ConfigError:

@@ -26,7 +26,7 @@ from slurmtrain.rundir import RunDir, check_parts, is_own, is_sweep
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.attempts import Attempt
 from slurmtrain.runtime.chain import links
-from slurmtrain.runtime.judge import Verdict
+from slurmtrain.runtime.judge import Reason, Verdict
 from slurmtrain.runtime.slurm import GONE, QueuedJob, SlurmClient, parse_time
 
 CONFIRMATIONS = 3  # answers without a job after which it is taken for gone
@@ -49,6 +49,7 @@ class RunState:
     packed: the job is that of other runs, too (sweep.pack).
     doubt: why SLURM could not be asked, where it should have been.
     following: jobs of its chain that wait for this one.
+    queued_again: it has ended, and SLURM has put its job into the queue once more; when that starts, it leaves at once.
     reason: SLURM's word for why its job waits or is held.
     expected_start: when SLURM expects to start it, in unix seconds; None while SLURM has not worked that out.
     """
@@ -63,6 +64,7 @@ class RunState:
     packed: bool = False
     doubt: str | None = None
     following: tuple[str, ...] = ()
+    queued_again: bool = False
     reason: str | None = None
     expected_start: float | None = None
 
@@ -361,6 +363,7 @@ def _state(record: _Record, queue: _Queue) -> RunState:
         packed=record.packed,
         doubt=None if without_slurm else queue.doubt,
         following=record.following,
+        queued_again=not alive and job.state == "PENDING" and not (record.chain or record.packed),
         reason=job.reason if waits else None,
         expected_start=_expected_start(job) if waits else None,
     )
@@ -426,8 +429,11 @@ def _asked(record: _Record, job: QueuedJob) -> tuple[str, str, bool]:
     waits = record.waits or queued == "PENDING"
     if record.packed and (record.over or (waits and record.cancelled(""))):
         return *_ended(record), False  # whatever the job does for the others
-    if queued == "PENDING" and not (record.chain and record.over):
-        return *_pending(record, job), True  # before all else: somebody may have requeued a job that had ended
+    if queued == "PENDING" and record.over and not record.chain:
+        word, sentence = _ended(record)
+        return word, f"{sentence}; {_queued_again(record)}", False
+    if queued == "PENDING" and not record.over:
+        return *_pending(record, job), True
     if not queued or queued in GONE or record.over:  # a job may outlive the run: an allocation does
         return *_ended(record, queued if queued in GONE else ""), False
     if queued == "COMPLETING":
@@ -445,6 +451,26 @@ def _asked(record: _Record, job: QueuedJob) -> tuple[str, str, bool]:
     if not record.own_job and process_lives(last) is False:
         return *_ended(record), False
     return "running", f"attempt {last.number}, job {job_id}", True
+
+
+def _queued_again(record: _Record) -> str:
+    return (
+        f"SLURM has put job {record.job_id} into the queue once more{_why_again(record)}: it will leave as soon as it "
+        f"starts, and `cancel {record.id}` takes it out"
+    )
+
+
+def _started_again(record: _Record, last: Attempt) -> str:
+    """What to add where SLURM has started the job again after the run had ended; nothing where it has not."""
+    if not last.started_again or record.chain or record.packed:
+        return ""
+    times = "once more" if last.started_again == 1 else f"{last.started_again} times more"
+    return f"; SLURM then queued job {last.job_id} {times}{_why_again(record)}: it left as soon as it had started"
+
+
+def _why_again(record: _Record) -> str:
+    preempted = any(each.reason == Reason.PREEMPTED for each in record.attempts if each.job_id == record.job_id)
+    return ", as SLURM does from 24.05 on with a job that was preempted before" if preempted else ""
 
 
 def _pending(record: _Record, queued: QueuedJob) -> tuple[str, str]:
@@ -481,10 +507,10 @@ def _ended(record: _Record, queued: str = "") -> tuple[str, str]:
     if record.setup_failed is not None:
         return "failed", read_text(record.setup_failed).strip()
     if last.verdict == Verdict.DONE:
-        return "finished", "finished"
+        return "finished", f"{last.sentence or 'finished'}{_started_again(record, last)}"
     if last.verdict == Verdict.END:
         word = "stopped" if last.reason in ("cancelled", "asked", "time limit", "preempted") else "failed"
-        return word, f"{last.sentence}. {resume}"
+        return word, f"{last.sentence}{_started_again(record, last)}. {resume}"
     if record.cancelled(queued):
         if last.verdict is not None:
             return "stopped", f"cancelled while it waited to start again. {resume}"

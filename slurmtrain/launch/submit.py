@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import getpass
 import os
 import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slurmtrain import __version__, rundir
 from slurmtrain.config.compose import config_hash, freeze, load_frozen
-from slurmtrain.config.schema import Config, PrepareConfig
-from slurmtrain.data import prepared_config
+from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError
 from slurmtrain.launch.handover import NotSubmitted, comment_option, export_option, hand_over, sbatch
+from slurmtrain.launch.import_paths import interpreter_of
+from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.sbatch import JobPaths, render_script, without_past
 from slurmtrain.launch.snapshot import Snapshot, Source, find_source, take_snapshot
 from slurmtrain.redaction import redacted
@@ -32,8 +32,12 @@ PLACEHOLDER_ID = "RUN_ID"  # stands for the run's id in a dry run, which creates
 
 def dry_run(config: Config, cwd: Path) -> str:
     """The script that `submit` would hand to sbatch. Nothing is created."""
-    run_dir = _runs_dir(config, cwd) / config.job.name / PLACEHOLDER_ID
-    return render_script(config, JobPaths([run_dir], find_source(config.job, cwd).workdir, sys.executable))
+    config = with_absolute_paths(config, cwd)
+    run_dir = Path(config.job.runs_dir) / config.job.name / PLACEHOLDER_ID
+    source = find_source(config.job, cwd, interpreter_of(config.cluster))
+    return render_script(
+        config, JobPaths([run_dir], source.workdir, sys.executable, roots=source.roots, submit_dir=cwd)
+    )
 
 
 @contextlib.contextmanager
@@ -43,7 +47,7 @@ def preparing(config: Config, overrides: Sequence[str], cwd: Path) -> Iterator[R
     Removed again when the block fails, unless a job may be in the queue that wants it.
     """
     config = with_absolute_paths(config, cwd)
-    source = find_source(config.job, cwd)
+    source = find_source(config.job, cwd, interpreter_of(config.cluster))
     run_dir = rundir.create(Path(config.job.runs_dir), config.job.name)
     try:
         snapshot = take_snapshot(config.job, source, run_dir.code)
@@ -74,8 +78,7 @@ def submit(run_dirs: Sequence[RunDir], config: Config, say: Callable[[str], None
         raise no_chain(f"for {len(run_dirs)} runs at once")
     first = run_dirs[0]
     if len(run_dirs) > 1:
-        paths = JobPaths([run_dir.path for run_dir in run_dirs], first.info()["workdir"], sys.executable)
-        script = render_script(config, paths)
+        script = render_script(config, job_paths([run_dir.path for run_dir in run_dirs], first.info()))
         for run_dir in run_dirs:
             run_dir.script.write_text(script)
     job_id = _hand_over(first.script.read_text(), first, slurm_conf, say, export_option(config))
@@ -190,7 +193,14 @@ def _write(
     rundir.write_json(run_dir.info_file, {"id": run_dir.id, **info})
     run_dir.config_file.write_text(freeze(config))
     run_dir.config_file.chmod(0o600)
-    run_dir.script.write_text(render_script(config, JobPaths([run_dir.path], snapshot.workdir, sys.executable)))
+    run_dir.script.write_text(render_script(config, job_paths([run_dir.path], info)))
+
+
+def job_paths(run_dirs: Sequence[Path], info: Mapping[str, Any]) -> JobPaths:
+    """Return what a script needs to know of runs, by what run.json or sweep.json says of them."""
+    submit_dir = Path(info["submit_dir"]) if info.get("submit_dir") else None
+    roots = info.get("import_roots", ())
+    return JobPaths(run_dirs, info["workdir"], sys.executable, roots=roots, submit_dir=submit_dir)
 
 
 def run_info(config: Config, overrides: Sequence[str], snapshot: Snapshot, source: Source, cwd: Path) -> dict[str, Any]:
@@ -207,6 +217,7 @@ def run_info(config: Config, overrides: Sequence[str], snapshot: Snapshot, sourc
         "steps": steps_of(config),
         "code": {"revision": snapshot.revision, "dirty": snapshot.dirty, "from": str(source.root or cwd)},
         "workdir": snapshot.workdir,
+        "import_roots": list(snapshot.roots),
         "user": getpass.getuser(),
         "host": socket.gethostname(),
         "submit_dir": str(cwd),
@@ -239,35 +250,9 @@ def _slurm_conf_if_known(config: Config) -> str | None:
         return None
 
 
-def with_absolute_paths(config: Config, cwd: Path) -> Config:
-    """The job runs elsewhere; what was relative to the submitting shell must stay what it was."""
-    job = dataclasses.replace(config.job, runs_dir=str(_runs_dir(config, cwd)))
-    data = prepared_config.with_absolute_paths(config.data, cwd)
-    evaluated = dataclasses.replace(config.eval, sets=prepared_config.with_absolute_paths(config.eval.sets, cwd))
-    return dataclasses.replace(config, job=job, data=data, eval=evaluated, prepare=_prepare_here(config.prepare, cwd))
-
-
-def _prepare_here(prepare: PrepareConfig, cwd: Path) -> PrepareConfig:
-    def here(path: str) -> str:
-        return os.path.abspath(cwd / Path(path).expanduser())
-
-    named = prepare.tokenizer != "bytes"
-    return dataclasses.replace(
-        prepare,
-        inputs=[here(path) for path in prepare.inputs],
-        output=here(prepare.output) if prepare.output else None,
-        tokenizer=here(prepare.tokenizer) if named else prepare.tokenizer,
-    )
-
-
-def _runs_dir(config: Config, cwd: Path) -> Path:
-    path = Path(config.job.runs_dir).expanduser()
-    return path if path.is_absolute() else cwd.resolve() / path
-
-
 def _alone(run_dir: RunDir, script: str) -> str:
     """The script of a run that was one of several of an array or a pack, for that run by itself."""
     if "\nrun_dirs=(" not in script:
         return script
     config = load_frozen(run_dir.config_file, with_secrets=False)  # a script on disk
-    return render_script(config, JobPaths([run_dir.path], run_dir.info()["workdir"], sys.executable))
+    return render_script(config, job_paths([run_dir.path], run_dir.info()))

@@ -26,6 +26,7 @@ from slurmtrain import rundir
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.launch.arrays import tasks_of
 from slurmtrain.launch.state import RunState, states
+from slurmtrain.paths import located
 from slurmtrain.rundir import RunDir, read_json, write_json
 from slurmtrain.runtime.slurm import SlurmClient
 
@@ -160,7 +161,7 @@ def note_jobs(sweep: Sweep, number: int) -> None:
 
 def all_sweeps(runs: Path) -> list[Sweep]:
     """Every sweep under `runs`, oldest first."""
-    found = [Sweep(file.parent.resolve()) for file in runs.glob("*/sweep.json") if os.access(file, os.R_OK)]
+    found = [Sweep(located(file.parent)) for file in runs.glob("*/sweep.json") if os.access(file, os.R_OK)]
     return sorted(found, key=lambda sweep: float(sweep.info()["created"]))
 
 
@@ -172,7 +173,7 @@ def find(reference: str, runs: Path) -> Sweep:
     """
     path = Path(reference)
     if rundir.is_sweep(path):
-        return Sweep(path.resolve())
+        return Sweep(located(path))
     sweeps = all_sweeps(runs)
     if not sweeps:
         rundir.refuse_unreadable(reference, runs)

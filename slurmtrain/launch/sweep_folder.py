@@ -17,6 +17,7 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.launch import making
 from slurmtrain.launch.arrays import Array
 from slurmtrain.launch.draft import Draft
+from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.snapshot import find_source, take_snapshot
 from slurmtrain.launch.submit import run_info
 from slurmtrain.launch.sweep import Point, Sweep
@@ -58,7 +59,7 @@ def make(
     """
     job = draft.first.job
     runs = Path(job.runs_dir)
-    source = find_source(job, cwd)
+    source = find_source(job, cwd, interpreter_of(draft.first.cluster))
     name = draft.id
     try:
         (runs / rundir.PREPARING).mkdir(parents=True, exist_ok=True)

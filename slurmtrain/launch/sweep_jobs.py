@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,8 +19,10 @@ from slurmtrain.launch.after import waiting_for_runs, with_dependency
 from slurmtrain.launch.arrays import plan_arrays
 from slurmtrain.launch.claims import Owner, claimed, claims
 from slurmtrain.launch.handover import TOKEN_PREFIX, Patience, Refused, SubmitLimit, check, export_option, hand_over
-from slurmtrain.launch.sbatch import JobPaths, render_script
+from slurmtrain.launch.own_jobs import in_queue
+from slurmtrain.launch.sbatch import render_script
 from slurmtrain.launch.state import is_over
+from slurmtrain.launch.submit import job_paths
 from slurmtrain.launch.sweep import Sweep, check_not_cancelled, note_jobs, states_of
 from slurmtrain.launch.sweep_folder import append_arrays
 from slurmtrain.rundir import RunDir, read_json, write_json
@@ -203,12 +205,8 @@ def _script(sweep: Sweep, number: int) -> str:
     config = waiting_for_runs(config, [run for run in runs if run.info_file.exists()], info["slurm_conf"])
     if before is not None and not _is_over(sweep, plan["after"]):
         config = with_dependency(config, [f"afterany:{before}"])
-    paths = JobPaths(
-        [run_dir.path for run_dir in run_dirs],
-        info["workdir"],
-        sys.executable,
-        parallelism=plan["parallelism"],
-        pack=info["pack"],
+    paths = dataclasses.replace(
+        job_paths([run_dir.path for run_dir in run_dirs], info), parallelism=plan["parallelism"], pack=info["pack"]
     )
     return render_script(config, paths)
 
@@ -224,6 +222,11 @@ def add_retry(sweep: Sweep) -> list[str]:
 
     A sweep that was cancelled goes on. Two who retry at the same moment get different runs: the second finds them planned.
     """
+    with claimed(sweep.arrays, busy=lambda owner: None):  # nobody resumes one of them by itself meanwhile
+        return _plan_retry(sweep)
+
+
+def _plan_retry(sweep: Sweep) -> list[str]:
     shapes = {point.run_id: point.shape for point in sweep.points()}
     sweep.cancelled_file.unlink(missing_ok=True)
     while True:
@@ -262,8 +265,11 @@ def cancel(sweep: Sweep, client: SlurmClient) -> int:
     for run_id in alive:
         attempts.write_request(sweep.run_dir(run_id), "cancel")
         sweep.run_dir(run_id).event("cancel asked")
-    if alive:  # whole arrays: thousands of ids make a line too long
-        client.cancel(*sorted({job_id.partition("_")[0] for job_id in alive.values()}))
+    known = [run_dir for run_dir in map(sweep.run_dir, now) if run_dir.info_file.exists()]
+    left = {job_id for jobs in in_queue(known, client).values() for job_id in jobs}
+    jobs = sorted({job_id.partition("_")[0] for job_id in left.union(filter(None, alive.values()))})
+    if jobs:  # whole arrays: thousands of ids make a line too long
+        client.cancel(*jobs)
     evaluations.cancel_all([run_dir for run_dir in map(sweep.run_dir, now) if run_dir.evaluations.exists()], client)
     return len(alive)
 

@@ -42,6 +42,7 @@ _ATTEMPT = {
     "committed_before": COUNT | NOTHING,
     "committed_step": COUNT | NOTHING,
     "said": TEXT | NOTHING,
+    "program_code": COUNT | NOTHING,
     "cause": TEXT | NOTHING,
     "cause_time": TIME | NOTHING,
     "seconds_left": NUMBER | NOTHING,
@@ -52,8 +53,10 @@ _ATTEMPT = {
     "verdict": TEXT | NOTHING,
     "stalled": FLAG,
     "sentence": TEXT | NOTHING,
+    "started_again": COUNT,
 }
 _STOP = {"cause": TEXT, "time": TIME, "seconds_left": NUMBER | NOTHING, "facts": OBJECT | NOTHING}
+STOP_RECORD = "stop.json"  # in an attempt's folder
 
 
 @dataclass
@@ -67,9 +70,11 @@ class Attempt:
         committed_before, committed_step: the newest checkpoint when it began, and when it ended.
         stalled: it used up the budget: its own fault, and no new checkpoint.
         said: rank 0's last word: "finished" or "stopped".
+        program_code: with what a program of the user's own ended on rank 0; minus the signal's number when one killed it.
         stepping: when it began to train; None until then.
         start_up_s: seconds of each stage from the start of rank 0's process until then.
         cause, cause_time: what told the ranks to stop, and when.
+        started_again: how often SLURM has started its job again although the run had ended with it; each left at once.
     """
 
     number: int
@@ -88,6 +93,7 @@ class Attempt:
     committed_before: int | None = None
     committed_step: int | None = None
     said: str | None = None
+    program_code: int | None = None
     cause: str | None = None
     cause_time: float | None = None
     seconds_left: float | None = None
@@ -98,6 +104,7 @@ class Attempt:
     verdict: str | None = None
     stalled: bool = False
     sentence: str | None = None
+    started_again: int = 0
 
     @property
     def progressed(self) -> bool:
@@ -116,7 +123,7 @@ def read_attempt(run_dir: RunDir, number: int) -> Attempt:
     records.check_fields(values, _ATTEMPT, path)
     known = {name: value for name, value in values.items() if name in Attempt.__dataclass_fields__}
     attempt = Attempt(**{**known, "number": number})
-    path = run_dir.attempt(number) / "stop.json"
+    path = run_dir.attempt(number) / STOP_RECORD
     stop = read_json(path)
     if stop:
         stop = {**dict.fromkeys(_STOP), **stop}
@@ -191,7 +198,7 @@ def record_stop(
         "seconds_left": seconds_left,
         "facts": asdict(facts) if facts else None,
     }
-    write_json(attempt_dir / "stop.json", record)
+    write_json(attempt_dir / STOP_RECORD, record)
 
 
 def record_failure(

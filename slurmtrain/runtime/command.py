@@ -1,12 +1,14 @@
 """job=command: any program on every rank, with the same attempts, signals, requeue and status as our own trainer.
 
 This process stands between SLURM and the program: it survives the signals, gives ranks and addresses in the variables
-that torch.distributed's env:// reads, and turns the program's end into the contract's exit codes. Imports no torch.
+that torch.distributed's env:// reads, waits for all that the program has started, and turns the program's end into the
+contract's exit codes. Imports no torch.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import shlex
 import signal
 import socket
@@ -14,12 +16,13 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, RendezvousError
 from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, read_json, write_json
-from slurmtrain.runtime import attempts, place
+from slurmtrain.runtime import attempts, descendants, place
 from slurmtrain.runtime.addresses import free_port, machine, own_addresses
 from slurmtrain.runtime.environment import Environment, check_gpu_files
 from slurmtrain.runtime.place import Place
@@ -30,12 +33,16 @@ from slurmtrain.runtime.watch import Watch
 DIED_OF_A_STOP = {sign for number in (signal.SIGTERM, signal.SIGUSR2) for sign in (-number, 128 + number)}
 SIGNAL_LAG_S = 1.0
 POLL_S = 0.05  # of a file on a shared file system: there is no event to await
+LISTINGS_PER_S = 500  # of all ranks together, while they wait for each other
+SAVING_S = 600.0  # how long a child may go on after a stop, where nobody knows when SLURM ends the job
+MARGIN_S = 2.0  # before that end: what the way out takes
 
 
 def run_command(config: Config, environment: Environment, where: Place, stop: StopSignals, watch: Watch | None) -> int:
     """Run job.command as this rank's program; returns the exit code for this rank.
 
-    0 finished; 75 it ended after a stop signal, or said 75 itself; 78 it said so; anything else is a crash.
+    0 finished; 75 it ended after a stop signal, or said 75 itself; 78 it said so; anything else is a crash. Returns when
+    no process that the program has started is left, and, unless it has failed, when those of the other ranks have ended.
 
     Args:
         watch: rank 0's; None on the others.
@@ -48,6 +55,7 @@ def run_command(config: Config, environment: Environment, where: Place, stop: St
         check_gpu_files(environment, config.cluster.gpus_per_node)
     words = shlex.split(config.job.command or "")
     variables = {**os.environ, **rank_variables(config, environment, where)}
+    descendants.adopt_orphans()
     try:
         # Whatever this process blocks or ignores, the program starts with the defaults and may set its own traps.
         program = subprocess.Popen(words, env=variables, preexec_fn=_default_signals)
@@ -55,32 +63,118 @@ def run_command(config: Config, environment: Environment, where: Place, stop: St
         raise ConfigError(
             f"job.command: cannot start {words[0]!r}: {error.strerror}", hint="is it on the PATH of the nodes?"
         ) from None
-    if environment.source != "slurm":
-        _pass_signals_on(stop, program)
+    threading.Thread(target=_pass_on, args=(stop, environment.source), name="pass-signals-on", daemon=True).start()
     code = program.wait()
-    if code in DIED_OF_A_STOP:
+    if code in DIED_OF_A_STOP or code == 0:
         # The program had the signal at the same moment as this process, whose reader thread may be a little behind.
         stop.wait(SIGNAL_LAG_S)
-    if code not in (0, EXIT_REQUEUE, EXIT_CONFIG):
-        if stop.requested:
-            print(
-                f"slurmtrain: the program ended with {_described(code)} after it was told to stop",
-                file=sys.stderr,
-                flush=True,
-            )
-            code = EXIT_REQUEUE
-        elif not (where.attempt_dir / f"failed-{environment.rank}.json").exists():
-            attempts.record_failure(
-                where.attempt_dir,
-                environment.rank,
-                exit_code=code,
-                sentence=f"{words[0]} ended with {_described(code)}",
-            )
+    _wait_for_descendants(config, code, where, environment, stop)
+    told, rule = stop.requested, FinishedWhen.of(config.job.finished_when)
+    if contract_code(code, told=told, rule=rule, there=True) in (0, EXIT_REQUEUE):
+        _wait_for_ranks(where.attempt_dir, environment)
+    # Looked for after the wait: the file may be that of another rank.
+    left_with = contract_code(code, told=told, rule=rule, there=rule is not None and rule.is_there(where))
+    if left_with == EXIT_REQUEUE and code not in (0, EXIT_REQUEUE):
+        print(
+            f"slurmtrain: the program ended with {_described(code)} after it was told to stop",
+            file=sys.stderr,
+            flush=True,
+        )
+    has_said_why = (where.attempt_dir / f"failed-{environment.rank}.json").exists()
+    if left_with not in (0, EXIT_REQUEUE, EXIT_CONFIG) and not has_said_why:
+        sentence = f"{words[0]} ended with {_described(code)}"
+        attempts.record_failure(where.attempt_dir, environment.rank, exit_code=code, sentence=sentence)
     if watch is not None and stop.requested:
         watch.wait_for_record()
-    if environment.rank == 0 and code in (0, EXIT_REQUEUE):
-        place.update_attempt(where, said="finished" if code == 0 else "stopped")
-    return code if code >= 0 else 128 - code
+    if environment.rank == 0:
+        said = {0: "finished", EXIT_REQUEUE: "stopped"}.get(left_with)
+        place.update_attempt(where, said=said, program_code=code)
+    return left_with if left_with >= 0 else 128 - left_with
+
+
+@dataclass(frozen=True)
+class FinishedWhen:
+    """job.finished_when: an exit code, or a file. One of the two is None."""
+
+    code: int | None
+    file: Path | None
+
+    @classmethod
+    def of(cls, text: str | None) -> FinishedWhen | None:
+        if text is None:
+            return None
+        return cls(int(text), None) if text.isdigit() else cls(None, Path(text))
+
+    def is_there(self, where: Place) -> bool:
+        """The file, relative to the run directory, is there."""
+        return self.file is not None and (where.run_dir.path / self.file).exists()
+
+
+def contract_code(code: int, *, told: bool, rule: FinishedWhen | None, there: bool) -> int:
+    """What the end of a program means in the contract's exit codes.
+
+    Exit code 0 says that it has finished, unless it was told to stop before: many programs that trap the signal save and
+    exit with 0. One that had finished all the same says so again, at once, when it is started again.
+
+    Args:
+        code: the program's own; minus the signal's number when one has killed it.
+        told: this rank was told to stop before the program ended.
+        there: the file that `rule` names is there.
+    """
+    if rule is not None and rule.code is not None:
+        if code == rule.code:
+            return 0
+        if code == 0:
+            return EXIT_REQUEUE
+    if rule is not None and rule.file is not None and (code == 0 or (told and code in DIED_OF_A_STOP)):
+        return 0 if there else EXIT_REQUEUE
+    if code in (EXIT_REQUEUE, EXIT_CONFIG):
+        return code
+    return EXIT_REQUEUE if told else code
+
+
+def _wait_for_descendants(config: Config, code: int, where: Place, environment: Environment, stop: StopSignals) -> None:
+    """Until nobody whom the program has started is left; whoever stays too long is ended, and named."""
+    ended = time.time()
+
+    def until() -> float:
+        if stop.requested:
+            return max(ended, _end_of_grace(where, stop))
+        return ended + (config.cluster.srun_wait_s if code in (0, EXIT_REQUEUE) else 0)
+
+    left = descendants.wait_until_gone(until)
+    if left:
+        shown = "; ".join(left[:5]) + ("; ..." if len(left) > 5 else "")
+        print(f"slurmtrain: left behind by the program, and ended: {shown}", file=sys.stderr, flush=True)
+        where.run_dir.event("left behind", attempt=where.number, rank=environment.rank, processes=left[:20])
+
+
+def _end_of_grace(where: Place, stop: StopSignals) -> float:
+    """Until when a child may save after a stop, in unix seconds: as far as rank 0 has heard, SLURM ends the job then."""
+    assert stop.first is not None
+    told = stop.first.time + SAVING_S
+    facts = (read_json(where.attempt_dir / attempts.STOP_RECORD) or {}).get("facts") or {}
+    end = facts.get("end_time")
+    return min(told, float(end) - MARGIN_S) if end is not None else told
+
+
+def _wait_for_ranks(attempt_dir: Path, environment: Environment) -> None:
+    """Until the programs of all ranks have ended, or one has failed.
+
+    srun ends all others when one leaves with another code than 0, and some time after one has left with 0: a rank that
+    has ended well must not cost those that still save theirs. The pauses grow with the wait, and with the number of ranks.
+    """
+    (attempt_dir / f"ended-{environment.rank}").touch()
+    began = time.monotonic()
+    shortest = max(POLL_S, environment.world_size / LISTINGS_PER_S)
+    while environment.world_size > 1:
+        names = os.listdir(attempt_dir)
+        if sum(name.startswith("ended-") for name in names) >= environment.world_size:
+            return
+        if any(name.startswith("failed-") for name in names):
+            return
+        waited = time.monotonic() - began
+        time.sleep(max(shortest, min(10.0, waited / 10)) * random.uniform(0.8, 1.2))
 
 
 def rank_variables(config: Config, environment: Environment, where: Place) -> dict[str, str]:
@@ -142,15 +236,29 @@ def _default_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2, signal.SIGTERM})
 
 
-def _pass_signals_on(stop: StopSignals, program: subprocess.Popen[bytes]) -> None:
-    """Outside of SLURM a signal may be for this process alone; srun signals the whole step by itself."""
+def _pass_on(stop: StopSignals, source: str) -> None:
+    """Tell the program of a stop that nobody else tells it of.
 
-    def forward() -> None:
-        stop.wait()
-        if program.poll() is None:
-            program.terminate()
+    srun signals all processes of the step, and cluster=local all of the rank's process group: a second TERM would be
+    "now, at once" to some programs. Ctrl-C and what somebody sends to this process by hand reaches it alone, and what
+    the clock says or SLURM answers is no signal at all.
+    """
+    stop.wait()
+    assert stop.first is not None
+    sent_by_signal = stop.first.cause.startswith("SIG")
+    if source == "slurm" and sent_by_signal:
+        return
+    below = list(descendants.alive())
+    if source == "local" and sent_by_signal and stop.first.cause != "SIGINT":
+        below = [pid for pid in below if _group(pid) != os.getpgrp()]
+    descendants.send(signal.SIGTERM, below)
 
-    threading.Thread(target=forward, name="pass-signals-on", daemon=True).start()
+
+def _group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
 
 
 def _described(code: int) -> str:

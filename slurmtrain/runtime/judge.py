@@ -53,6 +53,8 @@ class Evidence:
         cause: what told the ranks to stop: a signal's name, "deadline", ...; None when nothing did.
         seconds_left: from the stop request to the time limit; None when unknown.
         failure: (exit code, sentence) of the first rank that failed by itself.
+        program_code: with what a program of the user's own ended on rank 0; None for other kinds of jobs.
+        finished_when: job.finished_when.
         killed: srun's words on tasks that were killed, e.g. "n1: task 3: Killed".
         request: what a person asked of this attempt: "cancel", "stop" (by the file), "preempt", "requeue".
         facts: what SLURM says of the job; None outside of SLURM.
@@ -68,6 +70,8 @@ class Evidence:
     cause: str | None = None
     seconds_left: float | None = None
     failure: tuple[int, str] | None = None
+    program_code: int | None = None
+    finished_when: str | None = None
     killed: str | None = None
     request: str | None = None
     facts: JobFacts | None = None
@@ -112,6 +116,7 @@ def judge(evidence: Evidence, policy: Policy) -> Judgement:
     reason, sentence = _reason(evidence, policy)
     if reason is Reason.FINISHED:
         return Judgement(reason, Verdict.DONE, sentence)
+    sentence += _doubt(evidence)
     if reason in (Reason.CANCELLED, Reason.CONFIG):
         return Judgement(reason, Verdict.END, sentence)
     stalled = _is_stall(reason, evidence)
@@ -157,6 +162,17 @@ def judge_abandoned(evidence: Evidence, policy: Policy) -> Judgement:
     return Judgement(reason, Verdict.RESTARTING, f"{sentence}; it was started again", _is_stall(reason, evidence))
 
 
+def _doubt(evidence: Evidence) -> str:
+    """Why a program that ended with exit code 0 is not taken for finished; nothing where it did not."""
+    if evidence.program_code != 0 or evidence.said == "finished" or evidence.failure is not None:
+        return ""
+    if evidence.finished_when is None:
+        return " (exit code 0 after it was told to stop is not taken for finished; job.finished_when says when it is)"
+    if evidence.finished_when.isdigit():
+        return f" (its program ended with exit code 0, not with job.finished_when={evidence.finished_when})"
+    return f" (its program ended with exit code 0, but {evidence.finished_when} is not there: job.finished_when)"
+
+
 def _is_stall(reason: Reason, evidence: Evidence) -> bool:
     if evidence.progressed:
         return False
@@ -167,8 +183,9 @@ def _is_stall(reason: Reason, evidence: Evidence) -> bool:
 
 
 def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
-    if evidence.exit_code == 0 and evidence.said != "stopped":
-        return Reason.FINISHED, "finished"
+    unsaid_stop = evidence.said is None and evidence.cause is not None
+    if evidence.exit_code == 0 and evidence.said != "stopped" and not unsaid_stop:
+        return Reason.FINISHED, _finished(evidence)
     if evidence.failure is not None and evidence.failure[0] == EXIT_CONFIG:
         return Reason.CONFIG, evidence.failure[1]
     if evidence.request == "stop":
@@ -185,6 +202,17 @@ def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
         return Reason.CONFIG, "the config or the environment is wrong (exit code 78)"
     what = evidence.failure[1] if evidence.failure else evidence.killed or f"exit code {evidence.exit_code}"
     return Reason.CRASH, f"crashed: {what}"
+
+
+def _finished(evidence: Evidence) -> str:
+    rule = evidence.finished_when
+    if evidence.program_code is None or rule is None:
+        return "finished"
+    return (
+        f"finished: exit code {rule} (job.finished_when)"
+        if rule.isdigit()
+        else f"finished: {rule} is there (job.finished_when)"
+    )
 
 
 def _told_by_slurm(evidence: Evidence) -> tuple[Reason, str] | None:
@@ -222,4 +250,6 @@ def _why_told(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
         return Reason.TIME_LIMIT, "the time limit is near"
     if evidence.cause == "SIGINT":
         return Reason.CANCELLED, "stopped with Ctrl-C"
+    if evidence.cause is None and evidence.program_code is not None:
+        return Reason.ASKED, "its program wants to be started again"
     return Reason.ASKED, f"told to stop by {evidence.cause or 'a signal'}"

@@ -15,8 +15,9 @@ from pathlib import Path
 from slurmtrain.checkpoint import retention
 from slurmtrain.checkpoint.commit import step_of
 from slurmtrain.config.schema import Config
+from slurmtrain.errors import ClusterError
 from slurmtrain.rundir import RunDir
-from slurmtrain.runtime import attempts, chain
+from slurmtrain.runtime import attempts, chain, slurm_versions
 from slurmtrain.runtime.attempts import Attempt
 from slurmtrain.runtime.judge import Evidence, Judgement, Policy, Verdict, judge, judge_abandoned
 from slurmtrain.runtime.slurm import JobFacts, SlurmClient
@@ -46,6 +47,33 @@ def settle(run_dir: RunDir, number: int, exit_code: int, config: Config, client:
         checkpoint = Path(config.checkpoint.restore_from or "")
         retention.release(checkpoint.parent, step_of(checkpoint), run_dir.path.name)
     return judgement
+
+
+def free_dependents(run_dir: RunDir, job_id: str | None, restart_count: int, client: SlurmClient) -> None:
+    """Let those who wait for the success of this job, whose run has finished, wait for it no more.
+
+    They were submitted with --after this run. A job that was preempted before may not end yet, or not as a success: see
+    `slurm_versions.STARTS_PREEMPTED_JOBS_ONCE_MORE`.
+
+    Args:
+        restart_count: how often SLURM had started the job before.
+    """
+    if job_id is None or restart_count == 0:
+        return
+    if not slurm_versions.STARTS_PREEMPTED_JOBS_ONCE_MORE.applies_to(client.version()):
+        return
+    try:
+        freed = client.free_dependents(job_id)
+    except ClusterError as error:  # where the job ends as PREEMPTED, they show it as DependencyNeverSatisfied
+        print(f"slurmtrain: jobs that wait for this run may start late or never: {error.message}", file=sys.stderr)
+        return
+    if freed:
+        run_dir.event("dependents freed", job_ids=freed, job_id=job_id)
+
+
+def own_restart_count() -> int:
+    """Return how often SLURM has started this very job before."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def run_hook_of(run_dir: RunDir, number: int, config: Config) -> None:
@@ -120,11 +148,13 @@ def _evidence(run_dir: RunDir, attempt: Attempt, exit_code: int, facts: JobFacts
         cause=attempt.cause,
         seconds_left=attempt.seconds_left,
         failure=failure,
+        program_code=attempt.program_code,
+        finished_when=config.job.finished_when,
         killed=killed,
         request=attempts.request_for(run_dir, attempt),
         facts=facts,
         preempted_when_told=attempt.facts is not None and JobFacts(**attempt.facts).preempted,
-        restart_count=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        restart_count=own_restart_count(),
         progressed=attempt.progressed,
         progress_visible=config.job.kind in ("train", "evaluate") or attempt.committed_step is not None,
         stalled_before=attempts.stalled_before(attempts.all_attempts(run_dir), attempt.number),

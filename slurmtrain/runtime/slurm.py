@@ -11,11 +11,12 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.errors import ClusterError
+from slurmtrain.runtime.slurm_versions import Version, parse_version
 
 Runner = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProcess[str]"]
 
@@ -34,6 +35,21 @@ GONE = (
     "DEADLINE",
     "OUT_OF_MEMORY",
 )
+# What the commands take from the environment, by the getenv() calls of SLURM's sources (22.05 to 26.05). First where SLURM
+# is and who asks: it stays as the person has set it.
+REACHED_BY = (
+    "SLURM_CONF",
+    "SLURM_CONF_SERVER",
+    "SLURM_CLUSTERS",
+    "SLURM_JWT",
+    "SLURM_SACK_SOCKET",
+    "SLURM_SACK_KEY",
+    "SLURM_SACK_JWKS",
+)
+# Whatever else begins like this was set by SLURM for a job, or changes how answers look (SLURM_TIME_FORMAT, SLURM_BITSTR_LEN).
+OF_JOBS = ("SLURM_", "SUBMITIT_", "SLURMTRAIN_", "PMI_", "PMIX_", "SRUN_")
+# Defaults of a person for the commands that ask and steer: which jobs they see, and how they print them.
+OF_QUERIES = ("SQUEUE_", "SCONTROL_", "SCANCEL_", "SINFO_", "SACCT_")
 INSTALL_HINT = "is this a login node? For a throwaway SLURM here: apt-get install slurm-wlm munge, then: sandbox up"
 
 
@@ -93,9 +109,7 @@ class SlurmClient:
 
     def __init__(self, slurm_conf: str | None = None, run: Runner = run_command):
         self.slurm_conf = slurm_conf
-        self._environment = clean_environment(os.environ)
-        if slurm_conf:
-            self._environment["SLURM_CONF"] = slurm_conf
+        self._environment = clean_environment(os.environ, slurm_conf)
         self._run = run
 
     @property
@@ -144,16 +158,28 @@ class SlurmClient:
         Raises:
             ClusterError: squeue is missing, or the controller does not answer.
         """
+        jobs = self.comments(ended=ended)
+        if word.endswith(":"):
+            return [job for job, words in jobs.items() if any(each.startswith(word) for each in words)]
+        return [job for job, words in jobs.items() if word in words]
+
+    def comments(self, *, ended: bool = False) -> dict[str, list[str]]:
+        """The words of the comments of the user's jobs, by id, those without a comment left out. An array is one.
+
+        Args:
+            ended: those, too, that have ended, as long as slurmctld remembers them (MinJobAge).
+
+        Raises:
+            ClusterError: squeue is missing, or the controller does not answer.
+        """
         states = ["--states=all"] if ended else []
         answer = self._call(["squeue", "--noheader", "--me", *states, "--format=%F|%T|%k"])
-        jobs = []
+        found: dict[str, list[str]] = {}
         for line in answer.splitlines():
             job_id, state, comment = [*line.strip().split("|", 2), "", ""][:3]
-            words = comment.split()
-            found = any(each.startswith(word) for each in words) if word.endswith(":") else word in words
-            if found and (ended or state not in GONE) and job_id not in jobs:
-                jobs.append(job_id)
-        return jobs
+            if comment and (ended or state not in GONE):
+                found.setdefault(job_id, comment.split())
+        return found
 
     def configuration(self) -> dict[str, str]:
         """slurm.conf as the controller sees it: "MaxArraySize" -> "1001"; empty when it cannot be asked."""
@@ -192,6 +218,10 @@ class SlurmClient:
             return None
         return answer.stdout if answer.returncode == 0 else None
 
+    def version(self) -> Version | None:
+        """The release that the controller runs, as in (24, 5); None when it cannot be asked."""
+        return parse_version(self.configuration().get("SLURM_VERSION", ""))
+
     def pass_on_dependents(self, job_id: str, successor: str) -> list[str]:
         """Let the user's jobs that wait for the success of this one wait for its successor instead. Returns them.
 
@@ -200,23 +230,42 @@ class SlurmClient:
         Raises:
             ClusterError: squeue or scontrol is missing or refused.
         """
-        answer = self._call(["squeue", "--noheader", "--me", "--array", "--states=PENDING", "--format=%i|%E"])
-        moved = []
+        return self._change_dependencies(lambda dependency: moved_dependency(dependency, job_id, successor))
+
+    def free_dependents(self, job_id: str) -> list[str]:
+        """Let the user's jobs that wait for the success of this one wait for it no more. Returns them.
+
+        To be called before the job has ended: after that they can never start.
+
+        Raises:
+            ClusterError: squeue or scontrol is missing or refused.
+        """
+        return self._change_dependencies(lambda dependency: met_dependency(dependency, job_id))
+
+    def _change_dependencies(self, change: Callable[[str], str | None]) -> list[str]:
+        # Without --array, and by the id of the array: its tasks all wait for the same, and may be thousands.
+        answer = self._call(["squeue", "--noheader", "--me", "--states=PENDING", "--format=%F|%E"])
+        changed: dict[str, str] = {}
         for line in answer.splitlines():
             waiting, _, dependency = line.strip().partition("|")
-            changed = moved_dependency(dependency, job_id, successor)
-            if changed is not None:
-                self._call(["scontrol", "update", f"JobId={waiting}", f"Dependency={changed}"])
-                moved.append(waiting)
-        return moved
+            new = change(dependency)
+            if new is not None:
+                changed[waiting] = new
+        for waiting, new in changed.items():
+            self._call(["scontrol", "update", f"JobId={waiting}", f"Dependency={new}"])
+        return list(changed)
 
-    def test_only(self, script: Path) -> tuple[int, str]:
+    def test_only(self, script: Path, without: Collection[str] = ()) -> tuple[int, str]:
         """Exit code and words of `sbatch --test-only`: whether and when this script would start. Nothing is submitted.
+
+        Args:
+            without: variables of this shell that sbatch is not to see.
 
         Raises:
             ClusterError: sbatch is missing, or the controller does not answer.
         """
-        answer = self._answer(["sbatch", "--test-only", str(script)])
+        hidden = [word for name in without for word in ("-u", name)]
+        answer = self._answer(["sbatch", "--test-only", str(script)], before=("env", *hidden) if hidden else ())
         return answer.returncode, (answer.stderr or answer.stdout).strip()
 
     def cancel(self, *job_ids: str) -> None:
@@ -257,11 +306,11 @@ class SlurmClient:
             )
         return answer.stdout
 
-    def _answer(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    def _answer(self, command: Sequence[str], before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
         if shutil.which(command[0], path=self._environment.get("PATH")) is None:
             raise ClusterError(f"there is no `{command[0]}` on this machine", hint=INSTALL_HINT)
         try:
-            return self._run(command, self._environment)
+            return self._run([*before, *command], self._environment)
         except subprocess.TimeoutExpired:
             raise ClusterError(
                 f"SLURM's controller did not answer `{command[0]}` within 60 s", hint="try again later"
@@ -320,6 +369,18 @@ def moved_dependency(text: str, job_id: str, successor: str) -> str | None:
     return "".join(changed) if changed != words else None
 
 
+def met_dependency(text: str, job_id: str) -> str | None:
+    """A dependency as squeue prints it, without the job's success, which is certain; None when it has none of it.
+
+    What is left may be empty: then nothing is waited for.
+    """
+    words = [re.sub(r"\(\w+\)", "", word) for word in re.split("[,?]", text)]
+    left = [word for word in words if word != f"afterok:{job_id}"]
+    if left == words:
+        return None
+    return "" if "?" in text else ",".join(left)  # "?": one of them is enough
+
+
 def parse_duration(text: str) -> float | None:
     """Seconds, as SLURM writes them: "30 sec", "30", "00:00:30", "1-00:00:00"; None for what is no duration."""
     match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):(\d+):)?(\d+)(?: sec)?", text.strip())
@@ -337,17 +398,30 @@ def parse_time(text: str) -> float | None:
         return None
 
 
-def clean_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what belongs to the job we may be inside of. SLURM_CONF says which cluster: it stays.
+def clean_environment(variables: Mapping[str, str], slurm_conf: str | None = None) -> dict[str, str]:
+    """The environment for SLURM's commands: what says where SLURM is and who asks, but nothing that changes the answer.
 
-    A leftover SLURM_CPU_BIND or SLURM_MEM_PER_NODE would silently change the job that is submitted.
+    A leftover SQUEUE_PARTITION would hide jobs that live, and SLURM_MEM_PER_NODE would change the job that is submitted.
+
+    Args:
+        slurm_conf: of the cluster to ask; None: the one that the variables say.
     """
-    return {name: value for name, value in variables.items() if not belongs_to_a_job(name)}
+    kept = {name: value for name, value in variables.items() if not name.startswith(OF_QUERIES)}
+    return submission_environment(kept, slurm_conf)
+
+
+def submission_environment(variables: Mapping[str, str], slurm_conf: str | None = None) -> dict[str, str]:
+    """The same for sbatch, which hands on to the job what it has itself: the person's defaults for queries stay."""
+    kept = {name: value for name, value in variables.items() if not belongs_to_a_job(name)}
+    if slurm_conf is not None and slurm_conf != variables.get("SLURM_CONF"):
+        # Another cluster than the shell's: its controllers, its tokens and its names of clusters mean nothing there.
+        kept = {name: value for name, value in kept.items() if name not in (*REACHED_BY, "SBATCH_CLUSTERS")}
+        kept["SLURM_CONF"] = slurm_conf
+    if "SBATCH_CLUSTERS" in kept:  # where sbatch sends the jobs, the others have to look for them
+        kept.setdefault("SLURM_CLUSTERS", kept["SBATCH_CLUSTERS"])
+    return kept
 
 
 def belongs_to_a_job(name: str) -> bool:
     """True for variables of the surrounding job, which a job submitted from inside it must not inherit."""
-    return name.startswith(("SLURM_", "SUBMITIT_", "SLURMTRAIN_", "PMI_", "PMIX_", "SRUN_")) and name not in (
-        "SLURM_CONF",
-        "SLURMTRAIN_RUNS",
-    )
+    return name.startswith(OF_JOBS) and name not in (*REACHED_BY, "SLURMTRAIN_RUNS")

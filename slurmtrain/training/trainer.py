@@ -177,8 +177,6 @@ class Trainer:
         if self._checkpoint.keep_best:
             self._evaluator.check_best_metric(self._checkpoint.best_metric)
         self._settle()
-        if self._jobs is None:
-            self._evaluator.prepare()
         self._restore()
         first_step = self._counters.step
         self._reporter = self._make_reporter(first_step, self._counters.evaluated_at)
@@ -189,6 +187,9 @@ class Trainer:
         gc.collect()
         gc.freeze()
         try:
+            self._loader.start()  # before an evaluation opens files that the workers would then share
+            if self._jobs is None:
+                self._evaluator.prepare()
             # An evaluation that a stop cut short is made up for before anything else.
             stopping = self._check_stop_now() or (self._evaluation_due() and self._evaluate())
             while not stopping and self._counters.step < self._train.steps:
@@ -305,10 +306,9 @@ class Trainer:
 
         DistributedDataParallel regroups its buckets; a pipeline finds out the shapes, for which stages draw random numbers.
         """
-        batch = self._loader.example()
 
         def backward(micro_batches: int) -> None:
-            self._passes.train([batch] * micro_batches, count=lambda: 1)
+            self._passes.train([self._loader.example()] * micro_batches, count=lambda: 1)
 
         if self._laid.layout.pp > 1:
             without_trace(self._model, lambda: backward(self._loader.accumulation_steps))

@@ -234,6 +234,51 @@ def test_submitting_from_inside_a_job_inherits_nothing_of_it(project: Project) -
     assert "finished" in (project.path / "outer.log").read_text()
 
 
+def test_what_a_shell_has_set_for_slurms_commands_hides_no_run_and_changes_no_job(project: Project) -> None:
+    shell = {
+        "SQUEUE_PARTITION": "high",
+        "SQUEUE_STATES": "COMPLETED",
+        "SQUEUE_USERS": "nobody",
+        "SQUEUE_FORMAT": "%i",
+        "SCANCEL_STATE": "RUNNING",
+        "SCANCEL_PARTITION": "high",
+        "SCONTROL_FUTURE": "1",
+        "SINFO_PARTITION": "high",
+        "SLURM_TIME_FORMAT": "relative",
+        "SLURM_BITSTR_LEN": "1",
+        "SBATCH_TIMELIMIT": "1",
+        "SBATCH_NO_REQUEUE": "1",
+        "SBATCH_ARRAY_INX": "0-2",
+        "SBATCH_WAIT": "1",
+        "SBATCH_PARTITION": "high",
+        "SBATCH_JOB_NAME": "other",
+        "SBATCH_SIGNAL": "INT@30",
+        "SBATCH_ACCOUNT": "mine",
+    }
+
+    def cli(*words: str) -> str:
+        done = project.cluster.run([PYTHON, "-m", "slurmtrain", *words], env=shell, cwd=project.path)
+        return done.stdout + done.stderr
+
+    words = ["+cluster=sandbox", "cluster.sandbox=null", "+cluster.sbatch.begin=now+2hours", *ONE]
+    said = cli(*words, "+experiment=smoke", "submit")
+    assert "set aside" in said and "SBATCH_TIMELIMIT=1 (cluster.time_limit_min)" in said
+    (run_dir,) = all_runs(project.path / "runs")
+    (job_id,) = run_dir.info()["job_ids"]
+    job = project.cluster.job(job_id)
+    assert {key: job[key] for key in ("JobName", "Partition", "TimeLimit", "Requeue", "Account")} == {
+        "JobName": "train",
+        "Partition": "low",
+        "TimeLimit": "01:00:00",
+        "Requeue": "1",
+        "Account": "mine",
+    }
+    assert "ArrayJobId" not in job
+    assert json.loads(cli("status", run_dir.id, "--json"))["state"] == "waiting"
+    assert "is told to end" in cli("cancel", run_dir.id)
+    project.cluster.wait_for(job_id, "CANCELLED")
+
+
 def test_in_a_shell_of_salloc_it_is_one_process(project: Project) -> None:
     words = " ".join(["+experiment=smoke", "train.steps=5", "train"])
     done = project.cluster.run(

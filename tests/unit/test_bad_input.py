@@ -32,7 +32,11 @@ BAD_CONFIGS = [
     ([*SLURM, "job.kind=trian"], "job.kind=trian is not known", "train, command"),
     ([*SLURM, "job.snapshot=git"], "job.snapshot=git is not known", "auto, cwd, none"),
     ([*SLURM, "cluster.time_limit_min=5", "cluster.signal_lead_s=240"], "SLURM may warn 60 s early", "below 240"),
-    ([*SLURM, "cluster.time_limit_min=1"], "signal_lead_s=300 with cluster.time_limit_min=1", "time_limit_min above 7"),
+    (
+        [*SLURM, "cluster.time_limit_min=1"],
+        "signal_lead_s=300 with cluster.time_limit_min=1",
+        "set cluster.time_limit_min=7",
+    ),
     ([*SLURM, "cluster.time_limit_min=0"], "cluster.time_limit_min=0 must be at least 1", ""),
     ([*SLURM, "cluster.mem_per_cpu_gb=2"], "mem_per_node_gb=480 and cluster.mem_per_cpu_gb=2 exclude", "null"),
     ([*SLURM, "cluster.mem_per_gpu_gb=2"], "mem_per_node_gb=480 and cluster.mem_per_gpu_gb=2 exclude", "null"),
@@ -186,6 +190,25 @@ BAD_CONFIGS = [
     ([*SLURM, "+secrets.HF=x"], "secrets.HF is neither env nor file:PATH", "not what it is"),
     ([*SLURM, "+cluster.env.API_KEY='${oc.env:SURELY_NOT_SET}'"], "variable SURELY_NOT_SET is not set", "export"),
     ([*SLURM, "+cluster.env.API_KEY='${oc.env:SURELY_NOT_SET,x}'"], "without a default", "oc.env:NAME"),
+    ([*SLURM, "checkpoint.allow=[[1,2]]"], "checkpoint.allow[0]=[1, 2] is not text", "--cfg job"),
+    ([*SLURM, "cluster.modules=[{a: 1}]"], "cluster.modules[0]={'a': 1} is not text", "quote"),
+    ([*SLURM, "cluster.srun_args=[a,glob(*)]"], "cluster.srun_args[1]=Glob(", "quote"),
+    ([*SLURM, "eval.sets=${oc.env:HOME}"], "is not a mapping of keys to values", "+eval.sets.NAME=VALUE"),
+    ([*SLURM, 'cluster.setup=["echo \udcff"]'], "is not text in UTF-8", "locale"),
+]
+# What is no config at all: exit code 2.
+BAD_WORDS = [
+    ([*SLURM, "hydra/launcher=[1,2]"], "Hydra cannot compose these overrides", "--cfg job"),
+    ([*SLURM, "model=" + "a" * 100_000], "there is no model called 'aaa", "llama3_8b"),
+    ([*SLURM, "status"], "submit and status are both verbs", "two commands"),
+    ([*SLURM, "optim.lr"], "'optim.lr' is a key without a value", "optim.lr=VALUE"),
+    ([*SLURM, "optim.lr=1e-3,3e-4"], "optim.lr=1e-3,3e-4 gives several values", "-m optim.lr=1e-3,3e-4 submit"),
+    (["--cluster", "local", "submit"], "there is no option '--cluster'", "cluster=local"),
+    ([*SLURM, "--optim.lr=3"], "there is no option '--optim.lr'", "optim.lr=3"),
+    ([*SLURM, "-lr", "1e-3"], "there is no option '-lr'", "did you mean optim.lr?"),
+    ([*SLURM, "lr=1e-3"], "there is no config key 'lr'", "did you mean optim.lr?"),
+    ([*SLURM, "logger=wandb"], "there is no config key 'logger'", "TensorBoard"),
+    ([*SLURM, 'cluster.setup=["echo ${USER}"]'], "there is none called 'USER'", "for bash write $USER"),
 ]
 
 
@@ -222,6 +245,35 @@ def test_a_bad_value_is_refused_with_a_sentence_and_leaves_nothing(
     assert sentence in said and hint in hinted
     assert nothing_left.submitted == []
     assert [path.name for path in project.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(("words", "sentence", "hint"), BAD_WORDS, ids=lambda value: str(value)[-40:])
+def test_words_that_cannot_be_understood_are_answered_with_those_that_can(
+    words: list[str], sentence: str, hint: str, nothing_left: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said, hinted = refused(words, capsys)
+    assert code == EXIT_USAGE
+    assert sentence in said and hint in hinted and len(said) < 400
+    assert nothing_left.submitted == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model: ${oc.env:MY_TOKEN}",
+        "defaults: ['${oc.env:MY_TOKEN}']",
+        "_target_: a\nb: ${oc.decode:'[${oc.env:MY_TOKEN}'}",
+        "# @package _global_\ntrain: {steps: '${oc.decode:${oc.env:MY_TOKEN}}'}",
+    ],
+)
+def test_an_interpolation_that_fails_does_not_show_the_secret_in_it(
+    text: str, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "sekritvalue")
+    (project / "own/model").mkdir(parents=True)
+    (project / "own/model/mine.yaml").write_text(text.replace("model: $", "# @package _global_\nmodel: $"))
+    _, said, hint = refused(["--config-dir", "own", "model=mine", *SLURM], capsys)
+    assert "sekritvalue" not in said + hint
 
 
 @pytest.mark.parametrize("verb", [["submit", "--dry-run"], ["render"], ["train"]])

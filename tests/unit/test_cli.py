@@ -227,7 +227,7 @@ def test_completion_for_bash_can_be_installed(cli: Cli) -> None:
         (["submit", "cluster=a100"], "there is no cluster called 'a100'", "a100x4"),
         (["submit", "+cluster=lokal"], "there is no cluster called 'lokal'", "did you mean local"),
         (["submit", "+experiment=smok"], "there is no experiment called 'smok'", "did you mean smoke"),
-        (["submit", "train.steps"], "cannot read 'train.steps'", ""),
+        (["submit", "train.steps"], "'train.steps' is a key without a value", "train.steps=VALUE"),
         (["--dryrun", "submit"], "there is no option '--dryrun'", "--dry-run"),
         (["submit", "--folow"], "there is no option '--folow'", "--follow"),
         (["status", "--jsn"], "there is no option '--jsn'", "--json"),

@@ -391,6 +391,25 @@ def test_settle_counts_the_links_that_are_left_and_ends_the_chain_with_the_run(
 # submit --after, job.singleton.
 
 
+@pytest.mark.parametrize(
+    ("version", "restarts", "freed"), [("25.05.9", "1", True), ("25.05.9", "0", False), ("22.05.8", "1", False)]
+)
+def test_who_waits_for_a_run_is_freed_when_it_has_finished_in_a_job_that_slurm_will_not_let_end_as_a_success(
+    make: Make, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, version: str, restarts: str, freed: bool
+) -> None:
+    run = make(job_ids=("7",))
+    attempts.write_attempt(run, Attempt(run.new_attempt(), job_id="7", started=time.time(), said="finished"))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    slurm.command("squeue", 'case "$*" in *%E*) echo "55|afterok:7(unfulfilled)";; esac')
+    slurm.command(
+        "scontrol",
+        f'case "$*" in "show config") echo "SLURM_VERSION = {version}";; update*) echo "$*" >>"$here/updates";; esac',
+    )
+    assert main(["settle", str(run.path), "--attempt", "1", "--exit-code", "0"]) == 0
+    assert lines(slurm, "updates") == (["update JobId=55 Dependency="] if freed else [])
+
+
 def test_a_run_that_is_in_the_queue_is_waited_for_and_one_that_has_finished_is_not(
     make: Make, slurm: FakeSlurm
 ) -> None:

@@ -21,6 +21,7 @@ PREEMPTED_LAST_TIME = JobFacts("RUNNING", "None", restarts=1, start_time=2000.0,
 STOPPED = {"exit_code": 75, "said": "stopped", "progressed": True}
 SLURM_TERM = {**STOPPED, "cause": "SIGTERM"}
 EARLY = {**STOPPED, "cause": "SIGUSR2", "seconds_left": 150.0}
+SAVED_AND_SAID_0 = {"exit_code": 75, "said": "stopped", "program_code": 0}
 KILLED = {"exit_code": 137, "killed": "n1: task 3: Killed"}
 
 ROWS = [
@@ -144,6 +145,55 @@ ROWS = [
     ),
     ("Ctrl-C", {**STOPPED, "cause": "SIGINT"}, "cancelled", "end", "Ctrl-C"),
     ("a command died of the signal", {"exit_code": 143, "cause": "SIGTERM"}, "asked", "requeue", "SIGTERM"),
+    (
+        "a program saved and exited with 0 when preempted",
+        {**SAVED_AND_SAID_0, "cause": "SIGTERM", "facts": PREEMPTED},
+        "preempted",
+        "requeue",
+        "exit code 0 after it was told to stop is not taken for finished",
+    ),
+    (
+        "a program saved and exited with 0 before the time limit",
+        {**SAVED_AND_SAID_0, "cause": "SIGUSR2", "seconds_left": 150.0, "facts": RUNNING},
+        "time limit",
+        "requeue",
+        "job.finished_when says when",
+    ),
+    (
+        "a program saved and exited with 0, cancelled",
+        {**SAVED_AND_SAID_0, "cause": "SIGTERM", "facts": CANCELLED},
+        "cancelled",
+        "end",
+        "scancel",
+    ),
+    (
+        "told to stop, and nobody said that it has finished",
+        {"exit_code": 0, "cause": "SIGTERM", "facts": PREEMPTED},
+        "preempted",
+        "requeue",
+        "",
+    ),
+    (
+        "finished by the file that says so, after a signal",
+        {"exit_code": 0, "said": "finished", "cause": "SIGTERM", "program_code": 0, "finished_when": "done"},
+        "finished",
+        "done",
+        "done is there (job.finished_when)",
+    ),
+    (
+        "finished by the exit code that says so",
+        {"exit_code": 0, "said": "finished", "program_code": 9, "finished_when": "9"},
+        "finished",
+        "done",
+        "exit code 9 (job.finished_when)",
+    ),
+    (
+        "exit code 0 without the file that says finished",
+        {**SAVED_AND_SAID_0, "finished_when": "done", "facts": RUNNING},
+        "asked",
+        "requeue",
+        "wants to be started again (its program ended with exit code 0, but done is not there",
+    ),
     (
         "an old preemption is not this one's",
         {**SLURM_TERM, "facts": PREEMPTED_LAST_TIME, "restart_count": 1},

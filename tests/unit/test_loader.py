@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -34,6 +35,37 @@ class Numbers:
         return {"id": torch.tensor(index)}
 
 
+class Opened:
+    """Sample i is the i-th number of a file that is opened when the first sample is read, as many data sets do it."""
+
+    def __init__(self, path: Path):
+        self.path, self._file = path, -1
+
+    def __len__(self) -> int:
+        return self.path.stat().st_size // 8
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.open()
+        os.lseek(self._file, index * 8, os.SEEK_SET)
+        time.sleep(0.0002)  # where another process that shares the position would move it
+        return {"id": torch.tensor(index), "number": torch.tensor(int.from_bytes(os.read(self._file, 8), "little"))}
+
+    def open(self) -> None:
+        if self._file < 0:
+            self._file = os.open(self.path, os.O_RDONLY)
+
+    @property
+    def is_open(self) -> bool:
+        return self._file >= 0
+
+
+@pytest.fixture
+def numbers_file(tmp_path: Path) -> Path:
+    path = tmp_path / "numbers"
+    np.arange(1000, dtype="<i8").tofile(path)
+    return path
+
+
 class Slow(Numbers):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         time.sleep(1000)
@@ -43,6 +75,14 @@ class Slow(Numbers):
 class Broken(Numbers):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         raise OSError("disk on fire")
+
+
+class Noisy(Numbers):
+    """Gives some noise with each sample, and draws that of a batch together."""
+
+    def get_batch(self, indices: np.ndarray[Any, Any]) -> dict[str, Tensor]:
+        noise = torch.rand(len(indices), 3) + random.random() + torch.from_numpy(np.random.rand(len(indices), 3))
+        return {"id": torch.from_numpy(indices), "noise": noise}
 
 
 @contextmanager
@@ -123,6 +163,53 @@ def test_a_data_set_with_get_batch_gives_the_same_samples_with_and_without_worke
     assert len(steps[0]) == 12 and steps[0][0]["inputs"].shape == (2, 16)
     for one, other in zip(*steps, strict=True):
         assert torch.equal(one["inputs"], other["inputs"]) and torch.equal(one["targets"], other["targets"])
+
+
+@pytest.mark.parametrize("opened_before", [False, True])
+def test_workers_give_each_sample_its_own_data_from_a_file_that_is_opened_at_the_first_one(
+    opened_before: bool, numbers_file: Path
+) -> None:
+    dataset = Opened(numbers_file)
+    if opened_before:  # where it is made, for its length, or for an evaluation of a part of it
+        dataset.open()
+    with loader(dataset, num_workers=2) as batches:
+        example = batches.example()
+        assert (example["id"].tolist(), example["number"].tolist()) == ([0, 0], [0, 0])
+        batches.start()
+        assert dataset.is_open == opened_before, "nothing is read by this process before its workers are there"
+        for _ in range(60):
+            for batch in next(batches).micro_batches:
+                assert batch["number"].tolist() == batch["id"].tolist()
+
+
+def test_a_worker_reads_on_where_an_open_file_was_and_moves_nobody_else(numbers_file: Path) -> None:
+    class InTheMidst(Opened):
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            return {"id": torch.tensor(int.from_bytes(os.read(self._file, 8), "little"))}
+
+    dataset = InTheMidst(numbers_file)
+    dataset.open()
+    os.lseek(dataset._file, 80, os.SEEK_SET)
+    with loader(dataset, num_workers=1) as batches:
+        assert ids(next(batches).micro_batches) == list(range(10, 18))
+        assert os.lseek(dataset._file, 0, os.SEEK_CUR) == 80
+
+
+def test_an_example_that_cannot_be_read_says_why() -> None:
+    with loader(Broken(20), num_workers=1) as batches, pytest.raises(OSError, match="disk on fire"):
+        batches.example()
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_get_batch_draws_comes_back_after_a_restart_and_is_new_in_each_batch(workers: int) -> None:
+    with loader(Noisy(20)) as batches:
+        undisturbed = [batch for _ in range(5) for batch in next(batches).micro_batches]
+    torch.manual_seed(7)  # as after a restart, where a worker's own state is that of its start
+    with loader(Noisy(20), samples_consumed=16, num_workers=workers) as batches:
+        resumed = [batch for _ in range(3) for batch in next(batches).micro_batches]
+    assert [batch["noise"].tolist() for batch in resumed] == [batch["noise"].tolist() for batch in undisturbed[8:]]
+    assert len({float(value) for batch in undisturbed for value in batch["noise"].flatten()}) == 5 * 8 * 3
 
 
 def test_workers_leave_the_global_random_state_alone() -> None:

@@ -31,7 +31,8 @@ from tests.conftest import Cli, FakeSlurm
 GOLDENS = shipped("jobs") / "golden"
 RUN = Path("/home/me/project/runs/train/RUN_ID")
 PYTHON = "/home/me/venv/bin/python"
-PATHS = JobPaths([RUN], "code", PYTHON)
+SUBMIT_DIR = Path("/home/me/project")
+PATHS = JobPaths([RUN], "code", PYTHON, submit_dir=SUBMIT_DIR)
 SLURM_CLUSTERS = [name for name in config_groups()["cluster"] if name != "local"]
 
 EVERYTHING = r"""
@@ -62,13 +63,17 @@ def golden_text(name: str) -> str:
     if name == "everything":
         return render_script(config_of(EVERYTHING), PATHS)
     if name == "apptainer":
-        return render_script(config_of(APPTAINER), JobPaths([RUN], "/home/me/project", PYTHON))
+        return render_script(config_of(APPTAINER), JobPaths([RUN], "/home/me/project", PYTHON, submit_dir=SUBMIT_DIR))
     if name == "array":
         runs = [RUN.with_name(f"RUN_{letter}") for letter in "ABC"]
-        return render_script(config_of("cluster=a100x4"), JobPaths(runs, "code/experiments", PYTHON))
+        return render_script(
+            config_of("cluster=a100x4"), JobPaths(runs, "code/experiments", PYTHON, submit_dir=SUBMIT_DIR)
+        )
     if name == "pack":
         runs = [RUN.with_name(f"RUN_{letter}") for letter in "ABCDE"]
-        return render_script(config_of("cluster=a100x4"), JobPaths(runs, "code", PYTHON, parallelism=1, pack=3))
+        return render_script(
+            config_of("cluster=a100x4"), JobPaths(runs, "code", PYTHON, parallelism=1, pack=3, submit_dir=SUBMIT_DIR)
+        )
     if name in ("resubmit", "chain"):
         return render_script(config_of(f"cluster=a100x4  requeue={name}  job.singleton=true"), PATHS)
     return render_script(config_of(f"cluster={name}"), PATHS)
@@ -169,6 +174,43 @@ def test_submitting_inside_a_job_hides_that_job_but_keeps_slurm_conf(
     assert main(["+cluster=a100x4", "submit"]) == 0
     assert inherited.keys().isdisjoint(fake_slurm.environment)
     assert kept.items() <= fake_slurm.environment.items()
+
+
+SET_BY_THE_SHELL = {
+    "SBATCH_TIMELIMIT": "1",
+    "SBATCH_NO_REQUEUE": "1",
+    "SBATCH_ARRAY_INX": "0-9",
+    "SBATCH_WAIT": "1",
+    "SBATCH_OUTPUT": "/x",
+    "SBATCH_GPUS_PER_TASK": "1",
+    "SBATCH_GRES": "gpu:1",
+    "SBATCH_MEM_PER_CPU": "1G",
+}
+LEFT_TO_THE_SHELL = {
+    "SBATCH_ACCOUNT": "mine",
+    "SBATCH_QOS": "high",
+    "SBATCH_EXPORT": "ALL",
+    "SBATCH_GRES_FLAGS": "x",
+    "SBATCH_CLUSTERS": "b",
+}
+
+
+def test_variables_of_sbatch_do_not_beat_the_config_and_give_what_it_leaves_open(
+    project: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (SET_BY_THE_SHELL | LEFT_TO_THE_SHELL).items():
+        monkeypatch.setenv(name, value)
+    words = ["+cluster=a100x4", "cluster.account=null", "cluster.qos=null", "cluster.mem_per_node_gb=10"]
+    assert main([*words, "cluster.partition=long", "submit"]) == 0
+    assert SET_BY_THE_SHELL.keys().isdisjoint(fake_slurm.environment)
+    assert LEFT_TO_THE_SHELL.items() <= fake_slurm.environment.items()
+    said = capsys.readouterr().err
+    assert all(name in said for name in SET_BY_THE_SHELL) and not any(name in said for name in LEFT_TO_THE_SHELL)
+    monkeypatch.setenv("SBATCH_PARTITION", "long")  # says the same
+    assert main([*words, "cluster.partition=long", "submit"]) == 0
+    assert "SBATCH_PARTITION" not in capsys.readouterr().err
+    assert main([*words, "cluster.account=theirs", "submit"]) == 0
+    assert "SBATCH_ACCOUNT=mine (cluster.account)" in capsys.readouterr().err
 
 
 def test_a_cluster_with_its_own_slurm_conf_is_the_one_that_sbatch_talks_to(
@@ -377,6 +419,27 @@ def test_the_verdict_requeue_requeues_this_job_and_shortens_the_wait(run_dir: Pa
     assert scontrol_calls(tmp_path) == ["requeue 77", "update JobId=77 StartTime=now+8"]
 
 
+@pytest.mark.parametrize(("word", "code"), [("done", 0), ("end", 1)])
+def test_a_job_that_slurm_starts_again_after_the_run_has_ended_claims_no_attempt(
+    run_dir: Path, tmp_path: Path, word: str, code: int
+) -> None:
+    said = f'[ "$3" = begin ] && echo {word}'
+    done = run_script(
+        script_for(run_dir), tmp_path, srun='touch "$here/../started"', settle=said, SLURM_RESTART_COUNT="2"
+    )
+    assert done.returncode == code, done.stderr
+    assert not (tmp_path / "started").exists() and list((run_dir / "attempts").iterdir()) == []
+    assert scontrol_calls(tmp_path) == []
+
+
+@pytest.mark.parametrize("settle", ["exit 0", "exit 1"])
+def test_a_restart_of_a_run_that_has_not_ended_or_that_cannot_be_asked_goes_on(
+    run_dir: Path, tmp_path: Path, settle: str
+) -> None:
+    run_script(script_for(run_dir), tmp_path, srun='touch "$here/../started"', settle=settle, SLURM_RESTART_COUNT="1")
+    assert (tmp_path / "started").exists() and (run_dir / "attempts" / "0001").is_dir()
+
+
 def test_a_delay_of_zero_leaves_the_wait_to_slurm(run_dir: Path, tmp_path: Path) -> None:
     config = Config(requeue=RequeueConfig(restart_delay_s=0))
     run_script(script_for(run_dir, config=config), tmp_path, srun="exit 75", settle="echo requeue")
@@ -403,6 +466,16 @@ def test_a_settle_that_fails_does_not_lose_a_stopped_run(
     done = run_script(script_for(run_dir), tmp_path, srun=f"exit {code}", settle="exit 1", squeue=f"echo {state}")
     assert done.returncode == (75 if requeued else code), done.stderr
     assert bool(scontrol_calls(tmp_path)) == requeued
+
+
+def test_the_script_asks_slurm_without_the_persons_defaults_for_its_commands(run_dir: Path, tmp_path: Path) -> None:
+    """SQUEUE_STATES=PENDING would hide this job. The ranks have what the person has."""
+    squeue = '[ -z "$SQUEUE_STATES$SLURM_CLUSTERS" ] && echo RUNNING'
+    env = {"SQUEUE_STATES": "PENDING", "SLURM_CLUSTERS": "a,b", "SLURM_JWT": "expired"}
+    srun = 'echo "$SQUEUE_STATES|$SLURM_JWT" >"$here/../seen"; exit 75'
+    done = run_script(script_for(run_dir), tmp_path, srun=srun, settle="exit 1", squeue=squeue, **env)
+    assert done.returncode == 75 and scontrol_calls(tmp_path)[0] == "requeue 77"
+    assert (tmp_path / "seen").read_text() == "PENDING|\n"
 
 
 def test_each_start_claims_the_next_attempt(run_dir: Path, tmp_path: Path) -> None:

@@ -23,10 +23,10 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.launch.claims import is_claimed
 from slurmtrain.launch.draft import Draft
 from slurmtrain.launch.here import alone
+from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.open_sweep import Wanted, open_sweep
 from slurmtrain.launch.search import Search, identity_text, seeds
 from slurmtrain.launch.state import RunState
-from slurmtrain.launch.submit import with_absolute_paths
 from slurmtrain.launch.sweep import Sweep
 from slurmtrain.launch.sweep_folder import find_same
 from slurmtrain.redaction import hide

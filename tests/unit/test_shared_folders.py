@@ -18,6 +18,8 @@ from slurmtrain.cli import main
 from slurmtrain.errors import UnreadableRecord, UsageError
 from slurmtrain.launch import state
 from slurmtrain.rundir import RunDir
+from slurmtrain.runtime import attempts
+from slurmtrain.runtime.attempts import Attempt
 from tests.conftest import FakeSlurm
 from tests.run_info import run_info
 from tests.stranger import Stranger
@@ -265,3 +267,7 @@ def test_what_a_run_says_does_not_steer_the_terminal(plant: Plant, asked: Callab
     for words in (["status"], ["status", run.id], ["status", run.id, "--json"]):
         assert main(words) == 0
         assert "\x1b" not in capsys.readouterr().out
+
+
+def test_every_field_of_an_attempt_is_checked_for_its_type() -> None:
+    assert attempts._ATTEMPT.keys() == Attempt.__dataclass_fields__.keys() - {"number"}

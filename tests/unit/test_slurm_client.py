@@ -19,12 +19,14 @@ from slurmtrain.runtime.slurm import (
     belongs_to_a_job,
     chosen_partition,
     clean_environment,
+    met_dependency,
     moved_dependency,
     parse_duration,
     parse_show_config,
     parse_show_job,
     parse_time,
 )
+from slurmtrain.runtime.slurm_versions import parse_version
 from tests.conftest import FakeSlurm
 
 # `scontrol show job -o 1`, 22.05, of a job whose comment tries to look like fields.
@@ -228,7 +230,74 @@ def test_who_waits_for_a_run_waits_for_its_next_job(text: str, moved: str | None
     assert moved_dependency(text, "12", "99") == moved
 
 
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("afterok:12(unfulfilled)", ""),
+        ("afterok:3(unfulfilled),afterok:12(unfulfilled),singleton(unfulfilled)", "afterok:3,singleton"),
+        ("afterok:12(unfulfilled)?afterok:13(unfulfilled)", ""),  # one of them was enough
+        ("afterany:12(unfulfilled)", None),
+        ("afterok:123(unfulfilled)", None),
+        ("(null)", None),
+    ],
+)
+def test_who_waits_for_a_run_that_has_finished_waits_for_it_no_more(text: str, left: str | None) -> None:
+    assert met_dependency(text, "12") == left
+
+
+def test_a_sweep_that_waits_is_freed_with_one_call(fake_slurm: FakeSlurm) -> None:
+    client, ran = answers("55|afterok:12(unfulfilled)\n55|afterok:12(unfulfilled)\n56|(null)\n")
+    assert client.free_dependents("12") == ["55"]
+    assert [command for command in ran if "update" in command] == [["scontrol", "update", "JobId=55", "Dependency="]]
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [("22.05.8", (22, 5)), ("slurm-wlm 22.05.8", (22, 5)), ("slurm 24.11.0-0rc1", (24, 11)), ("", None)],
+)
+def test_the_version_of_a_cluster(text: str, version: tuple[int, int] | None, fake_slurm: FakeSlurm) -> None:
+    assert parse_version(text) == version
+    assert answers(f"SLURM_VERSION           = {text}\n")[0].version() == version
+
+
 # Asking.
+
+
+ANSWERS_CHANGED = {
+    "SQUEUE_PARTITION": "p",
+    "SQUEUE_STATES": "CD",
+    "SCONTROL_LOCAL": "1",
+    "SCANCEL_STATE": "PD",
+    "SINFO_ALL": "1",
+    "SACCT_FORMAT": "x",
+    "SLURM_TIME_FORMAT": "relative",
+    "SLURM_BITSTR_LEN": "1",
+    "SLURM_JOB_ID": "7",
+}
+WHERE_AND_WHO = {
+    "SLURM_CONF": "/etc/a.conf",
+    "SLURM_CONF_SERVER": "login:6817",
+    "SLURM_CLUSTERS": "b",
+    "SLURM_JWT": "token",
+    "SLURM_SACK_SOCKET": "/run/sack",
+}
+
+
+def test_commands_see_where_slurm_is_and_who_asks_and_nothing_that_changes_the_answer() -> None:
+    mine = {"PATH": "/bin", "SLURMTRAIN_RUNS": "runs"}
+    assert clean_environment({**ANSWERS_CHANGED, **WHERE_AND_WHO, **mine}) == {**WHERE_AND_WHO, **mine}
+
+
+def test_of_another_cluster_than_the_shells_only_its_slurm_conf_is_known() -> None:
+    """A token, or names of clusters, would be refused there; a sandbox is such a one."""
+    variables = {**ANSWERS_CHANGED, **WHERE_AND_WHO, "SBATCH_CLUSTERS": "b", "PATH": "/bin"}
+    assert clean_environment(variables, "/sandbox.conf") == {"PATH": "/bin", "SLURM_CONF": "/sandbox.conf"}
+    assert clean_environment(variables, "/etc/a.conf")["SLURM_JWT"] == "token"
+
+
+def test_jobs_are_looked_for_where_sbatch_sends_them() -> None:
+    assert clean_environment({"SBATCH_CLUSTERS": "b"})["SLURM_CLUSTERS"] == "b"
+    assert clean_environment({"SBATCH_CLUSTERS": "b", "SLURM_CLUSTERS": "c"})["SLURM_CLUSTERS"] == "c"  # as for sbatch
 
 
 def test_a_job_is_asked_for_by_its_id(fake_slurm: FakeSlurm) -> None:

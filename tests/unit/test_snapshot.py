@@ -218,3 +218,21 @@ def test_submodules_and_clones_inside_are_copied(tree: Path, tmp_path: Path) -> 
         "lib/fresh.py",
         "lib/deps/inner/inner.py",
     }
+
+
+def test_variables_of_another_repository_change_nothing(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are set within a hook of git, or by whoever keeps his dotfiles in git."""
+    other = tmp_path / "other"
+    other.mkdir()
+    git("init", "-q", cwd=other)
+    for name, value in {
+        "GIT_DIR": other / ".git",
+        "GIT_WORK_TREE": other,
+        "GIT_INDEX_FILE": tmp_path / "index",
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    taken = snapshot(tree / "sub", tmp_path / "code")
+    assert taken.workdir == "code/sub" and taken.revision is not None
+    assert copied(tmp_path / "code") == {"train.py", "sub/deep.py", ".gitignore"}

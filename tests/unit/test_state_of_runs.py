@@ -20,7 +20,7 @@ from slurmtrain.launch import state as state_module
 from slurmtrain.launch.state import RunState, is_over, state, states
 from slurmtrain.launch.submit import preparing
 from slurmtrain.rundir import RunDir, write_json
-from slurmtrain.runtime import attempts, pack
+from slurmtrain.runtime import attempts, begin
 from slurmtrain.runtime.attempts import Attempt, write_request
 from slurmtrain.runtime.judge import Verdict
 from tests.conftest import FakeSlurm
@@ -109,6 +109,17 @@ Queue = Callable[[dict[str, tuple[str, str]]], None]
 
 
 # An allocation is not the run.
+
+
+def test_a_run_is_alive_whatever_the_shell_has_set_for_squeue(
+    make: Make, queue: Queue, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue({JOB: ("RUNNING", "None")})
+    fake_slurm.command("squeue", 'if [ -z "$SQUEUE_PARTITION" ]; then cat "$here/queue"; fi')
+    monkeypatch.setenv("SQUEUE_PARTITION", "debug")
+    run = make(JOB)
+    assert said(state(run)) == ("starting", True)
+    assert main(["resume", run.id]) != 0 and fake_slurm.submitted == []
 
 
 @pytest.mark.parametrize(("verdict", "word"), [("done", "finished"), ("end", "failed")])
@@ -256,6 +267,54 @@ def test_a_cancel_that_slurm_refused_leaves_no_request(
     assert state(run).word == "lost"
 
 
+# A job that SLURM starts again after the run has ended: from 24.05 on once more after a preemption.
+
+
+@pytest.mark.parametrize(("verdict", "word"), [("done", "finished"), ("end", "failed")])
+def test_a_run_that_has_ended_stays_so_while_slurm_has_its_job_in_the_queue_once_more(
+    make: Make, queue: Queue, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], verdict: str, word: str
+) -> None:
+    run = make(JOB)
+    ended(run, "requeue", reason="preempted", sentence="preempted; it is requeued")
+    ended(run, verdict, restart_count=1)
+    queue({JOB: ("PENDING", "BeginTime")})
+    now = state(run)
+    assert (*said(now), now.queued_again) == (word, False, True)
+    assert f"SLURM has put job {JOB} into the queue once more, as SLURM does from 24.05 on" in now.sentence
+    assert main(["runs", "prune", "--state", word]) == 0
+    assert f"job {JOB} is in the queue once more" in capsys.readouterr().out and run.path.exists()
+    assert main(["cancel", run.id]) == 0
+    assert asked(fake_slurm) == [f"scancel {JOB}"] and not run.request_file.exists()
+
+
+@pytest.mark.parametrize(("verdict", "word", "preempted"), [("done", "finished", True), ("end", "failed", False)])
+def test_a_start_after_the_end_leaves_at_once_and_status_tells_of_it(
+    make: Make,
+    queue: Queue,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    verdict: str,
+    word: str,
+    preempted: bool,
+) -> None:
+    run = make(JOB)
+    monkeypatch.setenv("SLURM_JOB_ID", JOB)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    ended(run, "requeue", reason="preempted" if preempted else "crash")
+    assert main(["begin", str(run.path)]) == 0
+    assert capsys.readouterr().out == ""
+    ended(run, verdict, restart_count=1, sentence="it was so")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    assert main(["begin", str(run.path)]) == 0
+    assert capsys.readouterr().out == f"{verdict}\n"
+    assert len(run.attempt_numbers()) == 2
+    queue({JOB: ("COMPLETED", "None")})
+    assert said(state(run)) == (word, False)
+    words = f"SLURM then queued job {JOB} once more{{}}: it left as soon as it had started"
+    why = ", as SLURM does from 24.05 on with a job that was preempted before"
+    assert words.format(why if preempted else "") in state(run).sentence
+
+
 # A job shared with others (sweep.pack).
 
 
@@ -313,21 +372,21 @@ def test_a_packed_run_cancelled_while_it_waits_leaves_the_job_to_the_others(
     assert main(["cancel", packed.id]) == 0
     assert asked(fake_slurm) == []
     assert said(state(packed)) == ("stopped", False)
-    assert pack.ended_before(packed, JOB, 0) is Verdict.END
+    assert begin.ended_before(packed, JOB, 0) is Verdict.END
 
 
 def test_a_run_is_left_out_of_its_pack_when_it_has_ended_there_or_has_another_job(packed: RunDir) -> None:
-    assert pack.ended_before(packed, JOB, 0) is None
+    assert begin.ended_before(packed, JOB, 0) is None
     ended(packed, "requeue")
-    assert pack.ended_before(packed, JOB, 1) is None
+    assert begin.ended_before(packed, JOB, 1) is None
     ended(packed, "end")
-    assert pack.ended_before(packed, JOB, 2) is Verdict.END
+    assert begin.ended_before(packed, JOB, 2) is Verdict.END
     packed.update_info(job_ids=[JOB, "4712"])  # `sweep retry`
-    assert pack.ended_before(packed, "4712", 0) is None
-    assert pack.ended_before(packed, "4712", 1) is None  # its node died before the run had begun
-    assert pack.ended_before(packed, JOB, 3) is Verdict.END
+    assert begin.ended_before(packed, "4712", 0) is None
+    assert begin.ended_before(packed, "4712", 1) is None  # its node died before the run had begun
+    assert begin.ended_before(packed, JOB, 3) is Verdict.END
     ended(packed, "done", job_id="4712")
-    assert pack.ended_before(packed, JOB, 3) is Verdict.DONE
+    assert begin.ended_before(packed, JOB, 3) is Verdict.DONE
 
 
 # Set-up.

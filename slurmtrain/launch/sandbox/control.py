@@ -27,6 +27,7 @@ from slurmtrain.launch.sandbox.directory import (
 from slurmtrain.launch.sandbox.files import find_programs, write_files
 from slurmtrain.launch.sandbox.processes import Process, kill_trees, wait_until
 from slurmtrain.launch.sandbox.spec import SandboxSpec
+from slurmtrain.runtime.slurm import clean_environment
 
 _UP_TIMEOUT_S = 90.0  # usually 2 to 3 s
 
@@ -50,7 +51,7 @@ class Sandbox:
         """Run a SLURM command in this sandbox; the exit code is the caller's to look at."""
         return subprocess.run(
             list(command),
-            env={**os.environ, **self.env()},
+            env=clean_environment(os.environ, str(self.slurm_conf)),
             capture_output=True,
             text=True,
             timeout=timeout_s,

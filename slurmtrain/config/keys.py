@@ -1,0 +1,74 @@
+"""Find the key that a person meant: the schema's keys, the config groups, and words that other tools use for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import UsageError, nearest
+
+# What other tools call it -> what it is here.
+ELSEWHERE = {
+    **dict.fromkeys(
+        ("logger", "loggers", "wandb", "report_to"),
+        "metrics go to metrics.jsonl and, with train.tensorboard=true, to TensorBoard; no key chooses a logger",
+    ),
+    **dict.fromkeys(("trainer", "training", "runner"), "did you mean train?"),
+    **dict.fromkeys(("optimizer", "optimiser", "scheduler"), "did you mean optim?"),
+    **dict.fromkeys(("dataset", "datamodule", "dataloader"), "did you mean data?"),
+    **dict.fromkeys(("slurm", "launcher", "resources", "sbatch"), "did you mean cluster?"),
+    **dict.fromkeys(("strategy", "distributed", "fsdp", "ddp"), "did you mean parallel?"),
+    **dict.fromkeys(("learning_rate",), "did you mean optim.lr?"),
+    **dict.fromkeys(("batch_size",), "did you mean train.global_batch_size?"),
+    **dict.fromkeys(("max_steps", "num_steps", "total_steps"), "did you mean train.steps?"),
+    **dict.fromkeys(("gpus", "num_gpus", "devices"), "did you mean cluster.gpus_per_node?"),
+    **dict.fromkeys(("time", "timeout_min", "walltime"), "did you mean cluster.time_limit_min?"),
+}
+
+
+@functools.cache
+def all_keys() -> tuple[str, ...]:
+    """Every key of the schema, groups and fields, with dots: "train", "train.steps", ..."""
+    return tuple(_keys_of(Config, ""))
+
+
+def meant(word: str) -> str | None:
+    """A hint that names the key which `word`, without its dots and dashes, probably stands for. None: nothing is near."""
+    if word in ELSEWHERE:
+        return ELSEWHERE[word]
+    last = word.rpartition(".")[2].replace("-", "_")
+    same = [key for key in all_keys() if key.rpartition(".")[2] == last]
+    close = same or difflib.get_close_matches(word, all_keys(), n=3, cutoff=0.75)
+    return f"did you mean {' or '.join(close[:3])}?" if close else None
+
+
+def unknown_field(key: str, where: str) -> UsageError | None:
+    """The error for a dotted key that leaves the schema; None when it does not. Open dicts are not looked into."""
+    schema: Any = Config
+    path: list[str] = []
+    for word in re.sub(r"\[[^\]]*\]", "", key).split("."):  # omegaconf names an element of a list: cluster.setup[0]
+        if not dataclasses.is_dataclass(schema):
+            return None
+        names = {field.name: field for field in dataclasses.fields(schema)}
+        if word not in names:
+            what = f"{'.'.join(path)} has no field" if path else "there is no config key"
+            hint = None if path else meant(word)
+            return UsageError(
+                f"{what} {word!r}{where}", hint=hint or nearest(word, names if path else [*names, "experiment"])
+            )
+        default = names[word].default_factory
+        schema = default if default is not dataclasses.MISSING and dataclasses.is_dataclass(default) else None
+        path.append(word)
+    return None
+
+
+def _keys_of(schema: Any, where: str) -> Iterator[str]:
+    for field in dataclasses.fields(schema):
+        yield f"{where}{field.name}"
+        if dataclasses.is_dataclass(field.default_factory):
+            yield from _keys_of(field.default_factory, f"{where}{field.name}.")

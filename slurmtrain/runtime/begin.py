@@ -1,0 +1,47 @@
+"""What a job asks before it claims an attempt: is there anything left to do for the run?
+
+There may be nothing, because SLURM starts a job again
+
+- for the sake of the other runs that share it (sweep.pack; run.json says `packed` of a run whose latest job is such a one);
+- although it has ended by itself: from 24.05 on, once more after each grace time of a preemption
+  (`versions.STARTS_PREEMPTED_JOBS_ONCE_MORE`), and where slurmd or its batch step died before they could tell the end.
+
+The jobs of a chain ask `chain.ended_before` instead.
+"""
+
+from __future__ import annotations
+
+from slurmtrain.rundir import RunDir
+from slurmtrain.runtime import attempts
+from slurmtrain.runtime.judge import Verdict
+
+
+def ended_before(run_dir: RunDir, job_id: str | None, restart_count: int) -> Verdict | None:
+    """Return DONE or END where a job that starts has nothing left to do for a run, else None.
+
+    A run that waits, or that has ended while others of its job go on, can have been cancelled, or given another job.
+
+    Args:
+        job_id: the job that starts; of an array, the task.
+        restart_count: how often SLURM has started it before.
+    """
+    numbers = run_dir.attempt_numbers()
+    last = attempts.read_attempt(run_dir, numbers[-1]) if numbers else None
+    if last is not None and last.verdict == Verdict.DONE:
+        return Verdict.DONE
+    job_ids = run_dir.info()["job_ids"]
+    if (job_id in job_ids and job_ids[-1] != job_id) or attempts.cancelled_after(run_dir, last):
+        return Verdict.END
+    if last is None or restart_count == 0 or last.job_id not in (job_id, None):
+        return None
+    ended = last.verdict == Verdict.END or (run_dir.attempt(last.number) / "setup-failed").exists()
+    return Verdict.END if ended else None
+
+
+def record_leaving(run_dir: RunDir, job_id: str | None) -> None:
+    """Note in the last attempt that a start of its job had nothing left to do, for `status` to tell."""
+    run_dir.event("left at once", job_id=job_id)
+    last = attempts.read_attempt(run_dir, run_dir.attempt_numbers()[-1])
+    if last.job_id == job_id:
+        last.started_again += 1
+        attempts.write_attempt(run_dir, last)

@@ -1,0 +1,65 @@
+"""What differs between versions of SLURM, as far as this package has to know: one row each, with the release that began it.
+
+Nothing else compares versions. Each row was seen on the releases that stand with it, or read in SLURM's source.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+Version = tuple[int, int]  # (24, 5) is 24.05
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that SLURM does since a release.
+
+    Attributes:
+        since: the first release that does it.
+        what: it does.
+        seen: on which releases it was seen, and on which older ones it was seen not to be so.
+    """
+
+    since: Version
+    what: str
+    seen: str
+
+    def applies_to(self, version: Version | None) -> bool:
+        """Whether a cluster of this version does it. None, which is not known, counts as a current one."""
+        return version is None or version >= self.since
+
+
+PREEMPT_PARAMETERS = Difference(
+    (23, 2),
+    "spells PreemptParameters=send_user_signal what was SlurmctldParameters=preempt_send_user_signal; neither takes the other",
+    "22.05.8 old; 23.11.11, 24.11, 25.05.9 new",
+)
+SLURMD_NEEDS_CGROUP = Difference(
+    (23, 11),
+    "slurmd initialises its cgroup plugin even where nothing uses cgroups, and fails where it may not write to cgroup v2",
+    "22.05.8 not; 23.11.11, 25.05.9",
+)
+CGROUP_PLUGIN_DISABLED = Difference(
+    (24, 5),
+    "takes CgroupPlugin=disabled in cgroup.conf",
+    "23.11.11 refuses it; 24.11, 25.05.9 take it; 24.05 by its source",
+)
+STARTS_PREEMPTED_JOBS_ONCE_MORE = Difference(
+    (24, 5),
+    "marks a job when the grace time of a preemption begins, and takes the job's next end for that preemption. Neither "
+    "`scontrol requeue` nor an exit code takes the mark off, only a requeue that slurmctld makes of such an end. So a job that "
+    "was requeued in its grace time is started once more after its end (PreemptMode=REQUEUE), or ends as PREEMPTED (CANCEL)",
+    "22.05.8, 23.11.11 not; 24.11, 25.05.9; 24.05 by its source (commit a689104d15)",
+)
+TIME_BEFORE_STEP_ERRORS = Difference(
+    (24, 11),
+    "slurmstepd's lines in a job's log begin with a time: '[2026-11-22T14:00:00.123] error: *** JOB 3 ON n0 ...'",
+    "22.05.8 not: 'slurmstepd: error: *** JOB 3 ON n0 ...'; 25.05.9",
+)
+
+
+def parse_version(text: str) -> Version | None:
+    """Return the release in "slurm-wlm 22.05.8", "slurm 24.11.0-0rc1" or "25.05.9"; None where there is none."""
+    match = re.search(r"\b(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else None
