@@ -121,6 +121,9 @@ class Checkpointer:
         self._plan: Plan | None = None
         self._saving: Saving | None = None
         self._failures = 0
+        self._turn = 0  # saves so far, the same on all ranks
+        self._checked: tuple[Any, ...] | None = None  # what is known to be restorable
+        self._told = False  # that something differs between ranks
         self._last_size = 0
         self.lost: CheckpointError | None = None  # why a save that a script had begun when it ended was lost
         self._last_step: int | None = None
@@ -157,8 +160,11 @@ class Checkpointer:
         """Save `objects` as the state after `step` optimiser steps. All ranks call it together.
 
         Returns when training may go on; see `Saving.result` and `wait` for the commit. A save that is in flight is waited
-        for. With optimisers among the objects, their parameters and state are still copied when it returns, and a hook
-        lets the next `optimizer.step()` wait for that; who changes parameters by hand calls `wait_staged` before.
+        for. Parameters and optimiser state on a GPU are still copied when it returns, and a hook lets the next
+        `optimizer.step()` wait for that; who changes them by hand calls `wait_staged` before.
+
+        Ranks that hold the same tensors are compared. When they differ the save fails and names them; buffers (BatchNorm) and
+        plain values that differ are told once, and those of the lowest rank are saved.
 
         Args:
             step: optimiser steps done.
@@ -178,16 +184,17 @@ class Checkpointer:
         own = b""
         try:
             measured = _numbers(metrics or {})
+            mine = self._own(per_rank)
             tensors, plain = state.flatten(objects)
-            own_tensors, own_plain = state.flatten(self._own(per_rank))
+            own_tensors, own_plain = state.flatten(mine)
             tensors.update(own_tensors)
+            self._check_restorable(objects, mine, tensors)
             own = json.dumps(own_plain).encode()
         except Exception as error:  # it may be of somebody's state_dict; the others must hear of it
             tensors = self._ranks.explain(error)
-        plan = make_plan(tensors, self._ranks, self._plan, of_first=lambda: state.buffers(objects))
+        plan = self._make_plan(tensors, objects)
         assert not isinstance(tensors, CheckpointError)
         if plan is not self._plan:
-            self._ranks.all_do(lambda: state.check(objects, self._own(per_rank)))
             self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._on_this_host.size))
             self._plan = plan
         optimizers = {key for key, value in objects.items() if isinstance(value, Optimizer)}
@@ -195,10 +202,11 @@ class Checkpointer:
         guarded = state.changed_by_optimizers(objects) if self._asynchronous else frozenset[str]()
         image: Image | CheckpointError
         try:
-            image = self._staging.stage(plan, tensors, own, guarded=guarded, optimizers=waiting)
+            image = self._staging.stage(plan, tensors, own, guarded=guarded, optimizers=waiting, turn=self._turn)
         except Exception as error:  # handed in like an error of the writing, so that nobody waits for this rank
             image = self._ranks.explain(error)
 
+        self._turn += 1
         saving = self._saving = Saving(step, begun)
         self._discard.clear()
         write = Write(self._writers, self._bound, step, plan, image, plain, optimizers, measured, self._discard)
@@ -320,6 +328,22 @@ class Checkpointer:
         elif not isinstance(saving.error, Discarded):
             self._failures += 1
 
+    def _check_restorable(self, objects: Mapping[str, Any], own: Mapping[str, Any], tensors: Collection[str]) -> None:
+        """Once for the same objects with the same names: it takes longer than to list them."""
+        found = (tuple((key, id(value)) for key, value in {**objects, **own}.items()), tuple(tensors))
+        if found != self._checked:
+            state.check(objects, own)
+            self._checked = found
+
+    def _make_plan(self, tensors: dict[str, Tensor] | CheckpointError, objects: Mapping[str, Any]) -> Plan:
+        return make_plan(
+            tensors,
+            self._ranks,
+            self._plan,
+            of_first=lambda: state.buffers(objects),
+            not_compared=lambda: state.broadcast_buffers(objects),
+        )
+
     def _own(self, per_rank: Mapping[str, Any] | None) -> dict[str, Any]:
         """This rank's own objects, by names that mark them as such."""
         if per_rank and "random" in per_rank:
@@ -330,6 +354,9 @@ class Checkpointer:
 
     def _write(self, saving: Saving, write: Write) -> Saved:
         path, size = write.write(self._last_size)
+        if write.told and not self._told:
+            self._told = True
+            self._say(write.told)
         self._last_size = size
         seconds = time.monotonic() - saving.begun
         return Saved(
@@ -554,12 +581,12 @@ class Checkpointer:
         def expect() -> dict[str, Tensor]:
             own = self._own(per_rank)
             tensors, _ = state.flatten({**objects, **own})
-            state.check(objects, own)
+            self._check_restorable(objects, own, tensors)
             return {**tensors, **state.expected_optimizer_state(objects)}
 
         expected = self._ranks.all_do(expect)
         # With everything there already, as after a restore, this is the first save's plan.
-        plan = self._plan = make_plan(expected, self._ranks, self._plan, of_first=lambda: state.buffers(objects))
+        plan = self._plan = self._make_plan(expected, objects)
         self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._on_this_host.size))
         size = max(self._last_size, plan.total_bytes)
         self._ranks.on_rank_0(lambda: commit.check_space(self.directory, size))

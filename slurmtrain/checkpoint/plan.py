@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slurmtrain.checkpoint.fingerprints import Replica
 from slurmtrain.checkpoint.layout import Box, Catalogue, FileTable, TensorFacts, share, table_of
 from slurmtrain.checkpoint.ranks import Ranks
 from slurmtrain.errors import CheckpointError
@@ -158,6 +159,7 @@ class Plan:
         data_end: last byte of the tensors; the rank's own JSON follows.
         total_bytes: of all ranks' tensors.
         spokesmen: the first rank of each catalogue.
+        replicas: what other ranks hold, too, and this one compares with them.
     """
 
     signature: tuple[Any, ...]
@@ -168,6 +170,7 @@ class Plan:
     data_end: int
     total_bytes: int
     spokesmen: frozenset[int]
+    replicas: Sequence[Replica] = ()
 
     def table(self, own_bytes: int) -> FileTable:
         return table_of(
@@ -213,12 +216,14 @@ def make_plan(
     known: Plan | None,
     *,
     of_first: Callable[[], Collection[str]] = frozenset,
+    not_compared: Callable[[], Collection[str]] = frozenset,
 ) -> Plan:
     """The plan for `tensors`, by all ranks together; `known` when it still holds everywhere.
 
     Args:
         tensors: or why this rank has none to give; it becomes everybody's error.
         of_first: gives the names of those that are no exact replicas (buffers): the first rank that has one writes it.
+        not_compared: gives the names of those that ranks are meant to have different ones of.
 
     Raises:
         CheckpointError: on every rank; a tensor that cannot be saved, or that is another one on another rank.
@@ -248,7 +253,7 @@ def make_plan(
     texts = [ranks.tell(text, source=owners[0]) for owners in members.values()]
     number = next(index for index, owners in enumerate(members.values()) if ranks.rank in owners)
     described = list(zip(texts, members.values(), strict=True))
-    return ranks.all_do(lambda: _make(tensors, number, described, ranks, signature, of_first()))
+    return ranks.all_do(lambda: _make(tensors, number, described, ranks, signature, of_first(), not_compared()))
 
 
 def _raise(found: object) -> None:
@@ -284,6 +289,7 @@ def _make(
     ranks: Ranks,
     signature: tuple[Any, ...],
     of_first: Collection[str],
+    not_compared: Collection[str],
 ) -> Plan:
     """Args: texts: every different description, and which ranks gave it."""
     catalogues: list[Catalogue] = []
@@ -300,6 +306,7 @@ def _make(
         catalogues.append(catalogue)
 
     written: list[tuple[str, Box, Box]] = []
+    replicated: list[Replica] = []
     for name, tensor in tensors.items():
         box = box_of(name, tensor)
         if name.startswith(OWN):
@@ -309,6 +316,8 @@ def _make(
         else:
             group = sorted(holders[name])
         index = group.index(ranks.global_rank if is_dtensor(tensor) and not name.startswith(OWN) else ranks.rank)
+        if len(group) > 1 and box.numel and name not in not_compared:
+            replicated.append(Replica(name, group[0], index, len(group), box, tensor.itemsize, buffer=name in of_first))
         part: Box | None = box
         if name not in of_first:
             part = share(box, tensor.itemsize, name, index, len(group))
@@ -328,7 +337,7 @@ def _make(
             end = position + part.numel * dtype.itemsize
             pieces.append(Piece(name, part, _within(box, part), dtype, position, end))
             position = end
-        return Plan(signature, catalogues, number, pieces, data_start, position, total, spokesmen)
+        return Plan(signature, catalogues, number, pieces, data_start, position, total, spokesmen, replicated)
 
     facts = {name: fact for catalogue in catalogues for name, fact in catalogue.items()}
     total = sum(fact.nbytes * (ranks.size if fact.own else 1) for fact in facts.values())

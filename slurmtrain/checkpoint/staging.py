@@ -1,15 +1,16 @@
 """A copy of the state in host memory, in the very form that the file will have, so that training goes on while it is written.
 
-The buffer is made once and reused (page-locked when there is a GPU, so that copies from it run beside the computation).
-What an optimiser alone changes, parameters and its own state, is copied in the background; a hook makes `optimizer.step()`
-wait for it. Everything else (buffers, averaged models, random states) is copied before `stage` returns.
+The buffer is made once and reused (page-locked when there is a GPU, so that copies from it run beside the computation). What
+lies in host memory is copied before `stage` returns. Of what lies on a GPU, parameters and an optimiser's own state are copied
+in the background, with a hook that makes `optimizer.step()` wait; everything else (buffers, averaged models) before the next
+computation. Whether such a copy is what the tensor was at the call is seen from fingerprints, because a change by hand, even
+through `.data`, is known to nobody.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 from weakref import WeakSet
@@ -20,23 +21,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from slurmtrain.checkpoint.blocks import BLOCK_BYTES
+from slurmtrain.checkpoint.fingerprints import TURNS_ON_CPU, Key, fingerprint
 from slurmtrain.checkpoint.memory import ask_for_huge_pages, available_memory
-from slurmtrain.checkpoint.plan import PAGE_BYTES, Piece, Plan, is_dtensor, local
+from slurmtrain.checkpoint.plan import PAGE_BYTES, Plan, local
 from slurmtrain.errors import CheckpointError
 
 RESERVE_BYTES = 1 << 20  # the rank's own plain state may grow
-
-
-# A piece, where it goes, this rank's part of the tensor, the tensor, and its changes so far.
-Copy = tuple[Piece, Tensor, Tensor, Tensor, int]
-
-
-def _changes(tensor: Tensor) -> int:
-    """How often it was changed in place, as torch counts it; what writes through `.data` is not seen.
-
-    A DTensor's own operations count on the DTensor alone, an optimiser's on the local tensor.
-    """
-    return tensor._version + (local(tensor)._version if is_dtensor(tensor) else 0)
 
 
 class Image:
@@ -45,72 +35,63 @@ class Image:
     Attributes:
         data: the bytes of the file.
         own_bytes: length of the JSON at its end.
+        fingerprints: of what other ranks hold, too; complete when the image is.
+        waited_s: how long training was held up by `wait`.
     """
 
     def __init__(self, data: memoryview, plan: Plan, own: bytes):
         self.data, self.own_bytes = data, len(own)
+        self.fingerprints: dict[Key, int] = {}
+        self.waited_s = 0.0
         self._plan, self._own = plan, own
-        self._left: deque[Copy] = deque()
-        self._open = 0  # pieces that are not copied yet
-        self._changed: str | None = None  # a piece that changed under our hands
+        self._copies: list[tuple[str, Tensor]] = []
+        self._keys: list[Key] = []
+        self._expected = torch.empty(0, dtype=torch.int64, device="cpu")
         self._event: torch.cuda.Event | None = None
-        self._lock, self._copied = threading.Lock(), threading.Event()
-        self.waited_s = 0.0  # how long training was held up by `wait`
 
-    def later(self, pieces: list[Copy], event: torch.cuda.Event | None) -> None:
-        """What is left to copy, and when the GPU is done with it."""
-        self._left.extend(pieces)
-        self._open, self._event = len(pieces), event
-        if not pieces:
-            self._copied.set()
+    def later(
+        self,
+        copies: list[tuple[str, Tensor]],
+        keys: list[Key],
+        expected: Tensor,
+        event: torch.cuda.Event | None,
+    ) -> None:
+        """Say what is still on its way.
+
+        Args:
+            copies: name and place in the buffer of what is to have the first of the `expected` fingerprints.
+            keys: whose fingerprints follow.
+            expected: int64 [copies + keys] in host memory.
+            event: when the GPU is done with all of it.
+        """
+        self._copies, self._keys, self._expected, self._event = copies, keys, expected, event
 
     def finish(self) -> None:
-        """Copy what is left and complete the file. Called by the writer's thread.
+        """Wait for what is on its way and complete the file. Called by the writer's thread.
 
         Raises:
             CheckpointError: a tensor was changed before it was copied, by other means than an optimiser's step.
         """
-        self._copy()
-        self._copied.wait()
         if self._event is not None:
             self._event.synchronize()
-        if self._changed is not None:
-            raise CheckpointError(
-                f"{self._changed} was changed while it was copied",
-                hint="call checkpointer.wait_staged() before changing parameters by hand",
-            )
+        values = self._expected.tolist()
+        for (name, copy), value in zip(self._copies, values, strict=False):
+            if int(fingerprint(copy)) != value:
+                raise CheckpointError(
+                    f"{name} was changed while it was copied",
+                    hint="call checkpointer.wait_staged() before changing parameters by hand",
+                )
+        self.fingerprints.update(zip(self._keys, values[len(self._copies) :], strict=True))
         header = self._plan.header(self.own_bytes)
         self.data[: len(header)] = header
         self.data[self._plan.data_end :] = self._own
 
     def wait(self) -> None:
-        """Return when nothing has to be copied any more, and help until then; a GPU's current stream waits by itself."""
+        """Make a GPU's current stream wait until nothing has to be copied any more."""
         begun = time.monotonic()
-        self._copy()
-        self._copied.wait()
         if self._event is not None:
             self._event.wait()
         self.waited_s += time.monotonic() - begun
-
-    def _copy(self) -> None:
-        while True:
-            try:
-                piece, target, source, whole, changes = self._left.popleft()
-            except IndexError:
-                return
-            try:
-                if not source.is_cuda:  # else its copy and the step that changes it are in order on the GPU
-                    target.copy_(source[piece.within])
-                    if _changes(whole) != changes:
-                        self._changed = piece.name
-            except BaseException:
-                self._changed = piece.name  # it is not known what was copied of it
-                raise
-            finally:
-                with self._lock:
-                    self._open -= 1
-                    if self._open == 0:
-                        self._copied.set()
 
 
 class Staging:
@@ -156,35 +137,49 @@ class Staging:
         *,
         guarded: Collection[str],
         optimizers: Iterable[Optimizer],
+        turn: int = 0,
     ) -> Image:
         """Begin to copy the plan's pieces and `own` into the buffer.
 
         Args:
             guarded: names of the tensors that only the step of one of `optimizers` changes.
+            turn: how many saves there were before; see `Replica.compared`.
         """
         size = plan.data_end + len(own)
         if self._buffer.numel() < size:
             self.prepare(size)
         self._touched()
         image = Image(self._buffer.numpy().data[:size], plan, own)
-        later: list[Copy] = []
         on_gpu: dict[bool, list[tuple[Tensor, Tensor]]] = {True: [], False: []}  # by whether they are guarded
+        copies: list[tuple[str, Tensor]] = []
         for piece in plan.pieces:
-            source = local(tensors[piece.name]).detach()
+            source = local(tensors[piece.name]).detach()[piece.within]
             target = self._buffer[piece.begin : piece.end].view(piece.dtype).view(piece.box.size)
-            if source.is_cuda:
-                if source.device.index != torch.cuda.current_device():
-                    raise CheckpointError(
-                        f"{piece.name} is on {source.device}, and this rank's device is cuda:{torch.cuda.current_device()}",
-                        hint="one rank drives one GPU; torch.cuda.set_device() says which",
-                    )
-                on_gpu[piece.name in guarded].append((target, source[piece.within]))
+            if not source.is_cuda:
+                target.copy_(source)
+                continue
+            if source.device.index != torch.cuda.current_device():
+                raise CheckpointError(
+                    f"{piece.name} is on {source.device}, and this rank's device is cuda:{torch.cuda.current_device()}",
+                    hint="one rank drives one GPU; torch.cuda.set_device() says which",
+                )
+            on_gpu[piece.name in guarded].append((target, source))
             if piece.name in guarded:
-                whole = tensors[piece.name]
-                later.append((piece, target, source, whole, _changes(whole)))
-            elif not source.is_cuda:
-                target.copy_(source[piece.within])
-        image.later(later, self._copy_from_gpu(on_gpu[False], on_gpu[True]))
+                copies.append((piece.name, target))
+        keys: list[Key] = []
+        compared: list[Tensor] = []
+        for replica in plan.replicas:
+            held = local(tensors[replica.name]).detach()
+            for part, within in replica.compared(turn, 1 if held.is_cuda else TURNS_ON_CPU):
+                key = (replica.name, replica.first, part)
+                if held.is_cuda:
+                    keys.append(key)
+                    compared.append(held[within])
+                else:
+                    image.fingerprints[key] = int(fingerprint(held[within]))
+        if on_gpu[False] or on_gpu[True] or compared:
+            looked_at = [source for _, source in on_gpu[True]] + compared
+            image.later(copies, keys, *self._copy_from_gpu(on_gpu[False], on_gpu[True], looked_at))
         for optimizer in optimizers:
             if optimizer not in self._hooked:
                 self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
@@ -232,21 +227,33 @@ class Staging:
         self.wait()
 
     def _copy_from_gpu(
-        self, at_once: list[tuple[Tensor, Tensor]], guarded: list[tuple[Tensor, Tensor]]
-    ) -> torch.cuda.Event | None:
-        """Begin the copies (target, source) beside the computation. Returns when the GPU is done with all of them."""
-        if not at_once and not guarded:
-            return None
+        self, at_once: list[tuple[Tensor, Tensor]], guarded: list[tuple[Tensor, Tensor]], looked_at: list[Tensor]
+    ) -> tuple[Tensor, torch.cuda.Event]:
+        """Begin the copies (target, source) beside the computation.
+
+        Returns:
+            The fingerprints of `looked_at` as they are at the call (int64 [n], in host memory), and when all is done.
+        """
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         computation = torch.cuda.current_stream()
         self._stream.wait_stream(computation)
+        found = torch.empty(len(looked_at), dtype=torch.int64, device="cpu", pin_memory=True)
         with torch.cuda.stream(self._stream):
-            for copies in (at_once, guarded):
-                for target, source in copies:
-                    target.copy_(source, non_blocking=True)
-                    source.record_stream(self._stream)  # its memory is not given to others before
-                if copies is at_once and copies:
-                    # Buffers may change in the next forward pass: the computation, not this thread, waits for them.
-                    computation.wait_event(self._stream.record_event())
-        return self._stream.record_event()
+            for target, source in at_once:
+                target.copy_(source, non_blocking=True)
+                source.record_stream(self._stream)  # its memory is not given to others before
+            if looked_at:
+                # By the computation's own stream: what comes next there may change them.
+                with torch.cuda.stream(computation):
+                    fingerprints = torch.stack([fingerprint(tensor) for tensor in looked_at])
+                self._stream.wait_stream(computation)
+                found.copy_(fingerprints, non_blocking=True)
+                fingerprints.record_stream(self._stream)
+            if at_once:
+                # Buffers may change in the next forward pass: the computation, not this thread, waits for them.
+                computation.wait_event(self._stream.record_event())
+            for target, source in guarded:
+                target.copy_(source, non_blocking=True)
+                source.record_stream(self._stream)
+        return found, self._stream.record_event()

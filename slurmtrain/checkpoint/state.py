@@ -97,6 +97,17 @@ def buffers(objects: Mapping[str, Any]) -> frozenset[str]:
     )
 
 
+def broadcast_buffers(objects: Mapping[str, Any]) -> frozenset[str]:
+    """Names of the buffers that DDP replaces by rank 0's before each forward pass: between two they differ by design."""
+    return buffers(
+        {
+            key: value
+            for key, value in objects.items()
+            if isinstance(value, nn.parallel.DistributedDataParallel) and value.broadcast_buffers
+        }
+    )
+
+
 def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
     """Name of every parameter of the given modules, by the parameter's id."""
     names: dict[int, str] = {}

@@ -5,8 +5,10 @@ Every step can fail on any rank, and is then a failure of all: nothing is commit
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,8 @@ import torch
 from slurmtrain.checkpoint import blocks, commit, state
 from slurmtrain.checkpoint.blocks import FileRecord
 from slurmtrain.checkpoint.commit import Incarnation, Manifest
-from slurmtrain.checkpoint.layout import Index, check_coverage
+from slurmtrain.checkpoint.fingerprints import find_differing, pack
+from slurmtrain.checkpoint.layout import Index, Ints, check_coverage
 from slurmtrain.checkpoint.plan import Plan, file_name
 from slurmtrain.checkpoint.ranks import Ranks
 from slurmtrain.checkpoint.staging import Image
@@ -51,6 +54,9 @@ class Part:
 
     Attributes:
         plain: what is no tensor, by the first of the ranks that hold the same tensors.
+        plain_digests: of what is no tensor, by object.
+        catalogue: number of this rank's.
+        fingerprints: of what other ranks hold, too; see `fingerprints.pack`.
     """
 
     step: int
@@ -59,6 +65,9 @@ class Part:
     digests: bytes
     table: bytes
     plain: Mapping[str, Any] | None
+    plain_digests: Mapping[str, int]
+    catalogue: int
+    fingerprints: Ints
 
 
 class Discarded(CheckpointError):
@@ -95,6 +104,7 @@ class Write:
         self._ranks, self._bound, self._step, self._plan, self._image = ranks, bound, step, plan, image
         self._plain, self._optimizers, self._metrics, self._discard = plain, optimizers, metrics, discard
         self._written: list[tuple[str, FileRecord]] = []  # by this rank
+        self.told: str | None = None  # on rank 0: what differs between ranks and may
 
     @property
     def waited_s(self) -> float:
@@ -187,8 +197,17 @@ class Write:
         self._written = [(name, record)]
         commit.fsync_directory(temporary)
         table = self._plan.table(self._image.own_bytes).pack()
+        plan = self._plan
         return Part(
-            self._step, name, record, digests, table, self._plain if self._ranks.rank in self._plan.spokesmen else None
+            self._step,
+            name,
+            record,
+            digests,
+            table,
+            self._plain if self._ranks.rank in plan.spokesmen else None,
+            {key: zlib.crc32(json.dumps(value).encode()) for key, value in self._plain.items()},
+            plan.number,
+            pack(self._image.fingerprints, plan.catalogues[plan.number]),
         )
 
     def _commit(self, temporary: Path, parts: list[Part]) -> tuple[Path, int]:
@@ -200,6 +219,7 @@ class Write:
                     hint="save after the same step on every rank: let one decide when, and tell the others",
                 )
         catalogues = self._plan.catalogues
+        self._check_replicas(parts)
         index = Index(
             catalogues, {part.name: part.table for part in parts}, {part.name: part.digests for part in parts}
         )
@@ -227,6 +247,31 @@ class Write:
         )
         self._check_discarded()
         return commit.commit(temporary, manifest, self._bound.incarnation), manifest.size
+
+    def _check_replicas(self, parts: list[Part]) -> None:
+        """Check that ranks which should hold the same do; else a mixture would be saved, which no rank has ever had."""
+        found = find_differing([(part.catalogue, part.fingerprints) for part in parts], self._plan.catalogues)
+        wrong = [differing for differing in found if not differing.buffer]
+        if wrong:
+            more = f" (and {len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
+            raise CheckpointError(
+                f"{wrong[0]}{more}, and should be the same",
+                hint="what differs by design belongs into per_rank=; else the ranks have drifted apart: are gradients averaged "
+                "over all of them, or does a node compute wrongly?",
+            )
+        told = [str(differing) for differing in found]
+        for number in range(len(self._plan.catalogues)):
+            alike = [(rank, part.plain_digests) for rank, part in enumerate(parts) if part.catalogue == number]
+            first, digests = alike[0]
+            for key in sorted(digests):
+                others = [rank for rank, theirs in alike if theirs.get(key) != digests[key]]
+                if others:
+                    told.append(f"the state of {key} is another one on rank {others[0]} than on rank {first}")
+        if told:
+            more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
+            self.told = (
+                f"{told[0]}{more}: that of the lowest rank is saved; what each is to get back belongs into per_rank="
+            )
 
     def _check_discarded(self) -> None:
         if self._discard.is_set():

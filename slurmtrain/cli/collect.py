@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from slurmtrain.cli.checkpoints import printable
-from slurmtrain.cli.columns import print_table
+from slurmtrain.cli.columns import GAP, print_table, terminal_width
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.collect import Table
 from slurmtrain.launch.table_files import FORMATS, format_of, short, table_bytes, write_whole
 
-GAP = 3  # between two columns of a printed table
+LEFT_OUT_FIRST = ("run", "step", "state")
 
 
 def add_collect_options(parser: argparse.ArgumentParser) -> None:
@@ -65,17 +64,33 @@ def print_collected(table: Table, options: argparse.Namespace) -> None:
 def _print(table: Table) -> None:
     header = [printable(name) for name in table.columns]
     rows = [[printable(short(cell)) for cell in row] for row in table.rows]
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    least = 3 + len(table.varied) if table.goal is None else table.columns.index(table.goal.column) + 1
-    count = _columns_that_fit([header, *rows], width, least)
-    print_table(header[:count], [row[:count] for row in rows])
-    if count < len(table.columns):
-        print(f"\n{len(table.columns) - count} more columns have no room: {', '.join(header[count:])}")
+    wanted = len(table.varied) + 4 if table.goal is None else table.columns.index(table.goal.column) + 1
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    chosen = columns_that_fit(header, widths, wanted, terminal_width())
+    print_table([header[i] for i in chosen], [[row[i] for i in chosen] for row in rows])
+    left_out = [name for i, name in enumerate(header) if i not in chosen]
+    if left_out:
+        print(f"\n{len(left_out)} more columns have no room: {', '.join(left_out)}")
 
 
-def _columns_that_fit(rows: Sequence[Sequence[str]], width: int | None, least: int) -> int:
-    """How many of the columns, from the left, fit into a terminal; never fewer than `least`. No width: all."""
-    widths = [max(map(len, column)) + GAP for column in zip(*rows, strict=True)]
+def columns_that_fit(header: Sequence[str], widths: Sequence[int], wanted: int, width: int | None) -> list[int]:
+    """Return the numbers of the columns to print in a terminal that is `width` letters wide (None: all of them).
+
+    The first `wanted` are what the table is for, up to the metric by which points are compared. Where even these have no
+    room, the run's id, its step and its state are left out in turn; where they have, as many of the others come as fit.
+    """
     if width is None:
-        return len(widths)
-    return max(least, sum(sum(widths[: count + 1]) <= width for count in range(len(widths))))
+        return list(range(len(header)))
+    chosen = list(range(wanted))
+
+    def fits(columns: Sequence[int]) -> bool:
+        return sum(widths[i] for i in columns) + GAP * (len(columns) - 1) <= width
+
+    for name in LEFT_OUT_FIRST:
+        if not fits(chosen):
+            chosen = [i for i in chosen if header[i] != name]
+    for more in range(wanted, len(header)):
+        if not fits([*chosen, more]):
+            break
+        chosen.append(more)
+    return chosen

@@ -15,6 +15,14 @@ GAP = 3  # between two columns
 LEAST_ROOM = 30  # for a last column beside the others
 INDENT = 4  # of one below them
 PROGRESS = ("step", "loss", "valid loss", "tokens/s", "ETA")
+LEAST_WANTED = (
+    "attempts",
+    "valid loss",
+    "tokens/s",
+    "name",
+    "run",
+    "loss",
+)  # what a narrow terminal goes without, in this order
 
 
 def progress_cells(now: RunState) -> list[str]:
@@ -70,13 +78,18 @@ def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], width: int
     Written by hand, because rich takes longer over a thousand rows than everything else together.
 
     Args:
-        width: of the terminal. The last column wraps in it; where it has no room, it comes below the others. None: a row
-            is a line.
+        width: of the terminal. The last column wraps in it; where it has no room, it comes below the others, and what
+            a person can do without is left out. None: a row is a line.
     """
     shown = [i for i, name in enumerate(header) if name not in PROGRESS or any(row[i] for row in rows)]
     cells = [[one_line(row[i]) for i in shown] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    beside = sum(widths[:-1]) + GAP * (len(widths) - 1)
+    for name in LEAST_WANTED:
+        if width is not None and _beside(widths) > width and name in cells[0][1:-1]:
+            left_out = cells[0].index(name)
+            cells = [row[:left_out] + row[left_out + 1 :] for row in cells]
+            del widths[left_out]
+    beside = _beside(widths)
     indent = beside if width is None or width - beside >= LEAST_ROOM else INDENT
     lines = []
     for *first, last in cells:
@@ -90,6 +103,11 @@ def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], width: int
         lines += [(begin + parts[0]).rstrip(), *(" " * indent + part for part in parts[1:])]
     length = max(map(len, lines))
     return [lines[0], "-" * (length if width is None else min(length, width)), *lines[1:]]
+
+
+def _beside(widths: Sequence[int]) -> int:
+    """What the columns before the last one take, with the gaps."""
+    return sum(widths[:-1]) + GAP * (len(widths) - 1)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

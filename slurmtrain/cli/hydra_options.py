@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
-from slurmtrain.cli.arguments import Arguments, normalise
-from slurmtrain.cli.verbs import VERBS
+from slurmtrain.cli.arguments import Arguments
 from slurmtrain.config.compose import register_schema, search_folders, search_path
 
 
 def run_hydra(parsed: Arguments) -> int:
     """Hand the options and overrides to Hydra, verb and all else removed. Returns the exit code."""
     if "query=bash" in parsed.overrides:
-        _prepare_completion()
+        from slurmtrain.cli.completion import complete
+
+        complete(lambda: _show(parsed))
+    else:
+        _show(parsed)
+    return 0
+
+
+def _show(parsed: Arguments) -> None:
+    """Let Hydra print what was asked for, and leave the process."""
     import hydra
 
     register_schema()
@@ -31,7 +38,6 @@ def run_hydra(parsed: Arguments) -> int:
         """Never reached: every option that comes here prints and leaves."""
 
     show()
-    return 0
 
 
 def _without_config_path(words: list[str]) -> list[str]:
@@ -42,14 +48,3 @@ def _without_config_path(words: list[str]) -> list[str]:
         else:
             kept.append(word)
     return kept
-
-
-def _prepare_completion() -> None:
-    """Offer verbs, and hide one that is there already: Hydra would take it for a broken override."""
-    line = os.environ.get("COMP_LINE", "")
-    words = line.split(" ")
-    last = words[-1]
-    if last and "=" not in last:
-        print(" ".join(name for name, verb in VERBS.items() if name.startswith(last) and not verb.hidden))
-    kept = [words[0], *(normalise(word) for word in words[1:-1] if word not in VERBS), normalise(last)]
-    os.environ["COMP_LINE"] = " ".join(kept)

@@ -6,14 +6,14 @@ import argparse
 import codecs
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from slurmtrain import rundir
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import UsageError
-from slurmtrain.launch.state import is_over, state
+from slurmtrain.launch.state import WAITING, is_over, state
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.attempts import read_attempt
 from slurmtrain.runtime.judge import Verdict
@@ -117,13 +117,21 @@ class Tail:
 
 def follow(run_dir: RunDir, rank: int | None, attempt: int | None) -> int:
     """Print a rank's output as it comes (None: that of all), from attempt to attempt, until the run has ended."""
-    for text in lines_as_they_come(run_dir, rank, attempt):
+    for text in lines_as_they_come(run_dir, rank, attempt, say=_say):
         sys.stdout.write(text)
         sys.stdout.flush()
     return 0
 
 
-def lines_as_they_come(run_dir: RunDir, rank: int | None, attempt: int | None) -> Iterator[str]:
+def _say(text: str) -> None:
+    print(f"slurmtrain: {text}", file=sys.stderr, flush=True)  # stdout has the log alone
+
+
+def lines_as_they_come(
+    run_dir: RunDir, rank: int | None, attempt: int | None, *, say: Callable[[str], None] = lambda text: None
+) -> Iterator[str]:
+    """Give what the ranks print as it comes, and tell by `say` what `status` knows of a run that waits or sets up."""
+    said = ""
     number = attempt or (run_dir.attempt_numbers() or [1])[-1]
     tails: dict[int, Tail] = {}
     asked = time.monotonic() - ASK_EVERY_S
@@ -151,8 +159,10 @@ def lines_as_they_come(run_dir: RunDir, rank: int | None, attempt: int | None) -
         elif not looked and record.verdict in (Verdict.DONE, Verdict.END):
             ended, looked = is_over(run_dir), True  # not if it has been submitted again
         if not ended and time.monotonic() - asked >= ASK_EVERY_S:
-            ended = not state(run_dir).alive
-            asked = time.monotonic()
+            now = state(run_dir)
+            ended, asked = not now.alive, time.monotonic()
+            if now.word in (*WAITING, "starting") and said != (said := f"{now.word}: {now.sentence}"):
+                say(said)
         time.sleep(FOLLOW_POLL_S)
 
 

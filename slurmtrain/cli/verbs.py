@@ -109,6 +109,12 @@ VERBS: dict[str, Verb] = {
         "slurmtrain.cli.prepare",
         composes=True,
     ),
+    "progress": Verb(
+        "progress STEP [--of STEPS]",
+        "for a program of your own, inside of its run: it has got to STEP. status shows it, and a run that gets on is not "
+        "given up",
+        "slurmtrain.cli.progress",
+    ),
     "sandbox": Verb(
         "sandbox up|down|status|env [--nodes N] ...",
         "a throwaway SLURM on this machine, no root",

@@ -75,6 +75,8 @@ class JobConfig:
     # With job.command: when it counts as finished. A file (relative to the run directory, or absolute) that is there when
     # it ends, or an exit code of its own. null: it exits with 0 and was not told to stop before.
     finished_when: str | None = None
+    # With job.command: a file or pattern (as finished_when) that it changes when it has got on, such as its newest checkpoint.
+    progress_file: str | None = None
     # Shared between login node and compute nodes; relative to where submit is typed. SLURMTRAIN_RUNS, else "runs".
     runs_dir: str = field(default_factory=lambda: str(runs_root()))
     snapshot: str = "auto"  # "auto": the git work tree if there is one, else run in place; "cwd": this folder; "none"
@@ -137,6 +139,7 @@ class TrainConfig:
     data_ahead: int = 2  # steps that they read ahead, and of which the file system hears early
     log_every: int = 10  # steps
     eval_every: int = 100  # steps between evaluations; 0: at the end only; see `eval`
+    max_nonfinite: int = 5  # so many steps in a row whose loss or gradient norm is not finite end the run; 0: none do
     device: str = "auto"  # "auto": a GPU with cluster.gpus_per_node, or where one is visible; "cpu"; "cuda"
     tensorboard: bool = True  # needs the extra `tensorboard`; said once when it is missing
 
@@ -195,7 +198,13 @@ class RequeueConfig:
 
     mode: str = "requeue"
     chain_length: int = 4  # jobs of mode=chain; the run ends with the last of them, finished or not
-    max_attempts_without_progress: int = 3  # crashes or time limits in a row, no new checkpoint between: then it ends
+    max_attempts_without_progress: int = 3  # crashes or time limits in a row, nothing new between: then it ends
+    # Where no progress is visible (a job.command that reports none): an attempt that lasted so long, or half the time limit if
+    # that is less, may have got on: it starts the count of max_attempts_without_progress afresh.
+    long_attempt_min: int = 60
+    max_unseen_attempts: int = (
+        10  # so many such attempts that crash or reach the time limit, and no progress: then it ends
+    )
     restart_delay_s: int = 8  # SLURM holds a requeued job for about 121 s; it is asked for this delay instead
 
 

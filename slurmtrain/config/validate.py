@@ -154,6 +154,11 @@ def _check_job(job: JobConfig) -> None:
             f"job.command is {job.command!r}, but job.kind is {job.kind!r}, which runs no command",
             hint="write job=command",
         )
+    for name in ("finished_when", "progress_file"):
+        if job.kind != "command" and getattr(job, name) is not None:
+            raise ConfigError(
+                f"job.{name} is for a job.command, and job.kind is {job.kind!r}", hint=f"leave job.{name} out"
+            )
 
 
 def _check_finished_when(text: str) -> None:
@@ -337,7 +342,7 @@ def _check_ranges(config: Config) -> None:
     train, optim = config.train, config.optim
     for name in ("steps", "log_every", "length_sorted_steps"):
         _at_least(f"train.{name}", getattr(train, name), 1)
-    for name in ("eval_every", "data_workers", "data_ahead", "seed"):
+    for name in ("eval_every", "data_workers", "data_ahead", "seed", "max_nonfinite"):
         _at_least(f"train.{name}", getattr(train, name), 0)
     _one_of("train.device", train.device, ("auto", "cpu", "cuda"))
     if not 0 < optim.lr < math.inf:  # written so that nan is refused, too; as below
@@ -379,6 +384,8 @@ def _check_ranges(config: Config) -> None:
     if config.requeue.mode == "chain":
         _at_least("requeue.chain_length", config.requeue.chain_length, 2, why="requeue=off submits a single job")
     _at_least("requeue.max_attempts_without_progress", config.requeue.max_attempts_without_progress, 1)
+    _at_least("requeue.max_unseen_attempts", config.requeue.max_unseen_attempts, 1)
+    _at_least("requeue.long_attempt_min", config.requeue.long_attempt_min, 1)
     _at_least("requeue.restart_delay_s", config.requeue.restart_delay_s, 0)
     _at_least("sweep.pack", config.sweep.pack, 1)
     if config.job.kind == "train":

@@ -25,6 +25,7 @@ from slurmtrain.config.compose import load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
 from slurmtrain.launch.import_paths import pythonpath_folders
+from slurmtrain.launch.plain_log import PlainLog
 from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime.environment import LAUNCHER_VARIABLE
 from slurmtrain.runtime.judge import Judgement, Reason, Verdict
@@ -175,7 +176,8 @@ def _terminal_like_ours() -> tuple[int, int]:
 
 
 def _copy(source: int, log: BinaryIO, show: bool) -> None:
-    """Copy a rank's output to its log, and rank 0's to the terminal, too."""
+    """Copy a rank's output to its log, and rank 0's to the terminal, too. What it draws there is no text for a log."""
+    plain = PlainLog() if os.isatty(source) else None
     with log:
         while True:
             try:
@@ -184,11 +186,12 @@ def _copy(source: int, log: BinaryIO, show: bool) -> None:
                 break
             if not data:
                 break
-            log.write(data)
+            log.write(plain.feed(data) if plain else data)
             log.flush()
             if show:
                 sys.stdout.buffer.write(data)
                 sys.stdout.buffer.flush()
+        log.write(plain.close() if plain else b"")
     os.close(source)
 
 

@@ -62,7 +62,8 @@ def read_progress(run_dir: RunDir, steps: int | None, *, running_since: float | 
         return Progress(step, steps)
     evaluated = _newest(log, "valid_loss") or _furthest(run_dir, "valid_loss")
     trained, logged = _newest(log, "loss"), os.lstat(run_dir.metrics_file).st_mtime
-    now = trained if running_since is not None and logged >= running_since else {}
+    paced = trained or newest  # a program of the user's own may report steps and nothing else
+    now = paced if running_since is not None and logged >= running_since else {}
     return Progress(
         step,
         steps,

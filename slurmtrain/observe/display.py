@@ -13,8 +13,11 @@ LINE_EVERY_S = 10.0  # between plain lines: a log of a day stays below 10,000 li
 class Display(Protocol):
     """What both kinds offer."""
 
+    def begin(self, line: str, done: float, total: float) -> None:
+        """Show where it begins, before there is any progress to show."""
+
     def show(self, line: str, done: float, total: float) -> None:
-        """How far it is, in words and, for a bar, as `done` of `total`."""
+        """Show how far it is, in words and, for a bar, as `done` of `total`."""
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
@@ -35,6 +38,9 @@ class _Lines:
     def __init__(self, stream: TextIO, clock: Callable[[], float]):
         self._stream, self._clock, self._due = stream, clock, clock()
         self._whole = False  # the last one is printed
+
+    def begin(self, line: str, done: float, total: float) -> None:
+        self.say(line)
 
     def show(self, line: str, done: float, total: float) -> None:
         if self._clock() >= self._due or (done >= total and not self._whole):
@@ -58,11 +64,14 @@ class _Bar:
 
         line = TextColumn("{task.fields[line]}", markup=False)
         self._bar = Progress(BarColumn(bar_width=24), line, console=Console(file=stream))
-        self._task = self._bar.add_task("", total=None, line="")
+        self._task = self._bar.add_task("", total=None, line="", visible=False)  # until there is something to say
         self._bar.start()
 
+    def begin(self, line: str, done: float, total: float) -> None:
+        self.show(line, done, total)
+
     def show(self, line: str, done: float, total: float) -> None:
-        self._bar.update(self._task, line=line, completed=done, total=total)
+        self._bar.update(self._task, line=line, completed=done, total=total, visible=True)
 
     def say(self, text: str) -> None:
         self._bar.console.print(text, markup=False, highlight=False)

@@ -23,6 +23,7 @@ class Progress:
     ):
         self._total, self._initial, self._clock, self._began = total, initial, clock, clock()
         self._display = display(stream, clock)
+        self._display.begin(f"step {initial}/{total}  waiting for the first step", initial, total)
 
     def update(self, step: int, **metrics: float) -> None:
         """`step` steps are done. `metrics` are numbers; loss, lr and tokens_per_s have a format of their own."""

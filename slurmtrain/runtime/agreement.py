@@ -1,4 +1,4 @@
-"""All ranks stop, and save, after the same step, whichever of them was told to.
+"""All ranks stop, save, and give up after the same step, whichever of them was told to.
 
 A signal reaches ranks at different moments of different steps, or one rank only, and clocks differ. A maximum over the
 ranks' flags, once a step, makes it one decision. It runs on a CPU group of its own while the step goes on, so it costs no
@@ -17,10 +17,11 @@ from slurmtrain.runtime.signals import StopSignals
 
 
 class Agreed(NamedTuple):
-    """What holds for all ranks after this step: stop; or else, save."""
+    """What holds for all ranks after this step: give up; or else, stop; or else, save."""
 
     stop: bool
     save: bool
+    give_up: bool = False
 
 
 class StopAgreement:
@@ -34,17 +35,18 @@ class StopAgreement:
         self, signals: StopSignals, group: dist.ProcessGroup | None, take_save: Callable[[], bool] = lambda: False
     ):
         self._signals, self._group, self._take_save = signals, group, take_save
-        self._flags = torch.zeros(2, dtype=torch.int32)
+        self._flags = torch.zeros(3, dtype=torch.int32)
         self._work: dist.Work | None = None
 
-    def begin(self, *, save: bool | None = None) -> None:
+    def begin(self, *, save: bool | None = None, give_up: bool = False) -> None:
         """Hand in this rank's flags; returns at once.
 
         Args:
             save: this rank wants a checkpoint; None: this is no moment for one, and who has asked for one is heard later.
+            give_up: this rank sees no sense in going on.
         """
         wanted = save is not None and (self._take_save() or save)
-        self._flags[0], self._flags[1] = self._signals.requested, wanted
+        self._flags[0], self._flags[1], self._flags[2] = self._signals.requested, wanted, give_up
         if self._group is not None:
             self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
@@ -53,7 +55,7 @@ class StopAgreement:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        stop, save = self._flags.tolist()
+        stop, save, give_up = self._flags.tolist()
         if stop:
             self._signals.request("another rank")
-        return Agreed(bool(stop), bool(save))
+        return Agreed(bool(stop), bool(save), bool(give_up))

@@ -6,6 +6,8 @@ that nobody could complete, because its node was gone. Readers: `status`, and th
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
 import re
 import time
@@ -68,7 +70,12 @@ class Attempt:
         first_step: steps done when it began; None until it has restored.
         last_step: steps done when it ended, as far as is known.
         committed_before, committed_step: the newest checkpoint when it began, and when it ended.
-        stalled: it used up the budget: its own fault, and no new checkpoint.
+        reported_before, reported_step: the furthest step that a program of the user's own had reported when it began, and when
+            it ended; None where it reports none.
+        marked_before, marked: when the newest file of job.progress_file had last been changed, likewise; unix seconds.
+        stalled: it used up a budget: its own fault, and no progress.
+        unseen: that budget is the one of long attempts, of a program that reports no progress.
+        lasted: it was such a long attempt: it may have got on, and the count of short ones begins afresh.
         said: rank 0's last word: "finished" or "stopped".
         program_code: with what a program of the user's own ended on rank 0; minus the signal's number when one killed it.
         stepping: when it began to train; None until then.
@@ -92,6 +99,10 @@ class Attempt:
     last_step: int | None = None
     committed_before: int | None = None
     committed_step: int | None = None
+    reported_before: int | None = None
+    reported_step: int | None = None
+    marked_before: float | None = None
+    marked: float | None = None
     said: str | None = None
     program_code: int | None = None
     cause: str | None = None
@@ -103,13 +114,17 @@ class Attempt:
     reason: str | None = None
     verdict: str | None = None
     stalled: bool = False
+    unseen: bool = False
+    lasted: bool = False
     sentence: str | None = None
     started_again: int = 0
 
     @property
     def progressed(self) -> bool:
-        """A checkpoint newer than the one it started from."""
-        return (self.committed_step or 0) > (self.committed_before or 0)
+        """A checkpoint newer than the one it started from, or what a program of the user's own shows in its place."""
+        reported = self.reported_step is not None and self.reported_step > (self.reported_before or 0)
+        marked = self.marked is not None and self.marked > (self.marked_before or 0.0)
+        return (self.committed_step or 0) > (self.committed_before or 0) or reported or marked
 
 
 def read_attempt(run_dir: RunDir, number: int) -> Attempt:
@@ -144,15 +159,44 @@ def all_attempts(run_dir: RunDir) -> list[Attempt]:
 def stalled_before(attempts: list[Attempt], number: int) -> int:
     """Attempts directly before `number` that used up the budget.
 
-    Progress starts the count afresh, and so does a person who resumed a run that had ended. An attempt that ended
-    for another reason does not count.
+    Progress starts the count afresh, and so do a long attempt of a program that reports none, and a person who resumed a
+    run that had ended. An attempt that ended for another reason does not count.
     """
+    count = 0
+    for attempt in reversed([attempt for attempt in attempts if attempt.number < number]):
+        if attempt.progressed or attempt.lasted or attempt.verdict in (Verdict.DONE, Verdict.END):
+            break
+        count += attempt.stalled and not attempt.unseen
+    return count
+
+
+def unseen_before(attempts: list[Attempt], number: int) -> int:
+    """Return how many long attempts before `number` used up the budget of those that show no progress."""
     count = 0
     for attempt in reversed([attempt for attempt in attempts if attempt.number < number]):
         if attempt.progressed or attempt.verdict in (Verdict.DONE, Verdict.END):
             break
-        count += attempt.stalled
+        count += attempt.unseen
     return count
+
+
+def furthest_reported(run_dir: RunDir) -> int | None:
+    """Return the furthest step in the last part of metrics.jsonl, or in the record of an attempt; None where there is none.
+
+    A program that is started from scratch reports its first steps once more: they are no progress.
+    """
+    steps = [record["step"] for record in records_with("step", tail(run_dir.metrics_file))]
+    earlier = [attempt.reported_step for attempt in all_attempts(run_dir)]
+    return max((step for step in [*steps, *earlier] if isinstance(step, int)), default=None)
+
+
+def newest_change(run_dir: RunDir, pattern: str | None) -> float | None:
+    """Return when the newest of the files that `pattern` (job.progress_file) names was changed, in unix seconds."""
+    times = []
+    for name in glob.glob(str(run_dir.path / pattern), recursive=True) if pattern else []:
+        with contextlib.suppress(OSError):  # it is being replaced
+            times.append(os.stat(name).st_mtime)
+    return max(times, default=None)
 
 
 def newest_checkpoint_step(run_dir: RunDir) -> int | None:

@@ -11,7 +11,7 @@ about SLURM below were observed with 22.05 (tests/slurm shows them again):
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
@@ -60,9 +60,12 @@ class Evidence:
         facts: what SLURM says of the job; None outside of SLURM.
         preempted_when_told: what SLURM said of it as the attempt was told to stop; a requeue may have wiped that out since.
         restart_count: SLURM_RESTART_COUNT of this attempt.
-        progressed: a checkpoint was committed that is newer than what the attempt started from.
-        progress_visible: False for a program that keeps checkpoints of its own: no news is not bad news there.
+        progressed: a checkpoint was committed that is newer than what the attempt started from, or a program of the user's own
+            shows that it got on.
+        progress_visible: False for a program that reports none: no news is not bad news there.
+        lasted_s: from its begin to its end, or to the last thing that it wrote.
         stalled_before: attempts directly before this one that stalled, too.
+        unseen_before: long attempts before this one that show no progress.
     """
 
     exit_code: int
@@ -79,7 +82,9 @@ class Evidence:
     restart_count: int = 0
     progressed: bool = False
     progress_visible: bool = True
+    lasted_s: float = 0.0
     stalled_before: int = 0
+    unseen_before: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,12 +94,16 @@ class Policy:
     Attributes:
         mode: requeue.mode.
         links_left: jobs of the chain that still wait for this one.
+        max_unseen_attempts: requeue.max_unseen_attempts.
+        long_attempt_s: an attempt that lasted so long may have got on where no progress is visible.
         signal_lead_s: how long before the time limit the early warning was asked for.
     """
 
     mode: str = "requeue"
     links_left: int = 0
     max_attempts_without_progress: int = 3
+    max_unseen_attempts: int = 10
+    long_attempt_s: float = 3600.0
     signal_lead_s: float = 120.0
     early_s: float = 90.0  # SLURM may warn 60 s early, and looks every 30 s
 
@@ -103,12 +112,16 @@ class Policy:
 class Judgement:
     """Attributes:
     stalled: the run's own fault, and nothing to show for it: the attempt uses up the budget.
+    unseen: the same of a long attempt, of a program that reports no progress: it uses up another budget.
+    lasted: it was a long attempt of such a program, whoever's fault its end was.
     """
 
     reason: Reason
     verdict: Verdict
     sentence: str
     stalled: bool = False
+    unseen: bool = False
+    lasted: bool = False
 
 
 def judge(evidence: Evidence, policy: Policy) -> Judgement:
@@ -119,22 +132,20 @@ def judge(evidence: Evidence, policy: Policy) -> Judgement:
     sentence += _doubt(evidence)
     if reason in (Reason.CANCELLED, Reason.CONFIG):
         return Judgement(reason, Verdict.END, sentence)
-    stalled = _is_stall(reason, evidence)
+    judged = _with_effort(Judgement(reason, Verdict.END, sentence), evidence, policy)
     if _slurm_restarts(evidence):
-        return Judgement(reason, Verdict.RESTARTING, f"{sentence}; SLURM starts it again", stalled)
+        return replace(judged, verdict=Verdict.RESTARTING, sentence=f"{judged.sentence}; SLURM starts it again")
     if policy.mode == "off":
-        return Judgement(reason, Verdict.END, f"{sentence}; it is not requeued (requeue.mode=off)", stalled)
-    if stalled and evidence.stalled_before + 1 >= policy.max_attempts_without_progress:
-        tries = f"{policy.max_attempts_without_progress} attempts in a row without a new checkpoint"
-        if policy.max_attempts_without_progress == 1:
-            tries = "an attempt without a new checkpoint"
-        sentence = f"{sentence}; {tries}: giving up (requeue.max_attempts_without_progress)"
-        return Judgement(reason, Verdict.END, sentence, stalled)
+        return replace(judged, sentence=f"{sentence}; it is not requeued (requeue.mode=off)")
+    spent = _budget_spent(judged, evidence, policy)
+    if spent is not None:
+        return replace(judged, sentence=f"{sentence}; {spent}")
     if policy.mode == "chain" and policy.links_left == 0:
-        sentence = f"{sentence}; no job of the chain is left to go on (requeue.chain_length)"
-        return Judgement(reason, Verdict.END, sentence, stalled)
+        return replace(
+            judged, sentence=f"{judged.sentence}; no job of the chain is left to go on (requeue.chain_length)"
+        )
     verdict, next_step = _NEXT_STEPS[policy.mode]
-    return Judgement(reason, verdict, f"{sentence}; {next_step}", stalled)
+    return replace(judged, verdict=verdict, sentence=f"{judged.sentence}; {next_step}")
 
 
 _NEXT_STEPS = {
@@ -159,7 +170,8 @@ def judge_abandoned(evidence: Evidence, policy: Policy) -> Judgement:
         reason, sentence = _why_told(evidence, policy)
     else:
         reason, sentence = Reason.NODE_FAILURE, "ended without a word: its node failed, or it was killed"
-    return Judgement(reason, Verdict.RESTARTING, f"{sentence}; it was started again", _is_stall(reason, evidence))
+    judged = _with_effort(Judgement(reason, Verdict.RESTARTING, sentence), evidence, policy)
+    return replace(judged, sentence=f"{judged.sentence}; it was started again")
 
 
 def _doubt(evidence: Evidence) -> str:
@@ -173,13 +185,44 @@ def _doubt(evidence: Evidence) -> str:
     return f" (its program ended with exit code 0, but {evidence.finished_when} is not there: job.finished_when)"
 
 
-def _is_stall(reason: Reason, evidence: Evidence) -> bool:
-    if evidence.progressed:
-        return False
-    if reason is Reason.TIME_LIMIT:
-        return evidence.progress_visible
-    unasked = reason is Reason.ASKED and evidence.cause is None and evidence.request is None  # said 75 by itself
-    return reason is Reason.CRASH or unasked
+def _with_effort(judged: Judgement, evidence: Evidence, policy: Policy) -> Judgement:
+    """Say whether the attempt uses up a budget, and of a long one that shows no progress say that, too.
+
+    Where progress is not visible a long attempt may have got on, one that reached its time limit included. It is no
+    crash loop, but a program that begins from scratch each time looks the same: it may do so a number of times.
+    """
+    long = not evidence.progress_visible and evidence.lasted_s >= policy.long_attempt_s
+    if evidence.progressed or not _own_fault(judged.reason, evidence):
+        return replace(judged, lasted=long)
+    if not long and (evidence.progress_visible or judged.reason is not Reason.TIME_LIMIT):
+        return replace(judged, stalled=True)
+    count = f"{evidence.unseen_before + 1} of {policy.max_unseen_attempts} such attempts"
+    sentence = f"{judged.sentence}; nothing shows that it got anywhere ({count}; {_HOW_TO_REPORT})"
+    return replace(judged, sentence=sentence, unseen=True, lasted=True)
+
+
+_HOW_TO_REPORT = "`slurmtrain progress STEP` or job.progress_file would"
+
+
+def _own_fault(reason: Reason, evidence: Evidence) -> bool:
+    """A crash, a time limit, or a program that ends early without having been told to by anybody who is known."""
+    known = evidence.request is not None or (evidence.cause is not None and evidence.program_code != 0)
+    return reason in (Reason.CRASH, Reason.TIME_LIMIT) or (reason is Reason.ASKED and not known)
+
+
+def _budget_spent(judged: Judgement, evidence: Evidence, policy: Policy) -> str | None:
+    """Why this attempt is the last, or None while there may be others."""
+    if judged.unseen and evidence.unseen_before + 1 >= policy.max_unseen_attempts:
+        each = f"{policy.max_unseen_attempts} long attempts and nothing that shows progress ({_HOW_TO_REPORT})"
+        return f"{each}: giving up (requeue.max_unseen_attempts)"
+    if not judged.stalled or evidence.stalled_before + 1 < policy.max_attempts_without_progress:
+        return None
+    ours = evidence.program_code is None and evidence.progress_visible
+    what = "a new checkpoint" if ours else f"progress ({_HOW_TO_REPORT} show it)"
+    tries = f"{policy.max_attempts_without_progress} attempts in a row without {what}"
+    if policy.max_attempts_without_progress == 1:
+        tries = f"an attempt without {what}"
+    return f"{tries}: giving up (requeue.max_attempts_without_progress)"
 
 
 def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:

@@ -76,6 +76,8 @@ def _run(find: Callable[[], tuple[Config, Callable[[], RunDir]]], given: Place |
             code = _program(config.job.kind)(config, environment, where, stop, watch)
             _settle_by_hand(config, environment, where, code)
             leave(code)
+        timeline.aloud = environment.rank == 0
+        timeline.begin("loading PyTorch")
         if given is not None and environment.rank == 0:
             watch = _begin(given, environment, config, stop)
         world, where = _join(config, environment, given, find_or_create, stop, timeline)
@@ -131,6 +133,8 @@ def _join(
     from slurmtrain.runtime.world import join
 
     timeline.mark("interpreter and imports")
+    if environment.world_size > 1:
+        timeline.begin(f"waiting for the other {environment.world_size - 1} ranks")
     meeting = None
     if given is None and environment.source == "slurm" and environment.world_size > 1:
         meeting = place.meeting_directory(environment, Path(config.job.runs_dir))

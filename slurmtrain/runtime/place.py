@@ -21,7 +21,7 @@ from slurmtrain.rundir import ATTEMPT_VARIABLE, RunDir
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.attempts import Attempt
 from slurmtrain.runtime.environment import Environment
-from slurmtrain.runtime.settle import close_abandoned, own_job_id
+from slurmtrain.runtime.settle import REPORTING, close_abandoned, own_job_id
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,8 @@ def open_attempt(place: Place, environment: Environment, config: Config) -> None
         host=socket.gethostname(),
         started=time.time(),
         committed_before=attempts.newest_checkpoint_step(place.run_dir),
+        reported_before=attempts.furthest_reported(place.run_dir) if config.job.kind in REPORTING else None,
+        marked_before=attempts.newest_change(place.run_dir, config.job.progress_file),
     )
     attempts.write_attempt(place.run_dir, attempt)
     place.run_dir.event(

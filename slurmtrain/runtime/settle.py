@@ -22,6 +22,8 @@ from slurmtrain.runtime.attempts import Attempt
 from slurmtrain.runtime.judge import Evidence, Judgement, Policy, Verdict, judge, judge_abandoned
 from slurmtrain.runtime.slurm import JobFacts, SlurmClient
 
+REPORTING = ("command", "prepare")  # kinds of jobs whose progress is what they report
+
 
 def settle(run_dir: RunDir, number: int, exit_code: int, config: Config, client: SlurmClient | None) -> Judgement:
     """Judge attempt `number` and complete its record.
@@ -36,8 +38,8 @@ def settle(run_dir: RunDir, number: int, exit_code: int, config: Config, client:
     links_left = 0
     if client is not None and config.requeue.mode == "chain":
         links_left = len(chain.waiting_after(run_dir, job_id, client))
-    _find_last_steps(run_dir, attempt)
-    judgement = judge(_evidence(run_dir, attempt, exit_code, facts, config), policy(config, links_left))
+    _find_last_steps(run_dir, attempt, config)
+    judgement = judge(_evidence(run_dir, attempt, exit_code, facts, config, time.time()), policy(config, links_left))
     attempt.exit_code = exit_code
     try:
         _record(run_dir, attempt, judgement)
@@ -90,22 +92,27 @@ def close_abandoned(run_dir: RunDir, current: int, config: Config) -> None:
         attempt = attempts.read_attempt(run_dir, number)
         if number >= current or attempt.reason is not None or (run_dir.attempt(number) / "setup-failed").exists():
             continue
-        _find_last_steps(run_dir, attempt)
-        evidence = _evidence(run_dir, attempt, 0, None, config)
+        _find_last_steps(run_dir, attempt, config)
+        evidence = _evidence(run_dir, attempt, 0, None, config, _last_sign(run_dir.attempt(number)))
         _record(run_dir, attempt, judge_abandoned(evidence, policy(config)))
 
 
-def _find_last_steps(run_dir: RunDir, attempt: Attempt) -> None:
+def _find_last_steps(run_dir: RunDir, attempt: Attempt, config: Config) -> None:
     attempt.committed_step = attempts.newest_checkpoint_step(run_dir)
-    if not attempt.started:  # rank 0 never opened it, so nothing that is committed can be its work
-        attempt.committed_before = attempt.committed_step
+    if config.job.kind in REPORTING:
+        attempt.reported_step = attempts.furthest_reported(run_dir)
+    attempt.marked = attempts.newest_change(run_dir, config.job.progress_file)
+    if not attempt.started:  # rank 0 never opened it, so nothing that is there can be its work
+        attempt.committed_before, attempt.reported_before = attempt.committed_step, attempt.reported_step
+        attempt.marked_before = attempt.marked
     if attempt.last_step is None:
         logged, committed = attempts.last_logged_step(run_dir), attempt.committed_step
         attempt.last_step = max(logged or 0, committed or 0) or attempt.first_step
 
 
 def _record(run_dir: RunDir, attempt: Attempt, judgement: Judgement) -> None:
-    attempt.ended, attempt.stalled = time.time(), judgement.stalled
+    attempt.ended, attempt.lasted = time.time(), judgement.lasted
+    attempt.stalled, attempt.unseen = judgement.stalled or judgement.unseen, judgement.unseen
     attempt.reason, attempt.verdict, attempt.sentence = judgement.reason, judgement.verdict, judgement.sentence
     attempts.write_attempt(run_dir, attempt)
     run_dir.request_file.unlink(missing_ok=True)  # it was for this attempt
@@ -126,6 +133,8 @@ def policy(config: Config, links_left: int = 0) -> Policy:
         mode=mode,
         links_left=links_left,
         max_attempts_without_progress=config.requeue.max_attempts_without_progress,
+        max_unseen_attempts=config.requeue.max_unseen_attempts,
+        long_attempt_s=60 * min(config.requeue.long_attempt_min, config.cluster.time_limit_min / 2),
         signal_lead_s=config.cluster.signal_lead_s,
     )
 
@@ -136,12 +145,15 @@ def own_job_id() -> str | None:
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
 
 
-def _evidence(run_dir: RunDir, attempt: Attempt, exit_code: int, facts: JobFacts | None, config: Config) -> Evidence:
+def _evidence(
+    run_dir: RunDir, attempt: Attempt, exit_code: int, facts: JobFacts | None, config: Config, ended: float
+) -> Evidence:
     directory = run_dir.attempt(attempt.number)
     killed = attempts.killed_tasks(directory)
     failure = attempts.first_failure(directory)
     if failure is None and killed is None:  # nobody saw the cause, only what it did to the others
         failure = attempts.first_failure(directory, because_of_peer=True)
+    tries = attempts.all_attempts(run_dir)
     return Evidence(
         exit_code=exit_code,
         said=attempt.said,
@@ -156,6 +168,16 @@ def _evidence(run_dir: RunDir, attempt: Attempt, exit_code: int, facts: JobFacts
         preempted_when_told=attempt.facts is not None and JobFacts(**attempt.facts).preempted,
         restart_count=own_restart_count(),
         progressed=attempt.progressed,
-        progress_visible=config.job.kind in ("train", "evaluate") or attempt.committed_step is not None,
-        stalled_before=attempts.stalled_before(attempts.all_attempts(run_dir), attempt.number),
+        progress_visible=config.job.kind in ("train", "evaluate")
+        or config.job.progress_file is not None
+        or attempt.committed_step is not None
+        or attempt.reported_step is not None,
+        lasted_s=ended - attempt.started if attempt.started else 0.0,
+        stalled_before=attempts.stalled_before(tries, attempt.number),
+        unseen_before=attempts.unseen_before(tries, attempt.number),
     )
+
+
+def _last_sign(attempt_dir: Path) -> float:
+    """Return when the attempt last wrote something, in unix seconds: nobody may have seen its end."""
+    return max((path.stat().st_mtime for path in attempt_dir.glob("rank-*.log")), default=attempt_dir.stat().st_mtime)

@@ -9,7 +9,13 @@ from slurmtrain import process
 
 
 class Timeline:
-    """Seconds between marks, the first one counted from the start of this process."""
+    """Seconds between marks, the first one counted from the start of this process.
+
+    Attributes:
+        aloud: print what begins, for whoever follows the log and would see nothing for a minute.
+    """
+
+    aloud = False
 
     def __init__(self) -> None:
         self._last = time.time() - process_age_s()
@@ -20,6 +26,11 @@ class Timeline:
         now = time.time()
         self.seconds[name] = round(now - self._last, 3)
         self._last = now
+
+    def begin(self, what: str) -> None:
+        """Say that a stage begins: "loading PyTorch"."""
+        if self.aloud:
+            print(f"slurmtrain: {what} ...", flush=True)
 
 
 def process_age_s() -> float:

@@ -55,6 +55,7 @@ def build_trainer(
     """
     rank, layout = world.environment.rank, layout_of(config)
     train = config.train
+    timeline.begin("building the model and the data")
     laid, parameters, vocabulary = lay_model(config, layout, world)
     seed_everything(train.seed, rank)
     source = build("data", config.data)
@@ -95,6 +96,7 @@ def build_trainer(
         on_ending=record.on_ending if record else lambda ending: None,
     )
     timeline.mark("model and data")
+    timeline.begin("looking for a checkpoint")
     return Trainer(
         train=train,
         optim=config.optim,

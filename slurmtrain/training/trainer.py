@@ -29,6 +29,7 @@ from slurmtrain.observe import Reporter, Throughput
 from slurmtrain.parallel.ddp import settle_buckets, without_trace
 from slurmtrain.parallel.lay import Laid
 from slurmtrain.training.evaluation import Evaluator, not_measured
+from slurmtrain.training.nonfinite import Diverged, NonfiniteSteps, all_finite
 from slurmtrain.training.optim import build_optimizer, learning_rate, set_learning_rate
 from slurmtrain.training.passes import Passes
 from slurmtrain.training.stopping import Answer, StopCheck
@@ -171,6 +172,8 @@ class Trainer:
         self._measured: dict[str, float] = {}  # by the last evaluation of this attempt
         self._asked_at: int | None = None  # the step whose checkpoint was asked to be evaluated last
         self._parameters = [parameter for parameter in laid.model.parameters() if parameter.requires_grad]
+        self._nonfinite = NonfiniteSteps(train.max_nonfinite)
+        self._begins_finite = all_finite(self._parameters)  # else it is meant to be as it is
 
     def fit(self) -> Outcome:
         """Restore, then step until done or told to stop; save on the way and at the end."""
@@ -194,6 +197,8 @@ class Trainer:
             stopping = self._check_stop_now() or (self._evaluation_due() and self._evaluate())
             while not stopping and self._counters.step < self._train.steps:
                 answer = self._train_step()
+                if answer.give_up:  # by the step before this one
+                    raise self._diverged()
                 last = self._counters.step >= self._train.steps
                 stopping = answer.stop and not last
                 if not stopping and self._evaluation_due():
@@ -202,6 +207,9 @@ class Trainer:
                     self._save()
                 self._measure_saves()
             finished = not stopping and self._counters.step >= self._train.steps
+            if finished and not self._is_finite():
+                self._nonfinite.look()
+                raise self._diverged()
             saved = self._save_last(stopping) if self._counters.step > first_step or finished else None
             if self._checkpointer is not None:
                 self._checkpointer.close(None if finished else 0)
@@ -230,13 +238,15 @@ class Trainer:
 
         # Asked as late as possible, so that a signal in the middle of a step still stops after it, and answered while
         # the optimiser works.
-        self._stop.begin(save=self._cadence.due(self._counters.step + 1, time.monotonic()))
+        due = self._cadence.due(self._counters.step + 1, time.monotonic())
+        self._stop.begin(save=due, give_up=self._look_at_last_step())
         norm = self._clip()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         answer = self._stop.finish()
 
         self._counters.step += 1
+        self._nonfinite.note(self._counters.step, loss_sum, norm, tokens)
         if self._counters.data_hash is not None:
             self._counters.data_hash = proof.chained(self._counters.data_hash, sums().digest)
         self._step_s = max(self._step_s, self._throughput.step(tokens, data_wait_s))
@@ -263,6 +273,41 @@ class Trainer:
                 f"step {self._counters.step}: {share:.0%} of the time goes into waiting for data; "
                 f"more than train.data_workers={self._train.data_workers} may help"
             )
+
+    def _look_at_last_step(self) -> bool:
+        """Return whether too many steps in a row had no finite loss or gradient norm, the last one included."""
+        too_many = self._nonfinite.look()
+        if self._nonfinite.in_a_row == 1:
+            self._reporter.message(
+                f"step {self._nonfinite.last}: loss or gradient norm are not finite"
+                + (f"; {self._nonfinite.limit} such steps in a row end the run" if self._nonfinite.limit else "")
+            )
+        return too_many
+
+    def _is_finite(self) -> bool:
+        """Return whether the parameters are finite numbers on all ranks, which call it together before the state is kept."""
+        finite = torch.tensor(int(not self._begins_finite or all_finite(self._parameters)))
+        if self._ranks.counts is not None:
+            dist.all_reduce(finite, dist.ReduceOp.MIN, self._ranks.counts)
+        return bool(finite)
+
+    def _diverged(self) -> Diverged:
+        """Return the error that ends the run. All ranks call it together."""
+        steps = self._nonfinite
+        loss = self._sum_over_ranks(torch.tensor(steps.loss)).item()
+        numbers = f"the last one looked at, {steps.last}, has loss {loss:.4g} and gradient norm {steps.norm:.4g}"
+        if 0 < steps.limit <= steps.in_a_row:
+            many = f"in a row (train.max_nonfinite={steps.limit})"
+            what = f"loss or gradient norm are not finite for {steps.in_a_row} steps {many}: from step {steps.first} on"
+        else:
+            what = f"the parameters are not finite after step {self._counters.step}"
+        step = self._checkpointer.last_step if self._checkpointer is not None else None
+        before = "there is no checkpoint" if step is None else f"the newest checkpoint, of step {step}, is from before"
+        return Diverged(
+            f"{what}; {numbers}; {before}",
+            hint="the same steps would do the same again, so nothing is tried again: a smaller optim.lr, more "
+            "optim.warmup_steps or optim.grad_clip=1 may help, or other data",
+        )
 
     def _clip(self) -> Tensor:
         """The norm of all gradients, which are scaled down to `optim.grad_clip` at most."""
@@ -361,6 +406,10 @@ class Trainer:
         """Begin to save; training goes on."""
         if self._checkpointer is None or self._checkpointer.last_step == self._counters.step:
             return
+        if not self._is_finite():
+            self._reporter.message(f"step {self._counters.step} is not saved: its parameters are not finite")
+            self._cadence.saved(self._counters.step, time.monotonic(), None)
+            return
         metrics = self._measured if self._counters.evaluated_at == self._counters.step else None
         saving = self._checkpointer.save(self._counters.step, metrics=metrics, **self._state())
         self._measure_saves()  # the one before is decided by now
@@ -385,7 +434,7 @@ class Trainer:
             return None
         if stopping:
             checkpointer.hurry()
-        choice = self._choose_last_save() if stopping else "both"
+        choice = self._choose_last_save() if stopping and self._is_finite() else "both"
         if choice == "in flight":
             try:
                 return checkpointer.wait()

@@ -97,10 +97,10 @@ class Observed(StopAgreement):
         super().__init__(signals.arm(), world.control)
         self._hook, self._asked = hook, 0
 
-    def begin(self, *, save: bool = False) -> None:
+    def begin(self, *, save: bool | None = None, give_up: bool = False) -> None:
         self._hook(self._asked)
         self._asked += 1
-        super().begin(save=save)
+        super().begin(save=save, give_up=give_up)
 
     def finish(self) -> Agreed:
         time.sleep(STEP_S)

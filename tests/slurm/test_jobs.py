@@ -136,6 +136,26 @@ def test_any_program_gets_ranks_requeue_and_status(project: Project) -> None:
     assert run.cluster.job(run.job_id)["ExitCode"] == "0:0"
 
 
+def test_a_program_whose_child_still_saves_when_preempted_is_waited_for_and_started_again(project: Project) -> None:
+    """The wrapper dies of the signal; its child traps it, saves, on rank 1 for seconds longer, and exits with 0."""
+    (project.path / "wrap.sh").write_text("bash train.sh >/dev/null 2>&1\n")
+    (project.path / "train.sh").write_text(
+        'cd "$SLURMTRAIN_RUN_DIR"; [ -e "saved-$RANK" ] && { touch "again-$RANK"; exit 0; }\n'
+        "trap 'sleep $((RANK * 3 + 1)); date +%s.%N >new-$RANK; mv new-$RANK saved-$RANK; exit 0' TERM\n"
+        'touch "up-$RANK"; while sleep 0.05; do :; done\n'
+    )
+    words = ["cluster.nodes=1", "cluster.tasks_per_node=2", "cluster.srun_wait_s=1"]
+    run = project.submit("job=command", "job.command='bash wrap.sh'", *words, small=False)
+    run.wait_until(lambda: all((run.run_dir.path / f"up-{rank}").exists() for rank in "01"), "up")
+    run.preempt_by_high()
+    run.finish()
+    first, second = run.attempts()
+    assert (first.reason, first.said, second.reason) == ("preempted", "stopped", "finished")
+    saved = [float((run.run_dir.path / f"saved-{rank}").read_text()) for rank in "01"]
+    assert first.ended is not None and max(saved) < first.ended < second.started
+    assert all((run.run_dir.path / f"again-{rank}").exists() for rank in "01")
+
+
 def test_a_program_that_fails_is_a_crash_with_its_exit_code(project: Project) -> None:
     run = project.submit(
         "job=command",

@@ -190,7 +190,12 @@ def test_the_console_script_is_the_same_thing(cli: Cli, project: Path) -> None:
     [
         ("slurmtrain cluster=", {"cluster=a100x4", "cluster=local", "cluster=sandbox"}),
         ("slurmtrain submit cluster=a", {"cluster=a100x4", "cluster=a100x8"}),
+        ("slurmtrain +cluster=", {"+cluster=a100x4", "+cluster=local", "+cluster=sandbox"}),
         ("slurmtrain submit +cluster=a100x4 mod", {"model="}),
+        ("slurmtrain submit --dr", {"--dry-run"}),
+        ("slurmtrain status ", {"last", "--json"}),
+        ("slurmtrain sweep re", {"retry"}),
+        ("slurmtrain checkpoints last ve", {"verify"}),
         ("slurmtrain cluster=a100x4 submit train.st", {"train.steps="}),
         ("slurmtrain su", {"submit"}),
         ("slurmtrain re", {"render", "requeue", "resume", "requeue="}),
@@ -200,6 +205,26 @@ def test_tab_completes_verbs_groups_options_and_fields(line: str, offered: set[s
     # As the shell function that `-sc install=bash` prints calls it.
     answer = cli("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
     assert offered <= set(answer.stdout.split()), answer
+
+
+def test_tab_completes_the_ids_of_runs(cli: Cli, project: Path) -> None:
+    for name in ("20260101-000000-aaaaa", "20260202-000000-bbbbb"):
+        (project / "runs/train" / name).mkdir(parents=True)
+        (project / "runs/train" / name / "run.json").write_text("{}")
+    answer = cli("-sc", "query=bash", COMP_LINE="slurmtrain logs 202602", COMP_POINT="22")
+    assert answer.stdout.split() == ["20260202-000000-bbbbb"]
+
+
+def test_bash_itself_completes_a_group_with_a_plus(cli: Cli, project: Path) -> None:
+    installed = cli("-sc", "install=bash").stdout
+    typed = "slurmtrain +cluster=h"
+    line = f"COMP_LINE='{typed}' COMP_POINT={len(typed)} COMP_CWORD=1"
+    script = f"{installed}\n{line}\nhydra_bash_completion\necho ${{COMPREPLY[@]}}"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script], env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "+cluster=h100x8\n", done
 
 
 def test_completion_for_bash_can_be_installed(cli: Cli) -> None:

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from slurmtrain.cli.arguments import Parser
-from slurmtrain.cli.collect import add_collect_options, print_collected
+from slurmtrain.cli.collect import add_collect_options, columns_that_fit, print_collected
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.collect import Goal, Point, Table, as_it_counts, table_of
 from slurmtrain.launch.table_files import column_kind, format_of, table_bytes, write_whole
@@ -314,3 +314,13 @@ def test_columns_that_a_terminal_has_no_room_for_are_named(monkeypatch: pytest.M
     *lines, sentence = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
     assert "more columns have no room: " in sentence and sentence.endswith("metric_29")
     assert 60 < max(map(len, lines)) <= 80
+
+
+def test_a_table_fits_a_terminal_of_80_letters_and_keeps_what_it_is_for() -> None:
+    header = ["point", "run", "state", "optim.lr", "optim.weight_decay", "step", "best_valid_loss", "valid_loss"]
+    widths = [5, 21, 8, 8, 18, 5, 15, 10]
+    assert columns_that_fit(header, widths, 7, None) == list(range(8))
+    assert columns_that_fit(header, widths, 7, 120) == list(range(8))
+    assert columns_that_fit(header, widths, 7, 80) == [0, 2, 3, 4, 5, 6]
+    assert columns_that_fit(header, widths, 7, 70) == [0, 2, 3, 4, 6]
+    assert columns_that_fit(header, widths, 7, 10) == [0, 3, 4, 6]

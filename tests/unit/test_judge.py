@@ -267,6 +267,53 @@ def test_a_program_that_asks_to_be_started_again_without_reason_or_progress_uses
     assert judge(Evidence(75, "stopped", stalled_before=2, progressed=True), Policy()).verdict == Verdict.REQUEUE
 
 
+# A program of the user's own may show no progress at all.
+
+UNSEEN = {"progress_visible": False, "program_code": 1, "facts": RUNNING}
+LONG, SHORT = {**UNSEEN, "lasted_s": 7200.0}, {**UNSEEN, "lasted_s": 60.0}
+BOOM = {"exit_code": 1, "failure": (1, "rank 0: boom")}
+WANTS_MORE = {"exit_code": 75, "said": "stopped"}
+AT_THE_LIMIT = {**WANTS_MORE, "cause": "SIGUSR2", "seconds_left": 60.0}
+TOLD_BY_NOBODY = {**WANTS_MORE, "cause": "SIGTERM", "program_code": 0}
+
+EFFORTS = [
+    # how it ended, evidence -> uses up the budget, that of long attempts, was long
+    ("a short crash", {**SHORT, **BOOM}, (True, False, False)),
+    ("a crash after hours", {**LONG, **BOOM}, (False, True, True)),
+    (
+        "a crash after hours, where progress is visible",
+        {**LONG, **BOOM, "progress_visible": True},
+        (True, False, False),
+    ),
+    ("a chunk done in a minute, and not reported", {**SHORT, **WANTS_MORE, "program_code": 75}, (True, False, False)),
+    ("a chunk done, and reported", {**SHORT, **WANTS_MORE, "progressed": True}, (False, False, False)),
+    ("a chunk of hours, not reported", {**LONG, **WANTS_MORE, "program_code": 75}, (False, True, True)),
+    ("a short time limit, from scratch each time", {**SHORT, **AT_THE_LIMIT}, (False, True, True)),
+    ("the time limit, with progress", {**LONG, **AT_THE_LIMIT, "progressed": True}, (False, False, True)),
+    ("exit code 0 after a TERM of nobody's, in a minute", {**SHORT, **TOLD_BY_NOBODY}, (True, False, False)),
+    ("the same on request", {**SHORT, **TOLD_BY_NOBODY, "request": "preempt"}, (False, False, False)),
+    ("the same in a preemption", {**SHORT, **TOLD_BY_NOBODY, "facts": PREEMPTED}, (False, False, False)),
+    ("preempted after hours", {**LONG, **WANTS_MORE, "cause": "SIGTERM", "facts": PREEMPTED}, (False, False, True)),
+]
+
+
+@pytest.mark.parametrize(("evidence", "effort"), [row[1:] for row in EFFORTS], ids=[row[0] for row in EFFORTS])
+def test_what_uses_up_which_budget(evidence: dict[str, object], effort: tuple[bool, bool, bool]) -> None:
+    judgement = judge(Evidence(**evidence), Policy())  # type: ignore[arg-type]
+    assert (judgement.stalled, judgement.unseen, judgement.lasted) == effort
+    assert judgement.verdict == Verdict.REQUEUE
+
+
+@pytest.mark.parametrize("ending", [BOOM, AT_THE_LIMIT, {**WANTS_MORE, "program_code": 75}])
+def test_a_program_that_shows_no_progress_is_told_of_it_each_time_and_does_not_go_on_for_ever(
+    ending: dict[str, object],
+) -> None:
+    early, late = (judge(Evidence(**{**LONG, **ending}, unseen_before=n), Policy()) for n in (3, 9))  # type: ignore[arg-type]
+    assert early.verdict == Verdict.REQUEUE and "nothing shows that it got anywhere (4 of 10 such" in early.sentence
+    assert late.verdict == Verdict.END and "giving up (requeue.max_unseen_attempts)" in late.sentence
+    assert "slurmtrain progress STEP" in early.sentence and "slurmtrain progress STEP" in late.sentence
+
+
 # Where SLURM does not requeue: the same reasons, other consequences.
 
 NODE_DOWN = JobFacts("COMPLETING", "NodeDown", start_time=1000.0)
@@ -327,6 +374,10 @@ EVIDENCE = st.builds(
     facts=st.sampled_from([None, RUNNING, PREEMPTED, CANCELLED, REQUEUED, TIMED_OUT, PREEMPTED_BY_SLURM]),
     progressed=st.booleans(),
     stalled_before=st.integers(0, 4),
+    program_code=st.sampled_from([None, 0, 1, 75]),
+    progress_visible=st.booleans(),
+    lasted_s=st.floats(0, 1e5),
+    unseen_before=st.integers(0, 11),
 )
 
 

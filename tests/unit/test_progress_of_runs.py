@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from slurmtrain.cli import main
-from slurmtrain.cli.columns import table_lines
+from slurmtrain.cli.columns import PROGRESS, table_lines
 from slurmtrain.cli.sweep import _headline
 from slurmtrain.cli.watch import View, pause_s, watch
 from slurmtrain.config.compose import compose
@@ -292,6 +292,26 @@ def test_a_terminal_that_is_wide_has_the_last_column_beside_and_a_narrow_one_bel
         "    eight",
         "b            x",
     ]
+
+
+def test_a_terminal_of_80_letters_has_the_run_its_state_its_step_and_its_eta() -> None:
+    header = ["run", "name", "state", *PROGRESS, "attempts", ""]
+    row = [
+        "20260101-000000-aaaaa",
+        "train",
+        "running",
+        "14/500",
+        "2.3140",
+        "2.4000",
+        "12.3k",
+        "30 min",
+        "2",
+        "a remark",
+    ]
+    shown = table_lines(header, [row], 80)
+    assert all(len(line) <= 80 for line in shown)
+    assert {"run", "state", "step", "ETA"} <= set(shown[0].split())
+    assert "tokens/s" in table_lines(header, [row], 200)[0]
 
 
 def test_what_a_program_has_left_as_its_last_words_steers_no_terminal() -> None:

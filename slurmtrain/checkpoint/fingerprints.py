@@ -1,0 +1,144 @@
+"""Cheap digests of tensors, worked out where they lie: do replicas still agree, and was a tensor changed while it was copied?
+
+They are made to tell two computations apart, not to withstand somebody: what lies on a disk is digested by `blocks`. Nothing
+of them is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slurmtrain.checkpoint.layout import Box, Catalogue, Ints, share
+
+WORD_BYTES = 8
+# Of a large tensor in host memory a save compares one of so many parts, each save another: reading all of it would take as long
+# as the copy. A GPU reads a hundred times as fast as it copies to the host, and compares all.
+TURNS_ON_CPU = 8
+WHOLE, BUFFER = -1, -2  # instead of the number of a part
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's 8-byte words modulo 2**64 (int64 [], on its device); of integers weighted by their place.
+
+    Integers are weighted because they are often the same ones in another order: a permutation of the samples.
+    """
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if data.storage_offset() % WORD_BYTES:
+        data = data.clone()
+    whole = data.numel() // WORD_BYTES * WORD_BYTES
+    words = data[:whole].view(torch.int64)
+    if not tensor.is_floating_point():
+        words = words * (2 * torch.arange(words.numel(), device=words.device) + 1)
+    total = words.sum()
+    if whole < data.numel():
+        last = torch.zeros(WORD_BYTES, dtype=torch.uint8, device=data.device)
+        last[: data.numel() - whole] = data[whole:]
+        total = total + 3 * last.view(torch.int64)[0]
+    return total
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A tensor of which other ranks hold the same part.
+
+    Attributes:
+        first: the lowest of these ranks: it tells one group of replicas of a tensor from another.
+        index, holders: this rank's place among them, and how many they are.
+        box: the part of the global tensor.
+        buffer: of a module: ranks may differ in it, which is told and no error.
+    """
+
+    name: str
+    first: int
+    index: int
+    holders: int
+    box: Box
+    itemsize: int
+    buffer: bool
+
+    def compared(self, turn: int, turns: int) -> Iterator[tuple[int, tuple[slice, ...]]]:
+        """Yield the parts that this rank fingerprints at a save: a number that tells one from another, and where it lies.
+
+        Of a tensor that is split among its holders each compares what it writes itself with one of the others, each save
+        with another one. So it costs the same, whatever the number of ranks.
+
+        Args:
+            turn: how many saves there were before.
+            turns: each save takes one of so many pieces of a part.
+        """
+        whole = (slice(None),) * len(self.box.size)
+        if self.buffer:
+            yield BUFFER, whole
+            return
+        partner = (self.index + 1 + turn % (self.holders - 1)) % self.holders
+        mine = [share(self.box, self.itemsize, self.name, index, self.holders) for index in (self.index, partner)]
+        if any(part is None or part == self.box for part in mine):  # small: one rank writes it, all compare it
+            yield WHOLE, whole
+            return
+        for index, part in zip((self.index, partner), mine, strict=True):
+            assert part is not None
+            start = [first - origin for first, origin in zip(part.start, self.box.start, strict=True)]
+            rows, piece = part.size[0], turn // (self.holders - 1) % turns
+            first, last = (rows * piece // turns, rows * (piece + 1) // turns) if rows >= turns else (0, rows)
+            rest = (slice(a, a + n) for a, n in zip(start[1:], part.size[1:], strict=True))
+            yield index, (slice(start[0] + first, start[0] + last), *rest)
+
+
+@dataclass(frozen=True)
+class Differing:
+    """A tensor that is not the same on all ranks that hold it, and which ranks agree with each other."""
+
+    name: str
+    ranks: tuple[tuple[int, ...], ...]
+    buffer: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} is another one on {' than on '.join(_ranks(group) for group in self.ranks)}"
+
+
+def _ranks(group: Sequence[int]) -> str:
+    shown = ", ".join(map(str, group[:8])) + (", ..." if len(group) > 8 else "")
+    return f"rank{'s' if len(group) > 1 else ''} {shown}"
+
+
+Key = tuple[str, int, int]  # name, `Replica.first`, number of the part
+
+
+def pack(values: Mapping[Key, int], catalogue: Catalogue) -> Ints:
+    """Return int64 [n, 4] of one rank's fingerprints: place of the name in its catalogue, first rank, part, value."""
+    position = {name: number for number, name in enumerate(catalogue)}
+    rows = [(position[name], first, part, value) for (name, first, part), value in values.items()]
+    return np.array(rows, dtype=np.int64).reshape(-1, 4)
+
+
+def find_differing(everyone: Sequence[tuple[int, Ints]], catalogues: Sequence[Catalogue]) -> list[Differing]:
+    """Return the tensors of which replicas differ, each once.
+
+    Args:
+        everyone: of every rank the number of its catalogue, and its `pack`.
+    """
+    names = list({name: None for catalogue in catalogues for name in catalogue})
+    number = {name: index for index, name in enumerate(names)}
+    positions = [np.array([number[name] for name in catalogue], dtype=np.int64) for catalogue in catalogues]
+    tables = []
+    for rank, (catalogue, packed) in enumerate(everyone):
+        table = np.empty((len(packed), 5), dtype=np.int64)
+        table[:, 0] = positions[catalogue][packed[:, 0]]
+        table[:, 1:4], table[:, 4] = packed[:, 1:4], rank
+        tables.append(table)
+    rows = np.concatenate(tables) if tables else np.empty((0, 5), dtype=np.int64)
+    rows = rows[np.lexsort(rows[:, ::-1].T)]
+    same_part = (rows[1:, :3] == rows[:-1, :3]).all(axis=1)
+    found: dict[str, Differing] = {}
+    for at in np.flatnonzero(same_part & (rows[1:, 3] != rows[:-1, 3])).tolist():
+        name = names[rows[at, 0]]
+        if name not in found:
+            alike = rows[(rows[:, :3] == rows[at, :3]).all(axis=1)]
+            groups = [tuple(alike[alike[:, 3] == value, 4].tolist()) for value in np.unique(alike[:, 3])]
+            found[name] = Differing(name, tuple(sorted(groups)), bool(rows[at, 2] == BUFFER))
+    return list(found.values())

@@ -1,0 +1,66 @@
+"""Tab completion: what may stand where the cursor is. Hydra knows overrides; verbs, their words, and runs are ours.
+
+The shell function that `slurmtrain -sc install=bash` prints calls `slurmtrain -sc query=bash` with the line in COMP_LINE.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+from collections.abc import Callable
+
+from slurmtrain.cli.arguments import normalise
+from slurmtrain.cli.verbs import VERBS
+
+NEWEST = 30  # so many runs are offered: a person looks for one of the last days
+
+
+def complete(hydra: Callable[[], object]) -> None:
+    """Print the words that fit, for the line in COMP_LINE.
+
+    Args:
+        hydra: prints the overrides that fit.
+    """
+    words = os.environ.get("COMP_LINE", "").split(" ")
+    last = words[-1]
+    verb = next((word for word in words[1:-1] if word in VERBS), None)
+    if verb is not None and not VERBS[verb].composes:
+        print("\n".join(word for word in _words_of(verb) if word.startswith(last)))
+        return
+    if last.startswith("-"):
+        options = re.findall(r"--?[a-z][a-z-]*", VERBS[verb].usage) if verb else ["--help", "--version", "--config-dir"]
+        print("\n".join(option for option in options if option.startswith(last)))
+        return
+    if "=" not in last and not last.startswith("+") and verb is None:
+        print("\n".join(name for name, each in VERBS.items() if name.startswith(last) and not each.hidden))
+    # Hydra would take the verb for a broken override, and knows groups of the defaults list without a plus only.
+    kept = [words[0], *(normalise(word) for word in words[1:-1] if word not in VERBS), normalise(last.lstrip("+"))]
+    os.environ["COMP_LINE"] = " ".join(kept)
+    found = io.StringIO()
+    with contextlib.redirect_stdout(found), contextlib.suppress(SystemExit):
+        hydra()
+    plus = last[: len(last) - len(last.lstrip("+"))]
+    print("\n".join(f"{plus}{word}" for word in found.getvalue().split()))
+
+
+def _words_of(verb: str) -> list[str]:
+    """What may follow a verb that composes no config: its actions and options, as its usage names them, and runs."""
+    usage = VERBS[verb].usage.removeprefix(verb)
+    words = re.findall(r"(?<![\w=.-])[a-z]+(?![\w=.-])", usage) + re.findall(r"(?<!\w)--?[a-z][a-z-]*", usage)
+    if re.search(r"\b(RUN|SWEEP|A B)\b", usage):
+        words += ["last", *_newest(sweeps="SWEEP" in usage)]
+    return words
+
+
+def _newest(*, sweeps: bool) -> list[str]:
+    """Names of the newest runs, or of the newest sweeps."""
+    from slurmtrain import rundir
+
+    root = rundir.runs_root()
+    if sweeps:
+        from slurmtrain.launch.sweep import all_sweeps
+
+        return [sweep.id for sweep in all_sweeps(root)][-NEWEST:]
+    return [run.id for run in rundir.all_runs(root)][-NEWEST:]

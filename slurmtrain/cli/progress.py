@@ -1,0 +1,66 @@
+"""progress: how a program of the user's own says how far it is. For scripts in any language; imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+from slurmtrain.cli.arguments import Parser
+from slurmtrain.errors import UsageError
+from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from slurmtrain.runtime import attempts
+
+
+def main(verb: str, words: list[str]) -> int:
+    """Append a line {"step": STEP} to the run's metrics.jsonl; on other ranks than 0 do nothing.
+
+    Raises:
+        UsageError: this is not inside of a run, or STEP is no number of steps.
+    """
+    parser = Parser(prog=f"python -m slurmtrain {verb}", description=__doc__)
+    parser.add_argument("step", metavar="STEP", type=_steps, help="how far it has got, as a whole number that grows")
+    parser.add_argument("--of", metavar="STEPS", type=_steps, help="how far it is to get; status shows the time left")
+    options = parser.parse_args(words)
+    directory = os.environ.get(RUN_DIR_VARIABLE)
+    if not directory:
+        raise UsageError(
+            "`progress` works inside of a run only: SLURMTRAIN_RUN_DIR is not set",
+            hint="it is for a program that was submitted: submit -- bash my_script.sh",
+        )
+    run_dir = RunDir(Path(directory))
+    info = run_dir.info()
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    if options.of is not None and info.get("steps") != options.of:
+        run_dir.update_info(steps=options.of)
+    _append(run_dir, {"step": options.step, **_pace(run_dir, options.step)})
+    return 0
+
+
+def _steps(text: str) -> int:
+    if not text.isdigit():
+        raise UsageError(f"{text!r} is no number of steps", hint="progress 500, or progress 500 --of 10000")
+    return int(text)
+
+
+def _pace(run_dir: RunDir, step: int) -> dict[str, float]:
+    """Seconds a step since the line before, where this attempt has written it."""
+    number = os.environ.get(ATTEMPT_VARIABLE, "")
+    began = attempts.read_attempt(run_dir, int(number)).started if number.isdigit() else 0.0
+    before = attempts.last_logged_step(run_dir)
+    if before is None or step <= before:
+        return {}
+    logged = run_dir.metrics_file.stat().st_mtime
+    return {"step_time_s": (time.time() - logged) / (step - before)} if logged >= began > 0 else {}
+
+
+def _append(run_dir: RunDir, record: dict[str, float]) -> None:
+    """In one write, after the end of a line that a kill has torn."""
+    torn = attempts.tail(run_dir.metrics_file)[-1:] not in (b"", b"\n")
+    descriptor = os.open(run_dir.metrics_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        os.write(descriptor, (("\n" if torn else "") + json.dumps(record) + "\n").encode())
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,100 @@
+"""When loss or gradients are no numbers any more: count such steps without waiting for the device, and end the attempt.
+
+Parameters that were updated once by a gradient that is not finite stay so: no later step mends them, and a checkpoint of them
+is worth nothing. What to do instead of ending (leave the step out, go back to a checkpoint) is not decided here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from slurmtrain.checkpoint.plan import local
+from slurmtrain.errors import EXIT_CONFIG, SlurmtrainError
+
+
+class Diverged(SlurmtrainError):
+    """Loss, gradients or parameters are not finite. The same bits would do the same again: no retry without a change."""
+
+    exit_code = EXIT_CONFIG
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """Numbers of a step on their way from the device.
+
+    Attributes:
+        values: float32 [2] in host memory: sum of this rank's losses, and the norm of all gradients.
+        tokens: over all ranks.
+        copied: on a GPU, when they are there.
+    """
+
+    step: int
+    values: Tensor
+    tokens: int
+    copied: torch.cuda.Event | None
+
+
+class NonfiniteSteps:
+    """Counts the steps in a row whose loss or gradient norm is not finite, as this rank sees them.
+
+    Args:
+        limit: so many in a row are too many; 0: none are.
+
+    Attributes:
+        in_a_row: up to the last step that was looked at.
+        first, last: steps of the present row.
+        loss: of the last one, this rank's part of the mean over all tokens, in nats.
+        norm: of its gradients.
+    """
+
+    def __init__(self, limit: int):
+        self.limit, self.in_a_row = limit, 0
+        self.first = self.last = 0
+        self.loss = self.norm = math.nan
+        self._noted: _Noted | None = None
+
+    def note(self, step: int, loss_sum: Tensor, norm: Tensor, tokens: int) -> None:
+        """Take the numbers of a step (scalars) from its device; nothing waits for them."""
+        values = torch.stack([loss_sum.detach().float(), norm.detach().float()])
+        copied = None
+        if values.is_cuda:
+            values = torch.empty(2, pin_memory=True).copy_(values, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        self._noted = _Noted(step, values, tokens, copied)
+
+    def look(self) -> bool:
+        """Return whether the row is too long, by the step that was noted last.
+
+        Called while the device works on the step after it, so that it has something to do while this waits.
+        """
+        noted, self._noted = self._noted, None
+        if noted is not None:
+            if noted.copied is not None:
+                noted.copied.synchronize()
+            loss_sum, self.norm = noted.values.tolist()
+            self.loss = loss_sum / noted.tokens
+            finite = math.isfinite(loss_sum) and math.isfinite(self.norm)
+            self.in_a_row = 0 if finite else self.in_a_row + 1
+            self.first, self.last = noted.step - self.in_a_row + 1, noted.step
+        return 0 < self.limit <= self.in_a_row
+
+
+def all_finite(parameters: Sequence[nn.Parameter]) -> bool:
+    """Return whether every element of this rank's part of the parameters is a finite number."""
+    parts = [local(parameter.detach()) for parameter in parameters if parameter.is_floating_point()]
+    parts = [part for part in parts if part.numel()]
+    # The sum of squares is the fastest on every device; where it is too large for its type, the largest element tells.
+    return _norms_are_finite(parts, 2) or _norms_are_finite(parts, math.inf)
+
+
+def _norms_are_finite(tensors: list[Tensor], order: float) -> bool:
+    if not tensors:
+        return True
+    norms = torch._foreach_norm(tensors, order)
+    return bool(torch.stack([norm.float() for norm in norms]).isfinite().all())
