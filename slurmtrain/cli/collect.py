@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from slurmtrain.cli.checkpoints import printable
 from slurmtrain.cli.columns import print_table
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.collect import Table
 from slurmtrain.launch.table_files import FORMATS, format_of, short, table_bytes, write_whole
+from slurmtrain.records import printable
 
 GAP = 3  # between two columns of a printed table
 
