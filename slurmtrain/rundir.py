@@ -312,7 +312,7 @@ def create(runs_dir: Path, name: str) -> RunDir:
         ConfigError: the folder cannot be created.
     """
     try:
-        (runs_dir / name).mkdir(parents=True, exist_ok=True)
+        make_folder(runs_dir, name)
         while True:
             path = runs_dir / name / new_run_id()
             try:
@@ -331,6 +331,50 @@ def create(runs_dir: Path, name: str) -> RunDir:
     return run_dir
 
 
+def make_folder(runs_dir: Path, *names: str) -> None:
+    """Make the folders in which runs of several people may lie, and look whether nobody else can replace what is in them.
+
+    Whoever may rename a run's directory can put another in its place, and the next attempt runs that. In a team's folder (of
+    a group, with the setgid bit) the folders made here are the group's, too, and sticky: each can add runs, and rename none
+    but their own.
+
+    Raises:
+        OSError: one cannot be made.
+        ConfigError: everybody, or whoever owns one, can replace what is in it.
+    """
+    runs_dir.parent.mkdir(parents=True, exist_ok=True)
+    above, folder = runs_dir.parent, runs_dir
+    for folder in (runs_dir, *(runs_dir.joinpath(*names[:depth]) for depth in range(1, len(names) + 1))):
+        try:
+            os.mkdir(folder, 0o775)
+        except FileExistsError:
+            pass
+        else:
+            team = os.stat(above)
+            if team.st_mode & stat.S_ISGID and team.st_mode & stat.S_IWGRP:
+                os.chmod(folder, stat.S_IMODE(os.stat(folder).st_mode) | stat.S_IRWXG | stat.S_ISGID | stat.S_ISVTX)
+        _check_folder(folder)
+        above = folder
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises: ConfigError: somebody who is in no group with this user can replace what is in it."""
+    found = os.stat(folder)
+    hint = "set job.runs_dir or job.name to a folder of your own, or of your group"
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        raise ConfigError(
+            f"everybody may replace what is in {folder} (mode {stat.S_IMODE(found.st_mode):04o}), and a job would run that",
+            hint=f"chmod o-w {folder}, or chmod +t",
+        )
+    own = found.st_uid in (os.geteuid(), 0)
+    ours = found.st_mode & stat.S_IWGRP and found.st_gid in (os.getegid(), *os.getgroups())
+    if not own and not ours and os.access(folder, os.W_OK):
+        raise ConfigError(
+            f"{folder} belongs to user {found.st_uid}, who may replace what is in it, and a job would run that",
+            hint=hint,
+        )
+
+
 def runs_root() -> Path:
     """Where `submit` puts runs unless job.runs_dir says otherwise, and where verbs look: SLURMTRAIN_RUNS, else ./runs."""
     return Path(os.environ.get("SLURMTRAIN_RUNS") or "runs").expanduser()
@@ -345,11 +389,16 @@ def reference(run_dir: RunDir) -> str:
 def all_runs(root: Path) -> list[RunDir]:
     """Every run under `root`, oldest first. A hidden folder is one that is being removed; a link of somebody else is none."""
     files = [f for f in root.glob("*/*/run.json") if not f.parent.name.startswith(".") and os.access(f, os.R_OK)]
+<<<<<<< HEAD
     own = [file for file in files if not any(_foreign_link(folder) for folder in (file.parent, file.parents[1]))]
     return [RunDir(located(file.parent)) for file in sorted(own, key=lambda file: file.parent.name)]
+=======
+    own = [file for file in files if not any(foreign_link(folder) for folder in (file.parent, file.parents[1]))]
+    return [RunDir(file.parent.resolve()) for file in sorted(own, key=lambda file: file.parent.name)]
+>>>>>>> shared-next
 
 
-def _foreign_link(path: Path) -> bool:
+def foreign_link(path: Path) -> bool:
     """Whether this is a link that neither this user nor root has made: it may lead anywhere."""
     found = os.lstat(path)
     return stat.S_ISLNK(found.st_mode) and found.st_uid not in (os.geteuid(), 0)

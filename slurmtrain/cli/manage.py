@@ -12,7 +12,7 @@ from typing import Any
 from slurmtrain import rundir
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.as_json import print_json, run_object
-from slurmtrain.cli.checkpoints import format_size, printable
+from slurmtrain.cli.checkpoints import format_size
 from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.runs import runs_or_refuse, say_doubts, say_unreadable
 from slurmtrain.cli.verbs import VERBS
@@ -21,6 +21,7 @@ from slurmtrain.launch import compare, prune
 from slurmtrain.launch.compare import MISSING, Comparison
 from slurmtrain.launch.state import states
 from slurmtrain.launch.table_files import short
+from slurmtrain.records import printable
 from slurmtrain.rundir import RunDir
 
 FILES_SHOWN = 10

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from slurmtrain.errors import RendezvousError
 from slurmtrain.rundir import read_json, write_json
-from slurmtrain.runtime.addresses import address_of, interface_towards, machine, own_addresses
+from slurmtrain.runtime.addresses import address_of, interface_towards, listening_address, machine, own_addresses
 from slurmtrain.runtime.environment import Environment
 
 POLL_S = 0.02  # how often a waiting rank looks up; neither a shared file system nor the store has an event to await
@@ -83,11 +83,20 @@ def meet(
 
 
 def _publish(environment: Environment, directory: Path, interface: str, timeout_s: float) -> dist.Store:
-    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+    hosts, listens = own_addresses(environment, interface), listening_address(environment, interface)
+    timeout = timedelta(seconds=timeout_s)
+    if listens is None:  # several networks, and nothing says which is that of the ranks: on all of them
+        store = dist.TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
+    else:
+        with socket.socket() as listener:
+            listener.bind((listens, 0))
+            port = listener.getsockname()[1]
+            descriptor = listener.detach()  # the store's from now on
+        store = dist.TCPStore(listens, port, None, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
     token = secrets.token_hex(8)
     store.set("token", token)
-    address = {"hosts": own_addresses(environment, interface), "port": store.port, "machine": machine(), "token": token}
-    write_json(directory / "rendezvous.json", address)
+    address = {"hosts": [listens] if listens else hosts, "here": listens or "127.0.0.1", "port": store.port}
+    write_json(directory / "rendezvous.json", {**address, "machine": machine(), "token": token})
     return store
 
 
@@ -100,7 +109,7 @@ def _connect(
         # Listing the directory makes NFS ask its server; opening a name it remembers as missing does not.
         address = read_json(published) if published.name in os.listdir(directory) else None
         if address is not None:
-            hosts = ["127.0.0.1"] if address["machine"] == machine() else address["hosts"]
+            hosts = [address.get("here", "127.0.0.1")] if address["machine"] == machine() else address["hosts"]
             for host in hosts:
                 try:
                     with socket.create_connection((host, address["port"]), timeout=CONNECT_S) as probe:

@@ -15,11 +15,15 @@ import pytest
 
 from slurmtrain import records, rundir
 from slurmtrain.cli import main
-from slurmtrain.errors import UnreadableRecord, UsageError
+from slurmtrain.errors import ConfigError, UnreadableRecord, UsageError
 from slurmtrain.launch import state
+<<<<<<< HEAD
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.attempts import Attempt
+=======
+from slurmtrain.rundir import RunDir, write_json
+>>>>>>> shared-next
 from tests.conftest import FakeSlurm
 from tests.run_info import run_info
 from tests.stranger import Stranger
@@ -37,6 +41,10 @@ def write_run(path: Path, **facts: object) -> None:
     (path / "run.json").write_text(json.dumps({**INFO, "id": path.name, "created": time.time(), **facts}))
     (path / "config.yaml").write_text("cluster: {backend: slurm}\n")
     (path / "job.sbatch").write_text("#!/bin/bash\n")
+
+
+def write_info(run: RunDir) -> None:
+    run.info_file.write_text(json.dumps({**INFO, "id": run.id}))
 
 
 @pytest.fixture
@@ -225,6 +233,105 @@ def test_a_part_that_somebody_has_linked_is_not_followed(
         rundir.find(run.id, shared)
 
 
+def test_checkpoints_of_somebody_else_are_not_pruned(
+    plant: Plant, stranger: Stranger, asked: Callable[[], list[str]], capsys: Out
+) -> None:
+    run = plant()
+    for where in (run.id, str(run.checkpoints)):
+        if where != run.id:
+            stranger.does(lambda: (run.checkpoints / "checkpoint_0000001").mkdir())
+        assert main(["checkpoints", where, "prune"]) == 2
+        assert "belongs to user" in capsys.readouterr().err
+
+
+def test_nothing_is_pruned_through_a_link(
+    mine: RunDir, tmp_path: Path, asked: Callable[[], list[str]], capsys: Out
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "checkpoint_0000001.tmp-1").mkdir(parents=True)
+    mine.checkpoints.rmdir()
+    mine.checkpoints.symlink_to(elsewhere)
+    assert main(["checkpoints", "last", "prune", "--leftovers"]) == 2
+    assert "nothing is removed through a link" in capsys.readouterr().err
+    os.utime(mine.info_file, (0, 0))
+    main(["runs", "prune", "--state", "lost", "stopped"])
+    assert list(elsewhere.iterdir())
+    assert mine.path.exists()
+
+
+def test_runs_of_somebody_else_are_not_pruned(
+    plant: Plant, mine: RunDir, asked: Callable[[], list[str]], capsys: Out
+) -> None:
+    plant()
+    assert main(["runs", "prune", "--dry-run"]) == 0
+    assert "20990101" not in capsys.readouterr().out
+
+
+def test_a_sweep_of_somebody_else_is_neither_gone_on_with_nor_cancelled(
+    shared: Path, stranger: Stranger, asked: Callable[[], list[str]], capsys: Out
+) -> None:
+    def write() -> None:
+        (shared / "x.sweep-1" / "arrays").mkdir(parents=True)
+        info = {**INFO, "pack": 1, "parallelism": None, "after": [], "token": "t"}
+        (shared / "x.sweep-1" / "sweep.json").write_text(json.dumps(info))
+        (shared / "x.sweep-1" / "points.jsonl").touch()
+
+    stranger.does(write)
+    for action in ("retry", "cancel"):
+        assert main(["sweep", action, "x.sweep-1"]) == 2
+        assert "only who has submitted a sweep may change it" in capsys.readouterr().err
+        assert main(["sweep", action, "last"]) == 2
+        assert "is yours" in capsys.readouterr().err
+    assert main(["sweep", "list"]) == 0
+    assert asked() == []
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o777, 0o1777])
+def test_nothing_is_submitted_below_a_folder_that_somebody_else_has_made_ready(
+    mode: int, shared: Path, stranger: Stranger
+) -> None:
+    """They could put another run in the place of one's own, and the next attempt would run that."""
+    stranger.does(lambda: [(shared / "train").mkdir(), (shared / "train").chmod(mode)])
+    with pytest.raises(ConfigError, match=r"may replace what is in|cannot create"):
+        rundir.create(shared, "train")
+
+
+def test_nothing_is_submitted_where_everybody_may_replace_it(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train").chmod(0o777)
+    with pytest.raises(ConfigError, match="everybody may replace what is in"):
+        rundir.create(tmp_path, "train")
+    (tmp_path / "train").chmod(0o1777)
+    assert rundir.create(tmp_path, "train").path.exists()
+
+
+def test_in_a_teams_folder_each_adds_runs_reads_what_is_shared_and_changes_what_is_theirs(
+    shared: Path, stranger: Stranger, asked: Callable[[], list[str]], capsys: Out
+) -> None:
+    team = shared / "team"
+    team.mkdir()
+    os.chown(team, -1, stranger.gid)
+    team.chmod(0o2770)
+    own = rundir.create(team, "llama")
+    assert (own.path.parent.stat().st_mode & 0o7770, own.path.parent.stat().st_gid) == (0o3770, stranger.gid)
+    write_info(own)
+    theirs = team / "llama" / "20990101-000000-000aa"
+
+    def add_and_share() -> None:
+        rundir.create(team, "llama")
+        write_run(theirs)
+        with pytest.raises(PermissionError):
+            own.path.rename(team / "llama" / "mine-now")
+        with pytest.raises(PermissionError):
+            os.listdir(own.path)
+
+    stranger.does(add_and_share, groups=[stranger.gid])
+    assert main(["status", str(theirs)]) == 0
+    assert main(["cancel", str(theirs)]) == 2
+    assert [run.id for run in rundir.all_runs(team)] == [own.id, theirs.name]
+    assert rundir.find("last", team).path == own.path
+
+
 BAD = {
     "not UTF-8": lambda path: path.write_bytes(b'{"name": "\xff"}'),
     "empty": lambda path: path.write_text("{}"),
@@ -269,5 +376,33 @@ def test_what_a_run_says_does_not_steer_the_terminal(plant: Plant, asked: Callab
         assert "\x1b" not in capsys.readouterr().out
 
 
+<<<<<<< HEAD
 def test_every_field_of_an_attempt_is_checked_for_its_type() -> None:
     assert attempts._ATTEMPT.keys() == Attempt.__dataclass_fields__.keys() - {"number"}
+=======
+class Written:
+    """A standard output that keeps only how much it was given, and the most at once."""
+
+    def __init__(self) -> None:
+        self.total = self.most = 0
+
+    def write(self, text: str) -> None:
+        self.total, self.most = self.total + len(text), max(self.most, len(text))
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("words", [[], ["--rank", "all"], ["-f"]])
+def test_a_log_larger_than_the_memory_is_printed_in_pieces(
+    words: list[str], mine: RunDir, asked: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine.attempt(1).mkdir()
+    write_json(mine.attempt(1) / "attempt.json", {"verdict": "end", "started": 1.0, "ended": 2.0})
+    log = mine.attempt(1) / "rank-0.log"
+    log.write_bytes(b"\xc3\xa4" * 4_000_000 + b"\n")
+    monkeypatch.setattr("sys.stdout", written := Written())
+    assert main(["logs", "last", *words]) == 0
+    assert 4_000_000 < written.total < 4_000_100
+    assert written.most < 2_500_000
+>>>>>>> shared-next
