@@ -1,6 +1,6 @@
 """A program that knows nothing of slurmtrain and keeps a checkpoint file of its own: job=command runs it all the same.
 
-    python -m slurmtrain +cluster=a100x4 job=command job.command='python jobs/own_command.py --file sum.json' submit
+    python -m slurmtrain +cluster=a100x4 submit -- python jobs/own_command.py --file sum.json
 
 It adds up 1 + 2 + ... + N. When it is told to stop (TERM) it writes down how far it has come, and says with exit code
 75 (EX_TEMPFAIL) that it wants to be started again. A program that just dies of the signal is started again as well.

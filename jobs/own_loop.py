@@ -2,7 +2,7 @@
 
 python jobs/own_loop.py                                                       by itself
 torchrun --nproc-per-node 2 jobs/own_loop.py                                  under torchrun
-python -m slurmtrain +cluster=a100x4 job=command job.command='python jobs/own_loop.py' submit
+python -m slurmtrain +cluster=a100x4 submit -- python jobs/own_loop.py
 """
 
 import argparse

@@ -4,7 +4,7 @@ The generator learns to draw what the discriminator cannot tell from points on a
 
 python jobs/own_two_models.py                                                       by itself
 torchrun --nproc-per-node 2 jobs/own_two_models.py                                  under torchrun
-python -m slurmtrain +cluster=a100x4 job=command job.command='python jobs/own_two_models.py' submit
+python -m slurmtrain +cluster=a100x4 submit -- python jobs/own_two_models.py
 """
 
 import argparse

@@ -145,6 +145,11 @@ class RunDir:
         """The same: save a checkpoint now, and go on."""
         return self.path / "save"
 
+    def job_log(self, job_id: str) -> Path | None:
+        """What the batch script of a job has printed; None when the job has not begun here. Of an array: the folder above."""
+        paths = (folder / f"slurm-{job_id}.log" for folder in (self.path, self.path.parent))
+        return next((path for path in paths if os.path.lexists(path)), None)
+
     # What is in them.
     def all_evaluations(self) -> list[RunDir]:
         """By step."""
@@ -389,13 +394,8 @@ def reference(run_dir: RunDir) -> str:
 def all_runs(root: Path) -> list[RunDir]:
     """Every run under `root`, oldest first. A hidden folder is one that is being removed; a link of somebody else is none."""
     files = [f for f in root.glob("*/*/run.json") if not f.parent.name.startswith(".") and os.access(f, os.R_OK)]
-<<<<<<< HEAD
-    own = [file for file in files if not any(_foreign_link(folder) for folder in (file.parent, file.parents[1]))]
-    return [RunDir(located(file.parent)) for file in sorted(own, key=lambda file: file.parent.name)]
-=======
     own = [file for file in files if not any(foreign_link(folder) for folder in (file.parent, file.parents[1]))]
-    return [RunDir(file.parent.resolve()) for file in sorted(own, key=lambda file: file.parent.name)]
->>>>>>> shared-next
+    return [RunDir(located(file.parent)) for file in sorted(own, key=lambda file: file.parent.name)]
 
 
 def foreign_link(path: Path) -> bool:

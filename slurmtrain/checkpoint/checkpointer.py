@@ -56,9 +56,12 @@ class Restored:
     set_aside: tuple[str, ...] = ()
     asked_for: bool = False
     left_out: tuple[str, ...] = ()  # objects that the checkpoint has and that nobody asked for
+    as_start: bool = False  # some of its objects, as the start of another training
 
     @property
     def sentence(self) -> str:
+        if self.as_start:
+            return f"beginning at step 0 with a part of {self.path}, of its step {self.step}"
         skipped = f" ({len(self.set_aside)} newer set aside: {'; '.join(self.set_aside)})" if self.set_aside else ""
         why = "as asked for" if self.asked_for else "the newest complete checkpoint"
         left_out = f"; it has more that was not asked for: {', '.join(self.left_out)}" if self.left_out else ""
@@ -399,6 +402,7 @@ class Checkpointer:
         path: Path | str | None = None,
         allow: Collection[str] = (),
         per_rank: Mapping[str, Any] | None = None,
+        as_start: bool = False,
         **objects: Any,
     ) -> Restored | None:
         """Load the newest checkpoint that is complete and undamaged into `objects`. All ranks call it together.
@@ -410,6 +414,8 @@ class Checkpointer:
             path: this one and no other, from whatever run.
             allow: what may differ from the checkpoint, of "keys", "shapes", "dtypes", "config": what does not fit keeps its
                 initial values, dtypes are converted.
+            as_start: of `path`, which has more than `objects`: another training begins with them. Of the config only what
+                has their names has to agree, and random states stay as they are.
 
         Returns:
             None when there is no checkpoint: a fresh start. Never when `path` is given.
@@ -423,7 +429,7 @@ class Checkpointer:
             with suppress(CheckpointError):  # which has been told
                 self.wait()
         self._writer.wait_idle()
-        own = self._own(per_rank)
+        own = {} if as_start else self._own(per_rank)
         set_aside: list[str] = []
         fetched: dict[Path, str] = {}
         while True:
@@ -447,7 +453,9 @@ class Checkpointer:
             if not damage:
                 manifest = commit.parse_manifest(chosen, *texts)
                 with retention.reading(chosen):
-                    damage = self._load(chosen, manifest, objects, own, allow, asked_for=path is not None)
+                    damage = self._load(
+                        chosen, manifest, objects, own, allow, asked_for=path is not None, as_start=as_start
+                    )
             if not damage:
                 break
             if path is not None:
@@ -461,11 +469,18 @@ class Checkpointer:
         assert manifest is not None
         if path is None:
             self._last_step = manifest.step
-        self._last_size = manifest.size
-        self._reserve(objects, per_rank)
+        if not as_start:
+            self._last_size = manifest.size
+            self._reserve(objects, per_rank)
         left_out = sorted(state.object_names(manifest.tensors, manifest.state) - objects.keys())
         restored = Restored(
-            chosen, manifest.step, manifest.incarnation_label, tuple(set_aside), path is not None, tuple(left_out)
+            chosen,
+            manifest.step,
+            manifest.incarnation_label,
+            tuple(set_aside),
+            path is not None,
+            tuple(left_out),
+            as_start,
         )
         if self._ranks.rank == 0:
             self._say(restored.sentence)
@@ -519,6 +534,7 @@ class Checkpointer:
         allow: Collection[str],
         *,
         asked_for: bool,
+        as_start: bool,
     ) -> list[str]:
         """Fill `objects`, unless it is damaged: then what is wrong, and nothing was touched."""
         if not asked_for:
@@ -526,14 +542,17 @@ class Checkpointer:
             self._bound.check_run(path, manifest, hint=hint)
         index = self._ranks.all_do(lambda: self._read_index(path, manifest))
         own_file = file_name(self._ranks.rank)
-        own_there = own_file in index.tables
+        own_there = own_file in index.tables and not as_start
         wanted = self._ranks.all_do(lambda: drift.names_of(objects))
         everywhere = wanted
         if self._ranks.maximum(int(bool(drift.of_modules(objects, index.facts) - wanted))):
             everywhere = set().union(*self._ranks.gather(lambda: wanted))
 
         def fitting() -> dict[str, Tensor]:
-            drift.check_config(path, manifest.config, self._bound.config, allow)
+            saved, here = manifest.config, self._bound.config
+            if as_start:
+                saved, here = ({key: config[key] for key in objects if key in config} for config in (saved, here))
+            drift.check_config(path, saved, here, allow, asked_for=asked_for)
             facts = index.facts
             alone = drift.check_names(path, objects, wanted, everywhere, facts, manifest.state, allow)
             useful = {name: fact for name, fact in facts.items() if name not in alone}

@@ -29,8 +29,17 @@ def check_allowed(allow: Collection[str]) -> None:
             raise UsageError(f"{kind!r} is no kind of difference that can be allowed", hint=nearest(kind, KINDS))
 
 
-def check_config(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], allow: Collection[str]) -> None:
-    """Raises CheckpointMismatch when the values that a checkpoint is bound to are other ones here."""
+def check_config(
+    path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], allow: Collection[str], *, asked_for: bool = False
+) -> None:
+    """Compare the values that a checkpoint is bound to with those here.
+
+    Args:
+        asked_for: it is another run's, named by the person.
+
+    Raises:
+        CheckpointMismatch: they differ.
+    """
     if not saved or not own:
         return
     before, now = dict(_leaves(saved)), dict(_leaves(own))
@@ -41,6 +50,14 @@ def check_config(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], a
     content = lines.pop(FINGERPRINT, None)
     if "config" not in allow:
         _refuse(path, "config", "was saved with another config", list(lines.values()))
+    if content and FINGERPRINT in before and asked_for and "data" not in allow:
+        others = [line for key, line in lines.items() if key.startswith("data.")]
+        raise CheckpointMismatch(
+            f"{path} has seen other data: {'; '.join([*others, content])}: its step, its schedule and its place "
+            "among the samples would be carried onto this data",
+            hint="begin anew with its weights: checkpoint.restore_only=model; to go on at its step on other data all the same: "
+            "checkpoint.allow=[config,data]",
+        )
     # Other data by config is allowed or refused as such; what is meant here is other content in the same place.
     if content and FINGERPRINT in before and not any(key.startswith("data.") for key in lines) and "data" not in allow:
         raise CheckpointMismatch(

@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import functools
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from slurmtrain.cli.verbs import VERBS
-from slurmtrain.config.compose import config_groups
+from slurmtrain.config.compose import config_groups, literal_override
 from slurmtrain.config.field_types import shown
 from slurmtrain.config.keys import all_keys, meant
 from slurmtrain.errors import UsageError, nearest
@@ -29,6 +30,7 @@ HYDRA_OPTIONS = {
 CFG_CHOICES = ("job", "hydra", "all")
 INFO_CHOICES = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 OPEN = tuple(f"eval.{group}{end}" for group in ("sets", "metrics", "cluster", "parallel") for end in ".=")
+RUNS_PROGRAMS = ("submit", "render", "train")  # verbs that take a program after --
 SHORT = {
     "-h": "--help",
     "-m": "--multirun",
@@ -82,6 +84,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     Raises:
         UsageError: an unknown option or verb, or an option without its value.
     """
+    argv, program = split_program(argv)
     verb = find_verb(argv)
     own = dict(VERBS[verb].options) if verb else {}
     result = Arguments(verb)
@@ -115,11 +118,43 @@ def parse(argv: Sequence[str]) -> Arguments:
             seen_verb = True
         else:
             result.positionals.append(word)
+    if program is not None:
+        result.overrides.extend(_program_overrides(result, program))
     return result
 
 
+def split_program(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """Take a command line apart at its first `--`: our words, and the words of a program; None where there is no `--`."""
+    words = list(argv)
+    if "--" not in words:
+        return words, None
+    return words[: words.index("--")], words[words.index("--") + 1 :]
+
+
+def _program_overrides(ours: Arguments, program: Sequence[str]) -> list[str]:
+    """The overrides that make every rank run this program, word for word.
+
+    Raises:
+        UsageError: there are no words, the verb runs no program, or another one is given, too.
+    """
+    if ours.verb not in RUNS_PROGRAMS:
+        raise UsageError(
+            f"a program after -- goes with {' and '.join(RUNS_PROGRAMS)}, not with {ours.verb or 'no verb at all'}",
+            hint="[+cluster=NAME] [key=value ...] submit -- python my_train.py --lr 1e-3",
+        )
+    if not program:
+        raise UsageError("there is no program after --", hint="submit -- python my_train.py --lr 1e-3")
+    for override in ours.overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if key in ("job.command", "job.kind") or (key == "job" and value != "command"):
+            raise UsageError(f"{override} and a program after --: which is it?", hint=f"leave {key} out")
+    kind = [] if "job=command" in ours.overrides else ["job=command"]
+    return [*kind, literal_override("job.command", shlex.join(program))]
+
+
 def find_verb(argv: Sequence[str]) -> str | None:
-    """The first bare word that is a verb; values of options are not looked at."""
+    """The first bare word that is a verb; values of options, and a program after `--`, are not looked at."""
+    argv, _ = split_program(argv)
     own_with_value = {name for verb in VERBS.values() for name, takes_value in verb.options if takes_value}
     skip = False
     for word in argv:

@@ -22,8 +22,8 @@ def run_object(run_dir: RunDir, now: RunState) -> dict[str, Any]:
 
     evaluations  in `status RUN --json` alone: see `evaluation_object`
     id, name, path
-    state        one word: prepared, waiting, starting, running, stopping, requeued, held, unknown, finished, stopped,
-                 failed, lost or unreadable
+    state        one word: prepared, waiting, starting, running, suspended, stopping, requeued, held, unknown, finished,
+                 stopped, failed, lost or unreadable
     sentence     why, and what comes next
     alive        SLURM or a local launcher has it, or may have it
     step         steps done, as far as is known; else null

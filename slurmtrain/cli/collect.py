@@ -7,12 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-<<<<<<< HEAD
-from slurmtrain.cli.checkpoints import printable
 from slurmtrain.cli.columns import GAP, print_table, terminal_width
-=======
-from slurmtrain.cli.columns import print_table
->>>>>>> shared-next
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.collect import Table
 from slurmtrain.launch.table_files import FORMATS, format_of, short, table_bytes, write_whole

@@ -34,7 +34,7 @@ Examples
   {PROGRAM} +cluster=h100x8 +model=llama3_8b +parallel=fsdp layout --memory
   {PROGRAM} +cluster=a100x4 eval=job eval.cluster.time_limit_min=30 eval.metrics.accuracy=true submit
   {PROGRAM} evaluate last --step 1000 eval.sets.wiki='{{_target_: my_package.Wiki}}'
-  {PROGRAM} +cluster=a100x4 job=command job.command='python my_train.py --lr 1e-3' submit
+  {PROGRAM} +cluster=a100x4 submit -- python my_train.py --layers 1,2 --lr 1e-3
   {PROGRAM} prepare prepare.inputs='[/data/raw/*.jsonl.zst]' prepare.output=/data/tokens prepare.tokenizer=tokenizer.json
   {PROGRAM} +cluster=a100x4 +secrets.HF_TOKEN=env hooks.on_failure='mail -s "$SLURMTRAIN_SENTENCE" me' submit
 """

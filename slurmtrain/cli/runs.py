@@ -33,6 +33,7 @@ from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, w
 from slurmtrain.errors import ClusterError, UnreadableRecord, UsageError
 from slurmtrain.launch.claims import Owner, claimed, is_claimed
 from slurmtrain.launch.state import WAITING, RunState, process_lives, state, states
+from slurmtrain.paths import current_folder
 from slurmtrain.records import printable
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.attempts import Attempt, write_request
@@ -52,6 +53,15 @@ def main(verb: str, words: list[str]) -> int:
     else:
         parser.add_argument("run", metavar="RUN", help="a run id, a unique beginning of one, a path, or last")
         parser.add_argument("--json", action="store_true", help="the answer for a program: an object")
+    if verb == "resume":
+        parser.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help="with another value of this field; repeatable",
+        )
+        parser.add_argument("--code", action="store_true", help="with the code as it is now: a new snapshot")
     options = parser.parse_args(words)
     root = rundir.runs_root()
     if verb == "status":
@@ -64,7 +74,7 @@ def main(verb: str, words: list[str]) -> int:
         "cancel": _cancel,
         "preempt": lambda run: _stop_and_start_again(run, "preempt", "TERM"),
         "requeue": lambda run: _stop_and_start_again(run, "requeue", "USR2"),
-        "resume": _resume,
+        "resume": lambda run: _resume(run, options.set, code=options.code),
     }
     said = verbs[verb](run_dir)
     if isinstance(said, int):
@@ -288,6 +298,11 @@ def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> str:
         _client(run_dir).start_now(_job_id(now))
         return f"run {run_dir.id} is asked to start now"
     _refuse_while_setting_up(run_dir, now)
+    if now.word == "suspended":
+        raise ClusterError(
+            f"run {run_dir.id} is suspended, so it cannot save now: {now.sentence}",
+            hint=f"`cancel {run_dir.id}` ends it",
+        )
     if now.word == "stopping":
         raise ClusterError(f"run {run_dir.id} is leaving already: {now.sentence}", hint=f"status {run_dir.id}")
     next_step = _next_step(run_dir, now)
@@ -390,10 +405,15 @@ def _signal_rank_0(run_dir: RunDir, now: RunState, action: str, number: int) -> 
             raise ClusterError(f"cannot signal rank 0, process {last.pid}: {error.strerror}") from None
 
 
-def _resume(run_dir: RunDir) -> str | int:
-    """What was done; or the exit code of a run that was resumed here, in the foreground."""
+def _resume(run_dir: RunDir, overrides: Sequence[str] = (), *, code: bool = False) -> str | int:
+    """What was done; or the exit code of a run that was resumed here, in the foreground.
+
+    Args:
+        overrides: fields of its config that are to be others.
+        code: with the code as it is now.
+    """
     with _alone(run_dir):
-        return _resume_alone(run_dir)
+        return _resume_alone(run_dir, overrides, code=code)
 
 
 @contextlib.contextmanager
@@ -416,7 +436,7 @@ def _claimed_folder(run_dir: RunDir) -> Path:
     return run_dir.path.parent / "arrays" if in_sweep else run_dir.path
 
 
-def _resume_alone(run_dir: RunDir) -> str | int:
+def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> str | int:
     now = state(run_dir)
     if now.alive:
         raise ClusterError(
@@ -436,6 +456,10 @@ def _resume_alone(run_dir: RunDir) -> str | int:
         from slurmtrain.launch.sweep import check_not_planned
 
         check_not_planned(run_dir)
+    if overrides or code:
+        from slurmtrain.launch.changes import change
+
+        change(run_dir, overrides, current_folder(), code=code)
     run_dir.request_file.unlink(missing_ok=True)
     run_dir.event("resume asked")
     if run_dir.info()["backend"] == "local":

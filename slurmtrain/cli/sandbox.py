@@ -11,6 +11,8 @@ from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.as_json import print_json
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.sandbox import Sandbox, SandboxSpec, default_directory, find, up
+from slurmtrain.launch.sandbox.spec import PREEMPT_MODES
+from slurmtrain.runtime.slurm import programs_beside
 
 PROG = "python -m slurmtrain sandbox"
 
@@ -55,6 +57,15 @@ def _add_spec_options(parser: argparse.ArgumentParser, default: SandboxSpec) -> 
     ):
         value = getattr(default, option.replace("-", "_"))
         parser.add_argument(f"--{option}", type=int, default=value, metavar="N", help=f"{what} (default: %(default)s)")
+    parser.add_argument(
+        "--preempt-mode",
+        choices=list(PREEMPT_MODES),
+        default=default.preempt_mode,
+        help="what becomes of a preempted job of partition low (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--slurm-prefix", type=Path, metavar="DIR", help="take SLURM from DIR/bin and DIR/sbin (default: from PATH)"
+    )
     parser.add_argument("--user-signal", action="store_true", help="preemption sends a job's own --signal, not SIGTERM")
 
 
@@ -80,12 +91,12 @@ def _up(options: argparse.Namespace) -> int:
     fields = SandboxSpec.__dataclass_fields__
     spec = SandboxSpec(**{name: getattr(options, name) for name in fields})
     began = time.monotonic()
-    sandbox = up(spec, _directory(options))
+    sandbox = up(spec, _directory(options), options.slurm_prefix)
     node = f"{spec.cpus} CPUs" + (f" and {spec.gpus} GPUs" if spec.gpus else "")
     took = time.monotonic() - began
     suffix = _suffix(options)
     print(f"{spec.nodes} nodes with {node} each are idle after {took:.1f} s, in {sandbox.directory}")
-    print("partitions: low (preempted by requeue), high (preempts)")
+    print(f"partitions: low (preempted by {spec.preempt_mode}), high (preempts)")
     print("  python -m slurmtrain +cluster=sandbox submit")
     print(f'  eval "$({PROG} env{suffix})"   # then sinfo, sbatch, scancel, ... mean this one')
     print(f"  {PROG} down{suffix}")
@@ -115,6 +126,9 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _env(options: argparse.Namespace) -> int:
-    for name, value in _running(options).env().items():
-        print(f"export {name}={shlex.quote(value)}")
+    conf = _running(options).slurm_conf
+    programs = programs_beside(str(conf))
+    if programs is not None:
+        print(f'export PATH={shlex.quote(programs)}:"$PATH"')
+    print(f"export SLURM_CONF={shlex.quote(str(conf))}")
     return 0

@@ -101,7 +101,7 @@ def say_unless_awaited(after: Sequence[RunDir], sweep: Sweep) -> None:
 def client_of(config: Config) -> SlurmClient:
     """SLURM, which has to be there before anything is made; with a warning of what is likely to go wrong."""
     client = SlurmClient(slurm_conf_of(config))
-    check_slurm_is_here()
+    check_slurm_is_here(client.slurm_conf)
     for warning in look_ahead(config, Path(config.job.runs_dir).expanduser(), client):
         say(f"warning: {warning}")
     return client

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any, get_type_hints
 from slurmtrain.config import secrets
 from slurmtrain.config.field_types import check_types, shown
 from slurmtrain.config.keys import unknown_field
+from slurmtrain.config.migrations import header, migrate, version_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, nearest
 from slurmtrain.redaction import hide
@@ -192,6 +194,17 @@ def finish(composed: Any, overrides: Sequence[str]) -> Config:
     return config
 
 
+def literal_override(key: str, text: str) -> str:
+    """The override that sets a field to this text, whatever characters are in it.
+
+    `${oc.env:NAME}` alone keeps its meaning, which it has in the frozen config, too.
+    """
+    text = re.sub(r"(\\*)\$\{(?!oc\.env:)", lambda match: match.group(1) * 2 + r"\${", text)
+    text = re.sub(r"(\\*)'", lambda match: match.group(1) * 2 + r"\'", text)
+    text = re.sub(r"(\\+)\Z", lambda match: match.group(1) * 2, text)
+    return f"{key}='{text}'"
+
+
 def search_path(folders: Sequence[Path]) -> str:
     """The override that makes Hydra search these folders after the first one. Quoted: a path may hold a comma."""
     quoted = ",".join("'file://" + str(folder).replace("'", "\\'") + "'" for folder in folders)
@@ -229,7 +242,10 @@ def to_values(config: Config) -> dict[str, Any]:
 
 
 def freeze(config: Config) -> str:
-    """The fully resolved yaml that lies in the run directory. Interpolations of secrets stay what they are."""
+    """Return the fully resolved yaml that lies in the run directory, with the version of the schema as its first line.
+
+    Interpolations of secrets stay what they are.
+    """
     import yaml
 
     # Without allow_unicode: with it, PyYAML writes Unicode's own line ends as they are and reads them back as a space.
@@ -237,7 +253,7 @@ def freeze(config: Config) -> str:
         yaml, "CSafeDumper", yaml.SafeDumper
     )  # libyaml's, where PyYAML was built with it: a third of the time
     text: str = yaml.dump(to_values(config), Dumper=dumper, sort_keys=False, default_flow_style=False)
-    return text
+    return header() + text
 
 
 def load_frozen(path: Path, *, with_secrets: bool = True) -> Config:
@@ -247,13 +263,19 @@ def load_frozen(path: Path, *, with_secrets: bool = True) -> Config:
         with_secrets: put the values of secrets in; without, they stay `${oc.env:X}`, as what is written to disk wants them.
 
     Raises:
-        ConfigError: it is missing, is not a config of this version, or a secret is not in the environment.
+        ConfigError: it is missing, is not a config of this version or an earlier one, or a secret is not in the environment.
     """
     import yaml
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        values = yaml.safe_load(path.read_text())
+        text = path.read_text()
+        values = yaml.safe_load(text)
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} holds no config", hint="it was written at submit; has it been edited?")
+        left_out = migrate(values, version_of(text))
+        if left_out:
+            print(f"slurmtrain: not known any more, and left out: {', '.join(left_out)} of {path}", file=sys.stderr)
         if with_secrets:
             values = resolve_secrets(values, {**os.environ, **secrets.given(values.get("secrets") or {})})
         return to_config(values)

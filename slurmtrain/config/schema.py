@@ -71,7 +71,10 @@ class JobConfig:
     kind: str = (
         "train"  # "train": the trainer of this package; "command": job.command on every rank; "prepare": text -> tokens
     )
-    command: str | None = None  # e.g. 'python my_train.py --lr 1e-3'; split into words as a shell would, no shell runs
+    # e.g. 'python my_train.py --lr 1e-3', or typed after `submit --`; split into words as a shell would. No shell runs: each
+    # rank replaces $NAME and ${NAME} of what it is given (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ..., SLURM_*), and
+    # nothing else; a shell's own words (bash -c '...') are left to that shell.
+    command: str | None = None
     # With job.command: when it counts as finished. A file (relative to the run directory, or absolute) that is there when
     # it ends, or an exit code of its own. null: it exits with 0 and was not told to stop before.
     finished_when: str | None = None
@@ -166,6 +169,8 @@ class CheckpointConfig:
     verify: str = "full"  # compare restored files with their digests: "full", "sampled" (a 16th) or "off" (sizes only)
     mirror: str | None = None  # URL of an object store's folder; copies go to <mirror>/<job.name>/<run id>
     restore_from: str | None = None  # a checkpoint to begin from when this run has none of its own
+    # null: go on at its step, with its optimiser, schedule and place in the data. "model": its weights alone, at step 0.
+    restore_only: str | None = None
     allow: list[str] = field(default_factory=list)  # what may differ from it: keys, shapes, dtypes, config, data
 
 

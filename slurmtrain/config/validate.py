@@ -142,7 +142,7 @@ def _check_job(job: JobConfig) -> None:
     _one_of("job.snapshot", job.snapshot, ("auto", "cwd", "none"))
     if job.kind == "command":
         if not job.command or not job.command.strip():
-            raise ConfigError("job.command is empty", hint="job=command job.command='python my_train.py --lr 1e-3'")
+            raise ConfigError("job.command is empty", hint="submit -- python my_train.py --lr 1e-3")
         try:
             shlex.split(job.command)
         except ValueError as error:
@@ -369,6 +369,13 @@ def _check_ranges(config: Config) -> None:
         _at_least(f"checkpoint.{name}", getattr(config.checkpoint, name), 0)
     _one_of("checkpoint.verify", config.checkpoint.verify, ("full", "sampled", "off"))
     _one_of("checkpoint.best_mode", config.checkpoint.best_mode, ("min", "max"))
+    if config.checkpoint.restore_only is not None:
+        _one_of("checkpoint.restore_only", config.checkpoint.restore_only, ("model",))
+        if config.checkpoint.restore_from is None:
+            raise ConfigError(
+                "checkpoint.restore_only=model, but there is no checkpoint to take the model from",
+                hint="checkpoint.restore_from=PATH names one",
+            )
     for kind in config.checkpoint.allow:
         _one_of("checkpoint.allow", kind, ("keys", "shapes", "dtypes", "config", "data"))
     if not math.isfinite(config.checkpoint.every_minutes):

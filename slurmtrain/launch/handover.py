@@ -258,6 +258,10 @@ def sbatch(script: str, folder: Path, slurm_conf: str | None, options: Sequence[
     class ScriptExecutor(SlurmExecutor):
         """submitit's submission, with the script from our one template instead of its own."""
 
+        @classmethod
+        def affinity(cls) -> int:
+            return 2  # who calls us has looked for SLURM's commands; submitit would want srun on our own PATH
+
         def _make_submission_file_text(self, command: str, uid: str) -> str:
             return script
 

@@ -139,8 +139,8 @@ class Tasks:
         search = json.dumps([str(folder), function, OmegaConf.to_yaml(asked), self._overrides])
         client = None
         if first.cluster.backend != "local":
-            check_slurm_is_here()
             client = SlurmClient(slurm_conf_of(first))
+            check_slurm_is_here(client.slurm_conf)
         opened = open_sweep(
             Draft(first, search=search),
             list(self._config.hydra.overrides.task),

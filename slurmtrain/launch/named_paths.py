@@ -131,8 +131,14 @@ def check_named_paths(config: Config, cwd: Path, *, later: bool = False) -> None
         later: the job waits for others, which may make what it reads.
 
     Raises:
-        ConfigError: something is missing; the first is named.
+        ConfigError: something is missing; the first is named. Or SLURM cannot write below the folder of runs.
     """
+    runs = str(absolute(config.job.runs_dir, cwd))
+    if config.cluster.backend == "slurm" and "\\" in runs:
+        raise ConfigError(
+            f"runs cannot lie under {runs}: with a backslash in its name SLURM writes a job's log elsewhere, or not at all",
+            hint="job.runs_dir, or SLURMTRAIN_RUNS, names another folder",
+        )
     for field, path, what in _named(with_absolute_paths(config, cwd), cwd, later=later):
         if glob.has_magic(str(path)):
             if _fixed_part(path).is_dir() and next(glob.iglob(str(path), recursive=True), None) is None:

@@ -20,6 +20,7 @@ from slurmtrain.config.validate import SBATCH_OPTIONS
 from slurmtrain.launch.arrays import array_option, tasks_of
 from slurmtrain.launch.import_paths import pythonpath_folders
 from slurmtrain.resources import shipped
+from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from slurmtrain.runtime.slurm import OF_QUERIES
 
 # Fields whose value says something even where the script has no line: no GPUs, no warning, a job by itself, no array.
@@ -48,6 +49,8 @@ _LEFT_TO_THE_SHELL = ("SBATCH_CLUSTERS", "SBATCH_EXPORT")
 # A rank must survive the signals of a preemption before its handlers are there. Dispositions that are "ignored"
 # survive exec; `env --ignore-signal` would say the same, but needs coreutils 8.31.
 SHIELDED = """bash -c 'trap "" USR2 TERM; exec "$@"' rank"""
+CONTAINER_ENV = "--container-env="  # of pyxis: names of variables that the host decides, not the image
+OF_RANKS = (RUN_DIR_VARIABLE, ATTEMPT_VARIABLE, "OMP_NUM_THREADS", "PYTHONPATH")  # what the script sets for them
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ def render_script(config: Config, paths: JobPaths) -> str:
         threads=max(1, config.cluster.cpus_per_task // paths.pack),
         workdir=folders[0],
         pythonpath=":".join(folders),
-        srun=srun_words(config.cluster, paths),
+        srun=srun_words(config.cluster, paths, [*OF_RANKS, *config.cluster.env, *config.secrets]),
         slurmtrain=f"{shlex.quote(paths.python)} -m slurmtrain",
         secret_files=[(name, path) for name, source in config.secrets.items() if (path := path_of(source)) is not None],
         hooks=any((config.hooks.on_finish, config.hooks.on_failure, config.hooks.on_preemption)),
@@ -148,10 +151,15 @@ def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
         # A restart would truncate the log of the attempt before.
         ("open-mode", "append"),
         ("chdir", paths.submit_dir),
-        ("output", (paths.run_dirs[0].parent if len(paths.run_dirs) > 1 else paths.run_dirs[0]) / log),
+        ("output", _no_pattern(paths.run_dirs[0].parent if len(paths.run_dirs) > 1 else paths.run_dirs[0]) + f"/{log}"),
         *sorted((name, value) for name, value in cluster.sbatch.items() if name != "dependency"),
     ]
     return [text for name, value in options if (text := _directive(name, value))]
+
+
+def _no_pattern(path: Path) -> str:
+    """A folder for SLURM's file name patterns, which say %% for %. (`man sbatch`, filename pattern; seen on 22.05.)"""
+    return str(path).replace("%", "%%")
 
 
 def _dependency(config: Config) -> str | None:
@@ -241,9 +249,14 @@ def setup_lines(cluster: ClusterConfig) -> list[str]:
     return lines
 
 
-def srun_words(cluster: ClusterConfig, paths: JobPaths) -> list[str]:
-    """The srun line, a word or a pair of words an element."""
+def srun_words(cluster: ClusterConfig, paths: JobPaths, variables: Sequence[str] = ()) -> list[str]:
+    """The srun line, a word or a pair of words an element.
+
+    Args:
+        variables: names of what the script sets for the ranks.
+    """
     container = cluster.container
+    logs = "${attempt_dir//%/%%}" if any("%" in str(run_dir) for run_dir in paths.run_dirs) else "$attempt_dir"
     words = [
         "srun",
         f"--cpus-per-task={cluster.cpus_per_task}",
@@ -251,7 +264,7 @@ def srun_words(cluster: ClusterConfig, paths: JobPaths) -> list[str]:
         f"--wait={cluster.srun_wait_s}",
         *(["--overlap"] if paths.pack > 1 else []),
         "--unbuffered",
-        '--output="$attempt_dir/rank-%t.log"',
+        f'--output="{logs}/rank-%t.log"',
     ]
     mounts = ['"$run_dir:$run_dir"', *(shlex.quote(mount) for mount in container.mounts)]
     if paths.workdir.startswith("/"):
@@ -259,7 +272,11 @@ def srun_words(cluster: ClusterConfig, paths: JobPaths) -> list[str]:
     if container.kind == "pyxis":
         words += [f"--container-image={shlex.quote(str(container.image))}", "--container-mounts=" + ",".join(mounts)]
         words.append('--container-workdir="$PWD"')  # else the image's own
-        words += [shlex.quote(word) for word in container.args]
+        own = [word for word in container.args if word.startswith(CONTAINER_ENV)]
+        names = [*variables, *(name for word in own for name in word.removeprefix(CONTAINER_ENV).split(","))]
+        # Without it, what the image sets wins: its PYTHONPATH, say, and the ranks would not run the snapshot.
+        words += [CONTAINER_ENV + ",".join(dict.fromkeys(filter(None, names)))] if names else []
+        words += [shlex.quote(word) for word in container.args if word not in own]
     words += [shlex.quote(word) for word in cluster.srun_args]
     if container.kind == "apptainer":
         words += ["apptainer exec", *(f"--bind {mount}" for mount in mounts), '--pwd "$PWD"']

@@ -40,8 +40,9 @@ LOCAL_START_S = 60.0  # a local attempt whose rank 0 has not said anything for l
 @dataclass(frozen=True)
 class RunState:
     """Attributes:
-    word: one of "prepared", "waiting", "starting", "running", "stopping", "requeued", "held", "unknown", "finished",
-        "stopped", "failed", "lost"; "unreadable" where the run's files cannot be used; of a sweep's point also "removed".
+    word: one of "prepared", "waiting", "starting", "running", "suspended", "stopping", "requeued", "held", "unknown",
+        "finished", "stopped", "failed", "lost"; "unreadable" where the run's files cannot be used; of a sweep's point also
+        "removed".
     sentence: why, and what comes next.
     alive: SLURM or a local launcher still has it, or may have it for all that can be known here.
     own_job: it was submitted as this job; False where somebody started the run inside of an allocation.
@@ -247,8 +248,7 @@ class _Record:
         return queued == "CANCELLED" or attempts.cancelled_after(self.run_dir, self.last)
 
     def _has_log(self, job_id: str | None) -> bool:
-        name = f"slurm-{job_id}.log"  # an array's task has it in the folder above
-        return os.path.lexists(self.run_dir.path / name) or os.path.lexists(self.run_dir.path.parent / name)
+        return self.run_dir.job_log(job_id or "") is not None
 
 
 def _me() -> str | None:
@@ -436,6 +436,12 @@ def _asked(record: _Record, job: QueuedJob) -> tuple[str, str, bool]:
         return *_pending(record, job), True
     if not queued or queued in GONE or record.over:  # a job may outlive the run: an allocation does
         return *_ended(record, queued if queued in GONE else ""), False
+    if queued == "SUSPENDED":
+        return (
+            "suspended",
+            f"SLURM has suspended job {job_id}, and lets it go on when those that took its place are done",
+            True,
+        )
     if queued == "COMPLETING":
         return "stopping", f"job {job_id}: the last ranks are leaving", True
     if last is not None and last.verdict in (Verdict.RESUBMIT, Verdict.NEXT) and last.job_id == job_id:

@@ -24,7 +24,7 @@ from slurmtrain.launch.sbatch import JobPaths, render_script, without_past
 from slurmtrain.launch.snapshot import Snapshot, Source, find_source, take_snapshot
 from slurmtrain.redaction import redacted
 from slurmtrain.rundir import RunDir
-from slurmtrain.runtime.slurm import INSTALL_HINT, SlurmClient
+from slurmtrain.runtime.slurm import INSTALL_HINT, SlurmClient, clean_environment
 
 SUBMITTING = "submitting"  # the event before sbatch is called
 PLACEHOLDER_ID = "RUN_ID"  # stands for the run's id in a dry run, which creates nothing
@@ -73,7 +73,7 @@ def submit(run_dirs: Sequence[RunDir], config: Config, say: Callable[[str], None
         ClusterError: sbatch is missing or refused; its own words are in the message.
     """
     slurm_conf = slurm_conf_of(config)
-    check_slurm_is_here()
+    check_slurm_is_here(slurm_conf)
     if len(run_dirs) > 1 and config.requeue.mode == "chain":
         raise no_chain(f"for {len(run_dirs)} runs at once")
     first = run_dirs[0]
@@ -111,7 +111,7 @@ def resubmit(
         facts: for the record.
     """
     slurm_conf = run_dir.slurm_conf()
-    check_slurm_is_here()
+    check_slurm_is_here(slurm_conf)
     script = without_past(_alone(run_dir, run_dir.script.read_text()))
     words = [*options(script), *export_option(load_frozen(run_dir.config_file, with_secrets=False))]
     if token is not None:
@@ -129,16 +129,22 @@ def note(run_dir: RunDir, job_id: str, **facts: object) -> None:
     run_dir.event("submitted", job_id=job_id, **facts)
 
 
-def check_slurm_is_here() -> None:
-    for program in ("sbatch", "srun"):  # submitit takes a machine without srun for one without SLURM
-        if shutil.which(program) is None:
+def check_slurm_is_here(slurm_conf: str | None) -> None:
+    """Raises: ClusterError: a command that submitting or the job needs is missing."""
+    path = clean_environment(os.environ, slurm_conf).get("PATH")
+    for program in ("sbatch", "srun"):
+        if shutil.which(program, path=path) is None:
             raise ClusterError(f"there is no `{program}` on this machine", hint=INSTALL_HINT)
 
 
 def slurm_conf_of(config: Config) -> str | None:
-    """The slurm.conf that the config's cluster needs, or None for the machine's own.
+    """Return the slurm.conf by which every verb has to ask for this config's jobs; None for the machine's own SLURM.
+
+    That of the shell does not count unless it is a sandbox's: inside a job of a cluster without configuration files on its
+    nodes, slurmd sets SLURM_CONF to a copy in its spool folder, which exists nowhere else.
 
     Raises:
+        ConfigError: cluster.slurm_conf is not a file.
         ClusterError: the sandbox that it names is not running.
     """
     if config.cluster.slurm_conf:
@@ -146,10 +152,12 @@ def slurm_conf_of(config: Config) -> str | None:
         if not path.is_file():
             raise ConfigError(f"cluster.slurm_conf={path} is not a file", hint="null uses this machine's own SLURM")
         return str(path)
-    if config.cluster.sandbox is None:
-        return os.environ.get("SLURM_CONF")
     from slurmtrain.launch import sandbox
 
+    if config.cluster.sandbox is None:
+        in_shell = os.environ.get("SLURM_CONF")
+        here = sandbox.find(Path(in_shell).parent) if in_shell else None
+        return in_shell if here is not None else None
     found = sandbox.find(config.cluster.sandbox)
     if found is None:
         raise ClusterError(

@@ -26,9 +26,7 @@ from slurmtrain import rundir
 from slurmtrain.errors import ClusterError, UnreadableRecord, UsageError
 from slurmtrain.launch.arrays import tasks_of
 from slurmtrain.launch.state import RunState, states
-<<<<<<< HEAD
 from slurmtrain.paths import located
-=======
 from slurmtrain.records import (
     COUNT,
     METRICS_BYTES,
@@ -42,7 +40,6 @@ from slurmtrain.records import (
     parse,
     read_bytes,
 )
->>>>>>> shared-next
 from slurmtrain.rundir import RunDir, read_json, write_json
 from slurmtrain.runtime.slurm import SlurmClient
 
@@ -203,12 +200,8 @@ def note_jobs(sweep: Sweep, number: int) -> None:
 
 def all_sweeps(runs: Path) -> list[Sweep]:
     """Every sweep under `runs`, oldest first."""
-<<<<<<< HEAD
-    found = [Sweep(located(file.parent)) for file in runs.glob("*/sweep.json") if os.access(file, os.R_OK)]
-    return sorted(found, key=lambda sweep: float(sweep.info()["created"]))
-=======
     files = [file for file in runs.glob("*/sweep.json") if os.access(file, os.R_OK)]
-    found = [Sweep(file.parent.resolve()) for file in files if not rundir.foreign_link(file.parent)]
+    found = [Sweep(located(file.parent)) for file in files if not rundir.foreign_link(file.parent)]
     dated = []
     for sweep in found:
         try:
@@ -216,7 +209,6 @@ def all_sweeps(runs: Path) -> list[Sweep]:
         except UsageError as error:
             print(f"slurmtrain: left out: {error.message}", file=sys.stderr)
     return [sweep for _, sweep in sorted(dated, key=lambda pair: pair[0])]
->>>>>>> shared-next
 
 
 def find(reference: str, runs: Path) -> Sweep:

@@ -22,9 +22,9 @@ from slurmtrain.errors import UnreadableRecord
 from slurmtrain.records import COUNT, FLAG, NOTHING, NUMBER, NUMBERS, OBJECT, TEXT, TEXTS, TIME
 from slurmtrain.rundir import RunDir, read_json, write_json
 from slurmtrain.runtime.judge import Verdict
-from slurmtrain.runtime.slurm import JobFacts
+from slurmtrain.runtime.slurm import JobFacts, parse_time
 
-TAIL_BYTES = 65536  # of the metrics of a run
+TAIL_BYTES = 65536  # of the metrics of a run, of the log of a job
 LOG_BYTES = 16 << 20  # of srun's own words: what it says of killed tasks stands at the end
 
 # What the fields of attempt.json and of stop.json may be.
@@ -213,7 +213,7 @@ def last_logged_step(run_dir: RunDir) -> int | None:
 
 
 def tail(path: Path) -> bytes:
-    """The last part of a metrics file: those of a long run are many, and take time to read. Its first line may be cut.
+    """The last part of a file that a long run makes long, and that takes time to read. Its first line may be cut.
 
     Raises:
         UnreadableRecord: it is not a regular file, or cannot be read.
@@ -273,6 +273,20 @@ def killed_tasks(attempt_dir: Path) -> str | None:
         r"srun: error: (\S+: tasks? [\d,-]+: (?:Killed|Segmentation fault|Aborted|Bus error|Out Of Memory).*)", text
     )
     return match.group(1).strip() if match else None
+
+
+def cancelled_due_to(log: Path, since: float) -> str | None:
+    """SLURM's word for why it ended a job: "PREEMPTION", "JOB REQUEUE", "TIME LIMIT", "NODE FAILURE"; None when it gave none.
+
+    Args:
+        log: of the job, into which its slurmstepd writes so on the node; with the lines of earlier starts.
+        since: unix seconds; earlier lines are of an earlier attempt.
+    """
+    words = re.findall(
+        r"error: \*\*\* JOB \S+ ON \S+ CANCELLED AT (\S+) DUE TO ([A-Z ]+) \*\*\*", tail(log).decode(errors="replace")
+    )
+    later = [why for at, why in words if (parse_time(at) or 0.0) >= int(since)]
+    return later[-1] if later else None
 
 
 def request_for(run_dir: RunDir, attempt: Attempt) -> str | None:

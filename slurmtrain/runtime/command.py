@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shlex
 import signal
 import socket
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +34,8 @@ from slurmtrain.runtime.watch import Watch
 # Of the signal itself, or as a shell reports it.
 DIED_OF_A_STOP = {sign for number in (signal.SIGTERM, signal.SIGUSR2) for sign in (-number, 128 + number)}
 SIGNAL_LAG_S = 1.0
+SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh")
+VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 POLL_S = 0.05  # of a file on a shared file system: there is no event to await
 LISTINGS_PER_S = 500  # of all ranks together, while they wait for each other
 SAVING_S = 600.0  # how long a child may go on after a stop, where nobody knows when SLURM ends the job
@@ -53,8 +57,9 @@ def run_command(config: Config, environment: Environment, where: Place, stop: St
     """
     if config.train.device != "cpu":
         check_gpu_files(environment, config.cluster.gpus_per_node)
-    words = shlex.split(config.job.command or "")
-    variables = {**os.environ, **rank_variables(config, environment, where)}
+    given = rank_variables(config, environment, where)
+    variables = {**os.environ, **given}
+    words = with_variables(shlex.split(config.job.command or ""), given, os.environ)
     descendants.adopt_orphans()
     try:
         # Whatever this process blocks or ignores, the program starts with the defaults and may set its own traps.
@@ -188,10 +193,30 @@ def rank_variables(config: Config, environment: Environment, where: Place) -> di
         RUN_DIR_VARIABLE: str(where.run_dir.path),
         ATTEMPT_VARIABLE: str(where.number),
     }
-    if environment.world_size > 1 and "MASTER_ADDR" not in os.environ:
+    if environment.world_size == 1:
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    elif "MASTER_ADDR" not in os.environ:
         host, port = _master(environment, where.attempt_dir, config.cluster)
         variables |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
     return variables
+
+
+def with_variables(words: Sequence[str], given: Mapping[str, str], environment: Mapping[str, str]) -> list[str]:
+    """Replace `$NAME` and `${NAME}` in a program's words, of the variables that nobody can know before the rank runs.
+
+    Words after the name of a shell are left to that shell. Every other `$` is what it was, since no shell runs.
+
+    Args:
+        given: what this rank is told; all of it may be replaced.
+        environment: of this process; its SLURM_* and MASTER_* may be replaced.
+    """
+    known = {name: value for name, value in environment.items() if name.startswith(("SLURM_", "MASTER_"))} | dict(given)
+    shell = next((place for place, word in enumerate(words) if os.path.basename(word) in SHELLS), len(words))
+
+    def value_of(match: re.Match[str]) -> str:
+        return known.get(match.group(1) or match.group(2), match.group())
+
+    return [VARIABLE.sub(value_of, word) if place < shell else word for place, word in enumerate(words)]
 
 
 def _master(environment: Environment, directory: Path, cluster: ClusterConfig) -> tuple[str, int]:

@@ -145,6 +145,20 @@ def own_job_id() -> str | None:
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
 
 
+def _was_preempted(run_dir: RunDir, attempt: Attempt) -> bool:
+    """Whether SLURM has said that it preempts this attempt, to rank 0 or in the job's log.
+
+    Without a GraceTime, which is SLURM's default, only the log says so: the job is requeued in the same moment, and with that
+    the time of its preemption is gone from what `scontrol show job` prints.
+    """
+    if attempt.facts is not None and JobFacts(**attempt.facts).preempted:
+        return True
+    log = run_dir.job_log(attempt.job_id or own_job_id() or "")
+    before = attempts.read_attempt(run_dir, attempt.number - 1) if attempt.number > 1 else None
+    since = max(attempt.started, (before.ended or 0.0) if before is not None else 0.0)
+    return log is not None and attempts.cancelled_due_to(log, since) == "PREEMPTION"
+
+
 def _evidence(
     run_dir: RunDir, attempt: Attempt, exit_code: int, facts: JobFacts | None, config: Config, ended: float
 ) -> Evidence:
@@ -165,7 +179,7 @@ def _evidence(
         killed=killed,
         request=attempts.request_for(run_dir, attempt),
         facts=facts,
-        preempted_when_told=attempt.facts is not None and JobFacts(**attempt.facts).preempted,
+        preempted_when_told=_was_preempted(run_dir, attempt),
         restart_count=own_restart_count(),
         progressed=attempt.progressed,
         progress_visible=config.job.kind in ("train", "evaluate")

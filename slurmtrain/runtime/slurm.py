@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -50,6 +51,7 @@ REACHED_BY = (
 OF_JOBS = ("SLURM_", "SUBMITIT_", "SLURMTRAIN_", "PMI_", "PMIX_", "SRUN_")
 # Defaults of a person for the commands that ask and steer: which jobs they see, and how they print them.
 OF_QUERIES = ("SQUEUE_", "SCONTROL_", "SCANCEL_", "SINFO_", "SACCT_")
+PREFIX_FILE = "slurm-prefix"  # beside a slurm.conf: the prefix of the SLURM that it is for
 INSTALL_HINT = "is this a login node? For a throwaway SLURM here: apt-get install slurm-wlm munge, then: sandbox up"
 
 
@@ -417,9 +419,36 @@ def submission_environment(variables: Mapping[str, str], slurm_conf: str | None 
         # Another cluster than the shell's: its controllers, its tokens and its names of clusters mean nothing there.
         kept = {name: value for name, value in kept.items() if name not in (*REACHED_BY, "SBATCH_CLUSTERS")}
         kept["SLURM_CONF"] = slurm_conf
+    programs = programs_beside(kept.get("SLURM_CONF"))
+    if programs is not None:
+        kept["PATH"] = path_with(programs, kept.get("PATH"))
     if "SBATCH_CLUSTERS" in kept:  # where sbatch sends the jobs, the others have to look for them
         kept.setdefault("SLURM_CLUSTERS", kept["SBATCH_CLUSTERS"])
     return kept
+
+
+def programs_beside(slurm_conf: str | None) -> str | None:
+    """Return the folder of the commands that belong to a slurm.conf, where a file beside it names their prefix.
+
+    A sandbox of another SLURM than the one on PATH has such a file. One that somebody else may have written does not count.
+    """
+    if slurm_conf is None:
+        return None
+    try:
+        descriptor = os.open(Path(slurm_conf).with_name(PREFIX_FILE), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    with os.fdopen(descriptor) as file:
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode) or info.st_uid not in (os.getuid(), 0) or info.st_mode & 0o022:
+            return None
+        prefix = file.readline(4096).rstrip("\n")
+    return f"{prefix}/bin" if prefix.startswith("/") else None
+
+
+def path_with(folder: str, path: str | None) -> str:
+    """Return PATH with this folder before all others."""
+    return os.pathsep.join([folder, *(each for each in (path or os.defpath).split(os.pathsep) if each != folder)])
 
 
 def belongs_to_a_job(name: str) -> bool:

@@ -19,7 +19,7 @@ from slurmtrain.checkpoint.interval import Cadence, Interval, mean_time_between_
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.checkpoint.saving import Saved
 from slurmtrain.config.layout import Layout, layout_of, micro_batch_size
-from slurmtrain.config.schema import Config, ParallelConfig, TrainConfig
+from slurmtrain.config.schema import Config, OptimConfig, ParallelConfig, TrainConfig
 from slurmtrain.data.loader import BatchLoader, RowLength
 from slurmtrain.data.prepared_config import check_vocabulary
 from slurmtrain.data.samples import MapDataset, fingerprint_of
@@ -140,7 +140,7 @@ def _bound(config: Config, source: Any) -> dict[str, Any]:
         {
             "model": config.model,
             "data": config.data,
-            "optim": dataclasses.asdict(config.optim),
+            "optim": _of_optimizer(config.optim),
             "train": {
                 "seed": train.seed,
                 "global_batch_size": train.global_batch_size,
@@ -151,6 +151,20 @@ def _bound(config: Config, source: Any) -> dict[str, Any]:
         }
     )
     return bound
+
+
+# Fields that every checkpoint is bound to. One that came later counts where it is not what it was before it came: its
+# default; else an update of this package would part a run from its checkpoints.
+OPTIM_FIELDS = ("lr", "betas", "eps", "weight_decay", "warmup_steps", "min_lr_ratio", "grad_clip")
+
+
+def _of_optimizer(optim: OptimConfig) -> dict[str, Any]:
+    default = dataclasses.asdict(type(optim)())
+    return {
+        name: value
+        for name, value in dataclasses.asdict(optim).items()
+        if name in OPTIM_FIELDS or value != default.get(name)
+    }
 
 
 def _order_of_samples(train: TrainConfig, source: Any) -> dict[str, Any]:
@@ -210,6 +224,10 @@ class _Record:
         return reporter
 
     def on_restore(self, restored: Restored | None) -> None:
+        if restored is not None and restored.as_start:
+            weights = {"weights_from": str(restored.path), "weights_of_step": restored.step}
+            self._where.run_dir.event("fresh start", attempt=self._where.number, step=0, **weights)
+            return
         self._where.run_dir.event(
             "restored" if restored else "fresh start",
             attempt=self._where.number,

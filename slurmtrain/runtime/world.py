@@ -71,7 +71,7 @@ def join(
     own = choose_device(device, environment, gpus_per_node=cluster.gpus_per_node)
     if own.type == "cpu":
         # The same number in every attempt: how a sum is split over threads shows in its last bits.
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", cluster.cpus_per_task)))
+        torch.set_num_threads(threads_of(os.environ.get("OMP_NUM_THREADS", ""), cluster.cpus_per_task))
     else:
         torch.cuda.set_device(own)
     if environment.world_size == 1:
@@ -99,6 +99,12 @@ def join(
     control = dist.new_group(backend="gloo", timeout=timeout)
     saving = dist.new_group(backend="gloo", timeout=timeout)
     return World(environment, own, dist.group.WORLD, control, saving)
+
+
+def threads_of(setting: str, cpus: int) -> int:
+    """Return the threads that OMP_NUM_THREADS asks for: "4", or "4,2" with those of nested loops; else one a CPU."""
+    first = setting.partition(",")[0].strip()
+    return int(first) if first.isascii() and first.isdigit() and int(first) > 0 else cpus
 
 
 def choose_device(device: str, environment: Environment, *, gpus_per_node: int = 0) -> torch.device:

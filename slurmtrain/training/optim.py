@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import AdamW, Optimizer
@@ -39,3 +41,14 @@ def learning_rate(step: int, *, total_steps: int, config: OptimConfig) -> float:
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return what each group of parameters is set to: everything but the parameters."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def apply_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
+    """Set the groups to what `settings_of` has returned: a restored optimiser comes with those it was saved with."""
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
+        group.update(values)

@@ -24,13 +24,19 @@ from slurmtrain.checkpoint.saving import DRAIN_S, Saved, Saving
 from slurmtrain.config.schema import CheckpointConfig, OptimConfig, TrainConfig
 from slurmtrain.data import proof
 from slurmtrain.data.loader import BatchLoader, Step
-from slurmtrain.errors import CheckpointError
+from slurmtrain.errors import CheckpointError, ConfigError
 from slurmtrain.observe import Reporter, Throughput
 from slurmtrain.parallel.ddp import settle_buckets, without_trace
 from slurmtrain.parallel.lay import Laid
 from slurmtrain.training.evaluation import Evaluator, not_measured
 from slurmtrain.training.nonfinite import Diverged, NonfiniteSteps, all_finite
-from slurmtrain.training.optim import build_optimizer, learning_rate, set_learning_rate
+from slurmtrain.training.optim import (
+    apply_settings,
+    build_optimizer,
+    learning_rate,
+    set_learning_rate,
+    settings_of,
+)
 from slurmtrain.training.passes import Passes
 from slurmtrain.training.stopping import Answer, StopCheck
 
@@ -394,13 +400,33 @@ class Trainer:
     def _restore(self) -> None:
         restored = None
         if self._checkpointer is not None:
-            allow = self._checkpoint.allow
-            restored = self._checkpointer.restore(allow=allow, **self._state())
+            settings = settings_of(self._optimizer)
+            restored = self._checkpointer.restore(allow=self._checkpoint.allow, **self._state())
             if restored is None and self._checkpoint.restore_from:
-                restored = self._checkpointer.restore(path=self._checkpoint.restore_from, allow=allow, **self._state())
+                restored = self._begin_from(self._checkpointer, self._checkpoint.restore_from)
+            # The config of this run says what they are, the checkpoint only what has been learnt.
+            apply_settings(self._optimizer, settings)
         if self._laid.compression is not None:
             self._laid.compression.begin(self._counters.step)
         self._on_restore(restored)
+
+    def _begin_from(self, checkpointer: Checkpointer, path: str) -> Restored | None:
+        """Go on from another run's checkpoint, or begin with its weights.
+
+        Raises:
+            ConfigError: it has done all the steps that this run is to do.
+        """
+        allow = self._checkpoint.allow
+        if self._checkpoint.restore_only == "model":
+            return checkpointer.restore(path=path, allow=allow, as_start=True, model=self._model)
+        restored = checkpointer.restore(path=path, allow=allow, **self._state())
+        if self._counters.step >= self._train.steps:
+            raise ConfigError(
+                f"checkpoint.restore_from={path} is at step {self._counters.step} already, and "
+                f"train.steps={self._train.steps}: there is nothing left to train",
+                hint="begin anew with its weights: checkpoint.restore_only=model; to go on from its step: more train.steps",
+            )
+        return restored
 
     def _save(self) -> None:
         """Begin to save; training goes on."""

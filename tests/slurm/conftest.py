@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.launch.sandbox import Sandbox, SandboxSpec, default_directory, up
+from slurmtrain.runtime.slurm import SlurmClient
+from slurmtrain.runtime.slurm_versions import Difference
 
 Job = dict[str, str]
 """What `scontrol show job -o` says about one job, by key."""
@@ -91,6 +93,10 @@ class Cluster:
         options = ["-p", "high", "-w", ",".join(nodes), "--exclusive", "-N", str(len(nodes)), "-o", "/dev/null"]
         return self.run(["sbatch", "--parsable", *options, "--wrap", f"sleep {seconds}"]).stdout.strip()
 
+    def does(self, difference: Difference) -> bool:
+        """Whether its version of SLURM behaves so."""
+        return difference.applies_to(SlurmClient(str(self.sandbox.slurm_conf)).version())
+
     def kill_node(self, node: str, *, only_daemon: bool = False) -> None:
         self.sandbox.kill_node(node, only_daemon=only_daemon)
 
@@ -143,3 +149,15 @@ def user_signal_sandbox() -> Iterator[Cluster]:
     """Two nodes; a preempted job gets the signal it asked for with `--signal`."""
     spec = SandboxSpec(nodes=2, cpus=4, gpus=4, grace_s=10, kill_wait_s=10, slurmd_timeout_s=10, user_signal=True)
     yield from _cluster("tests-usr", spec)
+
+
+@pytest.fixture(scope="module")
+def cancelling_sandbox() -> Iterator[Cluster]:
+    """One node; SLURM cancels preempted jobs instead of requeueing them."""
+    yield from _cluster("tests-cancel", SandboxSpec(nodes=1, grace_s=10, kill_wait_s=10, preempt_mode="cancel"))
+
+
+@pytest.fixture(scope="module")
+def graceless_sandbox() -> Iterator[Cluster]:
+    """One node; preemption requeues at once, without a GraceTime, which is SLURM's default."""
+    yield from _cluster("tests-grace", SandboxSpec(nodes=1, grace_s=0, kill_wait_s=10))

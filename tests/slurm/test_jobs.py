@@ -23,7 +23,7 @@ PYTHON = sys.executable
 
 @pytest.fixture
 def project(sandbox: Cluster, tmp_path: Path) -> Project:
-    return make_project(tmp_path / "project", sandbox)
+    return make_project(tmp_path / "50%j", sandbox)  # SLURM's own names of files have % in them
 
 
 def test_an_array_task_is_requeued_alone(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

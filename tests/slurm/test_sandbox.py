@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -12,11 +13,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from slurmtrain import rundir
+from slurmtrain.cli import main
 from slurmtrain.cli import sandbox as cli
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.launch.sandbox import Sandbox, SandboxSpec, default_directory, find, up
 from slurmtrain.launch.sandbox.directory import claim_directory
+from slurmtrain.launch.sandbox.files import find_programs
 from slurmtrain.launch.sandbox.processes import Process, descendants, wait_until
+from slurmtrain.launch.state import is_over
 
 if TYPE_CHECKING:
     from conftest import Cluster
@@ -211,6 +216,56 @@ def test_a_daemon_that_fails_is_shown_with_its_log(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ClusterError, match=r"slurmctld of the sandbox ended at once.*(?s:.*)the disk is on fire"):
         up(SMALL, directory)
     assert not directory.exists()
+
+
+def test_it_runs_the_slurm_of_a_prefix_and_every_verb_asks_it_with_that_ones_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prefix whose commands note that they were called stands for a SLURM that is not on PATH at all."""
+    prefix, called, programs = tmp_path / "slurm", tmp_path / "called", find_programs()
+    for name in set(programs) - {"munged"}:
+        program = prefix / ("sbin" if name in ("slurmctld", "slurmd") else "bin") / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(f'#!/bin/sh\necho {name} >>{called}\nexec {programs[name]} "$@"\n')
+        program.chmod(0o755)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("bash", "sh", "env", "timeout", "git", "munged", "hostname", "basename", "mkdir", "true"):
+        (tools / name).symlink_to(shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") or name)
+    monkeypatch.setenv("PATH", str(tools))
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    monkeypatch.chdir(tmp_path)
+    name = f"prefix-{os.getpid()}"
+    words = ["--name", name, "--nodes", "1", "--cpus", "2"]
+    try:
+        assert cli.main("sandbox", ["up", *words, "--slurm-prefix", str(prefix)]) == 0
+        assert {"slurmctld", "slurmd", "sinfo"} <= set(called.read_text().split())
+        called.write_text("")
+        job = ["cluster.nodes=1", "cluster.tasks_per_node=1", "job=command", "job.command='true'", "requeue=off"]
+        assert main(["+cluster=sandbox", f"cluster.sandbox={name}", *job, "submit"]) == 0
+        (run,) = rundir.all_runs(tmp_path / "runs")
+        assert wait_until(lambda: is_over(run), timeout_s=120)
+        assert main(["status", run.id]) == 0
+        assert "finished" in capsys.readouterr().out
+        assert {"sbatch", "squeue", "srun"} <= set(called.read_text().split())  # srun: in the job
+        assert cli.main("sandbox", ["env", "--name", name]) == 0
+        assert f'export PATH={prefix}/bin:"$PATH"\n' in capsys.readouterr().out
+    finally:
+        assert cli.main("sandbox", ["down", "--name", name]) == 0
+
+
+def test_a_slurm_that_plays_one_node_a_machine_is_refused_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in: what slurmctld says when it was built without --enable-multiple-slurmd."""
+    single = tmp_path / "slurmctld"
+    said = "slurmctld: error: Duplicated NodeHostName here in the config file"
+    single.write_text(f"#!/bin/sh\n[ $1 = -V ] && echo slurm 25.05.9 && exit\necho '{said}' >&2\nexec sleep 600\n")
+    single.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(ClusterError, match="built without --enable-multiple-slurmd") as caught:
+        up(SandboxSpec(nodes=2), default_directory(f"single-{os.getpid()}"))
+    assert "--nodes 1" in str(caught.value.hint)
 
 
 @pytest.fixture

@@ -255,6 +255,41 @@ def test_sruns_words_on_killed_tasks_are_found(log: str | None, found: str | Non
     assert attempts.killed_tasks(tmp_path) == found
 
 
+# As 22.05.8 and 25.05.9 write it: into a job's log, and of a step into srun.log.
+NODES_WORDS = {
+    "22.05": "slurmstepd-n0: error: *** {what} ON n0 CANCELLED AT {at}{why} ***\n",
+    "25.05": "[{at}.008] error: *** {what} ON n0 CANCELLED AT {at}{why} ***\n",
+}
+
+
+@pytest.mark.parametrize("version", NODES_WORDS)
+def test_why_slurm_ended_a_job_is_read_from_its_log(version: str, tmp_path: Path) -> None:
+    line, began = NODES_WORDS[version], 1_800_000_000.5
+
+    def at(seconds: float) -> str:
+        return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(began + seconds))
+
+    log = tmp_path / "slurm-2.log"
+    log.write_text(line.format(what="JOB 2", at=at(-60), why=" DUE TO PREEMPTION") + "rank got TERM\n")
+    assert attempts.cancelled_due_to(log, began) is None  # that was the attempt before
+    for why in (" DUE TO JOB REQUEUE", " DUE TO PREEMPTION"):
+        with log.open("a") as file:
+            file.write(line.format(what="JOB 2", at=at(0), why=why))
+        assert attempts.cancelled_due_to(log, began) == why.removeprefix(" DUE TO ")
+    log.write_text(line.format(what="JOB 2", at=at(1), why=""))  # scancel
+    assert attempts.cancelled_due_to(log, began) is None
+
+
+def test_a_preemption_without_grace_is_told_from_a_requeue_by_the_jobs_log(run: RunDir) -> None:
+    facts = JobFacts("COMPLETING", restarts=1, start_time=1.0)  # PreemptTime is gone
+    words = NODES_WORDS["25.05"].format(what="JOB 7", at=time.strftime("%Y-%m-%dT%H:%M:%S"), why=" DUE TO {why}")
+    for why, reason in (("JOB REQUEUE", Reason.REQUEUED), ("PREEMPTION", Reason.PREEMPTED)):
+        attempt = begin(run, job_id="7", said="stopped")
+        (run.path / "slurm-7.log").write_text(words.format(why=why))
+        judgement = settle(run, attempt.number, 75, Config(), SlurmSays(facts))
+        assert (judgement.reason, judgement.verdict) == (reason, Verdict.RESTARTING)
+
+
 # What a person asked.
 
 

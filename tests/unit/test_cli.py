@@ -244,7 +244,7 @@ def test_completion_for_bash_can_be_installed(cli: Cli) -> None:
         (["train.steps=3"], "no verb was given", "--help"),
         (["submt"], "there is no verb 'submt'", "submit"),
         (["stauts", "last"], "there is no verb 'stauts'", "status"),
-        (["submit", "more"], "cannot read 'more'", "known are"),
+        (["submit", "xyz"], "cannot read 'xyz'", "known are"),
         (["submit", "train.stepz=3"], "train has no field 'stepz'", "did you mean steps"),
         (["submit", "trian.steps=3"], "there is no config key 'trian'", "did you mean train"),
         (["submit", "+cluster.node=3"], "cluster has no field 'node'", "nodes"),

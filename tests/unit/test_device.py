@@ -14,7 +14,7 @@ from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import EXIT_CONFIG, EnvironmentMismatch
 from slurmtrain.runtime.environment import Environment, check_gpu_files
 from slurmtrain.runtime.signals import StopSignals
-from slurmtrain.runtime.world import _check_own_gpu, choose_device, join
+from slurmtrain.runtime.world import _check_own_gpu, choose_device, join, threads_of
 from tests.conftest import Cli
 
 RANK_3 = Environment(
@@ -130,3 +130,10 @@ def test_for_a_program_only_what_is_certain_is_refused(tmp_path: Path) -> None:
     (tmp_path / "nvidia0").touch()
     assert not refused(4) and not refused(4, "0,1") and not refused(4, "GPU-8f3")
     assert refused(4, "") and refused(4, "-1")
+
+
+@pytest.mark.parametrize(
+    ("setting", "threads"), [("4", 4), ("4,2", 4), (" 3 , 1", 3), ("", 8), ("0", 8), ("all", 8), ("-1", 8), ("²", 8)]
+)
+def test_threads_are_what_openmp_takes_them_for(setting: str, threads: int) -> None:
+    assert threads_of(setting, 8) == threads

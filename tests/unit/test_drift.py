@@ -48,6 +48,23 @@ def test_other_content_in_the_same_place_is_refused_unless_it_is_allowed(tmp_pat
     )  # which says that the data is other data
 
 
+def test_the_step_of_another_run_is_not_carried_onto_other_data_unless_that_is_asked_for(tmp_path: Path) -> None:
+    def config(fingerprint: str, path: str) -> dict[str, Any]:
+        return {"data": {"path": path}, "data_fingerprint": fingerprint}
+
+    def restore(allow: tuple[str, ...], fingerprint: str) -> object:
+        checkpointer = quiet(tmp_path / "other", config=config(fingerprint, "/elsewhere"))
+        model = Model("a")
+        return checkpointer.restore(path=tmp_path / "checkpoint_0000001", model=model, allow=allow)
+
+    saved(tmp_path, Model("a"), config=config("one", "/data"))
+    with pytest.raises(CheckpointMismatch, match=r"other data: data\.path: /data -> /elsewhere.*schedule") as caught:
+        restore(("config",), "two")
+    assert "checkpoint.restore_only=model" in (caught.value.hint or "")
+    assert restore(("config", "data"), "two") is not None
+    assert restore(("config",), "one") is not None  # it has only moved
+
+
 def trained(model: nn.Module) -> tuple[nn.Module, torch.optim.AdamW]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     go_on(model, optimizer)

@@ -156,3 +156,13 @@ def test_a_run_that_is_a_link_is_what_it_points_to(tmp_path: Path, monkeypatch: 
     (tmp_path / "runs" / "train").symlink_to(real.path.parent)
     monkeypatch.chdir(tmp_path)
     assert [run.path for run in rundir.all_runs(Path("runs"))] == [real.path]
+
+
+def test_a_folder_of_runs_with_a_backslash_in_its_name_is_refused(tmp_path: Path) -> None:
+    for cluster, refused in (("a100x4", True), ("local", False)):
+        config = compose([f"cluster={cluster}", f"job.runs_dir='{tmp_path}/a\\b'"])
+        if refused:
+            with pytest.raises(ConfigError, match="with a backslash in its name SLURM writes a job's log elsewhere"):
+                check_named_paths(config, tmp_path)
+        else:
+            check_named_paths(config, tmp_path)

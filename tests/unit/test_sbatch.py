@@ -23,8 +23,10 @@ from slurmtrain.config.compose import compose, config_groups
 from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, HooksConfig, RequeueConfig
 from slurmtrain.config.validate import validate
 from slurmtrain.launch.sbatch import JobPaths, render_script, sbatch_directives, setup_lines, srun_words
+from slurmtrain.launch.state import state
 from slurmtrain.launch.submit import preparing, resubmit, submit
 from slurmtrain.resources import shipped
+from slurmtrain.rundir import RunDir
 from tests.children import children
 from tests.conftest import Cli, FakeSlurm
 
@@ -222,6 +224,23 @@ def test_a_cluster_with_its_own_slurm_conf_is_the_one_that_sbatch_talks_to(
     assert fake_slurm.environment["SLURM_CONF"] == str(conf)
     info = json.loads(next(project.glob("runs/train/*/run.json")).read_text())
     assert info["slurm_conf"] == str(conf)
+
+
+def test_a_run_submitted_inside_a_job_does_not_remember_the_nodes_own_copy_of_slurm_conf(
+    project: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On clusters without configuration files on their nodes, slurmd sets SLURM_CONF to a copy that exists there alone."""
+    copy = tmp_path / "spool" / "conf-cache" / "slurm.conf"
+    copy.parent.mkdir(parents=True)
+    copy.touch()
+    monkeypatch.setenv("SLURM_CONF", str(copy))
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    assert main(["+cluster=a100x4", "submit"]) == 0
+    (run,) = project.glob("runs/train/*")
+    assert json.loads((run / "run.json").read_text())["slurm_conf"] is None
+    monkeypatch.delenv("SLURM_CONF")  # on the login node
+    fake_slurm.command("squeue", 'echo "4711|4711_N/A|PENDING|N/A|Priority"')
+    assert state(RunDir(run)).word == "waiting"
 
 
 def test_several_runs_are_one_array_and_each_can_be_resumed_alone(project: Path, fake_slurm: FakeSlurm) -> None:
@@ -635,3 +654,25 @@ def test_the_ranks_ignore_the_signals_until_python_listens(run_dir: Path, tmp_pa
     words = srun_words(ClusterConfig(python=str(fake_python)), PATHS)[-1]
     done = subprocess.run(["bash", "-c", f"run_dir=/r; {words}"], capture_output=True, text=True, check=True)
     assert done.stdout == "[True, True] ['-u', '-m', 'slurmtrain', 'train', '/r']\n"
+
+
+def test_a_percent_sign_in_a_path_is_no_pattern_of_slurm() -> None:
+    text = render_script(Config(), JobPaths([Path("/a/50%/%j/run")], "code", PYTHON))
+    assert "#SBATCH --output=/a/50%%/%%j/run/slurm-%j.log\n" in text
+    assert '--output="${attempt_dir//%/%%}/rank-%t.log"' in text and "run_dir=/a/50%/%j/run\n" in text
+
+
+def test_what_a_container_image_sets_does_not_overrule_what_the_job_sets() -> None:
+    cluster = ClusterConfig(
+        container=ContainerConfig(kind="pyxis", image="a", args=["--container-env=MINE,PYTHONPATH", "--other"]),
+        env={"NCCL_DEBUG": "INFO"},
+    )
+    words = next(line for line in srun_of(Config(cluster=cluster, secrets={"TOKEN": "env"})) if "container-env" in line)
+    names = words.split("=")[1].split(",")
+    assert set(names) > {"PYTHONPATH", "OMP_NUM_THREADS", "SLURMTRAIN_RUN_DIR", "SLURMTRAIN_ATTEMPT"}
+    assert set(names) > {"NCCL_DEBUG", "TOKEN", "MINE"} and len(names) == len(set(names))
+
+
+def srun_of(config: Config) -> list[str]:
+    script = render_script(config, PATHS)
+    return [line.strip(" \\") for line in script[script.index("\nsrun ") :].splitlines()]

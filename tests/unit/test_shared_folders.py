@@ -17,13 +17,9 @@ from slurmtrain import records, rundir
 from slurmtrain.cli import main
 from slurmtrain.errors import ConfigError, UnreadableRecord, UsageError
 from slurmtrain.launch import state
-<<<<<<< HEAD
-from slurmtrain.rundir import RunDir
+from slurmtrain.rundir import RunDir, write_json
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.attempts import Attempt
-=======
-from slurmtrain.rundir import RunDir, write_json
->>>>>>> shared-next
 from tests.conftest import FakeSlurm
 from tests.run_info import run_info
 from tests.stranger import Stranger
@@ -376,10 +372,10 @@ def test_what_a_run_says_does_not_steer_the_terminal(plant: Plant, asked: Callab
         assert "\x1b" not in capsys.readouterr().out
 
 
-<<<<<<< HEAD
 def test_every_field_of_an_attempt_is_checked_for_its_type() -> None:
     assert attempts._ATTEMPT.keys() == Attempt.__dataclass_fields__.keys() - {"number"}
-=======
+
+
 class Written:
     """A standard output that keeps only how much it was given, and the most at once."""
 
@@ -405,4 +401,3 @@ def test_a_log_larger_than_the_memory_is_printed_in_pieces(
     assert main(["logs", "last", *words]) == 0
     assert 4_000_000 < written.total < 4_000_100
     assert written.most < 2_500_000
->>>>>>> shared-next

@@ -267,6 +267,20 @@ def test_a_cancel_that_slurm_refused_leaves_no_request(
     assert state(run).word == "lost"
 
 
+def test_a_suspended_run_is_shown_as_one_without_an_end_in_sight(
+    make: Make, queue: Queue, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(JOB)
+    attempt(run, job_id=JOB, stepping=time.time())
+    run.metrics_file.write_text('{"step": 3, "time": 1.0, "loss": 1.0, "step_time_s": 0.5, "tokens_per_s": 10}\n')
+    queue({JOB: ("SUSPENDED", "None")})
+    now = state(run)
+    assert (*said(now), now.progress.eta_s) == ("suspended", True, None)
+    assert main(["preempt", run.id]) == 1
+    assert "is suspended, so it cannot save now" in capsys.readouterr().err
+    assert asked(fake_slurm) == []
+
+
 # A job that SLURM starts again after the run has ended: from 24.05 on once more after a preemption.
 
 

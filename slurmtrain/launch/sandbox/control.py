@@ -27,7 +27,7 @@ from slurmtrain.launch.sandbox.directory import (
 from slurmtrain.launch.sandbox.files import find_programs, write_files
 from slurmtrain.launch.sandbox.processes import Process, kill_trees, wait_until
 from slurmtrain.launch.sandbox.spec import SandboxSpec
-from slurmtrain.runtime.slurm import clean_environment
+from slurmtrain.runtime.slurm import clean_environment, path_with, programs_beside
 
 _UP_TIMEOUT_S = 90.0  # usually 2 to 3 s
 
@@ -45,7 +45,9 @@ class Sandbox:
 
     def env(self) -> dict[str, str]:
         """What a SLURM command needs in its environment to talk to this sandbox."""
-        return {"SLURM_CONF": str(self.slurm_conf)}
+        programs = programs_beside(str(self.slurm_conf))
+        path = {"PATH": path_with(programs, os.environ.get("PATH"))} if programs is not None else {}
+        return {"SLURM_CONF": str(self.slurm_conf), **path}
 
     def run(self, command: Sequence[str], *, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Run a SLURM command in this sandbox; the exit code is the caller's to look at."""
@@ -105,13 +107,18 @@ class Sandbox:
             raise ClusterError(f"cannot {operation} {node}: {error}.")
 
 
-def up(spec: SandboxSpec, directory: Path) -> Sandbox:
-    """Start a sandbox and return once all its nodes are idle.
+def up(spec: SandboxSpec, directory: Path, prefix: Path | None = None) -> Sandbox:
+    """Start a sandbox and return once a job has run on all its nodes, and they are idle.
+
+    Args:
+        prefix: of the SLURM to run; None: the one on PATH.
 
     Raises:
-        ClusterError: SLURM is not installed, the place is taken, or a daemon failed (its log's last lines are shown).
+        ClusterError: SLURM is not installed or cannot play several nodes, the place is taken, or a daemon failed (its log's
+            last lines are shown).
     """
-    programs = find_programs()
+    prefix = prefix.absolute() if prefix is not None else None
+    programs = find_programs(prefix)
     directory = directory.absolute()
     lock = claim_directory(directory)
     sandbox = Sandbox(directory, spec.node_names)
@@ -119,9 +126,10 @@ def up(spec: SandboxSpec, directory: Path) -> Sandbox:
     try:
         _clear_remains(directory)
         ports = claim_ports(spec.nodes + 1, seed=str(directory))
-        write_files(spec, directory, ports.first, programs)
+        write_files(spec, directory, ports.first, programs, prefix)
         _launch_supervisor(directory, inherit=(lock, ports.claim))
         _wait_until_idle(sandbox)
+        _run_on_all_nodes(sandbox)
     except BaseException:
         sandbox.down()
         raise
@@ -190,6 +198,7 @@ def _wait_until_idle(sandbox: Sandbox) -> None:
     deadline = time.monotonic() + _UP_TIMEOUT_S
     states: dict[str, str] = {}
     while not (len(states) == len(sandbox.nodes) and set(states.values()) == {"idle"}):
+        _refuse_one_node_a_machine(sandbox)
         cells = _recorded(sandbox.directory).cells
         if failed := [c for c in cells if c.exit_status is not None]:
             cell = failed[0]
@@ -204,12 +213,45 @@ def _wait_until_idle(sandbox: Sandbox) -> None:
             states = sandbox.node_states()
 
 
+def _refuse_one_node_a_machine(sandbox: Sandbox) -> None:
+    """Raises: ClusterError: this SLURM was built for one slurmd a machine, and leaves out every node but the first."""
+    told = (_text(sandbox.directory / "log" / f"{name}.out") for name in ("slurmctld", sandbox.nodes[0]))
+    if len(sandbox.nodes) > 1 and any("Duplicated NodeHostName" in text for text in told):
+        raise ClusterError(
+            "this SLURM was built without --enable-multiple-slurmd, so it cannot play several nodes on one machine.",
+            hint="sandbox up --nodes 1, or take another SLURM: Debian's slurm-wlm, or --slurm-prefix",
+        )
+
+
+def _run_on_all_nodes(sandbox: Sandbox) -> None:
+    """Run one step over all nodes: one that is idle in SLURM's eyes may still be unable to run anything.
+
+    Raises:
+        ClusterError: it did not run.
+    """
+    nodes = f"--nodes={len(sandbox.nodes)}"
+    try:
+        tried = sandbox.run(["srun", "--partition=low", nodes, "--ntasks-per-node=1", "true"], timeout_s=_UP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise _failure(
+            sandbox.directory, "slurmctld", f"a job over all nodes of the sandbox did not end in {_UP_TIMEOUT_S:.0f} s"
+        ) from None
+    if tried.returncode != 0:
+        said = " ".join(tried.stderr.split())
+        raise _failure(sandbox.directory, sandbox.nodes[0], f"a job over all nodes of the sandbox failed: {said}")
+    _wait_until_idle(sandbox)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 def _failure(directory: Path, daemon: str, what: str) -> ClusterError:
     """An error with the end of a daemon's log in it: the file itself is removed with the sandbox."""
-    try:
-        lines = (directory / "log" / f"{daemon}.out").read_text(errors="replace").splitlines()[-8:]
-    except OSError:
-        lines = []
+    lines = _text(directory / "log" / f"{daemon}.out").splitlines()[-8:]
     return ClusterError("\n  | ".join([f"{what}. The end of its log:", *(lines or ["(empty)"])]))
 
 

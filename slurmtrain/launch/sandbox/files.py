@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pwd
-import re
 import secrets
 import shutil
 import socket
@@ -16,25 +15,48 @@ from pathlib import Path
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.sandbox.directory import PLAN
 from slurmtrain.launch.sandbox.spec import GPU_DEVICES, SandboxSpec, Site, gres_conf, slurm_conf
+from slurmtrain.runtime.slurm import PREFIX_FILE, path_with
+from slurmtrain.runtime.slurm_versions import CGROUP_PLUGIN_DISABLED, Version, parse_version
 
-_DAEMONS = ("munged", "slurmctld", "slurmd")
 _CLIENTS = ("sinfo", "squeue", "scontrol", "scancel", "sbatch", "srun")
 
 
-def find_programs() -> dict[str, str]:
-    """Full paths of SLURM's programs. An ordinary user's PATH often lacks the directories where daemons are."""
-    path = os.environ.get("PATH", "")
-    found = {name: shutil.which(name, path=path) for name in _CLIENTS}
-    found |= {name: shutil.which(name, path=f"{path}:/usr/sbin:/sbin:/usr/local/sbin") for name in _DAEMONS}
-    if missing := [name for name, where in found.items() if where is None]:
+def find_programs(prefix: Path | None = None) -> dict[str, str]:
+    """Return the full paths of SLURM's programs. An ordinary user's PATH often lacks the directories where daemons are.
+
+    Args:
+        prefix: where to take SLURM from, instead of PATH; munge comes from PATH all the same.
+
+    Raises:
+        ClusterError: some are missing.
+    """
+    on_path = os.environ.get("PATH", "")
+    with_daemons = f"{on_path}:/usr/sbin:/sbin:/usr/local/sbin"
+    of_slurm = f"{prefix}/bin:{prefix}/sbin" if prefix is not None else None
+    found = {name: shutil.which(name, path=of_slurm or on_path) for name in _CLIENTS}
+    found |= {name: shutil.which(name, path=of_slurm or with_daemons) for name in ("slurmctld", "slurmd")}
+    found["munged"] = shutil.which("munged", path=with_daemons)
+    missing = [name for name, where in found.items() if where is None]
+    if prefix is not None and missing and missing != ["munged"]:
+        raise ClusterError(
+            f"there is no SLURM in {prefix}: no {', '.join(missing)} in its bin or sbin.",
+            hint="give the folder that SLURM was configured with as --prefix",
+        )
+    if missing:
         raise ClusterError(
             f"SLURM is not installed here: no {', '.join(missing)} on PATH.", hint="apt-get install slurm-wlm munge"
         )
     return {name: where for name, where in found.items() if where}
 
 
-def write_files(spec: SandboxSpec, directory: Path, first_port: int, programs: dict[str, str]) -> None:
-    """All that the daemons will read: configuration, munge's key, and the plan for the supervisor."""
+def write_files(
+    spec: SandboxSpec, directory: Path, first_port: int, programs: dict[str, str], prefix: Path | None = None
+) -> None:
+    """Write all that the daemons will read: configuration, munge's key, and the plan for the supervisor.
+
+    Args:
+        prefix: noted beside slurm.conf, so that every verb asks this sandbox with the commands of that SLURM.
+    """
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -46,16 +68,24 @@ def write_files(spec: SandboxSpec, directory: Path, first_port: int, programs: d
     site = Site(directory, user, socket.gethostname().split(".")[0], first_port, version)
     for name in ("log", "state", "spool", *(f"spool/{node}" for node in spec.node_names)):
         (directory / name).mkdir(mode=0o700)
-    for name, text in (("slurm.conf", slurm_conf(spec, site)), ("gres.conf", gres_conf(spec, devices))):
+    texts = {"slurm.conf": slurm_conf(spec, site), "gres.conf": gres_conf(spec, devices)}
+    if CGROUP_PLUGIN_DISABLED.applies_to(version):
+        texts["cgroup.conf"] = "CgroupPlugin=disabled\n"  # see SLURMD_NEEDS_CGROUP
+    if prefix is not None:
+        texts[PREFIX_FILE] = f"{prefix}\n"
+    for name, text in texts.items():
         (directory / name).touch(0o600)
         (directory / name).write_text(text)
     key = directory / "munge.key"
     key.touch(0o600)
     key.write_bytes(secrets.token_bytes(128))
-    (directory / PLAN).write_text(json.dumps(_plan(spec, directory, first_port, programs)))
+    path = os.environ["PATH"] if prefix is None else path_with(f"{prefix}/bin", os.environ["PATH"])
+    (directory / PLAN).write_text(json.dumps(_plan(spec, directory, first_port, programs, path)))
 
 
-def _plan(spec: SandboxSpec, directory: Path, first_port: int, programs: dict[str, str]) -> dict[str, object]:
+def _plan(
+    spec: SandboxSpec, directory: Path, first_port: int, programs: dict[str, str], path: str
+) -> dict[str, object]:
     munge_socket = f"{directory}/munge.sock"
     # --force: a home directory that only its owner may enter is enough for a sandbox that only its owner uses.
     munged = [
@@ -68,7 +98,11 @@ def _plan(spec: SandboxSpec, directory: Path, first_port: int, programs: dict[st
     munged += [f"--pid-file={directory}/state/munged.pid", f"--seed-file={directory}/state/munged.seed"]
     return {
         "nodes": spec.node_names,
-        "env": {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "SLURM_CONF": f"{directory}/slurm.conf"},
+        "env": {
+            "PATH": path_with(os.path.dirname(programs["srun"]), os.environ["PATH"]),
+            "LANG": "C.UTF-8",
+            "SLURM_CONF": f"{directory}/slurm.conf",
+        },
         "daemons": [
             {"name": "munged", "argv": munged, "ready_file": munge_socket},
             {"name": "slurmctld", "argv": [programs["slurmctld"], "-D"], "ready_port": first_port},
@@ -78,9 +112,9 @@ def _plan(spec: SandboxSpec, directory: Path, first_port: int, programs: dict[st
     }
 
 
-def _slurm_version(slurmctld: str) -> tuple[int, int]:
+def _slurm_version(slurmctld: str) -> Version:
     text = subprocess.run([slurmctld, "-V"], capture_output=True, text=True, timeout=10, check=False).stdout
-    match = re.search(r"(\d+)\.(\d+)", text)
-    if not match:
+    version = parse_version(text)
+    if version is None:
         raise ClusterError(f"`{slurmctld} -V` names no version (it says {text.strip()!r}).")
-    return int(match[1]), int(match[2])
+    return version

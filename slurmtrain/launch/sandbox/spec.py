@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.errors import UsageError
+from slurmtrain.runtime.slurm_versions import PREEMPT_PARAMETERS, Version
 
 MAX_NODES = 64  # all on one machine; also the size of a block of ports, see directory.py
+PREEMPT_MODES = {"requeue": "REQUEUE", "cancel": "CANCEL", "suspend": "SUSPEND,GANG"}  # as slurm.conf spells them
 GPU_DEVICES = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "kmsg"))
 """Stand-ins for GPUs. SLURM wants character devices that exist (for plain files it never sets CUDA_VISIBLE_DEVICES); it
 does not open them, and without a task/cgroup plugin it does not fence them off either."""
@@ -24,6 +26,7 @@ class SandboxSpec:
         grace_s: GraceTime of partition `low`: first signal of a preemption to the second.
         kill_wait_s: KillWait: from SIGTERM to SIGKILL. SLURM's default, and that of most clusters, is 30.
         slurmd_timeout_s: silence after which a node counts as down and its jobs are requeued (real clusters: 300).
+        preempt_mode: what happens to a job of partition `low` when its grace time is over: "requeue", "cancel" or "suspend".
         user_signal: a preempted job gets the signal it asked for with `--signal` instead of SIGTERM.
         cred_expire_s: a requeued job starts again after this plus 1 s (real clusters: 120).
     """
@@ -35,6 +38,7 @@ class SandboxSpec:
     grace_s: int = 10
     kill_wait_s: int = 30
     slurmd_timeout_s: int = 20
+    preempt_mode: str = "requeue"
     user_signal: bool = False
     cred_expire_s: int = 6
 
@@ -54,6 +58,11 @@ class SandboxSpec:
             if not low <= value <= high:
                 raise UsageError(f"a sandbox cannot have {field}={value}.", hint=f"give a value from {low} to {high}")
 
+        if self.preempt_mode not in PREEMPT_MODES:
+            raise UsageError(
+                f"a sandbox cannot have preempt_mode={self.preempt_mode!r}.", hint=f"give {', '.join(PREEMPT_MODES)}"
+            )
+
     @property
     def node_names(self) -> tuple[str, ...]:
         return tuple(f"n{i}" for i in range(self.nodes))
@@ -67,15 +76,16 @@ class Site:
     user: str
     host: str
     first_port: int  # of slurmctld; the nodes' ports follow
-    slurm_version: tuple[int, int]
+    slurm_version: Version
 
 
 def slurm_conf(spec: SandboxSpec, site: Site) -> str:
-    """The text of slurm.conf. It stands for a plain cluster: two partitions, preemption by requeue, no accounting."""
+    """The text of slurm.conf. It stands for a plain cluster: two partitions, preemption, no accounting."""
     d = site.directory
     last = spec.nodes - 1
     nodes = "n0" if last == 0 else f"n[0-{last}]"
     ports = f"{site.first_port + 1}" if last == 0 else f"[{site.first_port + 1}-{site.first_port + 1 + last}]"
+    low = spec.preempt_mode.upper()
     gres = f" Gres=gpu:{spec.gpus}" if spec.gpus else ""
     return f"""\
 ClusterName=sandbox
@@ -103,7 +113,7 @@ MpiDefault=none
 
 # Preemption as clusters do it.
 PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
+PreemptMode={PREEMPT_MODES[spec.preempt_mode]}
 {_user_signal(spec, site)}JobRequeue=1
 KillWait={spec.kill_wait_s}
 SlurmdTimeout={spec.slurmd_timeout_s}
@@ -122,7 +132,7 @@ DefMemPerCPU={spec.memory_mb // spec.cpus}
 {"GresTypes=gpu" if spec.gpus else ""}
 NodeName={nodes} NodeHostname={site.host} NodeAddr=127.0.0.1 Port={ports} Sockets=1 CoresPerSocket={spec.cpus} \
 ThreadsPerCore=1 RealMemory={spec.memory_mb}{gres} State=UNKNOWN
-PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={spec.grace_s} MaxTime=INFINITE
+PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode={low} GraceTime={spec.grace_s} MaxTime=INFINITE
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE
 """
 
@@ -131,8 +141,8 @@ def _user_signal(spec: SandboxSpec, site: Site) -> str:
     if not spec.user_signal:
         return ""
     # A release refuses to start with the other's spelling.
-    old_name = site.slurm_version < (23, 2)
-    return "SlurmctldParameters=preempt_send_user_signal\n" if old_name else "PreemptParameters=send_user_signal\n"
+    current = PREEMPT_PARAMETERS.applies_to(site.slurm_version)
+    return "PreemptParameters=send_user_signal\n" if current else "SlurmctldParameters=preempt_send_user_signal\n"
 
 
 def gres_conf(spec: SandboxSpec, devices: Sequence[str]) -> str:

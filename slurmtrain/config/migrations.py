@@ -1,0 +1,93 @@
+"""Frozen configs of other versions of this package: what has become of fields since they were written.
+
+A run waits, or is requeued, for weeks, and the package may be updated meanwhile. A field that is new has its default; one
+that was renamed or removed since is found here; one that is not known because the config is newer is named.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import ConfigError
+
+# Counted up whenever a field is renamed or removed, which tests/unit/frozen keeps an example of.
+SCHEMA_VERSION = 1
+# By the version that did it: where a field is now, or None for one that is gone. Names have dots: "train.seed".
+CHANGED: dict[int, dict[str, str | None]] = {}
+HEADER = "# Frozen by slurmtrain, schema version {}.\n"
+HEADER_LINE = re.compile(r"^# Frozen by slurmtrain, schema version (\d+)\.")
+
+
+def header() -> str:
+    """Return the first line of a frozen config: a comment, so that the rest is what any program may read."""
+    return HEADER.format(SCHEMA_VERSION)
+
+
+def version_of(text: str) -> int:
+    """Return the schema version of a frozen config; 0: it was frozen before versions were counted."""
+    found = HEADER_LINE.match(text)
+    return int(found.group(1)) if found else 0
+
+
+def migrate(values: dict[str, Any], version: int, *, now: int = SCHEMA_VERSION) -> list[str]:
+    """Bring the values of a frozen config to this version, in place.
+
+    Returns:
+        Fields that were left out, with dots: there is nothing like them any more.
+
+    Raises:
+        ConfigError: it is of a newer version, and has fields that are not known here.
+    """
+    left_out = []
+    for changed in range(version + 1, now + 1):
+        for field, target in CHANGED.get(changed, {}).items():
+            found, value = _take(values, field)
+            if found and target is not None:
+                _put(values, target, value)
+            elif found:
+                left_out.append(field)
+    unknown = [field for field in _unknown(values, Config) if field not in left_out]
+    if unknown and version > now:
+        raise ConfigError(
+            f"config.yaml was frozen by a newer slurmtrain (schema version {version}; here it is {now}), and has fields that "
+            f"are not known here: {', '.join(unknown)}",
+            hint="install the slurmtrain that submitted it, where the job runs",
+        )
+    if version < now:
+        for field in unknown:
+            _take(values, field)
+            left_out.append(field)
+    return left_out
+
+
+def _unknown(values: Mapping[str, Any], schema: Any, where: str = "") -> Iterator[str]:
+    """Fields that the schema does not have. Open dicts are not looked into."""
+    fields = {field.name: field for field in dataclasses.fields(schema)}
+    for name, value in values.items():
+        if name not in fields:
+            yield f"{where}{name}"
+            continue
+        inner = fields[name].default_factory
+        if dataclasses.is_dataclass(inner) and isinstance(value, Mapping):
+            yield from _unknown(value, inner, f"{where}{name}.")
+
+
+def _take(values: dict[str, Any], field: str) -> tuple[bool, Any]:
+    """Remove a field. Returns whether it was there, and its value."""
+    *path, last = field.split(".")
+    node: Any = values
+    for name in path:
+        node = node.get(name) if isinstance(node, dict) else None
+    return (True, node.pop(last)) if isinstance(node, dict) and last in node else (False, None)
+
+
+def _put(values: dict[str, Any], field: str, value: Any) -> None:
+    *path, last = field.split(".")
+    node = values
+    for name in path:
+        node = node.setdefault(name, {})
+    node.setdefault(last, value)

@@ -1,0 +1,146 @@
+"""Frozen configs: those of other versions of the package, and changes to a run that has ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slurmtrain.cli import main
+from slurmtrain.config import migrations
+from slurmtrain.config.compose import compose, freeze, load_frozen
+from slurmtrain.config.migrations import SCHEMA_VERSION, migrate, version_of
+from slurmtrain.config.schema import OptimConfig
+from slurmtrain.errors import EXIT_CONFIG, ConfigError, UsageError
+from slurmtrain.launch.changes import changed
+from slurmtrain.runtime.training_job import _of_optimizer
+from tests.conftest import Cli, FakeSlurm
+
+FROZEN = Path(__file__).parent / "frozen"
+
+
+@pytest.mark.parametrize("example", sorted(FROZEN.glob("version_*.yaml")), ids=lambda path: path.stem)
+def test_a_config_that_an_earlier_version_froze_still_loads_and_loses_nothing_without_a_word(
+    example: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A field that is renamed or removed belongs into migrations.CHANGED, with the next SCHEMA_VERSION and an example here."""
+    load_frozen(example)
+    text = example.read_text()
+    values = yaml.safe_load(text)
+    known = {field for version in migrations.CHANGED for field in migrations.CHANGED[version]}
+    assert set(migrate(values, version_of(text))) <= known
+
+
+def test_there_is_an_example_of_every_version() -> None:
+    assert {version_of(path.read_text()) for path in FROZEN.glob("*.yaml")} >= set(range(1, SCHEMA_VERSION + 1))
+    assert version_of(freeze(compose([]))) == SCHEMA_VERSION and version_of("cluster: {}\n") == 0
+
+
+def frozen(path: Path, version: int | None, **more: dict[str, object]) -> Path:
+    """A config file of some version, with further fields."""
+    values = yaml.safe_load(freeze(compose(["cluster=local"])))
+    for group, fields in more.items():
+        values[group] |= fields
+    header = "" if version is None else f"# Frozen by slurmtrain, schema version {version}.\n"
+    path.write_text(header + yaml.safe_dump(values))
+    return path
+
+
+def test_an_updated_package_goes_on_with_waiting_runs_whose_fields_have_other_names_or_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes: dict[int, dict[str, str | None]] = {2: {"train.stepps": "train.steps", "train.gone": None}}
+    monkeypatch.setattr(migrations, "CHANGED", changes)
+    path = frozen(tmp_path / "config.yaml", 1, train={"stepps": 77, "gone": 1})
+    values = yaml.safe_load(path.read_text())
+    del values["train"]["steps"], values["train"]["log_every"]  # as if that field were new
+    assert migrate(values, 1, now=2) == ["train.gone"]
+    assert values["train"]["steps"] == 77 and "gone" not in values["train"]
+    path.write_text(yaml.safe_dump(values))
+    config = load_frozen(path)
+    assert (config.train.steps, config.train.log_every) == (77, 10)
+
+
+def test_an_unknown_field_of_an_earlier_version_is_left_out_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = frozen(tmp_path / "config.yaml", None, optim={"foreach": True})
+    assert load_frozen(path) == compose(["cluster=local"])
+    assert "not known any more, and left out: optim.foreach" in capsys.readouterr().err
+
+
+def test_a_new_field_of_the_optimizer_does_not_part_a_run_from_its_checkpoints() -> None:
+    @dataclasses.dataclass
+    class Updated(OptimConfig):
+        nesterov: bool = False
+
+    before = _of_optimizer(OptimConfig())
+    assert _of_optimizer(Updated()) == before == dataclasses.asdict(OptimConfig())
+    assert _of_optimizer(Updated(nesterov=True)) == {**before, "nesterov": True}
+
+
+def test_a_config_of_a_newer_version_names_what_is_not_known_here(tmp_path: Path) -> None:
+    newer = frozen(tmp_path / "config.yaml", SCHEMA_VERSION + 1, optim={"foreach": True}, train={"clock": 1})
+    with pytest.raises(ConfigError, match=r"newer slurmtrain .* not known here: optim\.foreach, train\.clock"):
+        load_frozen(newer)
+    assert load_frozen(frozen(newer, SCHEMA_VERSION + 1)) == compose(["cluster=local"])  # it uses nothing of that
+    with pytest.raises(ConfigError, match="is not a config of this version: Key 'foreach'"):
+        load_frozen(frozen(newer, SCHEMA_VERSION, optim={"foreach": True}))
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("optim.lrr=1", "the config of this run has no optim.lrr"),
+        ("optim.lr=[", "cannot read it"),
+        ("optim.lr=1,2", "single fields can be set"),
+        ("model=small", "single fields can be set"),
+        ("~optim.lr", "single fields can be set"),
+        ("job.name=other", "job.name was decided when the run was submitted"),
+    ],
+)
+def test_what_cannot_be_set_is_told(override: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=told):
+        changed(compose(["cluster=local"]), [override], tmp_path)
+
+
+def test_what_is_set_is_validated(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"optim\.lr=-1"):
+        changed(compose(["cluster=local"]), ["optim.lr=-1"], tmp_path)
+    with pytest.raises(ConfigError, match=r"--set optim\.lr=high"):
+        changed(compose(["cluster=local"]), ["optim.lr=high"], tmp_path)
+    found = changed(compose(["cluster=local"]), ["optim.lr=1e-5", "+model.extra=1"], tmp_path)
+    assert found.optim.lr == 1e-5 and found.model["extra"] == 1
+
+
+def test_a_fixed_bug_and_another_value_go_on_from_where_the_run_was(cli: Cli, project: Path) -> None:
+    (project / "step.py").write_text("raise SystemExit(1)\n")
+    job = ("+cluster=local", "job=command", "job.command=python3 step.py", "job.snapshot=cwd")
+    assert cli(*job, "requeue.max_attempts_without_progress=1", "submit").returncode == 1
+    [run_dir] = (project / "runs" / "command").iterdir()
+    before = (run_dir / "config.yaml").read_text()
+    (project / "step.py").write_text("import os; print('bug is fixed', os.environ['MODE'])\n")
+    wrong = cli("resume", "last", "--set", "train.steps=0")
+    assert wrong.returncode == EXIT_CONFIG and (run_dir / "config.yaml").read_text() == before
+    assert "bug is fixed" not in cli("resume", "last", "--set", "+cluster.env.MODE=fast").stdout  # the old code
+    answer = cli("resume", "last", "--code", "--set", "cluster.env.MODE=slow")
+    assert answer.returncode == 0 and "bug is fixed slow" in answer.stdout, answer.stdout + answer.stderr
+    assert (run_dir / "config.0001.yaml").read_text() == before and (run_dir / "code.0002" / "step.py").exists()
+    info = json.loads((run_dir / "run.json").read_text())
+    assert [each["set"] for each in info["changes"]] == [["+cluster.env.MODE=fast"], ["cluster.env.MODE=slow"]]
+    assert info["overrides"][-1] == "cluster.env.MODE=slow"
+    assert "changed" in [json.loads(line)["event"] for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def test_a_changed_run_is_submitted_with_a_script_of_the_changed_config(
+    cli: Cli, project: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("+cluster=a100x4", "submit").returncode == 0
+    fake_slurm.command("squeue", "exit 0")  # it has gone
+    [run_dir] = (project / "runs" / "train").iterdir()
+    assert main(["resume", run_dir.name, "--set", "cluster.nodes=2"]) == 0
+    assert "#SBATCH --nodes=1\n" in fake_slurm.submitted[0] and "#SBATCH --nodes=2\n" in fake_slurm.submitted[1]
+    assert load_frozen(run_dir / "config.yaml").cluster.nodes == 2
