@@ -77,6 +77,10 @@ class LostPeers(CheckpointError):
     """Another rank went away in the middle of a save or restore: its failure, not this rank's, came first."""
 
 
+class Superseded(CheckpointError):
+    """A newer incarnation of the run is at work: this one may not commit any more, and has nothing left to do."""
+
+
 class CheckpointMismatch(CheckpointError):
     """There are checkpoints, but none that this run may continue from: damaged, or of another model. No retry helps."""
 

@@ -25,7 +25,7 @@ RECORD_BYTES = 4 << 20  # of run.json, attempt.json and the like: a job of 10,00
 EVENTS_BYTES = 64 << 20
 METRICS_BYTES = 512 << 20  # two million logged steps
 _READ_AT_ONCE = 1 << 20
-_LATEST = 253402300800.0  # the year 10000 in unix seconds: no calendar goes further
+LATEST = 253402300800.0  # the year 10000 in unix seconds: no calendar goes further
 _LARGEST = 2**53  # of a count: beyond it a float, and so many a reader of JSON, takes it for another
 
 
@@ -213,7 +213,7 @@ def is_count(value: object) -> bool:
 
 def is_time(value: object) -> bool:
     """Whether a value is a moment in unix seconds that a calendar knows."""
-    return is_number(value) and 0 <= float(value) < _LATEST  # type: ignore[arg-type]
+    return is_number(value) and 0 <= float(value) < LATEST  # type: ignore[arg-type]
 
 
 NOTHING = Kind("null", lambda value: value is None)

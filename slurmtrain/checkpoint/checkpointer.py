@@ -38,7 +38,7 @@ from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.checkpoint.saving import Saved, Saving, Writer
 from slurmtrain.checkpoint.staging import Image, Staging
 from slurmtrain.checkpoint.writing import Bound, Discarded, Write
-from slurmtrain.errors import CheckpointError, CheckpointMismatch, LostPeers, nearest
+from slurmtrain.errors import CheckpointError, CheckpointMismatch, LostPeers, Superseded, nearest
 
 if TYPE_CHECKING:
     from slurmtrain.checkpoint.copying import Copying
@@ -315,6 +315,8 @@ class Checkpointer:
             self.wait()
         except LostPeers:
             raise  # their group cannot be used any more; another attempt has a new one
+        except Superseded:
+            raise  # no later save can be committed either
         except CheckpointError as error:
             if self._max_failures and self._failures >= self._max_failures:
                 raise CheckpointError(

@@ -40,7 +40,7 @@ from typing import Any
 
 from slurmtrain.checkpoint import blocks
 from slurmtrain.checkpoint.blocks import FileRecord
-from slurmtrain.errors import CheckpointError, CheckpointMismatch
+from slurmtrain.errors import CheckpointError, CheckpointMismatch, Superseded
 
 FORMAT = 2
 FINAL_NAME = re.compile(r"checkpoint_(\d{7,})(?:\.(\d+))?")
@@ -138,7 +138,8 @@ def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") 
         incarnation: None: the next free one, with `label`. A second job in the same directory so fences off the first.
 
     Raises:
-        CheckpointError: a newer incarnation has been here, or another process claims to be this one.
+        Superseded: a newer incarnation has been here.
+        CheckpointError: another process claims to be this one.
     """
     claims = directory / CLAIMS
     claims.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -181,7 +182,7 @@ def claim_of(directory: Path, incarnation: Incarnation) -> Path:
 
 
 def check_fence(directory: Path, incarnation: Incarnation) -> None:
-    """Raise when a newer incarnation has claimed `directory`."""
+    """Raise Superseded when a newer incarnation has claimed `directory`."""
     refresh(directory / CLAIMS)
     _check_claims(directory, incarnation)
 
@@ -189,7 +190,7 @@ def check_fence(directory: Path, incarnation: Incarnation) -> None:
 def _check_claims(directory: Path, incarnation: Incarnation) -> None:
     newest = _newest_claim(directory / CLAIMS)
     if newest > incarnation.order:
-        raise CheckpointError(
+        raise Superseded(
             f"incarnation {incarnation.order} ({incarnation.label}) may not commit in {directory}: "
             f"incarnation {newest} of the same run has started",
             hint="this process is left over from before a restart and should be ended",

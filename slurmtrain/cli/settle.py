@@ -9,7 +9,7 @@ from slurmtrain.cli.again import cancel_rest
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.rundir import RunDir
-from slurmtrain.runtime.judge import Verdict
+from slurmtrain.runtime.judge import Reason, Verdict
 from slurmtrain.runtime.settle import free_dependents, own_job_id, own_restart_count, settle
 from slurmtrain.runtime.slurm import SlurmClient
 
@@ -25,7 +25,8 @@ def main(verb: str, words: list[str]) -> int:
     judgement = settle(run_dir, options.attempt, options.exit_code, config, SlurmClient())
     print(f"slurmtrain: run {run_dir.id}, attempt {options.attempt}: {judgement.sentence}", file=sys.stderr)
     print(judgement.verdict)
-    if config.requeue.mode == "chain" and judgement.verdict in (Verdict.DONE, Verdict.END):
+    over = judgement.verdict in (Verdict.DONE, Verdict.END) and judgement.reason is not Reason.SUPERSEDED
+    if config.requeue.mode == "chain" and over:
         cancel_rest(run_dir, own_job_id())
     if config.requeue.mode == "requeue" and judgement.verdict is Verdict.DONE:
         free_dependents(run_dir, own_job_id(), own_restart_count(), SlurmClient())

@@ -1,4 +1,5 @@
-"""The further jobs of a run: the one after a stop (requeue.mode=resubmit), all at once (chain), or by `resume`.
+"""How a run goes on: its job is requeued, or it gets a further one: after a stop (requeue.mode=resubmit), all at once
+(chain), or by `resume`.
 
 No job is submitted twice: one that carries on after a stop has a token in its comment, by which it is looked for first.
 No two work at the same time: each waits for all before it.
@@ -6,6 +7,8 @@ No two work at the same time: each waits for all before it.
 
 from __future__ import annotations
 
+import contextlib
+import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,13 +20,22 @@ from slurmtrain.launch.sbatch import directive
 from slurmtrain.launch.submit import note, resubmit
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts
-from slurmtrain.runtime.judge import Verdict
+from slurmtrain.runtime.judge import Verdict, is_cancelled
+from slurmtrain.runtime.nodelist import expand_nodelist
 from slurmtrain.runtime.slurm import SlurmClient
 
 TRIES_S = (
     1.0,
     4.0,
 )  # pauses between tries to submit; SLURM may kill the batch shell KillWait, 30 s, after its first TERM
+# While nobody answers there is nothing else to do, and nobody who would kill this job.
+UNREACHED_S = 600.0
+LONGEST_PAUSE_S = 15.0
+EXCLUDED_MAX = 8  # nodes that one run may leave out; so many bad ones are not the nodes' fault
+
+
+class NotRequeued(ClusterError):
+    """SLURM has refused to requeue the job, which has as many restarts as before."""
 
 
 def resume(run_dir: RunDir, client: SlurmClient) -> list[str]:
@@ -65,6 +77,146 @@ def submit_links(run_dir: RunDir, first: str, length: int, client: SlurmClient) 
     return links
 
 
+def requeue(
+    runs: Sequence[tuple[RunDir, int]],
+    job_id: str,
+    client: SlurmClient,
+    *,
+    restart_count: int,
+    delay_s: int = 0,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> str:
+    """After these attempts, whose ranks have all left: let SLURM start their job `job_id` again.
+
+    Whether anybody has cancelled is looked at directly before and directly after, since `scontrol requeue` revives a
+    cancelled job. That it has worked is read from the job's count of restarts; where SLURM refuses, each run that is to go
+    on is submitted as a new job.
+
+    Args:
+        runs: a run and its last attempt; several share one job (sweep.pack).
+        restart_count: of this life of the job.
+        delay_s: after which SLURM should start it; 0: SLURM's own time, about 121 s.
+
+    Returns: what was done, as a sentence.
+
+    Raises:
+        ClusterError: SLURM took neither. The attempts' records say so, and the runs can be resumed.
+    """
+    going_on = [run for run in runs if not _ended_by_cancel(*run)]
+    if not going_on:
+        return "cancelled: not requeued"
+    try:
+        requeued = _requeue(job_id, client, restart_count, sleep, clock)
+    except NotRequeued as error:
+        print(f"slurmtrain: {error.message}; submitting a new job instead", file=sys.stderr, flush=True)
+        jobs = [submit_again(run_dir, number, job_id, client, sleep) for run_dir, number in going_on]
+        return f"submitted again as job {', '.join(filter(None, jobs)) or 'none: cancelled'}"
+    except ClusterError as error:
+        for run_dir, number in going_on:
+            _end(run_dir, number, f"its job could not be requeued: {error.message}")
+        raise
+    if not requeued:
+        for run_dir, number in going_on:
+            _end(run_dir, number, "cancelled by scancel before it was requeued")
+        return "cancelled by scancel: not requeued"
+    going_on = [run for run in going_on if not _ended_by_cancel(*run)]
+    if not going_on:
+        client.cancel(job_id)
+        return "cancelled: taken out of the queue again"
+    excluded = _leave_out(going_on, job_id, client)
+    if delay_s:
+        # SLURM holds a requeued job until its credentials have expired. It may be asked for less.
+        with contextlib.suppress(ClusterError):
+            client.update_pending(job_id, StartTime=f"now+{delay_s}")
+    return f"job {job_id} is requeued" + (f", without {excluded}" if excluded else "")
+
+
+def _requeue(
+    job_id: str, client: SlurmClient, restart_count: int, sleep: Callable[[float], None], clock: Callable[[], float]
+) -> bool:
+    """Requeue a job, and see that it is. False: it has been cancelled.
+
+    Raises:
+        NotRequeued: SLURM answers, and refuses.
+        ClusterError: SLURM cannot be reached for UNREACHED_S.
+    """
+    give_up = clock() + UNREACHED_S
+    pauses = list(TRIES_S)
+    pause, refused = 1.0, ""
+    while True:
+        try:
+            facts = client.look(job_id)
+            if facts is None:
+                raise NotRequeued(f"SLURM does not know job {job_id} any more")
+            if facts.restarts > restart_count:
+                return True  # by us, or by SLURM itself
+            if is_cancelled(facts, restart_count):
+                return False
+            if refused:  # SLURM is there, and the job is not back in the queue
+                if not pauses:
+                    raise NotRequeued(refused)
+                sleep(pauses.pop(0))
+            refused = f"job {job_id} has no more restarts than before"
+            try:
+                client.requeue(job_id)
+            except ClusterError as error:
+                refused = error.message
+        except NotRequeued:
+            raise
+        except ClusterError:
+            if clock() >= give_up:
+                raise
+            sleep(pause * (1 + random.random() / 4))  # with many others, whose nodes were taken at the same moment
+            pause, refused = min(2 * pause, LONGEST_PAUSE_S), ""
+
+
+def _leave_out(runs: Sequence[tuple[RunDir, int]], job_id: str, client: SlurmClient) -> str:
+    """Let the next start of a job, which is pending or on its way there, leave out nodes that were bad. Returns them."""
+    run_dir, number = runs[0]
+    facts = client.job(job_id)
+    excluded = excluding(run_dir, number, client, before=facts.excluded if facts is not None else "")
+    if not excluded:
+        return ""
+    try:
+        client.update_pending(job_id, ExcNodeList=excluded)
+    except ClusterError as error:
+        print(f"slurmtrain: {excluded} cannot be left out: {error.message}", file=sys.stderr)
+        return ""
+    run_dir.event("nodes left out", nodes=excluded, job_id=job_id)
+    return excluded
+
+
+def excluding(run_dir: RunDir, number: int, client: SlurmClient, before: str = "") -> str:
+    """The list of nodes that the start after attempt `number` should leave out; empty when there are none, or no others.
+
+    A job that may use none of the nodes that are left would wait for ever, so SLURM is asked first.
+
+    Args:
+        before: nodes that are left out already.
+    """
+    bad = attempts.bad_nodes_before(attempts.all_attempts(run_dir), number + 1)
+    known = set(expand_nodelist(before)) if before else set()
+    if set(bad) <= known:
+        return ""
+    script = run_dir.script.read_text()
+    own = directive(script, "exclude") or ""
+    nodes = ",".join(dict.fromkeys([*filter(None, [before or own]), *(node for node in bad if node not in known)]))
+    try:
+        # What the script waits for may be long forgotten, and is none of this question.
+        options = [f"--exclude={nodes}", *(["--dependency=singleton"] if directive(script, "dependency") else [])]
+        code, words = client.test_only(run_dir.script, options) if len(bad) <= EXCLUDED_MAX else (1, "")
+    except ClusterError as error:
+        code, words = 1, error.message
+    if code != 0:
+        why = words.splitlines()[-1] if words else f"more than {EXCLUDED_MAX} nodes"
+        said = f"{', '.join(bad)} cannot be left out, since the job may then never start: {why}"
+        print(f"slurmtrain: {said}", file=sys.stderr)
+        run_dir.event("nodes not left out", nodes=",".join(bad), why=why)
+        return ""
+    return nodes
+
+
 def submit_again(
     run_dir: RunDir, number: int, job_id: str, client: SlurmClient, sleep: Callable[[float], None] = time.sleep
 ) -> str | None:
@@ -76,8 +228,7 @@ def submit_again(
     Raises:
         ClusterError: SLURM took no new job. The attempt's record says so, and the run can be resumed.
     """
-    if _cancelled(run_dir):
-        _end(run_dir, number, "cancelled by `cancel RUN`")
+    if _ended_by_cancel(run_dir, number):
         return None
     try:
         new = _find_or_submit(run_dir, number, job_id, client, sleep)
@@ -85,10 +236,14 @@ def submit_again(
         words = error.message if isinstance(error, SlurmtrainError) else str(error)
         _end(run_dir, number, f"no new job could be submitted: {words}")
         raise
-    if _cancelled(run_dir):  # while sbatch was at work
+    if _ended_by_cancel(run_dir, number):  # while sbatch was at work
         client.cancel(new)
-        _end(run_dir, number, "cancelled by `cancel RUN`")
         return None
+    attempt = attempts.read_attempt(run_dir, number)
+    if attempt.verdict != Verdict.RESUBMIT:  # it was to be requeued
+        sentence = (attempt.sentence or "stopped").removesuffix("; it is requeued")
+        attempt.verdict, attempt.sentence = Verdict.RESUBMIT, f"{sentence}; it is submitted again"
+        attempts.write_attempt(run_dir, attempt)
     _pass_on_dependents(run_dir, job_id, new, client)
     return new
 
@@ -119,8 +274,9 @@ def _find_or_submit(
 
     def options(script: str) -> list[str]:
         # SLURM starts it when this job is gone altogether, so that no rank that lingers meets its successor.
-        return waiting_for(script, [job_id])
+        return [*waiting_for(script, [job_id]), *([f"--exclude={without}"] if without else [])]
 
+    without = excluding(run_dir, number, client)
     for pause in (*TRIES_S, None):
         try:
             found = client.find_by_comment(TOKEN_PREFIX + mine)
@@ -147,15 +303,19 @@ def _pass_on_dependents(run_dir: RunDir, job_id: str, new: str, client: SlurmCli
         run_dir.event("dependents passed on", job_ids=moved, job_id=new)
 
 
-def _cancelled(run_dir: RunDir) -> bool:
-    """`settle` removes a request that it has seen, so this one came later."""
-    request = attempts.read_request(run_dir)
-    return request is not None and request.action == "cancel"
+def _ended_by_cancel(run_dir: RunDir, number: int) -> bool:
+    """Whether a person has cancelled the run since attempt `number` was judged, whose record then says so."""
+    request = attempts.read_request(run_dir.request_file)  # `settle` has taken the one that it has seen
+    if request is None or request.action not in ("cancel", "stop"):
+        return False
+    _end(run_dir, number, "cancelled by `cancel RUN`")
+    return True
 
 
 def _end(run_dir: RunDir, number: int, why: str) -> None:
     attempt = attempts.read_attempt(run_dir, number)
     attempt.verdict = Verdict.END
-    attempt.sentence = f"{(attempt.sentence or 'stopped').removesuffix('; it is submitted again')}; {why}"
+    sentence = (attempt.sentence or "stopped").removesuffix("; it is submitted again").removesuffix("; it is requeued")
+    attempt.sentence = f"{sentence}; {why}"
     attempts.write_attempt(run_dir, attempt)
-    run_dir.event("not submitted again", attempt=number, sentence=attempt.sentence)
+    run_dir.event("not started again", attempt=number, sentence=attempt.sentence)

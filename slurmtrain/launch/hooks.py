@@ -57,13 +57,13 @@ def run_hook(run_dir: RunDir, number: int) -> None:
 
 
 def hook_of(attempt: Attempt) -> str | None:
-    """Which hook is meant, or None: nobody has judged the attempt, or a person has ended the run and knows."""
-    if attempt.reason is None or attempt.reason == Reason.CANCELLED:
+    """Which hook is meant, or None: nobody has judged the attempt, a person has ended the run and knows, or it goes on."""
+    if attempt.reason in (None, Reason.CANCELLED, Reason.SUPERSEDED):
         return None
     if attempt.reason == Reason.FINISHED:
         return "on_finish"
     gave_up = attempt.verdict == Verdict.END and attempt.stalled
-    failed = attempt.reason in (Reason.CRASH, Reason.CONFIG, Reason.NODE_FAILURE) or gave_up
+    failed = attempt.reason in (Reason.CRASH, Reason.CONFIG, Reason.NODE_FAILURE, Reason.BAD_NODE) or gave_up
     return "on_failure" if failed else "on_preemption"
 
 

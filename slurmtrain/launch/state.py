@@ -222,8 +222,11 @@ class _Record:
 
     @property
     def setup_failed(self) -> Path | None:
-        path = self.run_dir.attempt(self.last.number) / "setup-failed" if self.last is not None else None
-        return path if path is not None and os.path.lexists(path) else None
+        """What the set-up has said when it failed, where nobody could settle the attempt."""
+        if self.last is None or self.last.verdict is not None:
+            return None
+        path = self.run_dir.attempt(self.last.number) / "setup-failed"
+        return path if os.path.lexists(path) else None
 
     @property
     def setting_up(self) -> bool:

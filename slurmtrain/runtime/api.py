@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from slurmtrain import rundir
-from slurmtrain.errors import EXIT_REQUEUE, CheckpointError, SlurmtrainError
+from slurmtrain.errors import EXIT_REQUEUE, CheckpointError, SlurmtrainError, Superseded
 from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime import attempts, place, signals
 
@@ -196,7 +196,11 @@ def _let_go() -> None:
     if lost and world is not None:
         if _place is not None:
             attempts.record_failure(
-                _place.attempt_dir, world.environment.rank, exit_code=lost[0].exit_code, sentence=lost[0].message
+                _place.attempt_dir,
+                world.environment.rank,
+                exit_code=lost[0].exit_code,
+                sentence=lost[0].message,
+                superseded=isinstance(lost[0], Superseded),
             )
         from slurmtrain.runtime.main import leave
 
@@ -220,7 +224,9 @@ def _record_and_show(kind: type[BaseException], error: BaseException, trace: Tra
     if _place is not None:
         sentence = error.message if isinstance(error, SlurmtrainError) else f"{kind.__name__}: {error}"
         rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
-        attempts.record_failure(_place.attempt_dir, rank, exit_code=code, sentence=sentence)
+        attempts.record_failure(
+            _place.attempt_dir, rank, exit_code=code, sentence=sentence, superseded=isinstance(error, Superseded)
+        )
     from slurmtrain.runtime.main import leave
 
     leave(code)

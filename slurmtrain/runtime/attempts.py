@@ -7,7 +7,9 @@ that nobody could complete, because its node was gone. Readers: `status`, and th
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
+import operator
 import os
 import re
 import time
@@ -19,7 +21,7 @@ from typing import Any
 from slurmtrain import records
 from slurmtrain.checkpoint.commit import committed, step_of
 from slurmtrain.errors import UnreadableRecord
-from slurmtrain.records import COUNT, FLAG, NOTHING, NUMBER, NUMBERS, OBJECT, TEXT, TEXTS, TIME
+from slurmtrain.records import COUNT, FLAG, LATEST, NOTHING, NUMBER, NUMBERS, OBJECT, TEXT, TEXTS, TIME, Kind, is_number
 from slurmtrain.rundir import RunDir, read_json, write_json
 from slurmtrain.runtime.judge import Verdict
 from slurmtrain.runtime.slurm import JobFacts, parse_time
@@ -27,35 +29,16 @@ from slurmtrain.runtime.slurm import JobFacts, parse_time
 TAIL_BYTES = 65536  # of the metrics of a run, of the log of a job
 LOG_BYTES = 16 << 20  # of srun's own words: what it says of killed tasks stands at the end
 
-# What the fields of attempt.json and of stop.json may be.
-_ATTEMPT = {
-    "job_id": TEXT | NOTHING,
-    "step_id": TEXT | NOTHING,
-    "restart_count": COUNT,
-    "nodes": TEXTS,
-    "world_size": COUNT,
-    "pid": COUNT | NOTHING,
-    "host": TEXT,
-    "started": TIME,
-    "stepping": TIME | NOTHING,
-    "start_up_s": NUMBERS,
-    "first_step": COUNT | NOTHING,
-    "last_step": COUNT | NOTHING,
-    "committed_before": COUNT | NOTHING,
-    "committed_step": COUNT | NOTHING,
-    "said": TEXT | NOTHING,
-    "program_code": COUNT | NOTHING,
-    "cause": TEXT | NOTHING,
-    "cause_time": TIME | NOTHING,
-    "seconds_left": NUMBER | NOTHING,
-    "facts": OBJECT | NOTHING,
-    "ended": TIME | NOTHING,
-    "exit_code": COUNT | NOTHING,
-    "reason": TEXT | NOTHING,
-    "verdict": TEXT | NOTHING,
-    "stalled": FLAG,
-    "sentence": TEXT | NOTHING,
-    "started_again": COUNT,
+# What the fields of attempt.json may be, by their annotation; and those of stop.json.
+_KINDS = {
+    "str": TEXT,
+    "int": COUNT,
+    "bool": FLAG,
+    "float": Kind("a number", lambda value: is_number(value) and abs(value) < LATEST),  # many are times
+    "list[str]": TEXTS,
+    "dict[str, float]": NUMBERS,
+    "dict[str, Any]": OBJECT,
+    "None": NOTHING,
 }
 _STOP = {"cause": TEXT, "time": TIME, "seconds_left": NUMBER | NOTHING, "facts": OBJECT | NOTHING}
 STOP_RECORD = "stop.json"  # in an attempt's folder
@@ -76,6 +59,7 @@ class Attempt:
         stalled: it used up a budget: its own fault, and no progress.
         unseen: that budget is the one of long attempts, of a program that reports no progress.
         lasted: it was such a long attempt: it may have got on, and the count of short ones begins afresh.
+        bad_nodes: nodes that it could not even start on; the next start leaves them out.
         said: rank 0's last word: "finished" or "stopped".
         program_code: with what a program of the user's own ended on rank 0; minus the signal's number when one killed it.
         stepping: when it began to train; None until then.
@@ -114,6 +98,7 @@ class Attempt:
     reason: str | None = None
     verdict: str | None = None
     stalled: bool = False
+    bad_nodes: list[str] = field(default_factory=list)
     unseen: bool = False
     lasted: bool = False
     sentence: str | None = None
@@ -127,6 +112,15 @@ class Attempt:
         return (self.committed_step or 0) > (self.committed_before or 0) or reported or marked
 
 
+def _kind(annotation: str) -> Kind:
+    """Raises: KeyError: no kind of value is known for it."""
+    first, *others = (_KINDS[part] for part in annotation.split(" | "))
+    return functools.reduce(operator.or_, others, first)
+
+
+_FIELDS = {name: _kind(str(each.type)) for name, each in Attempt.__dataclass_fields__.items()}
+
+
 def read_attempt(run_dir: RunDir, number: int) -> Attempt:
     """The record of an attempt; an empty one when it died before it could write any.
 
@@ -135,7 +129,7 @@ def read_attempt(run_dir: RunDir, number: int) -> Attempt:
     """
     path = run_dir.attempt(number) / "attempt.json"
     values = read_json(path) or {}
-    records.check_fields(values, _ATTEMPT, path)
+    records.check_fields(values, _FIELDS, path)
     known = {name: value for name, value in values.items() if name in Attempt.__dataclass_fields__}
     attempt = Attempt(**{**known, "number": number})
     path = run_dir.attempt(number) / STOP_RECORD
@@ -178,6 +172,16 @@ def unseen_before(attempts: list[Attempt], number: int) -> int:
             break
         count += attempt.unseen
     return count
+
+
+def bad_nodes_before(attempts: list[Attempt], number: int) -> list[str]:
+    """Nodes that attempts before `number` could not start on, since the last progress."""
+    found: dict[str, None] = {}
+    for attempt in reversed([attempt for attempt in attempts if attempt.number < number]):
+        if attempt.progressed or attempt.verdict in (Verdict.DONE, Verdict.END):
+            break
+        found |= dict.fromkeys(attempt.bad_nodes)
+    return list(found)
 
 
 def furthest_reported(run_dir: RunDir) -> int | None:
@@ -246,21 +250,69 @@ def record_stop(
 
 
 def record_failure(
-    attempt_dir: Path, rank: int, *, exit_code: int, sentence: str, because_of_peer: bool = False
+    attempt_dir: Path,
+    rank: int,
+    *,
+    exit_code: int,
+    sentence: str,
+    because_of_peer: bool = False,
+    superseded: bool = False,
 ) -> None:
-    """A rank's last words. Each rank writes its own file, so nothing has to be agreed on in the error path."""
+    """Leave a rank's last words. Each rank writes its own file, so nothing has to be agreed on in the error path.
+
+    Args:
+        because_of_peer: another rank had gone, whose failure came first.
+        superseded: a newer incarnation of the run is at work, and this one may not commit any more.
+    """
     record = {"rank": rank, "exit_code": exit_code, "sentence": sentence, "because_of_peer": because_of_peer}
+    if superseded:
+        record["superseded"] = True
+    record["node"] = os.environ.get("SLURMD_NODENAME")
     write_json(attempt_dir / f"failed-{rank}.json", {**record, "time": time.time()})
 
 
-def first_failure(attempt_dir: Path, *, because_of_peer: bool = False) -> tuple[int, str] | None:
-    """Exit code and words of the earliest rank that failed: by itself, or because a peer was gone."""
+@dataclass(frozen=True)
+class Failure:
+    """What the earliest rank that failed has said.
+
+    Attributes:
+        node: where it was, by SLURM's name; None where nobody knows.
+        superseded: a newer incarnation of the run is at work.
+    """
+
+    exit_code: int
+    sentence: str
+    node: str | None = None
+    superseded: bool = False
+
+
+def first_failure(attempt_dir: Path, *, because_of_peer: bool = False) -> Failure | None:
+    """Read the words of the earliest rank that failed: by itself, or because a peer was gone."""
     found = [record for path in attempt_dir.glob("failed-*.json") if (record := read_json(path))]
     chosen = [record for record in found if bool(record.get("because_of_peer")) == because_of_peer]
     if not chosen:
         return None
     first = min(chosen, key=lambda record: float(record["time"]))
-    return int(first["exit_code"]), f"rank {first['rank']}: {first['sentence']}"
+    return Failure(
+        int(first["exit_code"]),
+        f"rank {first['rank']}: {first['sentence']}",
+        node=first.get("node"),
+        superseded=bool(first.get("superseded")),
+    )
+
+
+def failed_set_up(attempt_dir: Path) -> str | None:
+    """What the batch script has said of a set-up that failed, before any rank was started."""
+    try:
+        return (attempt_dir / "setup-failed").read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def came_to_an_end(run_dir: RunDir, last: Attempt) -> bool:
+    """Whether the run ended for good with its last attempt: by its verdict, or in a set-up that nobody could settle."""
+    unsettled = last.verdict is None and failed_set_up(run_dir.attempt(last.number)) is not None
+    return last.verdict == Verdict.END or unsettled
 
 
 def killed_tasks(attempt_dir: Path) -> str | None:
@@ -289,19 +341,6 @@ def cancelled_due_to(log: Path, since: float) -> str | None:
     return later[-1] if later else None
 
 
-def request_for(run_dir: RunDir, attempt: Attempt) -> str | None:
-    """What a person asked of this attempt, not of an earlier one."""
-    request = read_request(run_dir)
-    return request.action if request is not None and request.time >= attempt.started else None
-
-
-def cancelled_after(run_dir: RunDir, last: Attempt | None) -> bool:
-    """By `cancel RUN`, after what its last attempt could know of."""
-    since = (last.ended or last.started) if last is not None else 0.0
-    request = read_request(run_dir)
-    return request is not None and request.action == "cancel" and request.time >= since
-
-
 @dataclass(frozen=True)
 class Request:
     """What a person asked of a run, and when, in unix seconds."""
@@ -310,11 +349,35 @@ class Request:
     time: float
 
 
-def read_request(run_dir: RunDir) -> Request | None:
-    """What was asked last; None when nothing was, or what is there is no request."""
-    values = read_json(run_dir.request_file) or {}
+def read_request(path: Path) -> Request | None:
+    """What a request says; None when nothing was asked, or what is there is no request."""
+    values = read_json(path) or {}
     action, time = values.get("action"), values.get("time", 0.0)
     return Request(action, float(time)) if isinstance(action, str) and records.is_time(time) else None
+
+
+def take_request(run_dir: RunDir, attempt: Attempt) -> str | None:
+    """Take what a person asked of this attempt, not of an earlier one: "cancel", "stop", "preempt" or "requeue".
+
+    The file moves into the attempt's folder in one step, so that a request that is found in the run's folder afterwards
+    has come too late for this attempt, and was not seen by whoever judged it.
+    """
+    taken = run_dir.attempt(attempt.number) / "request.json"
+    try:
+        run_dir.request_file.rename(taken)
+    except FileNotFoundError:
+        pass
+    except OSError:  # it is read where it is, and may be found once more
+        taken = run_dir.request_file
+    request = read_request(taken)
+    return request.action if request is not None and request.time >= attempt.started else None
+
+
+def cancelled_after(run_dir: RunDir, last: Attempt | None) -> bool:
+    """Whether `cancel RUN`, or the file `stop`, has come after what the judge of its last attempt could know of."""
+    request = read_request(run_dir.request_file)
+    since = last.started if last is not None else 0.0  # what was judged is not there any more
+    return request is not None and request.action in ("cancel", "stop") and request.time >= since
 
 
 def write_request(run_dir: RunDir, action: str) -> None:

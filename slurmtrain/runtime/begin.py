@@ -11,9 +11,12 @@ The jobs of a chain ask `chain.ended_before` instead.
 
 from __future__ import annotations
 
+from slurmtrain.config.schema import Config
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts
-from slurmtrain.runtime.judge import Verdict
+from slurmtrain.runtime.judge import Reason, Verdict
+from slurmtrain.runtime.settle import close_abandoned, run_hook_of, spent_by
+from slurmtrain.runtime.slurm import SlurmClient
 
 
 def ended_before(run_dir: RunDir, job_id: str | None, restart_count: int) -> Verdict | None:
@@ -32,10 +35,43 @@ def ended_before(run_dir: RunDir, job_id: str | None, restart_count: int) -> Ver
     job_ids = run_dir.info()["job_ids"]
     if (job_id in job_ids and job_ids[-1] != job_id) or attempts.cancelled_after(run_dir, last):
         return Verdict.END
+    if _is_superseded(run_dir, job_id):
+        return Verdict.END
     if last is None or restart_count == 0 or last.job_id not in (job_id, None):
         return None
-    ended = last.verdict == Verdict.END or (run_dir.attempt(last.number) / "setup-failed").exists()
-    return Verdict.END if ended else None
+    return Verdict.END if attempts.came_to_an_end(run_dir, last) else None
+
+
+def budget_used_up(run_dir: RunDir, config: Config, client: SlurmClient | None) -> Verdict | None:
+    """Complete the records of lost attempts; return END, once it is on record, where they have used up the budget.
+
+    A run that takes its node down leaves nobody who could count: it would go from node to node.
+
+    Args:
+        client: None outside of SLURM.
+    """
+    numbers = run_dir.attempt_numbers()
+    if not numbers:
+        return None
+    close_abandoned(run_dir, numbers[-1] + 1, config, client)
+    last = attempts.read_attempt(run_dir, numbers[-1])
+    if last.verdict in (Verdict.DONE, Verdict.END):
+        return None
+    spent = spent_by(attempts.all_attempts(run_dir), config)
+    if spent is None:
+        return None
+    said = (last.sentence or "").rpartition("; ")[0] or "ended"  # without what was to come next
+    last.verdict, last.sentence = Verdict.END, f"{said}; {spent}"
+    attempts.write_attempt(run_dir, last)
+    run_dir.event("given up", attempt=last.number, sentence=last.sentence)
+    run_hook_of(run_dir, last.number, config)
+    return Verdict.END
+
+
+def _is_superseded(run_dir: RunDir, job_id: str | None) -> bool:
+    """Whether this job was told before that a newer one is at work for the run."""
+    mine = [attempt for attempt in attempts.all_attempts(run_dir) if job_id is not None and attempt.job_id == job_id]
+    return bool(mine) and mine[-1].reason == Reason.SUPERSEDED
 
 
 def record_leaving(run_dir: RunDir, job_id: str | None) -> None:

@@ -57,5 +57,5 @@ def ended_before(run_dir: RunDir) -> Verdict | None:
     if last.verdict == Verdict.DONE:
         return Verdict.DONE
     in_chain = last.number > int(run_dir.info().get("chain_after") or 0)
-    ended = last.verdict == Verdict.END or (run_dir.attempt(last.number) / "setup-failed").exists()
+    ended = attempts.came_to_an_end(run_dir, last)
     return Verdict.END if in_chain and ended else None

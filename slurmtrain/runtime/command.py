@@ -28,12 +28,14 @@ from slurmtrain.runtime import attempts, descendants, place
 from slurmtrain.runtime.addresses import free_port, machine, own_addresses
 from slurmtrain.runtime.environment import Environment, check_gpu_files
 from slurmtrain.runtime.place import Place
+from slurmtrain.runtime.published import Pauses, Published
 from slurmtrain.runtime.signals import StopSignals
 from slurmtrain.runtime.watch import Watch
 
 # Of the signal itself, or as a shell reports it.
 DIED_OF_A_STOP = {sign for number in (signal.SIGTERM, signal.SIGUSR2) for sign in (-number, 128 + number)}
 SIGNAL_LAG_S = 1.0
+MASTER = "master.json"  # rank 0's address, in the attempt's folder
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh")
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 POLL_S = 0.05  # of a file on a shared file system: there is no event to await
@@ -70,6 +72,7 @@ def run_command(config: Config, environment: Environment, where: Place, stop: St
         ) from None
     threading.Thread(target=_pass_on, args=(stop, environment.source), name="pass-signals-on", daemon=True).start()
     code = program.wait()
+    Published(where.attempt_dir / MASTER, environment).forget()
     if code in DIED_OF_A_STOP or code == 0:
         # The program had the signal at the same moment as this process, whose reader thread may be a little behind.
         stop.wait(SIGNAL_LAG_S)
@@ -221,7 +224,8 @@ def with_variables(words: Sequence[str], given: Mapping[str, str], environment: 
 
 def _master(environment: Environment, directory: Path, cluster: ClusterConfig) -> tuple[str, int]:
     """Rank 0's address, for programs that rendezvous by themselves: published by rank 0, read by the others."""
-    published = directory / "master.json"
+    published = directory / MASTER
+    address_of_rank_0 = Published(published, environment)
     if environment.rank == 0:
         address = {
             "hosts": own_addresses(environment, cluster.network_interface),
@@ -229,16 +233,17 @@ def _master(environment: Environment, directory: Path, cluster: ClusterConfig) -
             "machine": machine(),
         }
         write_json(published, address)
+        address_of_rank_0.look()  # hands it on to the ranks beside this one
         return "127.0.0.1" if environment.single_node else _reachable(address), int(str(address["port"]))
-    deadline = time.monotonic() + cluster.rendezvous_timeout_s
-    while (found := read_json(published) if published.name in os.listdir(directory) else None) is None:
+    deadline, pauses = time.monotonic() + cluster.rendezvous_timeout_s, Pauses()
+    while (found := address_of_rank_0.look()) is None:
         if time.monotonic() > deadline:
             raise RendezvousError(
                 f"rank 0, expected on node {environment.expected_node(0)}, did not publish its address within "
                 f"{cluster.rendezvous_timeout_s} s",
                 hint="see rank 0's log",
             )
-        time.sleep(POLL_S)
+        pauses.pause()
     return ("127.0.0.1" if found["machine"] == machine() else _reachable(found)), int(found["port"])
 
 

@@ -29,6 +29,8 @@ class Reason(StrEnum):
     REQUEUED = "requeued"  # by somebody's scontrol requeue
     ASKED = "asked"  # a person's signal, `preempt RUN` or `requeue RUN`
     CONFIG = "config"
+    BAD_NODE = "bad node"  # it could not start there, though an earlier attempt has trained elsewhere
+    SUPERSEDED = "superseded"  # a newer attempt of the run, of another job, is at work
     CRASH = "crash"
 
 
@@ -53,6 +55,11 @@ class Evidence:
         cause: what told the ranks to stop: a signal's name, "deadline", ...; None when nothing did.
         seconds_left: from the stop request to the time limit; None when unknown.
         failure: (exit code, sentence) of the first rank that failed by itself.
+        set_up: what the set-up has said that failed before any rank was started.
+        failed_on: the node where either was; None where nobody knows.
+        superseded: by whom, where a newer attempt of the run is at work: "attempt 3 in job 12".
+        trained: this attempt has begun to train.
+        trained_before: so has an earlier one, with the same config.
         program_code: with what a program of the user's own ended on rank 0; None for other kinds of jobs.
         finished_when: job.finished_when.
         killed: srun's words on tasks that were killed, e.g. "n1: task 3: Killed".
@@ -73,6 +80,11 @@ class Evidence:
     cause: str | None = None
     seconds_left: float | None = None
     failure: tuple[int, str] | None = None
+    set_up: str | None = None
+    failed_on: str | None = None
+    superseded: str | None = None
+    trained: bool = False
+    trained_before: bool = False
     program_code: int | None = None
     finished_when: str | None = None
     killed: str | None = None
@@ -111,9 +123,10 @@ class Policy:
 @dataclass(frozen=True)
 class Judgement:
     """Attributes:
-    stalled: the run's own fault, and nothing to show for it: the attempt uses up the budget.
+    stalled: nobody told it to stop, and it has nothing to show for itself: the attempt uses up the budget.
     unseen: the same of a long attempt, of a program that reports no progress: it uses up another budget.
     lasted: it was a long attempt of such a program, whoever's fault its end was.
+    bad_node: where it could not start; the next start should leave that node out.
     """
 
     reason: Reason
@@ -122,6 +135,7 @@ class Judgement:
     stalled: bool = False
     unseen: bool = False
     lasted: bool = False
+    bad_node: str | None = None
 
 
 def judge(evidence: Evidence, policy: Policy) -> Judgement:
@@ -130,14 +144,14 @@ def judge(evidence: Evidence, policy: Policy) -> Judgement:
     if reason is Reason.FINISHED:
         return Judgement(reason, Verdict.DONE, sentence)
     sentence += _doubt(evidence)
-    if reason in (Reason.CANCELLED, Reason.CONFIG):
+    if reason in (Reason.CANCELLED, Reason.CONFIG, Reason.SUPERSEDED):
         return Judgement(reason, Verdict.END, sentence)
     judged = _with_effort(Judgement(reason, Verdict.END, sentence), evidence, policy)
     if _slurm_restarts(evidence):
         return replace(judged, verdict=Verdict.RESTARTING, sentence=f"{judged.sentence}; SLURM starts it again")
     if policy.mode == "off":
         return replace(judged, sentence=f"{sentence}; it is not requeued (requeue.mode=off)")
-    spent = _budget_spent(judged, evidence, policy)
+    spent = budget_spent(judged, evidence, policy)
     if spent is not None:
         return replace(judged, sentence=f"{sentence}; {spent}")
     if policy.mode == "chain" and policy.links_left == 0:
@@ -145,7 +159,18 @@ def judge(evidence: Evidence, policy: Policy) -> Judgement:
             judged, sentence=f"{judged.sentence}; no job of the chain is left to go on (requeue.chain_length)"
         )
     verdict, next_step = _NEXT_STEPS[policy.mode]
-    return replace(judged, verdict=verdict, sentence=f"{judged.sentence}; {next_step}")
+    bad_node = evidence.failed_on if reason is Reason.BAD_NODE else None
+    return replace(judged, verdict=verdict, sentence=f"{judged.sentence}; {next_step}", bad_node=bad_node)
+
+
+def is_cancelled(facts: JobFacts, restart_count: int) -> bool:
+    """Whether SLURM has ended the job for good, as scancel does, so that a requeue would bring it back.
+
+    Neither has it been preempted, nor reached its time limit, nor lost its node, after which SLURM lets us requeue it.
+    """
+    if facts.preempted or facts.restarts > restart_count or facts.reason in ("NodeDown", "TimeLimit"):
+        return False
+    return facts.state in ("COMPLETING", "CANCELLED")
 
 
 _NEXT_STEPS = {
@@ -169,6 +194,7 @@ def judge_abandoned(evidence: Evidence, policy: Policy) -> Judgement:
     elif evidence.said == "stopped" or evidence.cause is not None:
         reason, sentence = _why_told(evidence, policy)
     else:
+        # Whatever ended it may be the run itself, which would take one node down after the other: it uses the budget.
         reason, sentence = Reason.NODE_FAILURE, "ended without a word: its node failed, or it was killed"
     judged = _with_effort(Judgement(reason, Verdict.RESTARTING, sentence), evidence, policy)
     return replace(judged, sentence=f"{judged.sentence}; it was started again")
@@ -205,12 +231,16 @@ _HOW_TO_REPORT = "`slurmtrain progress STEP` or job.progress_file would"
 
 
 def _own_fault(reason: Reason, evidence: Evidence) -> bool:
-    """A crash, a time limit, or a program that ends early without having been told to by anybody who is known."""
+    """A crash, a time limit, or a program that ends early without having been told to by anybody who is known.
+
+    A node that fails, or where the run cannot start, too: the run itself may take its nodes down.
+    """
     known = evidence.request is not None or (evidence.cause is not None and evidence.program_code != 0)
-    return reason in (Reason.CRASH, Reason.TIME_LIMIT) or (reason is Reason.ASKED and not known)
+    always = (Reason.CRASH, Reason.TIME_LIMIT, Reason.NODE_FAILURE, Reason.BAD_NODE)
+    return reason in always or (reason is Reason.ASKED and not known)
 
 
-def _budget_spent(judged: Judgement, evidence: Evidence, policy: Policy) -> str | None:
+def budget_spent(judged: Judgement, evidence: Evidence, policy: Policy) -> str | None:
     """Why this attempt is the last, or None while there may be others."""
     if judged.unseen and evidence.unseen_before + 1 >= policy.max_unseen_attempts:
         each = f"{policy.max_unseen_attempts} long attempts and nothing that shows progress ({_HOW_TO_REPORT})"
@@ -229,8 +259,13 @@ def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
     unsaid_stop = evidence.said is None and evidence.cause is not None
     if evidence.exit_code == 0 and evidence.said != "stopped" and not unsaid_stop:
         return Reason.FINISHED, _finished(evidence)
-    if evidence.failure is not None and evidence.failure[0] == EXIT_CONFIG:
-        return Reason.CONFIG, evidence.failure[1]
+    if evidence.superseded is not None:
+        return Reason.SUPERSEDED, f"superseded: {evidence.superseded} goes on with this run"
+    wrong = evidence.failure[1] if evidence.failure is not None and evidence.failure[0] == EXIT_CONFIG else None
+    blame_node = evidence.trained_before and not evidence.trained
+    if wrong is not None and not blame_node:
+        return Reason.CONFIG, wrong
+    wrong = wrong or evidence.set_up  # a signal may have ended the set-up: whether there was one comes first
     if evidence.request == "stop":
         return Reason.CANCELLED, "stopped by the file `stop` in its directory"
     if evidence.request == "cancel":
@@ -238,6 +273,11 @@ def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
     external = _told_by_slurm(evidence)
     if external is not None:
         return external
+    if wrong is not None and blame_node:
+        where = evidence.failed_on or "that node"
+        return Reason.BAD_NODE, f"{wrong} (the fault of {where}: an earlier attempt has trained)"
+    if wrong is not None:
+        return Reason.CONFIG, wrong
     told = evidence.exit_code == EXIT_REQUEUE or evidence.cause is not None
     if told and evidence.failure is None and evidence.killed is None:
         return _why_told(evidence, policy)

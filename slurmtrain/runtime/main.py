@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from slurmtrain.config import secrets
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import EXIT_REQUEUE, LostPeers, SlurmtrainError
+from slurmtrain.errors import EXIT_REQUEUE, LostPeers, SlurmtrainError, Superseded
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts, place, signals
 from slurmtrain.runtime.environment import Environment, check_world_size
@@ -94,7 +94,14 @@ def _run(find: Callable[[], tuple[Config, Callable[[], RunDir]]], given: Place |
         leave(EXIT_REQUEUE)
     except SlurmtrainError as error:
         print(f"slurmtrain: error: {error}", file=sys.stderr, flush=True)
-        _fail(where, environment, error.exit_code, error.message, because_of_peer=isinstance(error, LostPeers))
+        _fail(
+            where,
+            environment,
+            error.exit_code,
+            error.message,
+            because_of_peer=isinstance(error, LostPeers),
+            superseded=isinstance(error, Superseded),
+        )
     except BaseException as error:
         traceback.print_exc()
         sentence = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
@@ -201,14 +208,25 @@ def _settle_by_hand(config: Config, environment: Environment, where: Place, code
 
 
 def _fail(
-    where: Place | None, environment: Environment | None, code: int, sentence: str, *, because_of_peer: bool = False
+    where: Place | None,
+    environment: Environment | None,
+    code: int,
+    sentence: str,
+    *,
+    because_of_peer: bool = False,
+    superseded: bool = False,
 ) -> NoReturn:
     """Leave a record and go. No collectives: the other ranks may be gone, or wait for something else."""
     if where is not None:
         rank = environment.rank if environment else int(os.environ.get("SLURM_PROCID", os.environ.get("RANK", "0")))
         try:
             attempts.record_failure(
-                where.attempt_dir, rank, exit_code=code, sentence=sentence, because_of_peer=because_of_peer
+                where.attempt_dir,
+                rank,
+                exit_code=code,
+                sentence=sentence,
+                because_of_peer=because_of_peer,
+                superseded=superseded,
             )
             if environment is not None and not where.supervised:
                 _settle_by_hand(load_frozen(where.run_dir.config_file), environment, where, code)

@@ -22,6 +22,7 @@ from slurmtrain.runtime import attempts
 from slurmtrain.runtime.attempts import Attempt
 from slurmtrain.runtime.environment import Environment
 from slurmtrain.runtime.settle import REPORTING, close_abandoned, own_job_id
+from slurmtrain.runtime.slurm import SlurmClient
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def alone(kind: str, environment: Environment, find_or_create: Callable[[], RunD
 
 def open_attempt(place: Place, environment: Environment, config: Config) -> None:
     """Rank 0 begins the record of this attempt, and closes those that ended without a word."""
-    close_abandoned(place.run_dir, place.number, config)
+    close_abandoned(place.run_dir, place.number, config, SlurmClient() if environment.source == "slurm" else None)
     attempt = Attempt(
         number=place.number,
         job_id=own_job_id() if environment.source == "slurm" else None,

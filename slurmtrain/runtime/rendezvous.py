@@ -20,11 +20,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from slurmtrain.errors import RendezvousError
-from slurmtrain.rundir import read_json, write_json
+from slurmtrain.rundir import write_json
 from slurmtrain.runtime.addresses import address_of, interface_towards, listening_address, machine, own_addresses
 from slurmtrain.runtime.environment import Environment
+from slurmtrain.runtime.published import Pauses, Published
 
-POLL_S = 0.02  # how often a waiting rank looks up; neither a shared file system nor the store has an event to await
+LONGEST_PAUSE_S = 0.5  # between two questions to the store, which lives in rank 0 and is asked by all
 GRACE_S = 10  # ranks leave after rank 0 did, so that they can repeat what it says; it waits no longer for them
 CONNECT_S = 5  # a stranger on a port must not hold a rank for long
 STOP = "stop"  # rank 0's word when a rank was told to stop before all had met
@@ -76,9 +77,16 @@ def meet(
         via = address_of(os.environ.get("MASTER_ADDR", ""))
     elif environment.rank == 0:
         store, via = _publish(environment, directory, interface, timeout_s), ""
-    else:
-        store, via = _connect(environment, directory, deadline, timeout_s, stop_requested)
-    _gather_presence(store, environment, via, deadline, timeout_s, stop_requested)
+    published = Published(directory / "rendezvous.json", environment)
+    try:
+        if environment.source != "torchrun":
+            if environment.rank != 0:
+                store, via = _connect(environment, published, deadline, timeout_s, stop_requested)
+            elif environment.local_world_size > 1:
+                published.look()  # hands it on to the ranks beside this one
+        _gather_presence(store, environment, via, deadline, timeout_s, stop_requested)
+    finally:
+        published.forget()
     return Meeting(dist.PrefixStore("ranks", store), _agree_on_interface(store, environment, via))
 
 
@@ -101,13 +109,16 @@ def _publish(environment: Environment, directory: Path, interface: str, timeout_
 
 
 def _connect(
-    environment: Environment, directory: Path, deadline: float, timeout_s: float, stop_requested: Callable[[], bool]
+    environment: Environment,
+    published: Published,
+    deadline: float,
+    timeout_s: float,
+    stop_requested: Callable[[], bool],
 ) -> tuple[dist.Store, str]:
-    published = directory / "rendezvous.json"
+    pauses = Pauses()
     failures: dict[str, str] = {}
     while True:
-        # Listing the directory makes NFS ask its server; opening a name it remembers as missing does not.
-        address = read_json(published) if published.name in os.listdir(directory) else None
+        address = published.look()
         if address is not None:
             hosts = [address.get("here", "127.0.0.1")] if address["machine"] == machine() else address["hosts"]
             for host in hosts:
@@ -137,7 +148,7 @@ def _connect(
                 if failures
                 else "see rank 0's log",
             )
-        time.sleep(POLL_S)
+        pauses.pause()
 
 
 def _gather_presence(
@@ -154,6 +165,7 @@ def _gather_presence(
         _await_word(store, environment, deadline, stop_requested)
         return
     ranks = range(environment.world_size)
+    pauses = Pauses(LONGEST_PAUSE_S)
     while True:
         missing = (
             [] if store.check([f"here/{r}" for r in ranks]) else [r for r in ranks if not store.check([f"here/{r}"])]
@@ -169,7 +181,7 @@ def _gather_presence(
             _tell_and_linger(store, message, present=[r for r in ranks if r not in missing])
             raise RendezvousError(message, hint=MISSING_HINT)
         # store.wait would be the event, but cannot be interrupted by a stop and writes a warning at every timeout.
-        time.sleep(POLL_S)
+        pauses.pause()
 
 
 def _agree_on_interface(store: dist.Store, environment: Environment, via: str) -> str | None:
@@ -198,6 +210,7 @@ def _await_word(
     A rank that is told to stop passes that on instead of leaving: were it gone when rank 0 has just counted it, the
     others would wait for it in their first collective.
     """
+    pauses = Pauses(LONGEST_PAUSE_S)
     try:
         while not store.check(["everybody"]):
             if stop_requested():
@@ -206,7 +219,7 @@ def _await_word(
                 raise RendezvousError(
                     f"rank 0 on {environment.expected_node(0)} fell silent after it had been reached", hint=MISSING_HINT
                 )
-            time.sleep(POLL_S)
+            pauses.pause()
         word = store.get("everybody").decode()
         store.set(f"heard/{environment.rank}", "")
     except dist.DistError:  # the store lives in rank 0
@@ -226,8 +239,9 @@ def _tell_and_linger(store: dist.Store, word: str, *, present: list[int]) -> Non
     store.set("everybody", word)
     enough = time.monotonic() + GRACE_S
     heard = [f"heard/{rank}" for rank in present if rank != 0]
+    pauses = Pauses(LONGEST_PAUSE_S)
     while heard and not store.check(heard) and time.monotonic() < enough:
-        time.sleep(POLL_S)
+        pauses.pause()
 
 
 def _who_is_missing(missing: list[int], environment: Environment, timeout_s: float) -> str:

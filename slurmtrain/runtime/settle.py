@@ -7,20 +7,22 @@ preemption the grace time is still running.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from slurmtrain import process
 from slurmtrain.checkpoint import retention
 from slurmtrain.checkpoint.commit import step_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts, chain, slurm_versions
-from slurmtrain.runtime.attempts import Attempt
-from slurmtrain.runtime.judge import Evidence, Judgement, Policy, Verdict, judge, judge_abandoned
-from slurmtrain.runtime.slurm import JobFacts, SlurmClient
+from slurmtrain.runtime.attempts import Attempt, Failure
+from slurmtrain.runtime.judge import Evidence, Judgement, Policy, Reason, Verdict, budget_spent, judge, judge_abandoned
+from slurmtrain.runtime.slurm import LIVE, JobFacts, SlurmClient
 
 REPORTING = ("command", "prepare")  # kinds of jobs whose progress is what they report
 
@@ -39,7 +41,9 @@ def settle(run_dir: RunDir, number: int, exit_code: int, config: Config, client:
     if client is not None and config.requeue.mode == "chain":
         links_left = len(chain.waiting_after(run_dir, job_id, client))
     _find_last_steps(run_dir, attempt, config)
-    judgement = judge(_evidence(run_dir, attempt, exit_code, facts, config, time.time()), policy(config, links_left))
+    request = attempts.take_request(run_dir, attempt)
+    evidence = _evidence(run_dir, attempt, exit_code, facts, config, request, time.time())
+    judgement = judge(evidence, policy(config, links_left))
     attempt.exit_code = exit_code
     try:
         _record(run_dir, attempt, judgement)
@@ -86,15 +90,45 @@ def run_hook_of(run_dir: RunDir, number: int, config: Config) -> None:
         subprocess.run([sys.executable, "-m", "slurmtrain", *words], check=False)
 
 
-def close_abandoned(run_dir: RunDir, current: int, config: Config) -> None:
-    """Complete the records of earlier attempts that nobody settled: their node is gone, or the batch shell died."""
-    for number in run_dir.attempt_numbers():
+def close_abandoned(run_dir: RunDir, current: int, config: Config, client: SlurmClient | None) -> None:
+    """Complete the records of earlier attempts that nobody settled: their node is gone, or the batch shell died.
+
+    One that may still be at work is left alone: it has a record of its own to write.
+    """
+    for number in reversed(run_dir.attempt_numbers()):
         attempt = attempts.read_attempt(run_dir, number)
         if number >= current or attempt.reason is not None or (run_dir.attempt(number) / "setup-failed").exists():
             continue
+        if may_live(attempt, client):
+            continue
         _find_last_steps(run_dir, attempt, config)
-        evidence = _evidence(run_dir, attempt, 0, None, config, _last_sign(run_dir.attempt(number)))
+        request = attempts.take_request(run_dir, attempt)
+        evidence = _evidence(run_dir, attempt, 0, None, config, request, _last_sign(run_dir.attempt(number)))
         _record(run_dir, attempt, judge_abandoned(evidence, policy(config)))
+
+
+def may_live(attempt: Attempt, client: SlurmClient | None) -> bool:
+    """Whether an attempt that nobody has settled may still be at work, as far as can be known here.
+
+    An earlier life of this very job is over. Of another job, and of another step of this one, SLURM knows; of an attempt
+    outside of SLURM, this machine. When nobody can be asked, it may live.
+    """
+    if attempt.job_id is None:
+        if not attempt.started or attempt.pid is None:
+            return False
+        return attempt.host != socket.gethostname() or process.lives(attempt.pid)
+    own = attempt.job_id == own_job_id()
+    if own and attempt.restart_count < own_restart_count():
+        return False
+    if client is None:
+        return True
+    try:
+        if own and attempt.step_id is not None:
+            return client.step_lives(attempt.step_id)
+        facts = client.look(attempt.job_id)
+    except ClusterError:
+        return True
+    return facts is not None and facts.restarts <= attempt.restart_count and facts.state in LIVE
 
 
 def _find_last_steps(run_dir: RunDir, attempt: Attempt, config: Config) -> None:
@@ -114,8 +148,9 @@ def _record(run_dir: RunDir, attempt: Attempt, judgement: Judgement) -> None:
     attempt.ended, attempt.lasted = time.time(), judgement.lasted
     attempt.stalled, attempt.unseen = judgement.stalled or judgement.unseen, judgement.unseen
     attempt.reason, attempt.verdict, attempt.sentence = judgement.reason, judgement.verdict, judgement.sentence
+    if judgement.bad_node is not None:
+        attempt.bad_nodes = [judgement.bad_node]
     attempts.write_attempt(run_dir, attempt)
-    run_dir.request_file.unlink(missing_ok=True)  # it was for this attempt
     run_dir.event(
         "attempt ended",
         attempt=attempt.number,
@@ -160,36 +195,85 @@ def _was_preempted(run_dir: RunDir, attempt: Attempt) -> bool:
 
 
 def _evidence(
-    run_dir: RunDir, attempt: Attempt, exit_code: int, facts: JobFacts | None, config: Config, ended: float
+    run_dir: RunDir,
+    attempt: Attempt,
+    exit_code: int,
+    facts: JobFacts | None,
+    config: Config,
+    request: str | None,
+    ended: float,
 ) -> Evidence:
     directory = run_dir.attempt(attempt.number)
+    tries = attempts.all_attempts(run_dir)
     killed = attempts.killed_tasks(directory)
     failure = attempts.first_failure(directory)
     if failure is None and killed is None:  # nobody saw the cause, only what it did to the others
         failure = attempts.first_failure(directory, because_of_peer=True)
-    tries = attempts.all_attempts(run_dir)
+    set_up = attempts.failed_set_up(directory)
+    node = failure.node if failure is not None else os.environ.get("SLURMD_NODENAME")
     return Evidence(
         exit_code=exit_code,
         said=attempt.said,
         cause=attempt.cause,
         seconds_left=attempt.seconds_left,
-        failure=failure,
+        failure=(failure.exit_code, failure.sentence) if failure is not None else None,
+        set_up=set_up,
+        failed_on=node,
+        superseded=_superseded_by(tries, attempt, failure),
+        trained=attempt.stepping is not None,
+        trained_before=any(has_trained(each) for each in tries if each.number < attempt.number),
         program_code=attempt.program_code,
         finished_when=config.job.finished_when,
         killed=killed,
-        request=attempts.request_for(run_dir, attempt),
+        request=request,
         facts=facts,
         preempted_when_told=_was_preempted(run_dir, attempt),
         restart_count=own_restart_count(),
         progressed=attempt.progressed,
-        progress_visible=config.job.kind in ("train", "evaluate")
-        or config.job.progress_file is not None
-        or attempt.committed_step is not None
-        or attempt.reported_step is not None,
+        progress_visible=_progress_is_visible(attempt, config),
         lasted_s=ended - attempt.started if attempt.started else 0.0,
         stalled_before=attempts.stalled_before(tries, attempt.number),
         unseen_before=attempts.unseen_before(tries, attempt.number),
     )
+
+
+def spent_by(tries: list[Attempt], config: Config) -> str | None:
+    """Why the last of these attempts, which is judged, has used up a budget; None while there may be others."""
+    last = tries[-1]
+    if not last.stalled:
+        return None
+    evidence = Evidence(
+        exit_code=last.exit_code or 1,
+        program_code=last.program_code,
+        progress_visible=_progress_is_visible(last, config),
+        stalled_before=attempts.stalled_before(tries, last.number),
+        unseen_before=attempts.unseen_before(tries, last.number),
+    )
+    judged = Judgement(Reason.CRASH, Verdict.END, "", stalled=not last.unseen, unseen=last.unseen)
+    return budget_spent(judged, evidence, policy(config))
+
+
+def _progress_is_visible(attempt: Attempt, config: Config) -> bool:
+    return (
+        config.job.kind in ("train", "evaluate")
+        or config.job.progress_file is not None
+        or attempt.committed_step is not None
+        or attempt.reported_step is not None
+    )
+
+
+def has_trained(attempt: Attempt) -> bool:
+    """Whether an attempt got past its start, so that its config and its environment were sound."""
+    return attempt.stepping is not None or attempt.said is not None or attempt.progressed
+
+
+def _superseded_by(everything: list[Attempt], attempt: Attempt, failure: Failure | None) -> str | None:
+    """Who is at work for the run in this attempt's place: a newer attempt, of another job."""
+    newer = [each for each in everything if each.number > attempt.number and each.started]
+    if newer and newer[-1].job_id != attempt.job_id:
+        job = f" in job {newer[-1].job_id}" if newer[-1].job_id is not None else ""
+        return f"attempt {newer[-1].number}{job}"
+    return "a newer job" if failure is not None and failure.superseded else None
 
 
 def _last_sign(attempt_dir: Path) -> float:

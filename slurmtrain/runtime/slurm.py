@@ -36,6 +36,8 @@ GONE = (
     "DEADLINE",
     "OUT_OF_MEMORY",
 )
+# States of a job that has nodes, or leaves them.
+LIVE = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
 # What the commands take from the environment, by the getenv() calls of SLURM's sources (22.05 to 26.05). First where SLURM
 # is and who asks: it stays as the person has set it.
 REACHED_BY = (
@@ -57,7 +59,11 @@ INSTALL_HINT = "is this a login node? For a throwaway SLURM here: apt-get instal
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What `scontrol show job` says of one job. Times are unix seconds, or None."""
+    """What `scontrol show job` says of one job. Times are unix seconds, or None.
+
+    Attributes:
+        excluded: nodes that it must not get, as SLURM writes a list of them: "n[1-3,7]".
+    """
 
     state: str
     reason: str = ""
@@ -65,6 +71,7 @@ class JobFacts:
     start_time: float | None = None
     end_time: float | None = None
     preempt_time: float | None = None
+    excluded: str = ""
 
     @property
     def preempted(self) -> bool:
@@ -120,13 +127,51 @@ class SlurmClient:
 
     def job(self, job_id: str) -> JobFacts | None:
         """Facts of one job, or None when SLURM does not know it (any more) or cannot be asked."""
-        if not self.available:
-            return None
         try:
-            answer = self._run([*SHIELD, "scontrol", "show", "job", "-o", job_id], self._environment)
-        except subprocess.TimeoutExpired:
+            return self.look(job_id)
+        except ClusterError:
             return None
-        return parse_show_job(answer.stdout) if answer.returncode == 0 else None
+
+    def look(self, job_id: str) -> JobFacts | None:
+        """Facts of one job, or None when SLURM says that it does not know it (any more).
+
+        Raises:
+            ClusterError: SLURM cannot be asked.
+        """
+        answer = self._answer(["scontrol", "show", "job", "-o", job_id], before=SHIELD)
+        if answer.returncode == 0:
+            return parse_show_job(answer.stdout)
+        if "invalid job id" in (answer.stderr + answer.stdout).lower():
+            return None
+        raise ClusterError(f"`scontrol show job` failed: {_last_line(answer)}")
+
+    def step_lives(self, step_id: str) -> bool:
+        """Whether a step of a job, as in "17.0", is still there.
+
+        Raises:
+            ClusterError: SLURM cannot be asked.
+        """
+        answer = self._answer(["scontrol", "show", "step", "-o", step_id], before=SHIELD)
+        if answer.returncode != 0 and "invalid job id" not in (answer.stderr + answer.stdout).lower():
+            raise ClusterError(f"`scontrol show step` failed: {_last_line(answer)}")
+        return f"StepId={step_id} " in f"{answer.stdout} "
+
+    def requeue(self, job_id: str) -> None:
+        """Put a job back into the queue, whatever its state: one that was cancelled comes back, too.
+
+        Raises:
+            ClusterError: SLURM refused, or was not reached; whether it was done, the count of restarts says.
+        """
+        self._call(["scontrol", "requeue", job_id], before=SHIELD)
+
+    def update_pending(self, job_id: str, **fields: str) -> None:
+        """Change fields of a job that is in the queue or on its way back, by scontrol's names: StartTime="now+8".
+
+        Raises:
+            ClusterError: SLURM refused, or was not reached.
+        """
+        changes = [f"{name}={value}" for name, value in fields.items()]
+        self._call(["scontrol", "update", f"JobId={job_id}", *changes], before=SHIELD)
 
     def queue(self, job_ids: Iterable[str], user: str | None = None) -> dict[str, QueuedJob]:
         """Those of the jobs that are still in the queue, by id, with one squeue call for all.
@@ -257,17 +302,19 @@ class SlurmClient:
             self._call(["scontrol", "update", f"JobId={waiting}", f"Dependency={new}"])
         return list(changed)
 
-    def test_only(self, script: Path, without: Collection[str] = ()) -> tuple[int, str]:
+    def test_only(self, script: Path, options: Sequence[str] = (), *, without: Collection[str] = ()) -> tuple[int, str]:
         """Exit code and words of `sbatch --test-only`: whether and when this script would start. Nothing is submitted.
 
         Args:
+            options: they overrule the script's own.
             without: variables of this shell that sbatch is not to see.
 
         Raises:
             ClusterError: sbatch is missing, or the controller does not answer.
         """
         hidden = [word for name in without for word in ("-u", name)]
-        answer = self._answer(["sbatch", "--test-only", str(script)], before=("env", *hidden) if hidden else ())
+        command = ["sbatch", "--test-only", *options, str(script)]
+        answer = self._answer(command, before=("env", *hidden) if hidden else ())
         return answer.returncode, (answer.stderr or answer.stdout).strip()
 
     def cancel(self, *job_ids: str) -> None:
@@ -299,13 +346,10 @@ class SlurmClient:
         """Let so many tasks of an array run at the same time. It needs to have one that waits."""
         self._call(["scontrol", "update", f"JobId={job_id}", f"ArrayTaskThrottle={tasks}"])
 
-    def _call(self, command: Sequence[str]) -> str:
-        answer = self._answer(command)
+    def _call(self, command: Sequence[str], before: Sequence[str] = ()) -> str:
+        answer = self._answer(command, before)
         if answer.returncode != 0:
-            words = (answer.stderr or answer.stdout).strip().splitlines()
-            raise ClusterError(
-                f"`{' '.join(command)}` failed: {words[-1] if words else f'exit code {answer.returncode}'}"
-            )
+            raise ClusterError(f"`{' '.join(command)}` failed: {_last_line(answer)}")
         return answer.stdout
 
     def _answer(self, command: Sequence[str], before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
@@ -317,6 +361,11 @@ class SlurmClient:
             raise ClusterError(
                 f"SLURM's controller did not answer `{command[0]}` within 60 s", hint="try again later"
             ) from None
+
+
+def _last_line(answer: subprocess.CompletedProcess[str]) -> str:
+    lines = (answer.stderr or answer.stdout).strip().splitlines()
+    return lines[-1] if lines else f"exit code {answer.returncode}"
 
 
 def parse_show_job(text: str) -> JobFacts | None:
@@ -339,6 +388,7 @@ def parse_show_job(text: str) -> JobFacts | None:
         start_time=parse_time(fields.get("StartTime", "")),
         end_time=parse_time(fields.get("EndTime", "")),
         preempt_time=parse_time(fields.get("PreemptTime", "")),
+        excluded=fields.get("ExcNodeList", "").replace("(null)", ""),
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -185,6 +187,66 @@ def test_an_own_loop_resumes_where_it_stopped(project: Project) -> None:
     left, right = plain.tensors(), paced.tensors()
     assert left.keys() == right.keys()
     assert all(bool((left[name] == right[name]).all()) for name in left)
+
+
+def two_lives(folder: Path) -> str:
+    """A program that stops at once in its first attempt, and finishes in any other."""
+    (folder / "program").write_text(
+        '[ "$SLURMTRAIN_ATTEMPT" -gt 1 ] && exit 0; touch "$SLURMTRAIN_RUN_DIR/bad-$SLURMD_NODENAME"; exit 75\n'
+    )
+    return f"job.command='bash {folder}/program'"
+
+
+def with_failing_requeue(folder: Path, monkeypatch: pytest.MonkeyPatch, *, times: int) -> None:
+    """Put a scontrol before the real one, of which `requeue` fails so many times."""
+    folder.mkdir()
+    (folder / "left").write_text(str(times))
+    (folder / "scontrol").write_text(
+        f"""#!/bin/bash
+n=$(cat {folder}/left)
+if [ "$1" = requeue ] && [ "$n" -gt 0 ]; then
+  echo $((n - 1)) >{folder}/left
+  echo "slurm_requeue error: Unable to contact slurm controller (connect failure)" >&2
+  exit 1
+fi
+exec {shutil.which("scontrol")} "$@"
+"""
+    )
+    (folder / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize(("times", "jobs"), [(2, 1), (99, 2)])
+def test_a_requeue_that_fails_loses_no_run(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, times: int, jobs: int
+) -> None:
+    with_failing_requeue(tmp_path / "bin", monkeypatch, times=times)
+    run = project.submit(
+        "job=command", two_lives(tmp_path), "requeue.restart_delay_s=1", *ONE, "cluster.cpus_per_task=1", small=False
+    )
+    last = run.wait_for_end()
+    assert (last.number, last.reason) == (2, "finished"), run.logs()
+    assert len(run.run_dir.info()["job_ids"]) == jobs and int((tmp_path / "bin" / "left").read_text()) < times
+    assert int(run.cluster.job(run.job_id)["Restarts"]) == (1 if jobs == 1 else 0)
+
+
+def test_a_run_leaves_out_a_node_on_which_its_set_up_fails_once_it_has_worked_elsewhere(
+    project: Project, tmp_path: Path
+) -> None:
+    run = project.submit(
+        "job=command",
+        two_lives(tmp_path),
+        "cluster.setup=['test ! -e $SLURMTRAIN_RUN_DIR/bad-$SLURMD_NODENAME']",
+        "requeue.restart_delay_s=1",
+        *ONE,
+        small=False,
+    )
+    last = run.wait_for_end()
+    assert last.number == 3, run.logs()
+    first, bad = run.attempts()[0], run.attempts()[1]
+    assert (bad.reason, bad.verdict, bad.bad_nodes) == ("bad node", "requeue", first.nodes), run.logs()
+    assert last.reason == "finished" and last.nodes != first.nodes
+    assert run.cluster.job(run.job_id)["ExcNodeList"] == first.nodes[0]
 
 
 def test_a_rendered_script_can_be_handed_to_sbatch(project: Project) -> None:

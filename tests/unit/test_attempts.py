@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
 from slurmtrain.config.schema import Config, RequeueConfig
-from slurmtrain.rundir import RunDir, create
+from slurmtrain.errors import ClusterError
+from slurmtrain.rundir import RunDir, create, write_json
 from slurmtrain.runtime import attempts
-from slurmtrain.runtime.attempts import Attempt
+from slurmtrain.runtime import settle as settle_module
+from slurmtrain.runtime.attempts import Attempt, Failure
+from slurmtrain.runtime.begin import budget_used_up, ended_before
 from slurmtrain.runtime.judge import Reason, Verdict
 from slurmtrain.runtime.settle import close_abandoned, own_job_id, settle
 from slurmtrain.runtime.slurm import JobFacts, SlurmClient
@@ -138,19 +142,21 @@ def test_only_own_failures_since_the_last_progress_count(history: list[str | Non
 # Attempts that ended without a word.
 
 
-def test_an_attempt_whose_node_died_is_closed_by_the_next(run: RunDir) -> None:
+def test_an_attempt_whose_node_died_is_closed_by_the_next(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     begin(run, job_id="7")
     commit(run, 30)
     run.metrics_file.write_text('{"step": 33}\n')
     begin(run, job_id="7")
-    close_abandoned(run, 2, Config())
+    close_abandoned(run, 2, Config(), None)
     closed, current = attempts.all_attempts(run)
     assert (closed.reason, closed.verdict) == (Reason.NODE_FAILURE, Verdict.RESTARTING)
     assert (closed.committed_step, closed.last_step) == (30, 33) and closed.ended is not None
     assert closed.sentence is not None and "without a word" in closed.sentence
     assert current.reason is None
     assert [event["attempt"] for event in run.events()] == [1]
-    close_abandoned(run, 2, Config())
+    close_abandoned(run, 2, Config(), None)
     assert len(run.events()) == 1
 
 
@@ -159,7 +165,7 @@ def test_an_attempt_that_was_killed_at_the_end_of_a_grace_time_was_preempted(run
     facts = JobFacts("RUNNING", start_time=1.0, preempt_time=5.0)
     attempts.record_stop(run.attempt(1), cause="SIGTERM", cause_time=5.0, seconds_left=None, facts=facts)
     begin(run)
-    close_abandoned(run, 2, Config())
+    close_abandoned(run, 2, Config(), None)
     assert attempts.read_attempt(run, 1).reason == Reason.PREEMPTED
 
 
@@ -168,7 +174,7 @@ def test_what_has_ended_properly_is_left_alone(run: RunDir) -> None:
     run.new_attempt()
     (run.attempt(2) / "setup-failed").write_text("no module")
     begin(run)
-    close_abandoned(run, 3, Config())
+    close_abandoned(run, 3, Config(), None)
     assert attempts.read_attempt(run, 1) == finished
     assert attempts.read_attempt(run, 2).reason is None
 
@@ -198,8 +204,126 @@ def test_an_abandoned_attempt_is_judged_by_what_it_left_behind(
     if "request" in left_behind:
         attempts.write_request(run, str(left_behind["request"]))
     begin(run)
-    close_abandoned(run, 2, Config())
+    close_abandoned(run, 2, Config(), None)
     assert attempts.read_attempt(run, 1).reason == reason
+
+
+class Asked(SlurmClient):
+    """SLURM, with one answer about jobs and one about steps; an error where it cannot be asked."""
+
+    def __init__(self, job: JobFacts | Exception | None = None, step: bool = False):
+        self.answer, self.step = job, step
+
+    def look(self, job_id: str) -> JobFacts | None:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def step_lives(self, step_id: str) -> bool:
+        return self.step
+
+
+@pytest.mark.parametrize(
+    ("case", "fields", "client", "alive"),
+    [
+        ("another job that runs", {"job_id": "8"}, Asked(JobFacts("RUNNING")), True),
+        ("another job that leaves", {"job_id": "8"}, Asked(JobFacts("COMPLETING")), True),
+        ("another job that has ended", {"job_id": "8"}, Asked(JobFacts("NODE_FAIL")), False),
+        ("another job that was started again", {"job_id": "8"}, Asked(JobFacts("RUNNING", restarts=1)), False),
+        ("another job that SLURM has forgotten", {"job_id": "8"}, Asked(None), False),
+        ("another job, and nobody answers", {"job_id": "8"}, Asked(ClusterError("no")), True),
+        ("another job, and nobody to ask", {"job_id": "8"}, None, True),
+        ("an earlier life of this job", {"job_id": "7"}, Asked(ClusterError("no")), False),
+        ("another step that runs", {"job_id": "7", "restart_count": 1, "step_id": "7.0"}, Asked(step=True), True),
+        ("another step that is gone", {"job_id": "7", "restart_count": 1, "step_id": "7.0"}, Asked(), False),
+        ("a process of this host", {"pid": os.getpid(), "host": socket.gethostname()}, None, True),
+        ("a process that has ended", {"pid": 1 << 22, "host": socket.gethostname()}, None, False),
+        ("a process of another host", {"pid": 1, "host": "elsewhere"}, None, True),
+        ("whose rank 0 never came", {"started": 0.0}, None, False),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_attempt_that_may_still_run_is_never_closed(
+    run: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    fields: dict[str, object],
+    client: SlurmClient | None,
+    alive: bool,
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    begin(run, **fields)
+    begin(run, job_id="7", restart_count=1)
+    close_abandoned(run, 2, Config(), client)
+    assert (attempts.read_attempt(run, 1).reason is None) == alive
+
+
+def test_a_run_that_takes_its_nodes_down_ends_with_the_budget(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is left on such a node who could settle: the next start counts."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    config = Config(requeue=RequeueConfig(max_attempts_without_progress=3))
+    for life in range(3):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(life))
+        assert budget_used_up(run, config, None) is None
+        begin(run, job_id="7", restart_count=life)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
+    assert budget_used_up(run, config, None) == Verdict.END
+    last = attempts.all_attempts(run)[-1]
+    assert (last.reason, last.verdict) == (Reason.NODE_FAILURE, Verdict.END)
+    assert "ended without a word" in (last.sentence or "") and "3 attempts in a row" in (last.sentence or "")
+    assert "started again" not in (last.sentence or "")
+
+
+def test_a_node_that_dies_after_progress_costs_nothing_of_the_budget(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    config = Config(requeue=RequeueConfig(max_attempts_without_progress=1))
+    for life in range(3):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(life))
+        assert budget_used_up(run, config, None) is None
+        begin(run, job_id="7", restart_count=life)
+        commit(run, 10 * (life + 1))
+
+
+def test_where_a_run_has_trained_a_start_that_fails_is_the_nodes_fault(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config(requeue=RequeueConfig(max_attempts_without_progress=3))
+    monkeypatch.setenv("SLURMD_NODENAME", "n3")
+
+    def bad_start(how: str) -> tuple[Verdict, list[str]]:
+        number = run.new_attempt()
+        if how == "set-up":
+            (run.attempt(number) / "setup-failed").write_text("set-up failed with code 1: module load cuda\n")
+        else:
+            attempts.write_attempt(run, Attempt(number, started=time.time(), committed_before=10))
+            attempts.record_failure(run.attempt(number), 0, exit_code=78, sentence="no GPU is visible")
+        verdict = settle(run, number, 78, config, None).verdict
+        return verdict, attempts.read_attempt(run, number).bad_nodes
+
+    assert bad_start("set-up") == (Verdict.END, [])  # it has never worked: the config's fault
+    trained = begin(run, stepping=time.time(), said="stopped")
+    commit(run, 10)
+    assert settle(run, trained.number, 75, config, None).verdict == Verdict.REQUEUE
+    assert bad_start("set-up") == (Verdict.REQUEUE, ["n3"])
+    monkeypatch.setenv("SLURMD_NODENAME", "n4")
+    assert bad_start("no GPU") == (Verdict.REQUEUE, ["n4"])
+    assert sorted(attempts.bad_nodes_before(attempts.all_attempts(run), 99)) == ["n3", "n4"]
+    assert bad_start("no GPU")[0] == Verdict.END
+    sentence = attempts.all_attempts(run)[-1].sentence or ""
+    assert "the fault of n4" in sentence and "giving up" in sentence
+
+
+def test_an_attempt_that_a_newer_job_has_superseded_ends(run: RunDir) -> None:
+    write_json(run.info_file, {"job_ids": []})
+    old = begin(run, job_id="7")
+    begin(run, job_id="8")
+    judgement = settle(run, old.number, 1, Config(), SlurmSays(JobFacts("RUNNING")))
+    assert (judgement.reason, judgement.verdict) == (Reason.SUPERSEDED, Verdict.END)
+    assert "attempt 2 in job 8" in judgement.sentence
+    assert ended_before(run, "7", 1) == Verdict.END and ended_before(run, "8", 1) is None
 
 
 @pytest.mark.parametrize("opened", [True, False])
@@ -222,13 +346,15 @@ def test_the_first_rank_that_failed_by_itself_is_the_cause(run: RunDir, monkeypa
     run.new_attempt()
     directory = run.attempt(1)
     assert attempts.first_failure(directory) is None
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
     clock = iter([10.0, 11.0, 12.0])
     monkeypatch.setattr(attempts.time, "time", lambda: next(clock))
     attempts.record_failure(directory, 0, exit_code=1, sentence="Connection closed by peer", because_of_peer=True)
     attempts.record_failure(directory, 3, exit_code=78, sentence="no GPU")
     attempts.record_failure(directory, 2, exit_code=1, sentence="ValueError: later")
-    assert attempts.first_failure(directory) == (78, "rank 3: no GPU")
-    assert attempts.first_failure(directory, because_of_peer=True) == (1, "rank 0: Connection closed by peer")
+    assert attempts.first_failure(directory) == Failure(78, "rank 3: no GPU", node="n2")
+    lost = attempts.first_failure(directory, because_of_peer=True)
+    assert lost is not None and (lost.exit_code, lost.sentence) == (1, "rank 0: Connection closed by peer")
 
 
 @pytest.mark.parametrize(
@@ -295,11 +421,29 @@ def test_a_preemption_without_grace_is_told_from_a_requeue_by_the_jobs_log(run: 
 
 def test_a_request_is_for_the_attempt_that_was_running_then(run: RunDir) -> None:
     earlier = begin(run)
-    assert attempts.request_for(run, earlier) is None
+    assert attempts.take_request(run, earlier) is None
     attempts.write_request(run, "preempt")
-    assert attempts.request_for(run, earlier) == "preempt"
+    assert attempts.take_request(run, earlier) == "preempt"
+    attempts.write_request(run, "preempt")
     later = begin(run, started=time.time() + 60)
-    assert attempts.request_for(run, later) is None
+    assert attempts.take_request(run, later) is None
+
+
+def test_a_cancel_that_comes_while_an_attempt_is_judged_is_not_used_up_by_it(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_json(run.info_file, {"job_ids": []})
+    begin(run, job_id="7", said="stopped")
+    judged = settle_module.judge
+
+    def slow_judge(*arguments: object) -> object:
+        attempts.write_request(run, "cancel")
+        return judged(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(settle_module, "judge", slow_judge)
+    assert settle(run, 1, 75, Config(), SlurmSays(JobFacts("RUNNING"))).verdict == Verdict.REQUEUE
+    assert attempts.cancelled_after(run, attempts.read_attempt(run, 1))
+    assert ended_before(run, None, 1) == Verdict.END
 
 
 # Settling.

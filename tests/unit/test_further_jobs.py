@@ -20,6 +20,7 @@ from slurmtrain.launch.submit import preparing, submit
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts, chain
 from slurmtrain.runtime.attempts import Attempt, write_request
+from slurmtrain.runtime.begin import ended_before
 from slurmtrain.runtime.judge import Verdict
 from slurmtrain.runtime.slurm import SlurmClient
 from tests.conftest import FakeSlurm
@@ -212,6 +213,144 @@ def test_jobs_that_wait_for_the_run_are_passed_on_to_its_next_job(
     slurm.command("scontrol", "exit 1")
     assert again.submit_again(run, 1, "100", SlurmClient(), no_sleep) == "102"
     assert "may never start" in capsys.readouterr().err
+
+
+# requeue.mode=requeue.
+
+
+class Requeued:
+    """A job 100 in a SLURM of which `scontrol` answers from files: its state and how often it was started again."""
+
+    def __init__(self, slurm: FakeSlurm, make: Make, *, refuse: int = 0, words: str = "Connection refused"):
+        self.slurm, self.run = slurm, make(job_ids=("100",))
+        stopped(self.run, "requeue", sentence="preempted; it is requeued")
+        self.file("state", "RUNNING")
+        self.file("restarts", "0")
+        self.file("refuse", str(refuse))
+        slurm.command(
+            "scontrol",
+            'echo "$*" >>"$here/calls"; n=$(cat "$here/refuse")\n'
+            'if [ "$1" = requeue ] && [ "$n" -gt 0 ]; then echo $((n - 1)) >"$here/refuse"\n'
+            f'  echo "{words}" >&2; exit 1; fi\n'
+            'if [ "$1" = requeue ]; then echo 1 >"$here/restarts"; bash "$here/meanwhile" 2>/dev/null; fi\n'
+            'if [ "$1" = show ]; then\n'
+            '  echo "JobId=100 JobState=$(cat "$here/state") Reason=None Restarts=$(cat "$here/restarts")"\n'
+            "fi; exit 0",
+        )
+
+    def file(self, name: str, text: str) -> None:
+        (self.slurm.directory / name).write_text(text)
+
+    def go_on(self) -> str:
+        self.pauses: list[float] = []
+        run = [(self.run, 1)]
+        return again.requeue(run, "100", SlurmClient(), restart_count=0, delay_s=8, sleep=self.pauses.append)
+
+    @property
+    def changes(self) -> list[str]:
+        return [call for call in lines(self.slurm, "calls") if not call.startswith("show")]
+
+    @property
+    def last(self) -> Attempt:
+        return attempts.read_attempt(self.run, 1)
+
+
+def test_a_stopped_run_is_requeued_seen_to_be_and_started_soon(make: Make, slurm: FakeSlurm) -> None:
+    job = Requeued(slurm, make)
+    assert job.go_on() == "job 100 is requeued"
+    assert job.changes == ["requeue 100", "update JobId=100 StartTime=now+8"]
+    assert (job.pauses, job.last.verdict, slurm.submitted) == ([], "requeue", [])
+
+
+def test_a_requeue_that_fails_is_tried_again(make: Make, slurm: FakeSlurm) -> None:
+    job = Requeued(slurm, make, refuse=2)
+    assert job.go_on() == "job 100 is requeued"
+    assert job.changes[:3] == ["requeue 100"] * 3 and job.pauses == list(again.TRIES_S)
+    assert (job.last.verdict, slurm.submitted) == ("requeue", [])
+
+
+def test_a_requeue_that_worked_without_an_answer_is_not_done_twice(make: Make, slurm: FakeSlurm) -> None:
+    job = Requeued(slurm, make, refuse=1)
+    body = (slurm.directory / "scontrol").read_text().replace(">&2; exit 1", '>&2; echo 1 >"$here/restarts"; exit 1')
+    (slurm.directory / "scontrol").write_text(body)
+    assert job.go_on() == "job 100 is requeued"
+    assert job.changes[0] == "requeue 100" and "requeue 100" not in job.changes[1:]
+
+
+def test_where_slurm_refuses_to_requeue_the_run_gets_a_new_job(make: Make, slurm: FakeSlurm) -> None:
+    job = Requeued(slurm, make, refuse=99, words="Requested operation is presently disabled")
+    assert job.go_on() == "submitted again as job 101"
+    assert job.changes == ["requeue 100"] * 3 and len(slurm.submitted) == 1
+    assert f"--comment=slurmtrain:{job.run.id}:1 --dependency=afterany:100" in lines(slurm, "options")[0]
+    assert (job.last.verdict, job.last.sentence) == ("resubmit", "preempted; it is submitted again")
+    assert ended_before(job.run, "100", 1) == Verdict.END  # should the requeue have worked all the same
+
+
+def test_an_outage_of_the_controller_is_waited_for(make: Make, slurm: FakeSlurm) -> None:
+    job = Requeued(slurm, make)
+    working = (slurm.directory / "scontrol").read_text()
+    slurm.command("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 4:
+            (slurm.directory / "scontrol").write_text(working)
+
+    said = again.requeue([(job.run, 1)], "100", SlurmClient(), restart_count=0, sleep=sleep)
+    assert said == "job 100 is requeued" and pauses == sorted(pauses) and slurm.submitted == []
+
+
+def test_a_run_whose_job_nobody_requeues_says_so_and_can_be_resumed(make: Make, slurm: FakeSlurm) -> None:
+    job = Requeued(slurm, make)
+    slurm.command("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    clock = iter(range(0, 100000, 300))
+    with pytest.raises(ClusterError, match="Unable to contact"):
+        again.requeue(
+            [(job.run, 1)], "100", SlurmClient(), restart_count=0, sleep=no_sleep, clock=lambda: float(next(clock))
+        )
+    assert job.last.verdict == "end" and "could not be requeued" in (job.last.sentence or "")
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_cancelled_run_stays_cancelled(make: Make, slurm: FakeSlurm, when: str) -> None:
+    """`scontrol requeue` revives a cancelled job."""
+    job = Requeued(slurm, make)
+    if when == "before":
+        write_request(job.run, "cancel")
+    else:
+        job.file("meanwhile", f'echo \'{{"action": "cancel"}}\' >{job.run.request_file}')
+    assert job.go_on().startswith("cancelled")
+    assert ("requeue 100" in job.changes) == (when == "meanwhile")
+    assert lines(slurm, "cancelled") == (["100"] if when == "meanwhile" else [])
+    assert (job.last.verdict, job.last.sentence) == ("end", "preempted; cancelled by `cancel RUN`")
+
+
+def test_a_job_that_scancel_has_ended_meanwhile_is_not_requeued(make: Make, slurm: FakeSlurm) -> None:
+    job = Requeued(slurm, make)
+    job.file("state", "COMPLETING")
+    assert "scancel" in job.go_on()
+    assert job.changes == [] and job.last.verdict == "end"
+
+
+def test_a_node_that_was_bad_is_left_out_unless_no_other_is_left(
+    make: Make, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Requeued(slurm, make)
+    bad = job.last
+    bad.bad_nodes = ["n2"]
+    attempts.write_attempt(job.run, bad)
+    slurm.command(
+        "sbatch", 'echo "$*" >>"$here/tested"; [ ! -e "$here/full" ] || { echo "not available" >&2; exit 1; }'
+    )
+    assert job.go_on() == "job 100 is requeued, without n2"
+    assert "update JobId=100 ExcNodeList=n2" in job.changes
+    assert "--test-only --exclude=n2" in lines(slurm, "tested")[0]
+    job.file("full", "")
+    job.file("calls", "")
+    assert job.go_on() == "job 100 is requeued"
+    assert not any("ExcNodeList" in call for call in job.changes)
+    assert "n2 cannot be left out, since the job may then never start: not available" in capsys.readouterr().err
 
 
 # requeue.mode=chain.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmtrain.runtime.judge import Evidence, Policy, Reason, Verdict, judge
+from slurmtrain.runtime.judge import Evidence, Policy, Reason, Verdict, is_cancelled, judge
 from slurmtrain.runtime.slurm import JobFacts
 
 # What SLURM 22.05 says of a job while its batch script still runs.
@@ -135,6 +137,53 @@ ROWS = [
     ),
     ("crashed without a word", {"exit_code": 139, "facts": RUNNING}, "crash", "requeue", "exit code 139"),
     ("config error", {"exit_code": 78, "failure": (78, "rank 0: no GPU")}, "config", "end", "no GPU"),
+    (
+        "a node on which it cannot start, though it has trained elsewhere",
+        {
+            "exit_code": 78,
+            "failure": (78, "rank 0: no GPU"),
+            "failed_on": "n2",
+            "trained_before": True,
+            "facts": RUNNING,
+        },
+        "bad node",
+        "requeue",
+        "the fault of n2",
+    ),
+    (
+        "a set-up that fails, though it has worked elsewhere",
+        {"exit_code": 78, "set_up": "set-up failed with code 1: module", "failed_on": "n2", "trained_before": True},
+        "bad node",
+        "requeue",
+        "set-up failed with code 1: module (the fault of n2",
+    ),
+    ("a set-up that fails", {"exit_code": 78, "set_up": "set-up failed with code 1: x"}, "config", "end", "code 1: x"),
+    (
+        "config error after it has trained",
+        {"exit_code": 78, "failure": (78, "rank 0: no such set"), "trained_before": True, "trained": True},
+        "config",
+        "end",
+        "no such set",
+    ),
+    (
+        "a set-up that a preemption interrupted",
+        {"exit_code": 78, "set_up": "set-up failed with code 143: sleep", "facts": PREEMPTED},
+        "preempted",
+        "requeue",
+        "preempted",
+    ),
+    (
+        "a newer job is at work for the run",
+        {
+            "exit_code": 1,
+            "failure": (1, "rank 0: may not commit"),
+            "superseded": "attempt 3 in job 12",
+            "facts": RUNNING,
+        },
+        "superseded",
+        "end",
+        "superseded: attempt 3 in job 12 goes on",
+    ),
     ("exit code 78 alone", {"exit_code": 78}, "config", "end", "exit code 78"),
     (
         "config error of one rank, the others killed",
@@ -358,6 +407,35 @@ def test_each_mode_goes_on_in_its_own_way_and_says_so(mode: str, evidence: dict[
 )
 def test_what_ends_a_run_ends_it_in_every_mode(mode: str, evidence: dict[str, object], verdict: str) -> None:
     assert judge(Evidence(**evidence), GOES_ON[mode][0]).verdict == verdict  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        Evidence(143, facts=REQUEUED, stalled_before=0),  # SLURM starts it again
+        Evidence(143, facts=NODE_DOWN, stalled_before=0),
+    ],
+)
+def test_a_node_that_fails_under_a_run_without_progress_uses_up_the_budget(evidence: Evidence) -> None:
+    assert judge(evidence, Policy()).stalled
+    assert not judge(dataclasses.replace(evidence, progressed=True), Policy()).stalled
+
+
+@pytest.mark.parametrize(
+    ("facts", "cancelled"),
+    [
+        (RUNNING, False),
+        (PREEMPTED, False),
+        (PREEMPTED_BY_SLURM, False),
+        (CANCELLED, True),
+        (JobFacts("CANCELLED"), True),
+        (REQUEUED, False),
+        (TIMED_OUT, False),
+        (NODE_DOWN, False),
+    ],
+)
+def test_a_requeue_would_revive_what_scancel_has_ended(facts: JobFacts, cancelled: bool) -> None:
+    assert is_cancelled(facts, 0) == cancelled
 
 
 # Whatever the evidence.

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose, config_groups
-from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, HooksConfig, RequeueConfig
+from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, HooksConfig
 from slurmtrain.config.validate import validate
 from slurmtrain.launch.sbatch import JobPaths, render_script, sbatch_directives, setup_lines, srun_words
 from slurmtrain.launch.state import state
@@ -381,22 +381,24 @@ def test_a_secret_is_there_for_local_ranks_too(cli: Cli, project: Path) -> None:
 
 
 def run_script(
-    script: str, tmp_path: Path, *, srun: str, settle: str = "", squeue: str = "", **env: str
+    script: str, tmp_path: Path, *, srun: str, settle: str = "", squeue: str = "", again: str = "", **env: str
 ) -> subprocess.CompletedProcess[str]:
-    process = start_script(script, tmp_path, srun=srun, settle=settle, squeue=squeue, **env)
+    process = start_script(script, tmp_path, srun=srun, settle=settle, squeue=squeue, again=again, **env)
     out, err = process.communicate(timeout=120)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def start_script(
-    script: str, tmp_path: Path, *, srun: str, settle: str = "", squeue: str = "", **env: str
+    script: str, tmp_path: Path, *, srun: str, settle: str = "", squeue: str = "", again: str = "", **env: str
 ) -> subprocess.Popen[str]:
-    """The script as a batch shell would run it. All but scontrol, which notes its arguments down, are bash."""
+    """The script as a batch shell would run it. All but scontrol and `again`, which note their arguments down, are bash."""
     fake = FakeSlurm(tmp_path / "bin")
     fake.directory.mkdir()
     fake.command("srun", srun.replace("$0", "srun"))
     fake.command("scontrol", 'echo "$*" >>"$here/../scontrol-calls"')
-    fake.command("settle-python", settle or "exit 0")
+    job = '"${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"'
+    noted = f'echo "${{@:4}}" >>"$here/../again-calls"; echo {job} >"$here/../again-element"'
+    fake.command("settle-python", f'if [ "$3" = again ]; then {noted}; {again or ":"}; fi\n{settle or "exit 0"}')
     fake.command("squeue", squeue or "exit 1")
     variables = {"PATH": f"{fake.directory}:{os.environ['PATH']}", "SLURM_JOB_ID": "77", "HOME": str(tmp_path), **env}
     return subprocess.Popen(
@@ -422,6 +424,11 @@ def scontrol_calls(tmp_path: Path) -> list[str]:
     return calls.read_text().splitlines() if calls.exists() else []
 
 
+def again_calls(tmp_path: Path) -> list[str]:
+    calls = tmp_path / "again-calls"
+    return calls.read_text().splitlines() if calls.exists() else []
+
+
 @pytest.mark.parametrize("code", [0, 1, 75, 78, 137])
 def test_without_a_requeue_the_script_ends_with_the_ranks_code(code: int, run_dir: Path, tmp_path: Path) -> None:
     done = run_script(
@@ -432,10 +439,15 @@ def test_without_a_requeue_the_script_ends_with_the_ranks_code(code: int, run_di
     assert scontrol_calls(tmp_path) == []
 
 
-def test_the_verdict_requeue_requeues_this_job_and_shortens_the_wait(run_dir: Path, tmp_path: Path) -> None:
+def test_the_verdict_requeue_lets_the_run_go_on(run_dir: Path, tmp_path: Path) -> None:
     done = run_script(script_for(run_dir), tmp_path, srun="exit 75", settle="echo requeue")
     assert done.returncode == 75
-    assert scontrol_calls(tmp_path) == ["requeue 77", "update JobId=77 StartTime=now+8"]
+    assert again_calls(tmp_path) == [f"{run_dir} --attempt 1"] and scontrol_calls(tmp_path) == []
+
+
+def test_where_our_own_python_fails_the_job_is_requeued_all_the_same(run_dir: Path, tmp_path: Path) -> None:
+    done = run_script(script_for(run_dir), tmp_path, srun="exit 75", settle="echo requeue", again="exit 1")
+    assert (done.returncode, scontrol_calls(tmp_path)) == (75, ["requeue 77"]), done.stderr
 
 
 @pytest.mark.parametrize(("word", "code"), [("done", 0), ("end", 1)])
@@ -459,18 +471,12 @@ def test_a_restart_of_a_run_that_has_not_ended_or_that_cannot_be_asked_goes_on(
     assert (tmp_path / "started").exists() and (run_dir / "attempts" / "0001").is_dir()
 
 
-def test_a_delay_of_zero_leaves_the_wait_to_slurm(run_dir: Path, tmp_path: Path) -> None:
-    config = Config(requeue=RequeueConfig(restart_delay_s=0))
-    run_script(script_for(run_dir, config=config), tmp_path, srun="exit 75", settle="echo requeue")
-    assert scontrol_calls(tmp_path) == ["requeue 77"]
-
-
 def test_an_array_task_requeues_itself_alone(run_dir: Path, tmp_path: Path) -> None:
     script = script_for(tmp_path / "a", run_dir, tmp_path / "b")
     array = {"SLURM_JOB_ID": "70", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "1"}
     done = run_script(script, tmp_path, srun="exit 75", settle="echo requeue", **array)
     assert done.returncode == 75, done.stderr
-    assert scontrol_calls(tmp_path)[0] == "requeue 70_1"
+    assert (tmp_path / "again-element").read_text() == "70_1\n"
     assert (run_dir / "attempts" / "0001").is_dir()
 
 
@@ -484,7 +490,7 @@ def test_a_settle_that_fails_does_not_lose_a_stopped_run(
     """And does not revive a job that SLURM has ended: a requeue while it is COMPLETING would."""
     done = run_script(script_for(run_dir), tmp_path, srun=f"exit {code}", settle="exit 1", squeue=f"echo {state}")
     assert done.returncode == (75 if requeued else code), done.stderr
-    assert bool(scontrol_calls(tmp_path)) == requeued
+    assert bool(again_calls(tmp_path)) == requeued
 
 
 def test_the_script_asks_slurm_without_the_persons_defaults_for_its_commands(run_dir: Path, tmp_path: Path) -> None:
@@ -493,7 +499,7 @@ def test_the_script_asks_slurm_without_the_persons_defaults_for_its_commands(run
     env = {"SQUEUE_STATES": "PENDING", "SLURM_CLUSTERS": "a,b", "SLURM_JWT": "expired"}
     srun = 'echo "$SQUEUE_STATES|$SLURM_JWT" >"$here/../seen"; exit 75'
     done = run_script(script_for(run_dir), tmp_path, srun=srun, settle="exit 1", squeue=squeue, **env)
-    assert done.returncode == 75 and scontrol_calls(tmp_path)[0] == "requeue 77"
+    assert done.returncode == 75 and again_calls(tmp_path)
     assert (tmp_path / "seen").read_text() == "PENDING|\n"
 
 
@@ -538,10 +544,10 @@ def test_the_batch_shell_outlives_the_signals_and_settles_after_the_last_rank(ru
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGTERM):
         process.send_signal(number)
         time.sleep(0.05)
-    assert process.poll() is None and scontrol_calls(tmp_path) == []
+    assert process.poll() is None and again_calls(tmp_path) == []
     (tmp_path / "go").touch()
     assert process.wait(timeout=60) == 75
-    assert scontrol_calls(tmp_path)[0] == "requeue 77"
+    assert again_calls(tmp_path) == [f"{run_dir} --attempt 1"]
     process.communicate()
 
 
@@ -595,7 +601,8 @@ def test_a_pack_is_requeued_once_when_one_is_to_go_on_and_fails_when_one_fails(
         (tmp_path / f"code-{name}").write_text(str(its))
     done = run_script(pack_script(packed[:3]), tmp_path, srun=AS_NAMED, settle=REQUEUE_75)
     assert done.returncode == code, done.stderr
-    assert scontrol_calls(tmp_path) == (["requeue 77", "update JobId=77 StartTime=now+8"] if requeued else [])
+    going_on = " ".join(str(packed["abc".index(name)]) for name, its in codes.items() if its == 75)
+    assert again_calls(tmp_path) == ([going_on] if requeued else [])
 
 
 def test_every_run_of_a_pack_has_its_hook(packed: list[Path], tmp_path: Path) -> None:
@@ -603,7 +610,7 @@ def test_every_run_of_a_pack_has_its_hook(packed: list[Path], tmp_path: Path) ->
     config = Config(hooks=HooksConfig(on_finish="true"))
     settle = f'[ "$3" = hook ] && echo "$*" >>"$here/../hooks"; {REQUEUE_75}'
     done = run_script(pack_script(packed[:3], config), tmp_path, srun=AS_NAMED, settle=settle)
-    assert done.returncode == 75 and scontrol_calls(tmp_path), done.stderr
+    assert done.returncode == 75 and again_calls(tmp_path), done.stderr
     told = [f"-m slurmtrain hook {run} --attempt 1" for run in packed[:3]]
     assert sorted((tmp_path / "hooks").read_text().splitlines()) == told
 
@@ -613,7 +620,7 @@ def test_a_run_of_a_pack_that_stopped_for_good_is_not_taken_for_one_that_goes_on
 ) -> None:
     (tmp_path / "code-b").write_text("75")
     done = run_script(pack_script(packed[:3]), tmp_path, srun=AS_NAMED, settle="exit 0")
-    assert (done.returncode, scontrol_calls(tmp_path)) == (1, []), done.stderr
+    assert (done.returncode, again_calls(tmp_path)) == (1, []), done.stderr
 
 
 @pytest.mark.parametrize(("word", "code"), [("done", 0), ("end", 1)])
@@ -641,7 +648,7 @@ def test_the_shells_of_a_pack_outlive_the_signals(packed: list[Path], tmp_path: 
     assert process.poll() is None and len(shells) == 3
     (tmp_path / "go").touch()
     assert process.wait(timeout=60) == 75
-    assert scontrol_calls(tmp_path)[0] == "requeue 77"
+    assert again_calls(tmp_path)
     process.communicate()
 
 
