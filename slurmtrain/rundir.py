@@ -169,8 +169,11 @@ class RunDir:
         """Is this a run, or one in the making? `create` makes two folders; run.json comes after the code is copied."""
         return os.path.isfile(self.info_file) or (os.path.isdir(self.attempts) and os.path.isdir(self.checkpoints))
 
-    def info(self) -> dict[str, Any]:
+    def info(self, *, whole: bool = False) -> dict[str, Any]:
         """run.json: id, name, overrides, config hash, code revision, user, host, job ids. The fields have their types.
+
+        Args:
+            whole: all that `submit` writes has to be there; who asks for the state of a run has made sure of that.
 
         Raises:
             UnreadableRecord: this is not a run directory, or what its run.json says cannot be used.
@@ -179,7 +182,7 @@ class RunDir:
         if info is None:
             raise UnreadableRecord(f"{self.path} is not a run directory: it has no readable run.json")
         missing = [name for name in _ALWAYS if name not in info]
-        if missing:
+        if missing and whole:
             raise UnreadableRecord(f"{self.info_file} does not say {', '.join(missing)}")
         records.check_fields(info, {**_ALWAYS, **_SOMETIMES}, self.info_file)
         return info
@@ -219,7 +222,7 @@ class RunDir:
             ClusterError: somebody else can have written one of them.
             UnreadableRecord: run.json cannot be used.
         """
-        return trusted_slurm_conf(self.info()["slurm_conf"], named_by=self.info_file)
+        return trusted_slurm_conf(self.info().get("slurm_conf"), named_by=self.info_file)
 
     def update_info(self, **changes: Any) -> None:
         write_json(self.info_file, {**self.info(), **changes})

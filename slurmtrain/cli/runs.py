@@ -68,6 +68,7 @@ def main(verb: str, words: list[str]) -> int:
         return _status(options, root)
     run_dir = rundir.find(options.run, root)
     rundir.require_own(run_dir)
+    run_dir.info(whole=True)
     if verb == "resume" and options.json and run_dir.info()["backend"] == "local":
         raise UsageError(f"--json: run {run_dir.id} is resumed here, in the foreground, and shows its output")
     verbs: dict[str, Callable[[RunDir], str | int]] = {

@@ -262,7 +262,7 @@ def _me() -> str | None:
 
 def _read(run_dir: RunDir) -> _Record:
     check_parts(run_dir)
-    info, tries = run_dir.info(), attempts.all_attempts(run_dir)
+    info, tries = run_dir.info(whole=True), attempts.all_attempts(run_dir)
     job_id = _latest_job_id(run_dir, info["job_ids"], tries)
     chain = links(info)
     conf = distrust = None
