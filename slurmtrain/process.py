@@ -27,10 +27,10 @@ class Stat:
 
 
 def stat(pid: int | str) -> Stat | None:
-    """None: there is no such process."""
+    """None: there is no such process, or it is somebody else's on a machine that hides those (hidepid=1)."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     fields = text.rpartition(")")[2].split()  # the name in parentheses may hold anything, also spaces
     return Stat(fields[0], int(fields[1]), int(fields[19]))

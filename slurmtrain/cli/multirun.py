@@ -101,7 +101,13 @@ def _dry_run(grid: Grid, scripts: list[str]) -> int:
 
 
 def _submit(sweep: Sweep, client: SlurmClient, *, there: bool, as_json: bool) -> int:
-    submission = submit_arrays(sweep, client, say=say)
+    try:
+        submission = submit_arrays(sweep, client, say=say)
+    except KeyboardInterrupt:
+        known = [job for number in sweep.array_numbers() if (job := sweep.job_id(number)) is not None]
+        goes_on = f"job {', '.join(known)} is submitted and goes on" if known else "no job of it is known yet"
+        say(f"sweep {sweep.id}: {goes_on}; the same command submits the rest   sweep cancel {sweep.id} ends it")
+        raise
     jobs, points = [*submission.found, *submission.submitted], sweep.point_count()
     if as_json:
         print_json({"sweep": sweep.id, "path": str(sweep.path), "points": points, "job_ids": jobs})

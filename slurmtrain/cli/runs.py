@@ -469,7 +469,14 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
         return run_local(run_dir, lambda text: print(f"slurmtrain: {text}", flush=True))
     from slurmtrain.launch import again
 
-    return f"run {run_dir.id} is submitted again as job {', then '.join(again.resume(run_dir, _client(run_dir)))}"
+    try:
+        job_ids = again.resume(run_dir, _client(run_dir))
+    except KeyboardInterrupt:
+        from slurmtrain.launch.submit import interrupted
+
+        print(f"slurmtrain: {interrupted(run_dir, _client(run_dir))}", file=sys.stderr, flush=True)
+        raise
+    return f"run {run_dir.id} is submitted again as job {', then '.join(job_ids)}"
 
 
 def _way_out(run_dir: RunDir, now: RunState) -> str:

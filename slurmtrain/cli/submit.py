@@ -20,7 +20,7 @@ from slurmtrain.launch.again import submit_links
 from slurmtrain.launch.fits import check_memory
 from slurmtrain.launch.handover import Refused
 from slurmtrain.launch.named_paths import check_named_paths
-from slurmtrain.launch.submit import check_slurm_is_here, dry_run, preparing, slurm_conf_of, submit
+from slurmtrain.launch.submit import check_slurm_is_here, dry_run, interrupted, preparing, slurm_conf_of, submit
 from slurmtrain.launch.timeplan import look_ahead
 from slurmtrain.paths import current_folder
 from slurmtrain.planner.fit import check_fits
@@ -121,7 +121,11 @@ def _check_not_in_vain(run_dir: RunDir, runs: str, client: SlurmClient) -> None:
 def _submit(config: Config, arguments: Arguments) -> int:
     client = client_of(config)
     with preparing(config, arguments.overrides, current_folder()) as run_dir:
-        job_id = submit([run_dir], config, say=say)
+        try:
+            job_id = submit([run_dir], config, say=say)
+        except KeyboardInterrupt:
+            say(interrupted(run_dir, client))
+            raise
         if config.requeue.mode == "chain":
             links = submit_links(run_dir, job_id, config.requeue.chain_length, client)
             job_id = f"{job_id}, followed by {', '.join(links[1:])}"

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data._utils import collate as torch_collate
 
 from slurmtrain.data.slots import SLOT_BYTES
+from slurmtrain.errors import ConfigError
 
 Batch = dict[str, Tensor]
 
@@ -93,12 +94,43 @@ def blank(batch: Batch) -> Batch:
     return {**batch, "targets": torch.full_like(batch["targets"], IGNORED_TARGET)}
 
 
+def check_for_model(batch: Any) -> None:
+    """Check that a model can be called with it.
+
+    Raises:
+        ConfigError: it has no inputs or targets, or something that is no tensor.
+    """
+    names = set(batch) if isinstance(batch, Mapping) else set()
+    if not {"inputs", "targets"} <= names:
+        found = f"a dict of {', '.join(map(repr, sorted(names)))}" if names else f"a {type(batch).__name__}"
+        raise ConfigError(
+            f"samples of the data come together as {found}, with no 'inputs' and 'targets'",
+            hint='[i] of the data set returns {"inputs": ..., "targets": ...}',
+        )
+    for name, values in batch.items():
+        if not isinstance(values, Tensor):
+            kind = (
+                "a dict"
+                if isinstance(values, Mapping)
+                else "text"
+                if _is_text(values)
+                else f"a {type(values).__name__}"
+            )
+            raise ConfigError(
+                f"{name!r} of the data's samples is {kind}; a model is called with tensors by name",
+                hint="leave it out of what [i] returns, or make tensors of it: {'inputs': ..., 'targets': ..., 'NAME': tensor}",
+            )
+
+
+def _is_text(values: Any) -> bool:
+    return isinstance(values, Sequence) and bool(values) and isinstance(values[0], str | bytes)
+
+
 def num_targets(batch: Batch) -> int:
     """Targets of `batch` that are not ignored; 0 for a batch that has none by this name."""
-    named = isinstance(batch, Mapping) and "targets" in batch  # data sets of one's own loop may give what they like
-    if not named:
+    targets = batch.get("targets") if isinstance(batch, Mapping) else None
+    if not isinstance(targets, Tensor):  # data sets of one's own loop may give what they like
         return 0
-    targets = batch["targets"]
     if targets.dtype == torch.int64 and targets.device.type == "cpu":  # several times as fast
         numbers = targets.numpy()
         if numbers.min(initial=0) > IGNORED_TARGET:
@@ -110,7 +142,7 @@ def num_targets(batch: Batch) -> int:
 def tokens_per_row(batch: Batch) -> int:
     """Tokens of the rows; 0 for a batch that has none."""
     targets = batch.get("targets") if isinstance(batch, Mapping) else None
-    return targets.shape[1] if targets is not None and targets.ndim == 2 else 0
+    return targets.shape[1] if isinstance(targets, Tensor) and targets.ndim == 2 else 0
 
 
 def _with_documents(batch: Batch, names: set[str]) -> Batch:

@@ -26,7 +26,7 @@ from slurmtrain.data.batches import Batch, num_targets, padded, tokens_per_row
 from slurmtrain.data.compact import CompactRows
 from slurmtrain.data.lengths import ByLength, dealt
 from slurmtrain.data.order import Epochs, Order
-from slurmtrain.data.samples import MapDataset, fetch, fetch_batches
+from slurmtrain.data.samples import MapDataset, check_has_samples, fetch, fetch_batches
 from slurmtrain.data.slots import empty
 from slurmtrain.data.workers import Workers
 from slurmtrain.data.workers import ignore_stop_signals as ignore_stop_signals
@@ -102,6 +102,7 @@ class BatchLoader:
         device: torch.device | None = None,
     ):
         _check_batch_sizes(global_batch_size, micro_batch_size, dp_size)
+        check_has_samples(dataset, "the training data")
         if not len(dataset):
             raise ConfigError("the training data holds no samples", hint="give more data, or a shorter data.seq_len")
         self.dataset, self._seed = dataset, seed
@@ -353,11 +354,14 @@ class _Gpu:
 
     def receive(self, batch: Batch | CompactRows) -> Batch | CompactRows:
         if isinstance(batch, CompactRows):
-            tensors = {name: values for name, values in batch._asdict().items() if isinstance(values, Tensor)}
-            return CompactRows(**{**batch._asdict(), **self._copied(tensors)})
-        return self._copied(batch)
+            return CompactRows(**self._copied(batch._asdict()))
+        return self._copied(batch) if isinstance(batch, Mapping) else batch
 
-    def _copied(self, batch: Batch) -> Batch:
+    def _copied(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The tensors among the values on the GPU, and the others as they are."""
+        return {**values, **self._tensors({name: one for name, one in values.items() if isinstance(one, Tensor)})}
+
+    def _tensors(self, batch: Batch) -> Batch:
         # The host runs ahead of the GPU, so these copies are queued while it computes earlier micro batches.
         with torch.cuda.stream(self._stream):
             pinned = {name: values if values.is_pinned() else values.pin_memory() for name, values in batch.items()}

@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from slurmtrain.data.batches import Batch, collate
 from slurmtrain.data.compact import CompactRows, as_batch
 from slurmtrain.data.order import mixed
 from slurmtrain.data.slots import empty
+from slurmtrain.errors import ConfigError
 
 
 class MapDataset(Protocol):
@@ -39,6 +41,26 @@ class MapDataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+def check_has_samples(dataset: Any, what: str) -> None:
+    """Check that a data set has a number of samples, and an i-th one.
+
+    Args:
+        what: it is, for the message.
+
+    Raises:
+        ConfigError: it is a stream, or no data set.
+    """
+    kind = type(dataset)
+    if isinstance(dataset, IterableDataset) or not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
+        stream = "a stream" if hasattr(kind, "__iter__") else "no data set"
+        raise ConfigError(
+            f"{what} ({kind.__module__}.{kind.__name__}) is {stream}: it needs len() and [i], since which samples a step sees "
+            "must not depend on ranks, workers and restarts",
+            hint="text of any size: `slurmtrain prepare`, then data=prepared; a loop of your own may read streams "
+            "(jobs/own_loop.py)",
+        )
 
 
 def fetch(

@@ -10,6 +10,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib
+import os
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,10 +75,22 @@ def load_tokenizer(choice: TokenizerChoice) -> tuple[Tokenizer, bytes]:
             hint='"bytes", a tokenizer.json of Hugging Face, or ranks of tiktoken in a file NAME.tiktoken',
         )
     try:
-        content = path.read_bytes()
+        content = _read(path)
     except OSError as error:
         raise ConfigError(f"prepare.tokenizer={choice.name} cannot be read: {error.strerror}") from None
+    if content is None:
+        raise ConfigError(
+            f"prepare.tokenizer={choice.name} is no plain file",
+            hint="a pipe can be read once only, and every process of every task reads the tokenizer: write it to a file",
+        )
     return kind(choice, path, content), content
+
+
+def _read(path: Path) -> bytes | None:
+    """Return the bytes of a plain file; None when it is something else, which nobody waits for."""
+    # Without O_NONBLOCK, opening a pipe waits until somebody writes to it.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        return file.read() if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
 
 
 def needed(module: str, what: str) -> ModuleType:

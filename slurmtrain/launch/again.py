@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.errors import ClusterError, SlurmtrainError
-from slurmtrain.launch.handover import TOKEN_PREFIX
+from slurmtrain.launch.handover import TOKEN_PREFIX, Passing
 from slurmtrain.launch.sbatch import directive
 from slurmtrain.launch.submit import note, resubmit
 from slurmtrain.rundir import RunDir
@@ -285,10 +285,15 @@ def _find_or_submit(
             if found[0] not in run_dir.info()["job_ids"]:
                 note(run_dir, found[0], found_by=TOKEN_PREFIX + mine)
             return found[0]
-        except ClusterError:  # the controller may be busy; and a sbatch that it did not answer may have worked
-            if pause is None:
+        except ClusterError as error:  # the controller may be busy; and a sbatch that it did not answer may have worked
+            if pause is not None:
+                sleep(pause)
+                continue
+            found = client.find_by_comment(TOKEN_PREFIX + mine) if isinstance(error, Passing) else []
+            if not found:
                 raise
-            sleep(pause)
+            note(run_dir, found[0], found_by=TOKEN_PREFIX + mine)
+            return found[0]
     raise AssertionError("unreachable")
 
 

@@ -27,26 +27,75 @@ from slurmtrain.launch.sbatch import directive, set_aside
 from slurmtrain.runtime.slurm import INSTALL_HINT, SlurmClient, submission_environment
 
 TOKEN_PREFIX = "slurmtrain:"
-# What passes by itself, in the words of slurm_errno.c and of sbatch: the controller was never reached, or has refused;
+# What sbatch says, in the words of slurm_errno.c and sbatch.c (22.05 to 26.05). First what passes by itself, and before which
+# the request was not looked at: the controller was never reached, or has turned it away unread.
 NOT_THERE = (
-    "unable to contact slurm controller",
+    "unable to contact slurm controller (connect failure)",
     "connection refused",
     "slurm temporarily unable to accept job",
+    "unable to create job record, try again",
+    "rate limit exceeded",
     "in standby",
 )
-# and after these the job may be there.
+# After these the request had been sent, or was being sent: the job may be there. So it may after words in none of the lists.
 UNSURE = (
+    "unable to contact slurm controller",  # send, receive and shutdown failure; 22.05 says it without a reason, too
+    "message send failure",
+    "message receive failure",
+    "communication shutdown failure",
+    "communication connection failure",
+    "unspecified error",
+    "protocol authentication error",
+    "incompatible versions of client and server",
+    "insane message length",
     "socket timed out",
     "transport endpoint is not connected",
     "zero bytes were transmitted",
     "unexpected message received",
+    "unexpected missing socket",
+    "broken pipe",
     "connection reset",
     "connection timed out",
     "resource temporarily unavailable",
-    "communication connection failure",
 )
+# slurmctld's answer to a request that it has read, and will not have.
+REFUSED = (
+    *("invalid", "permission denied", "access denied", "not permitted", "no partition specified", "specification"),
+    *(
+        "more processors requested",
+        "requested nodes not in this partition",
+        "not available",
+        "job script not specified",
+    ),
+    *("too long", "dependency", "not supported", "presently disabled", "submissions disabled", "only batch jobs"),
+    *(
+        "memory required by task",
+        "violates accounting/qos policy",
+        "reservation",
+        "breached",
+        "burst buffer",
+        "licenses",
+    ),
+    *("working directory", "partition in down state", "heterogeneous", "requested gres option", "multiple partition"),
+    *("job array", "duplicate", "environment is missing", "quota", "cannot request", "can not", "requires more ports"),
+)
+# `sbatch --test-only` ends with these where sbatch would queue the job: slurmctld's job_allocate() takes them for "not now".
+NOT_NOW = (
+    *(
+        "requested nodes are busy",
+        "job is in held state",
+        "required node not available",
+        "breached requested qos usage",
+    ),
+    *("violates accounting/qos policy", "requested reservation is in use", "requested reservation not usable now"),
+    *("waiting for burst buffer", "partition in down state", "licenses currently unavailable", "ports are in use"),
+    *("maintenance reservation", "can not start immediately", "immediate execution impossible", "switch resources"),
+)
+NO_SUCH_NODE = "requested node configuration is not available"  # or, to --test-only, none that is up now
 TIMED_OUT = 124  # timeout(1)
 LIMIT = ("submit limit", "submitjoblimit", "job limit", "maxjobcount", "max_job", "job/core submit")
+# What the accounting policy names where it is no limit on how many jobs there may be: such a job will never be taken.
+OTHER_LIMIT = re.compile(r"\b(?:assoc|qos)\w*(?:limit|perjob|peruser|pernode|peraccount)\b", re.IGNORECASE)
 
 
 class NotSubmitted(ClusterError):
@@ -130,6 +179,8 @@ def hand_over(
             found = _look(token, client, patience, sleep, finds_out, passing.said)
             if found is not None:
                 return found
+        if isinstance(passing, Unknown):  # it is not there, so whatever was meant, it was no
+            raise passing.as_refusal()
         if attempt >= (patience.tries if passing.may_be_there else patience.tries / 2):
             raise NotSubmitted(
                 f"sbatch failed {attempt} times, the last time with: {passing.said}; nothing was submitted",
@@ -173,8 +224,13 @@ def check(script: Path, client: SlurmClient) -> None:
         code, words = client.test_only(script, without=list(set_aside(script.read_text(), os.environ)))
     except ClusterError:
         return
-    error = refusal(_without_prefix(words), code, 60) if code != 0 else None
+    low = words.lower()
+    if code == 0 or any(each in low for each in NOT_NOW):
+        return
+    error = refusal(words, code, 60)
     if isinstance(error, Refused):
+        if NO_SUCH_NODE in low and client.lacks_nodes(directive(script.read_text(), "partition")):
+            return
         raise error
 
 
@@ -188,6 +244,16 @@ class Passing(ClusterError):
     def __init__(self, said: str, *, may_be_there: bool):
         super().__init__(f"sbatch failed: {said}", hint="try again later")
         self.said, self.may_be_there = said, may_be_there
+
+
+class Unknown(Passing):
+    """sbatch failed with words that are in none of the lists: the job may be there; if it is not, it was refused."""
+
+    def __init__(self, said: str):
+        super().__init__(said, may_be_there=True)
+
+    def as_refusal(self) -> Refused:
+        return Refused(f"sbatch refused the job: {self.said}", hint=advice(self.said))
 
 
 def _look(
@@ -271,7 +337,8 @@ def sbatch(script: str, folder: Path, slurm_conf: str | None, options: Sequence[
             aside = set_aside(script, os.environ)
             hidden = [word for name in os.environ if name not in wanted or name in aside for word in ("-u", name)]
             settings = [f"{name}={value}" for name, value in wanted.items() if os.environ.get(name) != value]
-            sbatch = ["timeout", str(call_s), "sbatch", *options, str(submission_file_path)]
+            # In the foreground: Ctrl-C has to reach it, or it goes on behind the back of whoever gave it up.
+            sbatch = ["timeout", "--foreground", str(call_s), "sbatch", *options, str(submission_file_path)]
             return ["env", *hidden, *settings, *sbatch]
 
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -280,7 +347,7 @@ def sbatch(script: str, folder: Path, slurm_conf: str | None, options: Sequence[
         with contextlib.redirect_stderr(words):  # submitit prints sbatch's words; they are in our message instead
             job = ScriptExecutor(folder)._submit_command("train")
     except FailedJobError as error:
-        said = _without_prefix(str(error).strip() or words.getvalue().strip())
+        said = str(error).strip() or words.getvalue().strip()
         call = error.__cause__ or error.__context__
         raise refusal(said, call.returncode if isinstance(call, subprocess.CalledProcessError) else 1, call_s) from None
     return str(job.job_id)
@@ -290,10 +357,12 @@ def _without_prefix(words: str) -> str:
     return "; ".join(re.sub(r"^(sbatch: |allocation failure: )(error: )?", "", line) for line in words.splitlines())
 
 
-def refusal(said: str, code: int, call_s: int) -> ClusterError:
-    """What sbatch's words and exit code mean: a limit, something that passes, or a refusal with what to change."""
+def refusal(words: str, code: int, call_s: int) -> ClusterError:
+    """Tell what sbatch's words and exit code mean: a limit, what passes by itself, a refusal with a hint, or `Unknown`."""
+    said = _without_prefix(words)
     low = said.lower()
-    if any(words in low for words in LIMIT):
+    named = OTHER_LIMIT.findall(said)
+    if any(each in low for each in LIMIT) and not (named and not any("submit" in each.lower() for each in named)):
         return SubmitLimit(
             f"sbatch refused the job: {said}",
             hint="wait until jobs have ended, then give the same command again: it goes on from here",
@@ -302,11 +371,16 @@ def refusal(said: str, code: int, call_s: int) -> ClusterError:
         return Passing(f"no answer within {call_s} s", may_be_there=True)
     if code < 0 or code > 128:
         return Passing(f"it was killed (exit code {code})", may_be_there=True)
-    if any(words in low for words in UNSURE):
-        return Passing(said, may_be_there=True)
-    if any(words in low for words in NOT_THERE):
+    before = re.search(r"^sbatch: (error|fatal|unrecognized)\b", words, re.MULTILINE) and "submission failed" not in low
+    low = low.rpartition("submission failed: ")[2]  # before it may stand what an earlier try of sbatch's own ended with
+    if any(each in low for each in NOT_THERE):
         return Passing(said, may_be_there=False)
-    return Refused(f"sbatch refused the job: {said or f'exit code {code}, without a word'}", hint=advice(said))
+    if any(each in low for each in UNSURE):
+        return Passing(said, may_be_there=True)
+    # Words of sbatch's own, about its options or its configuration, come before anything is sent.
+    if before or any(each in low for each in REFUSED):
+        return Refused(f"sbatch refused the job: {said}", hint=advice(said))
+    return Unknown(said or f"exit code {code}, without a word")
 
 
 def advice(said: str) -> str:

@@ -109,7 +109,7 @@ class OpenSweep:
             for number in numbers:
                 note_jobs(self.sweep, number)
             open_numbers = [number for number in numbers if self.sweep.job_id(number) is None]
-            planned = {run_id for number in open_numbers for run_id in self.sweep.members(number)}
+            planned = {run_id for number in open_numbers for run_id in self.sweep.planned(number)}
             # By its own record: a run that was removed is made anew, and the job that it once had is not its any more.
             new = [run_id for run_id in shapes if run_id not in planned and not self._has_job(run_id)]
             size = self.client.max_array_size()

@@ -17,7 +17,7 @@ from slurmtrain import __version__, rundir
 from slurmtrain.config.compose import config_hash, freeze, load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError
-from slurmtrain.launch.handover import NotSubmitted, comment_option, export_option, hand_over, sbatch
+from slurmtrain.launch.handover import TOKEN_PREFIX, NotSubmitted, comment_option, export_option, hand_over, sbatch
 from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.sbatch import JobPaths, render_script, without_past
@@ -87,6 +87,25 @@ def submit(run_dirs: Sequence[RunDir], config: Config, say: Callable[[str], None
         run_dir.update_info(job_ids=[*run_dir.info()["job_ids"], element], slurm_conf=slurm_conf)
         run_dir.event("submitted", job_id=element)
     return job_id
+
+
+def interrupted(run_dir: RunDir, client: SlurmClient) -> str:
+    """Say where a run stands whose submission a person has ended, and note its job if there is one."""
+    tokens = _submitting(run_dir)
+    if not tokens:
+        return "nothing was submitted"
+    steers = f"status {run_dir.id}   cancel {run_dir.id}"
+    try:
+        job_id = next(iter(client.find_by_comment(TOKEN_PREFIX + tokens[-1], ended=True)), None)
+    except ClusterError as error:
+        return f"it is not known whether run {run_dir.id} was submitted: {error.message}; {steers}   {run_dir.path}"
+    if job_id is not None:
+        note(run_dir, job_id, found_by=TOKEN_PREFIX + tokens[-1])
+        return f"run {run_dir.id} was submitted all the same, as job {job_id}, and goes on; {steers}   {run_dir.path}"
+    return (
+        f"no job of run {run_dir.id} is in the queue yet; sbatch was at work, so look again: {steers}   resume {run_dir.id} "
+        f"submits it if it is not there   {run_dir.path}"
+    )
 
 
 def no_chain(what: str) -> ConfigError:

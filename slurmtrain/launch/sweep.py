@@ -163,6 +163,21 @@ class Sweep:
         """Run ids of an array, in the order of its tasks."""
         return list((read_json(self.array(number) / "plan.json") or {})["members"])
 
+    def planned(self, number: int) -> list[str]:
+        """Run ids of an array, and of the part of it that is being made an array of its own (see `halve_array`)."""
+        plan = read_json(self.array(number) / "plan.json") or {}
+        return [*plan["members"], *plan.get("rest", [])]
+
+    def part_of(self, number: int) -> int | None:
+        """The array of which this one was a part, until a limit was reached."""
+        part_of: int | None = (read_json(self.array(number) / "plan.json") or {}).get("part_of")
+        return part_of
+
+    def lineage(self, number: int) -> tuple[int, ...]:
+        """The array, after those of which it was a part: parts come right behind what they are parts of."""
+        part_of = self.part_of(number)
+        return (number,) if part_of is None else (*self.lineage(part_of), number)
+
     def elements(self, number: int, job_id: str) -> dict[str, str]:
         """The task of every run of an array, as SLURM names it, when the array is this job."""
         members, pack = self.members(number), self.pack
@@ -276,7 +291,7 @@ def check_not_planned(run_dir: RunDir) -> None:
     """Raises: ClusterError: this run is in an array that is still to be submitted; alone it would be there twice."""
     sweep = Sweep(run_dir.path.parent)
     for number in sweep.array_numbers():
-        if sweep.job_id(number) is None and run_dir.id in sweep.members(number):
+        if sweep.job_id(number) is None and run_dir.id in sweep.planned(number):
             raise ClusterError(
                 f"run {run_dir.id} is to be submitted with others of its sweep", hint=f"sweep retry {sweep.id} does it"
             )

@@ -15,14 +15,14 @@ from typing import Any
 from slurmtrain import rundir
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch import making
-from slurmtrain.launch.arrays import Array
+from slurmtrain.launch.arrays import Array, tasks_of
 from slurmtrain.launch.draft import Draft
 from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.snapshot import find_source, take_snapshot
 from slurmtrain.launch.submit import run_info
 from slurmtrain.launch.sweep import Point, Sweep
 from slurmtrain.records import is_mine
-from slurmtrain.rundir import RunDir, write_json
+from slurmtrain.rundir import RunDir, read_json, write_json
 
 OF_THE_SWEEP = ("token", "parallelism", "pack", "after")  # in sweep.json; the rest says the same of every run
 
@@ -140,14 +140,20 @@ def _make_run(run_dir: RunDir, point: Point, draft: Draft, info: dict[str, Any])
     write_json(run_dir.info_file, {"id": point.run_id, **info, **its}, durable=False)
 
 
-def append_arrays(sweep: Sweep, first: int, run_ids: Sequence[str], arrays: Sequence[Array]) -> bool:
-    """Plan further arrays of these runs. False: somebody else has made arrays from number `first` on, these are not there."""
+def append_arrays(
+    sweep: Sweep, first: int, run_ids: Sequence[str], arrays: Sequence[Array], part_of: int | None = None
+) -> bool:
+    """Plan further arrays of these runs. False: somebody else has made arrays from number `first` on, these are not there.
+
+    Args:
+        part_of: the array that these runs have been in.
+    """
     temporary = Sweep(sweep.path / f".more-{os.getpid()}-{secrets.token_hex(3)}")
     try:
         for number, array in enumerate(arrays, first):
             after = first + array.after if array.after is not None else None
             members = [run_ids[member] for member in array.members]
-            _make_array(temporary, number, members, dataclasses.replace(array, after=after))
+            _make_array(temporary, number, members, dataclasses.replace(array, after=after), part_of)
         for number in temporary.array_numbers():
             temporary.array(number).rename(sweep.array(number))
         return True
@@ -159,8 +165,50 @@ def append_arrays(sweep: Sweep, first: int, run_ids: Sequence[str], arrays: Sequ
         shutil.rmtree(temporary.path, ignore_errors=True)
 
 
-def _make_array(sweep: Sweep, number: int, run_ids: Sequence[str], array: Array) -> None:
+def _make_array(sweep: Sweep, number: int, run_ids: Sequence[str], array: Array, part_of: int | None = None) -> None:
     path = sweep.array(number)
     path.mkdir(parents=True, mode=0o700)
-    plan = {"members": list(run_ids), "parallelism": array.parallelism, "after": array.after}
+    plan = {"members": list(run_ids), "parallelism": array.parallelism, "after": array.after, "part_of": part_of}
     write_json(path / "plan.json", plan, durable=False)
+
+
+def halve_array(sweep: Sweep, number: int) -> bool:
+    """Make two arrays of one that is not submitted. Returns False for one that has a single task. Within its claim.
+
+    A process that is cut short in between leaves the second half in the plan, as "rest"; `finish_halving` goes on from there.
+    """
+    path = sweep.array(number) / "plan.json"
+    plan = read_json(path) or {}
+    members, limit = plan["members"], plan["parallelism"]
+    tasks = tasks_of(len(members), sweep.pack)
+    if tasks < 2:
+        return False
+    middle = (tasks + 1) // 2 * sweep.pack
+    shares = (None, None) if limit is None else ((limit + 1) // 2, limit // 2)
+    halves = {
+        "members": members[:middle],
+        "rest": members[middle:],
+        "parallelism": shares[0],
+        "rest_parallelism": shares[1],
+    }
+    write_json(path, {**plan, **halves})
+    finish_halving(sweep, number)
+    return True
+
+
+def finish_halving(sweep: Sweep, number: int) -> None:
+    """Make an array of the second half of one that was halved, if that has not been done. Within its claim."""
+    path = sweep.array(number) / "plan.json"
+    plan = read_json(path) or {}
+    rest, share = plan.pop("rest", None), plan.pop("rest_parallelism", None)
+    if rest is None:
+        return
+    numbers = sweep.array_numbers()
+    while not any(sweep.part_of(each) == number and sweep.members(each) == rest for each in numbers):
+        first = len(numbers)
+        # With no share of the limit for itself it comes after the first half. `after` counts from the first that is added.
+        after = number if share == 0 else plan["after"]
+        array = Array(tuple(range(len(rest))), share or plan["parallelism"], None if after is None else after - first)
+        append_arrays(sweep, first, rest, [array], part_of=number)
+        numbers = sweep.array_numbers()
+    write_json(path, plan)

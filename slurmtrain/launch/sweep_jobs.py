@@ -24,7 +24,7 @@ from slurmtrain.launch.sbatch import render_script
 from slurmtrain.launch.state import is_over
 from slurmtrain.launch.submit import job_paths
 from slurmtrain.launch.sweep import Sweep, check_not_cancelled, note_jobs, states_of
-from slurmtrain.launch.sweep_folder import append_arrays
+from slurmtrain.launch.sweep_folder import append_arrays, finish_halving, halve_array
 from slurmtrain.rundir import RunDir, read_json, write_json
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.slurm import SlurmClient
@@ -82,7 +82,8 @@ def submit_arrays(
 ) -> Submission:
     """Submit every array that has not been. Several shells may do it at the same time.
 
-    SLURM is asked first whether it would take all of them, so that no half of a sweep waits for a cure of the other.
+    One that is above a limit on jobs is halved until a part fits; the next command goes on from there. SLURM is asked first
+    whether it would take all of them, so that no half of a sweep waits for a cure of the other.
 
     Raises:
         ClusterError: the sweep was cancelled; or sbatch refused, or it is not known whether a job is there, and what was
@@ -92,14 +93,16 @@ def submit_arrays(
     check_arrays(sweep, client)
     submitted: list[str] = []
     found: list[str] = []
-    numbers = sweep.array_numbers()
-    for position, number in enumerate(numbers):
+    done: set[int] = set()
+    while left := [number for number in sweep.array_numbers() if number not in done]:
+        number = min(left, key=sweep.lineage)
         try:
             job_id, new = _submit_array(sweep, number, client, patience, say)
         except SubmitLimit as limit:
-            waiting = sum(len(sweep.members(each)) for each in numbers[position:])
+            waiting = sum(len(sweep.members(each)) for each in sweep.array_numbers() if each not in done)
             return Submission(submitted, found, waiting, limit)
         (submitted if new else found).append(job_id)
+        done.add(number)
     return Submission(submitted, found)
 
 
@@ -119,9 +122,18 @@ def _submit_array(
                 job_id = _job_of_attempts(sweep, number)
                 if job_id is not None:
                     _write_job(sweep, number, job_id)
+            finish_halving(sweep, number)
             if job_id is None:
-                check_not_cancelled(sweep)
-                job_id = _hand_over(sweep, number, client, somebody_before, patience, say)
+                while True:
+                    check_not_cancelled(sweep)
+                    try:
+                        job_id = _hand_over(sweep, number, client, somebody_before, patience, say)
+                        break
+                    except SubmitLimit as limit:
+                        if not halve_array(sweep, number):
+                            raise
+                        somebody_before = False  # whatever it has submitted would have been found
+                        say(f"{limit.message}; trying with {len(sweep.members(number))} of its runs")
                 note_jobs(sweep, number)
                 if sweep.cancelled_file.exists():  # while sbatch was at work: whoever cancelled did not find it
                     cancel(sweep, client)
@@ -199,12 +211,14 @@ def _script(sweep: Sweep, number: int) -> str:
     plan = read_json(sweep.array(number) / "plan.json") or {}
     run_dirs = [sweep.run_dir(run_id) for run_id in plan["members"]]
     config = load_frozen(run_dirs[0].config_file, with_secrets=False)
-    before = sweep.job_id(plan["after"]) if plan["after"] is not None else None
     info = sweep.info()
     runs = [RunDir(Path(path)) for path in info["after"]]
     config = waiting_for_runs(config, [run for run in runs if run.info_file.exists()], info["slurm_conf"])
-    if before is not None and not _is_over(sweep, plan["after"]):
-        config = with_dependency(config, [f"afterany:{before}"])
+    after = plan["after"]
+    parts = [each for each in sweep.array_numbers() if after in sweep.lineage(each) and each != number]
+    before = [job for each in parts if (job := sweep.job_id(each)) is not None and not _is_over(sweep, each)]
+    if before:
+        config = with_dependency(config, [f"afterany:{':'.join(before)}"])
     paths = dataclasses.replace(
         job_paths([run_dir.path for run_dir in run_dirs], info), parallelism=plan["parallelism"], pack=info["pack"]
     )
@@ -231,7 +245,7 @@ def _plan_retry(sweep: Sweep) -> list[str]:
     sweep.cancelled_file.unlink(missing_ok=True)
     while True:
         numbers = sweep.array_numbers()
-        planned = {run_id for number in numbers if sweep.job_id(number) is None for run_id in sweep.members(number)}
+        planned = {run_id for number in numbers if sweep.job_id(number) is None for run_id in sweep.planned(number)}
         now = states_of(sweep)
         chosen = [run_id for run_id, state in now.items() if state.word in RETRIED and run_id not in planned]
         if not chosen:

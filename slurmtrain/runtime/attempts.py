@@ -324,6 +324,8 @@ def killed_tasks(attempt_dir: Path) -> str | None:
     match = re.search(
         r"srun: error: (\S+: tasks? [\d,-]+: (?:Killed|Segmentation fault|Aborted|Bus error|Out Of Memory).*)", text
     )
+    if match is None:  # its slurmstepd was killed; srun (22.05) ends with 0 all the same
+        match = re.search(r"srun: error: Aborting, (io error and missing step on node.*|.*missing step.*)", text)
     return match.group(1).strip() if match else None
 
 

@@ -11,12 +11,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 from slurmtrain.checkpoint import retention
 from slurmtrain.checkpoint.commit import committed, step_of
 from slurmtrain.rundir import RunDir, read_json
 from slurmtrain.runtime.slurm import belongs_to_a_job
 
+CLOSE_WAITS_S = 120.0  # a sbatch that is given up after 90 s, and the look whether its job is there
 # What a rank has set for itself, and a job submitted from here would inherit.
 OF_RANKS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -41,10 +43,25 @@ class EvaluationJobs:
             self._submit()
 
     def close(self, *, finished: bool) -> None:
-        """Wait until all is submitted. A run that stops has no time to; its next attempt makes up for it."""
-        if finished:
-            for process in self._submitting:
-                process.wait()
+        """Wait until all is submitted, but not for ever: the training's GPUs are idle meanwhile.
+
+        A run that stops has no time to; its next attempt makes up for it.
+        """
+        if not finished:
+            return
+        deadline = time.monotonic() + CLOSE_WAITS_S
+        for process in self._submitting:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.terminate()  # it has a token: what it may have submitted is found by the next one
+        steps = self._due()
+        if steps:
+            print(
+                f"slurmtrain: SLURM has taken no job within {CLOSE_WAITS_S:g} s for the evaluation of step "
+                f"{', '.join(map(str, steps))}; evaluate {self._run_dir.path} --due submits what is missing",
+                file=sys.stderr,
+            )
 
     def _due(self) -> list[int]:
         """Steps of checkpoints that are there and whose evaluation is not submitted yet, as far as can be seen at a glance."""

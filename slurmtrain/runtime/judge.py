@@ -257,7 +257,8 @@ def budget_spent(judged: Judgement, evidence: Evidence, policy: Policy) -> str |
 
 def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
     unsaid_stop = evidence.said is None and evidence.cause is not None
-    if evidence.exit_code == 0 and evidence.said != "stopped" and not unsaid_stop:
+    vanished = evidence.said is None and evidence.killed is not None  # srun may say 0 when it has lost the ranks
+    if evidence.exit_code == 0 and evidence.said != "stopped" and not unsaid_stop and not vanished:
         return Reason.FINISHED, _finished(evidence)
     if evidence.superseded is not None:
         return Reason.SUPERSEDED, f"superseded: {evidence.superseded} goes on with this run"

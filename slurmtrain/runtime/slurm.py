@@ -53,6 +53,7 @@ REACHED_BY = (
 OF_JOBS = ("SLURM_", "SUBMITIT_", "SLURMTRAIN_", "PMI_", "PMIX_", "SRUN_")
 # Defaults of a person for the commands that ask and steer: which jobs they see, and how they print them.
 OF_QUERIES = ("SQUEUE_", "SCONTROL_", "SCANCEL_", "SINFO_", "SACCT_")
+AT_WORK = ("idle", "mixed", "allocated", "completing", "planned")  # states of nodes on which jobs can run now or soon
 PREFIX_FILE = "slurm-prefix"  # beside a slurm.conf: the prefix of the SLURM that it is for
 INSTALL_HINT = "is this a login node? For a throwaway SLURM here: apt-get install slurm-wlm munge, then: sandbox up"
 
@@ -316,6 +317,15 @@ class SlurmClient:
         command = ["sbatch", "--test-only", *options, str(script)]
         answer = self._answer(command, before=("env", *hidden) if hidden else ())
         return answer.returncode, (answer.stderr or answer.stdout).strip()
+
+    def lacks_nodes(self, partition: str | None) -> bool:
+        """Some node of the partition (None: of any) is drained, down or reserved now, or that cannot be asked."""
+        where = [f"--partition={partition}"] if partition else []
+        answer = self._glance(["sinfo", "--noheader", "--format=%a %T", *where])
+        if answer is None:
+            return True
+        there = [line.split() for line in answer.splitlines() if line.strip()]
+        return any(words[0] != "up" or words[-1].rstrip("~#!%@^+-") not in AT_WORK for words in there)
 
     def cancel(self, *job_ids: str) -> None:
         self._call(["scancel", *job_ids])

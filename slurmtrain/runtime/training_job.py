@@ -59,6 +59,11 @@ def build_trainer(
     laid, parameters, vocabulary = lay_model(config, layout, world)
     seed_everything(train.seed, rank)
     source = build("data", config.data)
+    if not hasattr(source, "train"):
+        raise ConfigError(
+            f"data._target_={config.data['_target_']} has no attribute `train`",
+            hint="the data object has `train` and, if you like, `valid`: data sets with len() and [i]",
+        )
     check_vocabulary(vocabulary, getattr(source, "vocab_size", None))
     loader = BatchLoader(
         source.train,

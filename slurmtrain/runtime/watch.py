@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import threading
 import time
 from pathlib import Path
@@ -16,6 +17,8 @@ from slurmtrain.runtime.signals import StopSignals
 from slurmtrain.runtime.slurm import JobFacts, SlurmClient
 
 RECORD_TIMEOUT_S = 5.0
+ANSWER_S = 5.0  # at most, when the clock says that it is time to stop
+ASK_EVERY_S = 1800.0  # SLURM, whether the job's time limit was changed: by one rank of each job
 LOOK_EVERY_S = 2.0  # for switches, on a file system that may be shared: there is no event to await
 
 
@@ -23,7 +26,8 @@ class Watch:
     """Watches over rank 0 until a stop is requested, then records it.
 
     A signal that came before Python had handlers was ignored. What it meant is still on record, so SLURM is asked
-    once at the start; and should the early warning never come, the clock gives it.
+    once at the start; and should the early warning never come, the clock gives it. Somebody may have changed the time limit
+    by then: SLURM is asked again before the clock is believed, and now and then.
 
     Args:
         run_dir: whose switches are looked at; None: nobody's.
@@ -43,6 +47,7 @@ class Watch:
         self._save_asked = threading.Event()
         self._end_time: float | None = None
         self._planned: threading.Timer | None = None
+        self._needs: tuple[float, float] | None = None
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._thread.start()
 
@@ -55,14 +60,39 @@ class Watch:
 
         Matters when they take longer than the early warning leaves them. Args: the longest measured, seconds.
         """
+        self._needs = (step_s, save_s)
         if self._end_time is None:
             return
         if self._planned is not None:
             self._planned.cancel()
         left = latest_stop(self._end_time, step_s=step_s, save_s=save_s) - time.time()
-        self._planned = threading.Timer(max(0.0, left), self._signals.request, args=("deadline",))
+        self._planned = threading.Timer(max(0.0, left), self._time_is_up)
         self._planned.daemon = True
         self._planned.start()
+
+    def _time_is_up(self) -> None:
+        if not self._limit_has_moved():
+            self._signals.request("deadline")
+
+    def _limit_has_moved(self) -> bool:
+        """Ask SLURM for the job's end, and plan anew when that is another one. False where nobody answers soon."""
+        if self._client is None or self._end_time is None:
+            return False
+        client, answers = self._client, queue.SimpleQueue[JobFacts | None]()
+        # The time that an overloaded controller would take is the time that is left to save.
+        threading.Thread(target=lambda: answers.put(client.job(own_job_id() or "")), daemon=True).start()
+        try:
+            facts = answers.get(timeout=ANSWER_S)
+        except queue.Empty:
+            return False
+        if facts is None or facts.end_time is None or facts.preempted:  # of a preemption the signal tells
+            return False
+        moved = abs(facts.end_time - self._end_time) > 1.0
+        if moved:
+            self._end_time = facts.end_time
+            if self._needs is not None:
+                self.plan_stop(*self._needs)
+        return moved
 
     def seconds_left(self) -> float | None:
         """After a stop was requested: until SLURM kills the job, as far as it says; waits for its answer."""
@@ -77,28 +107,45 @@ class Watch:
         return True
 
     def _watch(self) -> None:
-        end_time = self._end_time = self._ask_once()
-        # Half of the lead: SLURM's own signal, which may be up to 60 s early but never late, should come first.
-        deadline = end_time - self._signal_lead_s / 2 if end_time is not None and self._signal_lead_s else None
+        self._end_time = self._ask_once()
+        asked = time.monotonic()
         self._look_at_switches()
-        while not self._signals.wait(self._pause(deadline)):
-            if deadline is not None and time.time() >= deadline:
-                self._signals.request("deadline")
+        while not self._signals.wait(self._pause(asked)):
+            due = self._deadline is not None and time.time() >= self._deadline
+            if due or time.monotonic() >= asked + ASK_EVERY_S:
+                asked = time.monotonic()
+                if not self._limit_has_moved() and due:
+                    self._signals.request("deadline")
             self._look_at_switches()
         first = self._signals.first
         assert first is not None
+        end_time = self._end_time
         facts = self._client.job(own_job_id() or "") if self._client is not None else None
         if facts is not None and facts.end_time is not None:
             self._end_time = facts.end_time  # a preemption moves it to the end of the grace time
+            if not facts.preempted and facts.state == "RUNNING":
+                end_time = facts.end_time
         left = None if end_time is None else end_time - first.time
         attempts.record_stop(
             self._attempt_dir, cause=first.cause, cause_time=first.time, seconds_left=left, facts=facts
         )
 
-    def _pause(self, deadline: float | None) -> float | None:
+    @property
+    def _deadline(self) -> float | None:
+        """When the clock gives the warning: half of the lead before the end, in unix seconds.
+
+        SLURM's own signal, which may be up to 60 s early but never late, should come first.
+        """
+        if self._end_time is None or not self._signal_lead_s:
+            return None
+        return self._end_time - self._signal_lead_s / 2
+
+    def _pause(self, asked: float) -> float | None:
         pauses = [LOOK_EVERY_S] if self._run_dir is not None else []
-        if deadline is not None:
-            pauses.append(max(0.0, deadline - time.time()))
+        if self._client is not None and self._end_time is not None:
+            pauses.append(max(0.0, asked + ASK_EVERY_S - time.monotonic()))
+        if self._deadline is not None:
+            pauses.append(max(0.0, self._deadline - time.time()))
         return min(pauses, default=None)
 
     def _look_at_switches(self) -> None:

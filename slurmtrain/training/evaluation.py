@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slurmtrain.data.batches import blank
 from slurmtrain.data.loader import eval_batches
-from slurmtrain.data.samples import MapDataset, fetch
+from slurmtrain.data.samples import MapDataset, check_has_samples, fetch
 from slurmtrain.errors import ConfigError, nearest
 from slurmtrain.parallel.lay import Laid
 from slurmtrain.training.measures import Measures
@@ -48,6 +48,7 @@ class Evaluator:
         self._laid, self._passes, self.sets = laid, passes, sets
         self._measures, self._counts, self._stop = measures, counts, stop
         for name, dataset in sets.items():
+            check_has_samples(dataset, f"the evaluation set {name!r}")
             if not len(dataset):
                 raise ConfigError(
                     f"the evaluation set {name!r} holds no samples", hint="give it more data, or shorter sequences"

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slurmtrain.data.batches import IGNORED_TARGET, Batch, filled, padded, stacked, tokens_per_row
+from slurmtrain.data.batches import IGNORED_TARGET, Batch, check_for_model, filled, padded, stacked, tokens_per_row
 from slurmtrain.errors import ConfigError
 from slurmtrain.parallel.ddp import no_sync
 from slurmtrain.parallel.lay import Laid
@@ -65,6 +65,8 @@ class _Straight:
         self.rows = micro_batch_size
 
     def train(self, micro_batches: list[Batch], count: Callable[[], int]) -> Tensor:
+        for batch in micro_batches:
+            check_for_model(batch)
         total = torch.zeros((), device=self._laid.device)
         for index, batch in enumerate(micro_batches):
             if index == len(micro_batches) - 1:
@@ -80,6 +82,7 @@ class _Straight:
         """Any length will do."""
 
     def evaluate(self, batch: Batch, measure: Measure) -> Tensor | None:
+        check_for_model(batch)
         own = _own(padded(batch, _even(self._laid, tokens_per_row(batch))), self._laid)
         sums = measure(self._logits(own), own["targets"], own)
         return sums if _is_own(self._laid) else None
@@ -132,6 +135,8 @@ class _Pipelined:
         )
 
     def train(self, micro_batches: list[Batch], count: Callable[[], int]) -> Tensor:
+        for batch in micro_batches:
+            check_for_model(batch)
         whole = stacked(micro_batches)
         scale = _scale(self._laid, count)
         self._length = tokens_per_row(whole)
@@ -150,6 +155,7 @@ class _Pipelined:
 
     def evaluate(self, batch: Batch, measure: Measure) -> Tensor | None:
         assert self._length is not None, "expect() has not been called"
+        check_for_model(batch)
         own = _own(filled(padded(batch, self._length), self.rows), self._laid)
         parts = self._micro_batches(own)
         # The last stage gets the micro batches in their order.

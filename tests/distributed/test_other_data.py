@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slurmtrain.errors import CheckpointMismatch
+from slurmtrain.errors import CheckpointMismatch, ConfigError
 from tests.distributed.conftest import GlooRanks, assert_same_tensors
 from tests.distributed.test_training import StopAt, alone, fit, losses
 from tests.reading import checkpoint_tensors
@@ -111,3 +112,46 @@ def test_no_sample_gets_the_data_of_another_one_when_workers_read_a_file(gloo_ra
     words += ["cluster.tasks_per_node=2", "optim.warmup_steps=1"]
     gloo_ranks(2, fit, tmp_path / "run", words)
     assert list(losses(tmp_path / "run"))[-1] == 15
+
+
+class Given(Table):
+    """Rows with whatever else is given."""
+
+    def __init__(self, more: Any):
+        super().__init__(40)
+        self._more = more
+
+    def __getitem__(self, index: int) -> Any:
+        row = super().__getitem__(index)
+        return {**row, **self._more} if isinstance(self._more, dict) else tuple(row.values())
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([Table(1)[0]])
+
+
+class Odd:
+    """As a `data._target_`."""
+
+    def __init__(self, kind: str, **ignored: Any):
+        more = {"text": {"text": "a"}, "nested": {"facts": {"a": 1}}, "untargeted": {"targets": "a"}, "tuple": None}
+        self.train = Stream() if kind == "stream" else Given(more[kind])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("text", "'text' of the data's samples is text; a model is called with tensors by name"),
+        ("nested", "'facts' of the data's samples is a dict"),
+        ("untargeted", "'targets' of the data's samples is text"),
+        ("tuple", "with no 'inputs' and 'targets'"),
+        ("stream", r"the training data \(.*Stream\) is a stream: it needs len\(\) and \[i\]"),
+    ],
+)
+def test_samples_that_no_model_takes_are_told_in_a_sentence(kind: str, said: str, workers: int, tmp_path: Path) -> None:
+    words = [*SHORT, f"data._target_={__name__}.Odd", f"+data.kind={kind}", f"train.data_workers={workers}"]
+    with pytest.raises(ConfigError, match=said) as caught:
+        fit(alone(), tmp_path / "run", words)
+    assert caught.value.hint

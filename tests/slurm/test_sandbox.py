@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slurmtrain import rundir
+from slurmtrain import process, rundir
 from slurmtrain.cli import main
 from slurmtrain.cli import sandbox as cli
 from slurmtrain.errors import ClusterError, UsageError
@@ -132,6 +132,15 @@ def test_a_node_that_is_cut_off_keeps_its_tasks(sandbox: Cluster, tmp_path: Path
         assert not task.alive()
         sandbox.start_node(node)
         sandbox.run(["scancel", job])
+
+
+def test_no_process_of_a_job_outlives_it(sandbox: Cluster, tmp_path: Path) -> None:
+    """As where SLURM keeps track of processes by cgroups, so that a drill does not hide what is killed elsewhere."""
+    left = tmp_path / "left"
+    script = f"setsid bash -c 'echo $$ >{left}; exec sleep 3000' >/dev/null 2>&1 &\nuntil [ -s {left} ]; do sleep 0.1; done\n"
+    job_id = sandbox.sbatch("-o", "/dev/null", script=script, cwd=tmp_path)
+    sandbox.wait_for(job_id, "COMPLETED")
+    assert not process.lives(int(left.read_text()))
 
 
 def test_a_node_that_runs_cannot_be_started(sandbox: Cluster) -> None:

@@ -368,6 +368,7 @@ def test_the_first_rank_that_failed_by_itself_is_the_cause(run: RunDir, monkeypa
         ),
         ("srun: error: n0: tasks 0,2: Aborted\n", "n0: tasks 0,2: Aborted"),
         ("srun: error: n0: task 1: Out Of Memory\n", "n0: task 1: Out Of Memory"),
+        ("srun: error: Aborting, io error and missing step on node 0\n", "io error and missing step on node 0"),
         ("srun: error: n0: task 1: Exited with exit code 75\n", None),
         ("srun: error: n0: task 1: Terminated\n", None),
         ("srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n", None),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +27,9 @@ from slurmtrain.launch.evaluations import submit_due
 from slurmtrain.launch.prune import plan
 from slurmtrain.launch.submit import preparing
 from slurmtrain.rundir import RunDir
-from slurmtrain.runtime import attempts
+from slurmtrain.runtime import attempts, evaluation_jobs
 from slurmtrain.runtime.attempts import Attempt
+from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
 from slurmtrain.runtime.settle import settle
 from tests.conftest import FakeSlurm
 
@@ -175,6 +178,20 @@ def test_one_that_was_not_submitted_is_tried_again_and_looked_for_first(trained:
     fake_slurm.command("squeue", f"echo '4712|PENDING|slurmtrain:{trained.evaluation(10).id}:s0'")
     due(trained)
     assert trained.evaluation(10).info()["job_ids"] == ["4712"]
+
+
+def test_a_finished_training_does_not_wait_for_sbatch_for_ever(
+    trained: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its GPUs are idle meanwhile."""
+    monkeypatch.setattr(evaluation_jobs, "CLOSE_WAITS_S", 0.1)
+    jobs = EvaluationJobs(trained)
+    hold(trained, 10)
+    process = subprocess.Popen(["sleep", "600"])
+    jobs._submitting = [process]
+    jobs.close(finished=True)
+    assert process.wait(timeout=60) == -signal.SIGTERM
+    assert "for the evaluation of step 10" in capsys.readouterr().err
 
 
 def test_a_run_that_was_cancelled_has_no_more_submitted(trained: RunDir, fake_slurm: FakeSlurm) -> None:

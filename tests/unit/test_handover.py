@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch import handover
-from slurmtrain.launch.handover import Passing, Patience, SubmitLimit, hand_over, refusal
+from slurmtrain.launch.handover import Passing, Patience, Refused, SubmitLimit, check, hand_over, refusal
 from slurmtrain.runtime.slurm import SlurmClient
 
 TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
@@ -93,12 +95,10 @@ def test_a_controller_that_was_never_reached_has_no_job(sbatch: list[str]) -> No
     assert submit(scheduler)[0] == "19" and scheduler.asked == []
 
 
-def test_what_was_killed_may_have_worked_and_what_failed_without_a_word_has_not() -> None:
+def test_what_was_killed_may_have_worked() -> None:
     for code in (124, 137, -9):
         passing = refusal("", code, 90)
         assert isinstance(passing, Passing) and passing.may_be_there
-    silent = refusal("", 1, 90)
-    assert not isinstance(silent, Passing) and "exit code 1, without a word" in silent.message
 
 
 def test_it_gives_up_in_the_end(sbatch: list[str]) -> None:
@@ -126,3 +126,109 @@ def test_a_limit_is_no_error_of_the_job_and_a_refusal_is_not_tried_again(sbatch:
     with pytest.raises(ClusterError, match=r"sbatch refused the job: .*gpux") as refused:
         submit(Scheduler([]))
     assert not isinstance(refused.value, SubmitLimit) and "sinfo" in (refused.value.hint or "")
+
+
+# What slurm_errno.c and sbatch.c have to say.
+FAILED = "sbatch: error: Batch job submission failed: "
+MAY_BE_THERE = [
+    FAILED + "Unable to contact slurm controller (receive failure)",
+    FAILED + "Unable to contact slurm controller (send failure)",
+    FAILED + "Message receive failure",
+    FAILED + "Unspecified error",
+    FAILED + "Zero Bytes were transmitted or received",
+    FAILED + "Protocol authentication error",
+    FAILED + "Socket timed out on send/recv operation",
+    "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying.\n"
+    + FAILED
+    + "Message receive failure",
+    FAILED + "Words of a version that nobody has seen",
+    "the site's own front for sbatch has something to say",
+    "",
+]
+TURNED_AWAY = [
+    FAILED + "Rate limit exceeded, please retry momentarily",
+    FAILED + "Rate limit exceeded, please retry later",
+    FAILED + "Slurm backup controller in standby mode",
+    DOWN,
+]
+NEVER = [
+    FAILED + "Invalid account or account/partition combination specified",
+    FAILED + "More processors requested than permitted",
+    "sbatch: error: Memory specification can not be satisfied\n"
+    + FAILED
+    + "Requested node configuration is not available",
+    "sbatch: unrecognized option '--wrong'\nTry \"sbatch --help\" for more information",
+    "sbatch: fatal: Could not establish a configuration source",
+    "sbatch: error: QOSMaxWallDurationPerJobLimit\n"
+    + FAILED
+    + "Job violates accounting/QOS policy (job submit limit, user's "
+    "size and/or time limits)",
+]
+
+
+@pytest.mark.parametrize("words", MAY_BE_THERE)
+def test_after_words_that_leave_it_open_the_job_is_looked_for_and_found(words: str, sbatch: list[str]) -> None:
+    sbatch += [words]
+    assert submit(Scheduler([None, "17"]))[0] == "17"
+
+
+@pytest.mark.parametrize("words", MAY_BE_THERE[-3:])
+def test_words_that_nobody_knows_are_a_refusal_when_the_job_is_not_there(words: str, sbatch: list[str]) -> None:
+    sbatch += [words]
+    with pytest.raises(Refused, match="sbatch refused the job: "):
+        submit(Scheduler([None, None, None]))
+
+
+@pytest.mark.parametrize("words", TURNED_AWAY)
+def test_a_controller_that_is_busy_is_asked_again_after_a_pause(words: str, sbatch: list[str]) -> None:
+    sbatch += [words, "19"]
+    job, slept = submit(Scheduler([]))
+    assert job == "19" and len(slept) == 1
+
+
+@pytest.mark.parametrize("words", NEVER)
+def test_what_slurm_will_never_take_is_refused_at_once(words: str, sbatch: list[str]) -> None:
+    sbatch += [words]
+    with pytest.raises(Refused):
+        submit(Scheduler([]))
+
+
+# `sbatch --test-only`.
+
+
+@dataclass
+class Asked(SlurmClient):
+    """What --test-only says, and whether the partition has all its nodes."""
+
+    said: str
+    lacking: bool = False
+
+    def test_only(self, script: Path, without: Collection[str]) -> tuple[int, str]:
+        return 1, f"allocation failure: {self.said}"
+
+    def lacks_nodes(self, partition: str | None) -> bool:
+        assert partition == "low"
+        return self.lacking
+
+
+@pytest.mark.parametrize(
+    ("said", "lacking", "refused"),
+    [
+        ("Requested nodes are busy", False, False),
+        ("Requested reservation is in use", False, False),
+        ("Required node not available (down, drained or reserved)", False, False),
+        ("Partition in DOWN state", False, False),
+        ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)", False, False),
+        ("Requested node configuration is not available", True, False),  # as 22.05 says when all are drained
+        ("Requested node configuration is not available", False, True),
+        ("More processors requested than permitted", True, True),
+        ("Invalid partition name specified", False, True),
+    ],
+)
+def test_only_what_sbatch_itself_would_refuse_is_refused_beforehand(
+    said: str, lacking: bool, refused: bool, tmp_path: Path
+) -> None:
+    script = tmp_path / "job.sbatch"
+    script.write_text("#!/bin/bash\n#SBATCH --partition=low\n")
+    with pytest.raises(Refused) if refused else contextlib.nullcontext():
+        check(script, Asked(said, lacking))

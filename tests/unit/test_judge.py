@@ -135,6 +135,13 @@ ROWS = [
         "requeue",
         "OSError: full",
     ),
+    (
+        "srun lost its ranks and says 0",
+        {"exit_code": 0, "killed": "io error and missing step on node 0", "facts": RUNNING},
+        "crash",
+        "requeue",
+        "missing step on node 0",
+    ),
     ("crashed without a word", {"exit_code": 139, "facts": RUNNING}, "crash", "requeue", "exit code 139"),
     ("config error", {"exit_code": 78, "failure": (78, "rank 0: no GPU")}, "config", "end", "no GPU"),
     (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from slurmtrain.launch import state as state_module
 from slurmtrain.launch.claims import claimed, is_claimed
 from slurmtrain.launch.submit import preparing
 from slurmtrain.launch.sweep import Sweep
-from slurmtrain.rundir import RunDir, write_json
+from slurmtrain.rundir import RunDir, all_runs, write_json
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.attempts import Attempt
 from tests.conftest import FakeSlurm
@@ -129,6 +130,27 @@ def test_a_run_whose_earlier_job_is_back_in_the_queue_is_not_resumed_beside_it(
     assert main(["cancel", run.id]) == 0
     in_queue(slurm)
     assert cancelled(slurm) == ["99"] and main(["resume", run.id]) == 0
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_ctrl_c_while_it_is_submitted_says_where_the_run_stands(
+    accepted: bool, project: Path, slurm: FakeSlurm, capsys: Out
+) -> None:
+    add = 'echo "101 PENDING ${1#--comment=}" >>"$here/queue"\n' if accepted else ""
+    slurm.command("sbatch", add + 'touch "$here/in-sbatch"; exec sleep 600')
+    command = [sys.executable, "-m", "slurmtrain", "+cluster=a100x4", "submit"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not (slurm.directory / "in-sbatch").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    said = process.communicate(timeout=120)[1]
+    (run_dir,) = all_runs(project / "runs")
+    assert process.returncode == 130 and f"cancel {run_dir.id}" in said
+    if accepted:
+        assert "was submitted all the same, as job 101, and goes on" in said and run_dir.info()["job_ids"] == ["101"]
+    else:
+        assert f"no job of run {run_dir.id} is in the queue yet" in said and f"resume {run_dir.id}" in said
 
 
 # Ending it.

@@ -579,6 +579,20 @@ def test_bad_rows_of_tables_are_counted_by_row(tmp_path: Path) -> None:
     assert [bytes(ids[:-1]) for ids, _ in documents_of(tmp_path / "out")] == [b"one", b"two"] * 2
 
 
+def test_a_column_that_is_stored_as_a_dictionary_is_text(tmp_path: Path) -> None:
+    documents = ["one", "naïve", "one", "two"] * 5
+    column = pyarrow.array([*(text.encode() for text in documents), None, b"caf\xe9"], pyarrow.binary()).view("string")
+    table = pyarrow.table({"text": column.dictionary_encode()})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=5)
+    with pyarrow.ipc.new_stream(tmp_path / "b.arrow", table.schema) as stream:
+        stream.write_table(table, max_chunksize=5)
+    plan, said = plan_of([tmp_path / "a.parquet", tmp_path / "b.arrow"], tmp_path / "out", unit_mb=0.0002), list[str]()
+    do_units(plan)
+    finish(plan, 0.5, said.append)
+    assert [line.partition(": ")[2].partition(":")[0] for line in said] == ["a.parquet"] * 2 + ["b.arrow"] * 2
+    assert list(documents_of(tmp_path / "out")) == as_bytes(documents * 2)
+
+
 def damaged(path: Path, keep: int) -> None:
     path.write_bytes(path.read_bytes()[:keep])
 
@@ -596,6 +610,7 @@ def damaged(path: Path, keep: int) -> None:
         (lambda raw: raw.joinpath("a.parquet.gz").write_bytes(b"x"), "is packed as a whole"),
         (lambda raw: raw.joinpath("a.jsonl").write_bytes(b"\n"), "the inputs hold no document"),
         (lambda raw: (raw.joinpath("a.txt").touch(), os.truncate(raw / "a.txt", 1 << 32)), "a single document of 4.3 GB"),
+        (lambda raw: os.mkfifo(raw / "a.jsonl"), "a.jsonl is no plain file"),
         (lambda raw: None, "there is no file in"),
         (lambda raw: raw.rmdir(), "prepare.inputs: there is no"),
         (lambda raw: [save_to_disk(raw / "test", ["a"]), (raw / "dataset_dict.json").write_text("{}")], "several splits"),

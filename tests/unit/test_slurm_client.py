@@ -260,6 +260,23 @@ def test_the_version_of_a_cluster(text: str, version: tuple[int, int] | None, fa
     assert answers(f"SLURM_VERSION           = {text}\n")[0].version() == version
 
 
+@pytest.mark.parametrize(
+    ("shown", "lacks"),
+    [
+        ("up idle\nup mixed\nup idle~\nup completing\n", False),
+        ("up idle\nup drained\n", True),
+        ("up down*\n", True),
+        ("up idle*\n", True),  # it does not answer
+        ("down idle\n", True),
+        ("up reserved\n", True),
+        (None, True),
+    ],
+)
+def test_whether_a_partition_has_all_its_nodes(shown: str | None, lacks: bool, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.command("sinfo", "exit 0")
+    assert scripted({"--partition=low": shown} if shown else {}, []).lacks_nodes("low") is lacks
+
+
 # Asking.
 
 

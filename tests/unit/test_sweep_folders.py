@@ -14,7 +14,7 @@ import pytest
 
 from slurmtrain import process
 from slurmtrain.cli import main
-from slurmtrain.launch import making, sweep_jobs
+from slurmtrain.launch import making, sweep_folder, sweep_jobs
 from slurmtrain.launch import sweep as sweeps
 from slurmtrain.launch.sweep import Sweep
 from slurmtrain.rundir import PREPARING
@@ -167,9 +167,9 @@ def test_a_cancelled_sweep_is_not_submitted_by_the_same_command_but_by_retry(
     assert main(["sweep", "status", sweep.id]) == 0
     assert f"cancelled, sweep retry {sweep.id} goes on" in capsys.readouterr().out
     assert main(["sweep", "retry", sweep.id]) == 0
-    assert sweep.job_id(1) is not None and len(slurm.submitted) == 3  # what was left out, and what was lost
+    assert sweep.job_id(1) is not None and len(slurm.submitted) == 4  # what was left out, halved, and what was lost
     assert main(SWEEP) == 0
-    assert len(slurm.submitted) == 3
+    assert len(slurm.submitted) == 4
 
 
 def test_a_sweep_that_is_cancelled_while_it_is_submitted_stops_there(
@@ -207,3 +207,71 @@ def test_a_point_that_is_not_submitted_yet_says_how_without_naming_the_script_of
     sweep = the_sweep(project)
     waiting = [now.sentence for now in sweeps.states_of(sweep).values() if now.word == "prepared"]
     assert waiting == [f"not submitted yet: the command that made the sweep, or `sweep retry {sweep.id}`, does it"] * 2
+
+
+# Above a limit on jobs.
+
+LIMITED = r"""
+case "$*" in *--test-only*) exit 0;; esac
+last=$(sed -n 's/^#SBATCH --array=0-\([0-9]*\).*/\1/p' "${!#}")
+queued=$(($(cat "$here/queued" 2>/dev/null || echo 0) + ${last:-0} + 1))
+[ "$queued" -le 3 ] || { echo "sbatch: error: AssocMaxSubmitJobLimit" >&2; exit 1; }
+echo "$queued" >"$here/queued"
+n=$(ls "$here" | grep -c "^script-"); cp "${!#}" "$here/script-$n"; echo "Submitted batch job $((101 + n))"
+"""
+
+
+@pytest.fixture
+def limited(slurm: FakeSlurm) -> Callable[[], None]:
+    """Three tasks may be in the queue. Calling it lets all end."""
+    slurm.command("sbatch", LIMITED)
+    slurm.command("squeue", "exit 0")
+
+    def end() -> None:
+        (slurm.directory / "queued").unlink()
+
+    return end
+
+
+def elements(sweep: Sweep) -> list[str]:
+    return [job for run_dir in sweep.run_dirs().values() for job in run_dir.info()["job_ids"]]
+
+
+@pytest.mark.parametrize("parallelism", [None, 1])
+def test_a_sweep_above_the_submit_limit_is_submitted_in_parts_each_run_once(
+    parallelism: int | None, project: Path, slurm: FakeSlurm, limited: Callable[[], None], capsys: Out
+) -> None:
+    limit = [] if parallelism is None else ["--array-parallelism", str(parallelism)]
+    words = ["-m", "+cluster=a100x4", "train.seed=range(7)", "submit", *limit]
+    for left in (4, 1):
+        assert main(words) == 1
+        assert f"{left} runs could not be submitted" in capsys.readouterr().err
+        assert len(elements(the_sweep(project))) == 7 - left
+        limited()
+    assert main(words) == 0
+    sweep = the_sweep(project)
+    assert len(set(elements(sweep))) == len(elements(sweep)) == 7
+    members = [run_id for number in sweep.array_numbers() for run_id in sweep.members(number)]
+    assert sorted(members) == sorted(sweep.run_dirs())
+    if parallelism == 1:  # no two parts at the same time
+        assert [("--dependency=afterany" in script) for script in slurm.submitted] == [
+            number > 0 for number in range(len(slurm.submitted))
+        ]
+
+
+def test_a_sweep_that_was_cut_short_while_it_was_halved_loses_no_run(
+    project: Path, slurm: FakeSlurm, limited: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*arguments: object, **options: object) -> bool:
+        raise KeyboardInterrupt
+
+    words = ["-m", "+cluster=a100x4", "train.seed=range(4)", "submit"]
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep_folder, "append_arrays", killed)
+        assert main(words) == 130
+    sweep = the_sweep(project)
+    assert sorted(sweep.planned(0)) == sorted(sweep.run_dirs()) and len(sweep.members(0)) == 2
+    assert main(words) == 1
+    limited()
+    assert main(words) == 0
+    assert len(set(elements(sweep))) == len(elements(sweep)) == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -118,6 +119,12 @@ def test_a_wrong_tokenizer_is_told_in_a_sentence(
     with pytest.raises(ConfigError) as refused:
         load_tokenizer(choice)
     assert said in refused.value.message
+
+
+def test_a_tokenizer_that_is_a_pipe_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is no plain file"):
+        load_tokenizer(TokenizerChoice(str(tmp_path / "tokenizer.json")))
 
 
 @pytest.mark.parametrize("package", ["tokenizers", "tiktoken"])

@@ -21,8 +21,10 @@ class Slurm:
 
     def __init__(self, *left_s: float):
         self.ends = [time.time() + seconds for seconds in left_s]
+        self.asked = 0
 
     def job(self, job_id: str) -> JobFacts:
+        self.asked += 1
         return JobFacts("RUNNING", end_time=self.ends.pop(0) if len(self.ends) > 1 else self.ends[0])
 
 
@@ -51,6 +53,58 @@ def test_a_preemption_s_grace_time_is_what_is_left(tmp_path: Path) -> None:
     before = time.time()
     left = made.seconds_left()
     assert left is not None and before <= slurm.ends[0] - left <= time.time()
+
+
+def test_a_time_limit_that_was_extended_is_followed(tmp_path: Path) -> None:
+    """`scontrol update TimeLimit`: SLURM is asked before the clock is believed, and not all the time."""
+    signals, slurm = StopSignals(), Slurm(1.0, 3600.0)
+    made = Watch(signals, tmp_path, slurm, signal_lead_s=0.5)  # type: ignore[arg-type]
+    deadline = time.monotonic() + 60
+    while made._end_time != slurm.ends[-1] and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert not signals.wait(0.3) and slurm.asked == 2
+    made.plan_stop(1.0, 1.0)
+    signals.request("SIGUSR2")
+    made.wait_for_record()
+    record = read_json(tmp_path / "stop.json")
+    assert record is not None and 3500 < record["seconds_left"] <= 3600
+
+
+def test_a_save_that_was_planned_for_follows_the_time_limit(tmp_path: Path) -> None:
+    signals, slurm = StopSignals(), Slurm(150.0, 3600.0)
+    made = watch(signals, tmp_path, slurm)
+    made.plan_stop(10.0, 90.0)  # 150 s before the end: at once, were that still the end
+    deadline = time.monotonic() + 60
+    while slurm.asked < 2 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert not signals.wait(0.3)
+    made.plan_stop(10.0, 3000.0)
+    assert signals.wait(60)
+    assert signals.first is not None and signals.first.cause == "deadline"
+
+
+def test_a_time_limit_that_was_shortened_is_heard_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "ASK_EVERY_S", 0.05)
+    signals = StopSignals()
+    watch_made = Watch(signals, tmp_path, Slurm(3600.0, 1.0), signal_lead_s=0.5)  # type: ignore[arg-type]
+    assert signals.wait(60) and signals.first is not None and signals.first.cause == "deadline"
+    watch_made.wait_for_record()
+
+
+@pytest.mark.parametrize("how", ["refuses", "hangs"])
+def test_where_slurm_does_not_answer_the_clock_is_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    class Silent(Slurm):
+        def job(self, job_id: str) -> JobFacts | None:  # type: ignore[override]
+            if self.asked and how == "hangs":
+                threading.Event().wait()
+            return super().job(job_id) if self.asked == 0 else None
+
+    monkeypatch.setattr(watch_module, "ANSWER_S", 0.1)
+    signals = StopSignals()
+    Watch(signals, tmp_path, Silent(1.0), signal_lead_s=1.0)  # type: ignore[arg-type]
+    assert signals.wait(60) and signals.first is not None and signals.first.cause == "deadline"
 
 
 def test_without_slurm_nothing_is_planned(tmp_path: Path) -> None:

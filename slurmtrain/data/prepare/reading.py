@@ -308,11 +308,14 @@ def _check_column(path: Path, schema: Any, name: str) -> None:
             f"{path} has no column {name!r}, but {', '.join(schema.names)}", hint="prepare.text_field names it"
         )
     kind = schema.field(name).type
-    if str(kind) not in ("string", "large_string"):
+    values = getattr(kind, "value_type", None) if str(kind).startswith("dictionary") else kind
+    if str(values) not in ("string", "large_string"):
         raise ConfigError(f"{path}: the column {name!r} is {kind}, no text", hint="prepare.text_field names another")
 
 
 def _rows(column: Any, before: int, name: str) -> Iterator[Record]:
+    if str(column.type).startswith("dictionary"):  # texts that come again are stored once, as numbers of a table
+        column = column.dictionary_decode()
     # As bytes: one row that is no UTF-8 would otherwise take all of them with it.
     rows = column.view("large_binary" if str(column.type) == "large_string" else "binary").to_pylist()
     for number, row in enumerate(rows, start=before + 1):

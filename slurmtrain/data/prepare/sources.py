@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,10 @@ def _source(path: Path, root: Path, format: str) -> Source:
         facts = path.stat()
     except OSError as error:
         raise ConfigError(f"prepare.inputs: {path} cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(facts.st_mode):
+        raise ConfigError(
+            f"prepare.inputs: {path} is no plain file", hint="a pipe, a socket or a device has no bytes to come back to"
+        )
     packing = PACKINGS.get(path.suffix)
     if format == "auto":
         suffix = Path(path.stem).suffix if packing else path.suffix

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.sandbox.directory import PLAN
-from slurmtrain.launch.sandbox.spec import GPU_DEVICES, SandboxSpec, Site, gres_conf, slurm_conf
+from slurmtrain.launch.sandbox.spec import EPILOG, GPU_DEVICES, SandboxSpec, Site, epilog, gres_conf, slurm_conf
 from slurmtrain.runtime.slurm import PREFIX_FILE, path_with
 from slurmtrain.runtime.slurm_versions import CGROUP_PLUGIN_DISABLED, Version, parse_version
 
@@ -76,6 +76,8 @@ def write_files(
     for name, text in texts.items():
         (directory / name).touch(0o600)
         (directory / name).write_text(text)
+    (directory / EPILOG).touch(0o700)
+    (directory / EPILOG).write_text(epilog(site))
     key = directory / "munge.key"
     key.touch(0o600)
     key.write_bytes(secrets.token_bytes(128))

@@ -16,6 +16,9 @@ GPU_DEVICES = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random"
 does not open them, and without a task/cgroup plugin it does not fence them off either."""
 
 
+EPILOG = "epilog"  # in the sandbox's directory
+
+
 @dataclass(frozen=True)
 class SandboxSpec:
     """Size and behaviour of a sandbox.
@@ -108,6 +111,7 @@ MailProg=/bin/true
 # One machine plays all nodes: its real size does not matter, and there are no cgroups to own without root.
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
+Epilog={d}/{EPILOG}
 TaskPlugin=task/none
 MpiDefault=none
 
@@ -134,6 +138,27 @@ NodeName={nodes} NodeHostname={site.host} NodeAddr=127.0.0.1 Port={ports} Socket
 ThreadsPerCore=1 RealMemory={spec.memory_mb}{gres} State=UNKNOWN
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode={low} GraceTime={spec.grace_s} MaxTime=INFINITE
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE
+"""
+
+
+def epilog(site: Site) -> str:
+    """The text of the script that each node runs at the end of a job: kill what the job has left there.
+
+    Elsewhere cgroups see to that. Without them a process that has left the tree of its step would live on, and the drill
+    would hide that it is killed on a real cluster.
+    """
+    return f"""\
+#!/bin/bash
+# A job's processes are known by their environment; this script and its own by SLURM_SCRIPT_CONTEXT.
+of_this_job="^SLURM_JOB_ID=$SLURM_JOB_ID\\$"
+for file in $(grep -lz "$of_this_job" /proc/[0-9]*/environ 2>/dev/null); do
+  grep -qz "^SLURM_SCRIPT_CONTEXT=" "$file" 2>/dev/null && continue
+  grep -qz "^SLURMD_NODENAME=$SLURMD_NODENAME\\$" "$file" 2>/dev/null || continue
+  grep -qz "^SLURM_CONF={site.directory}/slurm.conf\\$" "$file" 2>/dev/null || continue
+  pid=${{file#/proc/}}
+  kill -KILL "${{pid%/environ}}" 2>/dev/null
+done
+exit 0 # anything else would drain the node
 """
 
 
