@@ -10,7 +10,9 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+BLOCK_BYTES = 1 << 18
 
 from slurmtrain import records
 
@@ -25,11 +27,19 @@ class MetricsLog:
         resume_step: the step of the checkpoint that this attempt continues from. Records of later steps, and a last
             line torn by a kill, are dropped. -1 starts from nothing.
         keep: of the others, those for which this is false are dropped, too.
+        settled_step: of records up to this step all are kept; what lies before them in the file is not read.
     """
 
-    def __init__(self, path: Path, resume_step: int, keep: Callable[[dict[str, Any]], bool] = lambda record: True):
+    def __init__(
+        self,
+        path: Path,
+        resume_step: int,
+        keep: Callable[[dict[str, Any]], bool] = lambda record: True,
+        settled_step: int | None = None,
+    ):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _drop(path, lambda record: record["step"] <= resume_step and keep(record))
+        settled = resume_step if settled_step is None else min(settled_step, resume_step)
+        _drop(path, lambda record: record["step"] <= resume_step and keep(record), settled)
         self._file = os.fdopen(records.open_to_append(path), "a", encoding="utf-8")
 
     def write(self, step: int, **values: Value) -> None:
@@ -71,18 +81,26 @@ def _is_record(value: object) -> bool:
     return isinstance(value, dict) and records.is_count(value.get("step"))
 
 
-def _drop(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite the file with the wanted records only."""
+def _drop(path: Path, wanted: Callable[[dict[str, Any]], bool], settled_step: int) -> None:
+    """Leave only the wanted records in the file. Of a long one only the end is read, and usually cut off."""
     if not path.exists():
         return
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = b"".join(line for line, record in _whole(lines) if wanted(record))
-    if path.stat().st_size == len(kept):
-        return
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        begin = _settled_bytes(file, size, settled_step)
+        file.seek(begin)
+        end = file.read()
+        kept = b"".join(line for line, record in _whole(end.splitlines(keepends=True)) if wanted(record))
+        if end.startswith(kept):
+            if len(kept) < len(end):
+                file.truncate(begin + len(kept))
+            return
+        file.seek(0)
+        before = file.read(begin)
     # By way of a second file, so that a kill in the middle loses nothing of what was recorded.
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("wb") as file:
-        file.write(kept)
+        file.write(before + kept)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -91,3 +109,23 @@ def _drop(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _settled_bytes(file: BinaryIO, size: int, settled_step: int) -> int:
+    """Where the part ends that need not be read: before it lies a block of whole records, none of a later step.
+
+    Steps grow along the file; a whole block, since a rank that was cut off may have added some lines of its own.
+    """
+    end = size
+    while end > BLOCK_BYTES:
+        file.seek(end - BLOCK_BYTES)
+        block = file.read(BLOCK_BYTES)
+        first = block.find(b"\n") + 1
+        lines = block[first:].splitlines(keepends=True)
+        steps = [record["step"] for _, record in _whole(lines)]
+        if steps and len(steps) == len(lines) and max(steps) <= settled_step:
+            return end
+        if not first:  # a line that is longer than a block
+            return 0
+        end = end - BLOCK_BYTES + first
+    return 0
