@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-BLOCK_BYTES = 1 << 18
-
 from slurmtrain import records
+
+BLOCK_BYTES = 1 << 18
 
 Value = float | int | str | bool | None
 
