@@ -87,6 +87,13 @@ class CheckpointMismatch(CheckpointError):
     exit_code = EXIT_CONFIG
 
 
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of a rank that an error ends. A package that is missing will be missing the next time, too."""
+    if isinstance(error, SlurmtrainError):
+        return error.exit_code
+    return EXIT_CONFIG if isinstance(error, ModuleNotFoundError) else 1
+
+
 def how_it_ended(code: int) -> str:
     """What became of a process, in words, by its exit code; of one that was killed, minus the signal's number."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

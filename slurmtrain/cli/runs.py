@@ -306,7 +306,7 @@ def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> str:
         )
     if now.word == "stopping":
         raise ClusterError(f"run {run_dir.id} is leaving already: {now.sentence}", hint=f"status {run_dir.id}")
-    next_step = _next_step(run_dir, now)
+    next_step, asked = _next_step(run_dir, now), time.time()
     if _is_local(run_dir, now) or not now.own_job:
         _signal_rank_0(run_dir, now, action, signal.SIGTERM if name == "TERM" else signal.SIGUSR2)
     else:
@@ -314,9 +314,27 @@ def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> str:
             _client(run_dir).signal(_step_id(now) if now.packed else _job_id(now), name)
     run_dir.event(f"{action} asked")
     goes_on = f"leave; {next_step} (logs {run_dir.id} -f)"
-    return (
+    said = (
         f"run {run_dir.id} is told to save and {goes_on if next_step else f'end; `resume {run_dir.id}` continues it'}"
     )
+    if action != "preempt" or _is_local(run_dir, now) or not now.own_job:
+        return said
+    return "\n".join([said, *_how_long_leaving_took(run_dir, now, asked)])
+
+
+def _how_long_leaving_took(run_dir: RunDir, now: RunState, asked: float) -> list[str]:
+    """A sentence, after a wait; nothing where SLURM does not say how long a preempted job may take."""
+    from slurmtrain.config.compose import load_frozen
+    from slurmtrain.launch.leaving import leaving_sentence, time_to_leave, wait_until_left
+
+    cluster = load_frozen(run_dir.config_file, with_secrets=False).cluster
+    times = _client(run_dir).preemption_times(cluster.partition, cluster.qos)
+    within_s = time_to_leave(times)
+    if times is None or within_s is None:
+        return []
+    print(f"slurmtrain: waiting until it has left, for {within_s:.0f} s at most", file=sys.stderr, flush=True)
+    left = wait_until_left(run_dir, now.attempts[-1].number, within_s)
+    return [leaving_sentence(left, asked, within_s, times)]
 
 
 def _refuse_while_setting_up(run_dir: RunDir, now: RunState) -> None:

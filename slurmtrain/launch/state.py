@@ -518,6 +518,10 @@ def _ended(record: _Record, queued: str = "") -> tuple[str, str]:
     if last.verdict == Verdict.DONE:
         return "finished", f"{last.sentence or 'finished'}{_started_again(record, last)}"
     if last.verdict == Verdict.END:
+        if last.reason == Reason.CONFIG:
+            resume = (
+                f"When that is put right: `resume {record.id}` (--set KEY=VALUE changes its config), or submit again"
+            )
         word = "stopped" if last.reason in ("cancelled", "asked", "time limit", "preempted") else "failed"
         return word, f"{last.sentence}{_started_again(record, last)}. {resume}"
     if record.cancelled(queued):
