@@ -41,6 +41,10 @@ class UsageError(SlurmtrainError):
     exit_code = EXIT_USAGE
 
 
+class UnreadableRecord(UsageError):
+    """A file of a run cannot be used: it is damaged, too large, or not what it should be."""
+
+
 class ConfigError(SlurmtrainError):
     """A value in the config, alone or together with others, cannot work."""
 
@@ -71,6 +75,10 @@ class DataError(SlurmtrainError):
 
 class LostPeers(CheckpointError):
     """Another rank went away in the middle of a save or restore: its failure, not this rank's, came first."""
+
+
+class Unreadable(CheckpointError):
+    """The storage does not give a checkpoint's files now, which says nothing about them. A retry may help."""
 
 
 class Superseded(CheckpointError):
