@@ -41,6 +41,10 @@ class UsageError(SlurmtrainError):
     exit_code = EXIT_USAGE
 
 
+class UnreadableRecord(UsageError):
+    """A file of a run cannot be used: it is damaged, too large, or not what it should be."""
+
+
 class ConfigError(SlurmtrainError):
     """A value in the config, alone or together with others, cannot work."""
 

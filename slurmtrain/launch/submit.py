@@ -131,7 +131,7 @@ def resubmit(
         token: for a caller who looks for the job by it and tries again: sbatch is called once.
         facts: for the record.
     """
-    slurm_conf = run_dir.info().get("slurm_conf")
+    slurm_conf = run_dir.slurm_conf()
     check_slurm_is_here(slurm_conf)
     script = without_past(_alone(run_dir, run_dir.script.read_text()))
     words = [*options(script), *export_option(load_frozen(run_dir.config_file, with_secrets=False))]
@@ -212,7 +212,7 @@ def _hand_over(
 
 def _submitting(run_dir: RunDir) -> list[str]:
     """Tokens of the submissions that were begun."""
-    return [str(event["token"]) for event in run_dir.events() if event["event"] == SUBMITTING]
+    return [str(event.get("token")) for event in run_dir.events() if event["event"] == SUBMITTING]
 
 
 def _write(

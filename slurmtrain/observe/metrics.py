@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from slurmtrain import records
+
 BLOCK_BYTES = 1 << 18
 
 Value = float | int | str | bool | None
@@ -38,7 +40,7 @@ class MetricsLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         settled = resume_step if settled_step is None else min(settled_step, resume_step)
         _drop(path, lambda record: record["step"] <= resume_step and keep(record), settled)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = os.fdopen(records.open_to_append(path), "a", encoding="utf-8")
 
     def write(self, step: int, **values: Value) -> None:
         """Append one record. Floats are written so that reading them gives the same bits (NaN as `NaN`)."""
@@ -52,33 +54,31 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a metrics file, in order; none when there is no file. Safe while the run goes on."""
+    """All whole records of a metrics file, in order; none when there is no file. Safe while the run goes on.
+
+    Raises:
+        UnreadableRecord: it is not a regular file, too large, or cannot be read.
+    """
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
+        lines = records.read_bytes(path, at_most=records.METRICS_BYTES).splitlines(keepends=True)
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    try:
-        # One call for all lines takes half the time; a torn one among them makes it fail.
-        records = json.loads(b"[%s]" % b",".join(lines))
-    except ValueError:
-        records = []
-    if len(records) != len(lines) or not all(_is_record(record) for record in records):
+    # One call for all lines takes half the time; a torn one among them makes it fail.
+    found = records.parse(b"[%s]" % b",".join(lines))
+    if not isinstance(found, list) or len(found) != len(lines) or not all(_is_record(record) for record in found):
         return [record for _, record in _whole(lines)]
-    return records if not lines or lines[-1].endswith(b"\n") else records[:-1]
+    return found if not lines or lines[-1].endswith(b"\n") else found[:-1]
 
 
 def _whole(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
     for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
+        record = records.parse(line)
         if line.endswith(b"\n") and _is_record(record):
             yield line, record
 
 
 def _is_record(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("step"), int)
+    return isinstance(value, dict) and records.is_count(value.get("step"))
 
 
 def _drop(path: Path, wanted: Callable[[dict[str, Any]], bool], settled_step: int) -> None:
