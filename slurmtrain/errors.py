@@ -41,6 +41,10 @@ class UsageError(SlurmtrainError):
     exit_code = EXIT_USAGE
 
 
+class UnreadableRecord(UsageError):
+    """A file of a run cannot be used: it is damaged, too large, or not what it should be."""
+
+
 class ConfigError(SlurmtrainError):
     """A value in the config, alone or together with others, cannot work."""
 
@@ -81,6 +85,13 @@ class CheckpointMismatch(CheckpointError):
     """There are checkpoints, but none that this run may continue from: damaged, or of another model. No retry helps."""
 
     exit_code = EXIT_CONFIG
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of a rank that an error ends. A package that is missing will be missing the next time, too."""
+    if isinstance(error, SlurmtrainError):
+        return error.exit_code
+    return EXIT_CONFIG if isinstance(error, ModuleNotFoundError) else 1
 
 
 def how_it_ended(code: int) -> str:

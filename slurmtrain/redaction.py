@@ -47,9 +47,14 @@ def redacted(value: Any) -> Any:
 
 
 def redact_output() -> None:
-    """Redact what Python prints from now on, tracebacks too. Not seen: other processes, and what C libraries write."""
-    if _hidden and not isinstance(sys.stdout, _Redacting):
-        sys.stdout, sys.stderr = cast(TextIO, _Redacting(sys.stdout)), cast(TextIO, _Redacting(sys.stderr))
+    """Redact what Python prints from now on, tracebacks and bytes too.
+
+    Not seen: other processes, what C libraries write, and what is written to a file descriptor.
+    """
+    for name in ("stdout", "stderr", "__stdout__", "__stderr__") if _hidden else ():
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _Redacting):
+            setattr(sys, name, cast(TextIO, _Redacting(stream)))
 
 
 class _Redacting:
@@ -63,6 +68,31 @@ class _Redacting:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    @property
+    def buffer(self) -> _RedactingBytes:
+        return _RedactingBytes(self._stream.buffer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _RedactingBytes:
+    """A stream of bytes in front of another one."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def write(self, data: Any) -> int:
+        content = bytes(data)
+        for value, stand_in in _hidden.items():
+            content = content.replace(value.encode(), stand_in.encode())
+        self._stream.write(content)
+        return memoryview(data).nbytes
+
+    def writelines(self, lines: Iterable[Any]) -> None:
         for line in lines:
             self.write(line)
 

@@ -8,20 +8,47 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shlex
+import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.errors import ConfigError, UsageError
+from slurmtrain import records
+from slurmtrain.errors import ClusterError, ConfigError, UnreadableRecord, UsageError
 from slurmtrain.paths import absolute, located
+from slurmtrain.records import COUNT, FLAG, JOB_IDS, NOTHING, OBJECT, TEXT, TEXTS, TIME
 from slurmtrain.redaction import redacted
 
 RUN_DIR_VARIABLE = "SLURMTRAIN_RUN_DIR"
 PREPARING = ".preparing"  # below runs/: sweeps in the making; deep enough that no verb takes what is in it for runs
 ATTEMPT_VARIABLE = "SLURMTRAIN_ATTEMPT"
+
+# run.json: what every run's has, and what some have.
+_ALWAYS = {
+    "name": TEXT,
+    "overrides": TEXTS,
+    "backend": TEXT,
+    "user": TEXT,
+    "host": TEXT,
+    "created": TIME,
+    "slurm_conf": TEXT | NOTHING,
+    "job_ids": JOB_IDS,
+}
+_SOMETIMES = {
+    "config_hash": TEXT,
+    "steps": COUNT | NOTHING,
+    "code": OBJECT | NOTHING,
+    "workdir": TEXT,
+    "submit_dir": TEXT,
+    "packed": FLAG | NOTHING,
+    "chain": JOB_IDS | NOTHING,
+    "chain_after": COUNT | NOTHING,
+    "varied": OBJECT | TEXTS | NOTHING,
+}
 
 
 @dataclass(frozen=True)
@@ -121,7 +148,7 @@ class RunDir:
     def job_log(self, job_id: str) -> Path | None:
         """What the batch script of a job has printed; None when the job has not begun here. Of an array: the folder above."""
         paths = (folder / f"slurm-{job_id}.log" for folder in (self.path, self.path.parent))
-        return next((path for path in paths if path.exists()), None)
+        return next((path for path in paths if os.path.lexists(path)), None)
 
     # What is in them.
     def all_evaluations(self) -> list[RunDir]:
@@ -130,49 +157,105 @@ class RunDir:
 
     def measured(self) -> dict[str, float]:
         """Of an evaluation: its metrics by name; nothing before it is done."""
-        metrics: dict[str, float] = (read_json(self.result_file) or {}).get("metrics", {})
-        return metrics
+        metrics = (read_json(self.result_file) or {}).get("metrics")
+        return {name: value for name, value in metrics.items() if _is_value(value)} if isinstance(metrics, dict) else {}
 
     def measured_at(self) -> float | None:
         """Of an evaluation: when it was done, unix seconds."""
-        return (read_json(self.result_file) or {}).get("time")
+        time: object = (read_json(self.result_file) or {}).get("time")
+        return float(time) if records.is_time(time) else None  # type: ignore[arg-type]
 
     def exists(self) -> bool:
         """Is this a run, or one in the making? `create` makes two folders; run.json comes after the code is copied."""
-        return self.info_file.is_file() or (self.attempts.is_dir() and self.checkpoints.is_dir())
+        return os.path.isfile(self.info_file) or (os.path.isdir(self.attempts) and os.path.isdir(self.checkpoints))
 
-    def info(self) -> dict[str, Any]:
-        """run.json: id, name, overrides, config hash, code revision, user, host, job ids.
+    def info(self, *, whole: bool = False) -> dict[str, Any]:
+        """run.json: id, name, overrides, config hash, code revision, user, host, job ids. The fields have their types.
+
+        Args:
+            whole: all that `submit` writes has to be there; who asks for the state of a run has made sure of that.
 
         Raises:
-            UsageError: this is not a run directory.
+            UnreadableRecord: this is not a run directory, or what its run.json says cannot be used.
         """
         info = read_json(self.info_file)
         if info is None:
-            raise UsageError(f"{self.path} is not a run directory: it has no readable run.json")
+            raise UnreadableRecord(f"{self.path} is not a run directory: it has no readable run.json")
+        missing = [name for name in _ALWAYS if name not in info]
+        if missing and whole:
+            raise UnreadableRecord(f"{self.info_file} does not say {', '.join(missing)}")
+        records.check_fields(info, {**_ALWAYS, **_SOMETIMES}, self.info_file)
         return info
+
+    def config_values(self) -> Any:
+        """config.yaml as plain values, of whichever version of the schema.
+
+        Raises:
+            UnreadableRecord: there is none, or it is no YAML as `submit` writes it.
+        """
+        import yaml
+
+        class Plain(yaml.SafeLoader):
+            """No aliases, which `submit` does not write: a few lines of them stand for more values than fit anywhere."""
+
+            def compose_node(self, parent: Any, index: Any) -> Any:
+                if self.check_event(yaml.AliasEvent):
+                    raise yaml.YAMLError("an alias")
+                return super().compose_node(parent, index)
+
+        try:
+            return yaml.load(records.read_bytes(self.config_file), Plain)
+        except OSError as error:
+            raise UnreadableRecord(f"{self.config_file} cannot be read: {error.strerror}") from None
+        except (ValueError, TypeError, RecursionError, yaml.YAMLError):
+            raise UnreadableRecord(
+                f"{self.config_file} is no YAML", hint="it was written at submit; has it been edited?"
+            ) from None
+
+    def slurm_conf(self) -> str | None:
+        """The slurm.conf by which SLURM's commands reach the run's cluster; None: this machine's own.
+
+        A slurm.conf names libraries that those commands load, so it is used only where nobody but this user and root can
+        have written it or the run.json that names it; or where it is the one that this shell uses anyway.
+
+        Raises:
+            ClusterError: somebody else can have written one of them.
+            UnreadableRecord: run.json cannot be used.
+        """
+        return trusted_slurm_conf(self.info().get("slurm_conf"), named_by=self.info_file)
 
     def update_info(self, **changes: Any) -> None:
         write_json(self.info_file, {**self.info(), **changes})
 
     def event(self, name: str, **facts: Any) -> None:
-        """Append one line to events.jsonl. O_APPEND keeps lines of several writers whole."""
+        """Append one line to events.jsonl, a file of this user.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         line = json.dumps({"time": round(time.time(), 3), "event": name, **redacted(facts)}) + "\n"
-        descriptor = os.open(self.events_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            os.write(descriptor, line.encode())
-        finally:
-            os.close(descriptor)
+        records.append_line(self.events_file, line)
 
     def events(self) -> list[dict[str, Any]]:
-        if not self.events_file.exists():
-            return []
-        return [json.loads(line) for line in self.events_file.read_text().splitlines() if line.endswith("}")]
+        """What has happened, oldest first, each with at least its `event` and `time`. Torn and foreign lines are left out.
+
+        Raises:
+            UnreadableRecord: events.jsonl is not a regular file, or cannot be read.
+        """
+        lines = records.read_tail(self.events_file, records.EVENTS_BYTES).splitlines()
+        found = [records.parse(line) for line in lines if line.endswith(b"}")]
+        return [each for each in found if _is_event(each)]
 
     def attempt_numbers(self) -> list[int]:
-        if not self.attempts.is_dir():
+        """In order. Raises: UnreadableRecord: the folder cannot be read."""
+        try:
+            with os.scandir(self.attempts) as entries:
+                found = [e.name for e in entries if e.is_dir(follow_symlinks=False)]
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(int(path.name) for path in self.attempts.iterdir() if path.name.isdigit())
+        except OSError as error:
+            raise UnreadableRecord(f"{self.attempts} cannot be read: {error.strerror}") from None
+        return sorted(int(name) for name in found if re.fullmatch("[0-9]{1,9}", name))
 
     def new_attempt(self) -> int:
         """Claim the next attempt number by creating its folder. Two claimants never get the same one.
@@ -187,6 +270,36 @@ class RunDir:
                 return number
             except FileExistsError:
                 number += 1
+
+
+def _is_event(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("event"), str) and records.is_time(value.get("time"))
+
+
+def _is_value(value: object) -> bool:
+    """A number, NaN and the infinities included."""
+    return isinstance(value, float) or records.is_number(value)
+
+
+def trusted_slurm_conf(conf: str | None, *, named_by: Path) -> str | None:
+    """A slurm.conf that a record names, if only this user and root can have written both.
+
+    Args:
+        conf: its path; None: this machine's own.
+        named_by: the record.
+
+    Raises:
+        ClusterError: somebody else can have written one of them.
+    """
+    if conf is None or conf == os.environ.get("SLURM_CONF"):
+        return conf
+    why = records.why_distrusted(named_by) or (records.why_distrusted(conf) if os.path.lexists(conf) else None)
+    if why is not None:
+        raise ClusterError(
+            f"{named_by} names {conf}, which is not used, because it may be somebody else's work: {why}",
+            hint="if you trust it: export SLURM_CONF=PATH",
+        )
+    return conf
 
 
 def is_sweep(folder: Path) -> bool:
@@ -207,7 +320,7 @@ def create(runs_dir: Path, name: str) -> RunDir:
         ConfigError: the folder cannot be created.
     """
     try:
-        (runs_dir / name).mkdir(parents=True, exist_ok=True)
+        make_folder(runs_dir, name)
         while True:
             path = runs_dir / name / new_run_id()
             try:
@@ -226,6 +339,50 @@ def create(runs_dir: Path, name: str) -> RunDir:
     return run_dir
 
 
+def make_folder(runs_dir: Path, *names: str) -> None:
+    """Make the folders in which runs of several people may lie, and look whether nobody else can replace what is in them.
+
+    Whoever may rename a run's directory can put another in its place, and the next attempt runs that. In a team's folder (of
+    a group, with the setgid bit) the folders made here are the group's, too, and sticky: each can add runs, and rename none
+    but their own.
+
+    Raises:
+        OSError: one cannot be made.
+        ConfigError: everybody, or whoever owns one, can replace what is in it.
+    """
+    runs_dir.parent.mkdir(parents=True, exist_ok=True)
+    above, folder = runs_dir.parent, runs_dir
+    for folder in (runs_dir, *(runs_dir.joinpath(*names[:depth]) for depth in range(1, len(names) + 1))):
+        try:
+            os.mkdir(folder, 0o775)
+        except FileExistsError:
+            pass
+        else:
+            team = os.stat(above)
+            if team.st_mode & stat.S_ISGID and team.st_mode & stat.S_IWGRP:
+                os.chmod(folder, stat.S_IMODE(os.stat(folder).st_mode) | stat.S_IRWXG | stat.S_ISGID | stat.S_ISVTX)
+        _check_folder(folder)
+        above = folder
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises: ConfigError: somebody who is in no group with this user can replace what is in it."""
+    found = os.stat(folder)
+    hint = "set job.runs_dir or job.name to a folder of your own, or of your group"
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        raise ConfigError(
+            f"everybody may replace what is in {folder} (mode {stat.S_IMODE(found.st_mode):04o}), and a job would run that",
+            hint=f"chmod o-w {folder}, or chmod +t",
+        )
+    own = found.st_uid in (os.geteuid(), 0)
+    ours = found.st_mode & stat.S_IWGRP and found.st_gid in (os.getegid(), *os.getgroups())
+    if not own and not ours and os.access(folder, os.W_OK):
+        raise ConfigError(
+            f"{folder} belongs to user {found.st_uid}, who may replace what is in it, and a job would run that",
+            hint=hint,
+        )
+
+
 def runs_root() -> Path:
     """Where `submit` puts runs unless job.runs_dir says otherwise, and where verbs look: SLURMTRAIN_RUNS, else ./runs."""
     return Path(os.environ.get("SLURMTRAIN_RUNS") or "runs").expanduser()
@@ -238,9 +395,80 @@ def reference(run_dir: RunDir) -> str:
 
 
 def all_runs(root: Path) -> list[RunDir]:
-    """Every run under `root`, oldest first. A hidden folder is one that is being removed."""
+    """Every run under `root`, oldest first. A hidden folder is one that is being removed; a link of somebody else is none."""
     files = [f for f in root.glob("*/*/run.json") if not f.parent.name.startswith(".") and os.access(f, os.R_OK)]
-    return [RunDir(located(file.parent)) for file in sorted(files, key=lambda file: file.parent.name)]
+    own = [file for file in files if not any(foreign_link(folder) for folder in (file.parent, file.parents[1]))]
+    return [RunDir(located(file.parent)) for file in sorted(own, key=lambda file: file.parent.name)]
+
+
+def foreign_link(path: Path) -> bool:
+    """Whether this is a link that neither this user nor root has made: it may lead anywhere."""
+    found = os.lstat(path)
+    return stat.S_ISLNK(found.st_mode) and found.st_uid not in (os.geteuid(), 0)
+
+
+def is_own(run_dir: RunDir) -> bool:
+    """Whether the run is this user's: its folder and its run.json are."""
+    return all(records.is_mine(path) for path in (run_dir.path, run_dir.info_file))
+
+
+def check_parts(run_dir: RunDir) -> None:
+    """Look whether the run is made of what `submit` makes it of: folders and files of one user, and no links to elsewhere.
+
+    A folder that the reader has moved and linked, to a larger disk, say, is theirs to follow.
+
+    Raises:
+        UnreadableRecord: it is not.
+    """
+    try:
+        owner = os.stat(run_dir.path).st_uid
+        for path in (run_dir.info_file, run_dir.attempts, run_dir.checkpoints, run_dir.evaluations):
+            try:
+                found = os.lstat(path)
+            except FileNotFoundError:
+                continue
+            if stat.S_ISLNK(found.st_mode) and (path == run_dir.info_file or found.st_uid not in (os.geteuid(), 0)):
+                raise UnreadableRecord(f"{path} is a link, and links in a run are not followed")
+            if found.st_uid not in (owner, os.geteuid(), 0):
+                raise UnreadableRecord(f"{path} belongs to user {found.st_uid}, and the run to user {owner}")
+    except OSError as error:
+        raise UnreadableRecord(f"{run_dir.path} cannot be read: {error.strerror}") from None
+
+
+def require_own(run_dir: RunDir) -> None:
+    """Look whether the run is this user's in all its parts, before anything of it is started, changed or removed.
+
+    What a run holds is run: its script by SLURM, its config by the trainer. Root is no exception.
+
+    Raises:
+        UsageError: it is somebody else's, or a part of it is.
+    """
+    run = run_dir.evaluated_run or run_dir
+    for each in dict.fromkeys((run, run_dir)):
+        parts = (each.info_file, each.config_file, each.script, each.events_file, each.metrics_file, each.request_file)
+        folders = (each.attempts, each.checkpoints, each.evaluations, each.code)
+        for path in (each.path, *parts, *folders):
+            if os.path.lexists(path) and not records.is_mine(path):
+                whose = os.lstat(path).st_uid
+                raise UsageError(
+                    f"{path} belongs to user {whose}: only who has submitted a run may change it, or start it again",
+                    hint="`status` and `logs` show it; to go on from it: checkpoint.restore_from with a run of your own",
+                )
+        check_parts(each)
+
+
+def check_not_linked(run_dir: RunDir) -> None:
+    """Look whether the folders of a run are in it, before something in them is removed.
+
+    Raises:
+        UsageError: one is a link to elsewhere.
+    """
+    for path in (run_dir.attempts, run_dir.checkpoints, run_dir.evaluations):
+        if path.is_symlink():
+            raise UsageError(
+                f"{path} is a link to {os.path.realpath(path)}, and nothing is removed through a link",
+                hint="name that folder itself, if it is to be pruned",
+            )
 
 
 def unreadable(root: Path) -> list[Path]:
@@ -260,13 +488,13 @@ def _visible_folders(folder: Path) -> list[Path]:
 
 def _closed(folder: Path) -> bool:
     info = folder / ("sweep.json" if is_sweep(folder) else "run.json")
-    return not os.access(folder, os.R_OK | os.X_OK) or (info.exists() and not os.access(info, os.R_OK))
+    return not os.access(folder, os.R_OK | os.X_OK) or (os.path.exists(info) and not os.access(info, os.R_OK))
 
 
 def refuse_unreadable(reference: str, root: Path) -> None:
     """Raises: UsageError: what the person means is there and cannot be read."""
     named = Path(reference)
-    for path in [named] if named.is_dir() and _closed(named) else unreadable(root):
+    for path in [named] if os.path.isdir(named) and _closed(named) else unreadable(root):
         if path == named or path.name.startswith(reference):
             raise UsageError(
                 f"{path} cannot be read: it belongs to user {path.stat().st_uid}",
@@ -275,22 +503,30 @@ def refuse_unreadable(reference: str, root: Path) -> None:
 
 
 def find(reference: str, root: Path) -> RunDir:
-    """The run that a person means: an id, a unique prefix of one, a path, or "last".
+    """The run that a person means: an id, a unique prefix of one, a path, or "last", which is the last of their own.
 
     Raises:
         UsageError: none or several match.
     """
     path = Path(reference)
-    if (path / "run.json").is_file():
-        return RunDir(located(path))
+    if os.path.isfile(path / "run.json"):
+        found = RunDir(located(path))
+        check_parts(found)
+        return found
     runs = all_runs(root)
     if not runs:
         refuse_unreadable(reference, root)
         raise nothing_under(root, "runs")
     if reference == "last":
-        return runs[-1]
-    matching = [run for run in runs if run.id.startswith(reference)]
+        own = [run for run in runs if is_own(run)]
+        if not own:
+            raise UsageError(f"none of the runs under {root.resolve()} is yours", hint=f"the latest is {runs[-1].id}")
+        return own[-1]
+    # Somebody else's can be given any id: the one that was typed in full comes first, then this user's own.
+    by_id = [run for run in runs if run.id == reference] or [run for run in runs if run.id.startswith(reference)]
+    matching = by_id if len(by_id) == 1 else [run for run in by_id if is_own(run)] or by_id
     if len(matching) == 1:
+        check_parts(matching[0])
         return matching[0]
     if not matching:
         refuse_unreadable(reference, root)
@@ -322,10 +558,14 @@ def disk_usage(path: Path) -> int:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, or None when it is missing or torn."""
+    """The object in a JSON file, or None when it is missing or torn.
+
+    Raises:
+        UnreadableRecord: it is not a regular file, too large, or cannot be read.
+    """
     try:
-        value = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        value = records.parse(records.read_bytes(path))
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -32,7 +32,8 @@ from slurmtrain.checkpoint.commit import (
     remove,
     step_of,
 )
-from slurmtrain.errors import CheckpointError
+from slurmtrain.errors import CheckpointError, UnreadableRecord
+from slurmtrain.records import is_mine, read_text
 
 READERS = ".readers"
 HOLDS = ".held"
@@ -134,7 +135,8 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def _make_marker(path: Path) -> Path | None:
-    if not FINAL_NAME.fullmatch(path.name):  # nothing else is ever pruned
+    # Nothing else is ever pruned; and nothing is written among somebody else's checkpoints.
+    if not FINAL_NAME.fullmatch(path.name) or not is_mine(path.parent):
         return None
     readers = path.parent / READERS
     # The random end: one process may read the same checkpoint twice at a time.
@@ -179,8 +181,10 @@ def in_use(directory: Path, now: float) -> set[str]:
         now: unix time.
     """
     names: set[str] = set()
+    own = is_mine(directory)
     with suppress(OSError):  # read-only: then as far as can be seen from here
-        refresh(directory / READERS)
+        if own:
+            refresh(directory / READERS)
     try:
         markers = list((directory / READERS).iterdir())
     except OSError:  # nobody has read here yet
@@ -197,7 +201,7 @@ def in_use(directory: Path, now: float) -> set[str]:
             lives = True
         if lives:
             names.add(match["checkpoint"])
-        else:
+        elif own:
             with suppress(OSError):
                 marker.unlink()
     return names
@@ -206,8 +210,8 @@ def in_use(directory: Path, now: float) -> set[str]:
 def _reader_lives(marker: Path, host: str, pid: int, now: float) -> bool:
     age = now - marker.stat().st_mtime  # below zero when the clock was set back: young
     try:
-        namespace: str | None = marker.read_text()
-    except PermissionError:  # root's
+        namespace: str | None = read_text(marker)
+    except UnreadableRecord:  # root's
         namespace = None
     # In two containers on one host a pid means two different processes.
     here = host == _host() and namespace == _pid_namespace()

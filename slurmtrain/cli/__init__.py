@@ -11,6 +11,7 @@ from slurmtrain.cli import arguments
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.config.compose import SECRET_VARIABLE
 from slurmtrain.errors import SlurmtrainError, UsageError
+from slurmtrain.records import printable
 from slurmtrain.redaction import hide, redact
 
 HYDRA_ONLY = ("--cfg", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SlurmtrainError as error:
         # What Hydra says of an interpolation that it cannot use may repeat the value of any variable.
         hide({name: value for name, value in os.environ.items() if SECRET_VARIABLE.search(name)})
-        print(f"slurmtrain: error: {redact(str(error))}", file=sys.stderr)
+        print(f"slurmtrain: error: {printable(redact(str(error)))}", file=sys.stderr)
         return error.exit_code
     except PermissionError as error:
         if error.filename is None:

@@ -23,7 +23,7 @@ def run_object(run_dir: RunDir, now: RunState) -> dict[str, Any]:
     evaluations  in `status RUN --json` alone: see `evaluation_object`
     id, name, path
     state        one word: prepared, waiting, starting, running, suspended, stopping, requeued, held, unknown, finished,
-                 stopped, failed or lost
+                 stopped, failed, lost or unreadable
     sentence     why, and what comes next
     alive        SLURM or a local launcher has it, or may have it
     step         steps done, as far as is known; else null
@@ -40,7 +40,7 @@ def run_object(run_dir: RunDir, now: RunState) -> dict[str, Any]:
     attempts     oldest first, each with number, job_id, nodes, started, ended (unix times), first_step, last_step,
                  reason, verdict, exit_code and sentence; null where it is not known
     """
-    info = run_dir.info()
+    info = run_dir.info() if now.word != "unreadable" else {"job_ids": []}
     return {
         "id": run_dir.id,
         "name": run_dir.path.parent.name,
@@ -70,8 +70,8 @@ def evaluation_object(evaluation: RunDir, now: RunState) -> dict[str, Any]:
         "state": now.word,
         "sentence": now.sentence,
         "job_id": now.job_id,
-        "job_ids": evaluation.info()["job_ids"],
-        "metrics": evaluation.measured(),
+        "job_ids": evaluation.info()["job_ids"] if now.word != "unreadable" else [],
+        "metrics": evaluation.measured() if now.word != "unreadable" else {},
     }
 
 

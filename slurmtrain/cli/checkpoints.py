@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurmtrain import rundir
+from slurmtrain import records, rundir
 from slurmtrain.checkpoint import blocks, commit, retention
 from slurmtrain.checkpoint.commit import Manifest
 from slurmtrain.checkpoint.retention import Keep, Kept
@@ -26,7 +26,8 @@ from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.as_json import print_json
 from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.verbs import VERBS
-from slurmtrain.errors import CheckpointError, SlurmtrainError, UsageError, nearest
+from slurmtrain.errors import CheckpointError, SlurmtrainError, UnreadableRecord, UsageError, nearest
+from slurmtrain.records import printable
 from slurmtrain.rundir import RunDir, disk_usage
 
 if TYPE_CHECKING:
@@ -341,6 +342,7 @@ def _prune(place: Place, options: argparse.Namespace) -> int:
             "prune takes a run or a directory of checkpoints, not one of them",
             hint=f"checkpoints {place.directory} prune",
         )
+    _require_own(place)
     keep = _keep(place, options)
     found = place.committed()
     removals = _surplus(found, keep, asked=options.best is not None) if keep is not None else []
@@ -386,6 +388,15 @@ def _prune(place: Place, options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _require_own(place: Place) -> None:
+    """Raises: UsageError: the checkpoints are somebody else's, or reached through a link in the run."""
+    if place.run is not None:
+        rundir.require_own(place.run)
+        rundir.check_not_linked(place.run)
+    if place.directory.exists() and not records.is_mine(place.directory):
+        raise UsageError(f"{place.directory} belongs to user {place.directory.lstat().st_uid}: only they may prune it")
+
+
 def _by_options(options: argparse.Namespace) -> bool:
     """Does the command line say what to keep?"""
     return any(value is not None for value in (options.keep_last, options.keep_every, options.best))
@@ -414,10 +425,10 @@ def _keep(place: Place, options: argparse.Namespace) -> Keep | None:
 
 def _keep_of(run: RunDir) -> Keep:
     """As the run itself keeps, by its frozen config."""
-    import yaml
-
+    if not run.config_file.exists():
+        return Keep()
     try:
-        config: Any = yaml.safe_load(run.config_file.read_text())
+        config: Any = run.config_values()
         settings: dict[str, Any] = config["checkpoint"]
         return Keep(
             settings.get("keep_last", Keep.last),
@@ -426,9 +437,7 @@ def _keep_of(run: RunDir) -> Keep:
             settings.get("best_metric", Keep.metric),
             settings.get("best_mode", Keep.mode),
         )
-    except FileNotFoundError:
-        return Keep()
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
+    except (UnreadableRecord, ValueError, TypeError, KeyError, AttributeError):
         raise UsageError(
             f"{run.config_file} does not say what to keep", hint="say it here: prune --keep-last N [--keep-every N]"
         ) from None
@@ -493,11 +502,6 @@ def _export(place: Place, options: argparse.Namespace) -> int:
 
 
 # Words and numbers.
-
-
-def printable(text: str) -> str:
-    """Without control characters: what a file says must not steer a terminal."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
 
 
 def _step(path: Path) -> int:

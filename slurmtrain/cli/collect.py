@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from slurmtrain.cli.checkpoints import printable
 from slurmtrain.cli.columns import GAP, print_table, terminal_width
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.collect import Table
 from slurmtrain.launch.table_files import FORMATS, format_of, short, table_bytes, write_whole
+from slurmtrain.records import printable
 
 LEFT_OUT_FIRST = ("run", "step", "state")
 

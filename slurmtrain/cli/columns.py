@@ -82,7 +82,7 @@ def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], width: int
             a person can do without is left out. None: a row is a line.
     """
     shown = [i for i, name in enumerate(header) if name not in PROGRESS or any(row[i] for row in rows)]
-    cells = [[_one_line(row[i]) for i in shown] for row in (header, *rows)]
+    cells = [[one_line(row[i]) for i in shown] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for name in LEAST_WANTED:
         if width is not None and _beside(widths) > width and name in cells[0][1:-1]:
@@ -120,7 +120,7 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def _one_line(cell: str) -> str:
+def one_line(cell: str) -> str:
     """Without line ends and what else could steer a terminal: a program's last words may hold anything."""
     return (cell if cell.isprintable() else "".join(each if each.isprintable() else " " for each in cell)).rstrip()
 

@@ -33,6 +33,7 @@ def main(verb: str, words: list[str]) -> int:
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
     options = parser.parse_args([word for word in words if word not in overrides])
     run_dir = rundir.find(options.run, rundir.runs_root())
+    rundir.require_own(run_dir)
     if options.due:
         submit_due(run_dir, _say)
         return 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from slurmtrain import rundir
+from slurmtrain import records, rundir
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import UsageError
@@ -43,11 +45,13 @@ def main(verb: str, words: list[str]) -> int:
             hint=f"status {run_dir.id}; logs -f waits for it",
         )
     number = attempt or numbers[-1]
-    if options.rank is None and _logs_of(run_dir, number):
-        for rank, log in _logs_of(run_dir, number).items():
-            sys.stdout.write(_marked(rank, log.read_text(errors="replace")))
-    else:
-        sys.stdout.write(_log_file(run_dir, options.rank or 0, number).read_text(errors="replace"))
+    marked = options.rank is None and _logs_of(run_dir, number)
+    logs = marked or {0: _log_file(run_dir, options.rank or 0, number)}
+    for rank, log in logs.items():
+        tail = Tail(log, rank if marked else None)
+        for text in tail.pieces():
+            sys.stdout.write(text)
+        sys.stdout.write(tail.rest())
     return 0
 
 
@@ -61,18 +65,19 @@ def _rank(text: str) -> int | None:
 
 def _logs_of(run_dir: RunDir, number: int) -> dict[int, Path]:
     """Logs of all ranks of an attempt, in their order."""
-    found = {int(path.stem[5:]): path for path in run_dir.attempt(number).glob("rank-*.log")}
+    paths = run_dir.attempt(number).glob("rank-*.log")
+    found = {int(path.stem[5:]): path for path in paths if re.fullmatch("rank-[0-9]{1,9}", path.stem)}
     return dict(sorted(found.items()))
 
 
 def _log_file(run_dir: RunDir, rank: int, number: int) -> Path:
     directory = run_dir.attempt(number)
     log = directory / f"rank-{rank}.log"
-    if log.exists():
+    if os.path.lexists(log):
         return log
     ranks = list(_logs_of(run_dir, number))
     for other in (directory / "setup-failed", directory / "srun.log"):
-        if not ranks and other.exists():
+        if not ranks and os.path.lexists(other):
             return other
     raise UsageError(
         f"attempt {number} of run {run_dir.id} has no log of rank {rank}",
@@ -83,6 +88,9 @@ def _log_file(run_dir: RunDir, rank: int, number: int) -> Path:
 def _marked(rank: int, text: str) -> str:
     """Each line behind its rank; a last one that has no end yet gets one."""
     return "".join(f"[{rank}] {line}\n" for line in text.removesuffix("\n").split("\n"))
+
+
+LONGEST_LINE = 1 << 20  # characters of a line that are held back until its end comes
 
 
 class Tail:
@@ -98,21 +106,30 @@ class Tail:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may come in two parts
         self._rest = ""
 
-    def more(self) -> str:
-        if not self._log.exists():
-            return ""
-        with self._log.open("rb") as file:
-            file.seek(self._position)
-            added = self._decoder.decode(file.read())
-            self._position = file.tell()
-        if self._rank is None:
-            return added
-        whole, end, self._rest = (self._rest + added).rpartition("\n")
-        return _marked(self._rank, whole) if end else ""
+    def pieces(self) -> Iterator[str]:
+        """What has been added, a piece of at most 1 MiB at a time: a log may be larger than the memory.
+
+        Raises:
+            UnreadableRecord: it is not a regular file, or cannot be read.
+        """
+        for piece in records.pieces(self._log, self._position):
+            self._position += len(piece)
+            added = self._decoder.decode(piece)
+            if self._rank is None:
+                yield added
+                continue
+            whole, end, self._rest = (self._rest + added).rpartition("\n")
+            if not end and len(self._rest) > LONGEST_LINE:
+                whole, end, self._rest = self._rest, "\n", ""
+            if end:
+                yield _marked(self._rank, whole)
 
     def rest(self) -> str:
         """A last line without an end, when no more will come."""
-        return _marked(self._rank, self._rest) if self._rank is not None and self._rest else ""
+        if self._rank is None:
+            return self._decoder.decode(b"", final=True)
+        self._rest += self._decoder.decode(b"", final=True)
+        return _marked(self._rank, self._rest) if self._rest else ""
 
 
 def follow(run_dir: RunDir, rank: int | None, attempt: int | None) -> int:
@@ -141,9 +158,12 @@ def lines_as_they_come(
         for each in ranks:
             if each not in tails:
                 tails[each] = Tail(run_dir.attempt(number) / f"rank-{each}.log", each if rank is None else None)
-        text = "".join(tails[each].more() for each in ranks)
-        if text:
-            yield text
+        came = False
+        for each in ranks:
+            for text in tails[each].pieces():
+                came = True
+                yield text
+        if came:
             continue
         if attempt is None and number + 1 in run_dir.attempt_numbers():
             yield "".join(tail.rest() for tail in tails.values())

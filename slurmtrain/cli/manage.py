@@ -12,7 +12,7 @@ from typing import Any
 from slurmtrain import rundir
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.as_json import print_json, run_object
-from slurmtrain.cli.checkpoints import format_size, printable
+from slurmtrain.cli.checkpoints import format_size
 from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.runs import runs_or_refuse, say_doubts, say_unreadable
 from slurmtrain.cli.verbs import VERBS
@@ -21,6 +21,7 @@ from slurmtrain.launch import compare, prune
 from slurmtrain.launch.compare import MISSING, Comparison
 from slurmtrain.launch.state import states
 from slurmtrain.launch.table_files import short
+from slurmtrain.records import printable
 from slurmtrain.rundir import RunDir
 
 FILES_SHOWN = 10
@@ -90,7 +91,8 @@ def _list(options: argparse.Namespace) -> int:
     for run in runs:
         now = found[run.id]
         row = [run.id, run.path.parent.name, now.word, "?" if now.step is None else str(now.step)]
-        row += [str(len(now.attempts)), _date(run.info().get("created"))]
+        created = run.info()["created"] if now.word != "unreadable" else None
+        row += [str(len(now.attempts)), _date(created)]
         rows.append(row + ([format_size(sizes[run.id])] if options.size else []))
     print_table(["run", "name", "state", "step", "attempts", "created", *(["size"] if options.size else [])], rows)
     say_doubts(found.values())

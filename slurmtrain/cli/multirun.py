@@ -45,7 +45,8 @@ def submit(arguments: Arguments) -> int:
 
             return search(composer, arguments, parallelism)
         grid = composer.expand(arguments.overrides)
-        draft = draft_of(_fitting(check(composer, grid), grid, later="--after" in options), cwd)
+        dry = "--dry-run" in options
+        draft = draft_of(_fitting(check(composer, grid), grid, later="--after" in options, dry=dry), cwd)
     after = awaited_runs(draft.first, options)
     if "--dry-run" in options:
         return _dry_run(grid, preview(draft, cwd, parallelism, after))
@@ -74,14 +75,15 @@ def submit(arguments: Arguments) -> int:
     return _submit(sweep, client, there=there, as_json="--json" in options)
 
 
-def _fitting(configs: Iterable[Config], grid: Grid, *, later: bool) -> Iterator[Config]:
+def _fitting(configs: Iterable[Config], grid: Grid, *, later: bool, dry: bool) -> Iterator[Config]:
     """Pass the points on, none of which may be too large. The largest is laid out: each would take seconds."""
     largest: tuple[float, int, Config] | None = None
     for number, config in enumerate(configs):
         with naming_point(grid, number):
             check_fits(config)
             check_prepared(config, later=later)
-            check_named_paths(config, current_folder(), later=later)
+            if not dry:
+                check_named_paths(config, current_folder(), later=later)
         share = share_of_gpu(config) or 0.0
         if largest is None or share > largest[0]:
             largest = share, number, config

@@ -18,6 +18,7 @@ from slurmtrain.cli.columns import (
     PROGRESS,
     counts,
     doubts,
+    one_line,
     print_table,
     progress_cells,
     progress_sentence,
@@ -29,10 +30,11 @@ from slurmtrain.cli.columns import (
 )
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, watch
-from slurmtrain.errors import ClusterError, UsageError
+from slurmtrain.errors import ClusterError, UnreadableRecord, UsageError
 from slurmtrain.launch.claims import Owner, claimed, is_claimed
 from slurmtrain.launch.state import WAITING, RunState, process_lives, state, states
 from slurmtrain.paths import current_folder
+from slurmtrain.records import printable
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.attempts import Attempt, write_request
 from slurmtrain.runtime.slurm import SlurmClient
@@ -65,6 +67,8 @@ def main(verb: str, words: list[str]) -> int:
     if verb == "status":
         return _status(options, root)
     run_dir = rundir.find(options.run, root)
+    rundir.require_own(run_dir)
+    run_dir.info(whole=True)
     if verb == "resume" and options.json and run_dir.info()["backend"] == "local":
         raise UsageError(f"--json: run {run_dir.id} is resumed here, in the foreground, and shows its output")
     verbs: dict[str, Callable[[RunDir], str | int]] = {
@@ -137,13 +141,16 @@ def say_unreadable(root: Path) -> None:
     closed = rundir.unreadable(root)
     if closed:
         what = "1 folder is" if len(closed) == 1 else f"{len(closed)} folders are"
-        print(f"slurmtrain: {what} left out, being somebody else's: {closed[0]} cannot be read", file=sys.stderr)
+        first = printable(str(closed[0]))
+        print(f"slurmtrain: {what} left out, being somebody else's: {first} cannot be read", file=sys.stderr)
 
 
 def _one(run_dir: RunDir, *, as_json: bool) -> int:
     evaluations = run_dir.all_evaluations()
     found = states([run_dir, *evaluations])
     now = found[run_dir.id]
+    if now.word == "unreadable":
+        raise UnreadableRecord(now.sentence)
     if as_json:
         objects = [evaluation_object(each, found[each.id]) for each in evaluations]
         print_json({**run_object(run_dir, now), "evaluations": objects})
@@ -167,7 +174,8 @@ def _tables(evaluations: Sequence[RunDir], found: Mapping[str, RunState], now: R
 
 
 def _evaluation_row(evaluation: RunDir, now: RunState) -> list[str]:
-    losses = {name: value for name, value in evaluation.measured().items() if name.endswith("_loss")}
+    found = evaluation.measured() if now.word != "unreadable" else {}
+    losses = {name: value for name, value in found.items() if name.endswith("_loss")}
     measured = ", ".join(f"{name} {value:.4f}" for name, value in losses.items())
     return [evaluation.path.name, now.job_id or "-", now.word, measured or "-", now.sentence]
 
@@ -186,19 +194,19 @@ def _lines(run_dir: RunDir, now: RunState) -> list[str]:
     info, progress = run_dir.info(), progress_sentence(now, time.time())
     jobs = f" as job {', '.join(info['job_ids'])}" if info["job_ids"] else ""
     return [
-        f"run {run_dir.id} ({info['name']}): {now.word}",
-        f"  {now.sentence}",
+        f"run {run_dir.id} ({one_line(info['name'])}): {now.word}",
+        f"  {printable(now.sentence)}",
         *([f"  {progress}"] if progress else []),
-        f"  submitted {_time(info['created'])} by {info['user']} on {info['host']}{jobs}",
-        f"  overrides: {' '.join(info['overrides']) or 'none'}",
-        f"  {run_dir.path}",
+        f"  submitted {_time(info['created'])} by {one_line(info['user'])} on {one_line(info['host'])}{jobs}",
+        f"  overrides: {one_line(' '.join(info['overrides'])) or 'none'}",
+        f"  {one_line(str(run_dir.path))}",
     ]
 
 
 def say_doubts(found: Iterable[RunState]) -> None:
     """Why SLURM could not be asked, each reason once."""
     for doubt in doubts(found):
-        print(f"\nSLURM cannot be asked: {doubt}")
+        print(f"\nSLURM cannot be asked: {printable(doubt)}")
 
 
 def _attempt_row(attempt: Attempt, now: RunState) -> list[str]:
@@ -298,7 +306,7 @@ def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> str:
         )
     if now.word == "stopping":
         raise ClusterError(f"run {run_dir.id} is leaving already: {now.sentence}", hint=f"status {run_dir.id}")
-    next_step = _next_step(run_dir, now)
+    next_step, asked = _next_step(run_dir, now), time.time()
     if _is_local(run_dir, now) or not now.own_job:
         _signal_rank_0(run_dir, now, action, signal.SIGTERM if name == "TERM" else signal.SIGUSR2)
     else:
@@ -306,9 +314,27 @@ def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> str:
             _client(run_dir).signal(_step_id(now) if now.packed else _job_id(now), name)
     run_dir.event(f"{action} asked")
     goes_on = f"leave; {next_step} (logs {run_dir.id} -f)"
-    return (
+    said = (
         f"run {run_dir.id} is told to save and {goes_on if next_step else f'end; `resume {run_dir.id}` continues it'}"
     )
+    if action != "preempt" or _is_local(run_dir, now) or not now.own_job:
+        return said
+    return "\n".join([said, *_how_long_leaving_took(run_dir, now, asked)])
+
+
+def _how_long_leaving_took(run_dir: RunDir, now: RunState, asked: float) -> list[str]:
+    """A sentence, after a wait; nothing where SLURM does not say how long a preempted job may take."""
+    from slurmtrain.config.compose import load_frozen
+    from slurmtrain.launch.leaving import leaving_sentence, time_to_leave, wait_until_left
+
+    cluster = load_frozen(run_dir.config_file, with_secrets=False).cluster
+    times = _client(run_dir).preemption_times(cluster.partition, cluster.qos)
+    within_s = time_to_leave(times)
+    if times is None or within_s is None:
+        return []
+    print(f"slurmtrain: waiting until it has left, for {within_s:.0f} s at most", file=sys.stderr, flush=True)
+    left = wait_until_left(run_dir, now.attempts[-1].number, within_s)
+    return [leaving_sentence(left, asked, within_s, times)]
 
 
 def _refuse_while_setting_up(run_dir: RunDir, now: RunState) -> None:
@@ -480,7 +506,7 @@ def _way_out(run_dir: RunDir, now: RunState) -> str:
 
 
 def _client(run_dir: RunDir) -> SlurmClient:
-    return SlurmClient(run_dir.info()["slurm_conf"])
+    return SlurmClient(run_dir.slurm_conf())
 
 
 def _number(value: int | None) -> str:

@@ -10,8 +10,9 @@ from slurmtrain.cli.arguments import Parser
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import chain
+from slurmtrain.runtime.attempts import read_attempt
 from slurmtrain.runtime.judge import Reason, Verdict
-from slurmtrain.runtime.settle import free_dependents, own_job_id, own_restart_count, settle
+from slurmtrain.runtime.settle import free_dependents, own_job_id, settle
 from slurmtrain.runtime.slurm import SlurmClient
 
 
@@ -26,6 +27,8 @@ def main(verb: str, words: list[str]) -> int:
     judgement = settle(run_dir, options.attempt, options.exit_code, config, SlurmClient())
     print(f"slurmtrain: run {run_dir.id}, attempt {options.attempt}: {judgement.sentence}", file=sys.stderr)
     print(judgement.verdict)
+    if judgement.verdict is Verdict.DONE:
+        free_dependents(run_dir, read_attempt(run_dir, options.attempt), SlurmClient())
     over = judgement.verdict in (Verdict.DONE, Verdict.END) and judgement.reason is not Reason.SUPERSEDED
     if judgement.bad_node is not None and judgement.verdict is Verdict.NEXT:
         from slurmtrain.launch.again import leave_out
@@ -34,6 +37,4 @@ def main(verb: str, words: list[str]) -> int:
             leave_out([(run_dir, options.attempt)], link, SlurmClient())
     if config.requeue.mode == "chain" and over:
         cancel_rest(run_dir, own_job_id())
-    if config.requeue.mode == "requeue" and judgement.verdict is Verdict.DONE:
-        free_dependents(run_dir, own_job_id(), own_restart_count(), SlurmClient())
     return 0

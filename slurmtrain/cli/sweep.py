@@ -67,6 +67,7 @@ def main(verb: str, words: list[str]) -> int:
         return _status(sweep, options)
     if options.action == "collect":
         return _collect(sweep, options)
+    sweeps.require_own(sweep)
     return {"retry": _retry, "cancel": _cancel}[options.action](sweep, as_json=options.json)
 
 

@@ -65,8 +65,7 @@ def check_again(references: str, root: Path, client: SlurmClient) -> None:
             if now.word != "finished":
                 raise _will_not_finish(run_dir, now)
             # `settle` has freed those who waited then; this job may have come too late for that.
-            last = now.attempts[-1]
-            free_dependents(run_dir, last.job_id, last.restart_count, client)
+            free_dependents(run_dir, now.attempts[-1], client)
 
 
 def with_dependency(config: Config, conditions: Sequence[str]) -> Config:

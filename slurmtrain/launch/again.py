@@ -18,7 +18,7 @@ from slurmtrain.errors import ClusterError, SlurmtrainError
 from slurmtrain.launch.handover import TOKEN_PREFIX, Passing
 from slurmtrain.launch.sbatch import directive
 from slurmtrain.launch.submit import note, resubmit
-from slurmtrain.rundir import RunDir, read_json
+from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.judge import Verdict, is_cancelled
 from slurmtrain.runtime.nodelist import expand_nodelist
@@ -310,8 +310,8 @@ def _pass_on_dependents(run_dir: RunDir, job_id: str, new: str, client: SlurmCli
 
 def _ended_by_cancel(run_dir: RunDir, number: int) -> bool:
     """Whether a person has cancelled the run since attempt `number` was judged, whose record then says so."""
-    request = read_json(run_dir.request_file)  # `settle` has taken the one that it has seen
-    if request is None or request.get("action") not in ("cancel", "stop"):
+    request = attempts.read_request(run_dir.request_file)  # `settle` has taken the one that it has seen
+    if request is None or request.action not in ("cancel", "stop"):
         return False
     _end(run_dir, number, "cancelled by `cancel RUN`")
     return True

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slurmtrain import records
 from slurmtrain.checkpoint.retention import Keep
-from slurmtrain.errors import UsageError, nearest
+from slurmtrain.errors import UnreadableRecord, UsageError, nearest
 from slurmtrain.observe import read_metrics
 from slurmtrain.rundir import RunDir
 
@@ -89,7 +91,7 @@ def table_of(points: Sequence[Point], *, metric: str | None = None, mode: str | 
     says that it is a loss or an error.
 
     Raises:
-        UsageError: no run has logged `metric`; or nothing says which values of it are good; or a log cannot be read.
+        UsageError: no run has logged `metric`; or nothing says which values of it are good.
     """
     candidates = _candidates(points, metric, mode)
     logs = [_read(point.run_dir, candidates) for point in points]
@@ -132,7 +134,7 @@ def as_it_counts(series: Iterable[tuple[int, float]]) -> list[tuple[int, float]]
 
 
 def is_scalar(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, float) or records.is_number(value)
 
 
 @dataclass(frozen=True)
@@ -148,13 +150,13 @@ def _read(run_dir: RunDir | None, candidates: Sequence[Goal]) -> _Log:
     if run_dir is None:
         return _Log(None, {}, {})
     try:
-        records = read_metrics(run_dir.metrics_file)
+        logged = read_metrics(run_dir.metrics_file)
         evaluated = sorted(read_metrics(run_dir.evaluations_file), key=lambda record: record["step"])
-    except OSError as error:
-        raise UsageError(f"{run_dir.metrics_file} cannot be read: {error.strerror}") from None
+    except UnreadableRecord:  # its state says so, and the other points are worth their rows
+        return _Log(None, {}, {})
     last: dict[str, float] = {}
     seen, step = {"step"}, None
-    for record in [*reversed(records), *reversed(evaluated)]:
+    for record in [*reversed(logged), *reversed(evaluated)]:
         if seen.issuperset(record):  # nearly always: only the tail has anything to add
             continue
         for name, value in record.items():
@@ -162,19 +164,19 @@ def _read(run_dir: RunDir | None, candidates: Sequence[Goal]) -> _Log:
                 last[name] = value
                 seen.add(name)
                 step = record["step"] if step is None else max(step, record["step"])
-    best = {goal.metric: goal.best(_as_measured(evaluated, records, goal.metric).values()) for goal in candidates}
+    best = {goal.metric: goal.best(_as_measured(evaluated, logged, goal.metric).values()) for goal in candidates}
     return _Log(step, last, best)
 
 
 def _as_measured(
-    evaluated: Iterable[Mapping[str, Any]], records: Iterable[Mapping[str, Any]], name: str
+    evaluated: Iterable[Mapping[str, Any]], logged: Iterable[Mapping[str, Any]], name: str
 ) -> dict[int, float]:
     """A metric by step: what jobs of their own have measured, and what the run itself has logged, which counts."""
-    return dict(_series(evaluated, name)) | dict(as_it_counts(_series(records, name)))
+    return dict(_series(evaluated, name)) | dict(as_it_counts(_series(logged, name)))
 
 
-def _series(records: Iterable[Mapping[str, Any]], name: str) -> Iterable[tuple[int, float]]:
-    return ((record["step"], record[name]) for record in records if name in record and is_scalar(record[name]))
+def _series(logged: Iterable[Mapping[str, Any]], name: str) -> Iterable[tuple[int, float]]:
+    return ((record["step"], record[name]) for record in logged if name in record and is_scalar(record[name]))
 
 
 def _candidates(points: Sequence[Point], metric: str | None, mode: str | None) -> list[Goal]:
@@ -193,13 +195,11 @@ def _candidates(points: Sequence[Point], metric: str | None, mode: str | None) -
 def _configured(points: Sequence[Point]) -> Goal:
     """What the config keeps checkpoints by. One is read for all: points that differ in this cannot be compared."""
     for point in points:
-        if point.run_dir is not None and point.run_dir.config_file.is_file():
-            import yaml
-
+        if point.run_dir is not None and os.path.isfile(point.run_dir.config_file):
             try:
-                settings = yaml.safe_load(point.run_dir.config_file.read_text())["checkpoint"]
+                settings = point.run_dir.config_values()["checkpoint"]
                 return Goal(str(settings["best_metric"]), "max" if settings["best_mode"] == "max" else "min")
-            except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+            except (UnreadableRecord, TypeError, KeyError):
                 break
     return Goal(Keep.metric, Keep.mode)
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import filecmp
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint.commit import committed, step_of
-from slurmtrain.errors import CheckpointError, ConfigError
+from slurmtrain.errors import CheckpointError, ConfigError, UnreadableRecord
 from slurmtrain.launch.collect import is_scalar
 from slurmtrain.observe import read_metrics
 from slurmtrain.rundir import RunDir
@@ -92,7 +93,8 @@ def compare(a: RunDir, b: RunDir, *, tolerance: float = 0.0, weights: bool = Fal
         weights: read the models of checkpoints however large they are.
 
     Raises:
-        ConfigError: one of the configs or logs cannot be read.
+        ConfigError: one of the configs cannot be read.
+        UnreadableRecord: one of the logs or snapshots cannot be read.
     """
     logs = _by_step(_records(a)), _by_step(_records(b))
     return Comparison(
@@ -160,7 +162,10 @@ def code_differences(a: Path, b: Path) -> list[str]:
     """Paths of files that differ between two snapshots, or are in one of them only."""
     left, right = _files(a), _files(b)
     both = left.keys() & right.keys()
-    differ = {name for name in both if not filecmp.cmp(left[name], right[name], shallow=False)}
+    try:
+        differ = {name for name in both if not filecmp.cmp(left[name], right[name], shallow=False)}
+    except OSError as error:
+        raise UnreadableRecord(f"{error.filename} cannot be read: {error.strerror}") from None
     return sorted(differ | (left.keys() ^ right.keys()))
 
 
@@ -202,25 +207,17 @@ def _in_place(run_dir: RunDir) -> bool:
 
 
 def _files(tree: Path) -> dict[str, Path]:
-    return {str(path.relative_to(tree)): path for path in tree.rglob("*") if path.is_file()}
+    return {str(path.relative_to(tree)): path for path in tree.rglob("*") if os.path.isfile(path)}
 
 
 def _config(run_dir: RunDir) -> Any:
     """The frozen config as plain values: a run of another version of the schema can be compared, too."""
-    import yaml
-
     try:
-        return yaml.safe_load(run_dir.config_file.read_text())
-    except OSError as error:
-        raise ConfigError(f"{run_dir.config_file} cannot be read: {error.strerror}") from None
-    except (ValueError, yaml.YAMLError):
-        raise ConfigError(
-            f"{run_dir.config_file} is no YAML", hint="it was written at submit; has it been edited?"
-        ) from None
+        return run_dir.config_values()
+    except UnreadableRecord as error:
+        raise ConfigError(error.message, hint=error.hint) from None
 
 
 def _records(run_dir: RunDir) -> list[dict[str, Any]]:
-    try:  # what the training itself has measured comes last, and counts
-        return [*read_metrics(run_dir.evaluations_file), *read_metrics(run_dir.metrics_file)]
-    except OSError as error:
-        raise ConfigError(f"{run_dir.metrics_file} cannot be read: {error.strerror}") from None
+    # What the training itself has measured comes last, and counts.
+    return [*read_metrics(run_dir.evaluations_file), *read_metrics(run_dir.metrics_file)]

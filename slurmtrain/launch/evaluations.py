@@ -153,7 +153,7 @@ def _submit_first(run_dir: RunDir, checkpoint: Path, say: Callable[[str], None])
         raise
     run_dir.event("evaluation submitted", step=step, job_id=job_id)
     if _is_cancelled(run_dir):  # while sbatch was at work
-        SlurmClient(evaluation.info()["slurm_conf"]).cancel(job_id)
+        SlurmClient(evaluation.slurm_conf()).cancel(job_id)
 
 
 def _is_cancelled(run_dir: RunDir) -> bool:
@@ -231,8 +231,7 @@ def _write(evaluation: RunDir, run_dir: RunDir, config: Config, overrides: Seque
 
 def _job_ids(evaluation: RunDir) -> list[str]:
     """Those it was submitted as, prepared or not."""
-    found: list[str] = (rundir.read_json(evaluation.info_file) or {}).get("job_ids", [])
-    return found
+    return list(evaluation.info()["job_ids"]) if os.path.lexists(evaluation.info_file) else []
 
 
 def _is_done_or_under_way(evaluation: RunDir) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 from slurmtrain.config.compose import to_values
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, EnvironmentMismatch
-from slurmtrain.planner.fit import StageMemory, check_fits, share_of_gpu
+from slurmtrain.planner.fit import StageMemory, check_fits, check_host_memory, share_of_gpu
 
 DOUBTFUL = 0.5  # of a GPU's memory: what arithmetic finds to need less is not laid out, so that submit answers at once
 TIMEOUT_S = 120.0
@@ -21,6 +24,7 @@ def check_memory(config: Config) -> list[str]:
     Raises:
         ConfigError: with the bytes, and what would fit.
     """
+    check_host_memory(config, host_memory(), has_gpu=next(Path("/dev").glob("nvidia[0-9]*"), None) is not None)
     limit = config.cluster.gpu_memory_gb
     if limit is None or config.job.kind != "train":
         return []
@@ -32,6 +36,16 @@ def check_memory(config: Config) -> list[str]:
     except EnvironmentMismatch as error:
         return [f"whether it fits into cluster.gpu_memory_gb={limit:g} is not known: {error.message}"]
     return []
+
+
+def host_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int | None:
+    """Return the bytes of memory that processes of this machine can have; None when it does not say."""
+    found = []
+    with suppress(OSError, ValueError, IndexError):
+        found.append(1024 * int(re.findall(r"^MemTotal:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)[0]))
+    with suppress(OSError, ValueError):
+        found.append(int(cgroup.read_text()))  # "max": there is no limit
+    return min(found, default=None)
 
 
 def laid_out(config: Config) -> list[StageMemory]:

@@ -113,7 +113,9 @@ class Tasks:
             task = tasks / f"{number:04d}-{digest}.json"
             if not task.exists():  # else it was asked for before the last shell died
                 if not shared.exists():
-                    shared.write_bytes(pickled)
+                    temporary = shared.with_name(f".{shared.name}.{os.getpid()}")
+                    temporary.write_bytes(pickled)
+                    temporary.replace(shared)  # whole or not at all: jobs read it
                 facts = {"shared": str(shared), "number": number, "overrides": list(overrides)}
                 write_json(task, {**facts, "path": [os.path.abspath(each) for each in sys.path]})
             wanted.append(Wanted(values_of(overrides), self._run_config(task)))

@@ -13,7 +13,8 @@ from typing import Any
 
 
 def json_text(value: Any) -> str:
-    return json.dumps(_strict(value), indent=1, allow_nan=False, ensure_ascii=False, default=str) + "\n"
+    text = json.dumps(_strict(value), indent=1, allow_nan=False, ensure_ascii=False, default=str) + "\n"
+    return text.encode(errors="backslashreplace").decode()  # half of a pair of surrogates, which no UTF-8 can hold
 
 
 def _strict(value: Any) -> Any:

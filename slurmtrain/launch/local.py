@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import BinaryIO
 
 from slurmtrain.config import secrets
@@ -48,10 +48,17 @@ def run_local(run_dir: RunDir, say: Callable[[str], None]) -> int:
         run_hook_of(run_dir, attempt.number, config)
         say(
             judgement.sentence
-            + ("" if judgement.verdict is not Verdict.END else f". Continue with: resume {run_dir.id}")
+            + ("" if judgement.verdict is not Verdict.END else f". {how_to_continue(run_dir.id, judgement.reason)}")
         )
         if judgement.verdict is not Verdict.REQUEUE:
             return _exit_code(judgement, code)
+
+
+def how_to_continue(run_id: str, reason: str | None) -> str:
+    """Return what a person does to go on with a run that has ended; of one with a wrong config, more than to resume it."""
+    if reason == Reason.CONFIG:
+        return f"When that is put right: resume {run_id} (--set KEY=VALUE changes its config), or submit again"
+    return f"Continue with: resume {run_id}"
 
 
 def _exit_code(judgement: Judgement, code: int) -> int:
@@ -149,6 +156,7 @@ class LocalAttempt:
         return {
             **variables,
             "PYTHONPATH": ":".join(dict.fromkeys(roots)),
+            **waits_of_threads(variables),
             "OMP_NUM_THREADS": variables.get("OMP_NUM_THREADS", str(cluster.cpus_per_task)),
             **cluster.env,
             LAUNCHER_VARIABLE: "local",
@@ -159,6 +167,18 @@ class LocalAttempt:
             "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": size,
         }
+
+
+def waits_of_threads(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return how OpenMP's threads wait for each other on a machine that others use, too; nothing where `variables` say.
+
+    By default they spin, for milliseconds (libgomp) or 200 ms (libiomp), which takes the CPU from the very thread that they
+    wait for as soon as there are more threads than CPUs: two quick starts on two busy CPUs took four times the processor
+    time. A thousand turns, some microseconds, bridge what lies between two loops; then they sleep.
+    """
+    if any(name in variables for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
+        return {}
+    return {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 
 
 def _terminal_like_ours() -> tuple[int, int]:

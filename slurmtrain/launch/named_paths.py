@@ -14,6 +14,7 @@ from typing import Any
 from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, PrepareConfig
 from slurmtrain.data import prepared_config
 from slurmtrain.errors import ConfigError
+from slurmtrain.launch.program import check_program
 from slurmtrain.paths import URL, absolute
 
 IMAGE_FILES = (".sif", ".sqsh", ".img", ".simg")
@@ -139,6 +140,7 @@ def check_named_paths(config: Config, cwd: Path, *, later: bool = False) -> None
             f"runs cannot lie under {runs}: with a backslash in its name SLURM writes a job's log elsewhere, or not at all",
             hint="job.runs_dir, or SLURMTRAIN_RUNS, names another folder",
         )
+    check_program(config, cwd)
     for field, path, what in _named(with_absolute_paths(config, cwd), cwd, later=later):
         if glob.has_magic(str(path)):
             if _fixed_part(path).is_dir() and next(glob.iglob(str(path), recursive=True), None) is None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from slurmtrain import records
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts
 
@@ -41,7 +43,7 @@ class Progress:
     @property
     def eta_s(self) -> float | None:
         """Seconds that it has to run, at the speed that it has."""
-        return None if self.step_time_s is None or self.left is None else self.left * self.step_time_s
+        return None if self.step_time_s is None or self.left is None else _finite(self.left * self.step_time_s)
 
 
 def read_progress(run_dir: RunDir, steps: int | None, *, running_since: float | None) -> Progress:
@@ -55,11 +57,11 @@ def read_progress(run_dir: RunDir, steps: int | None, *, running_since: float | 
     log = attempts.tail(run_dir.metrics_file)
     newest = _newest(log, "step")
     logged_step = newest.get("step")
-    step = max(saved or 0, logged_step if isinstance(logged_step, int) else 0) or None
+    step = max(saved or 0, int(logged_step or 0) if records.is_count(logged_step) else 0) or None
     if not newest:
         return Progress(step, steps)
     evaluated = _newest(log, "valid_loss") or _furthest(run_dir, "valid_loss")
-    trained, logged = _newest(log, "loss"), run_dir.metrics_file.stat().st_mtime
+    trained, logged = _newest(log, "loss"), os.lstat(run_dir.metrics_file).st_mtime
     paced = trained or newest  # a program of the user's own may report steps and nothing else
     now = paced if running_since is not None and logged >= running_since else {}
     return Progress(
@@ -131,12 +133,16 @@ def _newest(log: bytes, name: str) -> dict[str, Any]:
 def _furthest(run_dir: RunDir, name: str) -> dict[str, Any]:
     """Of what jobs of their own have measured, which need not come in order."""
     found = attempts.records_with(name, attempts.tail(run_dir.evaluations_file))
-    return max(found, key=lambda record: int(record.get("step", 0)), default={})
+    return max((each for each in found if records.is_count(each.get("step", 0))), key=_step, default={})
+
+
+def _step(record: dict[str, Any]) -> int:
+    return int(record.get("step", 0))
 
 
 def _number(value: object) -> float | None:
     """A value that was logged, NaN and infinite ones included: that a loss has diverged is worth to be seen."""
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return value if isinstance(value, float) or records.is_number(value) else None  # type: ignore[return-value]
 
 
 def _finite(value: object) -> float | None:

@@ -20,9 +20,11 @@ from pathlib import Path
 
 from slurmtrain.checkpoint import retention
 from slurmtrain.checkpoint.commit import committed
+from slurmtrain.errors import UnreadableRecord
 from slurmtrain.launch.state import RunState, states
 from slurmtrain.paths import located
-from slurmtrain.rundir import RunDir, all_runs, disk_usage
+from slurmtrain.records import is_mine
+from slurmtrain.rundir import RunDir, all_runs, disk_usage, is_own
 
 ENDED = ("finished", "stopped", "failed", "lost")  # the words of a state that nobody runs any more
 # A local run has no attempt for a moment after it was prepared, and looks lost; so does one between two attempts.
@@ -53,7 +55,7 @@ class Plan:
     """Attributes:
     removals: what goes.
     stays: by run id, why one that was asked for stays.
-    states: of all runs, as they were found.
+    states: of all of this user's runs, as they were found.
     """
 
     removals: list[Removal]
@@ -69,7 +71,7 @@ def plan(
     older_than_s: float = 0.0,
     keep_checkpoints: bool = False,
 ) -> Plan:
-    """Decide which runs under `root` go. Changes nothing.
+    """Decide which of this user's runs under `root` go. Changes nothing.
 
     Args:
         now: unix time.
@@ -77,12 +79,13 @@ def plan(
         older_than_s: since their last change.
     """
     root = located(root)
-    runs = all_runs(root)
+    known = all_runs(root)
+    runs = [run for run in known if is_own(run)]
     before = {run.path: fingerprint(run) for run in runs}
     evaluations = [each for run in runs for each in run.all_evaluations()]
-    found = states([*runs, *evaluations])
+    found = states([*(run for run in known if run not in runs), *runs, *evaluations])
     evaluated = {each.path.parents[1] for each in evaluations if found[each.id].alive}
-    sources = _sources([run for run in runs if found[run.id].word not in ENDED])
+    sources = _sources([run for run in known if found[run.id].word not in ENDED])
     twice = {run_id for run_id, count in Counter(run.id for run in runs).items() if count > 1}
     removals, stays = [], {}
     for run in runs:
@@ -100,7 +103,7 @@ def plan(
     removals += [
         Removal(path, "left by a removal that was cut short", disk_usage(path))
         for path in sorted(root.glob(f"*/{REMOVED}*"))
-        if path.is_dir() and not path.is_symlink()
+        if os.path.isdir(path) and is_mine(path) and not path.is_symlink() and not path.parent.is_symlink()
     ]
     return Plan(removals, stays, {run.id: found[run.id] for run in runs})
 
@@ -110,6 +113,9 @@ def _reason_to_stay(
 ) -> str | None:
     if run.path.parent.parent != root:
         return f"it is a link to {run.path}"
+    linked = next((path for path in (run.attempts, run.checkpoints, run.evaluations) if path.is_symlink()), None)
+    if linked is not None:
+        return f"{linked.name} is a link to {os.path.realpath(linked)}, and nothing is removed through a link"
     if state.queued_again:
         return f"job {state.job_id} is in the queue once more, though the run has ended"
     if run.id in twice:
@@ -131,17 +137,15 @@ def _reason_to_stay(
 
 def _sources(runs: Sequence[RunDir]) -> dict[Path, str]:
     """Where runs that have not ended begin from (checkpoint.restore_from), with their ids."""
-    import yaml
-
     found = {}
     for run in runs:
         try:
-            source = yaml.safe_load(run.config_file.read_text())["checkpoint"]["restore_from"]
-        except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+            source = run.config_values()["checkpoint"]["restore_from"]
+            if source:
+                path = os.path.join(run.info().get("submit_dir", ""), os.path.expanduser(str(source)))
+                found[Path(os.path.realpath(path))] = run.id
+        except (UnreadableRecord, ValueError, TypeError, KeyError):
             continue
-        if source:
-            path = os.path.join(run.info().get("submit_dir", ""), Path(str(source)).expanduser())
-            found[Path(os.path.realpath(path))] = run.id
     return found
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import getpass
+import os
+import re
 import socket
 import time
 from collections.abc import Iterable
@@ -16,10 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurmtrain import process
-from slurmtrain.errors import ClusterError
+from slurmtrain.errors import ClusterError, UnreadableRecord
 from slurmtrain.launch.progress import Progress, at_about, read_progress
 from slurmtrain.launch.reasons import in_words, is_held
-from slurmtrain.rundir import RunDir, is_sweep
+from slurmtrain.records import is_job_id, read_text
+from slurmtrain.rundir import RunDir, check_parts, is_own, is_sweep
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.attempts import Attempt
 from slurmtrain.runtime.chain import links
@@ -28,6 +31,7 @@ from slurmtrain.runtime.slurm import GONE, QueuedJob, SlurmClient, parse_time
 
 CONFIRMATIONS = 3  # answers without a job after which it is taken for gone
 CONFIRM_EVERY_S = 0.7
+USER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}")
 GONE_EVENT = "gone from the queue"
 WAITING = ("waiting", "requeued", "held")  # words for a run whose job is pending
 LOCAL_START_S = 60.0  # a local attempt whose rank 0 has not said anything for longer than this never will
@@ -37,7 +41,8 @@ LOCAL_START_S = 60.0  # a local attempt whose rank 0 has not said anything for l
 class RunState:
     """Attributes:
     word: one of "prepared", "waiting", "starting", "running", "suspended", "stopping", "requeued", "held", "unknown",
-        "finished", "stopped", "failed", "lost"; of a sweep's point also "removed".
+        "finished", "stopped", "failed", "lost"; "unreadable" where the run's files cannot be used; of a sweep's point also
+        "removed".
     sentence: why, and what comes next.
     alive: SLURM or a local launcher still has it, or may have it for all that can be known here.
     own_job: it was submitted as this job; False where somebody started the run inside of an allocation.
@@ -74,22 +79,43 @@ def states(run_dirs: Iterable[RunDir]) -> dict[str, RunState]:
     """State of every run, by id, with one squeue call for each cluster they are on, and each person they are of.
 
     A job that should be there and is not is asked for again: a controller that has just been restarted answers with nothing.
+    A run whose files cannot be used is "unreadable", and its sentence says why.
     """
-    records = [_read(run_dir) for run_dir in run_dirs]
+    found: dict[str, RunState] = {}
+    records = []
+    for run_dir in run_dirs:
+        try:
+            records.append(_read(run_dir))
+        except UnreadableRecord as error:
+            found[run_dir.id] = _unreadable(error)
     by_owner: dict[_Owner, list[_Record]] = {}
     for record in records:
-        if not record.local and record.job_id:
+        if not record.local and record.job_id and record.distrust is None:
             by_owner.setdefault(record.owner, []).append(record)
     queues = {owner: _confirmed_queue(owner, theirs) for owner, theirs in by_owner.items()}
-    found = {}
     for record in records:
-        queue = queues.get(record.owner, _Queue())
-        found[record.id] = _state(_at_its_link(record, queue), queue)
+        queue = _Queue(doubt=record.distrust) if record.distrust is not None else queues.get(record.owner, _Queue())
+        try:
+            found[record.id] = _state(_at_its_link(record, queue), queue)
+        except UnreadableRecord as error:
+            found[record.id] = _unreadable(error)
     return found
 
 
+def _unreadable(error: UnreadableRecord) -> RunState:
+    return RunState("unreadable", error.message, False, [], None)
+
+
 def state(run_dir: RunDir) -> RunState:
-    return states([run_dir])[run_dir.id]
+    """State of one run.
+
+    Raises:
+        UnreadableRecord: its files cannot be used.
+    """
+    now = states([run_dir])[run_dir.id]
+    if now.word == "unreadable":
+        raise UnreadableRecord(now.sentence)
+    return now
 
 
 def is_over(run_dir: RunDir) -> bool:
@@ -125,6 +151,8 @@ class _Record:
             the one whose turn it is.
         chain: the jobs of the chain, where the latest job is one of it.
         following: those that wait for the latest job.
+        slurm_conf: of its cluster; None: the machine's own.
+        distrust: why that is not used; None where it is.
     """
 
     run_dir: RunDir
@@ -133,6 +161,8 @@ class _Record:
     job_id: str | None
     chain: list[str]
     following: tuple[str, ...] = ()
+    slurm_conf: str | None = None
+    distrust: str | None = None
 
     @property
     def id(self) -> str:
@@ -140,8 +170,9 @@ class _Record:
 
     @property
     def owner(self) -> _Owner:
-        user = self.info.get("user")
-        return _Owner(self.info["slurm_conf"], user if _me() not in (None, user) else None)
+        user = self.info["user"]
+        foreign = _me() not in (None, user) and USER_NAME.fullmatch(user)
+        return _Owner(self.slurm_conf, user if foreign else None)
 
     @property
     def local(self) -> bool:
@@ -160,8 +191,11 @@ class _Record:
         """Nothing says that it has ended, and the queue has no job of it; unless that is known for certain."""
         if self.over or any(job_id in queue.jobs for job_id in self.possible_jobs):
             return False
-        known = [event["job_ids"] for event in self.run_dir.events() if event["event"] == GONE_EVENT]
-        return self.possible_jobs not in known
+        try:
+            events = self.run_dir.events()
+        except UnreadableRecord:  # it only spares the next look
+            return True
+        return self.possible_jobs not in [event.get("job_ids") for event in events if event["event"] == GONE_EVENT]
 
     @property
     def own_job(self) -> bool:
@@ -192,7 +226,7 @@ class _Record:
         if self.last is None or self.last.verdict is not None:
             return None
         path = self.run_dir.attempt(self.last.number) / "setup-failed"
-        return path if path.exists() else None
+        return path if os.path.lexists(path) else None
 
     @property
     def setting_up(self) -> bool:
@@ -227,10 +261,18 @@ def _me() -> str | None:
 
 
 def _read(run_dir: RunDir) -> _Record:
-    info, tries = run_dir.info(), attempts.all_attempts(run_dir)
-    job_id = _latest_job_id(run_dir, [str(job) for job in info["job_ids"]], tries)
+    check_parts(run_dir)
+    info, tries = run_dir.info(whole=True), attempts.all_attempts(run_dir)
+    job_id = _latest_job_id(run_dir, info["job_ids"], tries)
     chain = links(info)
-    return _Record(run_dir, info, tries, job_id, chain if job_id in chain else [])
+    conf = distrust = None
+    if info["slurm_conf"] is not None:
+        try:
+            conf = run_dir.slurm_conf()
+        except ClusterError as error:
+            distrust = error.message
+    chain = chain if job_id in chain else []
+    return _Record(run_dir, info, tries, job_id, chain, slurm_conf=conf, distrust=distrust)
 
 
 def _at_its_link(record: _Record, queue: _Queue) -> _Record:
@@ -253,7 +295,12 @@ def _latest_job_id(run_dir: RunDir, submitted: list[str], tries: list[Attempt]) 
         at = [float(event["time"]) for event in run_dir.events() if event["event"] == "submitted"] if opened else []
         if not at or at[-1] > opened:  # else somebody started the run by hand since
             return submitted[-1]
-    logs = [(path.stat().st_mtime, path.stem.removeprefix("slurm-")) for path in run_dir.path.glob("slurm-*.log")]
+    logs = []
+    for path in run_dir.path.glob("slurm-*.log"):
+        logged = path.stem.removeprefix("slurm-")
+        if is_job_id(logged):
+            with contextlib.suppress(OSError):
+                logs.append((path.lstat().st_mtime, logged))
     if logs and max(logs)[0] > opened and max(logs)[1] not in ran:
         return max(logs)[1]
     return ran[-1] if ran else None
@@ -282,14 +329,14 @@ def _confirmed_queue(owner: _Owner, records: list[_Record]) -> _Queue:
         again = _queue(owner, job_ids)
         queue = _Queue({**queue.jobs, **again.jobs}, again.doubt)
     for record in records:
-        if queue.doubt is None and record.is_missing_from(queue):
-            with contextlib.suppress(OSError):  # somebody else's run
+        if queue.doubt is None and record.is_missing_from(queue) and is_own(record.run_dir):
+            with contextlib.suppress(OSError):  # it is told only to spare the next look
                 record.run_dir.event(GONE_EVENT, job_ids=record.possible_jobs)
     return queue
 
 
 def _queue(owner: _Owner, job_ids: list[str]) -> _Queue:
-    if owner.slurm_conf and not Path(owner.slurm_conf).exists():
+    if owner.slurm_conf and not os.path.exists(owner.slurm_conf):
         return _Queue()  # a sandbox that is down, and its jobs with it
     try:
         return _Queue(SlurmClient(owner.slurm_conf).queue(job_ids, owner.user))
@@ -467,10 +514,14 @@ def _ended(record: _Record, queued: str = "") -> tuple[str, str]:
             return "failed", f"{what} ended as {queued} before its first attempt; see {record.run_dir.path}/slurm-*.log"
         return "lost", f"{what} is gone and left no attempt; `resume {record.id}` starts it again"
     if record.setup_failed is not None:
-        return "failed", record.setup_failed.read_text().strip()
+        return "failed", read_text(record.setup_failed).strip()
     if last.verdict == Verdict.DONE:
         return "finished", f"{last.sentence or 'finished'}{_started_again(record, last)}"
     if last.verdict == Verdict.END:
+        if last.reason == Reason.CONFIG:
+            resume = (
+                f"When that is put right: `resume {record.id}` (--set KEY=VALUE changes its config), or submit again"
+            )
         word = "stopped" if last.reason in ("cancelled", "asked", "time limit", "preempted") else "failed"
         return word, f"{last.sentence}{_started_again(record, last)}. {resume}"
     if record.cancelled(queued):

@@ -20,6 +20,7 @@ from slurmtrain.errors import ClusterError, ConfigError
 from slurmtrain.launch.handover import TOKEN_PREFIX, NotSubmitted, comment_option, export_option, hand_over, sbatch
 from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.named_paths import with_absolute_paths
+from slurmtrain.launch.program import check_in_snapshot
 from slurmtrain.launch.sbatch import JobPaths, render_script, without_past
 from slurmtrain.launch.snapshot import Snapshot, Source, find_source, take_snapshot
 from slurmtrain.redaction import redacted
@@ -51,6 +52,7 @@ def preparing(config: Config, overrides: Sequence[str], cwd: Path) -> Iterator[R
     run_dir = rundir.create(Path(config.job.runs_dir), config.job.name)
     try:
         snapshot = take_snapshot(config.job, source, run_dir.code)
+        check_in_snapshot(config, run_dir.path / snapshot.workdir)
         _write(run_dir, config, overrides, snapshot, source, cwd)
         yield run_dir
     except BaseException as error:
@@ -129,7 +131,7 @@ def resubmit(
         token: for a caller who looks for the job by it and tries again: sbatch is called once.
         facts: for the record.
     """
-    slurm_conf = run_dir.info().get("slurm_conf")
+    slurm_conf = run_dir.slurm_conf()
     check_slurm_is_here(slurm_conf)
     script = without_past(_alone(run_dir, run_dir.script.read_text()))
     words = [*options(script), *export_option(load_frozen(run_dir.config_file, with_secrets=False))]
@@ -210,7 +212,7 @@ def _hand_over(
 
 def _submitting(run_dir: RunDir) -> list[str]:
     """Tokens of the submissions that were begun."""
-    return [str(event["token"]) for event in run_dir.events() if event["event"] == SUBMITTING]
+    return [str(event.get("token")) for event in run_dir.events() if event["event"] == SUBMITTING]
 
 
 def _write(

@@ -15,21 +15,47 @@ appears complete or not at all, an array has one claimant, and what a dead claim
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slurmtrain import rundir
-from slurmtrain.errors import ClusterError, UsageError
+from slurmtrain.errors import ClusterError, UnreadableRecord, UsageError
 from slurmtrain.launch.arrays import tasks_of
 from slurmtrain.launch.state import RunState, states
 from slurmtrain.paths import located
+from slurmtrain.records import (
+    COUNT,
+    METRICS_BYTES,
+    NOTHING,
+    TEXT,
+    TEXTS,
+    TIME,
+    Kind,
+    check_fields,
+    is_mine,
+    parse,
+    read_bytes,
+)
 from slurmtrain.rundir import RunDir, read_json, write_json
 from slurmtrain.runtime.slurm import SlurmClient
 
+_INFO = {
+    "created": TIME,
+    "slurm_conf": TEXT | NOTHING,
+    "backend": TEXT,
+    "overrides": TEXTS,
+    "pack": COUNT,
+    "parallelism": COUNT | NOTHING,
+    "after": TEXTS,
+    "token": TEXT,
+    "workdir": TEXT,
+}
+_TEXT_BY_KEY = Kind("text by key", lambda value: isinstance(value, dict) and TEXTS.holds(list(value.values())))
+_POINT = {"number": COUNT, "varied": _TEXT_BY_KEY, "identity": TEXT, "shape": TEXT, "run_id": TEXT}
 REMOVED = RunState("removed", "its run directory is gone", False, [], None)
 
 
@@ -93,16 +119,29 @@ class Sweep:
         """
         info = read_json(self.info_file)
         if info is None:
-            raise UsageError(f"{self.path} is not a sweep: it has no readable sweep.json")
+            raise UnreadableRecord(f"{self.path} is not a sweep: it has no readable sweep.json")
+        missing = [name for name in ("created", "slurm_conf", "pack", "backend") if name not in info]
+        if missing:
+            raise UnreadableRecord(f"{self.info_file} does not say {', '.join(missing)}")
+        check_fields(info, _INFO, self.info_file)
         return info
 
     def points(self) -> list[Point]:
         """All whose line is whole: a search adds to them, and may be cut short."""
-        whole, _, _ = self.points_file.read_text().rpartition("\n")
-        return [Point(**json.loads(line)) for line in whole.splitlines()]
+        try:
+            whole, _, _ = read_bytes(self.points_file, at_most=METRICS_BYTES).rpartition(b"\n")
+        except OSError as error:
+            raise UnreadableRecord(f"{self.points_file} cannot be read: {error.strerror}") from None
+        return [self._point(parse(line), number) for number, line in enumerate(whole.splitlines(), 1)]
+
+    def _point(self, values: Any, line: int) -> Point:
+        known = {name: values.get(name) for name in _POINT} if isinstance(values, dict) else dict.fromkeys(_POINT)
+        if not all(kind.holds(known[name]) for name, kind in _POINT.items()) or "/" in str(known["run_id"]):
+            raise UnreadableRecord(f"{self.points_file}: line {line} is no point")
+        return Point(**known)  # type: ignore[arg-type]
 
     def point_count(self) -> int:
-        return self.points_file.read_bytes().count(b"\n")
+        return len(self.points())
 
     def run_dir(self, run_id: str) -> RunDir:
         return RunDir(self.path / run_id)
@@ -159,7 +198,7 @@ def note_jobs(sweep: Sweep, number: int) -> None:
     """Tell every run of an array its job, if that has not been done to the end."""
     path = sweep.array(number) / "job.json"
     job = read_json(path)
-    if job is None or job.get("noted"):
+    if job is None or job.get("noted") or not is_mine(sweep.path):
         return
     conf = sweep.info()["slurm_conf"]
     for run_id, element in sweep.elements(number, str(job["job_id"])).items():
@@ -176,8 +215,15 @@ def note_jobs(sweep: Sweep, number: int) -> None:
 
 def all_sweeps(runs: Path) -> list[Sweep]:
     """Every sweep under `runs`, oldest first."""
-    found = [Sweep(located(file.parent)) for file in runs.glob("*/sweep.json") if os.access(file, os.R_OK)]
-    return sorted(found, key=lambda sweep: float(sweep.info()["created"]))
+    files = [file for file in runs.glob("*/sweep.json") if os.access(file, os.R_OK)]
+    found = [Sweep(located(file.parent)) for file in files if not rundir.foreign_link(file.parent)]
+    dated = []
+    for sweep in found:
+        try:
+            dated.append((float(sweep.info()["created"]), sweep))
+        except UsageError as error:
+            print(f"slurmtrain: left out: {error.message}", file=sys.stderr)
+    return [sweep for _, sweep in sorted(dated, key=lambda pair: pair[0])]
 
 
 def find(reference: str, runs: Path) -> Sweep:
@@ -194,7 +240,12 @@ def find(reference: str, runs: Path) -> Sweep:
         rundir.refuse_unreadable(reference, runs)
         raise rundir.nothing_under(runs, "sweeps")
     if reference == "last":
-        return sweeps[-1]
+        own = [sweep for sweep in sweeps if is_mine(sweep.path)]
+        if not own:
+            raise UsageError(
+                f"none of the sweeps under {runs.resolve()} is yours", hint=f"the latest is {sweeps[-1].id}"
+            )
+        return own[-1]
     matching = [sweep for sweep in sweeps if sweep.id == reference] or [
         sweep for sweep in sweeps if reference in sweep.id
     ]
@@ -218,7 +269,7 @@ def states_of(sweep: Sweep) -> dict[str, RunState]:
 def states_of_all(found: Sequence[Sweep]) -> list[tuple[Sweep, dict[str, RunState]]]:
     """State of every run of each sweep; one squeue call for all."""
     for sweep in found:
-        with contextlib.suppress(PermissionError):  # somebody else's
+        with contextlib.suppress(PermissionError, UnreadableRecord):  # somebody else's
             for number in sweep.array_numbers():
                 note_jobs(sweep, number)
     runs = [(sweep, sweep.run_dirs()) for sweep in found]
@@ -246,5 +297,20 @@ def check_not_planned(run_dir: RunDir) -> None:
             )
 
 
+def require_own(sweep: Sweep) -> None:
+    """Look whether a sweep is this user's, before its points are submitted or cancelled: their scripts would be run.
+
+    Raises:
+        UsageError: it is somebody else's.
+    """
+    for path in (sweep.path, sweep.info_file, sweep.points_file, sweep.arrays):
+        if os.path.lexists(path) and not is_mine(path):
+            whose = os.lstat(path).st_uid
+            raise UsageError(
+                f"{path} belongs to user {whose}: only who has submitted a sweep may change it, or go on with it",
+                hint="`sweep status` and `sweep collect` show it",
+            )
+
+
 def client_of(sweep: Sweep) -> SlurmClient:
-    return SlurmClient(sweep.info()["slurm_conf"])
+    return SlurmClient(rundir.trusted_slurm_conf(sweep.info()["slurm_conf"], named_by=sweep.info_file))

@@ -21,6 +21,7 @@ from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.snapshot import find_source, take_snapshot
 from slurmtrain.launch.submit import run_info
 from slurmtrain.launch.sweep import Point, Sweep
+from slurmtrain.records import is_mine
 from slurmtrain.rundir import RunDir, read_json, write_json
 
 OF_THE_SWEEP = ("token", "parallelism", "pack", "after")  # in sweep.json; the rest says the same of every run
@@ -30,7 +31,8 @@ def find_same(draft: Draft) -> Sweep | None:
     """The newest sweep with the same points, if there is one."""
     runs = Path(draft.first.job.runs_dir)
     name = draft.id
-    found = [path for path in (runs / name, *runs.glob(f"{name}.[0-9]*")) if rundir.is_sweep(path)]
+    named = (runs / name, *runs.glob(f"{name}.[0-9]*"))
+    found = [path for path in named if is_mine(path) and rundir.is_sweep(path)]  # nobody goes on with somebody else's
     return Sweep(max(found, key=lambda path: int(path.name.removeprefix(name).lstrip(".") or 1))) if found else None
 
 
@@ -62,7 +64,7 @@ def make(
     source = find_source(job, cwd, interpreter_of(draft.first.cluster))
     name = draft.id
     try:
-        (runs / rundir.PREPARING).mkdir(parents=True, exist_ok=True)
+        rundir.make_folder(runs, rundir.PREPARING)
         making.remove_left_over(runs)
         temporary = Sweep(making.folder(runs, name))
         temporary.path.mkdir(mode=0o700)
@@ -104,7 +106,7 @@ def _publish(temporary: Sweep, path: Path, *, again: bool) -> Sweep:
             return Sweep(target)
         except OSError as error:
             if rundir.is_sweep(target):
-                if not again:  # another shell has made it meanwhile, with the same points
+                if not again and is_mine(target):  # another shell has made it meanwhile, with the same points
                     return Sweep(target)
             elif not target.exists() or os.access(target, os.R_OK | os.X_OK):
                 raise ConfigError(f"cannot make {target}: {error.strerror}") from None

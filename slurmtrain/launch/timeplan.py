@@ -16,8 +16,9 @@ from slurmtrain import rundir
 from slurmtrain.config.compose import config_hash
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.validate import SLURM_EARLY_S
-from slurmtrain.errors import ConfigError
-from slurmtrain.rundir import RunDir, read_json
+from slurmtrain.errors import ConfigError, UnreadableRecord
+from slurmtrain.records import finite
+from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.slurm import PreemptionTimes, SlurmClient
 
@@ -110,10 +111,10 @@ def measured_before(config: Config, run_dirs: Iterable[RunDir]) -> Measured | No
     """
     wanted, found = config_hash(config), []
     for run_dir in reversed(list(run_dirs)):
-        info = read_json(run_dir.info_file)
-        if info is None or info.get("config_hash") != wanted:
+        try:
+            measured = _measured(run_dir, config.world_size) if run_dir.info().get("config_hash") == wanted else None
+        except UnreadableRecord:
             continue
-        measured = _measured(run_dir, config.world_size)
         if measured is not None:
             found.append(measured)
         if len(found) == RUNS_REMEMBERED:
@@ -134,8 +135,9 @@ def _measured(run_dir: RunDir, world_size: int) -> Measured | None:
     if not tries or any(attempt.world_size != world_size for attempt in tries):
         return None
     logged = attempts.records_with("step_time_s", attempts.tail(run_dir.metrics_file))
-    steps = [float(each["step_time_s"]) for each in logged if each["step_time_s"]]
-    saves = [float(each["seconds"]) for each in run_dir.events() if each["event"] == "checkpoint"]
+    steps = [value for each in logged if (value := finite(each["step_time_s"]))]
+    saved = [finite(each.get("seconds")) for each in run_dir.events() if each["event"] == "checkpoint"]
+    saves = [value for value in saved if value is not None]
     if not steps or not saves:
         return None
     return Measured(

@@ -10,7 +10,11 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from slurmtrain import records
+
+BLOCK_BYTES = 1 << 18
 
 Value = float | int | str | bool | None
 
@@ -23,12 +27,20 @@ class MetricsLog:
         resume_step: the step of the checkpoint that this attempt continues from. Records of later steps, and a last
             line torn by a kill, are dropped. -1 starts from nothing.
         keep: of the others, those for which this is false are dropped, too.
+        settled_step: of records up to this step all are kept; what lies before them in the file is not read.
     """
 
-    def __init__(self, path: Path, resume_step: int, keep: Callable[[dict[str, Any]], bool] = lambda record: True):
+    def __init__(
+        self,
+        path: Path,
+        resume_step: int,
+        keep: Callable[[dict[str, Any]], bool] = lambda record: True,
+        settled_step: int | None = None,
+    ):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _drop(path, lambda record: record["step"] <= resume_step and keep(record))
-        self._file = path.open("a", encoding="utf-8")
+        settled = resume_step if settled_step is None else min(settled_step, resume_step)
+        _drop(path, lambda record: record["step"] <= resume_step and keep(record), settled)
+        self._file = os.fdopen(records.open_to_append(path), "a", encoding="utf-8")
 
     def write(self, step: int, **values: Value) -> None:
         """Append one record. Floats are written so that reading them gives the same bits (NaN as `NaN`)."""
@@ -42,47 +54,53 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a metrics file, in order; none when there is no file. Safe while the run goes on."""
+    """All whole records of a metrics file, in order; none when there is no file. Safe while the run goes on.
+
+    Raises:
+        UnreadableRecord: it is not a regular file, too large, or cannot be read.
+    """
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
+        lines = records.read_bytes(path, at_most=records.METRICS_BYTES).splitlines(keepends=True)
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    try:
-        # One call for all lines takes half the time; a torn one among them makes it fail.
-        records = json.loads(b"[%s]" % b",".join(lines))
-    except ValueError:
-        records = []
-    if len(records) != len(lines) or not all(_is_record(record) for record in records):
+    # One call for all lines takes half the time; a torn one among them makes it fail.
+    found = records.parse(b"[%s]" % b",".join(lines))
+    if not isinstance(found, list) or len(found) != len(lines) or not all(_is_record(record) for record in found):
         return [record for _, record in _whole(lines)]
-    return records if not lines or lines[-1].endswith(b"\n") else records[:-1]
+    return found if not lines or lines[-1].endswith(b"\n") else found[:-1]
 
 
 def _whole(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
     for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
+        record = records.parse(line)
         if line.endswith(b"\n") and _is_record(record):
             yield line, record
 
 
 def _is_record(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("step"), int)
+    return isinstance(value, dict) and records.is_count(value.get("step"))
 
 
-def _drop(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite the file with the wanted records only."""
+def _drop(path: Path, wanted: Callable[[dict[str, Any]], bool], settled_step: int) -> None:
+    """Leave only the wanted records in the file. Of a long one only the end is read, and usually cut off."""
     if not path.exists():
         return
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = b"".join(line for line, record in _whole(lines) if wanted(record))
-    if path.stat().st_size == len(kept):
-        return
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        begin = _settled_bytes(file, size, settled_step)
+        file.seek(begin)
+        end = file.read()
+        kept = b"".join(line for line, record in _whole(end.splitlines(keepends=True)) if wanted(record))
+        if end.startswith(kept):
+            if len(kept) < len(end):
+                file.truncate(begin + len(kept))
+            return
+        file.seek(0)
+        before = file.read(begin)
     # By way of a second file, so that a kill in the middle loses nothing of what was recorded.
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("wb") as file:
-        file.write(kept)
+        file.write(before + kept)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -91,3 +109,23 @@ def _drop(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _settled_bytes(file: BinaryIO, size: int, settled_step: int) -> int:
+    """Where the part ends that need not be read: before it lies a block of whole records, none of a later step.
+
+    Steps grow along the file; a whole block, since a rank that was cut off may have added some lines of its own.
+    """
+    end = size
+    while end > BLOCK_BYTES:
+        file.seek(end - BLOCK_BYTES)
+        block = file.read(BLOCK_BYTES)
+        first = block.find(b"\n") + 1
+        lines = block[first:].splitlines(keepends=True)
+        steps = [record["step"] for _, record in _whole(lines)]
+        if steps and len(steps) == len(lines) and max(steps) <= settled_step:
+            return end
+        if not first:  # a line that is longer than a block
+            return 0
+        end = end - BLOCK_BYTES + first
+    return 0

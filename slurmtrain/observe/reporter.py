@@ -17,7 +17,10 @@ class Reporter:
     ):
         # An evaluation, which has no training loss, that no checkpoint knows of is made again.
         self._metrics = MetricsLog(
-            metrics_file, resume_step, keep=lambda record: "loss" in record or record["step"] <= evaluated_at
+            metrics_file,
+            resume_step,
+            keep=lambda record: "loss" in record or record["step"] <= evaluated_at,
+            settled_step=evaluated_at,
         )
         self._tensorboard = TensorBoardLog(tensorboard, resume_step) if tensorboard is not None else None
         self._progress = Progress(total_steps, resume_step)

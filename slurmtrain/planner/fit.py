@@ -126,6 +126,33 @@ def share_of_gpu(config: Config) -> float | None:
     return max(stage.total for stage in stages) / (limit * GIB) if stages and limit is not None else None
 
 
+def check_host_memory(config: Config, memory: int | None, *, has_gpu: bool) -> None:
+    """Compare what a job on CPUs keeps with the memory that it has, where that is known: it would swap, or be killed.
+
+    Args:
+        memory: bytes of this machine, for cluster.backend=local; None: not known.
+        has_gpu: this machine has one.
+
+    Raises:
+        ConfigError: parameters, gradients and optimiser state alone are more.
+    """
+    cluster, limit, whose = config.cluster, memory, "this machine has"
+    if cluster.backend == "slurm":
+        limit = cluster.mem_per_node_gb * GIB if cluster.mem_per_node_gb else None
+        whose = f"cluster.mem_per_node_gb={cluster.mem_per_node_gb} gives"
+    on_gpu = config.train.device == "cuda" or (config.train.device == "auto" and (cluster.gpus_per_node or has_gpu))
+    if limit is None or on_gpu:
+        return
+    stages = memory_of(config, layout_of(config))
+    kept = max((stage.kept for stage in stages), default=0) * cluster.tasks_per_node if stages else 0
+    if kept > limit:
+        raise ConfigError(
+            f"the model's parameters, gradients and optimiser state take {in_gb(kept)} GiB on the CPUs of a node, and "
+            f"{whose} {in_gb(limit)} GiB",
+            hint="a smaller model, such as model=tiny or model.layers=2, or a cluster with GPUs: +cluster=a100x4",
+        )
+
+
 def check_fits(config: Config, stages: list[StageMemory] | None = None) -> None:
     """Compare with `cluster.gpu_memory_gb`, where that is set.
 

@@ -41,6 +41,22 @@ def own_addresses(environment: Environment, interface: str) -> list[str]:
     return list(dict.fromkeys(candidates))
 
 
+def listening_address(environment: Environment, interface: str) -> str | None:
+    """The one IPv4 address of this node on which rank 0 listens for the others; None when it cannot be told.
+
+    The loopback where all ranks are here; else that of the interface that was named; else the one by which this node is
+    known; else that of its only network.
+    """
+    if environment.local_world_size == environment.world_size:
+        return "127.0.0.1"
+    if interface not in ("auto", "none"):
+        return own_addresses(environment, interface)[0]
+    known = {address for name, address in interface_addresses().items() if name != "lo"}
+    names = (os.environ.get("MASTER_ADDR"), environment.node, socket.getfqdn(), socket.gethostname())
+    by_name = [address for host in names if host and (address := address_of(host)) in known]
+    return by_name[0] if by_name else next(iter(known)) if len(known) == 1 else None
+
+
 def interface_addresses() -> dict[str, str]:
     """IPv4 address of every network interface that has one (SIOCGIFADDR, `man 7 netdevice`)."""
     addresses: dict[str, str] = {}

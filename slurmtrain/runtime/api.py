@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from slurmtrain import rundir
-from slurmtrain.errors import EXIT_REQUEUE, CheckpointError, SlurmtrainError, Superseded
+from slurmtrain.errors import EXIT_REQUEUE, CheckpointError, SlurmtrainError, Superseded, exit_code_of
 from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime import attempts, place, signals
 
@@ -220,7 +220,7 @@ def _record_and_show(kind: type[BaseException], error: BaseException, trace: Tra
     for checkpointer in list(_checkpointers):
         with suppress(CheckpointError):
             checkpointer.close(DRAIN_S)
-    code = error.exit_code if isinstance(error, SlurmtrainError) else 1
+    code = exit_code_of(error)
     if _place is not None:
         sentence = error.message if isinstance(error, SlurmtrainError) else f"{kind.__name__}: {error}"
         rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))

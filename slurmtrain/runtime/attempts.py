@@ -7,8 +7,9 @@ that nobody could complete, because its node was gone. Readers: `status`, and th
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
-import json
+import operator
 import os
 import re
 import time
@@ -17,12 +18,29 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slurmtrain import records
 from slurmtrain.checkpoint.commit import committed, step_of
+from slurmtrain.errors import UnreadableRecord
+from slurmtrain.records import COUNT, FLAG, LATEST, NOTHING, NUMBER, NUMBERS, OBJECT, TEXT, TEXTS, TIME, Kind, is_number
 from slurmtrain.rundir import RunDir, read_json, write_json
 from slurmtrain.runtime.judge import Verdict
 from slurmtrain.runtime.slurm import JobFacts, parse_time
 
 TAIL_BYTES = 65536  # of the metrics of a run, of the log of a job
+LOG_BYTES = 16 << 20  # of srun's own words: what it says of killed tasks stands at the end
+
+# What the fields of attempt.json may be, by their annotation; and those of stop.json.
+_KINDS = {
+    "str": TEXT,
+    "int": COUNT,
+    "bool": FLAG,
+    "float": Kind("a number", lambda value: is_number(value) and abs(value) < LATEST),  # many are times
+    "list[str]": TEXTS,
+    "dict[str, float]": NUMBERS,
+    "dict[str, Any]": OBJECT,
+    "None": NOTHING,
+}
+_STOP = {"cause": TEXT, "time": TIME, "seconds_left": NUMBER | NOTHING, "facts": OBJECT | NOTHING}
 STOP_RECORD = "stop.json"  # in an attempt's folder
 
 
@@ -94,13 +112,31 @@ class Attempt:
         return (self.committed_step or 0) > (self.committed_before or 0) or reported or marked
 
 
+def _kind(annotation: str) -> Kind:
+    """Raises: KeyError: no kind of value is known for it."""
+    first, *others = (_KINDS[part] for part in annotation.split(" | "))
+    return functools.reduce(operator.or_, others, first)
+
+
+_FIELDS = {name: _kind(str(each.type)) for name, each in Attempt.__dataclass_fields__.items()}
+
+
 def read_attempt(run_dir: RunDir, number: int) -> Attempt:
-    """The record of an attempt; an empty one when it died before it could write any."""
-    values = read_json(run_dir.attempt(number) / "attempt.json") or {}
+    """The record of an attempt; an empty one when it died before it could write any.
+
+    Raises:
+        UnreadableRecord: what is there cannot be used.
+    """
+    path = run_dir.attempt(number) / "attempt.json"
+    values = read_json(path) or {}
+    records.check_fields(values, _FIELDS, path)
     known = {name: value for name, value in values.items() if name in Attempt.__dataclass_fields__}
     attempt = Attempt(**{**known, "number": number})
-    stop = read_json(run_dir.attempt(number) / STOP_RECORD)
-    if stop is not None:
+    path = run_dir.attempt(number) / STOP_RECORD
+    stop = read_json(path)
+    if stop:
+        stop = {**dict.fromkeys(_STOP), **stop}
+        records.check_fields(stop, _STOP, path)
         attempt.cause, attempt.cause_time = stop["cause"], stop["time"]
         attempt.seconds_left, attempt.facts = stop["seconds_left"], stop["facts"]
     return attempt
@@ -175,21 +211,18 @@ def newest_checkpoint_step(run_dir: RunDir) -> int | None:
 def last_logged_step(run_dir: RunDir) -> int | None:
     """The last step in metrics.jsonl: where a crashed attempt had got to, up to train.log_every."""
     for record in records_with("step", tail(run_dir.metrics_file)):
-        try:
+        if records.is_count(record["step"]):
             return int(record["step"])
-        except (ValueError, TypeError):
-            continue
     return None
 
 
 def tail(path: Path) -> bytes:
-    """The last part of a file that a long run makes long, and that takes time to read. Its first line may be cut."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            return file.read()
-    except FileNotFoundError:
-        return b""
+    """The last part of a file that a long run makes long, and that takes time to read. Its first line may be cut.
+
+    Raises:
+        UnreadableRecord: it is not a regular file, or cannot be read.
+    """
+    return records.read_tail(path, TAIL_BYTES)
 
 
 def records_with(name: str, log: bytes) -> Iterator[dict[str, Any]]:
@@ -197,10 +230,8 @@ def records_with(name: str, log: bytes) -> Iterator[dict[str, Any]]:
     found = len(log)
     while (found := log.rfind(f'"{name}":'.encode(), 0, found)) >= 0:
         begin, end = log.rfind(b"\n", 0, found) + 1, log.find(b"\n", found)
-        try:
-            record = json.loads(log[begin : end if end >= 0 else None])
-        except ValueError:  # the first, cut; the last, not written to its end
-            continue
+        # None of the first, cut, and of the last, not written to its end.
+        record = records.parse(log[begin : end if end >= 0 else None])
         if isinstance(record, dict) and name in record:
             yield record
 
@@ -257,8 +288,8 @@ class Failure:
 
 def first_failure(attempt_dir: Path, *, because_of_peer: bool = False) -> Failure | None:
     """Read the words of the earliest rank that failed: by itself, or because a peer was gone."""
-    records = [record for path in attempt_dir.glob("failed-*.json") if (record := read_json(path))]
-    chosen = [record for record in records if bool(record.get("because_of_peer")) == because_of_peer]
+    found = [record for path in attempt_dir.glob("failed-*.json") if (record := read_json(path))]
+    chosen = [record for record in found if bool(record.get("because_of_peer")) == because_of_peer]
     if not chosen:
         return None
     first = min(chosen, key=lambda record: float(record["time"]))
@@ -296,8 +327,8 @@ def came_to_an_end(run_dir: RunDir, last: Attempt) -> bool:
 def killed_tasks(attempt_dir: Path) -> str | None:
     """srun's own words on a task that was killed: that rank could not leave a record."""
     try:
-        text = (attempt_dir / "srun.log").read_text(errors="replace")
-    except FileNotFoundError:
+        text = records.read_tail(attempt_dir / "srun.log", LOG_BYTES).decode(errors="replace")
+    except UnreadableRecord:
         return None
     match = re.search(
         r"srun: error: (\S+: tasks? [\d,-]+: (?:Killed|Segmentation fault|Aborted|Bus error|Out Of Memory).*)", text
@@ -321,6 +352,21 @@ def cancelled_due_to(log: Path, since: float) -> str | None:
     return later[-1] if later else None
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a person asked of a run, and when, in unix seconds."""
+
+    action: str
+    time: float
+
+
+def read_request(path: Path) -> Request | None:
+    """What a request says; None when nothing was asked, or what is there is no request."""
+    values = read_json(path) or {}
+    action, time = values.get("action"), values.get("time", 0.0)
+    return Request(action, float(time)) if isinstance(action, str) and records.is_time(time) else None
+
+
 def take_request(run_dir: RunDir, attempt: Attempt) -> str | None:
     """Take what a person asked of this attempt, not of an earlier one: "cancel", "stop", "preempt" or "requeue".
 
@@ -334,17 +380,15 @@ def take_request(run_dir: RunDir, attempt: Attempt) -> str | None:
         pass
     except OSError:  # it is read where it is, and may be found once more
         taken = run_dir.request_file
-    request = read_json(taken)
-    if request is None or float(request.get("time", 0)) < attempt.started:
-        return None
-    return str(request["action"])
+    request = read_request(taken)
+    return request.action if request is not None and request.time >= attempt.started else None
 
 
 def cancelled_after(run_dir: RunDir, last: Attempt | None) -> bool:
     """Whether `cancel RUN`, or the file `stop`, has come after what the judge of its last attempt could know of."""
-    request = read_json(run_dir.request_file) or {}
+    request = read_request(run_dir.request_file)
     since = last.started if last is not None else 0.0  # what was judged is not there any more
-    return request.get("action") in ("cancel", "stop") and float(request.get("time", 0)) >= since
+    return request is not None and request.action in ("cancel", "stop") and request.time >= since
 
 
 def write_request(run_dir: RunDir, action: str) -> None:

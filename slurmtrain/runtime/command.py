@@ -28,6 +28,7 @@ from slurmtrain.runtime import attempts, descendants, place
 from slurmtrain.runtime.addresses import free_port, machine, own_addresses
 from slurmtrain.runtime.environment import Environment, check_gpu_files
 from slurmtrain.runtime.place import Place
+from slurmtrain.runtime.program import script_of
 from slurmtrain.runtime.published import Pauses, Published
 from slurmtrain.runtime.signals import StopSignals
 from slurmtrain.runtime.watch import Watch
@@ -59,6 +60,12 @@ def run_command(config: Config, environment: Environment, where: Place, stop: St
     """
     if config.train.device != "cpu":
         check_gpu_files(environment, config.cluster.gpus_per_node)
+    script = script_of(config.job.command or "")
+    if script is not None and not Path(script).exists():
+        raise ConfigError(
+            f"job.command: there is no {script} on {environment.node}, in {Path.cwd()}",
+            hint="is its file system mounted there, and is it in the snapshot?",
+        )
     given = rank_variables(config, environment, where)
     variables = {**os.environ, **given}
     words = with_variables(shlex.split(config.job.command or ""), given, os.environ)

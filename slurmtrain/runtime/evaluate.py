@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from slurmtrain.config.layout import layout_of, micro_batch_size
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe import TensorBoardLog, read_metrics
+from slurmtrain.records import append_line
 from slurmtrain.rundir import RunDir, read_json, write_json
 from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.place import Place, update_attempt
@@ -85,11 +85,7 @@ def _publish(run_dir: RunDir, config: Config) -> None:
     this = {"evaluation": name, "time": round(result["time"], 3)}
     if not any(this.items() <= record.items() for record in read_metrics(run.evaluations_file)):
         line = json.dumps({"step": step, **measured, **this}) + "\n"
-        descriptor = os.open(run.evaluations_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            os.write(descriptor, line.encode())
-        finally:
-            os.close(descriptor)
+        append_line(run.evaluations_file, line)
         if config.train.tensorboard:
             curves = TensorBoardLog(run.tensorboard / "evaluations", None)
             curves.write(step, **measured)

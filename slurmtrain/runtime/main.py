@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from slurmtrain.config import secrets
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import EXIT_REQUEUE, LostPeers, SlurmtrainError, Superseded
+from slurmtrain.errors import EXIT_REQUEUE, LostPeers, SlurmtrainError, Superseded, exit_code_of
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts, place, signals
 from slurmtrain.runtime.environment import Environment, check_world_size
@@ -105,7 +105,7 @@ def _run(find: Callable[[], tuple[Config, Callable[[], RunDir]]], given: Place |
     except BaseException as error:
         traceback.print_exc()
         sentence = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-        _fail(where, environment, 1, sentence, because_of_peer=_lost_a_peer(error))
+        _fail(where, environment, exit_code_of(error), sentence, because_of_peer=_lost_a_peer(error))
 
 
 def _program(kind: str) -> Callable[[Config, Environment, Place, signals.StopSignals, Watch | None], int]:

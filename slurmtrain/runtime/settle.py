@@ -55,16 +55,14 @@ def settle(run_dir: RunDir, number: int, exit_code: int, config: Config, client:
     return judgement
 
 
-def free_dependents(run_dir: RunDir, job_id: str | None, restart_count: int, client: SlurmClient) -> None:
-    """Let those who wait for the success of this job, whose run has finished, wait for it no more.
+def free_dependents(run_dir: RunDir, attempt: Attempt, client: SlurmClient) -> None:
+    """Let those who wait for the success of this attempt's job wait for it no more: the run has finished in it.
 
-    They were submitted with --after this run. A job that was preempted before may not end yet, or not as a success: see
+    They were submitted with --after this run. A job that was ever preempted may not end yet, or not as a success: see
     `slurm_versions.STARTS_PREEMPTED_JOBS_ONCE_MORE`.
-
-    Args:
-        restart_count: how often SLURM had started the job before.
     """
-    if job_id is None or restart_count == 0:
+    job_id = attempt.job_id
+    if job_id is None or not (attempt.restart_count or _was_preempted(run_dir, attempt)):
         return
     if not slurm_versions.STARTS_PREEMPTED_JOBS_ONCE_MORE.applies_to(client.version()):
         return

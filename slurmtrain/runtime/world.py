@@ -35,11 +35,20 @@ class World:
 
     def tell(self, text: str | None) -> str:
         """Rank 0's text, on all ranks."""
-        box = [text]
-        if self.control is not None:
-            dist.broadcast_object_list(box, src=0, group=self.control)
-        assert box[0] is not None
-        return box[0]
+        if self.control is None:
+            assert text is not None
+            return text
+        # As bytes: a pickle from the network would be a program.
+        own = (text or "").encode(errors="surrogatepass")
+        size = torch.tensor([len(own)])
+        dist.broadcast(size, src=0, group=self.control)
+        if int(size.item()) == 0:
+            return ""
+        told = torch.empty(int(size.item()), dtype=torch.uint8)
+        if self.environment.rank == 0:
+            told = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        dist.broadcast(told, src=0, group=self.control)
+        return bytes(told.tolist()).decode(errors="surrogatepass")
 
     def leave_together(self) -> None:
         """Wait until all ranks are here. The first to leave would otherwise look like a failure to the others."""

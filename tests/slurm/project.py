@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from slurmtrain import process
 from slurmtrain.checkpoint.commit import committed
 from slurmtrain.observe import read_metrics
 from slurmtrain.rundir import RunDir
@@ -134,7 +135,7 @@ class Run:
 
     def rank_pids(self) -> list[int]:
         """Processes of this run's ranks: told by their command line, on all nodes of the sandbox, which are one machine."""
-        found = {}
+        found: dict[int, tuple[int, int]] = {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
@@ -145,9 +146,10 @@ class Run:
                 continue
             is_rank = b"train" in words and str(self.run_dir.path).encode() in words and b"srun" not in words[0]
             if is_rank and b"python" in words[0] and b"SLURM_PROCID" in variables:
-                rank = int(variables[b"SLURM_PROCID"])
-                found[rank] = min(found.get(rank, 1 << 30), int(entry.name))  # data workers are later children
-        return [found[rank] for rank in sorted(found)]
+                rank, known = int(variables[b"SLURM_PROCID"]), process.stat(entry.name)
+                if known is not None:  # data workers are later children; the kernel may begin again with small numbers
+                    found[rank] = min(found.get(rank, (sys.maxsize, 0)), (known.start, int(entry.name)))
+        return [found[rank][1] for rank in sorted(found)]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of the newest checkpoint: weights, optimiser, random state."""

@@ -242,6 +242,7 @@ def test_it_runs_the_slurm_of_a_prefix_and_every_verb_asks_it_with_that_ones_com
     for name in ("bash", "sh", "env", "timeout", "git", "munged", "hostname", "basename", "mkdir", "true"):
         (tools / name).symlink_to(shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") or name)
     monkeypatch.setenv("PATH", str(tools))
+    monkeypatch.setenv("SBATCH_EXPORT", "NONE")  # so that the job has a PATH of its own
     monkeypatch.delenv("SLURM_CONF", raising=False)
     monkeypatch.chdir(tmp_path)
     name = f"prefix-{os.getpid()}"

@@ -23,6 +23,7 @@ from slurmtrain.launch.sweep import Sweep
 from slurmtrain.rundir import read_json, write_json
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.attempts import Attempt
+from slurmtrain.runtime.slurm_versions import STARTS_PREEMPTED_JOBS_ONCE_MORE
 from tests.slurm.conftest import Cluster
 from tests.slurm.project import SMALL, Project, Run, assert_same_bits, make_project
 
@@ -294,7 +295,8 @@ def test_packed_runs_share_a_job_and_each_ends_resumes_and_obeys_for_itself(swee
         *[["preempted", "finished"]] * 3,
     ]
     states = [sweeper.cluster.wait_for(run.job_id, {"COMPLETED", "FAILED"}) for run in (clean[0], raising)]
-    assert [(job["JobState"], job["Restarts"]) for job in states] == [("COMPLETED", "1"), ("FAILED", "0")]
+    starts = "2" if sweeper.cluster.does(STARTS_PREEMPTED_JOBS_ONCE_MORE) else "1"
+    assert [(job["JobState"], job["Restarts"]) for job in states] == [("COMPLETED", starts), ("FAILED", "0")]
     assert [(run.attempts()[-1].reason, len(run.attempts())) for run in (raising, cancelled, *rest)] == [
         ("crash", 1),
         ("cancelled", 1),

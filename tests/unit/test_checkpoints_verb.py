@@ -20,6 +20,7 @@ from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.commit import Incarnation, claim, committed, set_aside
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.cli import checkpoints, main
+from slurmtrain.records import printable
 from slurmtrain.rundir import RunDir, create
 
 SHARD = "rank00000.safetensors"
@@ -130,7 +131,7 @@ def test_a_second_one_of_a_step_is_told_apart(run: RunDir, capsys: Out) -> None:
 
 
 def test_what_a_checkpoint_says_does_not_steer_the_terminal(run: RunDir, capsys: Out) -> None:
-    assert checkpoints.printable("a\x1b[31mb\x07\ud800c") == "a?[31mb??c"
+    assert printable("a\x1b[31mb\x07\ud800c") == "a?[31mb??c"
 
 
 # verify

@@ -531,15 +531,26 @@ def test_settle_counts_the_links_that_are_left_and_ends_the_chain_with_the_run(
 
 
 @pytest.mark.parametrize(
-    ("version", "restarts", "freed"), [("25.05.9", "1", True), ("25.05.9", "0", False), ("22.05.8", "1", False)]
+    ("version", "restarts", "preempted", "mode", "freed"),
+    [
+        ("25.05.9", 1, False, "requeue", True),
+        ("25.05.9", 0, True, "requeue", True),  # it came to its end within the grace time
+        ("25.05.9", 0, True, "resubmit", True),
+        ("25.05.9", 0, False, "requeue", False),
+        ("22.05.8", 1, True, "requeue", False),
+    ],
 )
 def test_who_waits_for_a_run_is_freed_when_it_has_finished_in_a_job_that_slurm_will_not_let_end_as_a_success(
-    make: Make, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, version: str, restarts: str, freed: bool
+    make: Make, slurm: FakeSlurm, version: str, restarts: int, preempted: bool, mode: str, freed: bool
 ) -> None:
-    run = make(job_ids=("7",))
-    attempts.write_attempt(run, Attempt(run.new_attempt(), job_id="7", started=time.time(), said="finished"))
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    run = make(f"requeue.mode={mode}", job_ids=("7",))
+    record = Attempt(run.new_attempt(), job_id="7", started=time.time(), said="finished", restart_count=restarts)
+    attempts.write_attempt(run, record)
+    if preempted:
+        at = time.strftime("%Y-%m-%dT%H:%M:%S")
+        (run.path / "slurm-7.log").write_text(
+            f"[{at}.1] error: *** JOB 7 ON n0 CANCELLED AT {at} DUE TO PREEMPTION ***"
+        )
     slurm.command("squeue", 'case "$*" in *%E*) echo "55|afterok:7(unfulfilled)";; esac')
     slurm.command(
         "scontrol",

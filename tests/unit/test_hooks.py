@@ -18,6 +18,7 @@ from slurmtrain.rundir import RunDir, create
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.attempts import Attempt
 from tests.conftest import Cli
+from tests.run_info import run_info
 from tests.unit.test_sbatch import again_calls, run_script, script_for
 
 ODD = 'crashed: \'a "b" $(touch x) \0 \ud800 ' + "x" * 200_000
@@ -46,7 +47,7 @@ def test_the_hook_for_every_ending(reason: str | None, verdict: str | None, stal
 
 def ended_run(folder: Path, hooks: HooksConfig, **facts: object) -> RunDir:
     run_dir = create(folder / "runs", "train")
-    run_dir.info_file.write_text(json.dumps({"name": "train", "workdir": str(folder)}))
+    run_dir.info_file.write_text(json.dumps(run_info(workdir=str(folder))))
     run_dir.config_file.write_text(freeze(Config(hooks=hooks)))
     values = {"reason": "crash", "verdict": "requeue", "sentence": "crashed: x", "job_id": "7", "exit_code": 3, **facts}
     attempts.write_attempt(run_dir, Attempt(run_dir.new_attempt(), **values))  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import os
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slurmtrain.observe import MetricsLog, TensorBoardLog, Throughput, read_metrics
+from slurmtrain.observe import MetricsLog, TensorBoardLog, Throughput, metrics, read_metrics
 
 
 def write_steps(path: Path, first: int, last: int, resume_step: int) -> None:
@@ -64,8 +65,45 @@ def test_a_kill_while_dropping_records_loses_none(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(os, "fsync", killed)
     with pytest.raises(KeyboardInterrupt):
-        MetricsLog(path, 3)
+        MetricsLog(path, 5, keep=lambda record: record["step"] != 2)
     assert len(read_metrics(path)) == 5
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"step": 9000, "lo'])
+@pytest.mark.parametrize("dropped", [set[int](), {8500}])
+def test_of_a_long_log_only_the_end_is_read_at_a_resume(
+    torn: bytes, dropped: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same is left as when all of it is."""
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 1, 9000, resume_step=0)
+    path.write_bytes(path.read_bytes() + torn)
+    read = 0
+    loads = json.loads
+
+    def counted(text: bytes) -> Any:
+        nonlocal read
+        read += 1
+        return loads(text)
+
+    monkeypatch.setattr(metrics, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(json, "loads", counted)
+    MetricsLog(path, 8800, keep=lambda record: record["step"] not in dropped, settled_step=8400).close()
+    assert read < 1500
+    monkeypatch.setattr(json, "loads", loads)
+    assert [record["step"] for record in read_metrics(path)] == [step for step in range(1, 8801) if step not in dropped]
+
+
+def test_what_a_rank_that_was_cut_off_has_added_late_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "BLOCK_BYTES", 4096)
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 1, 500, resume_step=0)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:480], b'{"step": 700, "loss": 1.0}\n', *lines[480:]]))
+    MetricsLog(path, 500).close()
+    assert [record["step"] for record in read_metrics(path)] == list(range(1, 501))
 
 
 def test_there_are_no_metrics_where_there_is_no_file(tmp_path: Path) -> None:

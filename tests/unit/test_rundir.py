@@ -13,6 +13,7 @@ import pytest
 from slurmtrain import rundir
 from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.rundir import RunDir
+from tests.run_info import run_info
 
 
 def make(root: Path, run_id: str, name: str = "train") -> RunDir:
@@ -117,9 +118,10 @@ def test_a_folder_without_run_json_is_no_run(tmp_path: Path) -> None:
 
 def test_info_is_updated_field_by_field(tmp_path: Path) -> None:
     run = make(tmp_path, "r")
+    rundir.write_json(run.info_file, run_info())
     run.update_info(job_ids=["1"], a=1)
     run.update_info(job_ids=["1", "2"])
-    assert json.loads(run.info_file.read_text()) == {"job_ids": ["1", "2"], "a": 1}
+    assert json.loads(run.info_file.read_text()) == run_info(job_ids=["1", "2"], a=1)
 
 
 # Finding.

@@ -36,6 +36,7 @@ from slurmtrain.runtime.hydra_task import _pickled
 from slurmtrain.runtime.judge import Verdict
 from slurmtrain.runtime.slurm import SlurmClient
 from tests.conftest import Cli, FakeSlurm
+from tests.run_info import run_info
 
 PRIMARY = Primary("config", search_folders("config", None, None))
 
@@ -77,7 +78,8 @@ class Finished:
         ended = []
         for each in wanted:
             run_dir = rundir.create(self.path, "train")
-            write_json(run_dir.info_file, {"varied": [f"{key}={value}" for key, value in each.varied.items()]})
+            varied = [f"{key}={value}" for key, value in each.varied.items()]
+            write_json(run_dir.info_file, run_info(varied=varied))
             run_dir.metrics_file.write_text(
                 f'{{"step": 1, "valid_loss": {each.config.optim.lr}}}\n' if each.config.optim.lr != 2 else ""
             )

@@ -206,12 +206,25 @@ def test_what_is_written_has_a_stand_in(tmp_path: Path, monkeypatch: pytest.Monk
     write_json(tmp_path / "x", {"abcdefgh": ["is abcdefgh", {"a": "abcdefghij"}, 1, None]})
     assert read_json(tmp_path / "x") == {"abcdefgh": ["is ***A***", {"a": "***B***"}, 1, None]}
     printed = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", printed)
-    monkeypatch.setattr(sys, "stderr", printed)
+    for name in ("stdout", "stderr", "__stdout__", "__stderr__"):
+        monkeypatch.setattr(sys, name, printed)
     redaction.redact_output()
     print("x", "abcdefgh", end="!")
     sys.stderr.writelines(["abcdefghij", "\n"])
     assert printed.getvalue() == "x ***A***!***B***\n"
+
+
+def test_bytes_and_the_first_standard_output_have_a_stand_in_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    redaction.hide({"A": "abcdefgh"})
+    streams = {name: io.TextIOWrapper(io.BytesIO()) for name in ("stdout", "stderr", "__stdout__", "__stderr__")}
+    for name, stream in streams.items():
+        monkeypatch.setattr(sys, name, stream)
+    redaction.redact_output()
+    assert sys.stdout.buffer.write(b"<abcdefgh>") == 10
+    sys.stdout.buffer.writelines([b"<", b"abcdefgh"])
+    print("abcdefgh", end="", file=sys.__stderr__, flush=True)
+    assert streams["stdout"].buffer.getvalue() == b"<***A***><***A***"  # type: ignore[attr-defined]
+    assert streams["__stderr__"].buffer.getvalue() == b"***A***"  # type: ignore[attr-defined]
 
 
 def test_a_crash_with_a_secret_in_its_words_tells_it_nowhere(cli: Cli, project: Path) -> None:

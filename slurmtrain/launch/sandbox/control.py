@@ -24,7 +24,7 @@ from slurmtrain.launch.sandbox.directory import (
     claim_ports,
     default_directory,
 )
-from slurmtrain.launch.sandbox.files import find_programs, write_files
+from slurmtrain.launch.sandbox.files import find_programs, prefix_of, write_files
 from slurmtrain.launch.sandbox.processes import Process, kill_trees, wait_until
 from slurmtrain.launch.sandbox.spec import SandboxSpec
 from slurmtrain.runtime.slurm import clean_environment, path_with, programs_beside
@@ -117,8 +117,8 @@ def up(spec: SandboxSpec, directory: Path, prefix: Path | None = None) -> Sandbo
         ClusterError: SLURM is not installed or cannot play several nodes, the place is taken, or a daemon failed (its log's
             last lines are shown).
     """
-    prefix = prefix.absolute() if prefix is not None else None
-    programs = find_programs(prefix)
+    programs = find_programs(prefix.absolute() if prefix is not None else None)
+    prefix = prefix.absolute() if prefix is not None else prefix_of(programs)
     directory = directory.absolute()
     lock = claim_directory(directory)
     sandbox = Sandbox(directory, spec.node_names)

@@ -6,6 +6,7 @@ import json
 import os
 import pwd
 import secrets
+import shlex
 import shutil
 import socket
 import stat
@@ -49,6 +50,13 @@ def find_programs(prefix: Path | None = None) -> dict[str, str]:
     return {name: where for name, where in found.items() if where}
 
 
+def prefix_of(programs: dict[str, str]) -> Path | None:
+    """Return the prefix of a SLURM that only this shell's PATH leads to; None for one that is where every login looks."""
+    folder = Path(programs["srun"]).parent
+    usual = str(folder) in ("/usr/bin", "/bin", "/usr/local/bin")
+    return None if usual or not (folder.parent / "sbin" / "slurmctld").exists() else folder.parent
+
+
 def write_files(
     spec: SandboxSpec, directory: Path, first_port: int, programs: dict[str, str], prefix: Path | None = None
 ) -> None:
@@ -65,7 +73,8 @@ def write_files(
     if len(devices) < spec.gpus:
         raise ClusterError(f"this machine has devices to stand in for {len(devices)} GPUs per node, not {spec.gpus}.")
     version = _slurm_version(programs["slurmctld"])
-    site = Site(directory, user, socket.gethostname().split(".")[0], first_port, version)
+    task_prolog = directory / "task-prolog" if prefix is not None else None
+    site = Site(directory, user, socket.gethostname().split(".")[0], first_port, version, task_prolog)
     for name in ("log", "state", "spool", *(f"spool/{node}" for node in spec.node_names)):
         (directory / name).mkdir(mode=0o700)
     texts = {"slurm.conf": slurm_conf(spec, site), "gres.conf": gres_conf(spec, devices)}
@@ -73,9 +82,14 @@ def write_files(
         texts["cgroup.conf"] = "CgroupPlugin=disabled\n"  # see SLURMD_NEEDS_CGROUP
     if prefix is not None:
         texts[PREFIX_FILE] = f"{prefix}\n"
+        # A job that was told to export nothing gets the PATH of a login, which has another SLURM or none.
+        path = f"export PATH={shlex.quote(f'{prefix}/bin')}"
+        texts["task-prolog"] = f'#!/bin/sh\necho {shlex.quote(path)}":$PATH"\n'
     for name, text in texts.items():
         (directory / name).touch(0o600)
         (directory / name).write_text(text)
+    if task_prolog is not None:
+        task_prolog.chmod(0o700)
     (directory / EPILOG).touch(0o700)
     (directory / EPILOG).write_text(epilog(site))
     key = directory / "munge.key"

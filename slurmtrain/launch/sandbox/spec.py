@@ -80,6 +80,7 @@ class Site:
     host: str
     first_port: int  # of slurmctld; the nodes' ports follow
     slurm_version: Version
+    task_prolog: Path | None = None  # tells each task where SLURM's commands are
 
 
 def slurm_conf(spec: SandboxSpec, site: Site) -> str:
@@ -113,6 +114,7 @@ SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 Epilog={d}/{EPILOG}
 TaskPlugin=task/none
+{f"TaskProlog={site.task_prolog}" if site.task_prolog else ""}
 MpiDefault=none
 
 # Preemption as clusters do it.

@@ -1,0 +1,269 @@
+"""Read the small files of runs, which somebody else may have put there, and append to one's own.
+
+Folders of runs are shared. What lies in them may be a link to another file, a pipe that nobody writes to, a device, a
+terabyte of zeros, or JSON of any shape. So a file is opened without following a link and without waiting, must be a
+regular one, and is read up to a bound; what it says is checked for its type before anything is done with it. Whatever is
+wrong is an `UnreadableRecord` with one sentence, so that one bad run takes nobody's list down.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.errors import UnreadableRecord
+
+RECORD_BYTES = 4 << 20  # of run.json, attempt.json and the like: a job of 10,000 nodes takes 200 KB
+EVENTS_BYTES = 64 << 20
+METRICS_BYTES = 512 << 20  # two million logged steps
+_READ_AT_ONCE = 1 << 20
+LATEST = 253402300800.0  # the year 10000 in unix seconds: no calendar goes further
+_LARGEST = 2**53  # of a count: beyond it a float, and so many a reader of JSON, takes it for another
+
+
+# Files.
+
+
+def open_regular(path: Path) -> int:
+    """Open a file for reading and return its descriptor.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: there is none.
+        UnreadableRecord: it is a link, a pipe, a device or a folder, or this user may not read it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UnreadableRecord(f"{path} is not a regular file")
+    return descriptor
+
+
+def _unreadable(path: Path, error: OSError) -> UnreadableRecord:
+    if error.errno == errno.ELOOP:
+        return UnreadableRecord(f"{path} is a link, and links in a run are not followed")
+    if error.errno == errno.ENXIO:
+        return UnreadableRecord(f"{path} is not a regular file")
+    return UnreadableRecord(f"{path} cannot be read: {error.strerror}")
+
+
+def read_bytes(path: Path, *, at_most: int = RECORD_BYTES) -> bytes:
+    """Read a file whole.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: there is none.
+        UnreadableRecord: it is not a regular file, cannot be read, or has more bytes than `at_most`.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > at_most:
+            raise UnreadableRecord(f"{path} has {size} bytes, and {at_most} is the most that is read of it")
+        try:
+            return file.read(at_most + 1)[:at_most]  # it may grow meanwhile
+        except OSError as error:
+            raise _unreadable(path, error) from None
+
+
+def read_text(path: Path, *, at_most: int = RECORD_BYTES) -> str:
+    """Read a file as text; bytes that are not UTF-8 become U+FFFD. Raises as `read_bytes`."""
+    return read_bytes(path, at_most=at_most).decode(errors="replace")
+
+
+def read_tail(path: Path, size: int) -> bytes:
+    """Read the last `size` bytes of a file, which may begin in the middle of a line; nothing where there is no file.
+
+    Raises:
+        UnreadableRecord: it is not a regular file, or cannot be read.
+    """
+    try:
+        descriptor = open_regular(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return b""
+    with os.fdopen(descriptor, "rb") as file:
+        try:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
+            return file.read(size)
+        except OSError as error:
+            raise _unreadable(path, error) from None
+
+
+def pieces(path: Path, begin: int = 0) -> Iterator[bytes]:
+    """Read a file from byte `begin` to its end, a piece of at most 1 MiB at a time; nothing where there is no file.
+
+    Raises:
+        UnreadableRecord: it is not a regular file, or cannot be read.
+    """
+    try:
+        descriptor = open_regular(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        try:
+            file.seek(begin)
+            while piece := file.read(_READ_AT_ONCE):
+                yield piece
+        except OSError as error:
+            raise _unreadable(path, error) from None
+
+
+def parse(data: bytes) -> Any:
+    """Parse JSON; None for what is none, is not UTF-8, or is nested deeper than Python can follow."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
+def open_to_append(path: Path) -> int:
+    """Open a file of one's own for appending, make it if need be, and return its descriptor.
+
+    Raises:
+        OSError: it cannot be opened; PermissionError: it is not a regular file of this user.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        os.close(descriptor)
+        raise PermissionError(errno.EPERM, "it is not a regular file of yours", str(path))
+    return descriptor
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a file of one's own; lines of several writers stay whole. Raises as `open_to_append`."""
+    descriptor = open_to_append(path)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+
+
+# Whose.
+
+
+def is_mine(path: Path) -> bool:
+    """Whether this user owns what is at `path` itself, be it a link. False where there is nothing."""
+    try:
+        return os.lstat(path).st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
+def why_distrusted(path: str | Path) -> str | None:
+    """Say why somebody else may have written a file; None when only this user and root can have.
+
+    That takes the file, all folders above it and no link left to follow: who may rename a folder may put another there. A
+    sticky folder, as /tmp is, keeps others from renaming what is not theirs.
+    """
+    real = Path(os.path.realpath(path))
+    for each in (real, *real.parents):
+        try:
+            found = os.lstat(each)
+        except OSError as error:
+            return f"{each} cannot be looked at ({error.strerror})"
+        if found.st_uid not in (os.geteuid(), 0):
+            return f"{each} belongs to user {found.st_uid}"
+        sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+        if others_may_write(found) and not sticky:
+            return f"{each} can be changed by others (mode {stat.S_IMODE(found.st_mode):04o})"
+    return None
+
+
+def others_may_write(found: os.stat_result) -> bool:
+    """Whether mode and group let somebody else write. A group with the number of the user is taken for theirs alone."""
+    own_group = found.st_gid == os.geteuid()
+    return bool(found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not own_group))
+
+
+# What they say.
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a field of a record may be: a phrase for a person, and the test."""
+
+    phrase: str
+    holds: Callable[[Any], bool]
+
+    def __or__(self, other: Kind) -> Kind:
+        return Kind(f"{self.phrase} or {other.phrase}", lambda value: self.holds(value) or other.holds(value))
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a finite number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def is_count(value: object) -> bool:
+    """Whether a value is a whole number that any program can hold."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST
+
+
+def is_time(value: object) -> bool:
+    """Whether a value is a moment in unix seconds that a calendar knows."""
+    return is_number(value) and 0 <= float(value) < LATEST  # type: ignore[arg-type]
+
+
+NOTHING = Kind("null", lambda value: value is None)
+TEXT = Kind("text", lambda value: isinstance(value, str))
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+NUMBER = Kind("a number", is_number)
+COUNT = Kind("a whole number", is_count)
+TIME = Kind("a time in unix seconds", is_time)
+OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+TEXTS = Kind("a list of text", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value))
+NUMBERS = Kind("an object of numbers", lambda value: isinstance(value, dict) and all(map(is_number, value.values())))
+JOB_IDS = Kind(
+    "a list of job ids",
+    lambda value: isinstance(value, list) and all(isinstance(each, str) and is_job_id(each) for each in value),
+)
+
+
+def is_job_id(text: str) -> bool:
+    """Whether a text can be the id of a job, or of a task of an array."""
+    return re.fullmatch(r"[0-9]{1,18}([_+][0-9]{1,18})?", text) is not None
+
+
+def check_fields(values: Mapping[str, Any], kinds: Mapping[str, Kind], path: Path) -> None:
+    """Check the fields of a record that are there.
+
+    Raises:
+        UnreadableRecord: one is of another kind.
+    """
+    for name, kind in kinds.items():
+        if name in values and not kind.holds(values[name]):
+            raise UnreadableRecord(f"{path}: {name} is {_shown(values[name])}, not {kind.phrase}")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict | list):  # which may be deep, or large
+        return "an object" if isinstance(value, dict) else "a list"
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def finite(value: object) -> float | None:
+    """The value as a float when it is a finite number, else None."""
+    return float(value) if is_number(value) and math.isfinite(float(value)) else None  # type: ignore[arg-type]
+
+
+# For a terminal.
+
+
+def printable(text: str) -> str:
+    """The text without control characters: what a file says must not steer a terminal. Line ends stay."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)

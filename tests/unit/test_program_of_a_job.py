@@ -1,0 +1,116 @@
+"""The program of job.command: what is missing is said before the queue (78), or by the job, and not tried again."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.config.compose import compose
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import EXIT_CONFIG, ConfigError, exit_code_of
+from slurmtrain.launch.fits import host_memory
+from slurmtrain.launch.program import check_program, imports_of
+from slurmtrain.planner.fit import GIB, check_host_memory
+from slurmtrain.runtime.program import script_of
+from tests.conftest import Cli, FakeSlurm
+from tests.unit.test_snapshot import git
+
+
+@pytest.mark.parametrize(
+    ("command", "script"),
+    [
+        ("python train.py --lr 1", "train.py"),
+        ("/env/bin/python3.11 -u -X faulthandler -W ignore a/train.py", "a/train.py"),
+        ("python -m my.train", None),
+        ("python -c 'print(1)'", None),
+        ("python -uc 'print(1)'", None),
+        ("bash -e run.sh", "run.sh"),
+        ("bash -c 'a b'", None),
+        ("./run.sh", "./run.sh"),
+        ("torchrun --nproc-per-node 2 --rdzv-id=a.py train.py", "train.py"),
+        ("my_program", None),
+        ("python $SCRIPT", None),
+        ("python", None),
+    ],
+)
+def test_the_script_that_a_command_runs(command: str, script: str | None) -> None:
+    assert script_of(command) == script
+
+
+def test_a_missing_script_is_said_before_the_queue(cli: Cli, project: Path, fake_slurm: FakeSlurm) -> None:
+    answer = cli("+cluster=a100x4", "job=command", "job.command=python trian.py", "submit")
+    assert answer.returncode == EXIT_CONFIG and f"job.command: there is no trian.py in {project}" in answer.stderr
+    assert not fake_slurm.submitted and not (project / "runs").exists()
+
+
+def test_a_script_that_git_ignores_would_not_be_there(cli: Cli, project: Path, fake_slurm: FakeSlurm) -> None:
+    git("init", "-q", cwd=project)
+    (project / ".gitignore").write_text("mine.py\n")
+    (project / "mine.py").touch()
+    answer = cli("+cluster=a100x4", "job=command", "job.command=python mine.py", "submit")
+    assert answer.returncode == EXIT_CONFIG and "mine.py is not in the snapshot" in answer.stderr, answer.stderr
+    assert not fake_slurm.submitted
+
+
+def command(words: str, *more: str) -> Config:
+    return compose(["cluster=local", "job=command", f"job.command='{words}'", *more])
+
+
+def test_a_package_that_the_script_imports_and_nobody_has_installed_is_said_before_the_queue(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    (tmp_path / "helpers.py").touch()
+    script.write_text("import os, torch, helpers\nfrom not_installed_at_all.deep import x\n")
+    with pytest.raises(ConfigError, match=r"train\.py imports not_installed_at_all, which .* does not find"):
+        check_program(command(f"{sys.executable} train.py"), tmp_path)
+    # Set-up lines, modules and containers may bring it.
+    check_program(command(f"{sys.executable} train.py", "cluster.modules=[torch]"), tmp_path)
+    script.write_text("import os\ntry:\n    import not_installed_at_all\nexcept ImportError:\n    pass\n")
+    check_program(command(f"{sys.executable} train.py"), tmp_path)
+    script.write_text("import sys\nsys.path.append('x')\nimport not_installed_at_all\n")
+    assert not list(imports_of(script))
+    script.write_text("import (\n")  # it says so itself
+    assert not list(imports_of(script))
+
+
+def test_a_package_that_is_missing_in_the_job_is_no_reason_to_try_again(cli: Cli, project: Path) -> None:
+    (project / "loop.py").write_text(
+        "import slurmtrain\nslurmtrain.init()\nif True:\n    import not_installed_at_all\n"
+    )
+    job = ("+cluster=local", "job=command", f"job.command={sys.executable} loop.py", "job.snapshot=none")
+    answer = cli(*job, "submit")
+    assert answer.returncode == EXIT_CONFIG, answer.stdout
+    assert answer.stdout.count("No module named 'not_installed_at_all'") == 2  # the traceback, and why it ended
+    assert "--set KEY=VALUE changes its config" in answer.stdout
+    assert exit_code_of(ModuleNotFoundError("x")) == EXIT_CONFIG and exit_code_of(ImportError("x")) == 1
+
+
+def test_a_model_that_this_machines_memory_cannot_hold_is_refused_before_it_swaps(cli: Cli, project: Path) -> None:
+    answer = cli("+cluster=local", "model=llama3_405b", "train.device=cpu", "submit")
+    assert answer.returncode == EXIT_CONFIG and "this machine has" in answer.stderr, answer.stderr
+    assert not (project / "runs").exists()
+
+
+def test_host_memory_counts_where_the_job_computes_on_cpus() -> None:
+    large = compose(["cluster=local", "model=llama3_8b"])
+    with pytest.raises(ConfigError, match=r"take \d+\.\d GiB on the CPUs of a node, and this machine has 24\.0 GiB"):
+        check_host_memory(large, 24 * GIB, has_gpu=False)
+    check_host_memory(large, 24 * GIB, has_gpu=True)
+    check_host_memory(large, 512 * GIB, has_gpu=False)
+    check_host_memory(large, None, has_gpu=False)
+    check_host_memory(compose(["cluster=local"]), 4 * GIB, has_gpu=False)
+    asked = ["cluster=sandbox", "model=llama3_8b", "cluster.mem_per_node_gb=24"]
+    with pytest.raises(ConfigError, match=r"cluster\.mem_per_node_gb=24 gives 24\.0 GiB"):
+        check_host_memory(compose(asked), 512 * GIB, has_gpu=False)
+    check_host_memory(compose([*asked, "cluster.gpus_per_node=2"]), None, has_gpu=False)
+
+
+def test_the_memory_of_a_container_is_what_it_may_have(tmp_path: Path) -> None:
+    info, limit = tmp_path / "meminfo", tmp_path / "memory.max"
+    info.write_text("MemTotal:       1024 kB\nMemFree: 1 kB\n")
+    assert host_memory(info, limit) == 1 << 20
+    limit.write_text("max\n")
+    assert host_memory(info, limit) == 1 << 20
+    limit.write_text("4096\n")
+    assert host_memory(info, limit) == 4096 and host_memory(tmp_path / "a", tmp_path / "b") is None

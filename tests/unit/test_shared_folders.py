@@ -1,0 +1,409 @@
+"""Folders of runs are shared: reading never executes, writes or follows what another user has put there.
+
+Verbs that change a run take the reader's own alone, and one bad run takes nobody's list down.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slurmtrain import records, rundir
+from slurmtrain.cli import main
+from slurmtrain.errors import ConfigError, UnreadableRecord, UsageError
+from slurmtrain.launch import state
+from slurmtrain.rundir import RunDir, write_json
+from slurmtrain.runtime import attempts
+from tests.conftest import FakeSlurm
+from tests.run_info import run_info
+from tests.stranger import Stranger
+
+Out = pytest.CaptureFixture[str]
+Plant = Callable[..., RunDir]
+
+INFO = run_info(job_ids=["4711"], config_hash="0", steps=5, workdir=".", submit_dir="/", version="1")
+
+
+def write_run(path: Path, **facts: object) -> None:
+    """A run that was submitted and whose job is gone, by whoever calls this."""
+    (path / "attempts").mkdir(parents=True)
+    (path / "checkpoints").mkdir()
+    (path / "run.json").write_text(json.dumps({**INFO, "id": path.name, "created": time.time(), **facts}))
+    (path / "config.yaml").write_text("cluster: {backend: slurm}\n")
+    (path / "job.sbatch").write_text("#!/bin/bash\n")
+
+
+def write_info(run: RunDir) -> None:
+    run.info_file.write_text(json.dumps({**INFO, "id": run.id}))
+
+
+@pytest.fixture
+def shared(tmp_path: Path, stranger: Stranger, monkeypatch: pytest.MonkeyPatch, project: Path) -> Path:
+    """A folder of runs that everybody can read and write, in which the verbs look."""
+    root = stranger.folder / tmp_path.name
+    root.mkdir()
+    root.chmod(0o1777)
+    monkeypatch.setenv("SLURMTRAIN_RUNS", str(root))
+    return root
+
+
+@pytest.fixture
+def plant(shared: Path, stranger: Stranger) -> Plant:
+    """A run that the second user has put there."""
+
+    def planted(run_id: str = "20990101-000000-000aa", **facts: object) -> RunDir:
+        path = shared / "theirs" / run_id
+        stranger.does(lambda: write_run(path, **facts))
+        return RunDir(path)
+
+    return planted
+
+
+@pytest.fixture
+def mine(shared: Path) -> RunDir:
+    path = shared / "mine" / "20200101-000000-000bb"
+    write_run(path)
+    return RunDir(path)
+
+
+@pytest.fixture
+def asked(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """Which slurm.conf the commands of SLURM were run with, one line a command."""
+    monkeypatch.setattr(state, "CONFIRM_EVERY_S", 0.0)
+    for name in ("squeue", "scontrol", "scancel", "sbatch"):
+        fake_slurm.command(name, f'echo "{name} ${{SLURM_CONF:-none}}" >>"$here/asked"')
+    path = fake_slurm.directory / "asked"
+    return lambda: path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["status"], ["status", "20990101"], ["runs", "list"], ["runs", "prune", "--dry-run"], ["logs", "20990101"]],
+)
+def test_a_slurm_conf_that_somebody_else_names_is_not_used(
+    words: list[str], plant: Plant, stranger: Stranger, shared: Path, asked: Callable[[], list[str]], capsys: Out
+) -> None:
+    """It names libraries that squeue would load."""
+    conf = shared / "slurm.conf"
+    stranger.does(lambda: conf.write_text("PluginDir=/tmp/evil\n"))
+    plant(slurm_conf=str(conf))
+    main(words)
+    assert not [line for line in asked() if str(conf) in line]
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_slurm_conf_of_ones_own_run_is_not_used_when_somebody_else_has_put_it_there(
+    mine: RunDir, stranger: Stranger, shared: Path, asked: Callable[[], list[str]], capsys: Out
+) -> None:
+    """A sandbox in /tmp is gone after a reboot, and its place is anybody's."""
+    conf = shared / "slurm.conf"
+    stranger.does(lambda: conf.write_text("PluginDir=/tmp/evil\n"))
+    mine.update_info(slurm_conf=str(conf))
+    assert main(["status"]) == 0
+    assert "not used, because it may be somebody else's work" in capsys.readouterr().out
+    assert main(["cancel", "last"]) != 0
+    assert asked() == []
+
+
+def test_a_slurm_conf_of_ones_own_is_used(mine: RunDir, tmp_path: Path, asked: Callable[[], list[str]]) -> None:
+    conf = tmp_path / "slurm.conf"
+    conf.touch()
+    mine.update_info(slurm_conf=str(conf))
+    assert main(["status"]) == 0
+    assert set(asked()) == {f"squeue {conf}"}
+
+
+def test_status_writes_nothing_through_a_link_that_somebody_has_planted(
+    plant: Plant, stranger: Stranger, tmp_path: Path, asked: Callable[[], list[str]]
+) -> None:
+    """The event that a job is gone ended a shell's start-up file."""
+    profile = tmp_path / ".bashrc"
+    profile.write_text("alias ll='ls -l'\n")
+    run = plant()
+    stranger.does(lambda: run.events_file.symlink_to(profile))
+    assert main(["status"]) == 0
+    assert profile.read_text() == "alias ll='ls -l'\n"
+
+
+def test_reading_writes_nothing_into_a_run_of_somebody_else(
+    plant: Plant, stranger: Stranger, asked: Callable[[], list[str]]
+) -> None:
+    run = plant()
+    stranger.does(lambda: [path.chmod(0o777) for path in (run.path, run.checkpoints, run.attempts)])
+    before = sorted(run.path.rglob("*"))
+    for words in (["status"], ["status", run.id], ["runs", "list", "--size"], ["runs", "prune", "--dry-run"]):
+        main(words)
+    assert asked()
+    assert sorted(run.path.rglob("*")) == before
+
+
+def test_an_event_is_appended_to_no_file_but_a_regular_one_of_ones_own(tmp_path: Path, stranger: Stranger) -> None:
+    theirs = stranger.folder / "events"
+    stranger.does(lambda: [theirs.touch(), theirs.chmod(0o666)])
+    link, pipe, own = tmp_path / "link", tmp_path / "pipe", tmp_path / "own"
+    link.symlink_to(own)
+    os.mkfifo(pipe)
+    for path in (theirs, link, pipe):
+        with pytest.raises(OSError, match=r"regular file of yours|symbolic links|No such device"):
+            records.append_line(path, "x\n")
+    assert not own.exists()
+    records.append_line(own, "x\n")
+    assert own.read_text() == "x\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["resume"],
+        ["cancel"],
+        ["requeue"],
+        ["preempt"],
+        ["evaluate"],
+    ],
+)
+def test_a_run_of_somebody_else_is_neither_started_nor_changed(
+    words: list[str], plant: Plant, asked: Callable[[], list[str]], capsys: Out
+) -> None:
+    """Its script and its config would be run as whoever resumes it."""
+    run = plant()
+    assert main([words[0], run.id, *words[1:]]) == 2
+    assert "only who has submitted a run may change it" in capsys.readouterr().err
+    assert asked() == []
+
+
+def test_last_is_ones_own_last_run(plant: Plant, mine: RunDir, asked: Callable[[], list[str]], capsys: Out) -> None:
+    plant()
+    assert main(["status", "last"]) == 0
+    assert mine.id in capsys.readouterr().out
+
+
+def test_without_a_run_of_ones_own_there_is_no_last(plant: Plant, shared: Path) -> None:
+    plant()
+    with pytest.raises(UsageError, match=r"none of the runs .* is yours"):
+        rundir.find("last", shared)
+
+
+def test_a_link_of_somebody_else_does_not_name_a_run(
+    shared: Path, mine: RunDir, plant: Plant, stranger: Stranger
+) -> None:
+    """It would make an older run of one's own the last."""
+    run = plant()
+    link = run.path.with_name("20991231-000000-000cc")
+    stranger.does(lambda: link.symlink_to(mine.path))
+    assert [each.path for each in rundir.all_runs(shared)] == [mine.path, run.path]
+
+
+def test_an_id_that_somebody_has_copied_means_ones_own_run(plant: Plant, mine: RunDir, shared: Path) -> None:
+    plant(mine.id)
+    assert rundir.find(mine.id, shared).path == mine.path
+    assert rundir.find(mine.id[:-1], shared).path == mine.path
+
+
+@pytest.mark.parametrize("part", ["attempts", "checkpoints", "evaluations"])
+def test_a_part_that_somebody_has_linked_is_not_followed(
+    part: str,
+    plant: Plant,
+    stranger: Stranger,
+    tmp_path: Path,
+    shared: Path,
+    asked: Callable[[], list[str]],
+    capsys: Out,
+) -> None:
+    run = plant()
+
+    def link() -> None:
+        if (run.path / part).exists():
+            (run.path / part).rmdir()
+        (run.path / part).symlink_to(tmp_path)
+
+    stranger.does(link)
+    assert main(["status"]) == 0
+    assert f"{part} is a link" in capsys.readouterr().out
+    with pytest.raises(UnreadableRecord, match=f"{part} is a link"):
+        rundir.find(run.id, shared)
+
+
+def test_checkpoints_of_somebody_else_are_not_pruned(
+    plant: Plant, stranger: Stranger, asked: Callable[[], list[str]], capsys: Out
+) -> None:
+    run = plant()
+    for where in (run.id, str(run.checkpoints)):
+        if where != run.id:
+            stranger.does(lambda: (run.checkpoints / "checkpoint_0000001").mkdir())
+        assert main(["checkpoints", where, "prune"]) == 2
+        assert "belongs to user" in capsys.readouterr().err
+
+
+def test_nothing_is_pruned_through_a_link(
+    mine: RunDir, tmp_path: Path, asked: Callable[[], list[str]], capsys: Out
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "checkpoint_0000001.tmp-1").mkdir(parents=True)
+    mine.checkpoints.rmdir()
+    mine.checkpoints.symlink_to(elsewhere)
+    assert main(["checkpoints", "last", "prune", "--leftovers"]) == 2
+    assert "nothing is removed through a link" in capsys.readouterr().err
+    os.utime(mine.info_file, (0, 0))
+    main(["runs", "prune", "--state", "lost", "stopped"])
+    assert list(elsewhere.iterdir())
+    assert mine.path.exists()
+
+
+def test_runs_of_somebody_else_are_not_pruned(
+    plant: Plant, mine: RunDir, asked: Callable[[], list[str]], capsys: Out
+) -> None:
+    plant()
+    assert main(["runs", "prune", "--dry-run"]) == 0
+    assert "20990101" not in capsys.readouterr().out
+
+
+def test_a_sweep_of_somebody_else_is_neither_gone_on_with_nor_cancelled(
+    shared: Path, stranger: Stranger, asked: Callable[[], list[str]], capsys: Out
+) -> None:
+    def write() -> None:
+        (shared / "x.sweep-1" / "arrays").mkdir(parents=True)
+        info = {**INFO, "pack": 1, "parallelism": None, "after": [], "token": "t"}
+        (shared / "x.sweep-1" / "sweep.json").write_text(json.dumps(info))
+        (shared / "x.sweep-1" / "points.jsonl").touch()
+
+    stranger.does(write)
+    for action in ("retry", "cancel"):
+        assert main(["sweep", action, "x.sweep-1"]) == 2
+        assert "only who has submitted a sweep may change it" in capsys.readouterr().err
+        assert main(["sweep", action, "last"]) == 2
+        assert "is yours" in capsys.readouterr().err
+    assert main(["sweep", "list"]) == 0
+    assert asked() == []
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o777, 0o1777])
+def test_nothing_is_submitted_below_a_folder_that_somebody_else_has_made_ready(
+    mode: int, shared: Path, stranger: Stranger
+) -> None:
+    """They could put another run in the place of one's own, and the next attempt would run that."""
+    stranger.does(lambda: [(shared / "train").mkdir(), (shared / "train").chmod(mode)])
+    with pytest.raises(ConfigError, match=r"may replace what is in|cannot create"):
+        rundir.create(shared, "train")
+
+
+def test_nothing_is_submitted_where_everybody_may_replace_it(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train").chmod(0o777)
+    with pytest.raises(ConfigError, match="everybody may replace what is in"):
+        rundir.create(tmp_path, "train")
+    (tmp_path / "train").chmod(0o1777)
+    assert rundir.create(tmp_path, "train").path.exists()
+
+
+def test_in_a_teams_folder_each_adds_runs_reads_what_is_shared_and_changes_what_is_theirs(
+    shared: Path, stranger: Stranger, asked: Callable[[], list[str]], capsys: Out
+) -> None:
+    team = shared / "team"
+    team.mkdir()
+    os.chown(team, -1, stranger.gid)
+    team.chmod(0o2770)
+    own = rundir.create(team, "llama")
+    assert (own.path.parent.stat().st_mode & 0o7770, own.path.parent.stat().st_gid) == (0o3770, stranger.gid)
+    write_info(own)
+    theirs = team / "llama" / "20990101-000000-000aa"
+
+    def add_and_share() -> None:
+        rundir.create(team, "llama")
+        write_run(theirs)
+        with pytest.raises(PermissionError):
+            own.path.rename(team / "llama" / "mine-now")
+        with pytest.raises(PermissionError):
+            os.listdir(own.path)
+
+    stranger.does(add_and_share, groups=[stranger.gid])
+    assert main(["status", str(theirs)]) == 0
+    assert main(["cancel", str(theirs)]) == 2
+    assert [run.id for run in rundir.all_runs(team)] == [own.id, theirs.name]
+    assert rundir.find("last", team).path == own.path
+
+
+BAD = {
+    "not UTF-8": lambda path: path.write_bytes(b'{"name": "\xff"}'),
+    "empty": lambda path: path.write_text("{}"),
+    "no JSON": lambda path: path.write_text("{'name"),
+    "deep": lambda path: path.write_text("[" * 100_000),
+    "of other types": lambda path: path.write_text(json.dumps({**INFO, "job_ids": {"a": 1}, "created": "now"})),
+    "a time that no calendar knows": lambda path: path.write_text(json.dumps({**INFO, "created": 1e300})),
+    "a pipe": lambda path: os.mkfifo(path),
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a folder": lambda path: path.mkdir(),
+    "a terabyte": lambda path: [path.touch(), os.truncate(path, 1 << 40)],
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_one_bad_run_is_a_row_and_takes_nobodys_list_down(
+    kind: str, plant: Plant, mine: RunDir, stranger: Stranger, asked: Callable[[], list[str]], capsys: Out
+) -> None:
+    run = plant()
+
+    def spoil() -> None:
+        run.info_file.unlink()
+        BAD[kind](run.info_file)
+
+    stranger.does(spoil)
+    for words in (["status"], ["runs", "list"], ["runs", "prune", "--dry-run"], ["status", "--json"]):
+        assert main(words) == 0
+        out = capsys.readouterr().out
+        assert mine.id in out or words[1:2] == ["prune"]
+        if "prune" not in words:
+            assert "unreadable" in out
+    assert main(["status", run.id]) == 2
+    assert main(["logs", run.id]) == 2
+    assert main(["resume", run.id]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_what_a_run_says_does_not_steer_the_terminal(plant: Plant, asked: Callable[[], list[str]], capsys: Out) -> None:
+    run = plant(name="\x1b]0;owned\x07", overrides=["a=\x1b[2J"], user="\ud800")
+    for words in (["status"], ["status", run.id], ["status", run.id, "--json"]):
+        assert main(words) == 0
+        assert "\x1b" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("started", "now"), ("started", 1e300), ("nodes", [1]), ("pid", "1"), ("stalled", 1), ("start_up_s", {"a": None})],
+)
+def test_a_field_of_an_attempt_of_another_type_is_told_by_name(field: str, value: object, mine: RunDir) -> None:
+    mine.attempt(1).mkdir()
+    write_json(mine.attempt(1) / "attempt.json", {field: value})
+    with pytest.raises(UnreadableRecord, match=f"attempt.json: {field} is .*, not "):
+        attempts.read_attempt(mine, 1)
+
+
+class Written:
+    """A standard output that keeps only how much it was given, and the most at once."""
+
+    def __init__(self) -> None:
+        self.total = self.most = 0
+
+    def write(self, text: str) -> None:
+        self.total, self.most = self.total + len(text), max(self.most, len(text))
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("words", [[], ["--rank", "all"], ["-f"]])
+def test_a_log_larger_than_the_memory_is_printed_in_pieces(
+    words: list[str], mine: RunDir, asked: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine.attempt(1).mkdir()
+    write_json(mine.attempt(1) / "attempt.json", {"verdict": "end", "started": 1.0, "ended": 2.0})
+    log = mine.attempt(1) / "rank-0.log"
+    log.write_bytes(b"\xc3\xa4" * 4_000_000 + b"\n")
+    monkeypatch.setattr("sys.stdout", written := Written())
+    assert main(["logs", "last", *words]) == 0
+    assert 4_000_000 < written.total < 4_000_100
+    assert written.most < 2_500_000
