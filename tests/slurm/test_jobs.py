@@ -319,7 +319,7 @@ def test_submitting_from_inside_a_job_inherits_nothing_of_it(project: Project) -
     ]
     quoted = " ".join(f"'{word}'" for word in inner)
     job_id = project.cluster.sbatch(
-        *("-N1", "-n1", "--mem=100", "-o", "outer.log"),
+        *("-N1", "-n1", "--mem=100", "-o", str(project.path / "outer.log").replace("%", "%%")),
         script=f"srun {PYTHON} -m slurmtrain {quoted}\n",
         cwd=project.path,
     )
