@@ -77,6 +77,10 @@ class LostPeers(CheckpointError):
     """Another rank went away in the middle of a save or restore: its failure, not this rank's, came first."""
 
 
+class Unreadable(CheckpointError):
+    """The storage does not give a checkpoint's files now, which says nothing about them. A retry may help."""
+
+
 class Superseded(CheckpointError):
     """A newer incarnation of the run is at work: this one may not commit any more, and has nothing left to do."""
 

@@ -13,11 +13,17 @@ import mmap
 import os
 import stat
 import threading
+import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
+
+from slurmtrain.errors import Unreadable
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -30,6 +36,13 @@ MADV_POPULATE_READ = 22
 THREADS = 4
 OPEN_FILES = 256  # at a time: a process may often have no more than 1,024
 NICENESS = 10
+# How long a storage that fails is asked again: a server that is started anew, a mount that comes back.
+RETRY_S = 60.0
+# How long a file may be missing that another node has written: an NFS client believes what it has cached.
+LATE_S = 2.0
+# What an errno says: of the file; or of this process. Everything else (EIO, ETIMEDOUT, ESTALE, ESHUTDOWN, ...) of the storage.
+_OF_THE_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
+_OF_THIS_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,46 @@ class FileRecord:
 
     size: int
     sha256: str
+
+
+def patiently(work: Callable[[], T], path: Path, *, late_s: float | None = None) -> T:
+    """Run `work`, which reads from the file `path`, again and again while the storage fails.
+
+    Args:
+        late_s: how long to wait for a file that is missing, seconds; None: LATE_S.
+
+    Raises:
+        OSError: the file is not there or is none, or this process may not read it.
+        Unreadable: the storage still fails after RETRY_S; nothing is known about the file.
+    """
+    begun, pause = time.monotonic(), 0.1
+    while True:
+        try:
+            return work()
+        except OSError as error:
+            missing = error.errno == errno.ENOENT
+            if error.errno in (*_OF_THE_FILE, *_OF_THIS_PROCESS) and not missing:
+                raise
+            patience = RETRY_S if not missing else LATE_S if late_s is None else late_s
+            if time.monotonic() - begun + pause > patience:
+                if missing:
+                    raise
+                raise Unreadable(
+                    f"{path} cannot be read: {error.strerror or error}, still after {patience:.0f} s",
+                    hint="that is the storage's failure and says nothing about the checkpoint, which stays where it is",
+                ) from None
+        time.sleep(pause)
+        pause = min(2 * pause, 8.0)
+        if missing:
+            with suppress(OSError):  # read-only
+                refresh(path.parent)
+
+
+def refresh(directory: Path) -> None:
+    """Make an NFS client forget what it believes is in `directory`: a change of our own makes it ask the server."""
+    probe = directory / f".probe-{uuid.uuid4().hex}"
+    probe.touch(mode=0o600)
+    probe.unlink()
 
 
 def threads(*, background: bool = False) -> ThreadPoolExecutor:
@@ -244,6 +297,7 @@ def find_damage(
     contents: bool = True,
     from_disk: bool = False,
     mapped: bool = False,
+    patient: bool = False,
     progress: Callable[[int], None] = lambda count: None,
     check: Callable[[], None] = lambda: None,
 ) -> list[str]:
@@ -252,15 +306,26 @@ def find_damage(
     Args:
         from_disk: forget what the page cache has of them first.
         mapped: see `digest_mapped`.
+        patient: wait for a storage that fails, and raise Unreadable when it does not come back: only a size, a digest or a
+            missing file is damage then.
         progress: told of every block's bytes, from any thread.
         check: called before every block; what it raises ends the comparison.
     """
     damage = []
     right_size = []
+    files = list(files)
+    late_s = LATE_S  # for all missing ones together
     for name, expected in files:
+        path = directory / name
         try:
-            size = os.stat(directory / name).st_size
+            if patient:
+                begun = time.monotonic()
+                size = patiently(partial(_size, path), path, late_s=late_s)
+                late_s = max(0.0, late_s - (time.monotonic() - begun))
+            else:
+                size = _size(path)
         except OSError as error:
+            late_s = 0.0
             damage.append(cannot_be_read(name, error))
             continue
         if size != expected.size:
@@ -269,8 +334,31 @@ def find_damage(
             right_size.append((name, expected))
     for begin in range(0, len(right_size), OPEN_FILES):
         some = right_size[begin : begin + OPEN_FILES]
-        damage += _compare(directory, some, pool, from_disk=from_disk, mapped=mapped, progress=progress, check=check)
+        damage += _compare(
+            directory, some, pool, from_disk=from_disk, mapped=mapped, patient=patient, progress=progress, check=check
+        )
     return damage
+
+
+def _size(path: Path) -> int:
+    return os.stat(path).st_size
+
+
+def digest_anew(path: Path, number: int, size: int, into: Sequence[memoryview] | None = None) -> bytes:
+    """As `digest_block`, through a descriptor of its own, and patiently: one that a server has forgotten stays stale.
+
+    Raises:
+        OSError, Unreadable: see `patiently`.
+    """
+
+    def read() -> bytes:
+        descriptor = open_file(path)
+        try:
+            return digest_block(descriptor, number, size, into)
+        finally:
+            os.close(descriptor)
+
+    return patiently(read, path)
 
 
 def cannot_be_read(name: str, error: OSError) -> str:
@@ -279,7 +367,7 @@ def cannot_be_read(name: str, error: OSError) -> str:
 
 
 def _reason(error: OSError) -> str:
-    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE):
+    if error.errno in (*_OF_THIS_PROCESS, errno.ESTALE):
         raise error
     return error.strerror or str(error)
 
@@ -291,6 +379,7 @@ def _compare(
     *,
     from_disk: bool,
     mapped: bool,
+    patient: bool,
     progress: Callable[[int], None],
     check: Callable[[], None],
 ) -> list[str]:
@@ -298,8 +387,9 @@ def _compare(
     opened: list[tuple[str, FileRecord, int]] = []
     try:
         for name, expected in files:
+            path = directory / name
             try:
-                descriptor = open_file(directory / name)
+                descriptor = patiently(partial(open_file, path), path) if patient else open_file(path)
             except OSError as error:
                 damage.append(cannot_be_read(name, error))
                 continue
@@ -307,11 +397,16 @@ def _compare(
             if from_disk:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
-        def digest(block: tuple[int, int, int]) -> bytes | str:
-            descriptor, number, size = block
+        def digest(block: tuple[str, int, int, int]) -> bytes | str:
+            name, descriptor, number, size = block
             check()
             try:
-                found = (digest_mapped if mapped else digest_block)(descriptor, number, size)
+                try:
+                    found = (digest_mapped if mapped else digest_block)(descriptor, number, size)
+                except OSError:
+                    if not patient:
+                        raise
+                    found = digest_anew(directory / name, number, size)
             except OSError as error:
                 return _reason(error)
             except EOFError as error:
@@ -321,8 +416,8 @@ def _compare(
 
         # All blocks of all files at once: one large file must not be one thread's work.
         work = [
-            (descriptor, number, expected.size)
-            for _, expected, descriptor in opened
+            (name, descriptor, number, expected.size)
+            for name, expected, descriptor in opened
             for number in range(block_count(expected.size))
         ]
         answers = iter(each(pool, digest, work))

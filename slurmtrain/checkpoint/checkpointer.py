@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import operator
 import os
 import socket
 import sys
@@ -29,7 +30,7 @@ from torch.optim import Optimizer
 
 from slurmtrain.checkpoint import blocks, commit, drift, retention, state
 from slurmtrain.checkpoint.commit import Incarnation, Manifest
-from slurmtrain.checkpoint.index_file import read_index
+from slurmtrain.checkpoint.index_file import check_whole, read_index
 from slurmtrain.checkpoint.layout import Index
 from slurmtrain.checkpoint.plan import OWN, Plan, check_types, file_name, make_plan
 from slurmtrain.checkpoint.ranks import Ranks
@@ -38,7 +39,7 @@ from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.checkpoint.saving import Saved, Saving, Writer
 from slurmtrain.checkpoint.staging import Image, Staging
 from slurmtrain.checkpoint.writing import Bound, Discarded, Write
-from slurmtrain.errors import CheckpointError, CheckpointMismatch, LostPeers, Superseded, nearest
+from slurmtrain.errors import CheckpointError, CheckpointMismatch, LostPeers, Superseded, Unreadable, nearest
 
 if TYPE_CHECKING:
     from slurmtrain.checkpoint.copying import Copying
@@ -186,6 +187,7 @@ class Checkpointer:
         plain: dict[str, Any] = {}
         own = b""
         try:
+            step = _step(step)
             measured = _numbers(metrics or {})
             mine = self._own(per_rank)
             tensors, plain = state.flatten(objects)
@@ -507,22 +509,27 @@ class Checkpointer:
         else:
             with suppress(OSError):
                 commit.refresh(self.directory)
-            candidates = commit.committed(self.directory)
+            for unseen in blocks.patiently(partial(commit.late, self.directory), self.directory):
+                with suppress(OSError):
+                    commit.refresh(unseen)
+            candidates = blocks.patiently(partial(commit.committed, self.directory), self.directory)
             if not candidates:
                 return None
             path = candidates[-1]
         try:
-            texts = commit.read_manifest_bytes(path)
+            texts = commit.read_manifest_bytes(path, patient=True)
             manifest = commit.parse_manifest(path, *texts)
-        except CheckpointMismatch:
+        except (CheckpointMismatch, Unreadable):
             raise
         except CheckpointError as error:
             return path, (b"", ""), [error.message]
         with blocks.threads() as pool:
-            damage = blocks.find_damage(path, manifest.files.items(), pool, contents=False)
+            damage = blocks.find_damage(path, manifest.files.items(), pool, contents=False, patient=True)
         if not damage:
             try:
-                read_index(path, manifest)
+                check_whole(path, manifest, read_index(path, manifest, patient=True))
+            except Unreadable:
+                raise
             except CheckpointError as error:
                 damage = [error.message]
         return path, texts, damage
@@ -592,7 +599,7 @@ class Checkpointer:
     def _read_index(self, path: Path, manifest: Manifest) -> Index:
         if self._ranks.rank != 0:
             commit.wait_until_visible(path / commit.INDEX)
-        index = read_index(path, manifest)
+        index = read_index(path, manifest, patient=True)
         check_types(index.catalogues)
         return index
 
@@ -641,6 +648,23 @@ class Checkpointer:
             return self._ranks
         members = [rank for rank, host in enumerate(hosts) if host == own]
         return self._ranks.subgroup(members)
+
+
+def _step(step: object) -> int:
+    """`step` as a plain number: numpy's cannot be written into a manifest.
+
+    Raises:
+        CheckpointError: it is none, or below zero, and no reader would find it.
+    """
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise CheckpointError(
+            f"step={step!r} is no number of optimiser steps", hint="give the steps done so far: 0, 1, 2 and so on"
+        )
+    return number
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

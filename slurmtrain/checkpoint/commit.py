@@ -31,15 +31,15 @@ import os
 import re
 import shutil
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint import blocks
-from slurmtrain.checkpoint.blocks import FileRecord
+from slurmtrain.checkpoint.blocks import FileRecord, refresh
 from slurmtrain.errors import CheckpointError, CheckpointMismatch, Superseded
 
 FORMAT = 2
@@ -114,6 +114,16 @@ def _place_in_order(path: Path) -> tuple[int, int]:
     match = FINAL_NAME.fullmatch(path.name)
     assert match is not None, path
     return int(match.group(1)), int(match.group(2) or 1)
+
+
+def late(directory: Path) -> list[Path]:
+    """Checkpoints whose COMPLETE is not to be seen, newer than all others: one got its name with it, so it may only be late.
+
+    Whoever is to choose the newest looks once more, after a change of their own to the folder (see `refresh`).
+    """
+    newest = max((_place_in_order(path) for path in committed(directory)), default=(-1, 0))
+    found = [path for path in directory.iterdir() if FINAL_NAME.fullmatch(path.name)] if directory.is_dir() else []
+    return [path for path in found if _place_in_order(path) > newest]
 
 
 def step_of(path: Path) -> int:
@@ -201,13 +211,6 @@ def _newest_claim(claims: Path) -> int:
     return max(
         (int(path.name) for path in claims.iterdir() if path.name.isdecimal() and path.name.isascii()), default=0
     )
-
-
-def refresh(directory: Path) -> None:
-    """Make an NFS client forget what it believes is in `directory`: a change of our own makes it ask the server."""
-    probe = directory / f".probe-{uuid.uuid4().hex}"
-    probe.touch(mode=0o600)
-    probe.unlink()
 
 
 def wait_until_visible(path: Path, timeout_s: float = VISIBILITY_S) -> None:
@@ -354,10 +357,18 @@ def read_manifest(path: Path) -> Manifest:
     return parse_manifest(path, *read_manifest_bytes(path))
 
 
-def read_manifest_bytes(path: Path) -> tuple[bytes, str]:
-    """manifest.json and the digest in COMPLETE, as they are."""
+def read_manifest_bytes(path: Path, *, patient: bool = False) -> tuple[bytes, str]:
+    """manifest.json and the digest in COMPLETE, as they are.
+
+    Args:
+        patient: see `blocks.find_damage`.
+    """
+
+    def read(name: str) -> bytes:
+        return blocks.patiently(partial(_read_small, path / name), path / name) if patient else _read_small(path / name)
+
     try:
-        return _read_small(path / MANIFEST), _read_small(path / COMPLETE).decode().removesuffix("\n")
+        return read(MANIFEST), read(COMPLETE).decode().removesuffix("\n")
     except OSError as error:
         raise CheckpointError(f"{path}: {blocks.cannot_be_read(MANIFEST, error)}") from None
     except ValueError as error:

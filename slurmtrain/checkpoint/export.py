@@ -375,7 +375,7 @@ class TorchOutput:
             )
         self._descriptor = descriptor
         self._tensors: dict[str, Tensor] = {
-            entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in entries
+            entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="cpu") for entry in entries
         }
         self._bytes = {
             name: tensor.reshape(-1).view(torch.uint8).numpy().data for name, tensor in self._tensors.items()

@@ -1,17 +1,23 @@
-"""index.bin of a checkpoint, read and held against the manifest: the one way to it, for restoring and exporting."""
+"""index.bin of a checkpoint, read and held against the manifest: the one way to it, for restoring, verifying and exporting."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.checkpoint.commit import Manifest
-from slurmtrain.checkpoint.layout import Index
+from slurmtrain.checkpoint.layout import DTYPE_BYTES, Index, check_coverage
 from slurmtrain.errors import CheckpointError
 
+HEADER_BYTES = 1 << 30  # more than that of a million tensors
 
-def read_index(path: Path, manifest: Manifest) -> Index:
+
+def read_index(path: Path, manifest: Manifest, *, patient: bool = False) -> Index:
     """The index of the checkpoint `path`.
+
+    Args:
+        patient: see `blocks.find_damage`.
 
     Raises:
         CheckpointError: it is damaged, or does not belong to this manifest.
@@ -19,8 +25,13 @@ def read_index(path: Path, manifest: Manifest) -> Index:
     record = manifest.files.get(commit.INDEX)
     if record is None:
         raise CheckpointError(f"{path} is damaged: its manifest.json knows of no {commit.INDEX}")
+    file = path / commit.INDEX
+
+    def read() -> bytes:
+        return file.read_bytes() if file.stat().st_size == record.size else b""
+
     try:
-        data = (path / commit.INDEX).read_bytes() if (path / commit.INDEX).stat().st_size == record.size else b""
+        data = blocks.patiently(read, file) if patient else read()
     except OSError as error:
         raise CheckpointError(f"{path} is damaged: {blocks.cannot_be_read(commit.INDEX, error)}") from None
     if len(data) != record.size or blocks.root(blocks.digests_of(data)) != record.sha256:
@@ -30,3 +41,65 @@ def read_index(path: Path, manifest: Manifest) -> Index:
         if blocks.root(digests) != manifest.files[name].sha256:
             raise CheckpointError(f"{path} is damaged: {commit.INDEX} and manifest.json disagree about {name!r}")
     return index
+
+
+def check_whole(path: Path, manifest: Manifest, index: Index) -> None:
+    """Check that the files hold every element of every tensor once, by what the index says of them.
+
+    Raises:
+        CheckpointError: they do not, or the manifest says otherwise.
+    """
+    try:
+        facts = check_coverage(index.catalogues, index.tables.values())
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is damaged: by its {commit.INDEX} {error.message}") from None
+    if manifest.tensors != {name: {"shape": list(fact.shape), "dtype": fact.dtype} for name, fact in facts.items()}:
+        raise CheckpointError(f"{path} is damaged: {commit.INDEX} and manifest.json have other tensors")
+
+
+def find_disagreement(path: Path, manifest: Manifest) -> list[str]:
+    """What, in files whose digests are right, would not be restored or be restored wrongly: one sentence each."""
+    try:
+        index = read_index(path, manifest)
+        check_whole(path, manifest, index)
+    except CheckpointError as error:
+        return [error.message.removeprefix(f"{path} is damaged: ")]
+    for catalogue in index.catalogues:
+        for name, fact in catalogue.items():
+            if DTYPE_BYTES.get(fact.dtype) != fact.itemsize:
+                return [
+                    f"{name} is {fact.dtype[:50]!r} with {fact.itemsize} bytes an element, which torch does not know"
+                ]
+    disagreement = []
+    for name in sorted(index.tables):
+        try:
+            _check_header(path / name, index, name)
+            json.loads(_own_state(path / name, *index.own_state(name)))
+        except OSError as error:
+            disagreement.append(blocks.cannot_be_read(name, error))
+        except (ValueError, RecursionError) as error:
+            disagreement.append(f"{name} and {commit.INDEX} disagree: {error}")
+    return disagreement
+
+
+def _check_header(file: Path, index: Index, name: str) -> None:
+    """Raises ValueError when a rank's file says of itself, as a safetensors file does, that it holds something else."""
+    expected = index.pieces(name)
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if not 0 < length < HEADER_BYTES:
+            raise ValueError("its header has no length")
+        header = json.loads(opened.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is no object")
+    start = 8 + length
+    for piece, (begin, end) in expected.items():
+        entry = header.get(piece)
+        if not isinstance(entry, dict) or entry.get("data_offsets") != [begin - start, end - start]:
+            raise ValueError(f"{piece} lies elsewhere")
+
+
+def _own_state(file: Path, begin: int, length: int) -> bytes:
+    with file.open("rb") as opened:
+        opened.seek(begin)
+        return opened.read(length)

@@ -33,6 +33,16 @@ Ints = npt.NDArray[np.int64]
 SPLIT_BYTES = 1 << 20
 EVEN = 8  # rows per rank from which on one row more or less does not matter
 MAX_DIMENSIONS = 64  # of any tensor of torch
+# By torch's names: for who reads a checkpoint without torch.
+DTYPE_BYTES = {
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32", "complex32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("int8", "uint8", "bool", "float4_e2m1fn_x2", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), 1),
+    **dict.fromkeys((f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), 1),
+    "complex128": 16,
+}
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,13 @@ class TensorFacts:
 
 
 Catalogue = Mapping[str, TensorFacts]
+
+
+def piece_name(name: str, box: Box, shape: Sequence[int]) -> str:
+    """The name of a box of a tensor in a safetensors header: that of the tensor, and which part of it."""
+    if box == Box.whole(shape):
+        return name
+    return name + "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(box.start, box.size, strict=True)) + "]"
 
 
 def share(box: Box, itemsize: int, key: str, index: int, holders: int) -> Box | None:
@@ -185,6 +202,7 @@ def check_coverage(catalogues: Sequence[Catalogue], packed: Iterable[bytes]) -> 
         table = FileTable.unpack(data)
         numbers = positions[table.catalogue][table.tensors]
         shared = numbers >= 0
+        _check_own(catalogues[table.catalogue], table, ~shared)
         numbers, boxes = numbers[shared], table.boxes[shared]
         starts, sizes = _padded(boxes[:, 0], dimensions, 0), _padded(boxes[:, 1], dimensions, 1)
         outside = ((starts < 0) | (starts + sizes > shapes[numbers])).any(axis=1)
@@ -202,6 +220,17 @@ def check_coverage(catalogues: Sequence[Catalogue], packed: Iterable[bytes]) -> 
             + (f" (and {int(wrong.sum()) - 1} more tensors)" if wrong.sum() > 1 else "")
         )
     return facts
+
+
+def _check_own(catalogue: Catalogue, table: FileTable, rows: npt.NDArray[np.bool_]) -> None:
+    """Raises CheckpointError when a rank's file has not each of its own tensors, whole and once, in these rows of its table."""
+    wanted = [number for number, fact in enumerate(catalogue.values()) if fact.own and fact.nbytes > 0]
+    shapes, boxes = _shapes(catalogue), table.boxes[rows]
+    dimensions = shapes.shape[1]
+    starts, sizes = _padded(boxes[:, 0], dimensions, 0), _padded(boxes[:, 1], dimensions, 1)
+    whole = (starts == 0).all() and (sizes == shapes[table.tensors[rows]]).all()
+    if sorted(table.tensors[rows].tolist()) != wanted or not whole:
+        raise CheckpointError("a rank's own tensors are not whole")
 
 
 def _merge(catalogues: Sequence[Catalogue]) -> tuple[dict[str, TensorFacts], list[Ints]]:
@@ -332,6 +361,19 @@ class Index:
         table = FileTable.unpack(self.tables[file])
         itemsizes = _itemsizes(self.catalogues[table.catalogue])
         return int(table.offsets(itemsizes)[-1]), table.own_bytes
+
+    def pieces(self, file: str) -> dict[str, tuple[int, int]]:
+        """First and last byte of every box in `file`, by the name that its safetensors header has for it."""
+        table = FileTable.unpack(self.tables[file])
+        catalogue = self.catalogues[table.catalogue]
+        names, offsets = list(catalogue), table.offsets(_itemsizes(catalogue)).tolist()
+        found = {}
+        for row, number in enumerate(table.tensors.tolist()):
+            name = names[number]
+            start, size = (values[: len(catalogue[name].shape)] for values in table.boxes[row].tolist())
+            box = Box(tuple(start), tuple(size))
+            found[piece_name(name, box, catalogue[name].shape)] = (offsets[row], offsets[row + 1])
+        return found
 
     def find(self, wanted: Mapping[str, Box], own_file: str | None = None) -> dict[str, list[Source]]:
         """All boxes that overlap with the wanted box of each tensor.

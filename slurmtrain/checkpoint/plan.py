@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slurmtrain.checkpoint.fingerprints import Replica
-from slurmtrain.checkpoint.layout import Box, Catalogue, FileTable, TensorFacts, share, table_of
+from slurmtrain.checkpoint.layout import Box, Catalogue, FileTable, TensorFacts, piece_name, share, table_of
 from slurmtrain.checkpoint.ranks import Ranks
 from slurmtrain.errors import CheckpointError
 
@@ -191,12 +191,7 @@ class Plan:
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         for piece in self.pieces:
             known = SAFETENSORS_NAMES.get(piece.dtype)
-            name = piece.name
-            if piece.box != Box.whole(self.catalogues[self.number][piece.name].shape):
-                ends = (start + size for start, size in zip(piece.box.start, piece.box.size, strict=True))
-                name += str([f"{start}:{end}" for start, end in zip(piece.box.start, ends, strict=True)]).replace(
-                    "'", ""
-                )
+            name = piece_name(piece.name, piece.box, self.catalogues[self.number][piece.name].shape)
             entries[name] = {
                 "dtype": known or "U8",
                 "shape": list(piece.box.size) if known else [piece.end - piece.begin],

@@ -119,7 +119,7 @@ class Ranks:
         """The largest of all ranks' numbers. The cheapest question: four bytes."""
         if self.group is None:
             return number
-        box = torch.tensor([number], dtype=torch.int32)
+        box = torch.tensor([number], dtype=torch.int32, device="cpu")
         with _lost_peers():
             dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self.group)
         return int(box.item())

@@ -179,7 +179,8 @@ class Files:
     def descriptor(self, file: str) -> int:
         with self._opening:
             if file not in self._descriptors:
-                self._descriptors[file] = blocks.open_file(self._path / file)
+                path = self._path / file
+                self._descriptors[file] = blocks.patiently(lambda: blocks.open_file(path), path)
             return self._descriptors[file]
 
     def buffer_bytes(self, share: Blocks) -> int:
@@ -253,7 +254,7 @@ class Files:
             expected = digests[file][number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
             targets = [part.target for part in parts if part.target is not None] if into is not None else None
             try:
-                if blocks.digest_block(descriptor, number, self._records[file].size, targets) != expected:
+                if self._digest(file, descriptor, number, targets) != expected:
                     damage[file] = f"{file} is not what was written: its digest differs"
             except OSError as error:
                 damage[file] = blocks.cannot_be_read(file, error)
@@ -264,6 +265,13 @@ class Files:
 
         blocks.each(self._pool, check, work)
         return position
+
+    def _digest(self, file: str, descriptor: int, number: int, targets: list[memoryview] | None) -> bytes:
+        size = self._records[file].size
+        try:
+            return blocks.digest_block(descriptor, number, size, targets)
+        except OSError:  # of the storage, mostly; what it says of the file, it says again
+            return blocks.digest_anew(self._path / file, number, size, targets)
 
     def fill(self, spans: Sequence[Span], tensors: Mapping[str, Tensor]) -> None:
         """Copy what the spans say into the local parts of `tensors`, converting to their dtype."""
@@ -286,7 +294,7 @@ class Files:
             in_place = (span.name, span.file, span.begin) in self._in_place
             self.read(span.file, span.begin, span.end, target, in_place=in_place)
             return
-        rows = torch.empty(span.rows, dtype=span.dtype)
+        rows = torch.empty(span.rows, dtype=span.dtype, device="cpu")
         self.read(span.file, span.begin, span.end, _bytes_of(rows))
         tensor[span.into].copy_(rows[span.out])
 
@@ -302,13 +310,28 @@ class Files:
             stop = min(end, (number + 1) * BLOCK_BYTES)
             held = self._held.get((file, number))
             if held is None:
-                blocks.read_into(self.descriptor(file), target[position - begin : stop - begin], position)
+                self._read_into(file, target[position - begin : stop - begin], position)
             elif not in_place:
                 for whole in held:
                     part = whole.between(position, stop)
                     if part is not None and part.target is not None:
                         target[part.begin - begin : part.end - begin] = part.target
             position = stop
+
+    def _read_into(self, file: str, target: memoryview, position: int) -> None:
+        path = self._path / file
+
+        def read_anew() -> None:
+            descriptor = blocks.open_file(path)
+            try:
+                blocks.read_into(descriptor, target, position)
+            finally:
+                os.close(descriptor)
+
+        try:
+            blocks.read_into(self.descriptor(file), target, position)
+        except OSError:
+            blocks.patiently(read_anew, path)
 
 
 def _batches(files: Sequence[str]) -> Iterator[Sequence[str]]:
@@ -427,7 +450,7 @@ def load(path: Path, *, own_of: int | None = None) -> dict[str, Tensor]:
     check_types(index.catalogues)
     own_file = file_name(own_of) if own_of is not None else None
     facts = index.facts if own_file is None else index.own_facts(own_file)
-    tensors = {name: torch.empty(fact.shape, dtype=dtype_of(fact.dtype)) for name, fact in facts.items()}
+    tensors = {name: torch.empty(fact.shape, dtype=dtype_of(fact.dtype), device="cpu") for name, fact in facts.items()}
     alone = Ranks(None)
     damage, _ = read_tensors(
         path,

@@ -98,7 +98,7 @@ class Staging:
     """The buffer of one rank, and the hooks that guard what is copied from in the background."""
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._stream: torch.cuda.Stream | None = None
         self._current: Image | None = None
         self._touching: threading.Thread | None = None
@@ -196,10 +196,10 @@ class Staging:
 
     def _allocate(self, size: int) -> None:
         self._touched()
-        self._buffer = torch.empty(0, dtype=torch.uint8)  # give the old one back first
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # give the old one back first
         # Whole pages, from the beginning of a page on, which writing past the page cache asks for.
         size = -(-size // PAGE_BYTES) * PAGE_BYTES
-        memory = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        memory = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
         if not memory.is_pinned():
             ask_for_huge_pages(memory)
         first = -memory.data_ptr() % PAGE_BYTES
@@ -216,7 +216,7 @@ class Staging:
             hook.remove()
         self._hooks, self._current = [], None
         self._touched()
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def wait(self) -> None:
         """Return when the state may be changed."""

@@ -157,7 +157,9 @@ class Write:
             try:
                 check()
                 with blocks.threads(background=True) as pool:
-                    return blocks.find_damage(path, self._written, pool, contents=contents, from_disk=True, check=check)
+                    return blocks.find_damage(
+                        path, self._written, pool, contents=contents, from_disk=True, patient=True, check=check
+                    )
             except _NoTimeError:
                 return None
 

@@ -90,8 +90,9 @@ def _parser(verb: str) -> Parser:
     verify = actions.add_parser(
         "verify",
         prog=f"{prog} RUN verify",
-        help="compare every file with its digest",
-        description="Reads every file and compares it with its digest. Exit code 1 when anything is damaged.",
+        help="compare every file with its digest, and what they say with each other",
+        description="Reads every file, compares it with its digest, and checks that together they hold every tensor. "
+        "Exit code 1 when anything is damaged.",
     )
     verify.add_argument("step", nargs="?", type=int, metavar="STEP", help="this one only")
     for action in (listing, verify):  # suppressed: its absence here must not undo what stands before the action
@@ -297,6 +298,10 @@ def _compare(path: Path) -> tuple[int, int, list[str]]:
     files = sorted(manifest.files.items())
     with blocks.threads() as pool, _progress(path.name, manifest.size) as progress:
         damage = blocks.find_damage(path, files, pool, mapped=True, progress=progress)
+    if not damage:
+        from slurmtrain.checkpoint.index_file import find_disagreement  # numpy, which other actions do not need
+
+        damage = find_disagreement(path, manifest)
     return manifest.size, len(manifest.files), damage
 
 

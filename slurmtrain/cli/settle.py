@@ -9,6 +9,7 @@ from slurmtrain.cli.again import cancel_rest
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.rundir import RunDir
+from slurmtrain.runtime import chain
 from slurmtrain.runtime.attempts import read_attempt
 from slurmtrain.runtime.judge import Reason, Verdict
 from slurmtrain.runtime.settle import free_dependents, own_job_id, settle
@@ -29,6 +30,11 @@ def main(verb: str, words: list[str]) -> int:
     if judgement.verdict is Verdict.DONE:
         free_dependents(run_dir, read_attempt(run_dir, options.attempt), SlurmClient())
     over = judgement.verdict in (Verdict.DONE, Verdict.END) and judgement.reason is not Reason.SUPERSEDED
+    if judgement.bad_node is not None and judgement.verdict is Verdict.NEXT:
+        from slurmtrain.launch.again import leave_out
+
+        for link in chain.waiting_after(run_dir, own_job_id(), SlurmClient())[:1]:
+            leave_out([(run_dir, options.attempt)], link, SlurmClient())
     if config.requeue.mode == "chain" and over:
         cancel_rest(run_dir, own_job_id())
     return 0

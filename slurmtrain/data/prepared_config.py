@@ -20,6 +20,7 @@ from slurmtrain.paths import absolute
 PREPARED = "slurmtrain.data.PreparedText"
 TEXT_FILES = "slurmtrain.data.TextFiles"
 MIXTURE = "slurmtrain.data.Mixture"
+_OF_EACH_NODE = tuple(map(Path, ("/", "/tmp", "/var/tmp", "/dev/shm")))
 HUGGING_FACE = "slurmtrain.models.huggingface.HuggingFace"
 
 
@@ -47,7 +48,7 @@ def check_prepared(config: Config, *, later: bool = False) -> None:
                 hint="give the one that `prepare` has written; several folders are a mixture, see conf/data/mixture.yaml",
             )
         folder = Path(values["path"]).expanduser()
-        if not later:
+        if not later and config.cluster.container.kind is None:  # whose paths are its own
             _check_is_there(folder)
         if (folder / FILE_NAME).exists():
             manifest = _manifest(folder, (folder / FILE_NAME).stat().st_mtime_ns)
@@ -56,7 +57,9 @@ def check_prepared(config: Config, *, later: bool = False) -> None:
 
 
 def _check_is_there(folder: Path) -> None:
-    """Raise ConfigError where there is no prepared data set. What only compute nodes see is not known here."""
+    """Raise ConfigError where there is no prepared data set. What only compute nodes see, or each has its own, is not known."""
+    if folder.parent in _OF_EACH_NODE:
+        return
     if folder.is_file():
         raise ConfigError(
             f"data.path={folder} is a file, not a folder of prepared data",

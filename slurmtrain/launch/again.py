@@ -124,7 +124,7 @@ def requeue(
     if not going_on:
         client.cancel(job_id)
         return "cancelled: taken out of the queue again"
-    excluded = _leave_out(going_on, job_id, client)
+    excluded = leave_out(going_on, job_id, client)
     if delay_s:
         # SLURM holds a requeued job until its credentials have expired. It may be asked for less.
         with contextlib.suppress(ClusterError):
@@ -171,7 +171,7 @@ def _requeue(
             pause, refused = min(2 * pause, LONGEST_PAUSE_S), ""
 
 
-def _leave_out(runs: Sequence[tuple[RunDir, int]], job_id: str, client: SlurmClient) -> str:
+def leave_out(runs: Sequence[tuple[RunDir, int]], job_id: str, client: SlurmClient) -> str:
     """Let the next start of a job, which is pending or on its way there, leave out nodes that were bad. Returns them."""
     run_dir, number = runs[0]
     facts = client.job(job_id)

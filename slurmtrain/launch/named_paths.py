@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from slurmtrain.checkpoint.commit import FINAL_NAME, step_of
 from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, PrepareConfig
 from slurmtrain.data import prepared_config
 from slurmtrain.errors import ConfigError
@@ -141,6 +142,7 @@ def check_named_paths(config: Config, cwd: Path, *, later: bool = False) -> None
             hint="job.runs_dir, or SLURMTRAIN_RUNS, names another folder",
         )
     check_program(config, cwd)
+    _check_steps_are_left(config)
     for field, path, what in _named(with_absolute_paths(config, cwd), cwd, later=later):
         if glob.has_magic(str(path)):
             if _fixed_part(path).is_dir() and next(glob.iglob(str(path), recursive=True), None) is None:
@@ -150,6 +152,19 @@ def check_named_paths(config: Config, cwd: Path, *, later: bool = False) -> None
                 f"{field}: there is no {what} {path.name} in {path.parent}",
                 hint=f"relative paths start in the folder of the command, {cwd}",
             )
+
+
+def _check_steps_are_left(config: Config) -> None:
+    """Raise ConfigError when the checkpoint to go on from has done all steps, as its name says; the job looks into it."""
+    source = Path(config.checkpoint.restore_from or "")
+    if config.job.kind != "train" or config.checkpoint.restore_only or not FINAL_NAME.fullmatch(source.name):
+        return
+    if step_of(source) >= config.train.steps:
+        raise ConfigError(
+            f"checkpoint.restore_from={source} is at step {step_of(source)} already, and "
+            f"train.steps={config.train.steps}: there is nothing left to train",
+            hint="begin anew with its weights: checkpoint.restore_only=model; to go on from its step: more train.steps",
+        )
 
 
 def _fixed_part(pattern: Path) -> Path:

@@ -309,6 +309,15 @@ def failed_set_up(attempt_dir: Path) -> str | None:
         return None
 
 
+def claimed_by(attempt_dir: Path) -> tuple[str | None, int]:
+    """Job and restart count of the batch script that has claimed an attempt; no job where none has."""
+    try:
+        job_id, restart_count = (attempt_dir / "job").read_text().split()
+        return job_id, int(restart_count)
+    except (OSError, ValueError):
+        return None, 0
+
+
 def came_to_an_end(run_dir: RunDir, last: Attempt) -> bool:
     """Whether the run ended for good with its last attempt: by its verdict, or in a set-up that nobody could settle."""
     unsettled = last.verdict is None and failed_set_up(run_dir.attempt(last.number)) is not None

@@ -7,6 +7,7 @@ contract's exit codes. Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -161,7 +162,8 @@ def _wait_for_descendants(config: Config, code: int, where: Place, environment: 
     if left:
         shown = "; ".join(left[:5]) + ("; ..." if len(left) > 5 else "")
         print(f"slurmtrain: left behind by the program, and ended: {shown}", file=sys.stderr, flush=True)
-        where.run_dir.event("left behind", attempt=where.number, rank=environment.rank, processes=left[:20])
+        with contextlib.suppress(OSError):  # a full disk must not make a crash of it
+            where.run_dir.event("left behind", attempt=where.number, rank=environment.rank, processes=left[:20])
 
 
 def _end_of_grace(where: Place, stop: StopSignals) -> float:
@@ -179,11 +181,20 @@ def _wait_for_ranks(attempt_dir: Path, environment: Environment) -> None:
     srun ends all others when one leaves with another code than 0, and some time after one has left with 0: a rank that
     has ended well must not cost those that still save theirs. The pauses grow with the wait, and with the number of ranks.
     """
-    (attempt_dir / f"ended-{environment.rank}").touch()
+    if environment.world_size == 1:
+        return
+    try:
+        (attempt_dir / f"ended-{environment.rank}").touch()
+    except OSError as error:  # the disk is full: leaving with what is known is better than a crash
+        print(f"slurmtrain: cannot tell the other ranks that this one has ended: {error}", file=sys.stderr, flush=True)
+        return
     began = time.monotonic()
     shortest = max(POLL_S, environment.world_size / LISTINGS_PER_S)
-    while environment.world_size > 1:
-        names = os.listdir(attempt_dir)
+    while True:
+        try:
+            names = os.listdir(attempt_dir)
+        except OSError:  # a hiccup of a shared file system; srun ends this rank when all others have left
+            names = []
         if sum(name.startswith("ended-") for name in names) >= environment.world_size:
             return
         if any(name.startswith("failed-") for name in names):

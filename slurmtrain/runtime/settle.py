@@ -97,7 +97,7 @@ def close_abandoned(run_dir: RunDir, current: int, config: Config, client: Slurm
         attempt = attempts.read_attempt(run_dir, number)
         if number >= current or attempt.reason is not None or (run_dir.attempt(number) / "setup-failed").exists():
             continue
-        if may_live(attempt, client):
+        if may_live(attempt, run_dir.attempt(number), client):
             continue
         _find_last_steps(run_dir, attempt, config)
         request = attempts.take_request(run_dir, attempt)
@@ -105,28 +105,31 @@ def close_abandoned(run_dir: RunDir, current: int, config: Config, client: Slurm
         _record(run_dir, attempt, judge_abandoned(evidence, policy(config)))
 
 
-def may_live(attempt: Attempt, client: SlurmClient | None) -> bool:
+def may_live(attempt: Attempt, directory: Path, client: SlurmClient | None) -> bool:
     """Whether an attempt that nobody has settled may still be at work, as far as can be known here.
 
     An earlier life of this very job is over. Of another job, and of another step of this one, SLURM knows; of an attempt
     outside of SLURM, this machine. When nobody can be asked, it may live.
     """
-    if attempt.job_id is None:
+    job_id, restart_count = attempt.job_id, attempt.restart_count
+    if not attempt.started:
+        job_id, restart_count = attempts.claimed_by(directory)
+    if job_id is None:
         if not attempt.started or attempt.pid is None:
             return False
         return attempt.host != socket.gethostname() or process.lives(attempt.pid)
-    own = attempt.job_id == own_job_id()
-    if own and attempt.restart_count < own_restart_count():
+    own = job_id == own_job_id()
+    if own and (restart_count < own_restart_count() or not attempt.started):
         return False
     if client is None:
         return True
     try:
         if own and attempt.step_id is not None:
             return client.step_lives(attempt.step_id)
-        facts = client.look(attempt.job_id)
+        facts = client.look(job_id)
     except ClusterError:
         return True
-    return facts is not None and facts.restarts <= attempt.restart_count and facts.state in LIVE
+    return facts is not None and facts.restarts <= restart_count and facts.state in LIVE
 
 
 def _find_last_steps(run_dir: RunDir, attempt: Attempt, config: Config) -> None:

@@ -33,7 +33,7 @@ class Difference:
 PREEMPT_PARAMETERS = Difference(
     (23, 2),
     "spells PreemptParameters=send_user_signal what was SlurmctldParameters=preempt_send_user_signal; neither takes the other",
-    "22.05.8 old; 23.11.11, 24.11, 25.05.9 new",
+    "22.05.8 old; 23.11.11, 24.11.7, 25.05.9 new",
 )
 SLURMD_NEEDS_CGROUP = Difference(
     (23, 11),
@@ -43,19 +43,19 @@ SLURMD_NEEDS_CGROUP = Difference(
 CGROUP_PLUGIN_DISABLED = Difference(
     (24, 5),
     "takes CgroupPlugin=disabled in cgroup.conf",
-    "23.11.11 refuses it; 24.11, 25.05.9 take it; 24.05 by its source",
+    "23.11.11 refuses it; 24.11.7, 25.05.9 take it; 24.05 by its source",
 )
 STARTS_PREEMPTED_JOBS_ONCE_MORE = Difference(
     (24, 5),
     "marks a job when the grace time of a preemption begins, and takes the job's next end for that preemption. Neither "
     "`scontrol requeue` nor an exit code takes the mark off, only a requeue that slurmctld makes of such an end. So a job that "
     "was requeued in its grace time is started once more after its end (PreemptMode=REQUEUE), or ends as PREEMPTED (CANCEL)",
-    "22.05.8, 23.11.11 not; 24.11, 25.05.9; 24.05 by its source (commit a689104d15)",
+    "22.05.8, 23.11.11 not; 24.11.7, 25.05.9; 24.05 by its source (commit a689104d15)",
 )
 TIME_BEFORE_STEP_ERRORS = Difference(
-    (24, 11),
+    (25, 5),
     "slurmstepd's lines in a job's log begin with a time: '[2026-11-22T14:00:00.123] error: *** JOB 3 ON n0 ...'",
-    "22.05.8 not: 'slurmstepd: error: *** JOB 3 ON n0 ...'; 25.05.9",
+    "22.05.8, 24.11.7 not: 'slurmstepd-n0: error: *** JOB 3 ON n0 ...'; 25.05.9",
 )
 
 

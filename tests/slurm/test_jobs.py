@@ -230,6 +230,21 @@ def test_a_requeue_that_fails_loses_no_run(
     assert int(run.cluster.job(run.job_id)["Restarts"]) == (1 if jobs == 1 else 0)
 
 
+def test_a_run_that_is_cancelled_just_before_its_requeue_stays_cancelled(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`scontrol requeue` brings a cancelled job back: here the person comes between the last look and the requeue."""
+    with_failing_requeue(tmp_path / "bin", monkeypatch, times=0)
+    wrapper = tmp_path / "bin" / "scontrol"
+    cancel = f'[ "$1" != requeue ] || ({PYTHON} -m slurmtrain cancel "$(dirname "$PWD")") >{tmp_path}/said 2>&1\nexec'
+    wrapper.write_text(wrapper.read_text().replace("exec", cancel))
+    run = project.submit("job=command", two_lives(tmp_path), "requeue.restart_delay_s=1", *ONE, small=False)
+    run.wait_until(lambda: bool(run.attempts()) and run.attempts()[-1].verdict == "end", "cancelled")
+    run.cluster.wait_for(run.job_id, "CANCELLED")
+    assert len(run.attempts()) == 1 and "cancelled by `cancel RUN`" in (run.attempts()[0].sentence or ""), run.logs()
+    assert int(run.cluster.job(run.job_id)["Restarts"]) == 1  # it had been brought back
+
+
 def test_a_run_leaves_out_a_node_on_which_its_set_up_fails_once_it_has_worked_elsewhere(
     project: Project, tmp_path: Path
 ) -> None:
@@ -304,7 +319,7 @@ def test_submitting_from_inside_a_job_inherits_nothing_of_it(project: Project) -
     ]
     quoted = " ".join(f"'{word}'" for word in inner)
     job_id = project.cluster.sbatch(
-        *("-N1", "-n1", "--mem=100", "-o", "outer.log"),
+        *("-N1", "-n1", "--mem=100", "-o", str(project.path / "outer.log").replace("%", "%%")),
         script=f"srun {PYTHON} -m slurmtrain {quoted}\n",
         cwd=project.path,
     )

@@ -240,6 +240,9 @@ class Asked(SlurmClient):
         ("a process that has ended", {"pid": 1 << 22, "host": socket.gethostname()}, None, False),
         ("a process of another host", {"pid": 1, "host": "elsewhere"}, None, True),
         ("whose rank 0 never came", {"started": 0.0}, None, False),
+        ("that another job is setting up", {"claim": "8 0"}, Asked(JobFacts("RUNNING")), True),
+        ("that another job was setting up", {"claim": "8 0"}, Asked(JobFacts("NODE_FAIL")), False),
+        ("that this job was setting up", {"claim": "7 0"}, Asked(JobFacts("RUNNING")), False),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -253,7 +256,10 @@ def test_an_attempt_that_may_still_run_is_never_closed(
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    begin(run, **fields)
+    if "claim" in fields:
+        (run.attempt(run.new_attempt()) / "job").write_text(f"{fields['claim']}\n")
+    else:
+        begin(run, **fields)
     begin(run, job_id="7", restart_count=1)
     close_abandoned(run, 2, Config(), client)
     assert (attempts.read_attempt(run, 1).reason is None) == alive

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import pickle
+import random
 import resource
 import signal
 import struct
@@ -18,6 +19,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,10 @@ import numpy as np
 import pytest
 import torch
 
-from slurmtrain.checkpoint import blocks
+from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.index_file import find_disagreement
+from slurmtrain.checkpoint.restore import load
 from slurmtrain.cli import main
 from slurmtrain.errors import SlurmtrainError
 
@@ -611,3 +615,88 @@ def test_junk_beside_the_checkpoints_is_no_harm(
     (path.parent / folder).mkdir()
     (path.parent / folder / name).write_bytes(b"\xff\xfe")
     assert not harm(outcomes(everything(path)))
+
+
+def swap_tensors(forged: Forged) -> None:
+    """The moments of the optimiser, which have one shape and type, under each other's names."""
+    entries = forged.header["catalogues"][0]
+    one, two = (forged.fact(f"optimizer.state.model.weight.{name}") for name in ("exp_avg", "exp_avg_sq"))
+    first, second = entries.index(one), entries.index(two)
+    entries[first], entries[second] = two, one
+
+
+def shrink_a_box(forged: Forged) -> None:
+    numbers = forged.numbers()
+    pieces, dimensions = numbers[2], numbers[3]
+    sizes = numbers[5 + pieces :].reshape(pieces, 2, dimensions)[:, 1]
+    sizes[int(sizes.prod(axis=1).argmax())][0] -= 1
+    forged.set_numbers(numbers)
+
+
+UNRESTORABLE: dict[str, Attack] = {
+    "an index that does not parse": lambda forged: setattr(forged, "index", b"not an index"),
+    "boxes that do not tile": shrink_a_box,
+    "a tensor too many": lambda forged: forged.header["catalogues"][0].append(["model.more", [3], "float32", 4, 0]),
+    "tensors under other names": swap_tensors,
+    "an element type that is none": lambda forged: forged.fact("model.weight").__setitem__(2, "float33"),
+    "a manifest of other tensors": lambda forged: forged.manifest["tensors"].pop("model.bias"),
+}
+
+
+@pytest.mark.parametrize("name", UNRESTORABLE)
+def test_what_cannot_be_restored_is_not_called_sound(
+    name: str, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though every digest fits."""
+    forged = Forged(copy(sound, tmp_path))
+    UNRESTORABLE[name](forged)
+    forged.write()
+    assert main(["checkpoints", str(forged.path.parent), "verify"]) == 1
+    assert "DAMAGED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name", ["an index that does not parse", "boxes that do not tile", "a manifest of other tensors"]
+)
+def test_a_restore_sets_aside_what_is_not_whole(name: str, sound: Path, tmp_path: Path) -> None:
+    forged = Forged(copy(sound, tmp_path))
+    UNRESTORABLE[name](forged)
+    forged.write()
+    with pytest.raises(SlurmtrainError, match=r"every checkpoint in .* is damaged"):
+        restore(forged.path.parent)
+
+
+def test_what_is_called_sound_is_restored_to_the_same_tensors(sound: Path, tmp_path: Path) -> None:
+    """Any number and any text of the index is changed, with digests that fit."""
+    expected = load(sound / "checkpoint_0001000")
+    path = copy(sound, tmp_path)
+    choice = random.Random(5)
+    whole = Forged(path)
+    called_sound = 0
+    for _ in range(150):
+        forged = Forged(path)
+        forged.manifest, forged.header, forged.tables = deepcopy((whole.manifest, whole.header, whole.tables))
+        if choice.random() < 0.6:
+            numbers = forged.numbers()
+            place = choice.randrange(len(numbers))
+            forged.set_number(
+                place, choice.choice([0, 1, -1, HUGE, *(int(numbers[place]) + add for add in (1, -1, 8))])
+            )
+        else:
+            entry = choice.choice(forged.header["catalogues"][0])
+            place = choice.randrange(len(entry))
+            entry[place] = choice.choice(
+                [entry[place], "x", 0, 1, [8], [4, 2], "float16", "int32", choice.choice(entry)]
+            )
+        forged.write()
+        try:
+            manifest = commit.read_manifest(path)
+        except SlurmtrainError:
+            continue
+        if find_disagreement(path, manifest):
+            continue
+        called_sound += 1
+        found = load(path)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert called_sound < 75

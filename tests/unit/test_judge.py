@@ -386,6 +386,7 @@ GOES_ON = {
     ("evidence", "reason"),
     [
         ({**SLURM_TERM, "facts": PREEMPTED}, "preempted"),
+        ({**SAVED_AND_SAID_0, "cause": "SIGTERM", "facts": PREEMPTED}, "preempted"),
         ({**EARLY, "facts": RUNNING}, "time limit"),
         ({**KILLED, "cause": "SIGUSR2", "facts": TIMED_OUT}, "time limit"),
         ({**SLURM_TERM, "facts": RUNNING, "request": "preempt"}, "asked"),

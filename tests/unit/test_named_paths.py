@@ -63,6 +63,10 @@ def test_an_image_in_a_registry_stays_what_it_is(image: str, tmp_path: Path) -> 
         (["data=files", "data.paths=[*.txt]"], "data.paths: no file matches .*/[*].txt"),
         (["model=huggingface", "model.path=qwen"], "model.path: there is no folder qwen in "),
         (["checkpoint.restore_from=nothing"], "checkpoint.restore_from: there is no checkpoint nothing in "),
+        (
+            ["checkpoint.restore_from=runs/checkpoint_0000500", "train.steps=500"],
+            "is at step 500 already, and train.steps=500",
+        ),
         (["cluster.setup=['source ./env.sh']"], r"cluster.setup has 'source ./env.sh': there is no file env.sh in "),
         (["cluster.venv=env"], "cluster.venv: there is no virtual environment env in "),
         (

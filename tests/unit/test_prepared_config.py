@@ -56,3 +56,6 @@ def test_data_that_another_job_prepares_or_that_only_the_nodes_see_is_no_error(
     check_prepared(compose(["data=prepared", "data.path=tokens"]))
     check_prepared(compose(["data=prepared", "data.path=not/here/tokens"]))
     check_prepared(compose(["data=prepared", "data.path=soon"]), later=True)
+    check_prepared(compose(["data=prepared", "data.path=/tmp/staged-by-the-job"]))
+    container = ["cluster=a100x4", "cluster.container.kind=pyxis", "cluster.container.image=ubuntu"]
+    check_prepared(compose([*container, "data=prepared", f"data.path={tmp_path}/inside"]))

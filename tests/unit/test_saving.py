@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -545,3 +546,17 @@ def test_a_checkpoint_of_another_version_is_refused_and_stays_where_it_is(traini
     with pytest.raises(CheckpointError, match="has format 99, expected 2"):
         run.restored()
     assert path.is_dir()
+
+
+@pytest.mark.parametrize("step", [-1, 2.5, None, "3"])
+def test_a_step_that_no_reader_would_find_is_refused(training: Callable[..., Training], step: Any) -> None:
+    run = training()
+    with pytest.raises(CheckpointError, match="is no number of optimiser steps"):
+        run.save(step)
+    assert run.save(1).result(PATIENCE_S).step == 1
+
+
+def test_a_step_may_be_a_number_of_numpys(training: Callable[..., Training]) -> None:
+    run = training()
+    run.save(np.int64(5)).result(PATIENCE_S)  # type: ignore[arg-type]
+    assert run.steps == [5]

@@ -1,0 +1,137 @@
+"""A storage that fails for a while says nothing about the checkpoints on it: none is set aside for it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slurmtrain.checkpoint import blocks, commit
+from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored
+from slurmtrain.errors import Unreadable
+
+OUTAGES = [errno.EIO, errno.ETIMEDOUT, errno.ESHUTDOWN, errno.ESTALE]
+
+
+class Outage:
+    """The first calls of a function of `os` fail, as far as they are about files of a checkpoint."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, function: str, number: int, calls: float):
+        self.left, self._number = calls, number
+        self._real: Callable[..., Any] = getattr(os, function)
+        self._lock = threading.Lock()
+        monkeypatch.setattr(blocks.os, function, self)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        meant = not isinstance(args[0], (str, Path)) or Path(args[0]).parent.name.startswith("checkpoint_")
+        with self._lock:
+            fails = meant and self.left > 0
+            self.left -= fails
+        if fails:
+            raise OSError(self._number, os.strerror(self._number))
+        return self._real(*args, **options)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """With two checkpoints, of the steps 1 and 2."""
+    model = nn.Linear(2, 2)
+    with closing(Checkpointer(tmp_path, say=lambda text: None)) as checkpointer:
+        for step in (1, 2):
+            nn.init.constant_(model.weight, step)
+            checkpointer.save(step, model=model)
+            checkpointer.wait()
+    return tmp_path
+
+
+def restore(directory: Path) -> tuple[Restored, float]:
+    model = nn.Linear(2, 2)
+    with closing(Checkpointer(directory, say=lambda text: None)) as checkpointer:
+        restored = checkpointer.restore(model=model)
+    assert restored is not None
+    return restored, model.weight[0, 0].item()
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("checkpoint_*"))
+
+
+@pytest.mark.parametrize("number", OUTAGES)
+@pytest.mark.parametrize("function", ["preadv", "open", "stat"])
+def test_a_failure_that_passes_costs_nothing(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, function: str, number: int
+) -> None:
+    outage = Outage(monkeypatch, function, number, calls=2)
+    restored, weight = restore(directory)
+    assert (restored.step, weight, restored.set_aside, outage.left) == (2, 2.0, (), 0)
+
+
+@pytest.mark.parametrize("function", ["open", "stat"])
+def test_a_file_that_is_seen_late_is_waited_for(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    outage = Outage(monkeypatch, function, errno.ENOENT, calls=2)
+    restored, _ = restore(directory)
+    assert (restored.step, restored.set_aside, outage.left) == (2, (), 0)
+
+
+@pytest.mark.parametrize("function", ["preadv", "open", "stat"])
+def test_an_outage_that_lasts_ends_the_attempt_and_leaves_all_checkpoints_as_they_are(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    before = names(directory)
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks, "RETRY_S", 0.2)
+        Outage(patch, function, errno.EIO, calls=float("inf"))
+        with pytest.raises(Unreadable, match="cannot be read: Input/output error, still after") as caught:
+            restore(directory)
+        assert caught.value.exit_code == 1  # to be tried again
+    assert names(directory) == before
+    assert restore(directory)[0].step == 2
+
+
+def test_a_file_that_is_gone_is_damage(directory: Path) -> None:
+    next(directory.glob("checkpoint_0000002/rank*")).unlink()
+    restored, weight = restore(directory)
+    assert (restored.step, weight) == (1, 1.0)
+    assert "No such file" in restored.set_aside[0]
+
+
+def test_what_cannot_be_read_back_is_kept_and_nothing_older_is_removed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "RETRY_S", 0.2)
+    Outage(monkeypatch, "preadv", errno.EIO, calls=float("inf"))
+    said: list[str] = []
+    with closing(Checkpointer(directory, say=said.append)) as checkpointer:
+        for step in (3, 4):
+            checkpointer.save(step, model=nn.Linear(2, 2)).result()
+    assert [commit.step_of(path) for path in commit.committed(directory)] == [1, 2, 3, 4]
+    assert any("older checkpoints than checkpoint_0000004 are kept" in line for line in said)
+
+
+def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
+    """torch.set_default_device("cuda") is what many scripts begin with; "meta" stands for a device that has no bytes here."""
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, other)]
+    model(torch.ones(2)).sum().backward()
+    optimizers[0].step()
+    torch.set_default_device("meta")
+    try:
+        with closing(Checkpointer(tmp_path, say=lambda text: None)) as checkpointer:
+            checkpointer.save(1, model=model, optimizer=optimizers[0]).result()
+        with closing(Checkpointer(tmp_path, say=lambda text: None)) as checkpointer:
+            assert checkpointer.restore(model=other, optimizer=optimizers[1])
+    finally:
+        torch.set_default_device(None)  # type: ignore[arg-type]
+    assert torch.equal(model.weight, other.weight)
+    for one, two in zip(optimizers[0].state.values(), optimizers[1].state.values(), strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in one)
