@@ -198,11 +198,15 @@ def check_coverage(catalogues: Sequence[Catalogue], packed: Iterable[bytes]) -> 
     wanted = _measure(np.zeros_like(shapes), shapes)
     found = np.zeros(len(names), dtype=np.int64)
     elements = np.zeros(len(names), dtype=np.int64)
+    own = [
+        ([number for number, fact in enumerate(catalogue.values()) if fact.own and fact.nbytes > 0], _shapes(catalogue))
+        for catalogue in catalogues
+    ]
     for data in packed:
         table = FileTable.unpack(data)
         numbers = positions[table.catalogue][table.tensors]
         shared = numbers >= 0
-        _check_own(catalogues[table.catalogue], table, ~shared)
+        _check_own(table, ~shared, *own[table.catalogue])
         numbers, boxes = numbers[shared], table.boxes[shared]
         starts, sizes = _padded(boxes[:, 0], dimensions, 0), _padded(boxes[:, 1], dimensions, 1)
         outside = ((starts < 0) | (starts + sizes > shapes[numbers])).any(axis=1)
@@ -222,11 +226,14 @@ def check_coverage(catalogues: Sequence[Catalogue], packed: Iterable[bytes]) -> 
     return facts
 
 
-def _check_own(catalogue: Catalogue, table: FileTable, rows: npt.NDArray[np.bool_]) -> None:
-    """Raises CheckpointError when a rank's file has not each of its own tensors, whole and once, in these rows of its table."""
-    wanted = [number for number, fact in enumerate(catalogue.values()) if fact.own and fact.nbytes > 0]
-    shapes, boxes = _shapes(catalogue), table.boxes[rows]
-    dimensions = shapes.shape[1]
+def _check_own(table: FileTable, rows: npt.NDArray[np.bool_], wanted: list[int], shapes: Ints) -> None:
+    """Raises CheckpointError when a rank's file has not each of its own tensors, whole and once, in these rows of its table.
+
+    Args:
+        wanted: numbers of the own tensors in the catalogue.
+        shapes: of all tensors in it.
+    """
+    boxes, dimensions = table.boxes[rows], shapes.shape[1]
     starts, sizes = _padded(boxes[:, 0], dimensions, 0), _padded(boxes[:, 1], dimensions, 1)
     whole = (starts == 0).all() and (sizes == shapes[table.tensors[rows]]).all()
     if sorted(table.tensors[rows].tolist()) != wanted or not whole:

@@ -55,6 +55,30 @@ def test_all_ranks_meet_in_three_groups(gloo_ranks: GlooRanks) -> None:
     assert gloo_ranks(3, sums) == [[6.0, 6.0, 6.0]] * 3
 
 
+def listening(port: int) -> list[str]:
+    """The addresses on which somebody listens on a port of this machine, as the kernel writes them."""
+    found = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            address, state = line.split()[1], line.split()[3]
+            if state == "0A" and int(address.rpartition(":")[2], 16) == port:
+                found.append(address.rpartition(":")[0])
+    return found
+
+
+def test_ranks_of_one_machine_meet_where_no_other_machine_can_reach(gloo_ranks: GlooRanks) -> None:
+    waiting = gloo_ranks.start(3, try_to_join, 600, ranks=[0, 1])
+    published = wait_until(lambda: read_json(waiting.directory / "rendezvous.json"), "published")
+    assert listening(published["port"]) == ["0100007F"]  # 127.0.0.1
+    os.kill(waiting.pid(0), signal.SIGTERM)
+    waiting.results(60)
+
+
+def test_what_rank_0_tells_arrives_as_it_was(gloo_ranks: GlooRanks) -> None:
+    for word in ("", "ä", "x" * 100_000):
+        assert gloo_ranks(2, hear, word) == [word, word]
+
+
 def test_two_worlds_on_one_machine_do_not_mix(gloo_ranks: GlooRanks) -> None:
     one, other = gloo_ranks.start_joined(2, hear, "one"), gloo_ranks.start_joined(2, hear, "other")
     assert one.results() == ["one", "one"]
