@@ -187,10 +187,10 @@ def finish(composed: Any, overrides: Sequence[str]) -> Config:
     else:  # a primary config of somebody's own, that does not begin with our schema
         config = to_config(OmegaConf.to_container(composed, resolve=True))
     check_types(config)
-    values = secrets.read(config.secrets)
+    values, plain = secrets.read(config.secrets), to_values(config)
     hide(values)
-    secrets.refuse_written_out(values, to_values(config), overrides)
-    resolve_secrets(to_values(config), {**os.environ, **values})  # said here when one is not set, not by every rank
+    secrets.refuse_written_out(values, plain, overrides)
+    resolve_secrets(plain, {**os.environ, **values})  # said here when one is not set, not by every rank
     return config
 
 

@@ -7,6 +7,7 @@ interpolation gives. What gets past it would be a traceback later: in the batch 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from typing import Any, Union
@@ -27,9 +28,15 @@ def check_types(part: Any, where: str = "") -> None:
     Raises:
         ConfigError: with the key, the value and the type that was expected.
     """
-    hints = typing.get_type_hints(type(part))
+    hints = _hints(type(part))
     for field in dataclasses.fields(part):
         _check(f"{where}{field.name}", getattr(part, field.name), hints[field.name])
+
+
+@functools.cache
+def _hints(part: type) -> dict[str, Any]:
+    """What the annotations of a dataclass mean. Working that out takes longer than all else here."""
+    return typing.get_type_hints(part)
 
 
 def shown(value: Any) -> str:

@@ -63,6 +63,8 @@ def refuse_written_out(values: Mapping[str, str], config: Mapping[str, Any], ove
     Raises:
         ConfigError: one does; the message does not.
     """
+    if not values:
+        return
     places = [*_scalars(config), *((f"an override ({word.partition('=')[0]})", word) for word in overrides)]
     for name, value in values.items():
         for where, text in places:
