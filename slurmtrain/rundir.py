@@ -224,6 +224,20 @@ class RunDir:
         """
         return trusted_slurm_conf(self.info().get("slurm_conf"), named_by=self.info_file)
 
+    def changed_keys(self) -> frozenset[str]:
+        """Return the fields of the config that a person has changed since the run was submitted (`resume RUN --set`)."""
+        words = [word for change in self._changes() for word in change.get("set") or ()]
+        return frozenset(str(word).partition("=")[0].lstrip("+") for word in words)
+
+    def changed_at(self) -> float:
+        """Return when a person last changed the run's config or code, in unix seconds; 0 where nobody has."""
+        times = [change.get("time") for change in self._changes()]
+        return max((float(time) for time in times if isinstance(time, int | float)), default=0.0)
+
+    def _changes(self) -> list[dict[str, Any]]:
+        changes = (read_json(self.info_file) or {}).get("changes")
+        return [change for change in changes if isinstance(change, dict)] if isinstance(changes, list) else []
+
     def update_info(self, **changes: Any) -> None:
         write_json(self.info_file, {**self.info(), **changes})
 
