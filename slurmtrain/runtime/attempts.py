@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain import records
-from slurmtrain.checkpoint.commit import committed, step_of
+from slurmtrain.checkpoint.commit import newest_committed_step
 from slurmtrain.errors import UnreadableRecord
 from slurmtrain.records import COUNT, FLAG, LATEST, NOTHING, NUMBER, NUMBERS, OBJECT, TEXT, TEXTS, TIME, Kind, is_number
 from slurmtrain.rundir import RunDir, read_json, write_json
@@ -127,12 +127,13 @@ def read_attempt(run_dir: RunDir, number: int) -> Attempt:
     Raises:
         UnreadableRecord: what is there cannot be used.
     """
-    path = run_dir.attempt(number) / "attempt.json"
+    folder = run_dir.attempt(number)
+    path = folder / "attempt.json"
     values = read_json(path) or {}
     records.check_fields(values, _FIELDS, path)
     known = {name: value for name, value in values.items() if name in Attempt.__dataclass_fields__}
     attempt = Attempt(**{**known, "number": number})
-    path = run_dir.attempt(number) / STOP_RECORD
+    path = folder / STOP_RECORD
     stop = read_json(path)
     if stop:
         stop = {**dict.fromkeys(_STOP), **stop}
@@ -204,8 +205,7 @@ def newest_change(run_dir: RunDir, pattern: str | None) -> float | None:
 
 
 def newest_checkpoint_step(run_dir: RunDir) -> int | None:
-    found = committed(run_dir.checkpoints)
-    return step_of(found[-1]) if found else None
+    return newest_committed_step(run_dir.checkpoints)
 
 
 def last_logged_step(run_dir: RunDir) -> int | None:

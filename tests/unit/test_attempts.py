@@ -440,10 +440,10 @@ def test_why_slurm_ended_a_job_is_read_from_its_log(version: str, tmp_path: Path
 
 def test_a_preemption_without_grace_is_told_from_a_requeue_by_the_jobs_log(run: RunDir) -> None:
     facts = JobFacts("COMPLETING", restarts=1, start_time=1.0)  # PreemptTime is gone
-    words = NODES_WORDS["25.05"].format(what="JOB 7", at=time.strftime("%Y-%m-%dT%H:%M:%S"), why=" DUE TO {why}")
     for why, reason in (("JOB REQUEUE", Reason.REQUEUED), ("PREEMPTION", Reason.PREEMPTED)):
         attempt = begin(run, job_id="7", said="stopped")
-        (run.path / "slurm-7.log").write_text(words.format(why=why))
+        at = time.strftime("%Y-%m-%dT%H:%M:%S")
+        (run.path / "slurm-7.log").write_text(NODES_WORDS["25.05"].format(what="JOB 7", at=at, why=f" DUE TO {why}"))
         judgement = settle(run, attempt.number, 75, Config(), SlurmSays(facts))
         assert (judgement.reason, judgement.verdict) == (reason, Verdict.RESTARTING)
 
