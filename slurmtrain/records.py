@@ -66,14 +66,24 @@ def read_bytes(path: Path, *, at_most: int = RECORD_BYTES) -> bytes:
         FileNotFoundError, NotADirectoryError: there is none.
         UnreadableRecord: it is not a regular file, cannot be read, or has more bytes than `at_most`.
     """
-    with os.fdopen(open_regular(path), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
+    descriptor = open_regular(path)
+    try:
+        size = os.fstat(descriptor).st_size
         if size > at_most:
             raise UnreadableRecord(f"{path} has {size} bytes, and {at_most} is the most that is read of it")
-        try:
-            return file.read(at_most + 1)[:at_most]  # it may grow meanwhile
-        except OSError as error:
-            raise _unreadable(path, error) from None
+        return _read(descriptor, 0, size)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    finally:
+        os.close(descriptor)
+
+
+def _read(descriptor: int, begin: int, size: int) -> bytes:
+    """Read `size` bytes from byte `begin` on, or as many as there are. Raises: OSError."""
+    data = os.pread(descriptor, size, begin)
+    while len(data) < size and (more := os.pread(descriptor, size - len(data), begin + len(data))):
+        data += more
+    return data
 
 
 def read_text(path: Path, *, at_most: int = RECORD_BYTES) -> str:
@@ -91,12 +101,13 @@ def read_tail(path: Path, size: int) -> bytes:
         descriptor = open_regular(path)
     except (FileNotFoundError, NotADirectoryError):
         return b""
-    with os.fdopen(descriptor, "rb") as file:
-        try:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
-            return file.read(size)
-        except OSError as error:
-            raise _unreadable(path, error) from None
+    try:
+        whole = os.fstat(descriptor).st_size
+        return _read(descriptor, max(0, whole - size), min(whole, size))
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    finally:
+        os.close(descriptor)
 
 
 def pieces(path: Path, begin: int = 0) -> Iterator[bytes]:
@@ -161,23 +172,35 @@ def is_mine(path: Path) -> bool:
         return False
 
 
-def why_distrusted(path: str | Path) -> str | None:
+def why_distrusted(path: str | Path, known: dict[str, str | None] | None = None) -> str | None:
     """Say why somebody else may have written a file; None when only this user and root can have.
 
     That takes the file, all folders above it and no link left to follow: who may rename a folder may put another there. A
     sticky folder, as /tmp is, keeps others from renaming what is not theirs.
+
+    Args:
+        known: what was found out, by path, where many files of the same folders are looked at in one go.
     """
-    real = Path(os.path.realpath(path))
-    for each in (real, *real.parents):
-        try:
-            found = os.lstat(each)
-        except OSError as error:
-            return f"{each} cannot be looked at ({error.strerror})"
-        if found.st_uid not in (os.geteuid(), 0):
-            return f"{each} belongs to user {found.st_uid}"
-        sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
-        if others_may_write(found) and not sticky:
-            return f"{each} can be changed by others (mode {stat.S_IMODE(found.st_mode):04o})"
+    return _why_distrusted(os.path.realpath(path), {} if known is None else known)
+
+
+def _why_distrusted(real: str, known: dict[str, str | None]) -> str | None:
+    if real not in known:
+        above = os.path.dirname(real)
+        known[real] = _why_distrusted_itself(real) or (_why_distrusted(above, known) if above != real else None)
+    return known[real]
+
+
+def _why_distrusted_itself(real: str) -> str | None:
+    try:
+        found = os.lstat(real)
+    except OSError as error:
+        return f"{real} cannot be looked at ({error.strerror})"
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"{real} belongs to user {found.st_uid}"
+    sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+    if others_may_write(found) and not sticky:
+        return f"{real} can be changed by others (mode {stat.S_IMODE(found.st_mode):04o})"
     return None
 
 
@@ -192,13 +215,22 @@ def others_may_write(found: os.stat_result) -> bool:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a field of a record may be: a phrase for a person, and the test."""
+    """What a field of a record may be: a phrase for a person, and the test.
+
+    Attributes:
+        types: those of which every value passes the test, which then need not be made.
+    """
 
     phrase: str
     holds: Callable[[Any], bool]
+    types: frozenset[type] = frozenset()
 
     def __or__(self, other: Kind) -> Kind:
-        return Kind(f"{self.phrase} or {other.phrase}", lambda value: self.holds(value) or other.holds(value))
+        return Kind(
+            f"{self.phrase} or {other.phrase}",
+            lambda value: self.holds(value) or other.holds(value),
+            self.types | other.types,
+        )
 
 
 def is_number(value: object) -> bool:
@@ -216,13 +248,13 @@ def is_time(value: object) -> bool:
     return is_number(value) and 0 <= float(value) < LATEST  # type: ignore[arg-type]
 
 
-NOTHING = Kind("null", lambda value: value is None)
-TEXT = Kind("text", lambda value: isinstance(value, str))
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+NOTHING = Kind("null", lambda value: value is None, frozenset({type(None)}))
+TEXT = Kind("text", lambda value: isinstance(value, str), frozenset({str}))
+FLAG = Kind("true or false", lambda value: isinstance(value, bool), frozenset({bool}))
 NUMBER = Kind("a number", is_number)
 COUNT = Kind("a whole number", is_count)
 TIME = Kind("a time in unix seconds", is_time)
-OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+OBJECT = Kind("an object", lambda value: isinstance(value, dict), frozenset({dict}))
 TEXTS = Kind("a list of text", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value))
 NUMBERS = Kind("an object of numbers", lambda value: isinstance(value, dict) and all(map(is_number, value.values())))
 JOB_IDS = Kind(
@@ -243,7 +275,7 @@ def check_fields(values: Mapping[str, Any], kinds: Mapping[str, Kind], path: Pat
         UnreadableRecord: one is of another kind.
     """
     for name, kind in kinds.items():
-        if name in values and not kind.holds(values[name]):
+        if name in values and type(values[name]) not in kind.types and not kind.holds(values[name]):
             raise UnreadableRecord(f"{path}: {name} is {_shown(values[name])}, not {kind.phrase}")
 
 

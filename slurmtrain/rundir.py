@@ -14,6 +14,7 @@ import shlex
 import stat
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +55,17 @@ _SOMETIMES = {
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths and small files of one run. Holds no state of its own."""
+    """Paths and small files of one run. Holds no state of its own; the paths that tables of many runs need are kept."""
 
     path: Path
 
     # Files and folders, in the order in which a run makes them.
-    @property
+    @cached_property
     def id(self) -> str:
         """Of an evaluation, with the id of the run whose checkpoint it is of."""
         return f"{self.path.parents[1].name}.{self.path.name}" if self._is_evaluation else self.path.name
 
-    @property
+    @cached_property
     def info_file(self) -> Path:
         return self.path / "run.json"
 
@@ -80,22 +81,22 @@ class RunDir:
     def script(self) -> Path:
         return self.path / "job.sbatch"
 
-    @property
+    @cached_property
     def attempts(self) -> Path:
         return self.path / "attempts"
 
     def attempt(self, number: int) -> Path:
         return self.attempts / f"{number:04d}"
 
-    @property
+    @cached_property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    @property
+    @cached_property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
 
-    @property
+    @cached_property
     def events_file(self) -> Path:
         return self.path / "events.jsonl"
 
@@ -103,7 +104,7 @@ class RunDir:
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
-    @property
+    @cached_property
     def evaluations(self) -> Path:
         """Folders of evaluations that are not made by the run's own ranks, each like a run's."""
         return self.path / "evaluations"
@@ -112,7 +113,7 @@ class RunDir:
         """Of the checkpoint of `step`; `variant` tells apart those that differ in more."""
         return RunDir(self.evaluations / (f"step_{step:07d}" + (f"-{variant}" if variant else "")))
 
-    @property
+    @cached_property
     def evaluations_file(self) -> Path:
         """What they have measured, a line each; as in metrics.jsonl."""
         return self.path / "evaluations.jsonl"
@@ -127,11 +128,11 @@ class RunDir:
         """Of an evaluation: the run whose checkpoint it is of."""
         return RunDir(self.path.parents[1]) if self._is_evaluation else None
 
-    @property
+    @cached_property
     def _is_evaluation(self) -> bool:
         return self.path.parent.name == "evaluations"
 
-    @property
+    @cached_property
     def request_file(self) -> Path:
         """What a person asked of the running job: written by `cancel`, `preempt` and `requeue`."""
         return self.path / "request.json"
@@ -148,8 +149,9 @@ class RunDir:
 
     def job_log(self, job_id: str) -> Path | None:
         """What the batch script of a job has printed; None when the job has not begun here. Of an array: the folder above."""
-        paths = (folder / f"slurm-{job_id}.log" for folder in (self.path, self.path.parent))
-        return next((path for path in paths if os.path.lexists(path)), None)
+        paths = (os.path.join(folder, f"slurm-{job_id}.log") for folder in (self.path, self.path.parent))
+        found = next((path for path in paths if os.path.lexists(path)), None)
+        return Path(found) if found is not None else None
 
     # What is in them.
     def all_evaluations(self) -> list[RunDir]:
@@ -225,6 +227,20 @@ class RunDir:
         """
         return trusted_slurm_conf(self.info().get("slurm_conf"), named_by=self.info_file)
 
+    def changed_keys(self) -> frozenset[str]:
+        """Return the fields of the config that a person has changed since the run was submitted (`resume RUN --set`)."""
+        words = [word for change in self._changes() for word in change.get("set") or ()]
+        return frozenset(str(word).partition("=")[0].lstrip("+") for word in words)
+
+    def changed_at(self) -> float:
+        """Return when a person last changed the run's config or code, in unix seconds; 0 where nobody has."""
+        times = [change.get("time") for change in self._changes()]
+        return max((float(time) for time in times if isinstance(time, int | float)), default=0.0)
+
+    def _changes(self) -> list[dict[str, Any]]:
+        changes = (read_json(self.info_file) or {}).get("changes")
+        return [change for change in changes if isinstance(change, dict)] if isinstance(changes, list) else []
+
     def update_info(self, **changes: Any) -> None:
         write_json(self.info_file, {**self.info(), **changes})
 
@@ -282,19 +298,22 @@ def _is_value(value: object) -> bool:
     return isinstance(value, float) or records.is_number(value)
 
 
-def trusted_slurm_conf(conf: str | None, *, named_by: Path) -> str | None:
+def trusted_slurm_conf(conf: str | None, *, named_by: Path, known: dict[str, str | None] | None = None) -> str | None:
     """A slurm.conf that a record names, if only this user and root can have written both.
 
     Args:
         conf: its path; None: this machine's own.
         named_by: the record.
+        known: as of `records.why_distrusted`.
 
     Raises:
         ClusterError: somebody else can have written one of them.
     """
     if conf is None or conf == os.environ.get("SLURM_CONF"):
         return conf
-    why = records.why_distrusted(named_by) or (records.why_distrusted(conf) if os.path.lexists(conf) else None)
+    why = records.why_distrusted(named_by, known) or (
+        records.why_distrusted(conf, known) if os.path.lexists(conf) else None
+    )
     if why is not None:
         raise ClusterError(
             f"{named_by} names {conf}, which is not used, because it may be somebody else's work: {why}",
@@ -303,9 +322,9 @@ def trusted_slurm_conf(conf: str | None, *, named_by: Path) -> str | None:
     return conf
 
 
-def is_sweep(folder: Path) -> bool:
+def is_sweep(folder: Path | str) -> bool:
     """A folder under the runs that holds the points of one sweep."""
-    return os.path.isfile(folder / "sweep.json")  # not in a folder that cannot be read
+    return os.path.isfile(os.path.join(folder, "sweep.json"))  # not in a folder that cannot be read
 
 
 def new_run_id() -> str:
@@ -397,13 +416,37 @@ def reference(run_dir: RunDir) -> str:
 
 def all_runs(root: Path) -> list[RunDir]:
     """Every run under `root`, oldest first. A hidden folder is one that is being removed; a link of somebody else is none."""
-    files = [f for f in root.glob("*/*/run.json") if not f.parent.name.startswith(".") and os.access(f, os.R_OK)]
-    own = [file for file in files if not any(foreign_link(folder) for folder in (file.parent, file.parents[1]))]
-    return [RunDir(located(file.parent)) for file in sorted(own, key=lambda file: file.parent.name)]
+    found: list[tuple[str, RunDir]] = []
+    for folder in _folders(absolute(root)):
+        if foreign_link(folder):
+            continue
+        runs = (run for run in _folders(folder) if not run.name.startswith("."))
+        own = [run for run in runs if os.access(os.path.join(run, "run.json"), os.R_OK) and not foreign_link(run)]
+        place = Path(os.path.realpath(folder) if folder.is_symlink() else folder)
+        found += [(run.name, RunDir(located(Path(run)) if run.is_symlink() else place / run.name)) for run in own]
+    return [run_dir for _, run_dir in sorted(found, key=lambda pair: pair[0])]
 
 
-def foreign_link(path: Path) -> bool:
+def _folders(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
+    """The folders in a folder, and the links to some; none where it cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if _is_folder(entry)]
+    except OSError:
+        return []
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link in a circle, or to where nobody may look
+        return False
+
+
+def foreign_link(path: Path | os.DirEntry[str]) -> bool:
     """Whether this is a link that neither this user nor root has made: it may lead anywhere."""
+    if isinstance(path, os.DirEntry) and not path.is_symlink():
+        return False
     found = os.lstat(path)
     return stat.S_ISLNK(found.st_mode) and found.st_uid not in (os.geteuid(), 0)
 
@@ -423,14 +466,15 @@ def check_parts(run_dir: RunDir) -> None:
     """
     try:
         owner = os.stat(run_dir.path).st_uid
-        for path in (run_dir.info_file, run_dir.attempts, run_dir.checkpoints, run_dir.evaluations):
+        me, info_file = os.geteuid(), run_dir.info_file
+        for path in (info_file, run_dir.attempts, run_dir.checkpoints, run_dir.evaluations):
             try:
                 found = os.lstat(path)
             except FileNotFoundError:
                 continue
-            if stat.S_ISLNK(found.st_mode) and (path == run_dir.info_file or found.st_uid not in (os.geteuid(), 0)):
+            if stat.S_ISLNK(found.st_mode) and (path is info_file or found.st_uid not in (me, 0)):
                 raise UnreadableRecord(f"{path} is a link, and links in a run are not followed")
-            if found.st_uid not in (owner, os.geteuid(), 0):
+            if found.st_uid not in (owner, me, 0):
                 raise UnreadableRecord(f"{path} belongs to user {found.st_uid}, and the run to user {owner}")
     except OSError as error:
         raise UnreadableRecord(f"{run_dir.path} cannot be read: {error.strerror}") from None
@@ -477,19 +521,21 @@ def unreadable(root: Path) -> list[Path]:
     found = []
     for folder in _visible_folders(root):
         if _closed(folder):
-            found.append(folder)
+            found.append(Path(folder))
         elif not is_sweep(folder):
-            found += [run for run in _visible_folders(folder) if _closed(run)]
+            found += [Path(run) for run in _visible_folders(folder) if _closed(run)]
     return sorted(found)
 
 
-def _visible_folders(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("*") if os.path.isdir(path) and not path.name.startswith(".")]
+def _visible_folders(folder: Path | str) -> list[str]:
+    return [entry.path for entry in _folders(folder) if not entry.name.startswith(".")]
 
 
-def _closed(folder: Path) -> bool:
-    info = folder / ("sweep.json" if is_sweep(folder) else "run.json")
-    return not os.access(folder, os.R_OK | os.X_OK) or (os.path.exists(info) and not os.access(info, os.R_OK))
+def _closed(folder: Path | str) -> bool:
+    if not os.access(folder, os.R_OK | os.X_OK):
+        return True
+    info = os.path.join(folder, "sweep.json" if is_sweep(folder) else "run.json")
+    return not os.access(info, os.R_OK) and os.path.exists(info)
 
 
 def refuse_unreadable(reference: str, root: Path) -> None:

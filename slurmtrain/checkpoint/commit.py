@@ -111,8 +111,12 @@ def checkpoint_name(step: int, revision: int = 1) -> str:
 
 
 def _place_in_order(path: Path) -> tuple[int, int]:
-    match = FINAL_NAME.fullmatch(path.name)
-    assert match is not None, path
+    return _place(path.name)
+
+
+def _place(name: str) -> tuple[int, int]:
+    match = FINAL_NAME.fullmatch(name)
+    assert match is not None, name
     return int(match.group(1)), int(match.group(2) or 1)
 
 
@@ -136,6 +140,16 @@ def committed(directory: Path) -> list[Path]:
         return []
     found = [path for path in directory.iterdir() if FINAL_NAME.fullmatch(path.name) and (path / COMPLETE).is_file()]
     return sorted(found, key=_place_in_order)
+
+
+def newest_committed_step(directory: Path) -> int | None:
+    """The step of the newest committed checkpoint; None where there is none. Looks into no other."""
+    try:
+        names = [name for name in os.listdir(directory) if FINAL_NAME.fullmatch(name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    places = sorted(((_place(name), name) for name in names), reverse=True)
+    return next((step for (step, _), name in places if os.path.isfile(os.path.join(directory, name, COMPLETE))), None)
 
 
 # Fencing.

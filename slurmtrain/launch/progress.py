@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -53,7 +54,9 @@ def read_progress(run_dir: RunDir, steps: int | None, *, running_since: float | 
         steps: that there are to be.
         running_since: when the attempt that runs began; None when none does. A speed from before says nothing of now.
     """
-    saved = attempts.newest_checkpoint_step(run_dir)
+    saved = None
+    with contextlib.suppress(PermissionError):  # somebody else's, who shows the run and not its checkpoints
+        saved = attempts.newest_checkpoint_step(run_dir)
     log = attempts.tail(run_dir.metrics_file)
     newest = _newest(log, "step")
     logged_step = newest.get("step")

@@ -21,8 +21,9 @@ from slurmtrain import process
 from slurmtrain.errors import ClusterError, UnreadableRecord
 from slurmtrain.launch.progress import Progress, at_about, read_progress
 from slurmtrain.launch.reasons import in_words, is_held
+from slurmtrain.launch.tokens import is_anothers, names_of
 from slurmtrain.records import is_job_id, read_text
-from slurmtrain.rundir import RunDir, check_parts, is_own, is_sweep
+from slurmtrain.rundir import RunDir, check_parts, is_own, is_sweep, trusted_slurm_conf
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.attempts import Attempt
 from slurmtrain.runtime.chain import links
@@ -82,10 +83,11 @@ def states(run_dirs: Iterable[RunDir]) -> dict[str, RunState]:
     A run whose files cannot be used is "unreadable", and its sentence says why.
     """
     found: dict[str, RunState] = {}
-    records = []
+    records, me = [], _me()
+    known: dict[str, str | None] = {}  # whom the folders belong to above many runs
     for run_dir in run_dirs:
         try:
-            records.append(_read(run_dir))
+            records.append(_read(run_dir, me, known))
         except UnreadableRecord as error:
             found[run_dir.id] = _unreadable(error)
     by_owner: dict[_Owner, list[_Record]] = {}
@@ -96,7 +98,8 @@ def states(run_dirs: Iterable[RunDir]) -> dict[str, RunState]:
     for record in records:
         queue = _Queue(doubt=record.distrust) if record.distrust is not None else queues.get(record.owner, _Queue())
         try:
-            found[record.id] = _state(_at_its_link(record, queue), queue)
+            own = queue.of(record)
+            found[record.id] = _state(_at_its_link(record, own), own)
         except UnreadableRecord as error:
             found[record.id] = _unreadable(error)
     return found
@@ -120,7 +123,7 @@ def state(run_dir: RunDir) -> RunState:
 
 def is_over(run_dir: RunDir) -> bool:
     """The run's own files say that it has ended. Asks nobody; what they do not say, `state` may know."""
-    return _read(run_dir).over
+    return _read(run_dir, _me(), {}).over
 
 
 def process_lives(attempt: Attempt) -> bool | None:
@@ -151,8 +154,8 @@ class _Record:
             the one whose turn it is.
         chain: the jobs of the chain, where the latest job is one of it.
         following: those that wait for the latest job.
-        slurm_conf: of its cluster; None: the machine's own.
-        distrust: why that is not used; None where it is.
+        owner: by whom and where SLURM is asked about it.
+        distrust: why that cluster's slurm.conf is not used; None where it is.
     """
 
     run_dir: RunDir
@@ -160,19 +163,13 @@ class _Record:
     attempts: list[Attempt]
     job_id: str | None
     chain: list[str]
+    owner: _Owner
     following: tuple[str, ...] = ()
-    slurm_conf: str | None = None
     distrust: str | None = None
 
     @property
     def id(self) -> str:
         return self.run_dir.id
-
-    @property
-    def owner(self) -> _Owner:
-        user = self.info["user"]
-        foreign = _me() not in (None, user) and USER_NAME.fullmatch(user)
-        return _Owner(self.slurm_conf, user if foreign else None)
 
     @property
     def local(self) -> bool:
@@ -189,7 +186,7 @@ class _Record:
 
     def is_missing_from(self, queue: _Queue) -> bool:
         """Nothing says that it has ended, and the queue has no job of it; unless that is known for certain."""
-        if self.over or any(job_id in queue.jobs for job_id in self.possible_jobs):
+        if self.over or queue.of(self).jobs:
             return False
         try:
             events = self.run_dir.events()
@@ -260,7 +257,11 @@ def _me() -> str | None:
     return None
 
 
-def _read(run_dir: RunDir) -> _Record:
+def _read(run_dir: RunDir, me: str | None, known: dict[str, str | None]) -> _Record:
+    """Args:
+    me: the name of this user, where there is one.
+    known: as of `records.why_distrusted`.
+    """
     check_parts(run_dir)
     info, tries = run_dir.info(whole=True), attempts.all_attempts(run_dir)
     job_id = _latest_job_id(run_dir, info["job_ids"], tries)
@@ -268,11 +269,13 @@ def _read(run_dir: RunDir) -> _Record:
     conf = distrust = None
     if info["slurm_conf"] is not None:
         try:
-            conf = run_dir.slurm_conf()
+            conf = trusted_slurm_conf(info["slurm_conf"], named_by=run_dir.info_file, known=known)
         except ClusterError as error:
             distrust = error.message
     chain = chain if job_id in chain else []
-    return _Record(run_dir, info, tries, job_id, chain, slurm_conf=conf, distrust=distrust)
+    foreign = me not in (None, info["user"]) and USER_NAME.fullmatch(info["user"])
+    owner = _Owner(conf, info["user"] if foreign else None)
+    return _Record(run_dir, info, tries, job_id, chain, owner, distrust=distrust)
 
 
 def _at_its_link(record: _Record, queue: _Queue) -> _Record:
@@ -296,11 +299,15 @@ def _latest_job_id(run_dir: RunDir, submitted: list[str], tries: list[Attempt]) 
         if not at or at[-1] > opened:  # else somebody started the run by hand since
             return submitted[-1]
     logs = []
-    for path in run_dir.path.glob("slurm-*.log"):
-        logged = path.stem.removeprefix("slurm-")
-        if is_job_id(logged):
+    try:
+        names = os.listdir(run_dir.path)
+    except OSError as error:
+        raise UnreadableRecord(f"{run_dir.path} cannot be read: {error.strerror}") from None
+    for name in names:
+        logged = name.removeprefix("slurm-").removesuffix(".log")
+        if len(logged) + len("slurm-.log") == len(name) and is_job_id(logged):
             with contextlib.suppress(OSError):
-                logs.append((path.lstat().st_mtime, logged))
+                logs.append((os.lstat(os.path.join(run_dir.path, name)).st_mtime, logged))
     if logs and max(logs)[0] > opened and max(logs)[1] not in ran:
         return max(logs)[1]
     return ran[-1] if ran else None
@@ -316,6 +323,14 @@ class _Queue:
     def job(self, job_id: str | None) -> QueuedJob:
         """What it says of a job; of one that it does not know, an empty line."""
         return self.jobs.get(job_id or "", QueuedJob())
+
+    def of(self, record: _Record) -> _Queue:
+        """What it says of the jobs of one run: an id of a job that is gone may be that of another run's job by now."""
+        jobs = {job_id: self.jobs[job_id] for job_id in record.possible_jobs if job_id in self.jobs}
+        if any(job.comment for job in jobs.values()):
+            names = names_of(record.run_dir)
+            jobs = {job_id: job for job_id, job in jobs.items() if not is_anothers(job.comment, names)}
+        return _Queue(jobs, self.doubt)
 
 
 def _confirmed_queue(owner: _Owner, records: list[_Record]) -> _Queue:

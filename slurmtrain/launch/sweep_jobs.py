@@ -19,13 +19,14 @@ from slurmtrain.launch.after import waiting_for_runs, with_dependency
 from slurmtrain.launch.arrays import plan_arrays
 from slurmtrain.launch.changes import undo_unfinished
 from slurmtrain.launch.claims import Owner, claimed, claims
-from slurmtrain.launch.handover import TOKEN_PREFIX, Patience, Refused, SubmitLimit, check, export_option, hand_over
+from slurmtrain.launch.handover import Patience, Refused, SubmitLimit, check, export_option, hand_over
 from slurmtrain.launch.own_jobs import in_queue
 from slurmtrain.launch.sbatch import render_script
 from slurmtrain.launch.state import is_over
 from slurmtrain.launch.submit import job_paths
 from slurmtrain.launch.sweep import Sweep, check_not_cancelled, note_jobs, states_of
 from slurmtrain.launch.sweep_folder import append_arrays, finish_halving, halve_array
+from slurmtrain.launch.tokens import TOKEN_PREFIX
 from slurmtrain.rundir import RunDir, read_json, write_json
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.slurm import SlurmClient

@@ -219,10 +219,13 @@ def _evidence(
         seconds_left=attempt.seconds_left,
         failure=(failure.exit_code, failure.sentence) if failure is not None else None,
         set_up=set_up,
+        on_any_node=failure is not None and failure.on_any_node,
         failed_on=node,
         superseded=_superseded_by(tries, attempt, failure),
         trained=attempt.stepping is not None,
-        trained_before=any(has_trained(each) for each in tries if each.number < attempt.number),
+        trained_before=any(
+            has_trained(each) for each in tries if each.number < attempt.number and each.started > run_dir.changed_at()
+        ),
         program_code=attempt.program_code,
         finished_when=config.job.finished_when,
         killed=killed,

@@ -1,11 +1,11 @@
-"""python -m tests.bench [cli|throughput|stop|checkpoint|collect|sweep|layout|prepare|data ...] [--options of one]"""
+"""python -m tests.bench [cli|throughput|stop|checkpoint|collect|status|sweep|layout|prepare|data ...] [--options of one]"""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-BENCHMARKS = ("cli", "throughput", "stop", "checkpoint", "collect", "sweep", "layout", "prepare", "data")
+BENCHMARKS = ("cli", "throughput", "stop", "checkpoint", "collect", "status", "sweep", "layout", "prepare", "data")
 
 
 def main() -> None:

@@ -322,6 +322,31 @@ def test_where_a_run_has_trained_a_start_that_fails_is_the_nodes_fault(
     assert "the fault of n4" in sentence and "giving up" in sentence
 
 
+def test_a_config_that_was_changed_since_the_run_has_trained_is_to_blame_and_no_node(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n3")
+    trained = begin(run, stepping=time.time(), said="stopped")
+    commit(run, 10)
+    assert settle(run, trained.number, 75, Config(), None).verdict == Verdict.REQUEUE
+    write_json(run.info_file, {"job_ids": [], "changes": [{"time": time.time(), "set": ["optim.lr=1"]}]})
+    failed = begin(run)
+    attempts.record_failure(run.attempt(2), 0, exit_code=78, sentence="no such thing")
+    judgement = settle(run, failed.number, 78, Config(), None)
+    assert (judgement.reason, judgement.verdict, judgement.bad_node) == (Reason.CONFIG, Verdict.END, None)
+
+
+def test_a_checkpoint_that_does_not_fit_is_no_nodes_fault(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n3")
+    trained = begin(run, stepping=time.time(), said="stopped")
+    commit(run, 10)
+    assert settle(run, trained.number, 75, Config(), None).verdict == Verdict.REQUEUE
+    failed = begin(run)
+    attempts.record_failure(run.attempt(2), 0, exit_code=78, sentence="another model", on_any_node=True)
+    judgement = settle(run, failed.number, 78, Config(), None)
+    assert (judgement.reason, judgement.verdict, judgement.bad_node) == (Reason.CONFIG, Verdict.END, None)
+
+
 def test_an_attempt_that_a_newer_job_has_superseded_ends(run: RunDir) -> None:
     write_json(run.info_file, {"job_ids": []})
     old = begin(run, job_id="7")
@@ -415,10 +440,10 @@ def test_why_slurm_ended_a_job_is_read_from_its_log(version: str, tmp_path: Path
 
 def test_a_preemption_without_grace_is_told_from_a_requeue_by_the_jobs_log(run: RunDir) -> None:
     facts = JobFacts("COMPLETING", restarts=1, start_time=1.0)  # PreemptTime is gone
-    words = NODES_WORDS["25.05"].format(what="JOB 7", at=time.strftime("%Y-%m-%dT%H:%M:%S"), why=" DUE TO {why}")
     for why, reason in (("JOB REQUEUE", Reason.REQUEUED), ("PREEMPTION", Reason.PREEMPTED)):
         attempt = begin(run, job_id="7", said="stopped")
-        (run.path / "slurm-7.log").write_text(words.format(why=why))
+        at = time.strftime("%Y-%m-%dT%H:%M:%S")
+        (run.path / "slurm-7.log").write_text(NODES_WORDS["25.05"].format(what="JOB 7", at=at, why=f" DUE TO {why}"))
         judgement = settle(run, attempt.number, 75, Config(), SlurmSays(facts))
         assert (judgement.reason, judgement.verdict) == (reason, Verdict.RESTARTING)
 

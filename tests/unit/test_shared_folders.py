@@ -142,6 +142,17 @@ def test_reading_writes_nothing_into_a_run_of_somebody_else(
     assert sorted(run.path.rglob("*")) == before
 
 
+def test_checkpoints_that_the_reader_may_not_list_do_not_end_the_table(
+    mine: RunDir, asked: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(folder: Path) -> int | None:  # in place of a mode: root may list everything
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(attempts, "newest_committed_step", closed)
+    now = state.states([mine])[mine.id]
+    assert now.word == "lost" and now.step is None
+
+
 def test_an_event_is_appended_to_no_file_but_a_regular_one_of_ones_own(tmp_path: Path, stranger: Stranger) -> None:
     theirs = stranger.folder / "events"
     stranger.does(lambda: [theirs.touch(), theirs.chmod(0o666)])

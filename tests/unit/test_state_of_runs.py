@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from slurmtrain import records
 from slurmtrain.cli import logs, main
 from slurmtrain.config.compose import compose
 from slurmtrain.launch import state as state_module
@@ -748,3 +749,24 @@ def test_a_job_that_is_gone_is_asked_for_three_times_and_then_once(
     assert len(asked(fake_slurm, but="")) == 4
     queue({JOB: ("RUNNING", "None")})  # and believed when it is there after all
     assert said(state(run)) == ("running", True)
+
+
+def test_status_opens_each_file_of_an_ended_run_once(
+    make: Callable[..., RunDir], queue: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conf = tmp_path / "slurm.conf"
+    conf.touch()
+    runs = [make(str(number)) for number in range(1, 4)]
+    for number, run in enumerate(runs, 1):
+        run.update_info(slurm_conf=str(conf))
+        attempt = Attempt(
+            run.new_attempt(), job_id=str(number), started=1.0, ended=2.0, verdict="done", reason="finished"
+        )
+        attempts.write_attempt(run, attempt)
+        run.metrics_file.write_text('{"step": 3, "loss": 2.0}\n')
+    opened: list[Path] = []
+    real = records.open_regular
+    monkeypatch.setattr(records, "open_regular", lambda path: opened.append(path) or real(path))
+    found = states(runs)
+    assert [found[run.id].word for run in runs] == ["finished"] * 3
+    assert len(set(opened)) == len(opened) and {run.info_file for run in runs} < set(opened)
