@@ -49,6 +49,7 @@ _SOMETIMES = {
     "chain": JOB_IDS | NOTHING,
     "chain_after": COUNT | NOTHING,
     "varied": OBJECT | TEXTS | NOTHING,
+    "changing": COUNT | NOTHING,
 }
 
 
