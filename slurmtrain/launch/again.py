@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.errors import ClusterError, SlurmtrainError
-from slurmtrain.launch.handover import TOKEN_PREFIX, Passing
+from slurmtrain.launch.handover import Passing
 from slurmtrain.launch.sbatch import directive
 from slurmtrain.launch.submit import note, resubmit
+from slurmtrain.launch.tokens import TOKEN_PREFIX
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.judge import Verdict, is_cancelled
@@ -41,11 +42,13 @@ class NotRequeued(ClusterError):
 def resume(run_dir: RunDir, client: SlurmClient) -> list[str]:
     """Submit a run that has ended: one job, or a chain of them. Returns their ids.
 
+    A job that is in the queue for it already, and was never noted, is the first of them.
+
     Raises:
         ClusterError: sbatch is missing or refused.
     """
     config = load_frozen(run_dir.config_file, with_secrets=False)
-    job_id = _unnoted(run_dir, client) if config.requeue.mode == "resubmit" else None
+    job_id = _unnoted(run_dir, client)
     if job_id is not None:
         note(run_dir, job_id, found_by=TOKEN_PREFIX + token(run_dir))
     else:
@@ -173,9 +176,10 @@ def _requeue(
 
 def leave_out(runs: Sequence[tuple[RunDir, int]], job_id: str, client: SlurmClient) -> str:
     """Let the next start of a job, which is pending or on its way there, leave out nodes that were bad. Returns them."""
-    run_dir, number = runs[0]
     facts = client.job(job_id)
-    excluded = excluding(run_dir, number, client, before=facts.excluded if facts is not None else "")
+    before, excluded = facts.excluded if facts is not None else "", ""
+    for run_dir, number in runs:  # each of a pack has its own attempts, and may have met a bad node alone
+        excluded = excluding(run_dir, number, client, before=excluded or before) or excluded
     if not excluded:
         return ""
     try:
@@ -183,7 +187,8 @@ def leave_out(runs: Sequence[tuple[RunDir, int]], job_id: str, client: SlurmClie
     except ClusterError as error:
         print(f"slurmtrain: {excluded} cannot be left out: {error.message}", file=sys.stderr)
         return ""
-    run_dir.event("nodes left out", nodes=excluded, job_id=job_id)
+    for run_dir, _ in runs:
+        run_dir.event("nodes left out", nodes=excluded, job_id=job_id)
     return excluded
 
 

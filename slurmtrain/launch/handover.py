@@ -24,9 +24,9 @@ from slurmtrain.config.compose import SECRET_REFERENCE, to_values
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.sbatch import directive, set_aside
+from slurmtrain.launch.tokens import TOKEN_PREFIX
 from slurmtrain.runtime.slurm import INSTALL_HINT, SlurmClient, submission_environment
 
-TOKEN_PREFIX = "slurmtrain:"
 # What sbatch says, in the words of slurm_errno.c and sbatch.c (22.05 to 26.05). First what passes by itself, and before which
 # the request was not looked at: the controller was never reached, or has turned it away unread.
 NOT_THERE = (

@@ -6,10 +6,10 @@ the rest of a chain. Whoever ends a run, or starts it once more, has to know of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from slurmtrain.launch.handover import TOKEN_PREFIX
 from slurmtrain.launch.sweep import Sweep
+from slurmtrain.launch.tokens import is_anothers, named_in, names_of
 from slurmtrain.rundir import RunDir, is_sweep
 from slurmtrain.runtime.slurm import GONE, SlurmClient
 
@@ -17,7 +17,8 @@ from slurmtrain.runtime.slurm import GONE, SlurmClient
 def in_queue(run_dirs: Sequence[RunDir], client: SlurmClient) -> dict[str, list[str]]:
     """Find the jobs of each run that have not ended, by the run's id, in the order of their submission; two squeue calls.
 
-    A job that other runs share (sweep.pack) is none of them: it does not end with one run.
+    A job that other runs share (sweep.pack) is none of them: it does not end with one run. Nor is one that has got the id of
+    an earlier job of the run, and names another run or sweep in its comment.
 
     Raises:
         ClusterError: squeue is missing, or the controller does not answer.
@@ -27,23 +28,24 @@ def in_queue(run_dirs: Sequence[RunDir], client: SlurmClient) -> dict[str, list[
         run_dir.id: [job for job in map(str, run_dir.info()["job_ids"]) if job.partition("_")[0] not in shared]
         for run_dir in run_dirs
     }
-    unnoted = _by_token(client) if run_dirs else {}
+    comments = client.comments() if run_dirs else {}
+    by_run = _by_run(comments)
     queue = client.queue({job for jobs in noted.values() for job in jobs})
     found = {}
-    for run_id, jobs in noted.items():
+    for run_dir in run_dirs:
+        jobs, names = noted[run_dir.id], names_of(run_dir)
         left = [job for job in jobs if job in queue and queue[job].state not in GONE]
-        found[run_id] = [*left, *(job for job in unnoted.get(run_id, []) if job not in jobs)]
+        own = [job for job in left if not is_anothers(comments.get(job.partition("_")[0], ()), names)]
+        found[run_dir.id] = [*own, *(job for job in by_run.get(run_dir.id, []) if job not in jobs)]
     return found
 
 
-def _by_token(client: SlurmClient) -> dict[str, list[str]]:
-    """The user's jobs that have a token in their comment, by the id of the run that it names."""
+def _by_run(comments: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """The jobs that have a token in their comment, by the id of the run that it names."""
     found: dict[str, list[str]] = {}
-    for job, words in client.comments().items():
-        for word in words:
-            run_id, colon, _ = word.removeprefix(TOKEN_PREFIX).rpartition(":")
-            if word.startswith(TOKEN_PREFIX) and colon:
-                found.setdefault(run_id, []).append(job)
+    for job, words in comments.items():
+        for run_id in named_in(words):
+            found.setdefault(run_id, []).append(job)
     return found
 
 

@@ -21,6 +21,7 @@ from slurmtrain import process
 from slurmtrain.errors import ClusterError, UnreadableRecord
 from slurmtrain.launch.progress import Progress, at_about, read_progress
 from slurmtrain.launch.reasons import in_words, is_held
+from slurmtrain.launch.tokens import is_anothers, names_of
 from slurmtrain.records import is_job_id, read_text
 from slurmtrain.rundir import RunDir, check_parts, is_own, is_sweep, trusted_slurm_conf
 from slurmtrain.runtime import attempts
@@ -97,7 +98,8 @@ def states(run_dirs: Iterable[RunDir]) -> dict[str, RunState]:
     for record in records:
         queue = _Queue(doubt=record.distrust) if record.distrust is not None else queues.get(record.owner, _Queue())
         try:
-            found[record.id] = _state(_at_its_link(record, queue), queue)
+            own = queue.of(record)
+            found[record.id] = _state(_at_its_link(record, own), own)
         except UnreadableRecord as error:
             found[record.id] = _unreadable(error)
     return found
@@ -184,7 +186,7 @@ class _Record:
 
     def is_missing_from(self, queue: _Queue) -> bool:
         """Nothing says that it has ended, and the queue has no job of it; unless that is known for certain."""
-        if self.over or any(job_id in queue.jobs for job_id in self.possible_jobs):
+        if self.over or queue.of(self).jobs:
             return False
         try:
             events = self.run_dir.events()
@@ -321,6 +323,14 @@ class _Queue:
     def job(self, job_id: str | None) -> QueuedJob:
         """What it says of a job; of one that it does not know, an empty line."""
         return self.jobs.get(job_id or "", QueuedJob())
+
+    def of(self, record: _Record) -> _Queue:
+        """What it says of the jobs of one run: an id of a job that is gone may be that of another run's job by now."""
+        jobs = {job_id: self.jobs[job_id] for job_id in record.possible_jobs if job_id in self.jobs}
+        if any(job.comment for job in jobs.values()):
+            names = names_of(record.run_dir)
+            jobs = {job_id: job for job_id, job in jobs.items() if not is_anothers(job.comment, names)}
+        return _Queue(jobs, self.doubt)
 
 
 def _confirmed_queue(owner: _Owner, records: list[_Record]) -> _Queue:

@@ -17,12 +17,13 @@ from slurmtrain import __version__, rundir
 from slurmtrain.config.compose import config_hash, freeze, load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError
-from slurmtrain.launch.handover import TOKEN_PREFIX, NotSubmitted, comment_option, export_option, hand_over, sbatch
+from slurmtrain.launch.handover import NotSubmitted, comment_option, export_option, hand_over, sbatch
 from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.program import check_in_snapshot
 from slurmtrain.launch.sbatch import JobPaths, render_script, without_past
 from slurmtrain.launch.snapshot import Snapshot, Source, find_source, take_snapshot
+from slurmtrain.launch.tokens import TOKEN_PREFIX
 from slurmtrain.redaction import redacted
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.slurm import INSTALL_HINT, SlurmClient, clean_environment

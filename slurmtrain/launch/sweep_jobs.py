@@ -17,14 +17,16 @@ from slurmtrain.errors import ClusterError
 from slurmtrain.launch import evaluations, making
 from slurmtrain.launch.after import waiting_for_runs, with_dependency
 from slurmtrain.launch.arrays import plan_arrays
+from slurmtrain.launch.changes import undo_unfinished
 from slurmtrain.launch.claims import Owner, claimed, claims
-from slurmtrain.launch.handover import TOKEN_PREFIX, Patience, Refused, SubmitLimit, check, export_option, hand_over
+from slurmtrain.launch.handover import Patience, Refused, SubmitLimit, check, export_option, hand_over
 from slurmtrain.launch.own_jobs import in_queue
 from slurmtrain.launch.sbatch import render_script
 from slurmtrain.launch.state import is_over
 from slurmtrain.launch.submit import job_paths
 from slurmtrain.launch.sweep import Sweep, check_not_cancelled, note_jobs, states_of
 from slurmtrain.launch.sweep_folder import append_arrays, finish_halving, halve_array
+from slurmtrain.launch.tokens import TOKEN_PREFIX
 from slurmtrain.rundir import RunDir, read_json, write_json
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.slurm import SlurmClient
@@ -251,6 +253,7 @@ def _plan_retry(sweep: Sweep) -> list[str]:
         if not chosen:
             return []
         for run_id in chosen:
+            undo_unfinished(sweep.run_dir(run_id))
             sweep.run_dir(run_id).request_file.unlink(missing_ok=True)
         arrays = plan_arrays(
             [shapes[run_id] for run_id in chosen], parallelism=sweep.info()["parallelism"], pack=sweep.pack

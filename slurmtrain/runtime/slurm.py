@@ -82,11 +82,16 @@ class JobFacts:
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A line of squeue: SLURM's words for state and reason, and when it began or is expected to, as SLURM writes it."""
+    """A line of squeue: SLURM's words for state and reason, and when it began or is expected to, as SLURM writes it.
+
+    Attributes:
+        comment: the words of the job's comment.
+    """
 
     state: str = ""
     reason: str = ""
     start: str = ""
+    comment: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -188,13 +193,16 @@ class SlurmClient:
             return {}
         # All of the user's jobs: a list with one unknown id makes squeue refuse the whole list.
         whose = "--me" if user is None else f"--user={user}"
-        answer = self._call(["squeue", "--noheader", whose, "--array", "--format=%A|%F_%K|%T|%S|%r", "--states=all"])
+        answer = self._call(["squeue", "--noheader", whose, "--array", "--format=%A|%F_%K|%T|%S|%r|%k", "--states=all"])
         found: dict[str, QueuedJob] = {}
         for line in answer.splitlines():
-            raw, element, state, start, reason = [*line.strip().split("|", 4), "", "", "", ""][:5]
+            raw, element, state, start, last = [*line.strip().split("|", 4), "", "", "", ""][:5]
+            # A reason can have the separator in it. So can a comment, but not the token, which is its last word.
+            reason, comment = last.rsplit("|", 1) if "|" in last else (last, "")
+            words = () if comment == "(null)" else tuple(comment.split())
             for job_id in (raw, element):
                 if job_id in ids:
-                    found[job_id] = QueuedJob(state, reason, start)
+                    found[job_id] = QueuedJob(state, reason, start, words)
         return found
 
     def find_by_comment(self, word: str, *, ended: bool = False) -> list[str]:

@@ -353,6 +353,21 @@ def test_a_node_that_was_bad_is_left_out_unless_no_other_is_left(
     assert "n2 cannot be left out, since the job may then never start: not available" in capsys.readouterr().err
 
 
+def test_every_run_of_a_pack_has_its_bad_nodes_left_out(make: Make, slurm: FakeSlurm) -> None:
+    job = Requeued(slurm, make)
+    others = [make(job_ids=("100",)) for _ in range(2)]
+    for run, nodes in zip([job.run, *others], ([], ["n2"], ["n3"]), strict=True):
+        if run is not job.run:
+            stopped(run, "requeue")
+        record = attempts.read_attempt(run, 1)
+        record.bad_nodes = nodes
+        attempts.write_attempt(run, record)
+    runs = [(run, 1) for run in (job.run, *others)]
+    said = again.requeue(runs, "100", SlurmClient(), restart_count=0, sleep=no_sleep)
+    assert said == "job 100 is requeued, without n2,n3"
+    assert "update JobId=100 ExcNodeList=n2,n3" in job.changes
+
+
 # requeue.mode=chain.
 
 

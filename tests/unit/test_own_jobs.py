@@ -45,7 +45,7 @@ def slurm(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     fake_slurm.command(
         "squeue",
         'touch "$here/queue"; while read -r job state comment; do\n'
-        'case "$*" in *%k*) echo "${job%_*}|$state|$comment";; *) echo "${job%_*}|$job|$state|N/A|None";; esac\n'
+        'case "$*" in *--array*) echo "${job%_*}|$job|$state|N/A|None|$comment";; *) echo "${job%_*}|$state|$comment";; esac\n'
         'done <"$here/queue"',
     )
     fake_slurm.command("scancel", 'echo "$*" >>"$here/cancelled"')
@@ -191,6 +191,59 @@ def test_cancel_reaches_every_job_of_an_evaluation(make: Make, slurm: FakeSlurm)
     in_queue(slurm, "200 RUNNING x", "201 PENDING x", f"202 PENDING slurmtrain:{evaluation.id}:1")
     assert main(["cancel", run.id]) == 0
     assert cancelled(slurm) == ["200", "201", "202"]
+
+
+# SLURM gives an id twice: on a cluster that is set up again (`sandbox down`, `up`), and after MaxJobId.
+
+
+@pytest.mark.parametrize("ids", [("2", "5"), ("5", "2")])
+def test_cancel_and_resume_of_an_old_run_leave_alone_another_runs_job_that_has_its_id(
+    ids: tuple[str, ...], make: Make, slurm: FakeSlurm
+) -> None:
+    old, new = make(*ids), make("2")
+    failed(old, ids[-1])
+    in_queue(slurm, f"2 RUNNING slurmtrain:{new.id}:s0")
+    assert state_module.state(old).word == "failed" and state_module.state(new).alive
+    assert main(["cancel", old.id]) == 0
+    assert cancelled(slurm) == []
+    assert main(["resume", old.id]) == 0
+    assert old.info()["job_ids"] == [*ids, "101"]
+    assert main(["cancel", new.id]) == 0
+    assert cancelled(slurm) == ["2"]
+
+
+def test_a_run_that_waited_is_gone_when_another_runs_job_has_its_id(make: Make, slurm: FakeSlurm) -> None:
+    old = make("2")
+    in_queue(slurm, "2 PENDING slurmtrain:20261122-000000-00000:s0")
+    assert state_module.state(old).word == "lost"
+    assert main(["cancel", old.id]) == 0
+    assert cancelled(slurm) == []
+
+
+def test_cancel_of_an_old_sweep_leaves_alone_the_array_of_another_that_has_its_id(
+    project: Path, slurm: FakeSlurm
+) -> None:
+    assert main(["-m", "+cluster=a100x4", "train.seed=1,2", "submit"]) == 0
+    sweep = Sweep(next(project.glob("runs/*.sweep-*")))
+    in_queue(slurm, "101_0 RUNNING slurmtrain:sweep-another:0000", "101_1 RUNNING slurmtrain:sweep-another:0000")
+    assert main(["sweep", "cancel", "last"]) == 0
+    assert cancelled(slurm) == []
+    in_queue(slurm, f"101_1 RUNNING slurmtrain:{sweep.token(0)}")
+    assert main(["sweep", "cancel", "last"]) == 0
+    assert cancelled(slurm) == ["101"]
+
+
+@pytest.mark.parametrize("mode", ["requeue", "resubmit"])
+def test_resume_takes_the_replacement_that_nobody_noted_for_the_runs_next_job(
+    mode: str, make: Make, slurm: FakeSlurm, capsys: Out
+) -> None:
+    """SLURM refused the requeue, took a new job instead, and the batch shell was killed before it could note that."""
+    run = make("70", words=(f"requeue.mode={mode}",))
+    failed(run, "70")
+    in_queue(slurm, f"77 PENDING slurmtrain:{run.id}:1")
+    assert main(["resume", run.id]) == 0
+    assert slurm.submitted == [] and run.info()["job_ids"] == ["70", "77"]
+    assert "as job 77" in capsys.readouterr().out
 
 
 # Claims.

@@ -342,12 +342,13 @@ def test_a_machine_without_slurm_is_none_for_the_judge(monkeypatch: pytest.Monke
 
 def test_one_squeue_call_finds_jobs_and_array_elements(fake_slurm: FakeSlurm) -> None:
     client, ran = answers(
-        "2|2_0|PENDING|N/A|JobHeldUser\n12|2_1|RUNNING|2026-01-02T03:04:05|None\n1|1_N/A|RUNNING|N/A|None\n"
-        "7|7_N/A|PENDING|N/A|Nodes required for job are DOWN, DRAINED|or reserved\n"
+        "2|2_0|PENDING|N/A|JobHeldUser|(null)\n12|2_1|RUNNING|2026-01-02T03:04:05|None|mine slurmtrain:a:1\n"
+        "1|1_N/A|RUNNING|N/A|None\n"
+        "7|7_N/A|PENDING|N/A|Nodes required for job are DOWN, DRAINED|or reserved|(null)\n"
     )
     assert client.queue(["1", "2_1", "7", "99", "2_0"]) == {
         "2_0": QueuedJob("PENDING", "JobHeldUser", "N/A"),
-        "2_1": QueuedJob("RUNNING", "None", "2026-01-02T03:04:05"),
+        "2_1": QueuedJob("RUNNING", "None", "2026-01-02T03:04:05", ("mine", "slurmtrain:a:1")),
         "1": QueuedJob("RUNNING", "None", "N/A"),
         "7": QueuedJob("PENDING", "Nodes required for job are DOWN, DRAINED|or reserved", "N/A"),
     }

@@ -1,0 +1,38 @@
+"""Tell whose a job is by the token in its comment.
+
+SLURM gives the same id twice: its ids begin anew on a cluster that is set up again, as a sandbox is, and after MaxJobId.
+What a run noted long ago may be another run's job by now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from slurmtrain.errors import UnreadableRecord
+from slurmtrain.rundir import RunDir, is_sweep, read_json
+
+TOKEN_PREFIX = "slurmtrain:"
+
+
+def named_in(comment: Sequence[str]) -> list[str]:
+    """Return who the words of a comment say has submitted the job: the id of a run, or "sweep-" and the token of a sweep."""
+    tokens = [word.removeprefix(TOKEN_PREFIX) for word in comment if word.startswith(TOKEN_PREFIX)]
+    return [name for name, colon, _ in (token.rpartition(":") for token in tokens) if colon]
+
+
+def names_of(run_dir: RunDir) -> list[str]:
+    """Return the names under which jobs of a run are submitted: its own, and that of its sweep."""
+    folder = run_dir.path.parent
+    if not is_sweep(folder):
+        return [run_dir.id]
+    try:
+        info = read_json(folder / "sweep.json") or {}
+    except UnreadableRecord:
+        info = {}
+    return [run_dir.id, f"sweep-{info.get('token')}"]
+
+
+def is_anothers(comment: Sequence[str], names: Collection[str]) -> bool:
+    """Whether a comment says that the job is that of another run or sweep. One without a token says nothing."""
+    named = named_in(comment)
+    return bool(named) and not any(name in names for name in named)
