@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Hashable
 from typing import Any, Union
 
 from slurmtrain.errors import ConfigError
@@ -29,14 +28,13 @@ def check_types(part: Any, where: str = "") -> None:
     Raises:
         ConfigError: with the key, the value and the type that was expected.
     """
-    kind: Hashable = type(part)
-    hints = _hints(kind)
+    hints = _hints(part.__class__)
     for field in dataclasses.fields(part):
         _check(f"{where}{field.name}", getattr(part, field.name), hints[field.name])
 
 
 @functools.cache
-def _hints(part: Any) -> dict[str, Any]:
+def _hints(part: type) -> dict[str, Any]:
     """What the annotations of a dataclass mean. Working that out takes longer than all else here."""
     return typing.get_type_hints(part)
 
