@@ -77,6 +77,11 @@ class RunDir:
         return self.path / "code"
 
     @property
+    def program_folders(self) -> tuple[Path, ...]:
+        """Where a program of the user's own may put a file that it names by a relative path: this directory, its own."""
+        return tuple(dict.fromkeys((self.path, self.path / (self.info().get("workdir") or "."))))
+
+    @property
     def script(self) -> Path:
         return self.path / "job.sbatch"
 
