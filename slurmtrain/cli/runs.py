@@ -481,9 +481,10 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
         from slurmtrain.launch.sweep import check_not_planned
 
         check_not_planned(run_dir)
-    if overrides or code:
-        from slurmtrain.launch.changes import change
+    from slurmtrain.launch.changes import change, undo_unfinished
 
+    undo_unfinished(run_dir)
+    if overrides or code:
         change(run_dir, overrides, current_folder(), code=code)
     run_dir.request_file.unlink(missing_ok=True)
     run_dir.event("resume asked")

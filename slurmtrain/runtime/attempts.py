@@ -258,16 +258,20 @@ def record_failure(
     sentence: str,
     because_of_peer: bool = False,
     superseded: bool = False,
+    on_any_node: bool = False,
 ) -> None:
     """Leave a rank's last words. Each rank writes its own file, so nothing has to be agreed on in the error path.
 
     Args:
         because_of_peer: another rank had gone, whose failure came first.
         superseded: a newer incarnation of the run is at work, and this one may not commit any more.
+        on_any_node: it is the same on every node, such as a checkpoint that does not fit the config.
     """
     record = {"rank": rank, "exit_code": exit_code, "sentence": sentence, "because_of_peer": because_of_peer}
     if superseded:
         record["superseded"] = True
+    if on_any_node:
+        record["on_any_node"] = True
     record["node"] = os.environ.get("SLURMD_NODENAME")
     write_json(attempt_dir / f"failed-{rank}.json", {**record, "time": time.time()})
 
@@ -279,12 +283,14 @@ class Failure:
     Attributes:
         node: where it was, by SLURM's name; None where nobody knows.
         superseded: a newer incarnation of the run is at work.
+        on_any_node: it is the same on every node.
     """
 
     exit_code: int
     sentence: str
     node: str | None = None
     superseded: bool = False
+    on_any_node: bool = False
 
 
 def first_failure(attempt_dir: Path, *, because_of_peer: bool = False) -> Failure | None:
@@ -299,6 +305,7 @@ def first_failure(attempt_dir: Path, *, because_of_peer: bool = False) -> Failur
         f"rank {first['rank']}: {first['sentence']}",
         node=first.get("node"),
         superseded=bool(first.get("superseded")),
+        on_any_node=bool(first.get("on_any_node")),
     )
 
 
