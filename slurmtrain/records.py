@@ -213,6 +213,30 @@ def _why_distrusted_itself(real: str) -> str | None:
     return None
 
 
+def only_mine(path: Path) -> bool:
+    """Whether a file and the folder that it lies in are this user's, no links, and nobody else may write into either.
+
+    Then this user has written it, whoever may rename the folders above: in a team's folder, say.
+    """
+    try:
+        file, folder = os.lstat(path), os.lstat(path.parent)
+    except OSError:
+        return False
+    kinds = stat.S_ISREG(file.st_mode) and stat.S_ISDIR(folder.st_mode)
+    return kinds and all(each.st_uid == os.geteuid() and not others_may_write(each) for each in (file, folder))
+
+
+def only_of_account(path: str | Path, uid: int) -> bool:
+    """Whether an account and root alone can have written a file: all folders above are theirs, and none, sticky or not, is
+    one that others may add to. So root has given the account the topmost folder of its own."""
+    real = Path(os.path.realpath(path))
+    try:
+        found = [os.lstat(each) for each in (real, *real.parents)]
+    except OSError:
+        return False
+    return all(each.st_uid in (uid, 0) and not others_may_write(each) for each in found)
+
+
 def others_may_write(found: os.stat_result) -> bool:
     """Whether mode and group let somebody else write. A group with the number of the user is taken for theirs alone."""
     own_group = found.st_gid == os.geteuid()

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import pwd
 import re
 import secrets
 import shlex
@@ -55,6 +56,7 @@ _SOMETIMES = {
     "chain": JOB_IDS | NOTHING,
     "chain_after": COUNT | NOTHING,
     "varied": OBJECT | TEXTS | NOTHING,
+    "changing": COUNT | NOTHING,
 }
 
 
@@ -81,6 +83,11 @@ class RunDir:
     @property
     def code(self) -> Path:
         return self.path / "code"
+
+    @property
+    def program_folders(self) -> tuple[Path, ...]:
+        """Where a program of the user's own may put a file that it names by a relative path: this directory, its own."""
+        return tuple(dict.fromkeys((self.path, self.path / (self.info().get("workdir") or "."))))
 
     @property
     def script(self) -> Path:
@@ -223,14 +230,29 @@ class RunDir:
     def slurm_conf(self) -> str | None:
         """The slurm.conf by which SLURM's commands reach the run's cluster; None: this machine's own.
 
-        A slurm.conf names libraries that those commands load, so it is used only where nobody but this user and root can
-        have written it or the run.json that names it; or where it is the one that this shell uses anyway.
+        A slurm.conf names libraries that those commands load, so it is used only where nobody but this user, root and
+        the account `slurm` can have written it, and nobody but this user and root the run.json that names it; or where it
+        is the one that this shell uses anyway.
 
         Raises:
             ClusterError: somebody else can have written one of them.
             UnreadableRecord: run.json cannot be used.
         """
         return trusted_slurm_conf(self.info().get("slurm_conf"), named_by=self.info_file)
+
+    def changed_keys(self) -> frozenset[str]:
+        """Return the fields of the config that a person has changed since the run was submitted (`resume RUN --set`)."""
+        words = [word for change in self._changes() for word in change.get("set") or ()]
+        return frozenset(str(word).partition("=")[0].lstrip("+") for word in words)
+
+    def changed_at(self) -> float:
+        """Return when a person last changed the run's config or code, in unix seconds; 0 where nobody has."""
+        times = [change.get("time") for change in self._changes()]
+        return max((float(time) for time in times if isinstance(time, int | float)), default=0.0)
+
+    def _changes(self) -> list[dict[str, Any]]:
+        changes = (read_json(self.info_file) or {}).get("changes")
+        return [change for change in changes if isinstance(change, dict)] if isinstance(changes, list) else []
 
     def update_info(self, **changes: Any) -> None:
         """Replace fields of run.json. Raises as `info`."""
@@ -354,7 +376,10 @@ def _is_value(value: object) -> bool:
 
 
 def trusted_slurm_conf(conf: str | None, *, named_by: Path, known: dict[str, str | None] | None = None) -> str | None:
-    """A slurm.conf that a record names, if only this user and root can have written both.
+    """A slurm.conf that a record names, if nobody can have written either whom this user need not trust.
+
+    The account `slurm`, as which slurmctld runs on most clusters, decides what root's slurmd starts. So it may own the file,
+    in a folder that root has given it.
 
     Args:
         conf: its path; None: this machine's own.
@@ -366,15 +391,31 @@ def trusted_slurm_conf(conf: str | None, *, named_by: Path, known: dict[str, str
     """
     if conf is None or conf == os.environ.get("SLURM_CONF"):
         return conf
-    why = records.why_distrusted(named_by, known) or (
-        records.why_distrusted(conf, known) if os.path.lexists(conf) else None
-    )
+    why = records.why_distrusted(named_by, known)
+    if why is not None and records.only_mine(named_by):
+        why = None
+    if why is None and os.path.lexists(conf):
+        why = records.why_distrusted(conf, known)
+        if why is not None and _is_of_slurm(conf):
+            why = None
     if why is not None:
         raise ClusterError(
             f"{named_by} names {conf}, which is not used, because it may be somebody else's work: {why}",
             hint="if you trust it: export SLURM_CONF=PATH",
         )
     return conf
+
+
+def _is_of_slurm(path: str) -> bool:
+    account = _slurm_account()
+    return account is not None and records.only_of_account(path, account)
+
+
+def _slurm_account() -> int | None:
+    try:
+        return pwd.getpwnam("slurm").pw_uid
+    except KeyError:
+        return None
 
 
 def is_sweep(folder: Path | str) -> bool:

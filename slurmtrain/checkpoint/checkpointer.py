@@ -79,6 +79,7 @@ class Checkpointer:
             directory so takes over from the first.
         run_id: written into the manifest; checkpoints of another run are refused.
         config: JSON values that a checkpoint is bound to: restoring with others is refused.
+        changed: dotted keys of `config`, such as "optim.lr", that were changed on purpose since: they may differ.
         keep: which complete checkpoints stay.
         verify: how restored files are compared with their digests before a tensor is touched: "full", "sampled" (one block
             of 16) or "off" (sizes only). Unless "off", what has just been written is read back before older ones are removed.
@@ -102,6 +103,7 @@ class Checkpointer:
         incarnation: Incarnation | None = None,
         run_id: str = "",
         config: Mapping[str, Any] | None = None,
+        changed: Collection[str] = (),
         keep: Keep = Keep(),  # noqa: B008 (it is frozen)
         verify: str = "full",
         asynchronous: bool = True,
@@ -114,6 +116,7 @@ class Checkpointer:
             raise CheckpointError(f"verify={verify!r} is not known", hint=nearest(str(verify), VERIFY))
         _check_ranks_of_job(group)
         self.directory = Path(directory)
+        self._changed = frozenset(changed)
         self._ranks = Ranks(group)
         values = _as_json(config or {})
         self._keep, self._verify = keep, verify
@@ -561,7 +564,7 @@ class Checkpointer:
             saved, here = manifest.config, self._bound.config
             if as_start:
                 saved, here = ({key: config[key] for key in objects if key in config} for config in (saved, here))
-            drift.check_config(path, saved, here, allow, asked_for=asked_for)
+            drift.check_config(path, saved, here, allow, changed=self._changed, asked_for=asked_for)
             facts = index.facts
             alone = drift.check_names(path, objects, wanted, everywhere, facts, manifest.state, allow)
             useful = {name: fact for name, fact in facts.items() if name not in alone}

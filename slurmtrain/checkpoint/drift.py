@@ -30,11 +30,18 @@ def check_allowed(allow: Collection[str]) -> None:
 
 
 def check_config(
-    path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], allow: Collection[str], *, asked_for: bool = False
+    path: Path,
+    saved: Mapping[str, Any],
+    own: Mapping[str, Any],
+    allow: Collection[str],
+    *,
+    changed: Collection[str] = (),
+    asked_for: bool = False,
 ) -> None:
     """Compare the values that a checkpoint is bound to with those here.
 
     Args:
+        changed: keys that a person has changed on purpose since it was saved; they, and all under them, may differ.
         asked_for: it is another run's, named by the person.
 
     Raises:
@@ -49,7 +56,8 @@ def check_config(
     lines = {key: f"{key}: {before.get(key, '(not there)')} -> {now.get(key, '(not there)')}" for key in differing}
     content = lines.pop(FINGERPRINT, None)
     if "config" not in allow:
-        _refuse(path, "config", "was saved with another config", list(lines.values()))
+        unasked = [line for key, line in lines.items() if not _is_under(key, changed)]
+        _refuse(path, "config", "was saved with another config", unasked)
     if content and FINGERPRINT in before and asked_for and "data" not in allow:
         others = [line for key, line in lines.items() if key.startswith("data.")]
         raise CheckpointMismatch(
@@ -150,6 +158,10 @@ def _refuse(path: Path, kind: str, what: str, lines: list[str]) -> None:
             f"{path} {what}: {shown}",
             hint=f"was the model or the config changed since? To go on all the same: checkpoint.allow=[{kind}]",
         )
+
+
+def _is_under(key: str, others: Collection[str]) -> bool:
+    return any(key == other or key.startswith(f"{other}.") for other in others)
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

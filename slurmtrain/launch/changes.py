@@ -1,14 +1,17 @@
 """`resume RUN --set key=value` and `--code`: go on with another config, or with the code as it is now.
 
-What a run was before stays beside it: config.0001.yaml, job.0001.sbatch, code.0001; and run.json tells of each change.
+What a run was before stays beside it: config.0001.yaml, job.0001.sbatch, code.0001; and run.json tells of each change. A
+change can be cut short at any moment: run.json names its number from before the first step to the last, which is one write
+of run.json, and `undo_unfinished` takes back one that was cut short.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,9 @@ from slurmtrain.rundir import RunDir
 
 # Where a run lies and who runs it: decided when it was submitted.
 FIXED = ("job.name", "job.runs_dir", "job.kind", "cluster.backend", "cluster.slurm_conf", "cluster.sandbox")
+# Of a run in a sweep, also what its array's script is made of, which is that of its first run, and the varied keys.
+OF_THE_SWEEP = ("cluster", "requeue", "hooks", "secrets", "job", "sweep")
+_FRESH = ".code-"  # and a process id: code that is being copied, or removed
 
 
 def change(run_dir: RunDir, overrides: Sequence[str], cwd: Path, *, code: bool = False) -> None:
@@ -44,13 +50,15 @@ def change(run_dir: RunDir, overrides: Sequence[str], cwd: Path, *, code: bool =
     """
     config = load_frozen(run_dir.config_file, with_secrets=False)
     if overrides:
+        if rundir.is_sweep(run_dir.path.parent):
+            check_of_one_run(overrides, run_dir.info().get("varied") or ())
         config = changed(config, overrides, cwd)
         check_fits(config)
         check_prepared(config)
         check_named_paths(config, cwd)
     info = run_dir.info()
-    number = len(info.get("changes", ())) + 1
-    fresh, snapshot = run_dir.path / f".code-{os.getpid()}", None
+    number = _free_number(run_dir, len(info.get("changes", ())) + 1)
+    fresh, snapshot = run_dir.path / f"{_FRESH}{os.getpid()}", None
     try:
         if code:
             snapshot = _snapshot(config, info, fresh)
@@ -60,10 +68,11 @@ def change(run_dir: RunDir, overrides: Sequence[str], cwd: Path, *, code: bool =
             facts["code"] = {**info["code"], "revision": snapshot.revision, "dirty": snapshot.dirty}
             new |= {"code": facts["code"], "workdir": snapshot.workdir, "import_roots": list(snapshot.roots)}
         script = render_script(config, job_paths([run_dir.path], {**info, **new}))
+        run_dir.update_info(changing=number)
         _keep(run_dir.config_file, number)
         _keep(run_dir.script, number)
         if snapshot is not None:
-            run_dir.code.rename(run_dir.code.with_name(f"code.{number:04d}"))
+            run_dir.code.rename(_kept(run_dir.code, number))
             fresh.rename(run_dir.code)
         rundir.write_text(run_dir.config_file, freeze(config))
         rundir.write_text(run_dir.script, script)
@@ -72,10 +81,45 @@ def change(run_dir: RunDir, overrides: Sequence[str], cwd: Path, *, code: bool =
             overrides=[*info["overrides"], *overrides],
             changes=[*info.get("changes", ()), facts],
             packed=False,
+            changing=None,
         )
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     run_dir.event("changed", set=list(overrides), code=facts.get("code"))
+
+
+def undo_unfinished(run_dir: RunDir) -> None:
+    """Make a run again what it was before a change that was cut short. Only who alone resumes the run may call this."""
+    _remove_leftovers(run_dir)
+    number = run_dir.info().get("changing")
+    if number is None:
+        kept = _kept_code(run_dir)
+    else:
+        for path in (run_dir.config_file, run_dir.script):
+            if _kept(path, number).is_file():
+                _kept(path, number).replace(path)
+        kept = _kept(run_dir.code, number)
+    if kept is not None and os.path.lexists(kept):
+        if os.path.lexists(run_dir.code):
+            run_dir.code.rename(run_dir.path / f"{_FRESH}{os.getpid()}")
+        kept.rename(run_dir.code)
+    if number is not None:
+        run_dir.update_info(changing=None)
+    _remove_leftovers(run_dir)
+
+
+def _remove_leftovers(run_dir: RunDir) -> None:
+    for left in run_dir.path.glob(f"{_FRESH}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _kept_code(run_dir: RunDir) -> Path | None:
+    """The code that was kept last, where a run has none although it runs from a snapshot."""
+    if os.path.lexists(run_dir.code) or run_dir.info().get("workdir", "/").startswith("/"):
+        return None
+    return max(
+        (path for path in run_dir.path.glob("code.*") if re.fullmatch(r"code\.[0-9]{4,}", path.name)), default=None
+    )
 
 
 def changed(config: Config, overrides: Sequence[str], cwd: Path) -> Config:
@@ -110,6 +154,27 @@ def changed(config: Config, overrides: Sequence[str], cwd: Path) -> Config:
     return with_absolute_paths(found, cwd)
 
 
+def check_of_one_run(overrides: Sequence[str], varied: Iterable[str]) -> None:
+    """Look whether overrides change a run of a sweep in nothing that the sweep has decided.
+
+    Args:
+        varied: what distinguishes the run within its sweep, as "key=value".
+
+    Raises:
+        UsageError: one does. `sweep retry` and the tables of the sweep would go by what it was before.
+    """
+    keys = [each.partition("=")[0].partition("@")[0].replace("/", ".") for each in varied]
+    for word in overrides:
+        field = ".".join(_parsed(word)[0])
+        if field.partition(".")[0] in OF_THE_SWEEP:
+            why = f"{field} is the same for all runs that share a job"
+        elif any(f"{field}.".startswith(f"{key}.") or key.startswith(f"{field}.") for key in keys):
+            why = f"its sweep varies {field}"
+        else:
+            continue
+        raise UsageError(f"--set {word}: this is a run of a sweep, and {why}", hint="submit it as a run of its own")
+
+
 def _parsed(word: str) -> tuple[list[str], Any, bool]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -142,9 +207,21 @@ def _snapshot(config: Config, info: Mapping[str, Any], target: Path) -> Snapshot
     return take_snapshot(config.job, source, target)
 
 
+def _kept(path: Path, number: int) -> Path:
+    """The name under which what is at `path` stays when change `number` replaces it: config.0001.yaml, code.0001."""
+    return path.with_name(f"{path.stem}.{number:04d}{path.suffix}")
+
+
+def _free_number(run_dir: RunDir, number: int) -> int:
+    """Return the first number, from `number` on, under which nothing is kept."""
+    while any(os.path.lexists(_kept(path, number)) for path in (run_dir.config_file, run_dir.script, run_dir.code)):
+        number += 1
+    return number
+
+
 def _keep(path: Path, number: int) -> None:
-    """Keep a file under another name beside itself; a linked one loses nothing, since it is replaced and not written to."""
+    """Keep a file under another name beside itself, whole or not at all."""
     if path.is_file():
-        kept = path.with_name(f"{path.stem}.{number:04d}{path.suffix}")
-        kept.unlink(missing_ok=True)
-        shutil.copy2(path, kept)
+        kept = _kept(path, number)
+        shutil.copy2(path, kept.with_name(f".{kept.name}"))
+        kept.with_name(f".{kept.name}").rename(kept)

@@ -17,6 +17,7 @@ from slurmtrain.errors import ClusterError
 from slurmtrain.launch import evaluations, making
 from slurmtrain.launch.after import waiting_for_runs, with_dependency
 from slurmtrain.launch.arrays import plan_arrays
+from slurmtrain.launch.changes import undo_unfinished
 from slurmtrain.launch.claims import Owner, claimed, claims
 from slurmtrain.launch.handover import Patience, Refused, SubmitLimit, check, export_option, hand_over
 from slurmtrain.launch.own_jobs import in_queue
@@ -252,6 +253,7 @@ def _plan_retry(sweep: Sweep) -> list[str]:
         if not chosen:
             return []
         for run_id in chosen:
+            undo_unfinished(sweep.run_dir(run_id))
             sweep.run_dir(run_id).request_file.unlink(missing_ok=True)
         arrays = plan_arrays(
             [shapes[run_id] for run_id in chosen], parallelism=sweep.info()["parallelism"], pack=sweep.pack

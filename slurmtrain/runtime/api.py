@@ -28,7 +28,14 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from slurmtrain import rundir
-from slurmtrain.errors import EXIT_REQUEUE, CheckpointError, SlurmtrainError, Superseded, exit_code_of
+from slurmtrain.errors import (
+    EXIT_REQUEUE,
+    CheckpointError,
+    CheckpointMismatch,
+    SlurmtrainError,
+    Superseded,
+    exit_code_of,
+)
 from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime import attempts, place, signals
 
@@ -225,7 +232,12 @@ def _record_and_show(kind: type[BaseException], error: BaseException, trace: Tra
         sentence = error.message if isinstance(error, SlurmtrainError) else f"{kind.__name__}: {error}"
         rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
         attempts.record_failure(
-            _place.attempt_dir, rank, exit_code=code, sentence=sentence, superseded=isinstance(error, Superseded)
+            _place.attempt_dir,
+            rank,
+            exit_code=code,
+            sentence=sentence,
+            superseded=isinstance(error, Superseded),
+            on_any_node=isinstance(error, CheckpointMismatch),
         )
     from slurmtrain.runtime.main import leave
 

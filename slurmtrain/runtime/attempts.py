@@ -198,9 +198,10 @@ def furthest_reported(run_dir: RunDir) -> int | None:
 def newest_change(run_dir: RunDir, pattern: str | None) -> float | None:
     """Return when the newest of the files that `pattern` (job.progress_file) names was changed, in unix seconds."""
     times = []
-    for name in glob.glob(str(run_dir.path / pattern), recursive=True) if pattern else []:
-        with contextlib.suppress(OSError):  # it is being replaced
-            times.append(os.stat(name).st_mtime)
+    for folder in run_dir.program_folders if pattern else ():
+        for name in glob.glob(str(folder / str(pattern)), recursive=True):
+            with contextlib.suppress(OSError):  # it is being replaced
+                times.append(os.stat(name).st_mtime)
     return max(times, default=None)
 
 
@@ -257,16 +258,20 @@ def record_failure(
     sentence: str,
     because_of_peer: bool = False,
     superseded: bool = False,
+    on_any_node: bool = False,
 ) -> None:
     """Leave a rank's last words. Each rank writes its own file, so nothing has to be agreed on in the error path.
 
     Args:
         because_of_peer: another rank had gone, whose failure came first.
         superseded: a newer incarnation of the run is at work, and this one may not commit any more.
+        on_any_node: it is the same on every node, such as a checkpoint that does not fit the config.
     """
     record = {"rank": rank, "exit_code": exit_code, "sentence": sentence, "because_of_peer": because_of_peer}
     if superseded:
         record["superseded"] = True
+    if on_any_node:
+        record["on_any_node"] = True
     record["node"] = os.environ.get("SLURMD_NODENAME")
     write_json(attempt_dir / f"failed-{rank}.json", {**record, "time": time.time()})
 
@@ -278,12 +283,14 @@ class Failure:
     Attributes:
         node: where it was, by SLURM's name; None where nobody knows.
         superseded: a newer incarnation of the run is at work.
+        on_any_node: it is the same on every node.
     """
 
     exit_code: int
     sentence: str
     node: str | None = None
     superseded: bool = False
+    on_any_node: bool = False
 
 
 def first_failure(attempt_dir: Path, *, because_of_peer: bool = False) -> Failure | None:
@@ -298,6 +305,7 @@ def first_failure(attempt_dir: Path, *, because_of_peer: bool = False) -> Failur
         f"rank {first['rank']}: {first['sentence']}",
         node=first.get("node"),
         superseded=bool(first.get("superseded")),
+        on_any_node=bool(first.get("on_any_node")),
     )
 
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from slurmtrain.config.schema import Config
 from slurmtrain.rundir import RunDir
-from slurmtrain.runtime import attempts
+from slurmtrain.runtime import attempts, chain
+from slurmtrain.runtime.attempts import Attempt
 from slurmtrain.runtime.judge import Reason, Verdict
-from slurmtrain.runtime.settle import close_abandoned, run_hook_of, spent_by
+from slurmtrain.runtime.settle import close_abandoned, own_job_id, run_hook_of, spent_by
 from slurmtrain.runtime.slurm import SlurmClient
 
 
@@ -43,9 +44,10 @@ def ended_before(run_dir: RunDir, job_id: str | None, restart_count: int) -> Ver
 
 
 def budget_used_up(run_dir: RunDir, config: Config, client: SlurmClient | None) -> Verdict | None:
-    """Complete the records of lost attempts; return END, once it is on record, where they have used up the budget.
+    """Complete the records of lost attempts; return DONE or END, once it is on record, where the run is over with that.
 
-    A run that takes its node down leaves nobody who could count: it would go from node to node.
+    It had finished, or a person had cancelled it, and whoever was to record that was killed; or the lost attempts have used
+    up the budget: a run that takes its node down leaves nobody who could count, and would go from node to node.
 
     Args:
         client: None outside of SLURM.
@@ -53,10 +55,13 @@ def budget_used_up(run_dir: RunDir, config: Config, client: SlurmClient | None) 
     numbers = run_dir.attempt_numbers()
     if not numbers:
         return None
-    close_abandoned(run_dir, numbers[-1] + 1, config, client)
+    closed = close_abandoned(run_dir, numbers[-1] + 1, config, client)
     last = attempts.read_attempt(run_dir, numbers[-1])
     if last.verdict in (Verdict.DONE, Verdict.END):
-        return None
+        if last.number not in closed or not (last.verdict == Verdict.DONE or _is_of_this_life(run_dir, last)):
+            return None
+        run_hook_of(run_dir, last.number, config)
+        return Verdict(last.verdict)
     spent = spent_by(attempts.all_attempts(run_dir), config)
     if spent is None:
         return None
@@ -71,6 +76,15 @@ def budget_used_up(run_dir: RunDir, config: Config, client: SlurmClient | None) 
 def _is_evaluated_anew(run_dir: RunDir) -> bool:
     """Whether this is an evaluation whose result somebody has taken away, for it to be measured again."""
     return run_dir.evaluated_run is not None and not run_dir.result_file.exists()
+
+
+def _is_of_this_life(run_dir: RunDir, last: Attempt) -> bool:
+    """Whether an attempt was of the job that starts, or of its chain: else a person has resumed the run since."""
+    info = run_dir.info()
+    if chain.links(info):
+        return last.number > int(info.get("chain_after") or 0)
+    job_id = last.job_id if last.started else attempts.claimed_by(run_dir.attempt(last.number))[0]
+    return job_id in (own_job_id(), None)
 
 
 def _is_superseded(run_dir: RunDir, job_id: str | None) -> bool:

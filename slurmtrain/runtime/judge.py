@@ -56,10 +56,11 @@ class Evidence:
         seconds_left: from the stop request to the time limit; None when unknown.
         failure: (exit code, sentence) of the first rank that failed by itself.
         set_up: what the set-up has said that failed before any rank was started.
+        on_any_node: that failure is the same on every node: a checkpoint that does not fit the config.
         failed_on: the node where either was; None where nobody knows.
-        superseded: by whom, where a newer attempt of the run is at work: "attempt 3 in job 12".
+        superseded: where a newer attempt has taken the run over: "attempt 3 in job 12 goes on with this run".
         trained: this attempt has begun to train.
-        trained_before: so has an earlier one, with the same config.
+        trained_before: so has an earlier one, with the same config and code.
         program_code: with what a program of the user's own ended on rank 0; None for other kinds of jobs.
         finished_when: job.finished_when.
         killed: srun's words on tasks that were killed, e.g. "n1: task 3: Killed".
@@ -81,6 +82,7 @@ class Evidence:
     seconds_left: float | None = None
     failure: tuple[int, str] | None = None
     set_up: str | None = None
+    on_any_node: bool = False
     failed_on: str | None = None
     superseded: str | None = None
     trained: bool = False
@@ -181,13 +183,17 @@ _NEXT_STEPS = {
 
 
 def judge_abandoned(evidence: Evidence, policy: Policy) -> Judgement:
-    """For an attempt that nobody settled: its batch shell is gone, and the job has started again already."""
+    """For an attempt that nobody settled: its batch shell is gone, and the job has started again already.
+
+    A run that had finished, or that a person has cancelled, has nothing left to do all the same.
+    """
+    if evidence.said == "finished":
+        return Judgement(Reason.FINISHED, Verdict.DONE, "finished")
     if evidence.request in ("cancel", "stop"):
-        reason, sentence = Reason.CANCELLED, "cancelled by a person, and killed before that was on record"
-    elif evidence.preempted_when_told:
+        said = "cancelled by a person, and killed before that was on record"
+        return Judgement(Reason.CANCELLED, Verdict.END, said)
+    if evidence.preempted_when_told:
         reason, sentence = Reason.PREEMPTED, "preempted, and killed before it could say so"
-    elif evidence.said == "finished":
-        reason, sentence = Reason.FINISHED, "finished"
     elif evidence.failure is not None or evidence.killed is not None:
         what = evidence.failure[1] if evidence.failure is not None else evidence.killed
         reason, sentence = Reason.CRASH, f"crashed: {what}"
@@ -261,9 +267,9 @@ def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
     if evidence.exit_code == 0 and evidence.said != "stopped" and not unsaid_stop and not vanished:
         return Reason.FINISHED, _finished(evidence)
     if evidence.superseded is not None:
-        return Reason.SUPERSEDED, f"superseded: {evidence.superseded} goes on with this run"
+        return Reason.SUPERSEDED, f"superseded: {evidence.superseded}"
     wrong = evidence.failure[1] if evidence.failure is not None and evidence.failure[0] == EXIT_CONFIG else None
-    blame_node = evidence.trained_before and not evidence.trained
+    blame_node = evidence.trained_before and not evidence.trained and not evidence.on_any_node
     if wrong is not None and not blame_node:
         return Reason.CONFIG, wrong
     wrong = wrong or evidence.set_up  # a signal may have ended the set-up: whether there was one comes first

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from slurmtrain.config import secrets
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import EXIT_REQUEUE, LostPeers, SlurmtrainError, Superseded, exit_code_of
+from slurmtrain.errors import EXIT_REQUEUE, CheckpointMismatch, LostPeers, SlurmtrainError, Superseded, exit_code_of
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts, place, signals
 from slurmtrain.runtime.environment import Environment, check_world_size
@@ -101,6 +101,7 @@ def _run(find: Callable[[], tuple[Config, Callable[[], RunDir]]], given: Place |
             error.message,
             because_of_peer=isinstance(error, LostPeers),
             superseded=isinstance(error, Superseded),
+            on_any_node=isinstance(error, CheckpointMismatch),
         )
     except BaseException as error:
         traceback.print_exc()
@@ -215,6 +216,7 @@ def _fail(
     *,
     because_of_peer: bool = False,
     superseded: bool = False,
+    on_any_node: bool = False,
 ) -> NoReturn:
     """Leave a record and go. No collectives: the other ranks may be gone, or wait for something else."""
     if where is not None:
@@ -227,6 +229,7 @@ def _fail(
                 sentence=sentence,
                 because_of_peer=because_of_peer,
                 superseded=superseded,
+                on_any_node=on_any_node,
             )
             if environment is not None and not where.supervised:
                 _settle_by_hand(load_frozen(where.run_dir.config_file), environment, where, code)

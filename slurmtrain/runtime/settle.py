@@ -88,11 +88,12 @@ def run_hook_of(run_dir: RunDir, number: int, config: Config) -> None:
         subprocess.run([sys.executable, "-m", "slurmtrain", *words], check=False)
 
 
-def close_abandoned(run_dir: RunDir, current: int, config: Config, client: SlurmClient | None) -> None:
+def close_abandoned(run_dir: RunDir, current: int, config: Config, client: SlurmClient | None) -> list[int]:
     """Complete the records of earlier attempts that nobody settled: their node is gone, or the batch shell died.
 
-    One that may still be at work is left alone: it has a record of its own to write.
+    One that may still be at work is left alone: it has a record of its own to write. Return the numbers of the others.
     """
+    closed = []
     for number in reversed(run_dir.attempt_numbers()):
         attempt = attempts.read_attempt(run_dir, number)
         if number >= current or attempt.reason is not None or (run_dir.attempt(number) / "setup-failed").exists():
@@ -103,6 +104,8 @@ def close_abandoned(run_dir: RunDir, current: int, config: Config, client: Slurm
         request = attempts.take_request(run_dir, attempt)
         evidence = _evidence(run_dir, attempt, 0, None, config, request, _last_sign(run_dir.attempt(number)))
         _record(run_dir, attempt, judge_abandoned(evidence, policy(config)))
+        closed.append(number)
+    return closed
 
 
 def may_live(attempt: Attempt, directory: Path, client: SlurmClient | None) -> bool:
@@ -219,10 +222,13 @@ def _evidence(
         seconds_left=attempt.seconds_left,
         failure=(failure.exit_code, failure.sentence) if failure is not None else None,
         set_up=set_up,
+        on_any_node=failure is not None and failure.on_any_node,
         failed_on=node,
         superseded=_superseded_by(tries, attempt, failure),
         trained=attempt.stepping is not None,
-        trained_before=any(has_trained(each) for each in tries if each.number < attempt.number),
+        trained_before=any(
+            has_trained(each) for each in tries if each.number < attempt.number and each.started > run_dir.changed_at()
+        ),
         program_code=attempt.program_code,
         finished_when=config.job.finished_when,
         killed=killed,
@@ -269,12 +275,24 @@ def has_trained(attempt: Attempt) -> bool:
 
 
 def _superseded_by(everything: list[Attempt], attempt: Attempt, failure: Failure | None) -> str | None:
-    """Who is at work for the run in this attempt's place: a newer attempt, of another job."""
+    """Say which newer attempt, of another job, has taken the run over from this one; None where none has.
+
+    One that failed for good, as on a node without a GPU, has left the run to this attempt, unless it has fenced it off by
+    then. One that finished the run, or that a person has cancelled, has ended it for both.
+    """
+    fenced = failure is not None and failure.superseded
     newer = [each for each in everything if each.number > attempt.number and each.started]
-    if newer and newer[-1].job_id != attempt.job_id:
-        job = f" in job {newer[-1].job_id}" if newer[-1].job_id is not None else ""
-        return f"attempt {newer[-1].number}{job}"
-    return "a newer job" if failure is not None and failure.superseded else None
+    others = [each for each in newer if each.job_id != attempt.job_id]
+    if not others or newer[-1] is not others[-1]:
+        return "a newer job goes on with this run" if fenced else None
+    alive = [each for each in others if each.verdict != Verdict.END]
+    last = (alive or others)[-1]
+    name = f"attempt {last.number}" + (f" in job {last.job_id}" if last.job_id is not None else "")
+    if last.verdict == Verdict.DONE or others[-1].reason == Reason.CANCELLED:
+        return f"{name} has ended this run"
+    if alive:
+        return f"{name} goes on with this run"
+    return f"{name} had taken this run over and has failed; `resume` continues it" if fenced else None
 
 
 def _last_sign(attempt_dir: Path) -> float:

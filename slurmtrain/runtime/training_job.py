@@ -93,6 +93,7 @@ def build_trainer(
         incarnation=Incarnation(where.number, where.incarnation_label(world.environment)),
         run_id=where.run_dir.id,
         config=_bound(config, source),
+        changed=where.run_dir.changed_keys(),
         keep=Keep(keeping.keep_last, keeping.keep_every, keeping.keep_best, keeping.best_metric, keeping.best_mode),
         verify=keeping.verify,
         asynchronous=keeping.asynchronous,

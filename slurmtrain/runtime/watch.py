@@ -61,10 +61,10 @@ class Watch:
         Matters when they take longer than the early warning leaves them. Args: the longest measured, seconds.
         """
         self._needs = (step_s, save_s)
-        if self._end_time is None:
-            return
         if self._planned is not None:
             self._planned.cancel()
+        if self._end_time is None:
+            return
         left = latest_stop(self._end_time, step_s=step_s, save_s=save_s) - time.time()
         self._planned = threading.Timer(max(0.0, left), self._time_is_up)
         self._planned.daemon = True
@@ -76,7 +76,7 @@ class Watch:
 
     def _limit_has_moved(self) -> bool:
         """Ask SLURM for the job's end, and plan anew when that is another one. False where nobody answers soon."""
-        if self._client is None or self._end_time is None:
+        if self._client is None:
             return False
         client, answers = self._client, queue.SimpleQueue[JobFacts | None]()
         # The time that an overloaded controller would take is the time that is left to save.
@@ -85,11 +85,15 @@ class Watch:
             facts = answers.get(timeout=ANSWER_S)
         except queue.Empty:
             return False
-        if facts is None or facts.end_time is None or facts.preempted:  # of a preemption the signal tells
+        if facts is None or facts.preempted:  # of a preemption the signal tells
             return False
-        moved = abs(facts.end_time - self._end_time) > 1.0
+        before, now = self._end_time, facts.end_time
+        if now is None and facts.state != "RUNNING":
+            return False
+        # A job that runs without an end has the time limit UNLIMITED, which can be taken back.
+        moved = now != before if now is None or before is None else abs(now - before) > 1.0
         if moved:
-            self._end_time = facts.end_time
+            self._end_time = now
             if self._needs is not None:
                 self.plan_stop(*self._needs)
         return moved

@@ -341,8 +341,8 @@ class Project:
         self.runs.append(LocalRun(self.path, self.popen("slurmtrain", *words)))
         return self.runs[-1]
 
-    def resume(self) -> LocalRun:
-        self.runs.append(LocalRun(self.path, self.popen("slurmtrain", "resume", "last")))
+    def resume(self, *words: str) -> LocalRun:
+        self.runs.append(LocalRun(self.path, self.popen("slurmtrain", "resume", "last", *words)))
         return self.runs[-1]
 
     def reap(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import random
 import signal
@@ -354,6 +355,32 @@ def test_ctrl_c_saves_and_ends_and_resume_finishes_with_the_same_bits(
     resumed = project.resume().finish()
     assert_steps_join(resumed, total=30)
     assert_same_bits(resumed, undisturbed(2))
+
+
+def test_a_run_that_diverged_trains_on_from_its_checkpoint_with_the_smaller_lr_that_it_is_given(
+    project: Project,
+) -> None:
+    (project.path / "crashing.py").write_text(CRASHING_MODEL)
+    first = project.submit(
+        "model._target_=crashing.Crashing",
+        "+model.crash_at=7",
+        "train.steps=16",
+        "train.eval_every=0",
+        "checkpoint.every_steps=5",
+        "requeue=off",
+    )
+    assert first.wait() == 1
+    diverged = project.resume("--set", "optim.lr=1e30", "--set", "model.crash_at=99")
+    assert diverged.wait() == 78
+    assert "not finite" in (diverged.attempts()[1].sentence or "")
+    resumed = project.resume("--set", "optim.lr=1e-3").finish()
+    assert [(attempt.reason, attempt.first_step) for attempt in resumed.attempts()] == [
+        ("crash", 0),
+        ("config", 5),
+        ("finished", 5),
+    ]
+    last = [record["loss"] for record in resumed.losses() if "loss" in record][-1]
+    assert math.isfinite(last)
 
 
 def test_a_second_ctrl_c_leaves_at_once(project: Project) -> None:

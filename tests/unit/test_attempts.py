@@ -322,6 +322,91 @@ def test_where_a_run_has_trained_a_start_that_fails_is_the_nodes_fault(
     assert "the fault of n4" in sentence and "giving up" in sentence
 
 
+def test_a_config_that_was_changed_since_the_run_has_trained_is_to_blame_and_no_node(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n3")
+    trained = begin(run, stepping=time.time(), said="stopped")
+    commit(run, 10)
+    assert settle(run, trained.number, 75, Config(), None).verdict == Verdict.REQUEUE
+    write_json(run.info_file, {"job_ids": [], "changes": [{"time": time.time(), "set": ["optim.lr=1"]}]})
+    failed = begin(run)
+    attempts.record_failure(run.attempt(2), 0, exit_code=78, sentence="no such thing")
+    judgement = settle(run, failed.number, 78, Config(), None)
+    assert (judgement.reason, judgement.verdict, judgement.bad_node) == (Reason.CONFIG, Verdict.END, None)
+
+
+def test_a_checkpoint_that_does_not_fit_is_no_nodes_fault(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n3")
+    trained = begin(run, stepping=time.time(), said="stopped")
+    commit(run, 10)
+    assert settle(run, trained.number, 75, Config(), None).verdict == Verdict.REQUEUE
+    failed = begin(run)
+    attempts.record_failure(run.attempt(2), 0, exit_code=78, sentence="another model", on_any_node=True)
+    judgement = settle(run, failed.number, 78, Config(), None)
+    assert (judgement.reason, judgement.verdict, judgement.bad_node) == (Reason.CONFIG, Verdict.END, None)
+
+
+@pytest.mark.parametrize(("what", "verdict"), [("cancel", Verdict.END), ("finished", Verdict.DONE)])
+def test_what_had_ended_stays_so_although_whoever_was_to_record_it_was_killed(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, what: str, verdict: Verdict
+) -> None:
+    write_json(run.info_file, {"job_ids": ["7"]})
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    attempt = begin(run, job_id="7", said="finished" if what == "finished" else "stopped", cause="SIGTERM")
+    if what == "cancel":
+        attempts.write_request(run, "cancel")
+        assert attempts.take_request(run, attempt) == "cancel"  # as `settle` did, which was killed then
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert ended_before(run, "7", 1) is None
+    assert budget_used_up(run, Config(), None) == verdict
+    assert attempts.read_attempt(run, 1).verdict == verdict
+    assert ended_before(run, "7", 1) == verdict
+
+
+def test_a_person_who_resumes_a_run_whose_cancel_was_never_recorded_starts_it(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_json(run.info_file, {"job_ids": ["7", "8"]})
+    attempt = begin(run, job_id="7", said="stopped", cause="SIGTERM")
+    attempts.write_request(run, "cancel")
+    attempts.take_request(run, attempt)
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert budget_used_up(run, Config(), SlurmThatHasForgotten()) is None
+    assert attempts.read_attempt(run, 1).reason == Reason.CANCELLED
+
+
+class SlurmThatHasForgotten(SlurmClient):
+    def look(self, job_id: str) -> JobFacts | None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("newer", "fenced", "reason", "words"),
+    [
+        ({"verdict": Verdict.END, "reason": "config"}, False, Reason.PREEMPTED, "requeued"),
+        ({"verdict": Verdict.END, "reason": "config"}, True, Reason.SUPERSEDED, "`resume` continues it"),
+        ({"verdict": Verdict.END, "reason": "cancelled"}, False, Reason.SUPERSEDED, "attempt 2 in job 8 has ended"),
+        ({"verdict": Verdict.DONE, "reason": "finished"}, False, Reason.SUPERSEDED, "attempt 2 in job 8 has ended"),
+        ({"verdict": Verdict.REQUEUE, "reason": "preempted"}, False, Reason.SUPERSEDED, "attempt 2 in job 8 goes on"),
+        ({}, False, Reason.SUPERSEDED, "attempt 2 in job 8 goes on"),
+    ],
+)
+def test_a_newer_attempt_that_has_failed_for_good_supersedes_nobody(
+    run: RunDir, newer: dict[str, object], fenced: bool, reason: Reason, words: str
+) -> None:
+    write_json(run.info_file, {"job_ids": []})
+    begin(run, job_id="7", said="stopped")
+    begin(run, job_id="8", **newer)
+    facts = JobFacts("RUNNING", start_time=1.0, preempt_time=5.0)
+    if fenced:
+        attempts.record_failure(run.attempt(1), 0, exit_code=1, sentence="may not commit", superseded=True)
+    judgement = settle(run, 1, 1 if fenced else 75, Config(), SlurmSays(facts))
+    assert judgement.reason == reason
+    assert words in judgement.sentence
+
+
 def test_an_attempt_that_a_newer_job_has_superseded_ends(run: RunDir) -> None:
     write_json(run.info_file, {"job_ids": []})
     old = begin(run, job_id="7")

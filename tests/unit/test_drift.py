@@ -32,6 +32,15 @@ def quiet(directory: Path, **options: Any) -> Checkpointer:
     return Checkpointer(directory, asynchronous=False, say=lambda text: None, **options)
 
 
+def test_what_a_person_has_changed_on_purpose_may_differ_and_nothing_else(tmp_path: Path) -> None:
+    before = {"optim": {"lr": 1e-3, "eps": 1e-8}, "model": {"wide": {"a": 1}}}
+    now = {"optim": {"lr": 1e-4, "eps": 1e-8}, "model": {"wide": {"a": 2}}}
+    drift.check_config(tmp_path, before, now, (), changed=["optim.lr", "model.wide"])
+    with pytest.raises(CheckpointMismatch, match=r"model\.wide\.a: 1 -> 2") as caught:
+        drift.check_config(tmp_path, before, now, (), changed=["optim.lr"])
+    assert "optim.lr" not in caught.value.message
+
+
 def test_other_content_in_the_same_place_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
     def config(fingerprint: str, path: str = "/data") -> dict[str, Any]:
         return {"data": {"path": path}, "data_fingerprint": fingerprint}

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +19,10 @@ from slurmtrain.config.compose import compose, freeze, load_frozen
 from slurmtrain.config.migrations import SCHEMA_VERSION, migrate, version_of
 from slurmtrain.config.schema import OptimConfig
 from slurmtrain.errors import EXIT_CONFIG, ConfigError, UsageError
-from slurmtrain.launch.changes import changed
+from slurmtrain.launch import changes
+from slurmtrain.launch.changes import change, changed, check_of_one_run, undo_unfinished
+from slurmtrain.launch.snapshot import Snapshot
+from slurmtrain.rundir import RunDir, write_json
 from slurmtrain.runtime.training_job import _of_optimizer
 from tests.conftest import Cli, FakeSlurm
 
@@ -107,6 +114,24 @@ def test_what_cannot_be_set_is_told(override: str, told: str, tmp_path: Path) ->
         changed(compose(["cluster=local"]), [override], tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("optim.lr=1e-5", "its sweep varies optim.lr"),
+        ("model.width=8", "its sweep varies model.width"),
+        ("cluster.nodes=2", "cluster.nodes is the same for all runs that share a job"),
+        ("requeue.mode=requeue", "requeue.mode is the same"),
+        ("+hooks.end=[true]", "hooks.end is the same"),
+    ],
+)
+def test_of_a_run_in_a_sweep_nothing_is_set_that_the_sweep_decides(override: str, told: str) -> None:
+    """`sweep retry` and the tables would go by what it was before."""
+    with pytest.raises(UsageError, match=f"{told}.*") as error:
+        check_of_one_run(["train.steps=9", override], ["optim.lr=0.1", "model=tiny"])
+    assert error.value.hint == "submit it as a run of its own"
+    check_of_one_run(["train.steps=9", "optim.lr_min=1"], ["optim.lr=0.1", "model=tiny"])
+
+
 def test_what_is_set_is_validated(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"optim\.lr=-1"):
         changed(compose(["cluster=local"]), ["optim.lr=-1"], tmp_path)
@@ -144,3 +169,119 @@ def test_a_changed_run_is_submitted_with_a_script_of_the_changed_config(
     assert main(["resume", run_dir.name, "--set", "cluster.nodes=2"]) == 0
     assert "#SBATCH --nodes=1\n" in fake_slurm.submitted[0] and "#SBATCH --nodes=2\n" in fake_slurm.submitted[1]
     assert load_frozen(run_dir / "config.yaml").cluster.nodes == 2
+
+
+def ended_run(path: Path) -> RunDir:
+    """A run that has ended, with a snapshot of code that was changed since."""
+    for folder in ("attempts", "checkpoints", "code"):
+        (path / folder).mkdir(parents=True)
+    (path / "code" / "step.py").write_text("old")
+    run = RunDir(path)
+    run.config_file.write_text("old")
+    run.script.write_text("old")
+    info = {"name": "x", "overrides": [], "backend": "local", "user": "u", "host": "h", "created": 1.0}
+    its = {"slurm_conf": None, "job_ids": [], "code": {"revision": "old"}, "workdir": "code", "submit_dir": str(path)}
+    write_json(run.info_file, {**info, **its})
+    return run
+
+
+def fresh_code(config: object, info: object, target: Path) -> Snapshot:
+    target.mkdir()
+    (target / "step.py").write_text("new")
+    return Snapshot("code", "new")
+
+
+def test_a_run_in_a_sweep_stays_what_its_sweep_says_of_it(tmp_path: Path, quick: None) -> None:
+    run = ended_run(tmp_path / "x.sweep-1" / "20260101-000000-000aa")
+    run.update_info(varied=["train.seed=1"])
+    (run.path.parent / "sweep.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"its sweep varies train\.seed"):
+        change(run, ["train.seed=2"], tmp_path)
+    assert run.config_file.read_text() == "old" and "changes" not in run.info()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is made without composing and copying, since it is made often."""
+    config = compose(["cluster=local", "job=command", "job.command=true"])
+    monkeypatch.setattr(changes, "load_frozen", lambda path, with_secrets: config)
+    monkeypatch.setattr(changes, "freeze", lambda config: "new")
+    monkeypatch.setattr(changes, "render_script", lambda config, paths: "new")
+    monkeypatch.setattr(changes, "config_hash", lambda config: "new")
+    monkeypatch.setattr(changes, "_snapshot", fresh_code)
+
+
+def what(run: RunDir) -> tuple[object, ...]:
+    """Whether its parts are those of before or after a change."""
+    info = run.info()
+    config, code = run.config_file.read_text(), (run.code / "step.py").read_text()
+    return config == "new", run.script.read_text() == "new", code == "new", info["code"]["revision"] == "new"
+
+
+def killed_at(line: int, action: object) -> bool:
+    """Whether a process was killed before the n-th line of changes.py that it came to; else it has done all."""
+    pid = os.fork()
+    if pid == 0:
+        left = line
+
+        def trace(frame: object, event: str, arg: object) -> object:
+            nonlocal left
+            if frame.f_code.co_filename != changes.__file__:  # type: ignore[attr-defined]
+                return None
+            left -= event == "line"
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+
+        try:
+            sys.settrace(trace)  # type: ignore[arg-type]
+            action()  # type: ignore[operator]
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+
+
+def test_a_change_that_is_killed_at_any_line_is_done_whole_or_not_at_all(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between its renames, it left no code; killed later, each further one ended in a traceback, and the original
+    config was overwritten."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    before = ended_run(tmp_path / "before")
+    seen = set()
+    for line in range(200):
+        run = RunDir(tmp_path / str(line))
+        shutil.copytree(before.path, run.path)
+
+        def do(run: RunDir = run) -> None:
+            change(run, [], tmp_path, code=True)
+
+        killed = killed_at(line, do)
+        if line % 3 == 0:  # and who puts it right is killed, too
+            killed_at(line // 3, lambda run=run: undo_unfinished(run))
+        undo_unfinished(run)
+        found = what(run)
+        assert found in ((True,) * 4, (False,) * 4), (line, found)
+        assert not list(run.path.glob(".code-*")), line
+        seen.add(found)
+        do()
+        assert what(run) == (True,) * 4, line
+        assert (run.path / "config.0001.yaml").read_text() == "old", line
+        assert (run.path / "code.0001" / "step.py").read_text() == "old", line
+        if not killed:
+            break
+    assert not killed and len(seen) == 2
+
+
+def test_a_run_that_a_killed_change_has_left_without_code_has_the_code_that_was_kept(
+    tmp_path: Path, quick: None
+) -> None:
+    """As an earlier version left it, which noted nothing."""
+    run = ended_run(tmp_path / "run")
+    run.code.rename(run.path / "code.0001")
+    (run.path / "config.0001.yaml").write_text("the original")
+    undo_unfinished(run)
+    assert (run.code / "step.py").read_text() == "old"
+    change(run, [], tmp_path, code=True)
+    assert (run.path / "config.0001.yaml").read_text() == "the original"
+    assert (run.path / "code.0002" / "step.py").read_text() == "old"

@@ -184,7 +184,7 @@ ROWS = [
         {
             "exit_code": 1,
             "failure": (1, "rank 0: may not commit"),
-            "superseded": "attempt 3 in job 12",
+            "superseded": "attempt 3 in job 12 goes on with this run",
             "facts": RUNNING,
         },
         "superseded",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from slurmtrain import records, rundir
 from slurmtrain.cli import main
-from slurmtrain.errors import ConfigError, UnreadableRecord, UsageError
+from slurmtrain.errors import ClusterError, ConfigError, UnreadableRecord, UsageError
 from slurmtrain.launch import state
 from slurmtrain.rundir import RunDir, write_json
 from slurmtrain.runtime import attempts
@@ -116,6 +117,73 @@ def test_a_slurm_conf_of_ones_own_is_used(mine: RunDir, tmp_path: Path, asked: C
     mine.update_info(slurm_conf=str(conf))
     assert main(["status"]) == 0
     assert set(asked()) == {f"squeue {conf}"}
+
+
+@pytest.fixture
+def in_team(shared: Path, stranger: Stranger, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run of one's own in a team's folder, whose folders the team may rename."""
+    team = shared / "team"
+    team.mkdir()
+    os.chown(team, -1, stranger.gid)
+    team.chmod(0o2770)
+    run = rundir.create(team, "llama")
+    for folder in (run.attempts, run.checkpoints):
+        folder.rmdir()
+    write_run(run.path)
+    monkeypatch.setenv("SLURMTRAIN_RUNS", str(team))
+    return run
+
+
+def test_ones_own_run_in_a_teams_folder_is_asked_about_and_cancelled_with_its_slurm_conf(
+    in_team: RunDir, tmp_path: Path, asked: Callable[[], list[str]]
+) -> None:
+    conf = tmp_path / "slurm.conf"
+    conf.touch()
+    in_team.update_info(slurm_conf=str(conf))
+    for mode in (0o700, 0o750):  # as it is made, and as `chmod -R g+rX` lets the team read it
+        in_team.path.chmod(mode)
+        assert in_team.slurm_conf() == str(conf)
+    assert main(["status"]) == 0
+    assert set(asked()) == {f"squeue {conf}"}
+
+
+def test_what_the_team_may_write_into_a_run_names_no_slurm_conf(
+    in_team: RunDir, stranger: Stranger, tmp_path: Path
+) -> None:
+    conf = tmp_path / "slurm.conf"
+    conf.touch()
+    in_team.update_info(slurm_conf=str(conf))
+    os.chown(in_team.path, -1, stranger.gid)
+    in_team.path.chmod(0o770)
+    with pytest.raises(ClusterError, match="somebody else's work"):
+        in_team.slurm_conf()
+    in_team.path.chmod(0o700)
+    os.chown(in_team.info_file, stranger.uid, -1)
+    with pytest.raises(ClusterError, match="somebody else's work"):
+        in_team.slurm_conf()
+
+
+def test_a_slurm_conf_of_the_account_of_slurm_is_used_where_root_has_given_it_the_folder(
+    mine: RunDir, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/etc", prefix="slurmtrain-test-") as given:
+        for folder, used in ((Path(given), True), (stranger.folder, False)):
+            folder.chmod(0o755 if used else 0o1777)
+            conf = folder / "their-slurm.conf"
+            conf.touch()
+            os.chown(conf, stranger.uid, stranger.gid)
+            if used:
+                os.chown(folder, stranger.uid, stranger.gid)
+            mine.update_info(slurm_conf=str(conf))
+            with pytest.raises(ClusterError, match=f"belongs to user {stranger.uid}"):
+                mine.slurm_conf()
+            with monkeypatch.context() as patch:
+                patch.setattr(rundir, "_slurm_account", lambda: stranger.uid)
+                if used:
+                    assert mine.slurm_conf() == str(conf)
+                else:  # anybody may put something there
+                    with pytest.raises(ClusterError, match=f"belongs to user {stranger.uid}"):
+                        mine.slurm_conf()
 
 
 def test_status_writes_nothing_through_a_link_that_somebody_has_planted(

@@ -19,8 +19,8 @@ from slurmtrain.runtime.watch import Watch
 class Slurm:
     """Says when the job's time ends."""
 
-    def __init__(self, *left_s: float):
-        self.ends = [time.time() + seconds for seconds in left_s]
+    def __init__(self, *left_s: float | None):
+        self.ends = [None if seconds is None else time.time() + seconds for seconds in left_s]
         self.asked = 0
 
     def job(self, job_id: str) -> JobFacts:
@@ -81,6 +81,23 @@ def test_a_save_that_was_planned_for_follows_the_time_limit(tmp_path: Path) -> N
     made.plan_stop(10.0, 3000.0)
     assert signals.wait(60)
     assert signals.first is not None and signals.first.cause == "deadline"
+
+
+def test_a_time_limit_that_was_lifted_stops_nobody_and_a_later_one_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals, slurm = StopSignals(), Slurm(1.0, None)
+    made = Watch(signals, tmp_path, slurm, signal_lead_s=0.5)  # type: ignore[arg-type]
+    deadline = time.monotonic() + 60
+    while (slurm.asked < 2 or made._end_time is not None) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert not signals.wait(0.8)
+    assert made._end_time is None
+    slurm.ends = [time.time() + 1.0]
+    assert made._limit_has_moved()
+    assert made._end_time == slurm.ends[0]
+    signals.request("SIGUSR2")
+    made.wait_for_record()
 
 
 def test_a_time_limit_that_was_shortened_is_heard_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
