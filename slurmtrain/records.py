@@ -153,10 +153,19 @@ def open_to_append(path: Path) -> int:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line to a file of one's own; lines of several writers stay whole. Raises as `open_to_append`."""
+    """Append a line, after the end of one that a kill or a full disk has torn, to a file of one's own.
+
+    Lines of several writers stay whole.
+
+    Raises:
+        OSError: as `open_to_append`; or not all of it could be written, and the next line begins behind what was.
+    """
     descriptor = open_to_append(path)
     try:
-        os.write(descriptor, line.encode())
+        torn = read_tail(path, 1) not in (b"", b"\n")
+        rest = ("\n" if torn else "").encode() + line.encode()
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
     finally:
         os.close(descriptor)
 

@@ -6,6 +6,8 @@ and nowhere else; every verb works from it alone.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import pwd
@@ -14,6 +16,7 @@ import secrets
 import shlex
 import stat
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,12 +25,15 @@ from typing import Any
 from slurmtrain import records
 from slurmtrain.errors import ClusterError, ConfigError, UnreadableRecord, UsageError
 from slurmtrain.paths import absolute, located
-from slurmtrain.records import COUNT, FLAG, JOB_IDS, NOTHING, OBJECT, TEXT, TEXTS, TIME
+from slurmtrain.records import COUNT, FLAG, JOB_IDS, NOTHING, OBJECT, TEXT, TEXTS, TIME, finite
 from slurmtrain.redaction import redacted
 
 RUN_DIR_VARIABLE = "SLURMTRAIN_RUN_DIR"
 PREPARING = ".preparing"  # below runs/: sweeps in the making; deep enough that no verb takes what is in it for runs
 ATTEMPT_VARIABLE = "SLURMTRAIN_ATTEMPT"
+
+INFO_LOCK_S = 10.0  # longest wait for somebody who changes run.json, which takes milliseconds
+INFO_LOCK_POLL_S = 0.01
 
 # run.json: what every run's has, and what some have.
 _ALWAYS = {
@@ -77,6 +83,11 @@ class RunDir:
     @property
     def code(self) -> Path:
         return self.path / "code"
+
+    @property
+    def program_folders(self) -> tuple[Path, ...]:
+        """Where a program of the user's own may put a file that it names by a relative path: this directory, its own."""
+        return tuple(dict.fromkeys((self.path, self.path / (self.info().get("workdir") or "."))))
 
     @property
     def script(self) -> Path:
@@ -244,7 +255,71 @@ class RunDir:
         return [change for change in changes if isinstance(change, dict)] if isinstance(changes, list) else []
 
     def update_info(self, **changes: Any) -> None:
-        write_json(self.info_file, {**self.info(), **changes})
+        """Replace fields of run.json. Raises as `info`."""
+        with self._changing_info():
+            write_json(self.info_file, {**self.info(), **changes})
+
+    def add_job(self, job_id: str, **changes: Any) -> None:
+        """Note the run's latest job, and replace other fields of run.json. Raises as `info`."""
+        with self._changing_info():
+            info = self.info()
+            write_json(self.info_file, {**info, **changes, "job_ids": [*info["job_ids"], job_id]})
+
+    def make_up_job(self, job_id: str, submitted: float, **changes: Any) -> bool:
+        """Note a job that was submitted a while ago, before those that were submitted later.
+
+        The order is that of the submissions: SLURM's ids begin anew on a cluster that is set up again.
+
+        Args:
+            submitted: when, unix seconds.
+            changes: other fields of run.json.
+
+        Returns:
+            False where the job is noted already; nothing is changed then.
+
+        Raises:
+            UnreadableRecord: there is no usable run.json.
+        """
+        with self._changing_info():
+            info = self.info()
+            job_ids = list(info["job_ids"])
+            if job_id in job_ids:
+                return False
+            events = [event for event in self.events() if event["event"] == "submitted"] if job_ids else []
+            # An event that was made up, too, says when that job was submitted.
+            later = [
+                event.get("job_id") for event in events if (finite(event.get("submitted")) or event["time"]) > submitted
+            ]
+            place = next((index for index, each in enumerate(job_ids) if each in later), len(job_ids))
+            job_ids.insert(place, job_id)
+            write_json(self.info_file, {**info, **changes, "job_ids": job_ids}, durable=False)
+            return True
+
+    @contextlib.contextmanager
+    def _changing_info(self) -> Iterator[None]:
+        """Be the only one who reads, changes and writes run.json: the running job does it, too, on another host.
+
+        The lock is on events.jsonl, which is never replaced. NFS passes flock(2) on to its server, and it ends with whoever
+        has it. Where a file system has no locks, or somebody who was suspended has it, it is done without.
+        """
+        try:
+            descriptor = records.open_to_append(self.events_file)
+        except OSError:
+            yield
+            return
+        try:
+            give_up = time.monotonic() + INFO_LOCK_S
+            while time.monotonic() < give_up:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(INFO_LOCK_POLL_S)
+                except OSError:
+                    break
+            yield
+        finally:
+            os.close(descriptor)
 
     def event(self, name: str, **facts: Any) -> None:
         """Append one line to events.jsonl, a file of this user.

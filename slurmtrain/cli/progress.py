@@ -9,6 +9,7 @@ from pathlib import Path
 
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.errors import UsageError
+from slurmtrain.records import append_line
 from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime import attempts
 
@@ -35,7 +36,7 @@ def main(verb: str, words: list[str]) -> int:
         return 0
     if options.of is not None and info.get("steps") != options.of:
         run_dir.update_info(steps=options.of)
-    _append(run_dir, {"step": options.step, **_pace(run_dir, options.step)})
+    append_line(run_dir.metrics_file, json.dumps({"step": options.step, **_pace(run_dir, options.step)}) + "\n")
     return 0
 
 
@@ -54,13 +55,3 @@ def _pace(run_dir: RunDir, step: int) -> dict[str, float]:
         return {}
     logged = run_dir.metrics_file.stat().st_mtime
     return {"step_time_s": (time.time() - logged) / (step - before)} if logged >= began > 0 else {}
-
-
-def _append(run_dir: RunDir, record: dict[str, float]) -> None:
-    """In one write, after the end of a line that a kill has torn."""
-    torn = attempts.tail(run_dir.metrics_file)[-1:] not in (b"", b"\n")
-    descriptor = os.open(run_dir.metrics_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        os.write(descriptor, (("\n" if torn else "") + json.dumps(record) + "\n").encode())
-    finally:
-        os.close(descriptor)

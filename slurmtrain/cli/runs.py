@@ -469,6 +469,12 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
             f"run {run_dir.id} has ended in its latest job, but an earlier one, {left[0]}, is still in the queue",
             hint=f"cancel {run_dir.id} takes it out",
         )
+    if now.word == "finished" and (overrides or code):
+        raise UsageError(
+            f"run {run_dir.id} is finished, so nothing of it is changed",
+            hint="to train on, submit a run with more train.steps and checkpoint.restore_from=CHECKPOINT "
+            f"(`checkpoints {run_dir.id}` lists them)",
+        )
     if now.word == "finished":
         return f"run {run_dir.id} is finished: there is nothing to resume"
     if rundir.is_sweep(run_dir.path.parent):

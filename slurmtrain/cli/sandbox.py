@@ -80,6 +80,13 @@ def _suffix(options: argparse.Namespace) -> str:
     return "" if options.name == "default" else f" --name {options.name}"
 
 
+def _as_override(options: argparse.Namespace) -> str:
+    """What a command with +cluster=sandbox needs to mean the same sandbox."""
+    if options.dir:
+        return f" cluster.sandbox=null cluster.slurm_conf={shlex.quote(str(options.dir / 'slurm.conf'))}"
+    return "" if options.name == "default" else f" cluster.sandbox={options.name}"
+
+
 def _running(options: argparse.Namespace) -> Sandbox:
     sandbox = find(_directory(options))
     if sandbox is None:
@@ -97,7 +104,7 @@ def _up(options: argparse.Namespace) -> int:
     suffix = _suffix(options)
     print(f"{spec.nodes} nodes with {node} each are idle after {took:.1f} s, in {sandbox.directory}")
     print(f"partitions: low (preempted by {spec.preempt_mode}), high (preempts)")
-    print("  python -m slurmtrain +cluster=sandbox submit")
+    print(f"  python -m slurmtrain +cluster=sandbox{_as_override(options)} submit")
     print(f'  eval "$({PROG} env{suffix})"   # then sinfo, sbatch, scancel, ... mean this one')
     print(f"  {PROG} down{suffix}")
     return 0

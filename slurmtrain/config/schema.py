@@ -75,8 +75,8 @@ class JobConfig:
     # rank replaces $NAME and ${NAME} of what it is given (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ..., SLURM_*), and
     # nothing else; a shell's own words (bash -c '...') are left to that shell.
     command: str | None = None
-    # With job.command: when it counts as finished. A file (relative to the run directory, or absolute) that is there when
-    # it ends, or an exit code of its own. null: it exits with 0 and was not told to stop before.
+    # With job.command: when it counts as finished. A file (absolute, or in the run directory or the folder in which it runs)
+    # that is there when it ends, or an exit code of its own. null: it exits with 0 and was not told to stop before.
     finished_when: str | None = None
     # With job.command: a file or pattern (as finished_when) that it changes when it has got on, such as its newest checkpoint.
     progress_file: str | None = None

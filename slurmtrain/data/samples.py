@@ -53,7 +53,8 @@ def check_has_samples(dataset: Any, what: str) -> None:
         ConfigError: it is a stream, or no data set.
     """
     kind = type(dataset)
-    if isinstance(dataset, IterableDataset) or not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
+    has_samples = any(hasattr(kind, name) for name in ("__getitem__", "get_batch", "get_batches"))
+    if isinstance(dataset, IterableDataset) or not (hasattr(kind, "__len__") and has_samples):
         stream = "a stream" if hasattr(kind, "__iter__") else "no data set"
         raise ConfigError(
             f"{what} ({kind.__module__}.{kind.__name__}) is {stream}: it needs len() and [i], since which samples a step sees "

@@ -67,6 +67,7 @@ def change(run_dir: RunDir, overrides: Sequence[str], cwd: Path, *, code: bool =
         if snapshot is not None:
             facts["code"] = {**info["code"], "revision": snapshot.revision, "dirty": snapshot.dirty}
             new |= {"code": facts["code"], "workdir": snapshot.workdir, "import_roots": list(snapshot.roots)}
+            _take_along(run_dir, fresh, since=_code_taken(info))
         script = render_script(config, job_paths([run_dir.path], {**info, **new}))
         run_dir.update_info(changing=number)
         _keep(run_dir.config_file, number)
@@ -86,6 +87,28 @@ def change(run_dir: RunDir, overrides: Sequence[str], cwd: Path, *, code: bool =
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     run_dir.event("changed", set=list(overrides), code=facts.get("code"))
+
+
+def _code_taken(info: Mapping[str, Any]) -> float:
+    """Return when the snapshot that the run has was complete, in unix seconds."""
+    return max([info["created"], *(each["time"] for each in info.get("changes", ()) if "code" in each)])
+
+
+def _take_along(run_dir: RunDir, fresh: Path, *, since: float) -> None:
+    """Link into a new snapshot what the program has written into the one before: checkpoints that it names relatively.
+
+    Links, so that what the run was before stays whole. Making one changes a file's ctime, by which it is known again at
+    the next change; a file of the snapshot itself has had its own since before `since`.
+    """
+    for folder, _, names in os.walk(run_dir.code):
+        if Path(folder).name == "__pycache__":
+            continue
+        for name in names:
+            source = Path(folder) / name
+            target = fresh / source.relative_to(run_dir.code)
+            if source.lstat().st_ctime > since and not os.path.lexists(target):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.link(source, target, follow_symlinks=False)
 
 
 def undo_unfinished(run_dir: RunDir) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain import process
+from slurmtrain.records import is_count
 from slurmtrain.rundir import read_json, write_json
 
 HEARTBEAT_S = 10.0
@@ -46,10 +47,10 @@ def claimed(folder: Path, busy: Callable[[Owner], None]) -> Iterator[bool]:
     watched = _Watched()
     while True:
         made = claims(folder)
-        owner = read_json(made[-1]) if made else None
         if made and not _given_up(made[-1]):
             somebody_before = True
-            lives = watched.lives(made[-1], owner) if owner is not None else None
+            owner = _owner(made[-1])
+            lives = watched.lives(made[-1], owner)
             if lives is not False:
                 if lives and owner is not None and not told:
                     busy(owner)
@@ -70,16 +71,16 @@ def claimed(folder: Path, busy: Callable[[Owner], None]) -> Iterator[bool]:
 
 
 class _Watched:
-    """Whether the owner of a claim lives. On another host its heartbeats are all there is to see."""
+    """Whether the owner of a claim lives. Where it is on another host, or not named, its heartbeats are all there is to see."""
 
     def __init__(self) -> None:
         self._last: tuple[Path, int] | None = None
         self._beats = 0
         self._since = time.monotonic()
 
-    def lives(self, claim: Path, owner: Owner) -> bool | None:
+    def lives(self, claim: Path, owner: Owner | None) -> bool | None:
         """None: that cannot be said yet. A clock that is ahead makes a fresh claim look old, so an old one is watched."""
-        if owner["host"] == socket.gethostname():
+        if owner is not None and owner["host"] == socket.gethostname():
             return _lives_here(owner)
         heard = (claim, _beaten(claim))
         if heard != self._last:
@@ -109,7 +110,7 @@ def _given_up(claim: Path) -> bool:
 
 
 def _make(claim: Path) -> bool:
-    """Whole or not at all, and by one only (link(2))."""
+    """Whole or not at all, and by one only (link(2)). Returns whether it was this one."""
     temporary = claim.with_name(f".{claim.name}.{os.getpid()}.{secrets.token_hex(3)}")
     me = {"host": socket.gethostname(), "pid": os.getpid(), "born": process.born(os.getpid())}
     write_json(temporary, me)
@@ -117,7 +118,9 @@ def _make(claim: Path) -> bool:
         os.link(temporary, claim)
         return True
     except FileExistsError:
-        return False
+        # NFS asks once more when the answer to a link that it has made is lost, and is told that it is there.
+        with temporary.open("rb") as file:  # opened, since NFS would answer from its cache
+            return os.fstat(file.fileno()).st_nlink == 2
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -125,10 +128,18 @@ def _make(claim: Path) -> bool:
 def is_claimed(folder: Path) -> bool:
     """Somebody is at it, for all that can be seen from here."""
     made = claims(folder)
-    owner = read_json(made[-1]) if made and not _given_up(made[-1]) else None
-    if owner is None:
+    if not made or _given_up(made[-1]):
         return False
-    return _lives_here(owner) if owner["host"] == socket.gethostname() else _age_s(made[-1]) < CLAIM_LASTS_S
+    owner = _owner(made[-1])
+    here = owner is not None and owner["host"] == socket.gethostname()
+    return _lives_here(owner) if owner is not None and here else _age_s(made[-1]) < CLAIM_LASTS_S
+
+
+def _owner(claim: Path) -> Owner | None:
+    """Who has made a claim; None where it is torn, as a power cut can leave it."""
+    values = read_json(claim) or {}
+    known = isinstance(values.get("host"), str) and is_count(values.get("pid")) and "born" in values
+    return values if known else None
 
 
 def _age_s(claim: Path) -> float:

@@ -87,6 +87,7 @@ def submit_once(evaluation: RunDir, say: Callable[[str], None] = lambda text: No
             retention.hold(
                 run_dir.checkpoints, step_of(Path(str(config.checkpoint.restore_from))), evaluation.path.name
             )
+            evaluation.request_file.unlink(missing_ok=True)  # a cancel of what it was before
             submit([evaluation], config, say)
 
 

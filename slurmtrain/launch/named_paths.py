@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.checkpoint.commit import FINAL_NAME, step_of
+from slurmtrain.checkpoint.commit import FINAL_NAME, MANIFEST, committed, step_of
 from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, PrepareConfig
 from slurmtrain.data import prepared_config
 from slurmtrain.errors import ConfigError
@@ -143,7 +143,10 @@ def check_named_paths(config: Config, cwd: Path, *, later: bool = False) -> None
         )
     check_program(config, cwd)
     _check_steps_are_left(config)
-    for field, path, what in _named(with_absolute_paths(config, cwd), cwd, later=later):
+    located = with_absolute_paths(config, cwd)
+    if not later:
+        _check_is_a_checkpoint(located)
+    for field, path, what in _named(located, cwd, later=later):
         if glob.has_magic(str(path)):
             if _fixed_part(path).is_dir() and next(glob.iglob(str(path), recursive=True), None) is None:
                 raise ConfigError(f"{field}: no {what} matches {path}", hint="check the spelling")
@@ -152,6 +155,18 @@ def check_named_paths(config: Config, cwd: Path, *, later: bool = False) -> None
                 f"{field}: there is no {what} {path.name} in {path.parent}",
                 hint=f"relative paths start in the folder of the command, {cwd}",
             )
+
+
+def _check_is_a_checkpoint(config: Config) -> None:
+    """Raise ConfigError where checkpoint.restore_from is a folder that this machine sees, and no checkpoint."""
+    source = Path(config.checkpoint.restore_from or "")
+    if not config.checkpoint.restore_from or not source.is_dir() or (source / MANIFEST).exists():
+        return
+    newest = [found[-1] for folder in (source, source / "checkpoints") if (found := committed(folder))]
+    raise ConfigError(
+        f"checkpoint.restore_from={source} is no checkpoint: it has no {MANIFEST}",
+        hint=f"its newest one is {newest[0]}" if newest else "`checkpoints RUN` lists those of a run",
+    )
 
 
 def _check_steps_are_left(config: Config) -> None:

@@ -94,6 +94,8 @@ def plan(
         reason = _reason_to_stay(run, root, found[run.id], now, sources, twice)
         if reason is None and run.path in evaluated:
             reason = "an evaluation of it has not ended"
+        if reason is None and keep_checkpoints and _saves_by_itself(run):
+            reason = "its program may have saved anywhere in it; it goes without --keep-checkpoints"
         if reason is not None:
             stays[run.id] = reason
             continue
@@ -106,6 +108,11 @@ def plan(
         if os.path.isdir(path) and is_mine(path) and not path.is_symlink() and not path.parent.is_symlink()
     ]
     return Plan(removals, stays, {run.id: found[run.id] for run in runs})
+
+
+def _saves_by_itself(run: RunDir) -> bool:
+    """Return whether a program of the user's own ran, which has saved no checkpoint that is known as one."""
+    return run.info().get("steps") is None and not committed(run.checkpoints)
 
 
 def _reason_to_stay(

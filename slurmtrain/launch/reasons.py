@@ -105,6 +105,7 @@ def in_words(reason: str, run_id: str) -> str:
     for pattern, meaning, advice in REASONS:
         match = re.fullmatch(pattern, plain)
         if match is not None:
-            words = f"{meaning.format(*(OF_WHOM.get(group, '') for group in match.groups()))} ({reason})"
+            words = meaning.format(*(OF_WHOM.get(group, "") for group in match.groups()))
+            words += f" ({reason})" if reason != "None" else ""
             return f"{words}; {advice.format(run=run_id)}" if advice else words
     return reason

@@ -87,7 +87,7 @@ def submit(run_dirs: Sequence[RunDir], config: Config, say: Callable[[str], None
     job_id = _hand_over(first.script.read_text(), first, slurm_conf, say, export_option(config))
     for index, run_dir in enumerate(run_dirs):
         element = f"{job_id}_{index}" if len(run_dirs) > 1 else job_id
-        run_dir.update_info(job_ids=[*run_dir.info()["job_ids"], element], slurm_conf=slurm_conf)
+        run_dir.add_job(element, slurm_conf=slurm_conf)
         run_dir.event("submitted", job_id=element)
     return job_id
 
@@ -147,7 +147,7 @@ def resubmit(
 
 def note(run_dir: RunDir, job_id: str, **facts: object) -> None:
     """Write down that this job is the run's latest, and its alone."""
-    run_dir.update_info(job_ids=[*run_dir.info()["job_ids"], job_id], packed=False)
+    run_dir.add_job(job_id, packed=False)
     run_dir.event("submitted", job_id=job_id, **facts)
 
 

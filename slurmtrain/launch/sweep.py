@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,16 +201,13 @@ def note_jobs(sweep: Sweep, number: int) -> None:
     job = read_json(path)
     if job is None or job.get("noted") or not is_mine(sweep.path):
         return
-    conf = sweep.info()["slurm_conf"]
+    conf, submitted = sweep.info()["slurm_conf"], float(job.get("time", time.time()))
     for run_id, element in sweep.elements(number, str(job["job_id"])).items():
         run_dir = sweep.run_dir(run_id)
-        info = read_json(run_dir.info_file)
-        if info is None or element in info["job_ids"]:  # None: removed by `runs prune`
+        if not run_dir.info_file.exists():  # removed by `runs prune`
             continue
-        # When this is made up for long afterwards, the run may have had other jobs since; SLURM counts them up.
-        job_ids = sorted([*info["job_ids"], element], key=lambda each: int(each.partition("_")[0]))
-        run_dir.event("submitted", job_id=element)
-        write_json(run_dir.info_file, {**info, "job_ids": job_ids, "slurm_conf": conf}, durable=False)
+        if run_dir.make_up_job(element, submitted, slurm_conf=conf):
+            run_dir.event("submitted", job_id=element, submitted=submitted)
     write_json(path, {**job, "noted": True})
 
 

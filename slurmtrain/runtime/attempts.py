@@ -198,9 +198,10 @@ def furthest_reported(run_dir: RunDir) -> int | None:
 def newest_change(run_dir: RunDir, pattern: str | None) -> float | None:
     """Return when the newest of the files that `pattern` (job.progress_file) names was changed, in unix seconds."""
     times = []
-    for name in glob.glob(str(run_dir.path / pattern), recursive=True) if pattern else []:
-        with contextlib.suppress(OSError):  # it is being replaced
-            times.append(os.stat(name).st_mtime)
+    for folder in run_dir.program_folders if pattern else ():
+        for name in glob.glob(str(folder / str(pattern)), recursive=True):
+            with contextlib.suppress(OSError):  # it is being replaced
+                times.append(os.stat(name).st_mtime)
     return max(times, default=None)
 
 

@@ -31,7 +31,7 @@ def ended_before(run_dir: RunDir, job_id: str | None, restart_count: int) -> Ver
     """
     numbers = run_dir.attempt_numbers()
     last = attempts.read_attempt(run_dir, numbers[-1]) if numbers else None
-    if last is not None and last.verdict == Verdict.DONE:
+    if last is not None and last.verdict == Verdict.DONE and not _is_evaluated_anew(run_dir):
         return Verdict.DONE
     job_ids = run_dir.info()["job_ids"]
     if (job_id in job_ids and job_ids[-1] != job_id) or attempts.cancelled_after(run_dir, last):
@@ -71,6 +71,11 @@ def budget_used_up(run_dir: RunDir, config: Config, client: SlurmClient | None) 
     run_dir.event("given up", attempt=last.number, sentence=last.sentence)
     run_hook_of(run_dir, last.number, config)
     return Verdict.END
+
+
+def _is_evaluated_anew(run_dir: RunDir) -> bool:
+    """Whether this is an evaluation whose result somebody has taken away, for it to be measured again."""
+    return run_dir.evaluated_run is not None and not run_dir.result_file.exists()
 
 
 def _is_of_this_life(run_dir: RunDir, last: Attempt) -> bool:

@@ -122,8 +122,8 @@ class FinishedWhen:
         return cls(int(text), None) if text.isdigit() else cls(None, Path(text))
 
     def is_there(self, where: Place) -> bool:
-        """The file, relative to the run directory, is there."""
-        return self.file is not None and (where.run_dir.path / self.file).exists()
+        """Return whether the file is there: in the run directory, or in the folder in which the program runs."""
+        return self.file is not None and any((folder / self.file).exists() for folder in where.run_dir.program_folders)
 
 
 def contract_code(code: int, *, told: bool, rule: FinishedWhen | None, there: bool) -> int:

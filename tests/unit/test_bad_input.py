@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -223,7 +224,11 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
     code = main(words)
     said = capsys.readouterr()
     assert "Traceback" not in said.err
-    ending = "".join(line for line in said.err.splitlines(keepends=True) if "; trying again in about " not in line)
+    ending = "".join(
+        line
+        for line in said.err.splitlines(keepends=True)
+        if not re.search("; trying again in about |; looking whether the job is there", line)
+    )
     sentence, *hint = ending.rstrip("\n").split("\n  hint: ")
     assert "\n" not in sentence and sentence.startswith("slurmtrain: error: ")
     assert all("\n" not in line for line in hint)
@@ -359,6 +364,7 @@ def test_sbatch_refusing_is_said_in_its_words_and_leaves_nothing(
     words: str, hint: str, nothing_left: FakeSlurm, project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nothing_left.refuse(words)
+    nothing_left.command("squeue", "exit 0")  # nothing is there
     code, said, hinted = refused(SLURM, capsys)
     assert code == 1
     assert words.removeprefix("sbatch: error: ") in said and hint in hinted

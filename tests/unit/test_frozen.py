@@ -160,6 +160,24 @@ def test_a_fixed_bug_and_another_value_go_on_from_where_the_run_was(cli: Cli, pr
     assert "changed" in [json.loads(line)["event"] for line in (run_dir / "events.jsonl").read_text().splitlines()]
 
 
+def test_what_a_program_has_saved_beside_its_code_goes_on_with_the_code_as_it_is_now(cli: Cli, project: Path) -> None:
+    (project / "gone.txt").write_text("of the first snapshot alone")
+    text = (
+        "import pathlib; f = pathlib.Path('out/ck'); f.parent.mkdir(exist_ok=True); "
+        "f.write_text(f.read_text() + {!r} if f.exists() else {!r})"
+    )
+    (project / "step.py").write_text(f"{text.format('1', '0')}; raise SystemExit(1)\n")
+    job = ("+cluster=local", "job=command", "job.command=python3 step.py", "job.snapshot=cwd")
+    assert cli(*job, "requeue.max_attempts_without_progress=1", "submit").returncode == 1
+    (project / "gone.txt").unlink()
+    for letter in "ab":  # the second time it was only carried over
+        (project / "step.py").write_text(f"{text.format(letter, '-')}; raise SystemExit(1)\n")
+        assert cli("resume", "last", "--code").returncode == 1
+    [run_dir] = (project / "runs" / "command").iterdir()
+    assert (run_dir / "code/out/ck").read_text() == "0ab"
+    assert not (run_dir / "code/gone.txt").exists() and (run_dir / "code.0001/gone.txt").exists()
+
+
 def test_a_changed_run_is_submitted_with_a_script_of_the_changed_config(
     cli: Cli, project: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

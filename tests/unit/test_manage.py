@@ -455,6 +455,19 @@ def test_checkpoints_may_stay_with_the_config_that_they_are_of(make: Make, capsy
     assert checkpoint.name.partition("_")[2].lstrip("0") in printed(capsys, "checkpoints", str(run.checkpoints))
 
 
+def test_what_a_program_of_ones_own_has_saved_somewhere_in_its_run_stays_with_keep_checkpoints(
+    make: Make, capsys: Out
+) -> None:
+    run = make("finished", "job=command", "job.command=true")
+    (run.path / "code/outputs").mkdir(parents=True)
+    (run.path / "code/outputs/ck.json").touch()
+    said = printed(capsys, "runs", "prune", "--state", "finished", "--keep-checkpoints")
+    assert f"{run.id}" in said and "its program may have saved anywhere in it" in said
+    assert (run.path / "code/outputs/ck.json").exists()
+    printed(capsys, "runs", "prune", "--state", "finished")
+    assert not run.path.exists()
+
+
 def test_what_cannot_be_removed_is_said_and_the_others_go(
     make: Make, monkeypatch: pytest.MonkeyPatch, capsys: Out
 ) -> None:

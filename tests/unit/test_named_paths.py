@@ -82,6 +82,16 @@ def test_what_is_missing_on_the_login_node_is_said_before_the_queue(
         check_named_paths(compose(["cluster=a100x4", *overrides]), tmp_path)
 
 
+def test_a_folder_of_checkpoints_is_refused_before_the_queue_and_its_newest_one_named(tmp_path: Path) -> None:
+    for step in (10, 20):
+        (tmp_path / f"run/checkpoints/checkpoint_{step:07d}").mkdir(parents=True)
+        (tmp_path / f"run/checkpoints/checkpoint_{step:07d}/COMPLETE").touch()
+    for named in ("run", "run/checkpoints"):
+        with pytest.raises(ConfigError, match="is no checkpoint: it has no manifest") as caught:
+            check_named_paths(compose(["cluster=a100x4", f"checkpoint.restore_from={named}"]), tmp_path)
+        assert caught.value.hint == f"its newest one is {tmp_path}/run/checkpoints/checkpoint_0000020"
+
+
 def test_what_only_the_nodes_see_or_another_job_makes_is_not_missed(tmp_path: Path) -> None:
     unseen = ["data=files", "data.paths=[/only/on/nodes/a.txt,/tmp/staged.txt]", "cluster.venv=/only/on/nodes/venv"]
     setup = ["cluster.setup=['source $HOME/env.sh','source /only/on/nodes/env.sh','. spack']"]

@@ -303,5 +303,37 @@ def test_whoever_has_a_claim_gives_signs_of_life(tmp_path: Path, quick: None) ->
     assert not is_claimed(tmp_path)
 
 
+def test_a_claim_whose_making_nfs_has_not_confirmed_is_ones_own(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to link(2) is lost, the client asks once more, and is told that the file is there."""
+    link = os.link
+
+    def without_answer(source: Path, target: Path) -> None:
+        link(source, target)
+        raise FileExistsError(target)
+
+    monkeypatch.setattr(os, "link", without_answer)
+
+    def busy(owner: claims.Owner) -> None:
+        raise AssertionError(f"it waits for {owner}")
+
+    with claimed(tmp_path, busy) as somebody_before:
+        assert not somebody_before and len(claims.claims(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("torn", ["", '{"host": "a', "{}", '{"host": 1, "pid": "x", "born": null}'])
+def test_a_torn_claim_counts_by_its_age(tmp_path: Path, quick: None, torn: str) -> None:
+    claim = claim_elsewhere(tmp_path, age_s=0.0)
+    claim.write_text(torn)
+    assert is_claimed(tmp_path)
+    with claimed(tmp_path, lambda owner: None) as somebody_before:
+        assert somebody_before
+    claim.with_name("claim-0002.over").unlink()
+    claim.with_name("claim-0002.json").write_text(torn)
+    os.utime(claim.with_name("claim-0002.json"), (0, 0))
+    assert not is_claimed(tmp_path)
+
+
 def test_a_minute_is_how_long_a_dead_shell_is_waited_for() -> None:
     assert claims.CLAIM_LASTS_S <= 60 and claims.HEARTBEAT_S <= claims.CLAIM_LASTS_S / 4

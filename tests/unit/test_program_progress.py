@@ -16,6 +16,7 @@ from slurmtrain.config.schema import Config, JobConfig, RequeueConfig
 from slurmtrain.launch.progress import read_progress
 from slurmtrain.rundir import RunDir, create
 from slurmtrain.runtime import attempts
+from slurmtrain.runtime.command import FinishedWhen
 from slurmtrain.runtime.environment import Environment
 from slurmtrain.runtime.judge import Judgement, Verdict
 from slurmtrain.runtime.place import Place, open_attempt
@@ -54,6 +55,23 @@ def attempt(
         with run.metrics_file.open("a") as file:
             file.write(json.dumps({"step": step}) + "\n")
     return settle(run, number, code, config, None)
+
+
+@pytest.mark.parametrize("folder", ["", "code"])
+def test_a_file_counts_in_the_run_directory_and_where_the_program_runs(run: RunDir, folder: str) -> None:
+    run.update_info(workdir="code")
+    (run.path / folder / "out").mkdir(parents=True)
+    config, times = own(progress_file="out/*.pt", finished_when="out/done"), iter(range(1000, 2000))
+
+    def save() -> None:
+        (run.path / folder / "out/a.pt").touch()
+        os.utime(run.path / folder / "out/a.pt", (at := next(times), at))
+
+    assert {attempt(run, config, code=1, work=save).verdict for _ in range(6)} == {Verdict.REQUEUE}
+    rule = FinishedWhen.of("out/done")
+    assert rule is not None and not rule.is_there(Place(run, 1, supervised=True))
+    (run.path / folder / "out/done").touch()
+    assert rule.is_there(Place(run, 1, supervised=True))
 
 
 def test_a_program_that_does_a_chunk_each_time_and_says_so_goes_on(run: RunDir) -> None:

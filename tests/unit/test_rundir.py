@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import stat
@@ -12,7 +13,8 @@ import pytest
 
 from slurmtrain import rundir
 from slurmtrain.errors import ConfigError, UsageError
-from slurmtrain.rundir import RunDir
+from slurmtrain.launch.submit import note
+from slurmtrain.rundir import RunDir, write_json
 from tests.run_info import run_info
 
 
@@ -178,3 +180,59 @@ def test_a_run_is_called_by_its_id_where_the_verbs_look_and_by_its_path_elsewher
     monkeypatch.chdir(root.parent)
     monkeypatch.setenv("SLURMTRAIN_RUNS", root.name)
     assert rundir.reference(run) == run.id
+
+
+# What several change at the same moment, and what a kill has torn.
+
+
+def test_no_job_is_lost_while_the_running_job_says_how_far_it_is_to_get(tmp_path: Path) -> None:
+    run = make(tmp_path, "a")
+    write_json(run.info_file, run_info(job_ids=["1"]))
+    jobs = iter(range(2, 100))
+
+    def submitter() -> None:
+        for _ in range(12):
+            note(run, str(next(jobs)))
+
+    def program() -> None:
+        for step in range(12):
+            run.update_info(steps=step)
+
+    threads = [threading.Thread(target=work) for work in (submitter, submitter, program, program)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(map(int, run.info()["job_ids"])) == list(range(1, 26)) and run.info()["steps"] == 11
+
+
+def test_run_json_is_changed_although_somebody_who_was_suspended_has_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rundir, "INFO_LOCK_S", 0.05)
+    run = make(tmp_path, "a")
+    write_json(run.info_file, run_info())
+    with run.events_file.open("a") as suspended:
+        fcntl.flock(suspended, fcntl.LOCK_EX)
+        run.update_info(steps=5)
+    assert run.info()["steps"] == 5
+
+
+def test_an_event_after_a_torn_line_is_told(tmp_path: Path) -> None:
+    run = make(tmp_path, "a")
+    run.event("first")
+    with run.events_file.open("a") as file:
+        file.write('{"time": 1, "eve')  # whoever wrote it was killed, or the disk was full
+    run.event("submitting", token="T")
+    run.event("last")
+    assert [event["event"] for event in run.events()] == ["first", "submitting", "last"]
+
+
+def test_a_line_that_the_system_takes_in_parts_is_written_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, write = make(tmp_path, "a"), os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
+    run.event("first")
+    monkeypatch.undo()
+    assert [event["event"] for event in run.events()] == ["first"]

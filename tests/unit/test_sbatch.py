@@ -463,6 +463,27 @@ def test_a_job_that_slurm_starts_again_after_the_run_has_ended_claims_no_attempt
     assert scontrol_calls(tmp_path) == []
 
 
+@pytest.mark.parametrize("mode", ["requeue", "resubmit"])
+@pytest.mark.parametrize(("word", "code"), [("done", 0), ("end", 1)])
+def test_a_job_that_goes_on_after_another_claims_no_attempt_when_the_run_has_ended_meanwhile(
+    run_dir: Path, tmp_path: Path, mode: str, word: str, code: int
+) -> None:
+    (run_dir / "attempts" / "0001").mkdir()
+    script = script_for(run_dir, config=compose(["cluster=a100x4", f"requeue.mode={mode}"]))
+    done = run_script(script, tmp_path, srun='touch "$here/../started"', settle=f'[ "$3" = begin ] && echo {word}')
+    assert done.returncode == code, done.stderr
+    assert not (tmp_path / "started").exists() and len(list((run_dir / "attempts").iterdir())) == 1
+    assert again_calls(tmp_path) == [] and scontrol_calls(tmp_path) == []
+
+
+@pytest.mark.parametrize("mode", ["requeue", "resubmit"])
+def test_the_first_start_of_a_run_asks_nothing(run_dir: Path, tmp_path: Path, mode: str) -> None:
+    script = script_for(run_dir, config=compose(["cluster=a100x4", f"requeue.mode={mode}"]))
+    settle = '[ "$3" != begin ] || touch "$here/../asked"; echo done'
+    run_script(script, tmp_path, srun='touch "$here/../started"', settle=settle)
+    assert (tmp_path / "started").exists() and not (tmp_path / "asked").exists()
+
+
 @pytest.mark.parametrize("settle", ["exit 0", "exit 1"])
 def test_a_restart_of_a_run_that_has_not_ended_or_that_cannot_be_asked_goes_on(
     run_dir: Path, tmp_path: Path, settle: str

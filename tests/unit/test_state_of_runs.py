@@ -17,6 +17,7 @@ import pytest
 from slurmtrain import records
 from slurmtrain.cli import logs, main
 from slurmtrain.config.compose import compose
+from slurmtrain.errors import EXIT_USAGE
 from slurmtrain.launch import state as state_module
 from slurmtrain.launch.state import RunState, is_over, state, states
 from slurmtrain.launch.submit import preparing
@@ -770,3 +771,14 @@ def test_status_opens_each_file_of_an_ended_run_once(
     found = states(runs)
     assert [found[run.id].word for run in runs] == ["finished"] * 3
     assert len(set(opened)) == len(opened) and {run.info_file for run in runs} < set(opened)
+
+
+def test_a_finished_run_is_not_changed_and_says_how_to_train_on(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make(JOB)
+    ended(run, "done", reason="finished")
+    before = run.info_file.read_text()
+    for words in (["--set", "train.steps=900"], ["--code"]):
+        assert main(["resume", run.id, *words]) == EXIT_USAGE
+        told = capsys.readouterr().err
+        assert "is finished, so nothing of it is changed" in told and "checkpoint.restore_from=CHECKPOINT" in told
+    assert run.info_file.read_text() == before

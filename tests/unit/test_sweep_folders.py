@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from slurmtrain import process
 from slurmtrain.cli import main
 from slurmtrain.launch import making, sweep_folder, sweep_jobs
 from slurmtrain.launch import sweep as sweeps
-from slurmtrain.launch.sweep import Sweep
-from slurmtrain.rundir import PREPARING
+from slurmtrain.launch.sweep import Sweep, note_jobs
+from slurmtrain.rundir import PREPARING, write_json
+from slurmtrain.runtime.begin import ended_before
+from slurmtrain.runtime.judge import Verdict
 from tests.conftest import FakeSlurm
 
 Out = pytest.CaptureFixture[str]
@@ -275,3 +278,22 @@ def test_a_sweep_that_was_cut_short_while_it_was_halved_loses_no_run(
     limited()
     assert main(words) == 0
     assert len(set(elements(sweep))) == len(elements(sweep)) == 4
+
+
+# Which job is a run's latest.
+
+
+@pytest.mark.parametrize(("later_s", "job_ids"), [(60.0, ["101_0", "3_0"]), (-60.0, ["3_0", "101_0"])])
+def test_jobs_are_noted_in_the_order_of_their_submission_whatever_their_ids_are(
+    later_s: float, job_ids: list[str], project: Path, slurm: FakeSlurm
+) -> None:
+    """Ids begin anew on a cluster that is set up again. The latest is the one that may work; the others leave at once."""
+    assert main(SWEEP) == 0
+    sweep = the_sweep(project)
+    run = sweep.run_dir(sweep.members(0)[0])
+    assert run.info()["job_ids"] == ["101_0"]
+    write_json(sweep.array(0) / "job.json", {"job_id": "3", "time": time.time() + later_s})
+    note_jobs(sweep, 0)
+    note_jobs(sweep, 0)
+    assert run.info()["job_ids"] == job_ids
+    assert ended_before(run, job_ids[-1], 0) is None and ended_before(run, job_ids[0], 0) is Verdict.END
