@@ -6,10 +6,11 @@ groups; the plain values of a point are put into a copy of that, by Hydra's own 
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -128,7 +129,7 @@ class Composer:
             else:
                 values.append(override)
         with explaining(overrides, self.primary):
-            composed = pickle.loads(self._base(tuple(groups)))  # a copy, in a sixth of the time of copy.deepcopy
+            composed = self._base(tuple(groups))()
             ConfigLoaderImpl._apply_overrides_to_config(values, composed)
             return finish(composed, overrides)
 
@@ -144,8 +145,14 @@ class Composer:
     def _compose_with_hydra(self, overrides: tuple[str, ...]) -> Any:
         return composed_by_hydra(self.primary, overrides, with_hydra=True)
 
-    def _compose_base(self, groups: tuple[str, ...]) -> bytes:
-        return pickle.dumps(composed_by_hydra(self.primary, groups))
+    def _compose_base(self, groups: tuple[str, ...]) -> Callable[[], Any]:
+        """Return what makes copies of the config that these choices of groups compose to."""
+        composed = composed_by_hydra(self.primary, groups)
+        try:
+            pickled = pickle.dumps(composed)
+        except (pickle.PicklingError, AttributeError, TypeError):  # somebody's class that lives inside a function
+            return functools.partial(copy.deepcopy, composed)
+        return functools.partial(pickle.loads, pickled)  # a sixth of deepcopy's time
 
     def _with_configured(self, overrides: Sequence[str]) -> list[str]:
         """And the choices that stand in the config itself, as hydra.sweeper.params."""
