@@ -46,6 +46,10 @@ def check_program(config: Config, cwd: Path) -> None:
             f"job.command: there is no {script} in {path.parent if os.path.isabs(script) else cwd}",
             hint="paths in it are relative to the folder of the command, of which the job gets a snapshot",
         )
+    if script == shlex.split(config.job.command or "")[0] and path.is_file() and not os.access(path, os.X_OK):
+        raise ConfigError(
+            f"job.command: {script} cannot be executed", hint=f"chmod +x {script}, or name what runs it: bash {script}"
+        )
     interpreter = _interpreter(config)
     if interpreter is not None and path.suffix == ".py" and path.is_file():
         missing = _missing(interpreter, list(imports_of(path)), path.parent, cwd)

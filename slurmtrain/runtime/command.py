@@ -76,7 +76,8 @@ def run_command(config: Config, environment: Environment, where: Place, stop: St
         program = subprocess.Popen(words, env=variables, preexec_fn=_default_signals)
     except OSError as error:
         raise ConfigError(
-            f"job.command: cannot start {words[0]!r}: {error.strerror}", hint="is it on the PATH of the nodes?"
+            f"job.command: cannot start {words[0]!r}: {error.strerror}",
+            hint="is it on the PATH of the nodes?" if os.sep not in words[0] else f"see `ls -l {words[0]}` on a node",
         ) from None
     threading.Thread(target=_pass_on, args=(stop, environment.source), name="pass-signals-on", daemon=True).start()
     code = program.wait()

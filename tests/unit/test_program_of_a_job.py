@@ -45,6 +45,16 @@ def test_a_missing_script_is_said_before_the_queue(cli: Cli, project: Path, fake
     assert not fake_slurm.submitted and not (project / "runs").exists()
 
 
+def test_a_program_that_cannot_be_executed_is_said_before_the_queue(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("true\n")
+    config = compose(["cluster=a100x4", "job=command", "job.command=./run.sh"])
+    with pytest.raises(ConfigError, match="run.sh cannot be executed") as caught:
+        check_program(config, tmp_path)
+    assert caught.value.hint is not None and "bash ./run.sh" in caught.value.hint
+    (tmp_path / "run.sh").chmod(0o755)
+    check_program(config, tmp_path)
+
+
 def test_a_script_that_git_ignores_would_not_be_there(cli: Cli, project: Path, fake_slurm: FakeSlurm) -> None:
     git("init", "-q", cwd=project)
     (project / ".gitignore").write_text("mine.py\n")
