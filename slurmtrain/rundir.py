@@ -689,7 +689,9 @@ def nothing_under(root: Path, what: str) -> UsageError:
 
 
 def disk_usage(path: Path) -> int:
-    """Bytes of a file, or of all files below a folder."""
+    """Bytes of a file, or of all files below a folder. Links are not followed."""
+    if path.is_symlink():
+        return os.lstat(path).st_size
     total = os.lstat(path).st_size if path.is_file() else 0
     for folder, _, names in os.walk(path):
         for name in names:

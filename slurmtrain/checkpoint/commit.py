@@ -25,6 +25,7 @@ This module knows files and directories; what is in them is `layout`'s, `state`'
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -146,8 +147,10 @@ def newest_committed_step(directory: Path) -> int | None:
     """The step of the newest committed checkpoint; None where there is none. Looks into no other."""
     try:
         names = [name for name in os.listdir(directory) if FINAL_NAME.fullmatch(name)]
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # as `committed` has it
+            return None
+        raise
     places = sorted(((_place(name), name) for name in names), reverse=True)
     return next((step for (step, _), name in places if os.path.isfile(os.path.join(directory, name, COMPLETE))), None)
 

@@ -33,6 +33,7 @@ SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|PR
 SECRET_VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY)$", re.IGNORECASE)
 SECRET_REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")  # what stands for a secret on disk; without a default
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)")  # the same, with or without a default
+LONGEST_LINE = 400  # characters of what Hydra or omegaconf says
 OVERRIDE = re.compile(r"^(\+\+|\+|~)?([A-Za-z_][\w./@-]*)(?:=(.*))?$", re.DOTALL)  # sign, key, value
 
 
@@ -371,7 +372,9 @@ def _literal(values: Any) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """Return what an error says, as much of it as a person reads: omegaconf repeats values, however long."""
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 4]} ..."
 
 
 def _explain(error: Exception, overrides: Sequence[str], primary: Primary) -> SlurmtrainError:

@@ -47,6 +47,8 @@ def shown(value: Any) -> str:
 
 def _check(key: str, value: Any, expected: Any) -> None:
     if dataclasses.is_dataclass(expected):
+        if not dataclasses.is_dataclass(value):
+            raise _wrong(key, value, "a group of fields", hint=f"write {key}.FIELD=VALUE")
         check_types(value, f"{key}.")
     elif expected is Any:
         _check_plain(key, value)

@@ -207,7 +207,11 @@ def _in_place(run_dir: RunDir) -> bool:
 
 
 def _files(tree: Path) -> dict[str, Path]:
-    return {str(path.relative_to(tree)): path for path in tree.rglob("*") if os.path.isfile(path)}
+    """Files of a snapshot by their path within it. A snapshot is no link, and links in it are not followed."""
+    if tree.is_symlink():
+        return {}
+    found = (Path(folder) / name for folder, _, names in os.walk(tree) for name in names)
+    return {str(path.relative_to(tree)): path for path in found if path.is_file() and not path.is_symlink()}
 
 
 def _config(run_dir: RunDir) -> Any:
