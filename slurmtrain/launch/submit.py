@@ -84,7 +84,8 @@ def submit(run_dirs: Sequence[RunDir], config: Config, say: Callable[[str], None
         script = render_script(config, job_paths([run_dir.path for run_dir in run_dirs], first.info()))
         for run_dir in run_dirs:
             run_dir.script.write_text(script)
-    job_id = _hand_over(first.script.read_text(), first, slurm_conf, say, export_option(config))
+    shared = len(run_dirs) > 1
+    job_id = _hand_over(first.script.read_text(), first, slurm_conf, say, export_option(config), shared=shared)
     for index, run_dir in enumerate(run_dirs):
         element = f"{job_id}_{index}" if len(run_dirs) > 1 else job_id
         run_dir.add_job(element, slurm_conf=slurm_conf)
@@ -194,9 +195,15 @@ def _hand_over(
     slurm_conf: str | None,
     say: Callable[[str], None] = lambda text: None,
     options: Sequence[str] = (),
+    *,
+    shared: bool = False,
 ) -> str:
-    """Submit a run for the first time, or once more. `options` overrule the script's own."""
-    token = f"{run_dir.id}:s{len(run_dir.info()['job_ids'])}"
+    """Submit a run for the first time, or once more. `options` overrule the script's own.
+
+    Args:
+        shared: the job is an array with tasks of other runs, too, so its token does not say that it is this run's alone.
+    """
+    token = f"{run_dir.id}{'-array-' if shared else ':'}s{len(run_dir.info()['job_ids'])}"
     before = token in _submitting(run_dir)
     run_dir.event(SUBMITTING, token=token)
     return hand_over(

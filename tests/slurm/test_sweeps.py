@@ -353,6 +353,7 @@ def test_a_submission_that_was_cut_short_is_made_up_for_in_the_right_order(sweep
     for run_dir in (first, second):
         run_dir.update_info(job_ids=[])
     second.update_info(job_ids=["99999"])
+    second.event("submitted", job_id="99999")
     job = read_json(sweep.array(0) / "job.json")
     assert job is not None
     write_json(sweep.array(0) / "job.json", {"job_id": job["job_id"], "time": job["time"]})

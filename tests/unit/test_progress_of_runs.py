@@ -244,7 +244,7 @@ def test_columns_that_are_empty_are_left_out(make: Make, fake_slurm: FakeSlurm, 
 def test_the_points_of_a_sweep_are_summed_up_first(project: Path, fake_slurm: FakeSlurm, capsys: Out) -> None:
     fake_slurm.command(
         "squeue",
-        'case "$*" in *%k*) exit ;; esac\n'
+        'case "$*" in *%F\\|*) exit ;; esac\n'
         "echo '4711|4711_0|RUNNING|N/A|None'; echo '4712|4711_1|RUNNING|N/A|None'\n"
         "echo '4713|4711_2|PENDING|N/A|JobArrayTaskLimit'",
     )
