@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import re
 import stat
@@ -320,8 +319,8 @@ def _shown(value: object) -> str:
 
 
 def finite(value: object) -> float | None:
-    """The value as a float when it is a finite number, else None."""
-    return float(value) if is_number(value) and math.isfinite(float(value)) else None  # type: ignore[arg-type]
+    """Return the value as a float when it is a finite number, else None."""
+    return float(value) if is_number(value) else None  # type: ignore[arg-type]
 
 
 # For a terminal.

@@ -247,8 +247,7 @@ class RunDir:
 
     def changed_at(self) -> float:
         """Return when a person last changed the run's config or code, in unix seconds; 0 where nobody has."""
-        times = [change.get("time") for change in self._changes()]
-        return max((float(time) for time in times if isinstance(time, int | float)), default=0.0)
+        return max((finite(change.get("time")) or 0.0 for change in self._changes()), default=0.0)
 
     def _changes(self) -> list[dict[str, Any]]:
         changes = (read_json(self.info_file) or {}).get("changes")
@@ -401,7 +400,7 @@ def trusted_slurm_conf(conf: str | None, *, named_by: Path, known: dict[str, str
     if why is not None:
         raise ClusterError(
             f"{named_by} names {conf}, which is not used, because it may be somebody else's work: {why}",
-            hint="if you trust it: export SLURM_CONF=PATH",
+            hint=f"if you trust it: export SLURM_CONF={shlex.quote(conf)}",
         )
     return conf
 

@@ -142,7 +142,7 @@ def composed_by_hydra(primary: Primary, overrides: Sequence[str], *, with_hydra:
         return hydra_compose(primary.name, words, return_hydra_config=with_hydra)
     except (TypeError, AttributeError, OSError, RecursionError, AssertionError) as error:
         # Hydra's own, for values that it did not foresee: a list as the choice of a group, a name longer than a file's.
-        raise HydraException(f"Hydra cannot compose these overrides: {_first_line(error)}") from None
+        raise HydraException(f"Hydra cannot compose these overrides: {first_line(error)}") from None
 
 
 def _list_of_one(override: str) -> str:
@@ -285,7 +285,7 @@ def load_frozen(path: Path, *, with_secrets: bool = True) -> Config:
             f"{path} is missing", hint="is this a run directory, and is its file system mounted?"
         ) from None
     except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} is not a config of this version: {_first_line(error)}") from None
+        raise ConfigError(f"{path} is not a config of this version: {first_line(error)}") from None
 
 
 def config_hash(config: Config) -> str:
@@ -371,7 +371,7 @@ def _literal(values: Any) -> Any:
     return values
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """Return what an error says, as much of it as a person reads: omegaconf repeats values, however long."""
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 4]} ..."
@@ -386,7 +386,7 @@ def _explain(error: Exception, overrides: Sequence[str], primary: Primary) -> Sl
             hint="write key=value, +key=value or ~key; quote a value with other characters: key='\"a=b#c\"'",
         )
     several = re.match(
-        r"(?:Ambiguous value for argument|Sweep parameters) '(.*?)'(?: requires --multirun)?$", _first_line(error)
+        r"(?:Ambiguous value for argument|Sweep parameters) '(.*?)'(?: requires --multirun)?$", first_line(error)
     )
     if several is not None:
         key = several.group(1).partition("=")[0].lstrip("+")
@@ -428,12 +428,12 @@ def _explain(error: Exception, overrides: Sequence[str], primary: Primary) -> Sl
         key = full_key.group(1)
         if key.startswith("hydra."):
             return UsageError(
-                f"{key}: {_first_line(cause)}", hint="python -m slurmtrain --cfg hydra shows all of Hydra's"
+                f"{key}: {first_line(cause)}", hint="python -m slurmtrain --cfg hydra shows all of Hydra's"
             )
         return unknown_field(key, "") or ConfigError(  # a key in a yaml file
-            f"{key}: {_first_line(cause)}", hint="python -m slurmtrain --cfg job shows all fields"
+            f"{key}: {first_line(cause)}", hint="python -m slurmtrain --cfg job shows all fields"
         )
-    return UsageError(_first_line(error), hint="python -m slurmtrain --cfg job shows the composed config")
+    return UsageError(first_line(error), hint="python -m slurmtrain --cfg job shows the composed config")
 
 
 def config_groups(folders: Sequence[Path] = ()) -> dict[str, list[str]]:

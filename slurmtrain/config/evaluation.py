@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from slurmtrain.config.compose import to_config, to_values
+from slurmtrain.config.compose import first_line, to_config, to_values
 from slurmtrain.config.layout import layout_of, micro_batch_size
 from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig
 from slurmtrain.errors import ConfigError
@@ -54,7 +54,7 @@ def _checked(values: dict[str, Any]) -> Config:
         return to_config(values)
     except OmegaConfBaseException as error:
         raise ConfigError(
-            f"the config of an evaluation cannot be: {str(error).splitlines()[0]}",
+            f"the config of an evaluation cannot be: {first_line(error)}",
             hint="eval.cluster and eval.parallel have the fields of cluster and parallel",
         ) from None
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain import rundir
-from slurmtrain.config.compose import config_hash, freeze, load_frozen, to_config, to_values
+from slurmtrain.config.compose import config_hash, first_line, freeze, load_frozen, to_config, to_values
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.data.prepared_config import check_prepared
@@ -171,7 +171,7 @@ def changed(config: Config, overrides: Sequence[str], cwd: Path) -> Config:
         found = to_config(values)
     except OmegaConfBaseException as error:
         raise ConfigError(
-            f"--set {' '.join(overrides)}: {str(error).strip().splitlines()[0]}", hint="config.yaml shows all fields"
+            f"--set {' '.join(overrides)}: {first_line(error)}", hint="config.yaml shows all fields"
         ) from None
     validate(found)
     return with_absolute_paths(found, cwd)
