@@ -23,8 +23,8 @@ class ContainerConfig:
 
 @dataclass
 class ClusterConfig:
-    """The place where the job runs and the resources that it asks for; conf/cluster/ has one yaml file for each
-    cluster.
+    """The machines that the job runs on and the resources that it asks for; one yaml file per cluster in
+    conf/cluster/.
     """
 
     backend: str = "slurm"  # "slurm", or "local": the same job as processes of this machine, in the foreground
@@ -51,12 +51,10 @@ class ClusterConfig:
     )  # further sbatch options by their long name; true is a bare flag
     srun_args: list[str] = field(default_factory=list)  # further arguments of srun, after ours
     srun_wait_s: int = 60  # after the first rank exited, srun kills ranks that are alive for longer than this
-    modules: list[str] = field(
-        default_factory=list
-    )  # environment modules, each loaded by `module load` before anything else
+    modules: list[str] = field(default_factory=list)  # names for `module load`, which is done first
     setup: list[str] = field(
         default_factory=list
-    )  # bash lines, run after the modules; one that fails ends the job (exit code 78)
+    )  # bash lines after the modules; one that fails ends the job (exit 78)
     venv: str | None = None  # a virtual environment to activate
     conda_env: str | None = None  # or a conda environment, by name or path
     python: str | None = None  # interpreter of the ranks; null: the one that submits, or the container's `python`
@@ -97,8 +95,9 @@ class JobConfig:
 
 @dataclass
 class ParallelConfig:
-    """The distribution of the model over the ranks. The product of the axes is the world size; one axis may be -1: what
-    is left.
+    """The distribution of the model over the ranks.
+
+    The product of the axes is the world size; one axis may be -1, which takes what the others leave.
     """
 
     dp_replicate: int = -1  # full copies of the model; each sees other samples
@@ -108,22 +107,20 @@ class ParallelConfig:
     cp: int = 1  # ranks that share every sequence (context parallel)
     ep: int = 1  # ranks that share the experts of a mixture; no model here has any
     sequence_parallel: bool = True  # with tp: also share the activations between the matrices, along the sequence
-    cp_method: str = (
-        "all_gather"  # "all_gather" of keys and values; "ulysses": exchange parts of sequences for heads and back
-    )
+    cp_method: str = "all_gather"  # "all_gather" of keys and values; "ulysses": trade sequence parts for heads and back
     pp_schedule: str = "1f1b"  # or "gpipe"; with two stages a rank: "interleaved_1f1b", "zero_bubble"
     units: list[str] = field(
         default_factory=list
     )  # class names of the modules that FSDP2 gathers one at a time; []: the model's own choice, or by size
-    # Free gathered parameters between forward and backward; null: yes, except with pp. A number: groups of this many shards keep
-    # them.
+    # Free gathered parameters between forward and backward; null: yes, except with pp. A number: groups of this many shards
+    # keep them.
     reshard_after_forward: bool | int | None = None
     param_dtype: str | None = None  # "bfloat16": compute in bfloat16, with FSDP2; parameters and optimiser stay float32
     reduce_dtype: str = "float32"  # type in which gradients are added up; "bfloat16" halves what is sent
-    gradient_compression: str = "none"  # of the gradients that replicas exchange (DDP): "bf16", "fp16", "powersgd"
-    powersgd_rank: int = (
-        4  # rank of the matrices that approximate a gradient: lower sends fewer bytes, higher is more exact
+    gradient_compression: str = (
+        "none"  # how replicas (DDP) compress gradients to exchange them: "bf16", "fp16", "powersgd"
     )
+    powersgd_rank: int = 4  # rank of the matrices that approximate a gradient: higher is more exact, and sends more
     powersgd_start_step: int = 100  # gradients of earlier steps are sent uncompressed
     activation_checkpointing: str = "none"  # "full": recompute blocks in backward; "selective": all but their matmuls
     compile: bool = False  # torch.compile, block by block
@@ -150,9 +147,7 @@ class TrainConfig:
     seed: int = 1234
     shuffle: bool = True  # another order each epoch; false: the data's own order
     repeat: bool = True  # start another epoch when all samples were seen; false: refuse a run that would
-    length_sorted_steps: int = (
-        32  # for samples of different lengths: number of steps whose samples are sorted by length together
-    )
+    length_sorted_steps: int = 32  # for samples of different lengths: steps whose samples are sorted together
     data_workers: int = 0  # processes per rank that read ahead
     data_ahead: int = 2  # steps that data_workers read ahead, and that are announced to the file system
     log_every: int = 10  # steps
@@ -164,24 +159,21 @@ class TrainConfig:
 
 @dataclass
 class CheckpointConfig:
-    """When to save (at whichever of the three comes first; a stop and the end also save), what to keep, and what to
-    verify.
+    """When to save, what to keep, and what to verify.
+
+    A save is due at whichever of the three comes first; a stop and the end of training also save.
     """
 
     every_steps: int = 50  # 0: not by steps
     every_minutes: float = 0.0  # 0: not by time
-    auto: bool = (
-        False  # at the interval that loses the least time, given the measured stall and the failure rate (Daly 2006)
-    )
+    auto: bool = False  # at the interval that loses the least time, by measured stall and failure rate (Daly 2006)
     mtbf_hours: float | None = (
-        None  # for auto: mean time between failures of this job; null: by number of nodes and observed failures
+        None  # for auto: mean time between failures of this job; null: by nodes and observed failures
     )
     keep_last: int = 2  # number of the newest complete checkpoints to keep; at least 2
     keep_every: int = 0  # also keep those whose step is a multiple of this; 0: none for that reason
     keep_best: int = 0  # also keep this many of the best by best_metric; 0: none for that reason
-    best_metric: str = (
-        "valid_loss"  # a metric of the evaluations; known for steps that are evaluated when they are saved
-    )
+    best_metric: str = "valid_loss"  # a metric of the evaluations; known for saved steps that are also evaluated
     best_mode: str = "min"  # "min" or "max"
     asynchronous: bool = (
         True  # write while training goes on; false: wait for each commit, the first failure ends the attempt
@@ -190,24 +182,21 @@ class CheckpointConfig:
     verify: str = "full"  # compare restored files with their digests: "full", "sampled" (a 16th) or "off" (sizes only)
     mirror: str | None = None  # URL of an object store's folder; copies go to <mirror>/<job.name>/<run id>
     restore_from: str | None = None  # path of a checkpoint to start from while this run has none of its own
-    # null: continue at its step, with its optimiser, schedule and position in the data. "model": take its weights alone, at step 0.
+    # null: continue at its step, with its optimiser, schedule and position in the data. "model": only its weights, at step 0.
     restore_only: str | None = None
-    allow: list[str] = field(
-        default_factory=list
-    )  # what may differ from the checkpoint: keys, shapes, dtypes, config, data
+    allow: list[str] = field(default_factory=list)  # what may differ from it: keys, shapes, dtypes, config, data
 
 
 @dataclass
 class EvalConfig:
-    """The metrics on held-out samples, and where they are computed. When: every train.eval_every steps, and at the
-    end.
-    """
+    """The metrics on held-out samples, computed every train.eval_every steps and at the end."""
 
-    mode: str = "inline"  # "inline": training waits for the evaluation; "job": a SLURM job of its own evaluates each due checkpoint
+    mode: str = "inline"  # "inline": training waits for it; "job": a SLURM job of its own for each due checkpoint
     # Further sets by name, each a data config with its _target_: a data set, or a source, whose `valid` is used, else its
     # `train`. The data source's own sets are "valid" and those in its `evals`.
     sets: dict[str, Any] = field(default_factory=dict)
-    # Metrics besides the loss: true or false for those of slurmtrain.training.measures, or a config of your own with its _target_.
+    # Metrics besides the loss: true or false for those of slurmtrain.training.measures, or a config of your own with a
+    # _target_.
     metrics: dict[str, Any] = field(
         default_factory=lambda: {"perplexity": True, "bits_per_byte": True, "accuracy": False}
     )
@@ -242,9 +231,7 @@ class RequeueConfig:
 
 @dataclass
 class HooksConfig:
-    """Commands for bash, at most one after each attempt, on its first node, when its ranks have exited and its outcome
-    is known.
-    """
+    """Commands for bash: at most one after each attempt, on its first node, when all ranks have exited."""
 
     on_finish: str | None = None  # the run has finished
     on_failure: str | None = None  # a crash, a dead node, a wrong config, no progress; whether it is tried again or not
