@@ -64,6 +64,7 @@ def submit(arguments: Arguments) -> int:
             parallelism=parallelism,
             after=after,
             again="--again" in options,
+            say=say,
         )
     if client is None:
         return run_on_this_machine(sweep, parallelism or sweep.pack, as_json="--json" in options)

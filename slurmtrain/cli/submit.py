@@ -121,7 +121,7 @@ def _check_not_in_vain(run_dir: RunDir, runs: str, client: SlurmClient) -> None:
 
 def _submit(config: Config, arguments: Arguments) -> int:
     client = client_of(config)
-    with preparing(config, arguments.overrides, current_folder()) as run_dir:
+    with preparing(config, arguments.overrides, current_folder(), say) as run_dir:
         try:
             job_id = submit([run_dir], config, say=say)
         except KeyboardInterrupt:
@@ -148,7 +148,7 @@ def _submit(config: Config, arguments: Arguments) -> int:
 def _run_here(config: Config, arguments: Arguments) -> int:
     from slurmtrain.launch.local import run_local
 
-    with preparing(config, arguments.overrides, current_folder()) as run_dir:
+    with preparing(config, arguments.overrides, current_folder(), say) as run_dir:
         pass
     print(f"run {run_dir.id} in {run_dir.path}", flush=True)
     return run_local(run_dir, lambda text: print(f"slurmtrain: {text}", flush=True))
@@ -162,7 +162,7 @@ def _render(config: Config, arguments: Arguments) -> int:
     output = Path(target)
     if output.is_dir() or not output.resolve().parent.is_dir():
         raise UsageError(f"cannot write {output}: it is a folder, or its folder does not exist", hint="-o job.sbatch")
-    with preparing(config, arguments.overrides, current_folder()) as run_dir:
+    with preparing(config, arguments.overrides, current_folder(), say) as run_dir:
         shutil.copyfile(run_dir.script, output)
     run_dir.event("rendered", file=str(output.resolve()))
     print(f"wrote {output} for run {run_dir.id} in {run_dir.path}\n  start it with: sbatch {output}")

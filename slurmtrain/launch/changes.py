@@ -23,6 +23,7 @@ from slurmtrain.data.prepared_config import check_prepared
 from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.named_paths import check_named_paths, with_absolute_paths
+from slurmtrain.launch.program import check_in_snapshot
 from slurmtrain.launch.sbatch import render_script
 from slurmtrain.launch.snapshot import Snapshot, find_source, take_snapshot
 from slurmtrain.launch.submit import job_paths, steps_of
@@ -227,7 +228,10 @@ def _snapshot(config: Config, info: Mapping[str, Any], target: Path) -> Snapshot
     source = find_source(config.job, cwd, interpreter_of(config.cluster))
     if source.root is None:
         raise ConfigError(f"--code: {cwd} is in no git work tree any more", hint="job.snapshot=cwd copies a folder")
-    return take_snapshot(config.job, source, target)
+    snapshot = take_snapshot(config.job, source, target)
+    # `target` becomes RUN/code, and what the run itself has written beside its code is taken along.
+    check_in_snapshot(config, target / Path(snapshot.workdir).relative_to("code"), source, cwd)
+    return snapshot
 
 
 def _kept(path: Path, number: int) -> Path:

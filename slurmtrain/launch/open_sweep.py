@@ -195,6 +195,7 @@ def open_sweep(
             parallelism=parallelism,
             after=after,
             again=found is not None,
+            say=say,
         )
     else:
         if found.points():

@@ -43,17 +43,23 @@ def dry_run(config: Config, cwd: Path) -> str:
 
 
 @contextlib.contextmanager
-def preparing(config: Config, overrides: Sequence[str], cwd: Path) -> Iterator[RunDir]:
+def preparing(
+    config: Config, overrides: Sequence[str], cwd: Path, say: Callable[[str], None] = lambda text: None
+) -> Iterator[RunDir]:
     """Make the run directory: frozen config, snapshot of the code, script.
 
     Removed again when the block fails, unless a job may be in the queue that wants it.
+
+    Args:
+        say: told what will probably be missed in the job.
     """
     config = with_absolute_paths(config, cwd)
     source = find_source(config.job, cwd, interpreter_of(config.cluster))
     run_dir = rundir.create(Path(config.job.runs_dir), config.job.name)
     try:
         snapshot = take_snapshot(config.job, source, run_dir.code)
-        check_in_snapshot(config, run_dir.path / snapshot.workdir)
+        for warning in check_in_snapshot(config, run_dir.path / snapshot.workdir, source, cwd):
+            say(f"warning: {warning}")
         _write(run_dir, config, overrides, snapshot, source, cwd)
         yield run_dir
     except BaseException as error:

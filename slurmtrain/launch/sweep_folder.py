@@ -18,6 +18,7 @@ from slurmtrain.launch import making
 from slurmtrain.launch.arrays import Array, tasks_of
 from slurmtrain.launch.draft import Draft
 from slurmtrain.launch.import_paths import interpreter_of
+from slurmtrain.launch.program import check_in_snapshot
 from slurmtrain.launch.snapshot import find_source, take_snapshot
 from slurmtrain.launch.submit import run_info
 from slurmtrain.launch.sweep import Point, Sweep
@@ -46,6 +47,7 @@ def make(
     parallelism: int | None = None,
     after: Sequence[RunDir] = (),
     again: bool = False,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Sweep:
     """Make the sweep's folder, with a run directory for every point. Another shell may make the same: then it is its.
 
@@ -55,6 +57,7 @@ def make(
         parallelism: how many points may run at the same time.
         after: runs that have to finish first.
         again: beside one with the same points.
+        say: told what will probably be missed in the jobs.
 
     Raises:
         ConfigError: the folder cannot be made, or the snapshot is refused.
@@ -75,6 +78,11 @@ def make(
         ) from None
     try:
         snapshot = take_snapshot(job, source, temporary.code)
+        # Each of those in `asking` has another program. Of a search only the first is known here.
+        programs = draft.asking.values() or [draft.first]
+        missed = [check_in_snapshot(each, temporary.path / snapshot.workdir, source, cwd) for each in programs]
+        for warning in dict.fromkeys(sentence for sentences in missed for sentence in sentences):
+            say(f"warning: {warning}")
         pack = draft.first.sweep.pack
         info = {**run_info(draft.first, overrides, snapshot, source, cwd), "packed": pack > 1}
         stamp = rundir.new_run_id()
