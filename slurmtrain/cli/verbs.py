@@ -25,10 +25,12 @@ VERBS: dict[str, Verb] = {
         "[-m] [+cluster=NAME] [key=value ...] submit [--dry-run] [--follow] [--after RUN[,RUN]] [--json]"
         " [--array-parallelism N] [--again] [-- PROGRAM WORD ...]",
         "submit a run, or run it here with cluster=local; what follows -- is a program of your own, word for "
-        "word; --dry-run prints what sbatch would get; --after starts it when "
-        "other runs have finished. With -m and choices (key=1,2) a sweep: all points as one array, N at a time; the same "
-        "command again submits only what is missing. sweep.pack=4 lets four small runs share each task; with cluster=local "
-        "the points run here, one after the other. With -m hydra/sweeper=optuna a search, which waits for results",
+        "word; --dry-run prints what sbatch would get; --follow shows what rank 0 prints until the run has ended, and leaves "
+        "with the run's own code (0 finished, 75 stopped and can be resumed, 78 config or environment wrong, else 1); "
+        "--after starts it when other runs have finished. With -m and choices (key=1,2) a sweep: all points as one array, N "
+        "at a time; the same command again submits only what is missing. sweep.pack=4 lets four small runs share each task; "
+        "with cluster=local the points run here, one after the other. With -m hydra/sweeper=optuna a search, which waits "
+        "for results",
         "slurmtrain.cli.submit",
         composes=True,
         options=(
