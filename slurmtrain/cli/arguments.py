@@ -9,9 +9,10 @@ import argparse
 import functools
 import re
 import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.config.compose import config_groups, literal_override
@@ -30,6 +31,8 @@ HYDRA_OPTIONS = {
 CFG_CHOICES = ("job", "hydra", "all")
 INFO_CHOICES = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 OPEN = tuple(f"eval.{group}{end}" for group in ("sets", "metrics", "cluster", "parallel") for end in ".=")
+PROGRAM = "python -m slurmtrain"
+HELP_COLUMNS = 100  # longer lines are hard to read
 RUNS_PROGRAMS = ("submit", "render", "train")  # verbs that take a program after --
 SHORT = {
     "-h": "--help",
@@ -59,8 +62,29 @@ class Arguments:
     positionals: list[str] = field(default_factory=list)
 
 
+class HelpFormatter(argparse.HelpFormatter):
+    """Wraps sentences at HELP_COLUMNS at most, and keeps indented lines, such as examples, as they are."""
+
+    def __init__(self, prog: str) -> None:
+        columns = shutil.get_terminal_size((HELP_COLUMNS, 24)).columns
+        super().__init__(prog, width=max(40, min(columns, HELP_COLUMNS)), max_help_position=26)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith("  ") or "\n" in text:
+            return text
+        return super()._fill_text(text, width, indent)
+
+
 class Parser(argparse.ArgumentParser):
     """For the verbs that compose no config: what argparse refuses becomes one sentence and a hint, as everywhere."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": HelpFormatter, **options})
+
+    @classmethod
+    def of(cls, verb: str) -> Parser:
+        """Return the parser of a verb, whose help begins with its sentences and ends with its examples."""
+        return cls(prog=f"{PROGRAM} {verb}", description=VERBS[verb].help or VERBS[verb].summary, epilog=epilog(verb))
 
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (-\S*)", message)
@@ -78,6 +102,17 @@ class Parser(argparse.ArgumentParser):
         return known
 
 
+def epilog(verb: str) -> str:
+    """Return the examples of a verb, and the page of the manual that explains it; for the end of its help."""
+    lines = [example.partition("  # ") for example in VERBS[verb].examples]
+    width = max((len(line) for line, _, what in lines if what), default=0)
+    examples = "\n".join(
+        f"  {PROGRAM} {line:<{width}}  # {what}" if what else f"  {PROGRAM} {line}" for line, _, what in lines
+    )
+    more = f"more: {PROGRAM} help {VERBS[verb].topic}" if VERBS[verb].topic else ""
+    return "\n\n".join(part for part in (f"examples:\n{examples}" if examples else "", more) if part)
+
+
 def parse(argv: Sequence[str]) -> Arguments:
     """Take a command line of a verb that composes a config apart.
 
@@ -86,7 +121,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     """
     argv, program = split_program(argv)
     verb = find_verb(argv)
-    own = dict(VERBS[verb].options) if verb else {}
+    own = {flag.name: flag.metavar for flag in VERBS[verb].options} if verb else {}
     result = Arguments(verb)
     words = iter(argv)
     seen_verb = False
@@ -155,7 +190,7 @@ def _program_overrides(ours: Arguments, program: Sequence[str]) -> list[str]:
 def find_verb(argv: Sequence[str]) -> str | None:
     """The first bare word that is a verb; values of options, and a program after `--`, are not looked at."""
     argv, _ = split_program(argv)
-    own_with_value = {name for verb in VERBS.values() for name, takes_value in verb.options if takes_value}
+    own_with_value = {name for verb in VERBS.values() for name, metavar, _ in verb.options if metavar}
     skip = False
     for word in argv:
         if skip:

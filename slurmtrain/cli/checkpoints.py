@@ -25,7 +25,6 @@ from slurmtrain.checkpoint.retention import Keep, Kept
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.as_json import print_json
 from slurmtrain.cli.columns import print_table
-from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import CheckpointError, SlurmtrainError, UnreadableRecord, UsageError, nearest
 from slurmtrain.records import printable
 from slurmtrain.rundir import RunDir, disk_usage
@@ -75,16 +74,16 @@ def main(verb: str, words: list[str]) -> int:
 
 def _parser(verb: str) -> Parser:
     prog = f"python -m slurmtrain {verb}"
-    parser = Parser(prog=prog, description=VERBS[verb].help)
+    parser = Parser.of(verb)
     parser.add_argument(
         "run",
         metavar="RUN",
         help="a run id, a unique beginning of one, a path, or last; or the path of a directory of checkpoints, or of one",
     )
-    parser.add_argument("--json", action="store_true", help="list and verify: a list of objects, for a program")
+    parser.add_argument("--json", action="store_true", help="list and verify print a list of objects, for a program")
     actions = parser.add_subparsers(dest="action", metavar="list|verify|prune|export", title="actions")
     listing = actions.add_parser(
-        "list", prog=f"{prog} RUN list", help="a table of what is there; looks at sizes only (default)"
+        "list", prog=f"{prog} RUN list", help="print a table of what is there; looks at sizes only (default)"
     )
 
     verify = actions.add_parser(
@@ -96,7 +95,9 @@ def _parser(verb: str) -> Parser:
     )
     verify.add_argument("step", nargs="?", type=int, metavar="STEP", help="this one only")
     for action in (listing, verify):  # suppressed: its absence here must not undo what stands before the action
-        action.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="a list of objects")
+        action.add_argument(
+            "--json", action="store_true", default=argparse.SUPPRESS, help="print a list, for a program"
+        )
 
     prune = actions.add_parser(
         "prune",

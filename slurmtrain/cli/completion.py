@@ -51,6 +51,10 @@ def _words_of(verb: str) -> list[str]:
     words = re.findall(r"(?<![\w=.-])[a-z]+(?![\w=.-])", usage) + re.findall(r"(?<!\w)--?[a-z][a-z-]*", usage)
     if re.search(r"\b(RUN|SWEEP|A B)\b", usage):
         words += ["last", *_newest(sweeps="SWEEP" in usage)]
+    if verb == "help":
+        from slurmtrain.cli.manual import topics
+
+        words += topics()
     return words
 
 

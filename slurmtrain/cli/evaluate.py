@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 import time
@@ -12,7 +13,6 @@ from slurmtrain.checkpoint.commit import step_of
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.as_json import print_json
 from slurmtrain.cli.columns import print_table
-from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.evaluations import checkpoint_of, prepare, submit_due, submit_once
 from slurmtrain.launch.local import run_local
@@ -21,15 +21,15 @@ from slurmtrain.rundir import RunDir
 
 
 def main(verb: str, words: list[str]) -> int:
-    parser = Parser(prog=f"python -m slurmtrain {verb}", description=VERBS[verb].help)
+    parser = Parser.of(verb)
     parser.add_argument("run", metavar="RUN", help="a run id, a unique beginning of one, a path, or last")
-    parser.add_argument("--step", type=int, help="of the checkpoint; without it the newest")
-    parser.add_argument("--submit", action="store_true", help="as a job, on the run's cluster with eval.cluster")
-    parser.add_argument("--due", action="store_true", help="for the training: all that eval.mode=job asks for")
+    parser.add_argument("--step", type=int, metavar="N", help="the step of the checkpoint (default: the newest)")
+    parser.add_argument("--submit", action="store_true", help="submit it as a job, with the changes of eval.cluster")
+    parser.add_argument("--due", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--again", action="store_true", help="although it was measured: the data is another one now, say"
+        "--again", action="store_true", help="measure it again, although there is a result: the data has changed, say"
     )
-    parser.add_argument("--json", action="store_true", help="the answer for a program: an object")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON, for a program")
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
     options = parser.parse_args([word for word in words if word not in overrides])
     run_dir = rundir.find(options.run, rundir.runs_root())

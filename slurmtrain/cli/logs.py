@@ -13,7 +13,6 @@ from pathlib import Path
 
 from slurmtrain import records, rundir
 from slurmtrain.cli.arguments import Parser
-from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.state import WAITING, is_over, state
 from slurmtrain.rundir import RunDir
@@ -25,11 +24,19 @@ ASK_EVERY_S = 5.0  # the controller belongs to everybody
 
 
 def main(verb: str, words: list[str]) -> int:
-    parser = Parser(prog=f"python -m slurmtrain {verb}", description=VERBS[verb].help)
+    parser = Parser.of(verb)
     parser.add_argument("run", metavar="RUN", help="a run id, a unique beginning of one, a path, or last")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run has ended")
-    parser.add_argument("--rank", type=_rank, default=0, help="a number, or all: each line with its rank (default: 0)")
-    parser.add_argument("--attempt", type=int, help="default: the latest")
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="follow it through all attempts until the run has ended"
+    )
+    parser.add_argument(
+        "--rank",
+        type=_rank,
+        default=0,
+        metavar="N|all",
+        help="all prints each line with its rank (default: 0)",
+    )
+    parser.add_argument("--attempt", type=int, metavar="N", help="default: the latest")
     options = parser.parse_args(words)
     run_dir = rundir.find(options.run, rundir.runs_root())
     numbers, attempt = run_dir.attempt_numbers(), options.attempt

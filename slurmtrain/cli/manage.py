@@ -15,7 +15,6 @@ from slurmtrain.cli.as_json import print_json, run_object
 from slurmtrain.cli.checkpoints import format_size
 from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.runs import runs_or_refuse, say_doubts, say_unreadable
-from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import UsageError
 from slurmtrain.launch import compare, prune
 from slurmtrain.launch.compare import MISSING, Comparison
@@ -35,18 +34,20 @@ def main(verb: str, words: list[str]) -> int:
 
 def _parser(verb: str) -> Parser:
     prog = f"python -m slurmtrain {verb}"
-    parser = Parser(prog=prog, description=VERBS[verb].help)
+    parser = Parser.of(verb)
     actions = parser.add_subparsers(dest="action", metavar="list|compare|prune", title="actions", required=True)
 
-    listing = actions.add_parser("list", prog=f"{prog} list", help="all runs, oldest first")
-    listing.add_argument("--size", action="store_true", help="with the bytes on disk, which takes a while")
-    listing.add_argument("--json", action="store_true", help="a list of objects, as of `status --json`")
+    listing = actions.add_parser(
+        "list", prog=f"{prog} list", help="list all runs", description="List all runs, oldest first."
+    )
+    listing.add_argument("--size", action="store_true", help="show the bytes on disk, too, which takes a while")
+    listing.add_argument("--json", action="store_true", help="print a list of objects with the keys of `status --json`")
 
     comparing = actions.add_parser(
         "compare",
         prog=f"{prog} compare",
-        help="what differs between two runs",
-        description="What differs between two runs: config, code, the first step where the samples that they have seen, "
+        help="show what differs between two runs",
+        description="Show what differs between two runs: config, code, the first step where the samples that they have seen, "
         "their metrics or their weights part, and the last values. Metrics whose name ends in _s measure speed and always "
         "differ.",
     )

@@ -20,7 +20,7 @@ def main(verb: str, words: list[str]) -> int:
     Raises:
         UsageError: this is not inside of a run, or STEP is no number of steps.
     """
-    parser = Parser(prog=f"python -m slurmtrain {verb}", description=__doc__)
+    parser = Parser.of(verb)
     parser.add_argument("step", metavar="STEP", type=_steps, help="how far it has got, as a whole number that grows")
     parser.add_argument("--of", metavar="STEPS", type=_steps, help="how far it is to get; status shows the time left")
     options = parser.parse_args(words)

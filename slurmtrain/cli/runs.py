@@ -29,7 +29,6 @@ from slurmtrain.cli.columns import (
     terminal_width,
     urgency,
 )
-from slurmtrain.cli.verbs import VERBS
 from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, watch
 from slurmtrain.errors import ClusterError, UnreadableRecord, UsageError
 from slurmtrain.launch.claims import Owner, claimed, is_claimed
@@ -47,23 +46,27 @@ ATTEMPTS_HEADER = ("attempt", "job", "started", "took", "nodes", "steps", "reaso
 
 
 def main(verb: str, words: list[str]) -> int:
-    parser = Parser(prog=f"python -m slurmtrain {verb}", description=VERBS[verb].help)
+    parser = Parser.of(verb)
     if verb == "status":
-        parser.add_argument("run", nargs="?", metavar="RUN")
-        parser.add_argument("--json", action="store_true", help="the same for a program: an object, or a list of them")
+        parser.add_argument(
+            "run", nargs="?", metavar="RUN", help="a run id, a unique beginning of one, a path, or last"
+        )
+        parser.add_argument("--json", action="store_true", help="print an object, or a list of them, for a program")
         add_watch_options(parser)
     else:
         parser.add_argument("run", metavar="RUN", help="a run id, a unique beginning of one, a path, or last")
-        parser.add_argument("--json", action="store_true", help="the answer for a program: an object")
+        parser.add_argument("--json", action="store_true", help="print the answer as JSON, for a program")
     if verb == "resume":
         parser.add_argument(
             "--set",
             action="append",
             default=[],
             metavar="KEY=VALUE",
-            help="with other values of these fields: --set KEY=VALUE KEY=VALUE ...",
+            help="continue with these values: --set KEY=VALUE KEY=VALUE ...",
         )
-        parser.add_argument("--code", action="store_true", help="with the code as it is now: a new snapshot")
+        parser.add_argument(
+            "--code", action="store_true", help="take a new snapshot: continue with the code as it is now"
+        )
         words = _with_each_set(words)
     options = parser.parse_args(words)
     root = rundir.runs_root()

@@ -25,7 +25,7 @@ def main(verb: str, words: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     default = SandboxSpec()
-    parser = Parser(prog=PROG, description="A real, throwaway SLURM on this machine. Needs no root.")
+    parser = Parser.of("sandbox")
     actions = parser.add_subparsers(required=True, metavar="up | down | status | env")
     for name, action, what in (
         ("up", _up, "start one; returns when all nodes are idle"),

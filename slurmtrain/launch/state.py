@@ -334,6 +334,11 @@ class _Queue:
 
 
 def _confirmed_queue(owner: _Owner, records: list[_Record]) -> _Queue:
+    why_not = _why_conf_is_unusable(owner.slurm_conf)
+    if why_not is not None:
+        # The jobs of a sandbox here that is down are gone with it. Those of any other cluster may run: nobody can say.
+        known = all(record.over or _was_in_a_sandbox_here(record) for record in records)
+        return _Queue() if known else _Queue(doubt=why_not)
     job_ids = [job_id for record in records for job_id in record.possible_jobs]
     queue = _queue(owner, job_ids)
     for _ in range(CONFIRMATIONS - 1):
@@ -350,9 +355,26 @@ def _confirmed_queue(owner: _Owner, records: list[_Record]) -> _Queue:
     return queue
 
 
+def _why_conf_is_unusable(conf: str | None) -> str | None:
+    if conf is None:
+        return None
+    try:
+        os.stat(conf)
+    except (FileNotFoundError, NotADirectoryError):
+        return f"the run's slurm.conf is missing: {conf}"
+    except OSError as error:
+        return f"the run's slurm.conf cannot be read: {conf} ({error.strerror})"
+    return None
+
+
+def _was_in_a_sandbox_here(record: _Record) -> bool:
+    from slurmtrain.launch.sandbox.directory import user_directory
+
+    in_sandbox = Path(str(record.owner.slurm_conf)).parent.parent == user_directory()
+    return in_sandbox and record.info["host"] == socket.gethostname()
+
+
 def _queue(owner: _Owner, job_ids: list[str]) -> _Queue:
-    if owner.slurm_conf and not os.path.exists(owner.slurm_conf):
-        return _Queue()  # a sandbox that is down, and its jobs with it
     try:
         return _Queue(SlurmClient(owner.slurm_conf).queue(job_ids, owner.user))
     except ClusterError as error:  # the run's own files are all there is

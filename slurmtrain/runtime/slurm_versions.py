@@ -32,8 +32,8 @@ class Difference:
 
 PREEMPT_PARAMETERS = Difference(
     (23, 2),
-    "spells PreemptParameters=send_user_signal what was SlurmctldParameters=preempt_send_user_signal; neither takes the other",
-    "22.05.8 old; 23.11.11, 24.11.7, 25.05.9 new",
+    "documents PreemptParameters=send_user_signal for SlurmctldParameters=preempt_send_user_signal, which it still takes",
+    "22.05.8 knows the old one alone; 23.11.11, 24.11.7, 25.05.9 the new; 23.02 to 25.11 both by their source",
 )
 SLURMD_NEEDS_CGROUP = Difference(
     (23, 11),
@@ -49,7 +49,8 @@ STARTS_PREEMPTED_JOBS_ONCE_MORE = Difference(
     (24, 5),
     "marks a job when the grace time of a preemption begins, and takes the job's next end for that preemption. Neither "
     "`scontrol requeue` nor an exit code takes the mark off, only a requeue that slurmctld makes of such an end. So a job that "
-    "was requeued in its grace time is started once more after its end (PreemptMode=REQUEUE), or ends as PREEMPTED (CANCEL)",
+    "was requeued in its grace time is started once more after its end (PreemptMode=REQUEUE), or ends as PREEMPTED (CANCEL), "
+    "as does one with Requeue=0, whatever its exit code",
     "22.05.8, 23.11.11 not; 24.11.7, 25.05.9; 24.05 by its source (commit a689104d15)",
 )
 TIME_BEFORE_STEP_ERRORS = Difference(

@@ -20,6 +20,7 @@ from slurmtrain.cli import logs, main
 from slurmtrain.config.compose import compose
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, EXIT_USAGE
 from slurmtrain.launch import state as state_module
+from slurmtrain.launch.sandbox import default_directory
 from slurmtrain.launch.state import RunState, is_over, state, states
 from slurmtrain.launch.submit import preparing
 from slurmtrain.rundir import RunDir, write_json
@@ -759,6 +760,39 @@ def test_an_empty_answer_after_which_nobody_answers_leaves_it_open(
     run = make(JOB)
     attempt(run, job_id=JOB)
     fake_slurm.command("squeue", 'echo squeue >>"$here/asked"; [ "$(wc -l <"$here/asked")" = 1 ]')
+    assert said(state(run)) == ("unknown", True)
+
+
+def test_a_run_whose_slurm_conf_is_missing_may_be_alive_and_status_says_what_is_missing(
+    make: Make, queue: Queue, fake_slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, ended_run = make(JOB), make("4712")
+    conf = tmp_path / "unmounted" / "slurm.conf"
+    for each in (run, ended_run):
+        each.update_info(slurm_conf=str(conf))
+    ended(ended_run, "done", job_id="4712")
+    assert said(state(ended_run)) == ("finished", False) and state(ended_run).doubt is None
+    attempt(run, job_id=JOB)
+    assert said(state(run)) == ("unknown", True)
+    assert main(["status", run.id]) == 0
+    assert f"SLURM cannot be asked: the run's slurm.conf is missing: {conf}" in capsys.readouterr().out
+    assert main(["resume", run.id]) == 1 and fake_slurm.submitted == []
+    assert asked(fake_slurm, but="") == []  # another cluster's answer would say nothing
+    conf.parent.mkdir()
+    conf.touch()
+    queue({JOB: ("RUNNING", "None")})
+    assert said(state(run)) == ("running", True)
+
+
+def test_the_jobs_of_a_sandbox_that_is_down_are_gone_with_it(
+    make: Make, queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run = make(JOB)
+    run.update_info(slurm_conf=str(default_directory("default") / "slurm.conf"))
+    attempt(run, job_id=JOB)
+    assert said(state(run)) == ("lost", False)
+    run.update_info(host=ELSEWHERE)  # whose sandbox of that name is another one
     assert said(state(run)) == ("unknown", True)
 
 

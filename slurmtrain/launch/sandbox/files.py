@@ -83,8 +83,8 @@ def write_files(
     if prefix is not None:
         texts[PREFIX_FILE] = f"{prefix}\n"
         # A job that was told to export nothing gets the PATH of a login, which has another SLURM or none.
-        path = f"export PATH={shlex.quote(f'{prefix}/bin')}"
-        texts["task-prolog"] = f'#!/bin/sh\necho {shlex.quote(path)}":$PATH"\n'
+        # One that leads there keeps its order: a front of the person's for one of the commands stays before it.
+        texts["task-prolog"] = task_prolog_text(f"{prefix}/bin")
     for name, text in texts.items():
         (directory / name).touch(0o600)
         (directory / name).write_text(text)
@@ -97,6 +97,17 @@ def write_files(
     key.write_bytes(secrets.token_bytes(128))
     path = os.environ["PATH"] if prefix is None else path_with(f"{prefix}/bin", os.environ["PATH"])
     (directory / PLAN).write_text(json.dumps(_plan(spec, directory, first_port, programs, path)))
+
+
+def task_prolog_text(programs: str) -> str:
+    """Return the script that adds the folder of SLURM's commands to a task's PATH, where it is not on it.
+
+    SLURM takes what is printed after "export NAME=" as it stands, without a shell's quotes.
+    """
+    folder = shlex.quote(programs)
+    return f"""#!/bin/sh
+case ":$PATH:" in *:{folder}:*) ;; *) printf 'export PATH=%s:%s\\n' {folder} "$PATH" ;; esac
+"""
 
 
 def _plan(

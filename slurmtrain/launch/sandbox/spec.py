@@ -167,7 +167,6 @@ exit 0 # anything else would drain the node
 def _user_signal(spec: SandboxSpec, site: Site) -> str:
     if not spec.user_signal:
         return ""
-    # A release refuses to start with the other's spelling.
     current = PREEMPT_PARAMETERS.applies_to(site.slurm_version)
     return "PreemptParameters=send_user_signal\n" if current else "SlurmctldParameters=preempt_send_user_signal\n"
 
