@@ -17,7 +17,7 @@ from slurmtrain.errors import UsageError
 from slurmtrain.launch.state import WAITING, is_over, state
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.attempts import read_attempt
-from slurmtrain.runtime.judge import Verdict
+from slurmtrain.runtime.judge import Verdict, exit_code_of_run
 
 FOLLOW_POLL_S = 0.2  # of a log on a shared file system: there is no event to await
 ASK_EVERY_S = 5.0  # the controller belongs to everybody
@@ -196,7 +196,10 @@ def lines_as_they_come(
 
 
 def follow_to_the_end(run_dir: RunDir) -> int:
-    """Follow for `submit --follow`: return 0 if the run has finished, else 1. Ctrl-C does not affect the job."""
+    """Follow for `submit --follow`: return how the run has ended (0, 75, 78 or 1, as `exit_code_of_run`).
+
+    Ctrl-C does not affect the job, and returns 130.
+    """
     try:
         follow(run_dir, 0, None)
     except KeyboardInterrupt:
@@ -204,4 +207,7 @@ def follow_to_the_end(run_dir: RunDir) -> int:
         return 130
     now = state(run_dir)
     print(f"run {run_dir.id}: {now.word}: {now.sentence}")
-    return 0 if now.word == "finished" else 1
+    if now.word == "finished" or not now.attempts:
+        return 0 if now.word == "finished" else 1
+    last = now.attempts[-1]
+    return exit_code_of_run(last.verdict, last.reason, last.exit_code) or 1

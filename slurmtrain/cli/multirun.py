@@ -47,6 +47,10 @@ def submit(arguments: Arguments) -> int:
 
             return search(composer, arguments, parallelism)
         grid = composer.expand(arguments.overrides)
+        if not grid.keys:
+            say(
+                "nothing varies, so this is a sweep of one run; choices are written key=1,2, and a single run needs no -m"
+            )
         dry = "--dry-run" in options
         draft = draft_of(_fitting(check(composer, grid), grid, later="--after" in options, dry=dry), cwd)
     after = awaited_runs(draft.first, options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -39,6 +40,7 @@ from slurmtrain.runtime.attempts import Attempt, write_request
 from slurmtrain.runtime.slurm import SlurmClient
 
 HEADER = ("run", "name", "state", *PROGRESS, "attempts", "")
+OVERRIDE = re.compile(r"[+~]{0,2}\w[\w.@-]*=")  # not a path with a = in it
 EVALUATIONS_HEADER = ("evaluation", "job", "state", "measured", "")
 ATTEMPTS_HEADER = ("attempt", "job", "started", "took", "nodes", "steps", "reason", "then")
 
@@ -60,11 +62,12 @@ def main(verb: str, words: list[str]) -> int:
             action="append",
             default=[],
             metavar="KEY=VALUE",
-            help="continue with this value of a field; repeatable",
+            help="continue with these values: --set KEY=VALUE KEY=VALUE ...",
         )
         parser.add_argument(
             "--code", action="store_true", help="take a new snapshot: continue with the code as it is now"
         )
+        words = _with_each_set(words)
     options = parser.parse_args(words)
     root = rundir.runs_root()
     if verb == "status":
@@ -88,6 +91,25 @@ def main(verb: str, words: list[str]) -> int:
     else:
         print(said)
     return 0
+
+
+def _with_each_set(words: Sequence[str]) -> list[str]:
+    """Put a --set before each further KEY=VALUE after one, as argparse reads them. A RUN may still follow.
+
+    Raises:
+        UsageError: there is a KEY=VALUE without any --set.
+    """
+    found: list[str] = []
+    setting = False
+    for before, word in zip(["", *words], words, strict=False):
+        is_value = OVERRIDE.match(word) is not None
+        if is_value and before != "--set" and not setting:
+            raise UsageError(f"{word} after resume needs a --set before it", hint=f"--set {word}")
+        if is_value and before != "--set":
+            found.append("--set")
+        found.append(word)
+        setting = is_value or word.startswith("--set=")
+    return found
 
 
 def _status(options: argparse.Namespace, root: Path) -> int:

@@ -47,7 +47,12 @@ VERBS: dict[str, Verb] = {
         composes=True,
         options=(
             Flag("--dry-run", "", "print exactly what sbatch would get, and submit nothing"),
-            Flag("--follow", "", "stay, and show the output of rank 0 until the run has ended"),
+            Flag(
+                "--follow",
+                "",
+                "stay, show the output of rank 0 until the run has ended, and exit with 0: finished, 75: stopped, `resume` "
+                "continues it, 78: config or environment wrong, or 1",
+            ),
             Flag("--after", "RUN[,RUN]", "start when these runs have finished"),
             Flag("--array-parallelism", "N", "with -m: train at most N points at a time"),
             Flag("--again", "", "with -m: make another sweep of the same points"),

@@ -23,12 +23,11 @@ from typing import BinaryIO
 from slurmtrain.config import secrets
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
 from slurmtrain.launch.import_paths import pythonpath_folders
 from slurmtrain.launch.plain_log import PlainLog
 from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime.environment import LAUNCHER_VARIABLE
-from slurmtrain.runtime.judge import Judgement, Reason, Verdict
+from slurmtrain.runtime.judge import Reason, Verdict, exit_code_of_run
 from slurmtrain.runtime.settle import run_hook_of, settle
 from slurmtrain.runtime.slurm import belongs_to_a_job
 
@@ -51,7 +50,7 @@ def run_local(run_dir: RunDir, say: Callable[[str], None]) -> int:
             + ("" if judgement.verdict is not Verdict.END else f". {how_to_continue(run_dir.id, judgement.reason)}")
         )
         if judgement.verdict is not Verdict.REQUEUE:
-            return _exit_code(judgement, code)
+            return exit_code_of_run(judgement.verdict, judgement.reason, code)
 
 
 def how_to_continue(run_id: str, reason: str | None) -> str:
@@ -61,15 +60,6 @@ def how_to_continue(run_id: str, reason: str | None) -> str:
     if reason == Reason.CONFIG:
         return f"When that is put right: resume {run_id} (--set KEY=VALUE changes its config), or submit again"
     return f"Continue with: resume {run_id}"
-
-
-def _exit_code(judgement: Judgement, code: int) -> int:
-    if judgement.verdict is Verdict.DONE:
-        return 0
-    if judgement.reason is Reason.CONFIG:
-        return EXIT_CONFIG
-    # After a crash of one rank the others may have saved and left with 75; it was a crash all the same.
-    return EXIT_REQUEUE if code == EXIT_REQUEUE and judgement.reason is not Reason.CRASH else 1
 
 
 class LocalAttempt:

@@ -45,6 +45,22 @@ class Verdict(StrEnum):
     END = "end"
 
 
+def exit_code_of_run(verdict: str | None, reason: str | None, code: int | None) -> int:
+    """Return with what a command leaves that has waited for the end of a run, given how the last attempt has ended.
+
+    Args:
+        code: the highest exit code of the attempt's ranks.
+
+    Returns: 0 it has finished, 75 it has stopped and can be resumed, 78 the config or the environment is wrong, else 1.
+    """
+    if verdict == Verdict.DONE:
+        return 0
+    if reason == Reason.CONFIG:
+        return EXIT_CONFIG
+    # After a crash of one rank the others may have saved and left with 75; it was a crash all the same.
+    return EXIT_REQUEUE if code == EXIT_REQUEUE and reason != Reason.CRASH else 1
+
+
 @dataclass(frozen=True)
 class Evidence:
     """All facts that are known when the last rank has exited.

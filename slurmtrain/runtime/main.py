@@ -6,6 +6,7 @@ everything that needs it are imported inside functions here.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -169,7 +170,15 @@ def _train(
     if config.job.kind == "evaluate":
         return _evaluate(config, world, where, agreement, timeline)
     trainer = build_trainer(config, world, where, agreement, timeline, watch)
-    outcome = trainer.fit()
+    try:
+        outcome = trainer.fit()
+    except BaseException:
+        if (
+            world.environment.rank == 0 and trainer.step
+        ):  # else the last step that was logged would be all that is known
+            with contextlib.suppress(OSError, SlurmtrainError):  # a full disk must not hide what has happened
+                place.update_attempt(where, last_step=trainer.step)
+        raise
     if world.environment.rank == 0:
         said = "finished" if outcome.finished else "stopped"
         place.update_attempt(where, said=said, last_step=outcome.step)

@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slurmtrain import records
 from slurmtrain.cli import logs, main
 from slurmtrain.config.compose import compose
-from slurmtrain.errors import EXIT_USAGE
+from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, EXIT_USAGE
 from slurmtrain.launch import state as state_module
 from slurmtrain.launch.sandbox import default_directory
 from slurmtrain.launch.state import RunState, is_over, state, states
@@ -641,6 +642,28 @@ def test_a_run_that_says_it_is_over_is_followed_no_longer_whatever_its_job_does(
     assert "".join(logs.lines_as_they_come(run, 0, None)) == "all of it\n"
     assert clock.sleeps == 1
     assert asked(fake_slurm, but="") == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"verdict": "done", "reason": "finished", "exit_code": 0}, 0),
+        ({"verdict": "end", "reason": "config", "exit_code": 78}, EXIT_CONFIG),
+        ({"verdict": "end", "reason": "time limit", "exit_code": 75}, EXIT_REQUEUE),
+        ({"verdict": "end", "reason": "cancelled", "exit_code": 75}, EXIT_REQUEUE),
+        ({"verdict": "end", "reason": "crash", "exit_code": 75}, 1),
+        ({"verdict": "end", "reason": "crash", "exit_code": 137}, 1),
+        (None, 1),
+    ],
+)
+def test_submit_that_follows_leaves_with_the_runs_own_code(
+    fields: dict[str, Any] | None, code: int, make: Make, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(JOB)
+    if fields is not None:
+        ended(run, **fields)
+    monkeypatch.setattr(logs, "time", Clock())
+    assert logs.follow_to_the_end(run) == code
 
 
 def test_a_resumed_run_is_followed_into_its_next_attempt(
