@@ -1,4 +1,5 @@
-"""What Hydra finds of us: pip puts a copy of this file into the namespace hydra_plugins, as hydra_plugins.slurmtrain.
+"""The plugin that Hydra finds: pip puts a copy of this file into the namespace hydra_plugins, as
+hydra_plugins.slurmtrain.
 
 Every Hydra program on the machine imports it when it starts, so it does nothing before a launcher is asked for jobs.
 """
@@ -15,7 +16,7 @@ from hydra.plugins.launcher import Launcher
 
 @dataclass
 class LauncherConf:
-    """hydra.launcher of `hydra/launcher=slurmtrain`: any Hydra program's jobs as runs of slurmtrain."""
+    """The config hydra.launcher of `hydra/launcher=slurmtrain`: any Hydra program's jobs as runs of slurmtrain."""
 
     _target_: str = "hydra_plugins.slurmtrain.SlurmtrainLauncher"
     cluster: str = "local"  # a config of slurmtrain's group of this name; local: processes of this machine
@@ -27,7 +28,7 @@ class LauncherConf:
 
 @dataclass
 class SearchLauncherConf:
-    """What `slurmtrain -m hydra/sweeper=... submit` chooses by itself."""
+    """The config of the launcher that `slurmtrain -m hydra/sweeper=... submit` chooses by itself."""
 
     _target_: str = "hydra_plugins.slurmtrain.SearchLauncher"
 

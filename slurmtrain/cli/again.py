@@ -50,7 +50,7 @@ def _begin(run_dir: RunDir, job_id: str | None) -> int:
 
 
 def cancel_rest(run_dir: RunDir, job_id: str | None) -> None:
-    """Take the rest of the chain out of the queue; where SLURM refuses, each job finds out when it starts."""
+    """Take the rest of the chain out of the queue; if SLURM refuses, each of its jobs finds out when it starts."""
     try:
         chain.cancel_rest(run_dir, job_id, SlurmClient())
     except ClusterError as error:

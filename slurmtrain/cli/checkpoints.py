@@ -1,4 +1,4 @@
-"""checkpoints: what a run could be resumed from, whether it is sound, what may go, and weights for other programs.
+"""checkpoints: list, verify, prune and export the checkpoints that a run can be resumed from.
 
 Works on a run, on any directory of checkpoints, and on a single one. Only `export` imports torch.
 """
@@ -37,13 +37,13 @@ DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 @dataclass(frozen=True)
 class Place:
-    """Where to look.
+    """The checkpoints that a command is about.
 
     Attributes:
-        directory: of the checkpoints.
-        name: what to call it to a person.
-        run: the run that it belongs to, if it is one's.
-        chosen: the one checkpoint that was meant.
+        directory: directory of the checkpoints.
+        name: name of the directory for a person.
+        run: the run that it belongs to, if any.
+        chosen: the one checkpoint that was named, if any.
     """
 
     directory: Path
@@ -134,10 +134,10 @@ def _parser(verb: str) -> Parser:
 
 
 def _find(reference: str) -> Place:
-    """What a person means by RUN.
+    """Return the checkpoints that a person means by RUN.
 
     Raises:
-        UsageError: no run and no checkpoint.
+        UsageError: it is neither a run nor a checkpoint.
     """
     path = Path(reference)
     try:
@@ -166,7 +166,7 @@ def _named(path: Path) -> bool:
 
 
 def _of_step(place: Place, step: int | None) -> list[Path]:
-    """The committed checkpoints of a step, or all.
+    """Return the committed checkpoints of a step, or all.
 
     Raises:
         UsageError: there is none.
@@ -186,7 +186,7 @@ def _of_step(place: Place, step: int | None) -> list[Path]:
 
 
 def _list(place: Place, options: argparse.Namespace) -> int:
-    """One row for everything that is there, by step. Sizes are compared, contents are not: that is `verify`."""
+    """Print a row for everything that is there, by step. Sizes are compared, contents are not: that is `verify`."""
     now = time.time()
     paths = [place.chosen] if place.chosen else [path for path in _entries(place.directory) if _named(path)]
     if not paths:
@@ -240,7 +240,9 @@ def _row(path: Path, now: float) -> list[str]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """A checkpoint for a program. damage: what is wrong by sizes, in words; complete: a restore would take it for one."""
+    """Return the JSON of a checkpoint. damage: what is wrong by sizes, in words; complete: whether a restore would
+    consider it.
+    """
     manifest, damage = _inspect(path)
     facts: dict[str, Any] = {"step": _step(path), "path": str(path), "bytes": disk_usage(path), "damage": damage}
     final = _named(path) and ".damaged-" not in path.name and (path / commit.COMPLETE).is_file()
@@ -252,7 +254,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _inspect(path: Path) -> tuple[Manifest | None, list[str]]:
-    """The manifest, and one sentence for everything that is wrong, by sizes."""
+    """Return the manifest, and one sentence for everything that is wrong, by sizes."""
     try:
         manifest = commit.read_manifest(path)
     except CheckpointError as error:
@@ -264,7 +266,7 @@ def _inspect(path: Path) -> tuple[Manifest | None, list[str]]:
 
 
 def _verify(place: Place, options: argparse.Namespace) -> int:
-    """Compare every file with its digest. Exit code 1 when anything is damaged."""
+    """Compare every file with its digest. The exit code is 1 if anything is damaged."""
     aside = commit.damaged(place.directory) if place.chosen is None and options.step is None else []
     paths = _of_step(place, options.step) if not aside else place.committed()
     found: list[dict[str, Any]] = []
@@ -291,7 +293,7 @@ def _verify(place: Place, options: argparse.Namespace) -> int:
 
 
 def _compare(path: Path) -> tuple[int, int, list[str]]:
-    """Bytes and number of files, and everything that is wrong with their contents."""
+    """Return bytes and number of files, and everything that is wrong with their contents."""
     try:
         manifest = commit.read_manifest(path)
     except CheckpointError as error:
@@ -308,7 +310,7 @@ def _compare(path: Path) -> tuple[int, int, list[str]]:
 
 @contextmanager
 def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing elsewhere. It is told of bytes."""
+    """Give a function that shows a number of bytes as progress: a bar on a terminal, nothing elsewhere."""
     if not sys.stderr.isatty():
         yield lambda count: None
         return
@@ -330,18 +332,18 @@ def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @dataclass(frozen=True)
 class Removal:
-    """A folder to remove: what it is, for a person."""
+    """A folder to remove, with a description for a person."""
 
     path: Path
     what: str
 
 
 def _prune(place: Place, options: argparse.Namespace) -> int:
-    """Remove what is not wanted any more.
+    """Remove checkpoints that are no longer wanted.
 
-    The newest checkpoint is verified first: were it damaged, an older one would be needed. A run that is running may be pruned:
-    it only adds newer ones, and what is decided here concerns those that were there before. It must not be fenced off, so no
-    incarnation is claimed: what is removed goes under the number of the newest there is.
+    The newest checkpoint is verified first: if it were damaged, an older one would be needed. A run that is running may
+    be pruned: it only adds newer ones, and the decision concerns those that were there before. It must not be fenced
+    off, so no incarnation is claimed: removed checkpoints get the number of the newest incarnation.
     """
     if place.chosen is not None:
         raise UsageError(
@@ -395,7 +397,7 @@ def _prune(place: Place, options: argparse.Namespace) -> int:
 
 
 def _require_own(place: Place) -> None:
-    """Raises: UsageError: the checkpoints are somebody else's, or reached through a link in the run."""
+    """Raise UsageError if the checkpoints belong to another user, or are reached through a link in the run."""
     if place.run is not None:
         rundir.require_own(place.run)
         rundir.check_not_linked(place.run)
@@ -404,12 +406,12 @@ def _require_own(place: Place) -> None:
 
 
 def _by_options(options: argparse.Namespace) -> bool:
-    """Does the command line say what to keep?"""
+    """Return whether the command line says what to keep."""
     return any(value is not None for value in (options.keep_last, options.keep_every, options.best))
 
 
 def _keep(place: Place, options: argparse.Namespace) -> Keep | None:
-    """What to keep: as the options say, or without any as the run's config says. None: checkpoints are left alone."""
+    """Return what to keep, by the options or else by the run's config. None: checkpoints are not removed."""
     if options.best is None and (options.metric or options.mode):
         raise UsageError("--metric and --mode say which checkpoints are the best", hint="add --best N")
     if not _by_options(options) and (options.damaged or options.leftovers):
@@ -430,7 +432,7 @@ def _keep(place: Place, options: argparse.Namespace) -> Keep | None:
 
 
 def _keep_of(run: RunDir) -> Keep:
-    """As the run itself keeps, by its frozen config."""
+    """Return the rules by which the run itself keeps checkpoints, from its frozen config."""
     if not run.config_file.exists():
         return Keep()
     try:
@@ -450,7 +452,9 @@ def _keep_of(run: RunDir) -> Keep:
 
 
 def _surplus(found: Sequence[Path], keep: Keep, *, asked: bool) -> list[Removal]:
-    """What no rule wants. What is visibly damaged is neither counted nor removed: a restore sets it aside."""
+    """Return the checkpoints that no rule wants. Visibly damaged ones are neither counted nor removed: a restore sets
+    them aside.
+    """
     kept, paths = [], []
     for path in found:
         manifest, damage = _inspect(path)
@@ -471,7 +475,7 @@ def _surplus(found: Sequence[Path], keep: Keep, *, asked: bool) -> list[Removal]
 
 
 def _check_newest(place: Place, found: Sequence[Path]) -> None:
-    """Raises CheckpointError unless the newest checkpoint is sound: nothing is removed then."""
+    """Raise CheckpointError unless the newest checkpoint is sound, so that nothing is removed."""
     if not found:
         raise CheckpointError(f"{place.name} has no sound checkpoint, so nothing was removed")
     newest = found[-1]
@@ -524,7 +528,7 @@ def _number(value: object) -> str:
 
 
 def _age(path: Path, now: float) -> str:
-    """Since the commit, else since the folder changed; rough, as a person says it."""
+    """Format the time since the commit, or else since the folder changed, roughly."""
     try:
         marker = path / commit.COMPLETE
         seconds = now - (marker if marker.exists() else path).stat().st_mtime

@@ -1,4 +1,4 @@
-"""evaluate: the checkpoint of a run, measured here or by a job of its own."""
+"""evaluate: measure the checkpoint of a run, here or by a job of its own."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def main(verb: str, words: list[str]) -> int:
 
 
 def _start(evaluation: RunDir, *, submit: bool) -> int:
-    """Returns the exit code. Nothing is done that is done already, or under way."""
+    """Evaluate or submit, unless that is done already or under way, and return the exit code."""
     if evaluation.result_file.exists():
         return 0
     now = state(evaluation)
@@ -69,7 +69,11 @@ def _start(evaluation: RunDir, *, submit: bool) -> int:
 
 
 def _object(run_dir: RunDir, evaluation: RunDir, checkpoint: Path) -> dict[str, object]:
-    """run, step, path; job_ids that it was submitted as; metrics by name, {} before it is done, and measured_at, then null."""
+    """Return the JSON of an evaluation.
+
+    Its keys: run, step, path; job_ids that it was submitted as; metrics by name, {} before it is done, and measured_at,
+    then null.
+    """
     return {
         "run": run_dir.id,
         "step": step_of(checkpoint),

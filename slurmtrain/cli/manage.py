@@ -1,4 +1,4 @@
-"""runs: what runs there are, what differs between two of them, and removing those that have ended. Imports no torch."""
+"""runs: list runs, compare two of them, and remove those that have ended. Imports no torch."""
 
 from __future__ import annotations
 
@@ -205,19 +205,19 @@ def _metric_row(name: str, found: Comparison) -> list[str]:
 
 
 def _comparison_object(a: RunDir, b: RunDir, found: Comparison, tolerance: float) -> dict[str, Any]:
-    """What `runs compare A B --json` prints.
+    """Return what `runs compare A B --json` prints.
 
-    a, b         id, path and code (revision, dirty) of each
-    config       a list of key, a, b; without a or b where that run has no such key
+    a, b         id, path and code (revision, dirty) of each run
+    config       a list of key, a, b; without a or b if that run has no such key
     files        paths of code that differ; null when there are no snapshots of both
-    tolerance    as it was given
+    tolerance    the tolerance that was given
     steps        number of steps that both have logged
-    parted_at    the first step where a metric that does not measure speed parts; null when none does
-    data         steps: number of steps at which both have logged the hash of their samples; parted_at: the first where
+    parted_at    the first step at which a metric that does not measure speed differs; null when none does
+    data         steps: number of steps at which both have logged the hash of their samples; parted_at: the first at which
                  it differs, or null
-    weights      steps: of the checkpoints that were compared; parted_at: the first that differs, or null; tensors: those
-                 that differ there; left: why others were not compared, or null
-    metrics      by name: final (a and b), and where it parts (step, a, b) or null
+    weights      steps: steps of the checkpoints that were compared; parted_at: the first that differs, or null; tensors: names
+                 of tensors that differ there; left: why others were not compared, or null
+    metrics      by name: final (a and b), and where it differs first (step, a, b) or null
     """
     return {
         **{

@@ -1,4 +1,4 @@
-"""prepare: raw text -> tokenised shards, here and now; `prepare verify` looks at the result."""
+"""prepare: make tokenised shards from raw text, in this process; `prepare verify` checks the result."""
 
 from __future__ import annotations
 

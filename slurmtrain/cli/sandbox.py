@@ -74,14 +74,14 @@ def _directory(options: argparse.Namespace) -> Path:
 
 
 def _suffix(options: argparse.Namespace) -> str:
-    """What the next command needs to mean the same sandbox."""
+    """Return the options by which the next command means the same sandbox."""
     if options.dir:
         return f" --dir {shlex.quote(str(options.dir))}"
     return "" if options.name == "default" else f" --name {options.name}"
 
 
 def _as_override(options: argparse.Namespace) -> str:
-    """What a command with +cluster=sandbox needs to mean the same sandbox."""
+    """Return the overrides by which a command with +cluster=sandbox means the same sandbox."""
     if options.dir:
         return f" cluster.sandbox=null cluster.slurm_conf={shlex.quote(str(options.dir / 'slurm.conf'))}"
     return "" if options.name == "default" else f" cluster.sandbox={options.name}"

@@ -1,4 +1,4 @@
-"""submit and render; and what submitting a run, a grid and a search have in common."""
+"""submit and render, and the code that submitting a run, a grid and a search have in common."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def compose_and_validate(arguments: Arguments) -> Config:
 
 
 def starting_after(config: Config, runs: str) -> Config:
-    """As in launch.after; refused for cluster=local."""
+    """Return what `launch.after.starting_after` does; raise for cluster=local."""
     from slurmtrain.launch import after
 
     if config.cluster.backend == "local":
@@ -84,7 +84,7 @@ def starting_after(config: Config, runs: str) -> Config:
 
 
 def awaited_runs(config: Config, options: Mapping[str, str]) -> list[RunDir]:
-    """Those of --after. Whatever is wrong with them is said before anything is made."""
+    """Return the runs of --after. Errors in them are raised before anything is created."""
     if "--after" not in options:
         return []
     from slurmtrain.launch import after
@@ -94,13 +94,15 @@ def awaited_runs(config: Config, options: Mapping[str, str]) -> list[RunDir]:
 
 
 def say_unless_awaited(after: Sequence[RunDir], sweep: Sweep) -> None:
-    """A sweep that was there already waits for what it was told to wait for when it was made."""
+    """Print a message if --after names other runs than those that an existing sweep already waits for."""
     if after and [str(run_dir.path) for run_dir in after] != sweep.info()["after"]:
         say(f"--after does not hold for {sweep.id}, which is there already")
 
 
 def client_of(config: Config) -> SlurmClient:
-    """SLURM, which has to be there before anything is made; with a warning of what is likely to go wrong."""
+    """Check that SLURM is available before anything is created, print warnings of likely problems, and return its
+    client.
+    """
     client = SlurmClient(slurm_conf_of(config))
     check_slurm_is_here(client.slurm_conf)
     for warning in look_ahead(config, Path(config.job.runs_dir).expanduser(), client):

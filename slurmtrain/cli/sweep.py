@@ -1,4 +1,4 @@
-"""sweep: look at one, steer it."""
+"""sweep: show the state of a sweep, and control it."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _status(sweep: Sweep, options: argparse.Namespace) -> int:
 
 
 def _view(sweep: Sweep) -> View:
-    """All points, first what runs, then what waits, then what has ended."""
+    """Return all points, first those that run, then those that wait, then those that have ended."""
     points, now = sweep.points(), sweeps.states_of(sweep)
     headline = _headline(sweep, points, now)
     points.sort(key=lambda point: urgency(now[point.run_id]))
@@ -143,7 +143,7 @@ def _row(point: Point, now: RunState) -> list[str]:
 
 
 def _headline(sweep: Sweep, points: Sequence[Point], now: dict[str, RunState]) -> str:
-    """How many are in which state, how long all of it takes, and the best loss so far."""
+    """Return the number of points in each state, the time left for all of them, and the best loss so far."""
     running = [state.progress for state in now.values() if state.word == "running"]
     # Prepared: their turn comes on this machine, or when there is room for more jobs.
     waiting = [each for each in now.values() if each.word == "prepared" or (each.alive and each.word != "running")]

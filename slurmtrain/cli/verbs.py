@@ -1,4 +1,4 @@
-"""The verbs: what each does, and where its code is. The one list that parsing, help and completion read."""
+"""The verbs: the effect of each, and the module of its code. Parsing, help and completion all read this list."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ class Flag(NamedTuple):
 
 @dataclass(frozen=True)
 class Verb:
-    """Attributes:
-    summary: one line for the list of all verbs.
-    help: the sentences that `VERB --help` shows.
-    module: its `main(arguments)` for a verb that composes a config, `main(verb, words)` for the others.
-    options: flags of a verb that composes a config.
-    examples: command lines without `python -m slurmtrain`, each with what it does behind a `#`.
-    topic: the page of the manual that explains the verb.
+    """One verb of the command line.
+
+    Attributes:
+        module: module with its `main(arguments)` for a verb that composes a config, else with its `main(verb, words)`.
+        options: flags of a verb that composes a config -> whether a value follows.
     """
 
     usage: str
@@ -49,7 +47,12 @@ VERBS: dict[str, Verb] = {
         composes=True,
         options=(
             Flag("--dry-run", "", "print exactly what sbatch would get, and submit nothing"),
-            Flag("--follow", "", "stay, and show the output of rank 0 until the run has ended"),
+            Flag(
+                "--follow",
+                "",
+                "stay, show the output of rank 0 until the run has ended, and exit with 0: finished, 75: stopped, `resume` "
+                "continues it, 78: config or environment wrong, or 1",
+            ),
             Flag("--after", "RUN[,RUN]", "start when these runs have finished"),
             Flag("--array-parallelism", "N", "with -m: train at most N points at a time"),
             Flag("--again", "", "with -m: make another sweep of the same points"),

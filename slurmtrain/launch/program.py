@@ -1,4 +1,4 @@
-"""The program of job.command, looked at on the login node: is it there, and is what it imports?"""
+"""Check the program of job.command on the login node: does it exist, and do the packages that it imports?"""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(json.dumps([name for name in sys.argv[1:] if not there(name)]))
 
 
 def check_program(config: Config, cwd: Path) -> None:
-    """Look for the script or module of job.command, and for the packages that a script imports at its top.
+    """Check that the script of job.command exists, and the packages that it imports at its top.
 
     Raises:
         ConfigError: something is missing that this machine would see.
@@ -93,19 +93,13 @@ def _can_run(folder: Path, module: str) -> bool:
 
 
 def check_in_snapshot(config: Config, workdir: Path, source: Source, cwd: Path) -> list[str]:
-    """Look in the snapshot for the script or module of job.command, and for other files that its words name.
+    """Check that the script of job.command is in the snapshot.
 
     Args:
-        workdir: where the ranks run.
-        source: what the snapshot was made of.
-        cwd: the folder of the command.
-
-    Returns:
-        A sentence for each path that is here and not in the snapshot. The program may make it, or not need it, so this
-        refuses nothing.
+        workdir: the working directory of the ranks.
 
     Raises:
-        ConfigError: the script or module is not there.
+        ConfigError: it is not, because git ignores it.
     """
     if source.root is None:  # it runs in `cwd` itself
         return []
@@ -149,7 +143,9 @@ def _command(config: Config) -> str:
 
 
 def _interpreter(config: Config) -> str | None:
-    """The Python that runs the program, as this machine sees it; None where set-up lines or a container decide."""
+    """Return the Python that runs the script, as this machine sees it; None if set-up lines or a container decide
+    it.
+    """
     cluster, word = config.cluster, shlex.split(config.job.command or "")[0]
     if not PYTHON.match(os.path.basename(word)) or cluster.container.kind or cluster.modules or cluster.setup:
         return None
@@ -179,11 +175,7 @@ def imports_of(script: Path) -> Iterator[str]:
 
 
 def _missing(interpreter: str, names: list[str], *folders: Path) -> list[str]:
-    """Those of the packages that an interpreter does not find; none when it cannot be asked.
-
-    Args:
-        folders: where they may lie, too; the last one is that of the command.
-    """
+    """Return the packages that an interpreter does not find; none when it cannot be asked."""
     names = [name for name in dict.fromkeys(names) if name not in sys.stdlib_module_names and name != "slurmtrain"]
     own = [
         name

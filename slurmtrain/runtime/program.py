@@ -1,5 +1,6 @@
-"""What job.command names: the file or module it runs, and other files, so that what is missing is said before anything waits
-for it. Pure."""
+"""The file that job.command runs, as a pure function, so that a missing one is reported before anything waits for
+it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ PYTHON_OPTIONS_WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
 
 
 def script_of(command: str) -> str | None:
-    """Return the file that a command runs: a program by its path, or the script of an interpreter; None: none is named."""
+    """Return the file that a command runs: a program by its path, or the script of an interpreter; None: none is
+    named.
+    """
     words = _words(command)
     if not words or module_of(command) is not None:
         return None
@@ -86,7 +89,7 @@ def _module_of_python(words: list[str]) -> str | None:
 
 
 def _after_options(words: list[str], with_value: tuple[str, ...]) -> str | None:
-    """The first word that is no option; None where code or a module is given instead."""
+    """Return the first word that is no option; None if code or a module is given instead."""
     rest = iter(words)
     for word in rest:
         if word in with_value:

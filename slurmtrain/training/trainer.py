@@ -181,6 +181,11 @@ class Trainer:
         self._nonfinite = NonfiniteSteps(train.max_nonfinite)
         self._begins_finite = all_finite(self._parameters)  # else it is meant to be as it is
 
+    @property
+    def step(self) -> int:
+        """Steps done, by this attempt and those before it."""
+        return self._counters.step
+
     def fit(self) -> Outcome:
         """Restore, then step until done or told to stop; save on the way and at the end."""
         if self._checkpoint.keep_best:
