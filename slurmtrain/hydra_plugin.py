@@ -1,5 +1,4 @@
-"""The plugin that Hydra finds: pip puts a copy of this file into the namespace hydra_plugins, as
-hydra_plugins.slurmtrain.
+"""The plugin that Hydra finds: pip puts a copy of this file into the namespace hydra_plugins, as hydra_plugins.slurmtrain.
 
 Every Hydra program on the machine imports it when it starts, so it does nothing before a launcher is asked for jobs.
 """
@@ -34,6 +33,8 @@ class SearchLauncherConf:
 
 
 class SlurmtrainLauncher(Launcher):
+    """The launcher of `hydra/launcher=slurmtrain`."""
+
     def __init__(self, **settings: Any):
         self._settings = settings
         self._tasks: Any = None
@@ -48,6 +49,8 @@ class SlurmtrainLauncher(Launcher):
 
 
 class SearchLauncher(Launcher):
+    """The launcher of a search, which asks `launch.search.Search` for the results of points."""
+
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
         self._context, self._search, self._config = hydra_context, task_function, config
 

@@ -27,8 +27,9 @@ class Stat:
 
 
 def stat(pid: int | str) -> Stat | None:
-    """Return the facts of a process; None if it does not exist, or belongs to somebody else on a machine that hides
-    those (hidepid=1).
+    """Return the facts of a process, or None if it does not exist or is hidden.
+
+    A machine may hide processes of other users (hidepid=1).
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")

@@ -95,8 +95,7 @@ def read_text(path: Path, *, at_most: int = RECORD_BYTES) -> str:
 
 
 def read_tail(path: Path, size: int) -> bytes:
-    """Read the last `size` bytes of a file, which may begin in the middle of a line; return nothing if there is no
-    file.
+    """Read the last `size` bytes of a file, which may begin in the middle of a line; return nothing if there is no file.
 
     Raises:
         UnreadableRecord: it is not a regular file, or cannot be read.
@@ -246,8 +245,9 @@ def only_of_account(path: str | Path, uid: int) -> bool:
 
 
 def others_may_write(found: os.stat_result) -> bool:
-    """Return whether mode and group let somebody else write. A group with the user's own number counts as theirs
-    alone.
+    """Return whether mode and group let somebody else write.
+
+    A group with the user's own number counts as theirs alone.
     """
     own_group = found.st_gid == os.geteuid()
     return bool(found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not own_group))
@@ -338,8 +338,9 @@ def finite(value: object) -> float | None:
 
 
 def printable(text: str) -> str:
-    """Return the text without control characters, so that the content of a file cannot control a terminal. Line ends
-    stay.
+    """Return the text without control characters, so that the content of a file cannot control a terminal.
+
+    Line ends stay.
     """
     if text.isprintable():
         return text

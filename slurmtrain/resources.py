@@ -17,7 +17,5 @@ def shipped(name: str) -> Path:
 
 
 def is_installed_copy() -> bool:
-    """Return True for a wheel in site-packages, False for a clone or an editable install, whose code may change at any
-    time.
-    """
+    """Return True for a wheel in site-packages, False for a clone or an editable install, whose code may change at any time."""
     return (PACKAGE / "conf").is_dir()

@@ -62,8 +62,9 @@ _SOMETIMES = {
 
 @dataclass(frozen=True)
 class RunDir:
-    """The paths and small files of one run. Holds no state of its own; paths that tables of many runs need are
-    cached.
+    """The paths and small files of one run.
+
+    Holds no state of its own; paths that tables of many runs need are cached.
     """
 
     path: Path
@@ -88,8 +89,9 @@ class RunDir:
 
     @property
     def program_folders(self) -> tuple[Path, ...]:
-        """The folders of files that a program of the user's own names by a relative path: the run directory, and its
-        working directory.
+        """The folders of files that a program of the user's own names by a relative path.
+
+        They are the run directory, and the program's working directory.
         """
         return tuple(dict.fromkeys((self.path, self.path / (self.info().get("workdir") or "."))))
 
@@ -126,8 +128,9 @@ class RunDir:
         return self.path / "evaluations"
 
     def evaluation(self, step: int, variant: str = "") -> RunDir:
-        """Return the folder of the evaluation of the checkpoint of `step`; `variant` distinguishes evaluations with
-        other overrides.
+        """Return the folder of the evaluation of the checkpoint of `step`.
+
+        `variant` distinguishes evaluations with other overrides.
         """
         return RunDir(self.evaluations / (f"step_{step:07d}" + (f"-{variant}" if variant else "")))
 
@@ -166,8 +169,9 @@ class RunDir:
         return self.path / "save"
 
     def job_log(self, job_id: str) -> Path | None:
-        """Return the log of a job's batch script; None when the job has not begun here. For an array, it is in the
-        folder above.
+        """Return the log of a job's batch script; None when the job has not begun here.
+
+        For an array, it is in the folder above.
         """
         paths = (os.path.join(folder, f"slurm-{job_id}.log") for folder in (self.path, self.path.parent))
         found = next((path for path in paths if os.path.lexists(path)), None)
@@ -189,14 +193,16 @@ class RunDir:
         return float(time) if records.is_time(time) else None  # type: ignore[arg-type]
 
     def exists(self) -> bool:
-        """Return whether this is a run, or one being created: `create` makes two folders; run.json comes after the code
-        is copied.
+        """Return whether this is a run, or one being created: `create` makes two folders.
+
+        Run.json comes after the code is copied.
         """
         return os.path.isfile(self.info_file) or (os.path.isdir(self.attempts) and os.path.isdir(self.checkpoints))
 
     def info(self, *, whole: bool = False) -> dict[str, Any]:
-        """Return run.json: id, name, overrides, config hash, code revision, user, host, job ids. The fields have their
-        types.
+        """Return run.json: id, name, overrides, config hash, code revision, user, host, job ids.
+
+        The fields have their types.
 
         Args:
             whole: require all fields that `submit` writes; callers that have asked for the run's state have checked
@@ -223,8 +229,9 @@ class RunDir:
         import yaml
 
         class Plain(yaml.SafeLoader):
-            """A loader that refuses aliases, which `submit` does not write: a few lines of them expand to more values
-            than fit anywhere.
+            """A loader that refuses aliases, which `submit` does not write.
+
+            A few lines of aliases expand to more values than fit anywhere.
             """
 
             def compose_node(self, parent: Any, index: Any) -> Any:
@@ -345,8 +352,9 @@ class RunDir:
         records.append_line(self.events_file, line)
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the run's events, oldest first, each with at least its `event` and `time`. Torn and foreign lines are
-        left out.
+        """Return the run's events, oldest first, each with at least its `event` and `time`.
+
+        Torn and foreign lines are left out.
 
         Raises:
             UnreadableRecord: events.jsonl is not a regular file, or cannot be read.
@@ -519,8 +527,9 @@ def _check_folder(folder: Path) -> None:
 
 
 def runs_root() -> Path:
-    """Return where `submit` puts runs unless job.runs_dir says otherwise, and where verbs look: SLURMTRAIN_RUNS, else
-    ./runs.
+    """Return where `submit` puts runs unless job.runs_dir says otherwise, and where verbs look.
+
+    It is SLURMTRAIN_RUNS, else ./runs.
     """
     return Path(os.environ.get("SLURMTRAIN_RUNS") or "runs").expanduser()
 
@@ -532,8 +541,9 @@ def reference(run_dir: RunDir) -> str:
 
 
 def all_runs(root: Path) -> list[RunDir]:
-    """Return every run under `root`, oldest first, without hidden folders, which are being removed, and links of
-    somebody else.
+    """Return every run under `root`, oldest first.
+
+    Hidden folders, which are being removed, and links of somebody else are left out.
     """
     found: list[tuple[str, RunDir]] = []
     for folder in _folders(absolute(root)):
@@ -636,9 +646,7 @@ def check_not_linked(run_dir: RunDir) -> None:
 
 
 def unreadable(root: Path) -> list[Path]:
-    """Return the runs and sweeps under `root`, or whole folders of them, that belong to somebody else and are not
-    readable.
-    """
+    """Return the runs and sweeps under `root`, or whole folders of them, that belong to somebody else and are not readable."""
     found = []
     for folder in _visible_folders(root):
         if _closed(folder):
@@ -671,8 +679,7 @@ def refuse_unreadable(reference: str, root: Path) -> None:
 
 
 def find(reference: str, root: Path) -> RunDir:
-    """Return the run that a person means: an id, a unique prefix of one, a path, or "last", which is the last of their
-    own.
+    """Return the run that a person means: an id, a unique prefix of one, a path, or "last", which is the last of their own.
 
     Raises:
         UsageError: none or several match.
@@ -708,6 +715,7 @@ def find(reference: str, root: Path) -> RunDir:
 
 
 def nothing_under(root: Path, what: str) -> UsageError:
+    """Return the error for a folder that holds no runs or sweeps."""
     return UsageError(
         f"there are no {what} under {absolute(root)}",
         hint="go to the folder where submit was typed, or set SLURMTRAIN_RUNS to its runs folder",

@@ -13,9 +13,7 @@ from slurmtrain.runtime.environment import Environment
 
 
 def machine() -> str:
-    """Return the identity of this machine and network namespace: ranks that share it reach rank 0 through the
-    loopback.
-    """
+    """Return the identity of this machine and network namespace: ranks that share it reach rank 0 through the loopback."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"

@@ -82,8 +82,7 @@ _checkpointers: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
 def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
-    """Find this rank, meet the others, make torch's default process group (if there are several), and handle stop
-    signals.
+    """Find this rank, meet the others, make torch's default process group (if there are several), and handle stop signals.
 
     Call it as early as you can: signals are handled from here on, not from `import slurmtrain` on, which loads nothing.
     If a signal ends a rank sooner, the job is still requeued if it was submitted (`job=command`): the process around

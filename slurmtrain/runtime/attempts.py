@@ -109,8 +109,9 @@ class Attempt:
 
     @property
     def progressed(self) -> bool:
-        """Whether it committed a checkpoint newer than the one it started from, or a program of the user's own showed
-        other progress.
+        """Whether it committed a checkpoint newer than the one it started from, or showed other progress.
+
+        A program of the user's own may show progress by other means.
         """
         reported = self.reported_step is not None and self.reported_step > (self.reported_before or 0)
         marked = self.marked is not None and self.marked > (self.marked_before or 0.0)
@@ -153,10 +154,12 @@ def read_attempt(run_dir: RunDir, number: int) -> Attempt:
 
 
 def write_attempt(run_dir: RunDir, attempt: Attempt) -> None:
+    """Write the record of an attempt."""
     write_json(run_dir.attempt(attempt.number) / "attempt.json", asdict(attempt))
 
 
 def all_attempts(run_dir: RunDir) -> list[Attempt]:
+    """Return the records of all attempts, in order."""
     return [read_attempt(run_dir, number) for number in run_dir.attempt_numbers()]
 
 
@@ -195,8 +198,7 @@ def bad_nodes_before(attempts: list[Attempt], number: int) -> list[str]:
 
 
 def furthest_reported(run_dir: RunDir) -> int | None:
-    """Return the furthest step in the last part of metrics.jsonl, or in the record of an attempt; None if there is
-    none.
+    """Return the furthest step in the last part of metrics.jsonl, or in the record of an attempt; None if there is none.
 
     A program that is started from scratch reports its first steps once more: they are no progress.
     """
@@ -216,6 +218,7 @@ def newest_change(run_dir: RunDir, pattern: str | None) -> float | None:
 
 
 def newest_checkpoint_step(run_dir: RunDir) -> int | None:
+    """Return the step of the run's newest committed checkpoint; None if there is none."""
     return newest_committed_step(run_dir.checkpoints)
 
 
@@ -237,8 +240,9 @@ def tail(path: Path) -> bytes:
 
 
 def records_with(name: str, log: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the records that have a value of this name, newest first. Other lines are not parsed, nor are records not
-    asked for.
+    """Yield the records that have a value of this name, newest first.
+
+    Other lines are not parsed, nor are records not asked for.
     """
     found = len(log)
     while (found := log.rfind(f'"{name}":'.encode(), 0, found)) >= 0:
@@ -252,9 +256,7 @@ def records_with(name: str, log: bytes) -> Iterator[dict[str, Any]]:
 def record_stop(
     attempt_dir: Path, *, cause: str, cause_time: float, seconds_left: float | None, facts: JobFacts | None
 ) -> None:
-    """Record why the ranks were told to stop, at once, in a thread of rank 0: the grace time may be too short for
-    more.
-    """
+    """Record why the ranks were told to stop, at once, in a thread of rank 0: the grace time may be too short for more."""
     record = {
         "cause": cause,
         "time": cause_time,
@@ -324,9 +326,7 @@ def first_failure(attempt_dir: Path, *, because_of_peer: bool = False) -> Failur
 
 
 def failed_set_up(attempt_dir: Path) -> str | None:
-    """Return the batch script's message about a set-up that failed before any rank was started; None if there is
-    none.
-    """
+    """Return the batch script's message about a set-up that failed before any rank was started; None if there is none."""
     try:
         return (attempt_dir / "setup-failed").read_text(errors="replace").strip()
     except OSError:
@@ -343,9 +343,7 @@ def claimed_by(attempt_dir: Path) -> tuple[str | None, int]:
 
 
 def came_to_an_end(run_dir: RunDir, last: Attempt) -> bool:
-    """Return whether the run ended for good with its last attempt: by its verdict, or in a set-up that nobody could
-    settle.
-    """
+    """Return whether the run ended for good with its last attempt: by its verdict, or in a set-up that nobody could settle."""
     unsettled = last.verdict is None and failed_set_up(run_dir.attempt(last.number)) is not None
     return last.verdict == Verdict.END or unsettled
 
@@ -365,8 +363,7 @@ def killed_tasks(attempt_dir: Path) -> str | None:
 
 
 def cancelled_due_to(log: Path, since: float) -> str | None:
-    """Return SLURM's reason for ending a job: "PREEMPTION", "JOB REQUEUE", "TIME LIMIT", "NODE FAILURE"; None if it
-    gave none.
+    """Return SLURM's reason for ending a job: "PREEMPTION", "JOB REQUEUE", "TIME LIMIT", "NODE FAILURE"; None if it gave none.
 
     Args:
         log: log of the job, to which slurmstepd writes the reason on the node; it also has the lines of earlier starts.
@@ -381,7 +378,7 @@ def cancelled_due_to(log: Path, since: float) -> str | None:
 
 @dataclass(frozen=True)
 class Request:
-    """What a person has requested of a run, and when, in unix seconds."""
+    """A person's request to a run, and its time in unix seconds."""
 
     action: str
     time: float
@@ -412,8 +409,9 @@ def take_request(run_dir: RunDir, attempt: Attempt) -> str | None:
 
 
 def cancelled_after(run_dir: RunDir, last: Attempt | None) -> bool:
-    """Return whether `cancel RUN`, or the file `stop`, came after the last attempt was judged, or after it began if it
-    was not.
+    """Return whether `cancel RUN`, or the file `stop`, came after the last attempt was judged.
+
+    For an attempt that was not judged, return whether it came after its beginning.
     """
     request = read_request(run_dir.request_file)
     since = last.started if last is not None else 0.0  # what was judged is not there any more
@@ -421,4 +419,5 @@ def cancelled_after(run_dir: RunDir, last: Attempt | None) -> bool:
 
 
 def write_request(run_dir: RunDir, action: str) -> None:
+    """Write a person's request to the run."""
     write_json(run_dir.request_file, {"action": action, "time": time.time(), "by": os.environ.get("USER", "")})

@@ -80,9 +80,7 @@ def _is_evaluated_anew(run_dir: RunDir) -> bool:
 
 
 def _is_of_this_life(run_dir: RunDir, last: Attempt) -> bool:
-    """Return whether an attempt belongs to the job that starts, or to its chain; if not, a person has resumed the run
-    since.
-    """
+    """Return whether an attempt belongs to the job that starts, or to its chain; if not, a person has resumed the run since."""
     info = run_dir.info()
     if chain.links(info):
         return last.number > int(info.get("chain_after") or 0)

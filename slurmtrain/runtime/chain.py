@@ -49,8 +49,9 @@ def cancel_rest(run_dir: RunDir, job_id: str | None, client: SlurmClient) -> Non
 
 
 def ended_before(run_dir: RunDir) -> Verdict | None:
-    """Return DONE or END if there is nothing left to do for a link that starts: the run is done, or the link before has
-    ended it.
+    """Return DONE or END if there is nothing left to do for a link that starts.
+
+    The run is done then, or the link before has ended it.
     """
     numbers = run_dir.attempt_numbers()
     if not numbers:

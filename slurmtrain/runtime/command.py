@@ -169,9 +169,7 @@ def _wait_for_descendants(config: Config, code: int, where: Place, environment: 
 
 
 def _end_of_grace(where: Place, stop: StopSignals) -> float:
-    """Return until when a child may save after a stop, in unix seconds: the end of the job, as far as rank 0 knows
-    it.
-    """
+    """Return until when a child may save after a stop, in unix seconds: the end of the job, as far as rank 0 knows it."""
     assert stop.first is not None
     told = stop.first.time + SAVING_S
     facts = (read_json(where.attempt_dir / attempts.STOP_RECORD) or {}).get("facts") or {}

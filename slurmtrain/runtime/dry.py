@@ -108,6 +108,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def main() -> int:
+    """Read a config from stdin and print the answer as JSON."""
     answer: dict[str, Any]
     try:
         answer = {"stages": [dataclasses.asdict(stage) for stage in lay_out(to_config(json.load(sys.stdin)))]}

@@ -1,6 +1,4 @@
-"""The program of every rank of an evaluation: measure the weights of one checkpoint on all sets, and publish the
-result.
-"""
+"""The program of every rank of an evaluation: measure the weights of one checkpoint on all sets, and publish the result."""
 
 from __future__ import annotations
 

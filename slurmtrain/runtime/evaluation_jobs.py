@@ -25,8 +25,9 @@ OF_RANKS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NC
 
 
 class EvaluationJobs:
-    """Training's protocol for evaluation by jobs, on rank 0. `committed` is called by the thread that writes
-    checkpoints.
+    """Training's protocol for evaluation by jobs, on rank 0.
+
+    `committed` is called by the thread that writes checkpoints.
     """
 
     def __init__(self, run_dir: RunDir):
@@ -67,8 +68,9 @@ class EvaluationJobs:
             )
 
     def _due(self) -> list[int]:
-        """Return the steps of checkpoints that exist and whose evaluation is not submitted yet, as far as can be seen
-        at a glance.
+        """Return the steps of checkpoints that exist and whose evaluation is not submitted yet.
+
+        Only files that can be read quickly are looked at.
         """
         there = {step_of(path) for path in committed(self._run_dir.checkpoints)}
         return [

@@ -82,8 +82,9 @@ def _exception_of(returned: JobReturn) -> Exception | None:
 
 
 def _pickled(returned: JobReturn) -> bytes:
-    """Pickle the result; one that cannot be pickled or read back, or that contains a secret, is replaced by an error
-    that says so.
+    """Pickle the result.
+
+    One that cannot be pickled or read back, or that contains a secret, is replaced by an error that says so.
     """
     import cloudpickle
     from hydra.core.utils import JobStatus

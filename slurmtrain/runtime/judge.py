@@ -257,8 +257,9 @@ _HOW_TO_REPORT = "`slurmtrain progress STEP` or job.progress_file would"
 
 
 def _own_fault(reason: Reason, evidence: Evidence) -> bool:
-    """Return whether the end is the run's own fault: a crash, a time limit, or a program that ends early although
-    nobody told it to.
+    """Return whether the end is the run's own fault.
+
+    It is for a crash, a time limit, or a program that ends early although nobody told it to.
 
     A node that fails, or on which the run cannot start, counts, too: the run itself may take its nodes down.
     """

@@ -258,17 +258,16 @@ def leave(code: int) -> NoReturn:
 
 
 def _stop_during_start() -> tuple[type[BaseException], ...]:
-    """Return the exception class if its module was ever loaded: naming it here would import torch before signals are
-    handled.
+    """Return the exception class StopDuringStart if its module was ever loaded.
+
+    Importing it here would import torch before signals are handled.
     """
     module = sys.modules.get("slurmtrain.runtime.rendezvous")
     return (module.StopDuringStart,) if module is not None else ()
 
 
 def _lost_a_peer(error: BaseException) -> bool:
-    """Return whether this is an error that gloo or NCCL raises when another rank has gone: that rank's failure came
-    first.
-    """
+    """Return whether this is an error that gloo or NCCL raises when another rank has gone: that rank's failure came first."""
     return isinstance(error, RuntimeError) and any(
         words in str(error)
         for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")

@@ -8,8 +8,7 @@ from slurmtrain.errors import EnvironmentMismatch
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """Return all host names of a node list, in its order; zero padding is kept, several brackets multiply left to
-    right.
+    """Return all host names of a node list, in its order; zero padding is kept, several brackets multiply left to right.
 
     Raises:
         EnvironmentMismatch: brackets do not close, or a range is not valid.

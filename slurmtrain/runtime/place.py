@@ -84,8 +84,9 @@ def agree_on_place(
 
 
 def alone(kind: str, environment: Environment, find_or_create: Callable[[], RunDir]) -> Place:
-    """Return the place of a job started by hand whose kind has ranks that do not meet, so that none could tell others
-    the attempt.
+    """Return the place of a job started by hand whose kind has ranks that do not meet.
+
+    None of its ranks could tell others the attempt.
 
     Raises:
         EnvironmentMismatch: there are other ranks.

@@ -158,9 +158,7 @@ def _wait_for(folder: Path, name: str, stop: StopSignals) -> bool:
 
 
 def stop_together(stop: StopSignals, attempt_dir: Path) -> None:
-    """Stop all tasks when one is told to stop: rank 0's watch knows the clock and the switches, others may have a
-    signal.
-    """
+    """Stop all tasks when one is told to stop: rank 0's watch knows the clock and the switches, others may have a signal."""
 
     def tell_and_hear() -> None:
         while not stop.wait(LOOK_EVERY_S):

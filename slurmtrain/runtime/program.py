@@ -1,6 +1,4 @@
-"""The file that job.command runs, as a pure function, so that a missing one is reported before anything waits for
-it.
-"""
+"""The file that job.command runs, as a pure function, so that a missing one is reported before anything waits for it."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ PYTHON_OPTIONS_WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
 
 
 def script_of(command: str) -> str | None:
-    """Return the file that a command runs: a program by its path, or the script of an interpreter; None: none is
-    named.
-    """
+    """Return the file that a command runs: a program by its path, or the script of an interpreter; None: none is named."""
     words = _words(command)
     if not words or module_of(command) is not None:
         return None
@@ -75,7 +71,7 @@ def _words(command: str) -> list[str]:
 
 
 def _module_of_python(words: list[str]) -> str | None:
-    """The module of `-m MODULE`, which may stand at the end of a group of short options (`-um`)."""
+    """Return the module of `-m MODULE`, which may stand at the end of a group of short options (`-um`)."""
     rest = iter(words)
     for word in rest:
         if word[:2] in PYTHON_OPTIONS_WITH_VALUE:

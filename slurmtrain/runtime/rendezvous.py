@@ -235,9 +235,7 @@ def _await_word(
 
 
 def _tell_and_linger(store: dist.Store, word: str, *, present: list[int]) -> None:
-    """Publish rank 0's word, and give the ranks that are there time to read it, since the store ends with this
-    process.
-    """
+    """Publish rank 0's word, and give the ranks that are there time to read it, since the store ends with this process."""
     store.set("everybody", word)
     enough = time.monotonic() + GRACE_S
     heard = [f"heard/{rank}" for rank in present if rank != 0]

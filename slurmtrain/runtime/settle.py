@@ -166,6 +166,7 @@ def _record(run_dir: RunDir, attempt: Attempt, judgement: Judgement) -> None:
 
 
 def policy(config: Config, links_left: int = 0) -> Policy:
+    """Return the part of the config that decides on an attempt."""
     mode = config.requeue.mode
     if config.cluster.backend == "local" and mode != "off":
         mode = "requeue"  # there is no queue: whoever started the ranks starts them again
@@ -246,9 +247,7 @@ def _evidence(
 
 
 def spent_by(tries: list[Attempt], config: Config) -> str | None:
-    """Say why the last of these attempts, which is judged, has used up a budget; return None while there may be
-    others.
-    """
+    """Say why the last of these attempts, which is judged, has used up a budget; return None while there may be others."""
     last = tries[-1]
     if not last.stalled:
         return None

@@ -101,8 +101,9 @@ def arm() -> StopSignals:
 
 
 def ignore_stop_signals() -> None:
-    """Ignore stop signals from now on, so that a second one during interpreter shutdown does not turn a clean exit into
-    a kill.
+    """Ignore stop signals from now on.
+
+    So a second one during interpreter shutdown does not turn a clean exit into a kill.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,5 +1,6 @@
-"""A typed client for the few SLURM commands that this package uses. Everything that runs `scontrol` and the like is
-here.
+"""A typed client for the few SLURM commands that this package uses.
+
+Everything that runs `scontrol` and the like is here.
 
 Parsing is pure and tested with plain text; running takes the command runner as an argument. It is in this package, not
 among the launchers, because the job itself asks SLURM, too: why was it told to stop, when does its time end.
@@ -97,8 +98,7 @@ class QueuedJob:
 
 @dataclass(frozen=True)
 class PreemptionTimes:
-    """The times for which a job lives on when it is preempted, in seconds; None when it is not, or when they are not
-    known.
+    """The times for which a job lives on when it is preempted, in seconds; None when it is not, or when they are not known.
 
     Attributes:
         kill_wait_s: seconds from SIGTERM at the end to SIGKILL, also at the time limit.
@@ -208,8 +208,9 @@ class SlurmClient:
         return found
 
     def find_by_comment(self, word: str, *, ended: bool = False) -> list[str]:
-        """Return the user's jobs whose comment has `word`, or a word that begins with it if it ends with ":". An array
-        is one job.
+        """Return the user's jobs whose comment has `word`, or a word that begins with it if it ends with ":".
+
+        An array is one job.
 
         Args:
             ended: also return jobs that have ended, as long as slurmctld remembers them (MinJobAge).
@@ -223,8 +224,9 @@ class SlurmClient:
         return [job for job, words in jobs.items() if word in words]
 
     def comments(self, *, ended: bool = False) -> dict[str, list[str]]:
-        """Return the words of the comments of the user's jobs, by id, without jobs that have no comment. An array is
-        one job.
+        """Return the words of the comments of the user's jobs, by id, without jobs that have no comment.
+
+        An array is one job.
 
         Args:
             ended: also return jobs that have ended, as long as slurmctld remembers them (MinJobAge).
@@ -251,9 +253,7 @@ class SlurmClient:
         return int(size) or 1 if size.isdigit() else None  # 0: the cluster has no arrays
 
     def preemption_times(self, partition: str | None, qos: str | None) -> PreemptionTimes | None:
-        """Return the times of a job in this partition (None: the default one) and QOS; None when SLURM cannot be
-        asked.
-        """
+        """Return the times of a job in this partition (None: the default one) and QOS; None when SLURM cannot be asked."""
         config = self.configuration()
         if not config:
             return None
@@ -318,8 +318,9 @@ class SlurmClient:
         return list(changed)
 
     def test_only(self, script: Path, options: Sequence[str] = (), *, without: Collection[str] = ()) -> tuple[int, str]:
-        """Return exit code and words of `sbatch --test-only`: whether and when this script would start. Nothing is
-        submitted.
+        """Return exit code and words of `sbatch --test-only`: whether and when this script would start.
+
+        Nothing is submitted.
 
         Args:
             options: further options; they override the script's own.
@@ -334,9 +335,7 @@ class SlurmClient:
         return answer.returncode, (answer.stderr or answer.stdout).strip()
 
     def lacks_nodes(self, partition: str | None) -> bool:
-        """Return whether a node of the partition (None: of any) is drained, down or reserved now, or this cannot be
-        asked.
-        """
+        """Return whether a node of the partition (None: of any) is drained, down or reserved now, or this cannot be asked."""
         where = [f"--partition={partition}"] if partition else []
         answer = self._glance(["sinfo", "--noheader", "--format=%a %T", *where])
         if answer is None:
@@ -355,8 +354,9 @@ class SlurmClient:
         self._call(["scancel", f"--signal={name}", *(steps or [job_id])])
 
     def _steps(self, element: str) -> list[str]:
-        """Return the running steps of an array's task, by the task's own job id: "17.0". None are returned if SLURM
-        names none.
+        """Return the running steps of an array's task, by the task's own job id: "17.0".
+
+        None are returned if SLURM names none.
         """
         own = re.search(r"\bJobId=(\d+)", self._glance(["scontrol", "show", "job", "-o", element]) or "")
         if own is None:
@@ -428,8 +428,9 @@ def parse_show_config(text: str) -> dict[str, str]:
 
 
 def chosen_partition(text: str, name: str | None) -> tuple[str, dict[str, str]]:
-    """Return name and fields of one partition (None: the default one) in `scontrol show partition -o`; no fields if it
-    is missing.
+    """Return name and fields of one partition (None: the default one) in `scontrol show partition -o`.
+
+    No fields if it is missing.
 
     Of several names, separated by commas, the first counts: where the job will run is not known yet.
     """
@@ -442,8 +443,7 @@ def chosen_partition(text: str, name: str | None) -> tuple[str, dict[str, str]]:
 
 
 def moved_dependency(text: str, job_id: str, successor: str) -> str | None:
-    """Replace the job's success by its successor's in a dependency as squeue prints it; return None if it does not have
-    it.
+    """Replace the job's success by its successor's in a dependency as squeue prints it; return None if it does not have it.
 
     As in "afterok:12(unfulfilled),afterany:13(unfulfilled)": SLURM does not accept the parts in brackets as input.
     """
@@ -453,8 +453,7 @@ def moved_dependency(text: str, job_id: str, successor: str) -> str | None:
 
 
 def met_dependency(text: str, job_id: str) -> str | None:
-    """Remove the job's success, which is certain, from a dependency as squeue prints it; return None if it does not
-    have it.
+    """Remove the job's success, which is certain, from a dependency as squeue prints it; return None if it does not have it.
 
     The result may be empty: then nothing is waited for.
     """
@@ -466,9 +465,7 @@ def met_dependency(text: str, job_id: str) -> str | None:
 
 
 def parse_duration(text: str) -> float | None:
-    """Return seconds from a duration as SLURM writes it: "30 sec", "30", "00:00:30", "1-00:00:00"; None if it is
-    none.
-    """
+    """Return seconds from a duration as SLURM writes it: "30 sec", "30", "00:00:30", "1-00:00:00"; None if it is none."""
     match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):(\d+):)?(\d+)(?: sec)?", text.strip())
     if match is None:
         return None
@@ -485,8 +482,9 @@ def parse_time(text: str) -> float | None:
 
 
 def clean_environment(variables: Mapping[str, str], slurm_conf: str | None = None) -> dict[str, str]:
-    """Return the environment for SLURM's commands: variables that say where SLURM is and who asks, but none that change
-    the answer.
+    """Return the environment for SLURM's commands.
+
+    It has the variables that say where SLURM is and who asks, but none that change the answer.
 
     A leftover SQUEUE_PARTITION would hide jobs that run, and SLURM_MEM_PER_NODE would change the job that is submitted.
 
@@ -498,9 +496,7 @@ def clean_environment(variables: Mapping[str, str], slurm_conf: str | None = Non
 
 
 def submission_environment(variables: Mapping[str, str], slurm_conf: str | None = None) -> dict[str, str]:
-    """Return the environment for sbatch, which passes its own on to the job: the person's defaults for queries stay in
-    it.
-    """
+    """Return the environment for sbatch, which passes its own on to the job: the person's defaults for queries stay in it."""
     kept = {name: value for name, value in variables.items() if not belongs_to_a_job(name)}
     if slurm_conf is not None and slurm_conf != variables.get("SLURM_CONF"):
         # Another cluster than the shell's: its controllers, its tokens and its names of clusters mean nothing there.
@@ -540,7 +536,5 @@ def path_with(folder: str, path: str | None) -> str:
 
 
 def belongs_to_a_job(name: str) -> bool:
-    """Return whether a variable belongs to the surrounding job, so that a job submitted from inside it must not inherit
-    it.
-    """
+    """Return whether a variable belongs to the surrounding job, so that a job submitted from inside it must not inherit it."""
     return name.startswith(OF_JOBS) and name not in (*REACHED_BY, "SLURMTRAIN_RUNS")

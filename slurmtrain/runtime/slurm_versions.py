@@ -26,8 +26,9 @@ class Difference:
     seen: str
 
     def applies_to(self, version: Version | None) -> bool:
-        """Return whether a cluster of this version has the behaviour. An unknown version (None) counts as a current
-        one.
+        """Return whether a cluster of this version has the behaviour.
+
+        An unknown version (None) counts as a current one.
         """
         return version is None or version >= self.since
 

@@ -126,8 +126,9 @@ def build_trainer(
 
 
 def row_length_of(layout: Layout, parallel: ParallelConfig) -> RowLength:
-    """Return how long rows have to be when samples differ in length: even for ranks, and all alike for stages and
-    compiled code.
+    """Return how long rows have to be when samples differ in length.
+
+    Ranks have to share a row evenly, and for stages and compiled code all rows are alike.
     """
     return RowLength(multiple=layout.sequence_ranks(parallel), fixed=layout.pp > 1 or parallel.compile)
 
@@ -142,8 +143,9 @@ def _check_repetition(loader: BatchLoader, train: TrainConfig) -> None:
 
 
 def _bound(config: Config, source: Any) -> dict[str, Any]:
-    """Return the config values that a checkpoint is bound to: with another model, order of samples or optimiser, its
-    state is invalid.
+    """Return the config values that a checkpoint is bound to.
+
+    With another model, order of samples or optimiser, its state is invalid.
     """
     train = config.train
     bound: dict[str, Any] = redacted(  # it is written beside the weights
@@ -178,8 +180,9 @@ def _of_optimizer(optim: OptimConfig) -> dict[str, Any]:
 
 
 def _order_of_samples(train: TrainConfig, source: Any) -> dict[str, Any]:
-    """Return the further settings that decide the order of samples: in another order some would come twice, and others
-    never.
+    """Return the further settings that decide the order of samples.
+
+    In another order some samples would come twice, and others never.
     """
     if not train.shuffle:
         return {"shuffle": False}
@@ -266,9 +269,7 @@ class _Record:
 
 
 def lay_model(config: Config, layout: Layout, world: World) -> tuple[Laid, int, int | None]:
-    """Return the distributed model, the number of parameters of the whole model, and its vocabulary size, if it has
-    one.
-    """
+    """Return the distributed model, the number of parameters of the whole model, and its vocabulary size, if it has one."""
     model = build_model(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     laid = lay(

@@ -1,5 +1,6 @@
-"""The watch of rank 0: a thread that watches the clock, SLURM's record and the switches, and records why a stop was
-requested.
+"""The watch of rank 0: a thread that watches the clock, SLURM's record and the switches.
+
+It records why a stop was requested.
 """
 
 from __future__ import annotations
@@ -105,8 +106,9 @@ class Watch:
         return moved
 
     def seconds_left(self) -> float | None:
-        """Return the seconds until SLURM kills the job after a stop was requested, waiting for its answer; None if it
-        is not known.
+        """Return the seconds until SLURM kills the job after a stop was requested, waiting for its answer.
+
+        The result is None if they are not known.
         """
         self._thread.join(timeout=RECORD_TIMEOUT_S)
         return None if self._end_time is None else self._end_time - time.time()

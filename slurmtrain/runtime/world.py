@@ -102,8 +102,9 @@ def join(
 
 
 def threads_of(setting: str, cpus: int) -> int:
-    """Return the number of threads that OMP_NUM_THREADS asks for: "4", or "4,2" with those of nested loops; else one
-    per CPU.
+    """Return the number of threads that OMP_NUM_THREADS asks for: "4", or "4,2" with those of nested loops.
+
+    Else one per CPU.
     """
     first = setting.partition(",")[0].strip()
     return int(first) if first.isascii() and first.isdigit() and int(first) > 0 else cpus
