@@ -121,8 +121,7 @@ def block_count(size: int) -> int:
 
 
 def each(pool: ThreadPoolExecutor, work: Callable[[A], T], items: Iterable[A]) -> list[T]:
-    """Return `work` of every item, several at a time, in order; the first error is raised when no thread works any
-    more.
+    """Return `work` of every item, several at a time, in order; the first error is raised when no thread works any more.
 
     `pool.map` would not do: a descriptor that is closed while a thread still uses its number could be another file's by
     then.
@@ -193,9 +192,7 @@ def _open_direct(path: Path) -> int | None:
 
 
 def _write_direct(descriptor: int, block: memoryview, number: int) -> bool:
-    """Write a block past the page cache; return False if memory or file system do not have the alignment that this
-    needs.
-    """
+    """Write a block past the page cache; return False if memory or file system do not have the alignment that this needs."""
     try:
         return os.pwrite(descriptor, block, number * BLOCK_BYTES) == len(block)
     except OSError as error:
@@ -205,6 +202,7 @@ def _write_direct(descriptor: int, block: memoryview, number: int) -> bool:
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` to the file from byte `offset` on."""
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
@@ -279,9 +277,7 @@ _local = threading.local()
 
 
 def _scratch() -> memoryview:
-    """Return this thread's buffer of one piece: a new buffer each time would cost as much in page faults as the
-    reading.
-    """
+    """Return this thread's buffer of one piece: a new buffer each time would cost as much in page faults as the reading."""
     if not hasattr(_local, "buffer"):
         _local.buffer = memoryview(bytearray(PIECE_BYTES))
     buffer: memoryview = _local.buffer
@@ -314,8 +310,7 @@ def find_damage(
     progress: Callable[[int], None] = lambda count: None,
     check: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Describe what is wrong with the given files, one sentence each: their sizes, and with `contents` also their
-    digests.
+    """Describe what is wrong with the given files, one sentence each: their sizes, and with `contents` also their digests.
 
     Args:
         from_disk: drop the files from the page cache first.
@@ -359,8 +354,7 @@ def _size(path: Path) -> int:
 
 
 def digest_anew(path: Path, number: int, size: int, into: Sequence[memoryview] | None = None) -> bytes:
-    """Return what `digest_block` returns, patiently and through a new descriptor: one that a server has forgotten stays
-    stale.
+    """Return what `digest_block` returns, patiently and through a new descriptor: one that a server has forgotten stays stale.
 
     Raises:
         OSError, Unreadable: see `patiently`.

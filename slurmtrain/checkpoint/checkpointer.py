@@ -265,8 +265,9 @@ class Checkpointer:
         self._staging.wait()
 
     def hurry(self) -> None:
-        """Leave everything that a commit does not need (reading back, cleaning up) to the next incarnation, since the
-        job is to stop.
+        """Leave everything that a commit does not need to the next incarnation, since the job is to stop.
+
+        That is reading back and cleaning up.
         """
         self._hurried.set()
 
@@ -356,8 +357,9 @@ class Checkpointer:
             self._failures += 1
 
     def _check_restorable(self, objects: Mapping[str, Any], own: Mapping[str, Any], tensors: Collection[str]) -> None:
-        """Check that the objects can be restored, once for the same objects with the same names, since it takes longer
-        than listing them.
+        """Check that the objects can be restored, once for the same objects with the same names.
+
+        The check takes longer than listing the objects.
         """
         found = (tuple((key, id(value)) for key, value in {**objects, **own}.items()), tuple(tensors))
         if found != self._checked:
@@ -521,8 +523,9 @@ class Checkpointer:
         return commit.damaged(self.directory) + (self._copying.damaged() if self._copying is not None else [])
 
     def _choose(self, asked: Path | str | None) -> tuple[Path, tuple[bytes, str], list[str]] | None:
-        """Choose, on rank 0, the checkpoint to read: its path, its manifest so that all ranks see the same, and what is
-        wrong with it.
+        """Choose, on rank 0, the checkpoint to read.
+
+        Return its path, its manifest so that all ranks see the same, and what is wrong with it.
         """
         if asked is not None:
             path = Path(asked)
@@ -713,8 +716,9 @@ def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_ranks_of_job(group: dist.ProcessGroup | None) -> None:
-    """Check that the process group has all ranks of the job; without it, each rank would save as if alone, into one
-    directory.
+    """Check that the process group has all ranks of the job.
+
+    Without it, each rank would save as if alone, into one directory.
     """
     variables = os.environ
     stated = variables.get("WORLD_SIZE")

@@ -109,6 +109,7 @@ class Manifest:
 
 
 def checkpoint_name(step: int, revision: int = 1) -> str:
+    """Return the final name of a checkpoint; a second one of the same step has revision 2."""
     return f"checkpoint_{step:07d}" + (f".{revision}" if revision > 1 else "")
 
 
@@ -134,6 +135,7 @@ def late(directory: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
+    """Return the step in a checkpoint's name."""
     return _place_in_order(path)[0]
 
 
@@ -209,6 +211,7 @@ def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") 
 
 
 def claim_of(directory: Path, incarnation: Incarnation) -> Path:
+    """Return the file by which an incarnation claims `directory`."""
     return directory / CLAIMS / f"{incarnation.order:08d}"
 
 
@@ -284,8 +287,9 @@ def nothing_left(temporary: Path, *, here: bool) -> Iterator[None]:
 
 
 def check_space(directory: Path, size: int) -> None:
-    """Raise CheckpointError if the disk has no room for `size` bytes and a reserve, which is better than to fill it for
-    everybody.
+    """Raise CheckpointError if the disk has no room for `size` bytes and a reserve.
+
+    That is better than to fill the disk for everybody.
     """
     status = os.statvfs(directory)
     free = status.f_bavail * status.f_frsize
@@ -407,6 +411,11 @@ def _read_small(path: Path) -> bytes:
 
 
 def parse_manifest(path: Path, text: bytes, expected: str) -> Manifest:
+    """Return the manifest in `text`, checked against the digest `expected`.
+
+    Raises:
+        CheckpointError: the manifest is damaged, or of another format.
+    """
     if hashlib.sha256(text).hexdigest() != expected:
         raise CheckpointError(f"{path}: manifest.json is damaged: its digest is not the one in COMPLETE")
     try:
@@ -431,8 +440,9 @@ def parse_manifest(path: Path, text: bytes, expected: str) -> Manifest:
 
 
 def _check_types(manifest: Manifest) -> None:
-    """Raise TypeError if a field has a wrong type: digests show that the file is as it was written, not that this
-    program wrote it.
+    """Raise TypeError if a field has a wrong type.
+
+    Digests show that the file is as it was written, not that this program wrote it.
     """
     for name, kind in {
         "run_id": str,
@@ -455,8 +465,9 @@ def _check_types(manifest: Manifest) -> None:
 
 
 def find_damage(path: Path, manifest: Manifest, names: Iterable[str] | None = None, *, verify: bool) -> list[str]:
-    """Describe what is wrong with the given files (None: all), one sentence each. With `verify`, contents are compared,
-    else sizes.
+    """Describe what is wrong with the given files (None: all), one sentence each.
+
+    With `verify`, contents are compared, else sizes.
     """
     chosen = sorted(manifest.files) if names is None else names
     with blocks.threads() as pool:
@@ -480,6 +491,7 @@ def damaged(directory: Path) -> list[str]:
 
 
 def write_synced(path: Path, data: bytes) -> None:
+    """Write a small file and wait until it is on the disk."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, file_mode(path.parent))
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
@@ -488,6 +500,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def fsync_directory(path: Path) -> None:
+    """Wait until the entries of a directory are on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,5 +1,4 @@
-"""Copies of committed checkpoints in an object store, made while training goes on, and fetched if the run directory has
-none.
+"""Copies of committed checkpoints in an object store, made while training goes on, and fetched if the run directory has none.
 
 A store is slower than the file system: copying has a thread and a group of its own, and skips checkpoints that are
 committed faster than it can follow. A copy that fails is reported, and training goes on; the checkpoint itself is
@@ -80,8 +79,9 @@ class Copying:
             raise CheckpointError("the run is being left")
 
     def close(self, ranks: Ranks, grace_s: float | None) -> None:
-        """Wait for the copying to end: with grace_s=None until the last checkpoint is copied, else give up what is not
-        done in time.
+        """Wait for the copying to end.
+
+        With grace_s=None, wait until the last checkpoint is copied, else give up what is not done in time.
         """
         if grace_s is None:
             self._thread.wait_idle()
@@ -93,8 +93,7 @@ class Copying:
             self._ranks.end()
 
     def fetch(self, ranks: Ranks) -> tuple[Path, str] | None:
-        """Commit the newest copy into the directory, which has no checkpoint, and return its path and its name in the
-        store.
+        """Commit the newest copy into the directory, which has no checkpoint, and return its path and its name in the store.
 
         Raises:
             CheckpointError: the store does not answer, which is not the same as a fresh start.

@@ -19,8 +19,7 @@ PIECE_BYTES = 64 * 2**20  # of a tensor, compared at a time
 
 
 def differing_tensors(a: Path, b: Path, of: str = "model") -> list[str]:
-    """Return the names of the tensors of the object `of` whose bits, shape or type differ, or that only one checkpoint
-    has.
+    """Return the names of the tensors of the object `of` whose bits, shape or type differ, or that only one checkpoint has.
 
     Raises:
         CheckpointError: a checkpoint is damaged.

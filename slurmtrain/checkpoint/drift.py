@@ -1,5 +1,4 @@
-"""Differences between a checkpoint and the run that is to continue from it: refused with a diff, unless they are
-allowed.
+"""Differences between a checkpoint and the run that is to continue from it: refused with a diff, unless they are allowed.
 
 Torch itself loads what fits and leaves the rest at its initial values, or converts it, without a message.
 """
@@ -25,6 +24,7 @@ SHOWN = 5
 
 
 def check_allowed(allow: Collection[str]) -> None:
+    """Raise UsageError if `allow` has a kind of difference that is not known."""
     for kind in allow:
         if kind not in KINDS:
             raise UsageError(f"{kind!r} is no kind of difference that can be allowed", hint=nearest(kind, KINDS))
@@ -82,9 +82,7 @@ def names_of(objects: Mapping[str, Any]) -> set[str]:
 
 
 def of_modules(objects: Mapping[str, Any], saved: Iterable[str]) -> set[str]:
-    """Return the names of the checkpoint that belong to modules among `objects`, without extra state, which may come
-    and go.
-    """
+    """Return the names of the checkpoint that belong to modules among `objects`, without extra state, which may come and go."""
     prefixes = tuple(f"{key}." for key, value in objects.items() if isinstance(value, torch.nn.Module))
     return {name for name in saved if prefixes and name.startswith(prefixes) and not restorable.is_extra(name)}
 

@@ -1,5 +1,4 @@
-"""Cheap digests of tensors, computed on their device: do replicas still agree, and was a tensor changed while it was
-copied?
+"""Cheap digests of tensors, computed on their device: do replicas still agree, and was a tensor changed while it was copied?
 
 They are made to tell two computations apart, not to withstand an attack: files on a disk are digested by `blocks`. None
 of them is kept.
@@ -24,8 +23,9 @@ WHOLE, BUFFER = -1, -2  # instead of the number of a part
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's 8-byte words modulo 2**64 (int64 [], on its device); words of integers are weighted
-    by position.
+    """Return the sum of a tensor's 8-byte words modulo 2**64 (int64 [], on its device).
+
+    Words of integers are weighted by position.
 
     Integers are weighted because two tensors often hold the same ones in another order: a permutation of the samples.
     """
@@ -66,8 +66,7 @@ class Replica:
     buffer: bool
 
     def compared(self, turn: int, turns: int) -> Iterator[tuple[int, tuple[slice, ...]]]:
-        """Yield the parts that this rank fingerprints at a save: a number that identifies the part, and its index in
-        the tensor.
+        """Yield the parts that this rank fingerprints at a save: a number that identifies the part, and its index.
 
         If a tensor is divided among its holders, each compares the part that it writes with that of one of the others,
         each save with another one. So the cost does not depend on the number of ranks.
@@ -115,9 +114,7 @@ Key = tuple[str, int, int]  # name, `Replica.first`, number of the part
 
 
 def pack(values: Mapping[Key, int], catalogue: Catalogue) -> Ints:
-    """Return one rank's fingerprints as int64 [n, 4]: position of the name in its catalogue, first rank, part,
-    value.
-    """
+    """Return one rank's fingerprints as int64 [n, 4]: position of the name in its catalogue, first rank, part, value."""
     position = {name: number for number, name in enumerate(catalogue)}
     rows = [(position[name], first, part, value) for (name, first, part), value in values.items()]
     return np.array(rows, dtype=np.int64).reshape(-1, 4)

@@ -58,9 +58,7 @@ def check_whole(path: Path, manifest: Manifest, index: Index) -> None:
 
 
 def find_disagreement(path: Path, manifest: Manifest) -> list[str]:
-    """Describe what would not be restored, or be restored wrongly, from files whose digests are right: one sentence
-    each.
-    """
+    """Describe what would not be restored, or be restored wrongly, from files whose digests are right: one sentence each."""
     try:
         index = read_index(path, manifest)
         check_whole(path, manifest, index)

@@ -1,4 +1,4 @@
-"""When to save: how often during training, when to stop before the time limit, and what to do when told to stop.
+"""The decision when to save: how often, when to stop before the time limit, and what to do when told to stop.
 
 How often. A save holds training up for C seconds; a failure (every M seconds on average) loses the steps done since the
 last save. The interval that loses the least time:
@@ -56,8 +56,9 @@ def young(cost_s: float, mtbf_s: float) -> float:
 
 
 def daly(cost_s: float, mtbf_s: float) -> float:
-    """Return Daly's interval between the end of one save and the beginning of the next, in seconds. Arguments as for
-    `young`.
+    """Return Daly's interval between the end of one save and the beginning of the next, in seconds.
+
+    Arguments as for `young`.
     """
     _check_cost_and_mtbf(cost_s, mtbf_s)
     if cost_s >= 2 * mtbf_s:
@@ -76,8 +77,9 @@ def _check_cost_and_mtbf(cost_s: float, mtbf_s: float) -> None:
 def mean_time_between_failures(
     nodes: int, *, observed_failures: int, observed_s: float, per_node_day: float = 6.5e-3
 ) -> float:
-    """Return the mean seconds between failures of a job on `nodes` nodes: the usual rate, corrected by what this run
-    has observed.
+    """Return the mean seconds between failures of a job on `nodes` nodes.
+
+    It is the usual rate, corrected by what this run has observed.
 
     Failures come at a constant rate (Poisson). The prior of the rate is a gamma distribution with the weight of one
     failure: as if one had been observed in the time in which one is expected. Observations are added to it, so that the
@@ -102,8 +104,9 @@ def mean_time_between_failures(
 
 @dataclass(frozen=True)
 class Interval:
-    """The rule for how often to save. If several are given, whichever comes first; if none, only at a stop and at the
-    end.
+    """The rule for how often to save.
+
+    If several are given, whichever comes first; if none, only at a stop and at the end.
 
     Attributes:
         steps: save after every step that is a multiple of this; 0: not by steps.
@@ -195,8 +198,7 @@ class Cadence:
 
 
 def latest_stop(end_time: float, *, step_s: float, save_s: float, margin: float = 1.5, floor_s: float = 30.0) -> float:
-    """Return the unix time by which a stop has to be requested, so that the current step and one save are done at
-    `end_time`.
+    """Return the unix time by which a stop has to be requested, so that the current step and one save are done at `end_time`.
 
     Args:
         end_time: unix time at which the job is ended.

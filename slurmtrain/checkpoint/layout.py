@@ -251,9 +251,7 @@ def _check_own(table: FileTable, rows: npt.NDArray[np.bool_], wanted: list[int],
 
 
 def _merge(catalogues: Sequence[Catalogue]) -> tuple[dict[str, TensorFacts], list[Ints]]:
-    """Return all shared tensors, and for every catalogue the number of each of its tensors among them (-1: a rank's
-    own).
-    """
+    """Return all shared tensors, and for every catalogue the number of each of its tensors among them (-1: a rank's own)."""
     facts: dict[str, TensorFacts] = {}
     for catalogue in catalogues:
         for key, fact in catalogue.items():
@@ -286,9 +284,7 @@ def _measure(starts: Ints, ends: Ints) -> Ints:
 
 
 def _random(index: Ints, dimension: int) -> Ints:
-    """Return a fixed random function of (index, dimension), below PRIME: the finaliser of SplitMix64 (Steele et al.
-    2014).
-    """
+    """Return a fixed random function of (index, dimension), below PRIME: the finaliser of SplitMix64 (Steele et al. 2014)."""
     z = index.astype(np.uint64) + np.uint64((0x9E3779B97F4A7C15 * (dimension + 1)) & 0xFFFFFFFFFFFFFFFF)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -449,8 +445,7 @@ def _shapes(catalogue: Catalogue) -> Ints:
 
 
 def _check_table(packed: bytes, shapes: Sequence[Ints], itemsizes: Sequence[Ints], size: int) -> None:
-    """Raise ValueError if a table describes other bytes than those of its file, or pieces that are outside their
-    tensor.
+    """Raise ValueError if a table describes other bytes than those of its file, or pieces that are outside their tensor.
 
     Args:
         shapes, itemsizes: shapes and bytes of an element of the tensors of every catalogue.
@@ -508,10 +503,12 @@ def _itemsizes(catalogue: Catalogue) -> Ints:
 
 
 def encode_catalogue(catalogue: Catalogue) -> list[list[Any]]:
+    """Return a catalogue as JSON values."""
     return [[key, list(fact.shape), fact.dtype, fact.itemsize, int(fact.own)] for key, fact in catalogue.items()]
 
 
 def decode_catalogue(values: Sequence[Sequence[Any]]) -> dict[str, TensorFacts]:
+    """Return the catalogue that `encode_catalogue` has encoded. Raise ValueError if it names a tensor twice."""
     found = {key: TensorFacts(tuple(shape), dtype, itemsize, bool(own)) for key, shape, dtype, itemsize, own in values}
     if len(found) != len(values):
         raise ValueError("a tensor has two entries")

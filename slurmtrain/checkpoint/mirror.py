@@ -167,8 +167,9 @@ class Mirror:
     # Reading.
 
     def committed(self) -> list[str]:
-        """Return the names of the complete copies, oldest first: by step, then by incarnation; none if there is no such
-        folder.
+        """Return the names of the complete copies, oldest first: by step, then by incarnation.
+
+        The list is empty if there is no such folder.
         """
         return [name for name in self._names() if self._is_complete(name)]
 
@@ -390,8 +391,9 @@ class Mirror:
             os.close(descriptor)
 
     def _is_complete(self, name: str) -> bool:
-        """Return whether a copy is complete. fsspec's `exists` would also return False when the store does not
-        answer.
+        """Return whether a copy is complete.
+
+        fsspec's `exists` would also return False when the store does not answer.
         """
         try:
             found = self._try(f"{name}/{COMPLETE}", lambda: self._info(f"{name}/{COMPLETE}"))
@@ -506,8 +508,9 @@ def _blocks_of(path: Path) -> Iterator[bytes]:
 
 
 class _Local:
-    """A context that turns errors of our own disk into CheckpointError, so that they are not taken for the store's and
-    tried again.
+    """A context that turns errors of our own disk into CheckpointError.
+
+    So they are not taken for the store's errors and tried again.
     """
 
     def __init__(self, path: Path):

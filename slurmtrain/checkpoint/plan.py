@@ -1,5 +1,6 @@
-"""Which rank writes which piece of which tensor: agreed once, and again only when a tensor was added, removed or laid
-out anew.
+"""The plan which rank writes which piece of which tensor.
+
+It is agreed once, and again only when a tensor was added, removed or laid out anew.
 
 Every rank lists its tensors in a catalogue. Ranks that hold the same box of a tensor (data parallel replicas) split it
 among themselves, so each writes, and copies, its part only. Which ranks these are follows from the catalogues and from
@@ -48,10 +49,12 @@ SAFETENSORS_NAMES = {
 
 
 def file_name(rank: int) -> str:
+    """Return the name of a rank's file in a checkpoint."""
     return f"rank{rank:05d}.safetensors"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -76,9 +79,7 @@ def check_types(catalogues: Sequence[Catalogue]) -> None:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Return whether `tensor` is a DTensor, without importing torch.distributed.tensor, which costs most of a
-    second.
-    """
+    """Return whether `tensor` is a DTensor, without importing torch.distributed.tensor, which costs most of a second."""
     return hasattr(tensor, "__create_chunk_list__") and hasattr(tensor, "device_mesh")
 
 
@@ -123,9 +124,7 @@ def layout_of(tensor: Tensor) -> Layout | None:
 
 
 def replicas(rank: int, layouts: Sequence[Layout]) -> list[int]:
-    """Return the ranks that hold the same box as `rank`, which is in the mesh of one of the `layouts`; itself
-    included.
-    """
+    """Return the ranks that hold the same box as `rank`, which is in the mesh of one of the `layouts`; itself included."""
     own = next(mesh for mesh, _ in layouts if (np.array(mesh) == rank).any())
     coordinates = np.argwhere(np.array(own) == rank)[0]
     found: set[int] = set()

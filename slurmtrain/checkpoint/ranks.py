@@ -1,5 +1,6 @@
-"""Communication between ranks while they save and restore: a failure on one rank is raised on all, so that no rank
-waits for others.
+"""Communication between ranks while they save and restore.
+
+A failure on one rank is raised on all, so that no rank waits for others.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ class Ranks:
         return Ranks(self._new_group(timeout_s=timeout_s)) if self.group is not None else Ranks(None)
 
     def subgroup(self, members: list[int]) -> Ranks:
-        """Return a group of `members`, which only they have to call: with thousands of ranks, it takes minutes if all
-        make every group.
+        """Return a group of `members`, which only they have to call.
+
+        With thousands of ranks, it would take minutes if all of them made every group.
         """
         return Ranks(self._new_group(members, use_local_synchronization=True))
 
@@ -67,8 +69,9 @@ class Ranks:
             self.group = None
 
     def explain(self, error: Exception) -> CheckpointError:
-        """Return an error of this rank as all ranks get it. The traceback of a possible bug, ours or a user's, is
-        printed here.
+        """Return an error of this rank as all ranks get it.
+
+        The traceback of a possible bug, ours or a user's, is printed here.
         """
         if isinstance(error, CheckpointError):
             return error

@@ -1,5 +1,6 @@
-"""Whether the result of an object's state_dict() can be restored, and how: into its live memory, or by its own
-load_state_dict.
+"""Checks whether the result of an object's state_dict() can be restored, and by which way.
+
+It is restored into the object's live memory, or by its own load_state_dict.
 
 Most modules return their parameters themselves, which are filled in place. Some return copies (hooks that convert, pack
 or clone), and some optimisers keep a part of their state elsewhere: filling what they return would restore nothing,
@@ -97,9 +98,7 @@ Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 def _place(tensor: Tensor) -> Place:
-    """Return an identifier of the memory and shape of a tensor, equal for tensors that are the same view of the same
-    memory.
-    """
+    """Return an identifier of the memory and shape of a tensor, equal for tensors that are the same view of the same memory."""
     here = local(tensor.detach())
     if here.layout != torch.strided:
         return id(tensor), here.shape, (), here.dtype
@@ -146,8 +145,7 @@ def _of_torch(function: Any) -> bool:
 
 
 def load(key: str, module: nn.Module, values: Mapping[str, Any]) -> None:
-    """Pass `values`, by their names in a checkpoint, to the module's own load_state_dict, and check that they have
-    arrived.
+    """Pass `values`, by their names in a checkpoint, to the module's own load_state_dict, and check that they have arrived.
 
     Raises:
         CheckpointError: it does not take them, or gives back others.
@@ -292,8 +290,7 @@ def waits_before_steps(optimizer: Optimizer) -> bool:
 
 
 def own_state_dict(key: str, optimizer: Optimizer) -> dict[str, Any] | None:
-    """Return the state of an optimiser that has a state_dict of its own; None: `state` and `param_groups` are all of
-    it.
+    """Return the state of an optimiser that has a state_dict of its own; None: `state` and `param_groups` are all of it.
 
     Raises:
         CheckpointError: each rank has another part of the state.
@@ -312,8 +309,9 @@ def own_state_dict(key: str, optimizer: Optimizer) -> dict[str, Any] | None:
 
 
 def _is_standard(optimizer: Optimizer, found: Mapping[str, Any]) -> bool:
-    """Return whether a state_dict has the same content as `state` and `param_groups`, which are saved by the names of
-    the parameters.
+    """Return whether a state_dict has the same content as `state` and `param_groups`.
+
+    These are saved by the names of the parameters.
     """
     if found.keys() != {"state", "param_groups"} or not isinstance(found["state"], Mapping):
         return False
@@ -405,17 +403,16 @@ def _numel(tensors: Iterable[Tensor]) -> int:
 
 
 def _leaves_out(state: Any, given: Mapping[str, Any]) -> bool:
-    """Return whether a state_dict has less than the tensors of `state`: neither these nor copies of as many
-    elements.
-    """
+    """Return whether a state_dict has less than the tensors of `state`: neither these nor copies of as many elements."""
     places = {_place(tensor) for tensor in _tensors(given)}
     missing = [tensor for tensor in _tensors(state) if _place(tensor) not in places]
     return bool(missing) and _numel(_tensors(given)) < _numel(_tensors(state))
 
 
 class Groups:
-    """The groups of optimisers that share them (SAM and its base), as they were before a restore gave each a list of
-    its own.
+    """The groups of optimisers that share them (SAM and its base), as they were before a restore.
+
+    A restore gives each optimiser a list of its own.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer]):
@@ -423,9 +420,7 @@ class Groups:
         self._before = [(one, one.param_groups, list(one.param_groups)) for one in every]
 
     def share_again(self) -> None:
-        """Put what was loaded into the lists and dicts that were there before, so that every object that holds them
-        sees it.
-        """
+        """Put what was loaded into the lists and dicts that were there before, so that every object that holds them sees it."""
         for optimizer, groups, each in self._before:
             loaded = optimizer.param_groups
             if loaded is groups or len(loaded) != len(each):

@@ -123,8 +123,9 @@ def need_of(ranges: Sequence[tuple[str, int, int]]) -> Need:
 
 
 def share_out(needs: Sequence[Need], rank: int) -> Blocks:
-    """Return the blocks that `rank` reads for its host: each goes to one of the ranks that need most of it, as evenly
-    as possible.
+    """Return the blocks that `rank` reads for its host.
+
+    Each block goes to one of the ranks that need most of it, as evenly as possible.
     """
     wanted: dict[tuple[str, int], dict[int, int]] = {}
     for who, need in enumerate(needs):

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and how the others are removed.
+"""The decision which checkpoints are kept, and the removal of the others.
 
 Promise: the newest ones are kept, whatever else is configured; a checkpoint that is being read is kept meanwhile;
 nobody ever sees a checkpoint half removed. A save of this run that is still being written is no leftover, however long
@@ -112,8 +112,9 @@ def surplus(checkpoints: Sequence[Kept], keep: Keep, *, in_use: Collection[int] 
 
 
 def _best(checkpoints: Sequence[Kept], keep: Keep) -> list[int]:
-    """Return the steps of the best checkpoints by metric; the newer of equals. Without a metric, NaN and infinity are
-    never the best.
+    """Return the steps of the best checkpoints by metric; the newer of equals.
+
+    Without a metric, NaN and infinity are never the best.
     """
     sign = 1 if keep.mode == "min" else -1
     losses: dict[int, float] = {}
@@ -168,6 +169,7 @@ def hold(directory: Path, step: int, by: str) -> None:
 
 
 def release(directory: Path, step: int, by: str) -> None:
+    """End what `hold` has begun."""
     (directory / HOLDS / f"{step}.{by}").unlink(missing_ok=True)
 
 
@@ -181,8 +183,9 @@ def held(directory: Path) -> list[tuple[int, str]]:
 
 
 def in_use(directory: Path, now: float) -> set[str]:
-    """Return the names of the checkpoints in `directory` that are being read. Markers that dead readers left are
-    removed.
+    """Return the names of the checkpoints in `directory` that are being read.
+
+    Markers that dead readers left are removed.
 
     Args:
         now: unix time.
@@ -269,8 +272,9 @@ def _newest_change(path: Path) -> float | None:
 
 
 def prune(directory: Path, keep: Keep, order: int, *, spare: Collection[int] = ()) -> list[str]:
-    """Remove checkpoints that `keep` does not want, nobody reads and nobody holds. Called when the newest one is known
-    to be sound.
+    """Remove checkpoints that `keep` does not want, nobody reads and nobody holds.
+
+    Called when the newest one is known to be sound.
 
     Args:
         spare: steps that stay in any case: the one just saved, which after a step back is not the highest.

@@ -87,8 +87,9 @@ class Saving:
 
 
 def _try(work: Callable[[], None]) -> None:
-    """Run `work` and print its errors: what fails after the commit must not end the thread, or the next save would
-    never end.
+    """Run `work` and print its errors.
+
+    What fails after the commit must not end the thread, or the next save would never end.
     """
     try:
         work()

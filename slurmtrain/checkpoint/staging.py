@@ -1,5 +1,4 @@
-"""A copy of the state in host memory, in the very form that the file will have, so that training goes on while it is
-written.
+"""A copy of the state in host memory, in the very form that the file will have, so that training goes on while it is written.
 
 The buffer is allocated once and reused (page-locked if there is a GPU, so that copies from it run beside the
 computation). Tensors in host memory are copied before `stage` returns. On a GPU, parameters and an optimiser's own

@@ -87,8 +87,9 @@ def check(objects: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
 
 
 def buffers(objects: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the modules' buffers: unlike parameters, they may differ between data parallel ranks, and
-    rank 0's count.
+    """Return the names of the modules' buffers.
+
+    Unlike parameters, they may differ between data parallel ranks, and rank 0's count.
     """
     return frozenset(
         f"{key}.{clean(name)}"
@@ -100,8 +101,9 @@ def buffers(objects: Mapping[str, Any]) -> frozenset[str]:
 
 
 def broadcast_buffers(objects: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the buffers that DDP replaces by rank 0's before each forward pass: between two they differ
-    by design.
+    """Return the names of the buffers that DDP replaces by rank 0's before each forward pass.
+
+    Between two forward passes they differ by design.
     """
     return buffers(
         {
@@ -148,8 +150,7 @@ def _flatten_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[
 
 
 def merge_plain(everyones: Sequence[Mapping[str, Any]], optimizers: Collection[str]) -> dict[str, Any]:
-    """Merge the plain state of ranks that hold different parts of a model: what their optimisers know of all
-    parameters.
+    """Merge the plain state of ranks that hold different parts of a model: what their optimisers know of all parameters.
 
     Everything else is the first rank's, which the others have, too.
     """
@@ -189,9 +190,7 @@ def waiting_optimizers(objects: Mapping[str, Any]) -> list[Optimizer]:
 
 
 def changed_by_optimizers(objects: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the tensors that only the step of a given optimiser changes: its parameters, and its own
-    state.
-    """
+    """Return the names of the tensors that only the step of a given optimiser changes: its parameters, and its own state."""
     names = parameter_names(objects)
     found = set()
     for key, value in objects.items():
@@ -283,9 +282,7 @@ def _live(key: str, value: Any) -> dict[str, Tensor]:
 
 
 def _parameter_of(name: str, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the parameter to which an optimiser's tensor belongs: its name has the parameter's name in it, or its
-    number.
-    """
+    """Return the parameter to which an optimiser's tensor belongs: its name has the parameter's name in it, or its number."""
     _, _, rest = name.partition(".")
     found = [each for each in parameters if rest.startswith(f"{each}.")]
     if found:

@@ -174,8 +174,9 @@ class Write:
         return found
 
     def _finish_copy(self) -> None:
-        """Complete the copy in memory. An error is handed in later, with all ranks: a rank that stayed away would hold
-        up the others.
+        """Complete the copy in memory.
+
+        An error is handed in later, with all ranks: a rank that stayed away would hold up the others.
         """
         if isinstance(self._image, Image):
             try:
@@ -253,9 +254,7 @@ class Write:
         return commit.commit(temporary, manifest, self._bound.incarnation), manifest.size
 
     def _check_replicas(self, parts: list[Part]) -> None:
-        """Check that ranks which should hold the same do; otherwise a mixture would be saved that no rank has ever
-        had.
-        """
+        """Check that ranks which should hold the same do; otherwise a mixture would be saved that no rank has ever had."""
         found = find_differing([(part.catalogue, part.fingerprints) for part in parts], self._plan.catalogues)
         wrong = [differing for differing in found if not differing.buffer]
         if wrong:

@@ -20,6 +20,7 @@ from slurmtrain.runtime.slurm import SlurmClient
 
 
 def main(verb: str, words: list[str]) -> int:
+    """Run the verb and return its exit code."""
     parser = Parser(prog=f"python -m slurmtrain {verb}", description=__doc__)
     parser.add_argument("run_dir", type=Path, nargs="+" if verb == "again" else None)
     if verb == "again":

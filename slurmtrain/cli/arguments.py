@@ -248,6 +248,7 @@ def _verbs() -> list[str]:
 
 
 def unknown_verb(word: str) -> UsageError:
+    """Return the error for a word that is no verb."""
     if word in all_keys():
         return UsageError(f"{word!r} is a key without a value", hint=f"write {word}=VALUE, and a verb")
     return UsageError(f"there is no verb {shown(word)!r}", hint=nearest(word, _verbs()))

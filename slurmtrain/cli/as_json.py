@@ -14,12 +14,14 @@ if TYPE_CHECKING:
 
 
 def print_json(value: Any) -> None:
+    """Print a value as JSON."""
     print(json_text(value), end="")
 
 
 def run_object(run_dir: RunDir, now: RunState) -> dict[str, Any]:
-    """Return one run. `status RUN --json` prints one, `status --json` and `runs list --json` a list of them, oldest
-    first.
+    """Return one run.
+
+    `status RUN --json` prints one, `status --json` and `runs list --json` a list of them, oldest first.
 
     evaluations  in `status RUN --json` alone: see `evaluation_object`
     id, name, path

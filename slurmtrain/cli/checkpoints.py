@@ -56,6 +56,7 @@ class Place:
 
 
 def main(verb: str, words: list[str]) -> int:
+    """Run the verb and return its exit code."""
     options = _parser(verb).parse_args(words)
     actions: dict[str, Callable[[Place, argparse.Namespace], int]] = {
         "list": _list,
@@ -240,8 +241,9 @@ def _row(path: Path, now: float) -> list[str]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Return the JSON of a checkpoint. damage: what is wrong by sizes, in words; complete: whether a restore would
-    consider it.
+    """Return the JSON of a checkpoint.
+
+    `damage` is what is wrong by sizes, in words; `complete` is whether a restore would consider the checkpoint.
     """
     manifest, damage = _inspect(path)
     facts: dict[str, Any] = {"step": _step(path), "path": str(path), "bytes": disk_usage(path), "damage": damage}
@@ -452,8 +454,9 @@ def _keep_of(run: RunDir) -> Keep:
 
 
 def _surplus(found: Sequence[Path], keep: Keep, *, asked: bool) -> list[Removal]:
-    """Return the checkpoints that no rule wants. Visibly damaged ones are neither counted nor removed: a restore sets
-    them aside.
+    """Return the checkpoints that no rule wants.
+
+    Visibly damaged ones are neither counted nor removed: a restore sets them aside.
     """
     kept, paths = [], []
     for path in found:
@@ -520,6 +523,7 @@ def _step(path: Path) -> int:
 
 
 def format_size(size: int) -> str:
+    """Format a number of bytes for a person, in units of 10^6 or 10^9."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 

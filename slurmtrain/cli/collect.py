@@ -1,6 +1,4 @@
-"""A table of points on a terminal or in a file, and a picture of it: the options of a verb that collects, and their
-effect.
-"""
+"""A table of points on a terminal or in a file, and a picture of it: the options of a verb that collects, and their effect."""
 
 from __future__ import annotations
 

@@ -64,6 +64,7 @@ def counts(found: Iterable[RunState]) -> dict[str, int]:
 
 
 def summary(by_word: dict[str, int]) -> str:
+    """Describe how many runs are in each state."""
     return ", ".join(f"{number} {word}" for word, number in by_word.items())
 
 

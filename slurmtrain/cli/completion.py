@@ -47,9 +47,7 @@ def complete(hydra: Callable[[], object]) -> None:
 
 
 def _words_of(verb: str) -> list[str]:
-    """Return the words that may follow a verb that composes no config: its actions and options, from its usage, and
-    runs.
-    """
+    """Return the words that may follow a verb that composes no config: its actions and options, from its usage, and runs."""
     usage = VERBS[verb].usage.removeprefix(verb)
     words = re.findall(r"(?<![\w=.-])[a-z]+(?![\w=.-])", usage) + re.findall(r"(?<!\w)--?[a-z][a-z-]*", usage)
     if re.search(r"\b(RUN|SWEEP|A B)\b", usage):

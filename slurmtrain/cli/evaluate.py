@@ -21,6 +21,7 @@ from slurmtrain.rundir import RunDir
 
 
 def main(verb: str, words: list[str]) -> int:
+    """Run the verb and return its exit code."""
     parser = Parser.of(verb)
     parser.add_argument("run", metavar="RUN", help="a run id, a unique beginning of one, a path, or last")
     parser.add_argument("--step", type=int, metavar="N", help="the step of the checkpoint (default: the newest)")

@@ -80,7 +80,7 @@ def _of_verb(verb: str) -> str:
 
 
 def _rows(rows: Iterable[tuple[str, str]]) -> str:
-    """Two columns, as argparse lays out its options."""
+    """Return two columns, as argparse lays out its options."""
     return "\n".join(
         textwrap.fill(what, HELP_COLUMNS, initial_indent=f"  {name:<24}", subsequent_indent=" " * 26)
         for name, what in rows

@@ -17,6 +17,7 @@ from slurmtrain.planner.fit import StageMemory, check_fits, in_gb, memory_of
 
 
 def main(arguments: Arguments) -> int:
+    """Run the verb and return its exit code."""
     config = compose_and_validate(arguments)
     layout, laid = layout_of(config), "--memory" in arguments.options
     if laid and config.job.kind != "train":
@@ -65,9 +66,7 @@ def _place(layout: Layout, rank: int, tasks_per_node: int) -> dict[str, Any]:
 
 
 def _print_table(layout: Layout, places: list[dict[str, Any]]) -> None:
-    """Print a row for each rank: its coordinate on every axis that is in use, and the ranks it shares that axis
-    with.
-    """
+    """Print a row for each rank: its coordinate on every axis that is in use, and the ranks it shares that axis with."""
     axes = [axis for axis, size in zip(AXES, layout.shape, strict=True) if size > 1]
     rows = [
         [str(place["rank"]), str(place["node"])]

@@ -24,6 +24,7 @@ ASK_EVERY_S = 5.0  # the controller belongs to everybody
 
 
 def main(verb: str, words: list[str]) -> int:
+    """Run the verb and return its exit code."""
     parser = Parser.of(verb)
     parser.add_argument("run", metavar="RUN", help="a run id, a unique beginning of one, a path, or last")
     parser.add_argument(
@@ -154,9 +155,7 @@ def _say(text: str) -> None:
 def lines_as_they_come(
     run_dir: RunDir, rank: int | None, attempt: int | None, *, say: Callable[[str], None] = lambda text: None
 ) -> Iterator[str]:
-    """Yield the output of the ranks as it comes, and pass to `say` what `status` knows of a run that waits or sets
-    up.
-    """
+    """Yield the output of the ranks as it comes, and pass to `say` what `status` knows of a run that waits or sets up."""
     said = ""
     number = attempt or (run_dir.attempt_numbers() or [1])[-1]
     tails: dict[int, Tail] = {}

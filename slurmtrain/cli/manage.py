@@ -27,6 +27,7 @@ FILES_SHOWN = 10
 
 
 def main(verb: str, words: list[str]) -> int:
+    """Run the verb and return its exit code."""
     options = _parser(verb).parse_args(words)
     actions: dict[str, Callable[[argparse.Namespace], int]] = {"list": _list, "compare": _compare, "prune": _prune}
     return actions[options.action](options)

@@ -32,9 +32,7 @@ DONE_WITH = {"finished", "removed"}  # states of runs that nobody has to start a
 
 
 def submit(arguments: Arguments) -> int:
-    """Expand, compose and validate all points, then submit those that are missing, or run them here with
-    cluster=local.
-    """
+    """Expand, compose and validate all points, then submit those that are missing, or run them here with cluster=local."""
     options, cwd = arguments.options, current_folder()
     if "--follow" in options:
         raise UsageError("--follow does not go with -m", hint="sweep status last shows how the points stand")

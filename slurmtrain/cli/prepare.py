@@ -12,6 +12,7 @@ from slurmtrain.runtime import signals
 
 
 def main(arguments: Arguments) -> int:
+    """Run the verb and return its exit code."""
     if arguments.positionals:
         return _verify(arguments)
     stop = signals.arm()

@@ -46,6 +46,7 @@ ATTEMPTS_HEADER = ("attempt", "job", "started", "took", "nodes", "steps", "reaso
 
 
 def main(verb: str, words: list[str]) -> int:
+    """Run the verb and return its exit code."""
     parser = Parser.of(verb)
     if verb == "status":
         parser.add_argument(
@@ -138,9 +139,7 @@ def _row(run: RunDir, now: RunState) -> list[str]:
 
 
 def _view(root: Path) -> View:
-    """Return all runs, first those that run, then those that wait, then those that have ended; the newest of each
-    first.
-    """
+    """Return all runs, first those that run, then those that wait, then those that have ended; the newest of each first."""
     runs = rundir.all_runs(root)
     found = states(runs)
     runs.sort(key=lambda run: run.id, reverse=True)
@@ -350,8 +349,9 @@ def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> str:
 
 
 def _how_long_leaving_took(run_dir: RunDir, now: RunState, asked: float) -> list[str]:
-    """Wait until the job has stopped, and return a sentence; return nothing if SLURM does not say how long a preempted
-    job may take.
+    """Wait until the job has stopped, and return a sentence.
+
+    Return nothing if SLURM does not say how long a preempted job may take.
     """
     from slurmtrain.config.compose import load_frozen
     from slurmtrain.launch.leaving import leaving_sentence, time_to_leave, wait_until_left
@@ -470,8 +470,9 @@ def _resume(run_dir: RunDir, overrides: Sequence[str] = (), *, code: bool = Fals
 
 @contextlib.contextmanager
 def _alone(run_dir: RunDir) -> Iterator[None]:
-    """Claim the right to resume this run: a process that finds it ended must record its next job before another process
-    looks.
+    """Claim the right to resume this run.
+
+    A process that finds it ended must record its next job before another process looks.
     """
 
     def busy(owner: Owner) -> None:
@@ -485,9 +486,7 @@ def _alone(run_dir: RunDir) -> Iterator[None]:
 
 
 def _claimed_folder(run_dir: RunDir) -> Path:
-    """Return the folder of the claim to resume the run: that of all runs of a sweep, which `sweep retry` resumes
-    together.
-    """
+    """Return the folder of the claim to resume the run: that of all runs of a sweep, which `sweep retry` resumes together."""
     in_sweep = rundir.is_sweep(run_dir.path.parent) and run_dir.info()["backend"] == "slurm"
     return run_dir.path.parent / "arrays" if in_sweep else run_dir.path
 

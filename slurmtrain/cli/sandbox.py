@@ -18,6 +18,7 @@ PROG = "python -m slurmtrain sandbox"
 
 
 def main(verb: str, words: list[str]) -> int:
+    """Run the verb and return its exit code."""
     options = _parser().parse_args(words)
     exit_code: int = options.action(options)
     return exit_code

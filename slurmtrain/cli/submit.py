@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Arguments) -> int:
+    """Run the verb and return its exit code."""
     for option in ("--array-parallelism", "--again"):
         if option in arguments.options:
             raise UsageError(f"{option} is for sweeps", hint="add -m, and choices: -m key=1,2 submit")
@@ -62,6 +63,7 @@ def main(arguments: Arguments) -> int:
 
 
 def compose_and_validate(arguments: Arguments) -> Config:
+    """Return the config of a command line, after all checks of its fields."""
     config = compose(
         arguments.overrides,
         config_name=arguments.options.get("--config-name", "config"),
@@ -100,9 +102,7 @@ def say_unless_awaited(after: Sequence[RunDir], sweep: Sweep) -> None:
 
 
 def client_of(config: Config) -> SlurmClient:
-    """Check that SLURM is available before anything is created, print warnings of likely problems, and return its
-    client.
-    """
+    """Check that SLURM is available before anything is created, print warnings of likely problems, and return its client."""
     client = SlurmClient(slurm_conf_of(config))
     check_slurm_is_here(client.slurm_conf)
     for warning in look_ahead(config, Path(config.job.runs_dir).expanduser(), client):
@@ -172,4 +172,5 @@ def _render(config: Config, arguments: Arguments) -> int:
 
 
 def say(text: str) -> None:
+    """Print a message to stderr."""
     print(f"slurmtrain: {text}", file=sys.stderr, flush=True)  # --json has stdout

@@ -39,6 +39,7 @@ from slurmtrain.rundir import RunDir
 
 
 def main(verb: str, words: list[str]) -> int:
+    """Run the verb and return its exit code."""
     parser = Parser.of(verb)
     actions = parser.add_subparsers(dest="action", required=True, metavar="list|status|collect|retry|cancel")
     for name, text in {

@@ -11,6 +11,7 @@ from slurmtrain.runtime.environment import Environment
 
 
 def main(arguments: Arguments) -> int:
+    """Run this process as a rank of a training job; it does not return."""
     signals.arm()
     from slurmtrain import rundir
     from slurmtrain.paths import located

@@ -37,6 +37,7 @@ class View:
 
 
 def add_watch_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `--watch`."""
     parser.add_argument(
         "-w", "--watch", action="store_true", help="draw it anew in place until all has ended; Ctrl-C leaves"
     )
@@ -93,9 +94,7 @@ def watch(
 
 
 def pause_s(every_s: float, took_s: float, failures: int) -> float:
-    """Return the seconds until the next look, after one that took `took_s`, or after `failures` in a row without an
-    answer of SLURM.
-    """
+    """Return the seconds until the next look, by the duration of the last one and the failures so far."""
     patience_s = min(every_s * 2 ** min(failures, 10), max(every_s, SILENT_AT_MOST_S))
     return max(patience_s, took_s * (1 / SHARE - 1))
 

@@ -207,9 +207,7 @@ def literal_override(key: str, text: str) -> str:
 
 
 def search_path(folders: Sequence[Path]) -> str:
-    """Return the override that makes Hydra search these folders after the first one, quoted since a path may hold a
-    comma.
-    """
+    """Return the override that makes Hydra search these folders after the first one, quoted since a path may hold a comma."""
     quoted = ",".join("'file://" + str(folder).replace("'", "\\'") + "'" for folder in folders)
     return f"hydra.searchpath=[{quoted}]"
 
@@ -293,8 +291,9 @@ def load_frozen(path: Path, *, with_secrets: bool = True) -> Config:
 
 
 def config_hash(config: Config) -> str:
-    """Return the identity of an experiment: 12 hex digits over the values that decide its result, independent of the
-    order of keys.
+    """Return the identity of an experiment: 12 hex digits over the values that decide its result.
+
+    The order of keys does not matter.
 
     Name, run folder, cluster and evaluation are left out: the same experiment elsewhere is the same experiment.
     """
@@ -339,8 +338,7 @@ def _keep_secrets_unresolved(node: Any, named: Collection[str]) -> None:
 
 
 def resolve_secrets(values: Any, variables: Mapping[str, str], where: str = "") -> Any:
-    """Return plain values with every remaining `${oc.env:X}` replaced by the variable's value, which is redacted in all
-    output.
+    """Return plain values with every remaining `${oc.env:X}` replaced by the variable's value, which is redacted in all output.
 
     Raises:
         ConfigError: the variable is not set.
@@ -367,8 +365,9 @@ def resolve_secrets(values: Any, variables: Mapping[str, str], where: str = "") 
 
 
 def _literal(values: Any) -> Any:
-    """Escape everything that omegaconf would take for an interpolation. Backslashes are special only in front of
-    one.
+    """Escape everything that omegaconf would take for an interpolation.
+
+    Backslashes are special only in front of one.
     """
     if isinstance(values, dict):
         return {key: _literal(value) for key, value in values.items()}
@@ -456,9 +455,7 @@ def config_groups(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
 def _unknown_open_key(
     sign: str, key: str, overrides: Sequence[str], groups: dict[str, list[str]], primary: Primary
 ) -> UsageError | None:
-    """Return the error for a key that an open dict (model, data, cluster.env) does not have and that was not given with
-    a plus.
-    """
+    """Return the error for a key that an open dict (model, data, cluster.env) lacks, unless given with a plus."""
     if sign in ("+", "++"):
         return None
     node = _without_unknown_keys(key, overrides, groups, primary)

@@ -17,8 +17,7 @@ CHANGEABLE = ("eval", "cluster", "parallel")  # groups that say how a checkpoint
 def evaluation_config(
     config: Config, checkpoint: str, *, changes: Mapping[str, Any] | None = None, here: bool = False
 ) -> Config:
-    """Return the config by which a checkpoint of a run is evaluated: its cluster and parallel are those of the
-    evaluation.
+    """Return the config by which a checkpoint of a run is evaluated: its cluster and parallel are those of the evaluation.
 
     Args:
         config: the run's config.
@@ -102,9 +101,7 @@ def _ranks(config: Config) -> int:
 
 
 def _one_copy(config: Config) -> dict[str, Any]:
-    """Return `parallel` for one copy of the model; further ranks are further copies, or shards if the training has
-    shards.
-    """
+    """Return `parallel` for one copy of the model; further ranks are further copies, or shards if the training has shards."""
     layout = layout_of(config)
     sharded = layout.dp_shard > 1
     values = dataclasses.asdict(config.parallel) | {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp}

@@ -88,9 +88,7 @@ def _check_plain(key: str, value: Any) -> None:
 
 
 def _check_encodable(key: str, text: str) -> None:
-    """Raise for text that is not UTF-8, from the command line or a variable: Python keeps such bytes, but no file
-    can.
-    """
+    """Raise for text that is not UTF-8, from the command line or a variable: Python keeps such bytes, but no file can."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -38,8 +38,9 @@ def all_keys() -> tuple[str, ...]:
 
 
 def meant(word: str) -> str | None:
-    """Return a hint that names the key which `word`, without leading dashes, probably stands for; None when no key is
-    similar.
+    """Return a hint that names the key which `word`, without leading dashes, probably stands for.
+
+    The result is None when no key is similar.
     """
     if word in ELSEWHERE:
         return ELSEWHERE[word]

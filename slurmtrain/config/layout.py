@@ -1,5 +1,4 @@
-"""The layout: how many ranks each kind of parallelism takes, the coordinates of each rank, and which layouts are
-impossible.
+"""The layout: how many ranks each kind of parallelism takes, the coordinates of each rank, and which layouts are impossible.
 
 Pure arithmetic on a config. Ranks are counted with tensor parallelism innermost, since it communicates most: a
 tensor-parallel group is neighbours on one node. Outermost are pipeline stages, which communicate least.
@@ -65,8 +64,9 @@ class Layout:
         return self.world_size == self.dp_replicate
 
     def uses_fsdp(self, parallel: ParallelConfig) -> bool:
-        """Return whether FSDP2 is used, or else DistributedDataParallel: replicas that compute with the very parameters
-        they train.
+        """Return whether FSDP2 is used, or else DistributedDataParallel.
+
+        The latter's replicas compute with the very parameters that they train.
         """
         return not self.replicas_only or parallel.param_dtype is not None or parallel.reduce_dtype != "float32"
 
@@ -140,8 +140,9 @@ def layout_of(config: Config) -> Layout:
 
 
 def micro_batch_size(config: Config, layout: Layout) -> int:
-    """Return the sequences per forward pass: as configured, or a rank's whole share, divided by the number of pipeline
-    stages.
+    """Return the sequences per forward pass.
+
+    They are as configured, or a rank's whole share, divided by the number of pipeline stages.
     """
     share = config.train.global_batch_size // layout.dp
     return config.train.micro_batch_size or max(1, share // layout.pp)

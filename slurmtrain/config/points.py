@@ -63,8 +63,7 @@ class Composer:
         self._with_hydra = functools.lru_cache(maxsize=1)(self._compose_with_hydra)
 
     def expand(self, overrides: Sequence[str]) -> Grid:
-        """Return the points of choices like `a=1,2`, `a=range(3)` and `group=glob(*)`, including those of
-        hydra.sweeper.params.
+        """Return the points of choices like `a=1,2`, `a=range(3)` and `group=glob(*)`, including those of hydra.sweeper.params.
 
         Raises:
             UsageError: an override cannot be read, or only a sweeper that chooses values understands it.

@@ -15,6 +15,8 @@ from slurmtrain.rundir import runs_root
 
 @dataclass
 class ContainerConfig:
+    """The container that the ranks run in, if any."""
+
     kind: str | None = None  # null, "pyxis" (flags on the srun line) or "apptainer" (wraps the task's command)
     image: str | None = None  # an image that the runtime accepts: a .sqsh or .sif file, or a registry reference
     mounts: list[str] = field(default_factory=list)  # host:container[:ro]; the run directory is always mounted
@@ -23,9 +25,7 @@ class ContainerConfig:
 
 @dataclass
 class ClusterConfig:
-    """The machines that the job runs on and the resources that it asks for; one yaml file per cluster in
-    conf/cluster/.
-    """
+    """The machines that the job runs on and the resources that it asks for; one yaml file per cluster in conf/cluster/."""
 
     backend: str = "slurm"  # "slurm", or "local": the same job as processes of this machine, in the foreground
     nodes: int = 1
@@ -141,6 +141,8 @@ class OptimConfig:
 
 @dataclass
 class TrainConfig:
+    """The length of training, its batches, and what it logs."""
+
     steps: int = 200  # optimiser steps
     global_batch_size: int = 16  # sequences per step over all ranks; does not change with the number of nodes
     micro_batch_size: int | None = None  # sequences per forward pass of one rank; null: its whole share of the step
@@ -207,7 +209,9 @@ class EvalConfig:
 
 @dataclass
 class RequeueConfig:
-    """What happens after a job has stopped early, by `mode`:
+    """What happens after a job has stopped early.
+
+    The modes are:
 
     "requeue": SLURM's requeue, same job id. Only in this mode does SLURM itself restart a job whose node has died.
     "resubmit": for clusters that forbid requeueing: the same script is submitted again as a new job.
@@ -243,7 +247,7 @@ class HooksConfig:
 
 @dataclass
 class SweepConfig:
-    """How the points of a sweep (`-m`) share jobs."""
+    """The way in which the points of a sweep (`-m`) share jobs."""
 
     pack: int = 1  # number of runs at the same time in one array task, on the CPUs, memory and GPUs of one run
 

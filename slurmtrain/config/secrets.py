@@ -36,8 +36,9 @@ def read(secrets: Mapping[str, str]) -> dict[str, str]:
 
 
 def given(secrets: Mapping[str, str]) -> dict[str, str]:
-    """Return the values for a rank. If a launcher started its attempt, it has read the files, which a container may not
-    see.
+    """Return the values for a rank.
+
+    If a launcher started its attempt, it has read the files, which a container may not see.
 
     Raises:
         ConfigError: as `read`.

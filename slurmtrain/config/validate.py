@@ -115,9 +115,7 @@ def _check_evaluation(config: Config) -> None:
 
 
 def _check_lengths(config: Config) -> None:
-    """Raise for sequences that are longer than our own model accepts, which it would report only when the job has
-    begun.
-    """
+    """Raise for sequences that are longer than our own model accepts, which it would report only when the job has begun."""
     longest = config.model.get("max_seq_len")
     ours = config.model.get("_target_") == "slurmtrain.models.Decoder"
     if not ours or not isinstance(longest, int) or not str(config.data.get("_target_")).startswith("slurmtrain.data."):

@@ -1,5 +1,4 @@
-"""Batches: named tensors with the samples along the first axis, and how samples of different lengths are put into one
-batch.
+"""Batches: named tensors with the samples along the first axis, and how samples of different lengths are put into one batch.
 
     inputs, targets   int64 [B, S]   for language models; targets that the loss ignores are -100
     documents         int32 [B, S]   optional: which document of its row a token belongs to, 0, 1, 2, ... along the row
@@ -26,8 +25,9 @@ IGNORED_TARGET = -100  # the target that torch's cross_entropy leaves out
 
 
 def collate(samples: Sequence[Any]) -> Batch:
-    """Return samples as one batch, as torch's `default_collate` does; rows [S] of different lengths are first padded to
-    the longest.
+    """Return samples as one batch, as torch's `default_collate` does.
+
+    Rows [S] of different lengths are first padded to the longest.
     """
     first = samples[0]
     if isinstance(first, Mapping) and "targets" in first and len({_length(sample) for sample in samples}) > 1:
@@ -91,9 +91,7 @@ def joined(parts: Sequence[tuple[Tensor, Batch]]) -> Batch:
 
 
 def stacked(batches: Sequence[Batch]) -> Batch:
-    """Return one batch with the rows of several, which may differ in length and of which only some may have
-    `documents`.
-    """
+    """Return one batch with the rows of several, which may differ in length and of which only some may have `documents`."""
     if len(batches) == 1:
         return batches[0]
     names = {name for batch in batches for name in batch}

@@ -1,5 +1,6 @@
-"""A compact form of rows of prepared tokens, for the way from a worker to the device: 1, 2 or 4 bytes per token instead
-of 16.
+"""A compact form of rows of prepared tokens, for the way from a worker to the device.
+
+It takes 1, 2 or 4 bytes per token instead of 16.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ class CompactRows(NamedTuple):
     documents: Tensor | None = None
 
     def batch(self) -> Batch:
-        """Return the batch on the device of its tensors, without waiting for that device; inputs and targets are new
-        tensors.
+        """Return the batch on the device of its tensors, without waiting for that device.
+
+        Inputs and targets are new tensors.
         """
         inputs, targets = _int64(self.tokens[:, :-1]), _int64(self.tokens[:, 1:])
         if self.places is not None:
@@ -60,13 +62,12 @@ class CompactRows(NamedTuple):
 
 
 def as_batch(rows: Batch | CompactRows) -> Batch:
+    """Return a batch in the usual form."""
     return rows.batch() if isinstance(rows, CompactRows) else rows
 
 
 def batches_at_once(samples: int, seq_len: int) -> int:
-    """Return how many batches of this size to make in one go: numpy takes hardly longer for several small ones than for
-    one.
-    """
+    """Return how many batches of this size to make in one go: numpy takes hardly longer for several small ones than for one."""
     return max(1, TOKENS_AT_ONCE // max(samples * seq_len, 1))
 
 
@@ -162,8 +163,9 @@ def _int64(tokens: Tensor) -> Tensor:
 
 
 def by_signed(tokens: Tensor) -> Tensor:
-    """Convert unsigned tokens to int64 by way of signed types, since GPUs support unsigned types of more than a byte
-    only in part.
+    """Convert unsigned tokens to int64 by way of signed types.
+
+    GPUs support unsigned types of more than a byte only in part.
     """
     signed = tokens.view(_SIGNED[tokens.dtype]).long()
     return signed.bitwise_and_((1 << 8 * tokens.element_size()) - 1)

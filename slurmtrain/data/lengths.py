@@ -17,8 +17,9 @@ Lengths = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
 
 class ByLength:
-    """An order that takes another order's samples, sorts those of `steps` consecutive steps by length, and shuffles
-    these steps.
+    """An order that sorts the samples of `steps` consecutive steps of another order by length.
+
+    Afterwards, it shuffles these steps.
 
     Samples of different epochs are not mixed: each epoch still has every sample once.
 
@@ -78,8 +79,7 @@ class ByLength:
 
 
 def dealt(lengths: NDArray[np.int64], ranks: int, micro_batch_size: int) -> NDArray[np.int64]:
-    """Return which samples of a step [G] each rank gets in each micro batch, int64 [micro batches, ranks,
-    micro_batch_size].
+    """Return which samples of a step [G] each rank gets in each micro batch, int64 [micro batches, ranks, micro_batch_size].
 
     The longest samples come first. The samples of one micro batch are of similar length and are given to the ranks in
     turn, so that the ranks' longest rows differ as little as possible.

@@ -133,9 +133,7 @@ class BatchLoader:
 
     @property
     def samples_consumed(self) -> int:
-        """The number of samples of all steps returned so far, over all ranks, without those that workers have read
-        ahead.
-        """
+        """The number of samples of all steps returned so far, over all ranks, without those that workers have read ahead."""
         return self._samples_consumed
 
     def example(self) -> Batch:
@@ -242,8 +240,9 @@ class BatchLoader:
         return numbers, self.order.at(numbers.reshape(-1)).reshape(numbers.shape)
 
     def _dealt_step(self, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return numbers and indices of this rank's samples of one step, each int64 [micro batches, micro], when
-        samples differ in length.
+        """Return numbers and indices of this rank's samples of one step, if samples differ in length.
+
+        Both are int64 [micro batches, micro].
         """
         numbers = np.arange(start, start + self._global)
         if isinstance(self.order, ByLength):

@@ -200,8 +200,7 @@ def shard_file(folder: Path, split: str, shard: str, kind: str) -> Path:
 
 
 def replace_file(path: Path, parts: Iterable[bytes]) -> None:
-    """Write a file atomically: a reader sees the old content or all of the new one, which is on the disk when this
-    returns.
+    """Write a file atomically: a reader sees the old content or all of the new one, which is on the disk when this returns.
 
     Unlike the files of a run, it may be read by everybody whom the umask permits, since data sets are shared.
     """

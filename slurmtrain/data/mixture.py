@@ -144,8 +144,9 @@ class MixedSamples:
                 self._parts[part].will_need(own)  # type: ignore[attr-defined]
 
     def order(self, seed: int, shuffle: bool) -> Order:
-        """Return an order of all samples once an epoch or, with weights, one in which every stretch of the run has each
-        part's share.
+        """Return an order of all samples once an epoch or, with weights, one that mixes the parts.
+
+        With weights, every stretch of the run has each part's share of the samples.
         """
         if self._weights is None:
             return Epochs(len(self), seed=seed, shuffle=shuffle)
@@ -179,8 +180,7 @@ class MixedSamples:
 
 
 class Interleaved:
-    """An order that mixes the parts of a data set by weights, computed for any sample without a table and without its
-    history.
+    """An order that mixes the parts of a data set by weights, computed for any sample without a table and without its history.
 
     The parts are the leaves of a binary tree. At a node whose left side has the share p of its samples, sample k goes
     left if floor((k+1) p + 1/2) > floor(k p + 1/2) (a Sturmian sequence), and is that side's sample number floor(k p +
@@ -226,8 +226,9 @@ class Interleaved:
         return result
 
     def _node(self, low: int, high: int) -> tuple[int, int, int]:
-        """Return where the parts low ... high - 1 are halved, and the left side's share of the node's samples as a
-        fraction: (middle, numerator, denominator).
+        """Return where the parts low ... high - 1 are halved, and the left side's share of the node's samples.
+
+        The share is a fraction: (middle, numerator, denominator).
         """
         middle = (low + high) // 2
         share, whole = self._sums[middle] - self._sums[low], self._sums[high] - self._sums[low]
@@ -235,8 +236,9 @@ class Interleaved:
         return middle, share // divisor, whole // divisor
 
     def _until(self, part: int, size: int) -> int:
-        """Return the length of the longest run that needs at most `size` samples of a part, which is where its next one
-        would come.
+        """Return the length of the longest run that needs at most `size` samples of a part.
+
+        It is where the part's next sample would come.
         """
         path = []
         low, high = 0, len(self._sizes)

@@ -75,8 +75,9 @@ def sample_ids(start: int, count: int, *, n: int, seed: int, shuffle: bool = Tru
 
 
 def samples_at(numbers: NDArray[np.int64], *, n: int, seed: int, shuffle: bool = True) -> NDArray[np.int64]:
-    """Return the data set indices of the global sample numbers `numbers`, int64 [B], in any order; otherwise as
-    `sample_ids`.
+    """Return the data set indices of the global sample numbers `numbers`, int64 [B], in any order.
+
+    Otherwise as `sample_ids`.
     """
     _check_size(n)
     epochs, indices = np.divmod(numbers, np.int64(n))
@@ -141,8 +142,9 @@ def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], side_a: int, 
 
 
 def mixed(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return SplitMix64's finaliser of each number: a bijection of 64 bits in which each output bit depends on all
-    input bits.
+    """Return SplitMix64's finaliser of each number.
+
+    It is a bijection of 64 bits in which each output bit depends on all input bits.
     """
     bits = (bits ^ (bits >> _SHIFT_30)) * _FACTOR_1
     bits = (bits ^ (bits >> _SHIFT_27)) * _FACTOR_2

@@ -89,9 +89,7 @@ class PreparedText:
         )
 
     def _open_named(self, where: str) -> PackedTokens:
-        """Open the evaluation set that `evals` gives as `where`: a split of this folder, another folder, or
-        FOLDER/SPLIT.
-        """
+        """Open the evaluation set that `evals` gives as `where`: a split of this folder, another folder, or FOLDER/SPLIT."""
         if where in self._manifest.splits:
             return self._open(self._folder, self._manifest, where)
         folder = Path(where).expanduser()

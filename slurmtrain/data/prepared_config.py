@@ -1,5 +1,6 @@
-"""Checks of prepared data and mixtures that a config names: does the data exist, does the model know all its token ids,
-and are the weights valid?
+"""Checks of prepared data and mixtures that a config names.
+
+Does the data exist, does the model know all its token ids, and are the weights valid?
 
 They are made before a job is queued, and again by every rank. Imports no torch.
 """
@@ -57,9 +58,7 @@ def check_prepared(config: Config, *, later: bool = False) -> None:
 
 
 def _check_is_there(folder: Path) -> None:
-    """Raise ConfigError if `folder` certainly holds no prepared data set; a folder that only compute nodes can see
-    passes.
-    """
+    """Raise ConfigError if `folder` certainly holds no prepared data set; a folder that only compute nodes can see passes."""
     if folder.parent in _OF_EACH_NODE:
         return
     if folder.is_file():
@@ -113,14 +112,13 @@ def _check_mask(values: Mapping[str, Any], model: Mapping[str, Any]) -> None:
 
 
 def named(tokenizer: TokenizerFacts) -> str:
+    """Describe a tokenizer, for messages."""
     ids = f"{tokenizer.vocab_size} ids, bos {tokenizer.bos}, eos {tokenizer.eos}"
     return f"{tokenizer.sha256 or tokenizer.kind} ({ids})"
 
 
 def with_absolute_paths(values: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
-    """Return the config group `data` or `eval.sets` with absolute paths, for a job that runs in another folder than
-    `cwd`.
-    """
+    """Return the config group `data` or `eval.sets` with absolute paths, for a job that runs in another folder than `cwd`."""
     here: dict[str, Any] = {
         key: with_absolute_paths(value, cwd) if isinstance(value, Mapping) else value for key, value in values.items()
     }
@@ -142,9 +140,7 @@ def _absolute(path: str, cwd: Path) -> str:
 
 
 def _of(target: str, key: str, kind: type, values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the settings of each object with this `_target_`, at any depth of `values`, whose `key` is of the given
-    type.
-    """
+    """Yield the settings of each object with this `_target_`, at any depth of `values`, whose `key` is of the given type."""
     if values.get("_target_") == target and isinstance(values.get(key), kind):
         yield values
     for value in values.values():

@@ -158,8 +158,9 @@ class DataFile:
 
 
 class _Descriptor:
-    """An open file. It is closed when nobody reads from it any more: a thread may still read when it is no longer kept
-    open.
+    """An open file.
+
+    It is closed when nobody reads from it any more: a thread may still read when it is no longer kept open.
     """
 
     def __init__(self, file: DataFile):
@@ -167,8 +168,9 @@ class _Descriptor:
         self.number = file.open()
 
     def open_anew(self) -> None:
-        """Open the file again under the same descriptor number, so that no thread is left with a number that means
-        another file.
+        """Open the file again under the same descriptor number.
+
+        So no thread is left with a number that means another file.
         """
         number = self._file.open()
         os.dup2(number, self.number, inheritable=False)

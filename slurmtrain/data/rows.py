@@ -1,5 +1,4 @@
-"""Samples as rows of pieces: where each lies in the token stream, computed or looked up in an index that is made once
-and kept.
+"""Samples as rows of pieces: where each lies in the token stream, computed or looked up in an index that is made once and kept.
 
 The index of a packing is a file beside the data, `packed/SPLIT-PACKING-SEQ_LEN-FINGERPRINT.idx`: a line of JSON, the
 pieces of all samples one after another, and where each sample's pieces begin. It is read in place, so its size does not
@@ -50,15 +49,17 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def pieces(self, indices: NDArray[np.int64]) -> tuple[Pieces, NDArray[np.int64]]:
-        """Return the pieces of samples `indices` [B], sample after sample, and the number of pieces of each sample,
-        int64 [B].
+        """Return the pieces of samples `indices` [B], and the number of pieces of each sample, int64 [B].
+
+        The pieces are in the order of the samples.
         """
         ...
 
 
 class Windows:
-    """Rows that cut the whole stream at regular places: sample i has the pairs i * S ... (i + 1) * S - 1, the last one
-    perhaps fewer.
+    """Rows that cut the whole stream at regular places: sample i has the pairs i * S ...
+
+    (i + 1) * S - 1, the last one perhaps fewer.
     """
 
     def __init__(self, tokens: int, seq_len: int):
@@ -146,14 +147,14 @@ class RowIndex:
 
 
 def damaged(index: str) -> ConfigError:
+    """Return the error for an index that is damaged."""
     return ConfigError(f"{index} is damaged", hint="remove it: it is made anew")
 
 
 def row_index(
     stream: TokenStream, name: str, made_from: str, folders: Sequence[Path], pack: Pack, *, verify: str
 ) -> RowIndex:
-    """Return the index of a packing: the one that is kept, or one made now and kept in the first folder that can be
-    written.
+    """Return the index of a packing: the one that is kept, or one made now and kept in the first folder that can be written.
 
     Of several processes that need it at the same time, one makes it and the others wait.
 
@@ -237,8 +238,9 @@ def _write(file: BinaryIO, stream: TokenStream, made_from: str, pack: Pack) -> _
 
 
 def _groups(stream: TokenStream) -> Iterator[tuple[int, NDArray[np.uint64]]]:
-    """Yield the documents of consecutive shards in groups: position of their first token, and their ends after it,
-    uint64 [documents].
+    """Yield the documents of consecutive shards in groups.
+
+    A group is the position of its first token, and its documents' ends after it, uint64 [documents].
     """
     group: list[NDArray[np.uint64]] = []
     documents = group_first = 0

@@ -76,8 +76,9 @@ def fetch(
     seed: int = 0,
     numbers: NDArray[np.int64] | None = None,
 ) -> Batch:
-    """Return the samples `indices` [B] as one batch: by the data set's own `get_batches` or `get_batch`, else one by
-    one, collated.
+    """Return the samples `indices` [B] as one batch.
+
+    It comes from the data set's own `get_batches` or `get_batch`, else from its samples one by one, collated.
 
     Before each sample fetched by itself, the random generators of Python, numpy and torch are seeded by `seed` and the
     sample's number: its random choices (a crop, a flip) do not depend on ranks or workers, and are repeated after a
@@ -136,8 +137,9 @@ def _errors_in_their_turn(
 
 
 def way(dataset: MapDataset) -> str:
-    """Return the name of the method to fetch samples by: the fastest of those that the object or the most derived class
-    defines.
+    """Return the name of the method to fetch samples by.
+
+    It is the fastest of those that the object or the most derived class defines.
 
     So a subclass that overrides only `get_batch`, or only `__getitem__`, is asked by the method that it overrides.
     """

@@ -112,8 +112,9 @@ class Message:
             self.flush()
 
     def flush(self) -> None:
-        """Pickle the objects that were added. After an error of pickling, the message holds all objects before the one
-        that failed.
+        """Pickle the objects that were added.
+
+        After an error of pickling, the message holds all objects before the one that failed.
         """
         items, self._kept = self._kept, []
         if not items:
@@ -166,8 +167,9 @@ class Message:
         return _tensor, (self._slots, offset, tuple(tensor.shape), tensor.dtype, back)
 
     def _reserved(self, count: int, dtype: torch.dtype) -> int | None:
-        """Reserve room for so many numbers and return its offset; None for no numbers, for rare types, and when there
-        is no room.
+        """Reserve room for so many numbers and return its offset.
+
+        The result is None for no numbers, for rare types, and when there is no room.
         """
         offset, end = self._next, self._next + count * dtype.itemsize
         if not count or dtype not in _PLAIN or end > self._end:
@@ -177,8 +179,9 @@ class Message:
 
 
 class Packed:
-    """A message in the form that is sent. Unpickling it in the process that made the slots returns the list of objects
-    added.
+    """A message in the form that is sent.
+
+    Unpickling it in the process that made the slots returns the list of objects added.
     """
 
     def __init__(self, *parts: Any):

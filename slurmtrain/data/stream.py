@@ -81,8 +81,7 @@ class TokenStream:
             self._tokens[shard].read_into(part, begin * self.dtype.itemsize)
 
     def read_pieces(self, rows: NDArray[Any], pieces: Iterable[tuple[int, int, int]]) -> list[Any]:
-        """Fill rows[begin:end] for each (begin, end, position) in turn, as `read_into` does, and return each piece's
-        last token.
+        """Fill rows[begin:end] for each (begin, end, position), and return each piece's last token.
 
         The last tokens are returned since a piece may overwrite the last token of the one before.
         """
@@ -129,8 +128,7 @@ class TokenStream:
                 )
 
     def shard_ends(self) -> Iterator[tuple[int, NDArray[np.uint64]]]:
-        """Yield, for each shard, the position of its first token and where its documents end after that, uint64
-        [documents].
+        """Yield, for each shard, the position of its first token and where its documents end after that, uint64 [documents].
 
         Raises:
             ConfigError: the ends decrease, or the last one is not the end of the shard.
@@ -225,9 +223,7 @@ class TokenStream:
         return int(self._read_ends(shard, block * _BLOCK, 1)[0])
 
     def _ends(self, shard: int, first: int, count: int) -> NDArray[np.uint64]:
-        """Return the ends of `count` documents from number `first` on, checked against each other and the shard's
-        size.
-        """
+        """Return the ends of `count` documents from number `first` on, checked against each other and the shard's size."""
         ends = self._read_ends(shard, first, count)
         if not count:
             return ends

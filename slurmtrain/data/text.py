@@ -60,8 +60,7 @@ class ByteWindows(Dataset[dict[str, Tensor]]):
         return {name: rows[0] for name, rows in self.get_batch(np.array([index])).items()}
 
     def get_batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
-        """Return the samples `indices` [B] as one batch: `inputs` and `targets`, int64 [B, S]; ignored targets are
-        -100.
+        """Return the samples `indices` [B] as one batch: `inputs` and `targets`, int64 [B, S]; ignored targets are -100.
 
         Raises:
             IndexError: an index is not in range(len(self)).
@@ -237,8 +236,7 @@ def _join(files: Sequence[tuple[str, bytes]]) -> NDArray[np.uint8]:
 
 
 def _cross_entropy(train: NDArray[np.uint8], valid: NDArray[np.uint8]) -> float:
-    """Return the nats per byte of `valid` under the byte frequencies of `train`, with one added to each of the 256
-    counts.
+    """Return the nats per byte of `valid` under the byte frequencies of `train`, with one added to each of the 256 counts.
 
     A model that ignores the context reaches this loss: a validation loss below it shows that something was learnt.
     """

@@ -1,5 +1,6 @@
-"""Tokenizers: text -> ids, as a prepared data set needs them. Imports no torch, and a tokenizer's package only if its
-file is used.
+"""Tokenizers: text -> ids, as a prepared data set needs them.
+
+Imports no torch, and a tokenizer's package only if its file is used.
 
 There are three kinds, recognised by name: "bytes" (built in), a `tokenizer.json` of Hugging Face `tokenizers`, and a
 file of ranks of `tiktoken` (NAME.tiktoken). A tokenizer's identity is the sha256 of its file. Special tokens within a
@@ -215,8 +216,9 @@ _KINDS: dict[str, Callable[[TokenizerChoice, Path, bytes], Tokenizer]] = {
 
 
 def _ranks(choice: TokenizerChoice, content: bytes) -> dict[bytes, int]:
-    """Return the ranks by token. tiktoken's own reader is not used since it would cache the file by its path, whatever
-    it holds later.
+    """Return the ranks by token.
+
+    The reader of tiktoken is not used since it would cache the file by its path, whatever it holds later.
     """
     ranks = {}
     for number, line in enumerate(content.splitlines(), start=1):

@@ -115,8 +115,9 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         return self.seq_len
 
     def _pieces(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return starts and pairs [P] of the samples' pieces, and the number of pieces of each sample [B], checked to
-        be in the stream.
+        """Return starts and pairs [P] of the samples' pieces, and the number of pieces of each sample [B].
+
+        All pieces are checked to be in the stream.
         """
         if len(indices) and (indices.min() < 0 or indices.max() >= len(self)):
             raise IndexError(f"sample {indices} of a data set of {len(self)}")
@@ -142,8 +143,9 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         return _Plan(starts, pairs, rows, columns, lengths)
 
     def _read(self, plan: _Plan, tokens: NDArray[Any]) -> list[Any]:
-        """Fill `tokens` [B, S + 1] with the inputs and the last target of each row, and return the last target of each
-        piece.
+        """Fill `tokens` [B, S + 1] with inputs and last target of each row.
+
+        Return the last target of each piece.
         """
         rows, width = tokens.shape
         if len(plan.starts) > rows or plan.lengths.min(initial=width) < width - 1:
@@ -181,8 +183,9 @@ class DocumentTokens(PackedTokens):
     """A data set whose samples differ in length: a batch's rows are as long as its longest sample."""
 
     def lengths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tokens of each of the samples `indices` [B] without its padding, int64 [B]. Raises as
-        `get_batch`.
+        """Return the tokens of each of the samples `indices` [B] without its padding, int64 [B].
+
+        Raises as `get_batch`.
         """
         return self._plan(indices).lengths
 

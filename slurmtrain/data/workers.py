@@ -1,5 +1,6 @@
-"""The processes that fetch batches ahead: torch's workers, which ignore the signals of a preemption and leave when the
-rank tells them.
+"""The processes that fetch batches ahead: torch's workers.
+
+They ignore the signals of a preemption and leave when the rank tells them.
 
 SLURM signals every process of a job step; only the ranks are to act on it.
 """
@@ -231,8 +232,9 @@ class _Work(Dataset[Any]):
         self._work, self._slots = work, slots
 
     def __getitem__(self, jobs: Sized) -> Packed:
-        """Return the results of the jobs, and last the seconds that they took; an error stands for the result of its
-        job and of all after it.
+        """Return the results of the jobs, and last the seconds that they took.
+
+        An error stands for the result of its job and of all after it.
         """
         worker = get_worker_info()
         assert worker is not None
@@ -248,8 +250,9 @@ class _Work(Dataset[Any]):
 
 
 def _sendable(error: Exception, where: str) -> SlurmtrainError | ExceptionWrapper:
-    """Return the error in a form that another process can raise: itself if it is our own, else torch's wrapper with its
-    traceback.
+    """Return the error in a form that another process can raise.
+
+    It is the error itself if it is our own, else torch's wrapper with its traceback.
 
     An error of a kind that another process cannot make becomes a RuntimeError.
     """

@@ -1,5 +1,6 @@
-"""Continue a run: its job is requeued, or the run gets a further job: after a stop (requeue.mode=resubmit), all jobs at
-once (chain), or by `resume`.
+"""Continue a run: its job is requeued, or the run gets a further job.
+
+A further job is submitted after a stop (requeue.mode=resubmit), with all others at once (chain), or by `resume`.
 
 No job is submitted twice: a job that continues after a stop has a token in its comment, by which it is looked for
 first. No two jobs of a run work at the same time: each waits for all before it.
@@ -58,8 +59,7 @@ def resume(run_dir: RunDir, client: SlurmClient) -> list[str]:
 
 
 def submit_links(run_dir: RunDir, first: str, length: int, client: SlurmClient) -> list[str]:
-    """Submit the rest of the chain that begins with the job `first`, and return all its jobs; with length 1, only the
-    first.
+    """Submit the rest of the chain that begins with the job `first`, and return all its jobs; with length 1, only the first.
 
     Raises:
         ClusterError: sbatch refused a job; those before it are cancelled.
@@ -195,8 +195,7 @@ def leave_out(runs: Sequence[tuple[RunDir, int]], job_id: str, client: SlurmClie
 
 
 def excluding(run_dir: RunDir, number: int, client: SlurmClient, before: str = "") -> str:
-    """Return the list of nodes that the start after attempt `number` should exclude; empty when there are none, or no
-    new ones.
+    """Return the list of nodes that the start after attempt `number` should exclude; empty when there are none, or no new ones.
 
     A job that may use none of the remaining nodes would wait for ever, so SLURM is asked first.
 
@@ -257,23 +256,20 @@ def submit_again(
 
 
 def token(run_dir: RunDir, number: int | None = None) -> str:
-    """Return the token of the job that continues after attempt `number`; without a number, the prefix of all such
-    tokens.
-    """
+    """Return the token of the job that continues after attempt `number`; without a number, the prefix of all such tokens."""
     return f"{run_dir.id}:{'' if number is None else number}"
 
 
 def waiting_for(script: str, job_ids: Sequence[str]) -> list[str]:
-    """Return the option by which a job waits until these have ended, in whatever way, besides what its script waits
-    for.
-    """
+    """Return the option by which a job waits until these have ended, in whatever way, besides what its script waits for."""
     own = directive(script, "dependency")
     return [f"--dependency=afterany:{':'.join(job_ids)}{f',{own}' if own else ''}"]
 
 
 def _unnoted(run_dir: RunDir, client: SlurmClient) -> str | None:
-    """Return a job that was to continue the run and whose submitter was killed before it could note it; None if there
-    is none.
+    """Return a job that was to continue the run and whose submitter was killed before it could note it.
+
+    The result is None if there is none.
     """
     known = run_dir.info()["job_ids"]
     return next(

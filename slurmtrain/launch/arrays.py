@@ -1,4 +1,4 @@
-"""Which runs go into which array job: pure arithmetic, before anything is submitted.
+"""The distribution of runs to array jobs: pure arithmetic, before anything is submitted.
 
 An array has one script, so runs that ask for different resources need different arrays. MaxArraySize limits the *index*
 (slurm.conf(5): the largest index is one less), so the second half of a long array has to begin at 0 again. One task of
@@ -75,9 +75,7 @@ def limits_of(members: Sequence[int], parallelism: int | None, *, pack: int = 1)
 
 
 def _share(total: int, sizes: Sequence[int]) -> list[int]:
-    """Divide `total` in proportion to `sizes`: each part is at least 1 and at most its size, and their sum at most
-    `total`.
-    """
+    """Divide `total` in proportion to `sizes`: each part is at least 1 and at most its size, and their sum at most `total`."""
     shares = [1] * len(sizes)
     for _ in range(min(total, sum(sizes)) - len(sizes)):
         # The one that is furthest behind its proportion (Sainte-Lague).

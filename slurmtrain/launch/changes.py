@@ -96,8 +96,9 @@ def _code_taken(info: Mapping[str, Any]) -> float:
 
 
 def _take_along(run_dir: RunDir, fresh: Path, *, since: float) -> None:
-    """Link into a new snapshot the files that the program has written into the one before: checkpoints that it names
-    relatively.
+    """Link into a new snapshot the files that the program has written into the one before.
+
+    Checkpoints that the program names relatively are such files.
 
     They are links, so that the former snapshot stays whole. Making a link changes a file's ctime, by which it is
     recognised at the next change; a file of the snapshot itself has had its own since before `since`.
@@ -114,8 +115,9 @@ def _take_along(run_dir: RunDir, fresh: Path, *, since: float) -> None:
 
 
 def undo_unfinished(run_dir: RunDir) -> None:
-    """Restore the state of a run before a change that was cut short. Called only by the process that has claimed the
-    run.
+    """Restore the state of a run before a change that was cut short.
+
+    Called only by the process that has claimed the run.
     """
     _remove_leftovers(run_dir)
     number = run_dir.info().get("changing")

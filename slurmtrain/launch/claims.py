@@ -71,8 +71,9 @@ def claimed(folder: Path, busy: Callable[[Owner], None]) -> Iterator[bool]:
 
 
 class _Watched:
-    """The observation of a claim's owner. If it is on another host, or not named, its heartbeats are the only
-    evidence.
+    """The observation of a claim's owner.
+
+    If it is on another host, or not named, its heartbeats are the only evidence.
     """
 
     def __init__(self) -> None:
@@ -98,8 +99,9 @@ class _Watched:
 
 
 def _beaten(claim: Path) -> int:
-    """Return when the owner's last heartbeat was, in nanoseconds. The file is opened, since NFS would answer from its
-    cache.
+    """Return when the owner's last heartbeat was, in nanoseconds.
+
+    The file is opened, since NFS would answer from its cache.
     """
     with claim.open("rb") as file:
         return os.fstat(file.fileno()).st_mtime_ns

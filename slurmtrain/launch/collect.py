@@ -136,6 +136,7 @@ def as_it_counts(series: Iterable[tuple[int, float]]) -> list[tuple[int, float]]
 
 
 def is_scalar(value: object) -> bool:
+    """Return whether a value is a number, NaN and the infinities included."""
     return isinstance(value, float) or records.is_number(value)
 
 
@@ -195,8 +196,9 @@ def _candidates(points: Sequence[Point], metric: str | None, mode: str | None) -
 
 
 def _configured(points: Sequence[Point]) -> Goal:
-    """Return the metric by which the config keeps checkpoints, from the first config: runs with different ones cannot
-    be compared.
+    """Return the metric by which the first config keeps checkpoints.
+
+    Runs with different metrics cannot be compared.
     """
     for point in points:
         if point.run_dir is not None and os.path.isfile(point.run_dir.config_file):

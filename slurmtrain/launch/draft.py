@@ -1,6 +1,4 @@
-"""A sweep before it is created: all its points composed and validated, the resources of each, and which are the
-same.
-"""
+"""A sweep before it is created: all its points composed and validated, the resources of each, and which are the same."""
 
 from __future__ import annotations
 
@@ -39,8 +37,9 @@ def identity_of(config: Config) -> str:
 
 @dataclass
 class Draft:
-    """All points of a sweep that is to be created, composed and validated. It keeps text, not configs: there may be
-    thousands.
+    """All points of a sweep that is to be created, composed and validated.
+
+    It keeps text, not configs: there may be thousands.
 
     Attributes:
         first: the first point's config; name and folder of the runs are the same for all.
@@ -100,9 +99,7 @@ class Draft:
         return found
 
     def arrays(self, max_array_size: int | None, parallelism: int | None) -> list[Array]:
-        """Return which of the configs, in the order of `run_ids`, are in which array; with cluster=local there are
-        none.
-        """
+        """Return which of the configs, in the order of `run_ids`, are in which array; with cluster=local there are none."""
         if self.first.cluster.backend == "local":
             return []
         shapes = [self.shapes[identity] for identity in self.run_ids("")]

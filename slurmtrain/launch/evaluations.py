@@ -1,5 +1,7 @@
-"""Evaluations of a run's checkpoints, each in a folder of the run's directory that is like a run's own: with a frozen
-config, a script, attempts, and in the end a result. It uses the run's code.
+"""Evaluations of a run's checkpoints, each in a folder of the run's directory.
+
+The folder is like a run's own: with a frozen config, a script, attempts, and in the end a result. It uses the run's
+code.
 
 Its name follows from the checkpoint and the overrides, so the same command means the same evaluation: one that is done
 is not made again, one that waits is not submitted twice.
@@ -54,8 +56,7 @@ def checkpoint_of(run_dir: RunDir, step: int | None) -> Path:
 def prepare(
     run_dir: RunDir, checkpoint: Path, overrides: Sequence[str] = (), *, here: bool, again: bool = False
 ) -> RunDir:
-    """Return the folder of an evaluation, ready to be started or submitted; unchanged if it is done or under way
-    already.
+    """Return the folder of an evaluation, ready to be started or submitted; unchanged if it is done or under way already.
 
     Args:
         overrides: key=value of eval, cluster and parallel.
@@ -120,9 +121,7 @@ def submit_due(run_dir: RunDir, say: Callable[[str], None]) -> None:
 
 
 def cancel_all(run_dirs: Iterable[RunDir], client: SlurmClient) -> list[RunDir]:
-    """Cancel the jobs that evaluate checkpoints of these runs, with one scancel, and return the evaluations that had
-    any.
-    """
+    """Cancel the jobs that evaluate checkpoints of these runs, with one scancel, and return the evaluations that had any."""
     evaluations = [evaluation for run_dir in run_dirs for evaluation in run_dir.all_evaluations()]
     found = states(evaluations)
     left = in_queue([each for each in evaluations if each.info_file.exists()], client)

@@ -1,6 +1,4 @@
-"""Check before a job is queued that the model fits into the GPUs, by a child process, since torch takes seconds to
-import.
-"""
+"""Check before a job is queued that the model fits into the GPUs, by a child process, since torch takes seconds to import."""
 
 from __future__ import annotations
 

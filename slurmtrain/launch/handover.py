@@ -360,8 +360,9 @@ def _without_prefix(words: str) -> str:
 
 
 def refusal(words: str, code: int, call_s: int) -> ClusterError:
-    """Return the error that sbatch's words and exit code mean: a limit, a transient error, a refusal with a hint, or
-    `Unknown`.
+    """Return the error that sbatch's words and exit code mean.
+
+    It is a limit, a transient error, a refusal with a hint, or `Unknown`.
     """
     said = _without_prefix(words)
     low = said.lower()

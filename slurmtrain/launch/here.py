@@ -45,8 +45,9 @@ def alone(sweep: Sweep) -> Iterator[None]:
 
 
 def run_here(sweep: Sweep, run_ids: Sequence[str], at_once: int, say: Callable[[str], None], *, show: bool) -> bool:
-    """Start or continue these runs; return False when a person stopped it: Ctrl-C, or TERM to this process. Called
-    within `alone`.
+    """Start or continue these runs; return False when a person stopped it: Ctrl-C, or TERM to this process.
+
+    Called within `alone`.
 
     Args:
         at_once: number of runs at the same time.

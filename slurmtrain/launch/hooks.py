@@ -57,9 +57,7 @@ def run_hook(run_dir: RunDir, number: int) -> None:
 
 
 def hook_of(attempt: Attempt) -> str | None:
-    """Return the name of the hook, or None: the attempt has no outcome yet, a person has ended the run, or it goes
-    on.
-    """
+    """Return the name of the hook, or None: the attempt has no outcome yet, a person has ended the run, or it goes on."""
     if attempt.reason in (None, Reason.CANCELLED, Reason.SUPERSEDED):
         return None
     if attempt.reason == Reason.FINISHED:

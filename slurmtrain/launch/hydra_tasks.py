@@ -154,8 +154,9 @@ class Tasks:
         return opened
 
     def _end(self, sweep: Sweep) -> None:
-        """Mark the sweep as over at the program's end, unless the program was stopped while it waited and may be
-        started again.
+        """Mark the sweep as over at the program's end.
+
+        A program that was stopped while it waited may be started again, and marks nothing.
         """
         if not self._cut_short and sweep.path.exists():
             (sweep.path / OVER).touch()
@@ -182,8 +183,9 @@ class Tasks:
 
 
 def job_config(context: Any, config: DictConfig, overrides: Sequence[str], number: int) -> DictConfig:
-    """Return the config of one job of a multirun, as Hydra's own launcher makes it; hydra.job.id is its number until it
-    runs.
+    """Return the config of one job of a multirun, as Hydra's own launcher makes it.
+
+    Hydra.job.id is its number until it runs.
     """
     from omegaconf import open_dict
 
@@ -239,8 +241,9 @@ def _left_by(run_dir: RunDir, now: RunState) -> JobReturn | None:
 
 
 def _failed(run_dir: RunDir, now: RunState, config: DictConfig) -> JobReturn:
-    """Return what is known of the end of a job that has left no result. Composing `config` takes a tenth of a
-    second.
+    """Return what is known of the end of a job that has left no result.
+
+    Composing `config` takes a tenth of a second.
     """
     from hydra.core.utils import JobReturn, JobStatus
     from omegaconf import OmegaConf

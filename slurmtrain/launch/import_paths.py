@@ -1,5 +1,4 @@
-"""The places from which the ranks' interpreter imports a work tree, so that a job imports the same files from its
-snapshot.
+"""The places from which the ranks' interpreter imports a work tree, so that a job imports the same files from its snapshot.
 
 An editable install makes Python look into the live work tree: by a line in a .pth file, before which PYTHONPATH is
 searched, or by an import hook. The interpreter is asked for both here; `snapshot` maps what they name into the
@@ -144,17 +143,16 @@ def _below(root: Path, path: str) -> PurePath | None:
 
 
 def _is_installation(below: PurePath) -> bool:
-    """Return whether a path is in an environment inside the work tree, which holds copies of packages, not the
-    project's own code.
+    """Return whether a path is in an environment inside the work tree.
+
+    An environment holds copies of packages, not the project's own code.
     """
     standard = os.path.basename(sysconfig.get_path("stdlib"))
     return any(part in ("site-packages", "dist-packages") for part in below.parts) or standard in below.parts
 
 
 def _parent_of(below: PurePath, name: str) -> PurePath | None:
-    """Return the folder from which `name` would be imported as the file `below`; None when its files have other
-    names.
-    """
+    """Return the folder from which `name` would be imported as the file `below`; None when its files have other names."""
     file = below.parent if below.name == "__init__.py" else below.with_suffix("") if below.suffix == ".py" else below
     parts = tuple(name.split("."))
     return PurePath(*file.parts[: -len(parts)]) if file.parts[-len(parts) :] == parts else None

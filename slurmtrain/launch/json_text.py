@@ -14,6 +14,7 @@ from typing import Any
 
 
 def json_text(value: Any) -> str:
+    """Return a value as JSON text that every parser accepts."""
     text = json.dumps(_strict(value), indent=1, allow_nan=False, ensure_ascii=False, default=str) + "\n"
     return text.encode(errors="backslashreplace").decode()  # half of a pair of surrogates, which no UTF-8 can hold
 

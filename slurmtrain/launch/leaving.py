@@ -1,6 +1,4 @@
-"""`preempt RUN`: compare how long the run took to stop with the time that SLURM gives a job that is really
-preempted.
-"""
+"""`preempt RUN`: compare how long the run took to stop with the time that SLURM gives a job that is really preempted."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ def wait_until_left(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Attempt | None:
-    """Wait until all ranks of an attempt have exited and it is judged, and return its record; None when it took
-    longer.
-    """
+    """Wait until all ranks of an attempt have exited and it is judged, and return its record; None when it took longer."""
     deadline = clock() + within_s
     while (attempt := read_attempt(run_dir, number)).ended is None:
         if clock() > deadline:

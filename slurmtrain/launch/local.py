@@ -54,9 +54,7 @@ def run_local(run_dir: RunDir, say: Callable[[str], None]) -> int:
 
 
 def how_to_continue(run_id: str, reason: str | None) -> str:
-    """Return what a person does to continue a run that has ended; if its config was wrong, that includes correcting
-    it.
-    """
+    """Return what a person does to continue a run that has ended; if its config was wrong, that includes correcting it."""
     if reason == Reason.CONFIG:
         return f"When that is put right: resume {run_id} (--set KEY=VALUE changes its config), or submit again"
     return f"Continue with: resume {run_id}"
@@ -162,8 +160,7 @@ class LocalAttempt:
 
 
 def waits_of_threads(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return variables by which OpenMP's threads wait in a way that suits a shared machine; none if `variables` decide
-    it.
+    """Return variables by which OpenMP's threads wait in a way that suits a shared machine; none if `variables` decide it.
 
     By default they spin, for milliseconds (libgomp) or 200 ms (libiomp), which takes the CPU from the very thread that
     they wait for as soon as there are more threads than CPUs: two quick starts on two busy CPUs took four times the
@@ -189,8 +186,9 @@ def _terminal_like_ours() -> tuple[int, int]:
 
 
 def _copy(source: int, log: BinaryIO, show: bool) -> None:
-    """Copy a rank's output to its log, and rank 0's also to the terminal. Drawings on the terminal are left out of the
-    log.
+    """Copy a rank's output to its log, and rank 0's also to the terminal.
+
+    Drawings on the terminal are left out of the log.
     """
     plain = PlainLog() if os.isatty(source) else None
     with log:

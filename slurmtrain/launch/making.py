@@ -1,5 +1,6 @@
-"""Folders while they are being made: hidden, under a name that identifies their maker, so that those of killed makers
-are removed.
+"""Folders while they are being made: hidden, under a name that identifies their maker.
+
+So those of makers that were killed can be removed.
 """
 
 from __future__ import annotations

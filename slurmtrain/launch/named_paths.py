@@ -171,9 +171,7 @@ def _check_is_a_checkpoint(config: Config) -> None:
 
 
 def _check_steps_are_left(config: Config) -> None:
-    """Raise ConfigError if the name of the checkpoint to continue from shows that all steps are done; the job looks
-    into it.
-    """
+    """Raise ConfigError if the name of the checkpoint to continue from shows that all steps are done; the job looks into it."""
     source = Path(config.checkpoint.restore_from or "")
     if config.job.kind != "train" or config.checkpoint.restore_only or not FINAL_NAME.fullmatch(source.name):
         return

@@ -60,8 +60,9 @@ class OpenSweep:
     def run(
         self, wanted: Sequence[Wanted], on_end: Callable[[RunDir, RunState], None]
     ) -> list[tuple[RunDir, RunState]]:
-        """Submit points that are not submitted, and return all when they have ended, in the order of `wanted`. Called
-        within `alone`.
+        """Submit points that are not submitted, and return all when they have ended, in the order of `wanted`.
+
+        Called within `alone`.
 
         Args:
             on_end: called with every run when it has ended, also with those that had ended before.
@@ -81,8 +82,9 @@ class OpenSweep:
         return [(run_dir, ended[run_dir.id]) for run_dir in run_dirs]
 
     def _add(self, wanted: Sequence[Wanted]) -> list[RunDir]:
-        """Add the points that do not exist yet. Each step may be cut short, and is done when the same points are asked
-        for again.
+        """Add the points that do not exist yet.
+
+        Each step may be cut short, and is done when the same points are asked for again.
         """
         sweep, draft = self.sweep, self.draft
         points = {point.identity: point for point in sweep.points()}

@@ -15,8 +15,7 @@ from slurmtrain.runtime.slurm import GONE, SlurmClient
 
 
 def in_queue(run_dirs: Sequence[RunDir], client: SlurmClient) -> dict[str, list[str]]:
-    """Return the jobs of each run that have not ended, by the run's id, in the order of their submission; two squeue
-    calls.
+    """Return the jobs of each run that have not ended, by the run's id, in the order of their submission; two squeue calls.
 
     A job that other runs share (sweep.pack) is left out: it does not end with one run. So is a job that has the id of
     an earlier job of the run, but names another run or sweep in its comment.

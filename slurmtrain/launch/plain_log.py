@@ -1,6 +1,4 @@
-"""Keep the log of a rank that draws on a terminal plain text: a bar that is redrawn ten times a second is one line in
-it.
-"""
+"""Keep the log of a rank that draws on a terminal plain text: a bar that is redrawn ten times a second is one line in it."""
 
 from __future__ import annotations
 

@@ -175,9 +175,7 @@ def _place(panel: Panel, x: float, y: float) -> tuple[int, int]:
 
 
 def _spread(names: Sequence[str]) -> str:
-    """Return names below their positions, from the left to the right edge; only the outer ones if there is no room for
-    all.
-    """
+    """Return names below their positions, from the left to the right edge; only the outer ones if there is no room for all."""
     if len(names) == 1:
         return f"{names[0]:^{WIDTH}}"
     if sum(len(name) + 2 for name in names) > WIDTH:

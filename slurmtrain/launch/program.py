@@ -85,7 +85,10 @@ def _not_installed(what: str, interpreter: str) -> ConfigError:
 
 
 def _can_run(folder: Path, module: str) -> bool:
-    """Whether `python -m MODULE` finds it in a folder: as source or compiled, or as a package with __main__.py."""
+    """Return whether `python -m MODULE` finds the module in a folder.
+
+    It may be source or compiled, or a package with __main__.py.
+    """
     path = folder.joinpath(*module.split("."))
     return (path / "__main__.py").exists() or any(
         path.parent.glob(f"{path.name}.*[yo]")
@@ -143,9 +146,7 @@ def _command(config: Config) -> str:
 
 
 def _interpreter(config: Config) -> str | None:
-    """Return the Python that runs the script, as this machine sees it; None if set-up lines or a container decide
-    it.
-    """
+    """Return the Python that runs the script, as this machine sees it; None if set-up lines or a container decide it."""
     cluster, word = config.cluster, shlex.split(config.job.command or "")[0]
     if not PYTHON.match(os.path.basename(word)) or cluster.container.kind or cluster.modules or cluster.setup:
         return None
@@ -202,6 +203,9 @@ def _missing(interpreter: str, names: list[str], *folders: Path) -> list[str]:
 
 
 def _with_absolute_pythonpath(cwd: Path) -> dict[str, str]:
-    """This shell's environment, in which PYTHONPATH names the same folders from anywhere; the job gets it as it is."""
+    """Return this shell's environment with the folders in PYTHONPATH made absolute.
+
+    The job gets PYTHONPATH unchanged.
+    """
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(":") if entry]
     return {**os.environ, "PYTHONPATH": ":".join(str(absolute(entry, cwd)) for entry in entries)}

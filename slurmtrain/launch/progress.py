@@ -1,5 +1,6 @@
-"""The progress of a run: step, loss, speed and the time left, from the last lines of its metrics.jsonl, without asking
-SLURM.
+"""The progress of a run: step, loss, speed and the time left.
+
+It is read from the last lines of its metrics.jsonl, without asking SLURM.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from slurmtrain.runtime import attempts
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a run. Unknown values are None: a program of the user's own logs nothing, a run that waits has
-    not logged yet.
+    """The progress of a run.
+
+    Unknown values are None: a program of the user's own logs nothing, a run that waits has not logged yet.
 
     Attributes:
         step: number of steps done, as far as is known.
@@ -83,9 +85,7 @@ def read_progress(run_dir: RunDir, steps: int | None, *, running_since: float | 
 
 
 def eta_of_all(waiting: Iterable[Progress], running: Collection[Progress]) -> float | None:
-    """Return the seconds until all of these have ended, if as many run at once, each as fast; None while no speed is
-    known.
-    """
+    """Return the seconds until all of these have ended, if as many run at once, each as fast; None while no speed is known."""
     etas = [each.eta_s for each in running if each.eta_s is not None]
     speeds = [each.step_time_s for each in running if each.step_time_s is not None]
     if not etas:
@@ -104,9 +104,7 @@ class Lowest:
 
 
 def lowest(points: Iterable[tuple[int, Progress]]) -> Lowest | None:
-    """Return the point with the lowest validation loss that was logged last, or if none was, with the lowest training
-    loss.
-    """
+    """Return the point with the lowest validation loss that was logged last, or if none was, with the lowest training loss."""
     found = list(points)
     for metric in ("valid_loss", "loss"):
         values = [(value, number) for number, each in found if (value := getattr(each, metric)) is not None]

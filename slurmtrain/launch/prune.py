@@ -147,9 +147,7 @@ def _reason_to_stay(
 
 
 def _sources(runs: Sequence[RunDir]) -> dict[Path, str]:
-    """Return the checkpoints that runs which have not ended start from (checkpoint.restore_from), with the runs'
-    ids.
-    """
+    """Return the checkpoints that runs which have not ended start from (checkpoint.restore_from), with the runs' ids."""
     found = {}
     for run in runs:
         try:

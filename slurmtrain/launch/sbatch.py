@@ -159,8 +159,9 @@ def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
 
 
 def _no_pattern(path: Path) -> str:
-    """Escape a folder for SLURM's file name patterns, where %% means %. (`man sbatch`, filename pattern; seen on
-    22.05.)
+    """Escape a folder for SLURM's file name patterns, where %% means %.
+
+    (`man sbatch`, filename pattern; seen on 22.05.)
     """
     return str(path).replace("%", "%%")
 
@@ -209,8 +210,9 @@ def set_aside(script: str, variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_past(script: str) -> str:
-    """Return the script of a run that is submitted once more without what it first waited for, which SLURM may have
-    forgotten.
+    """Return the script of a run that is submitted once more, without what it first waited for.
+
+    SLURM may have forgotten those jobs.
     """
     waits = directive(script, "dependency")
     if waits is None:
@@ -222,9 +224,7 @@ def without_past(script: str) -> str:
 
 
 def _quote_secret(value: str) -> str:
-    """Quote a value, in which `${oc.env:X}` becomes "$X": the job inherits the secret, and the script never holds
-    it.
-    """
+    """Quote a value, in which `${oc.env:X}` becomes "$X": the job inherits the secret, and the script never holds it."""
     literals_and_names = SECRET_REFERENCE.split(value)
     words = [
         f'"${{{part}}}"' if index % 2 else shlex.quote(part)
@@ -248,9 +248,7 @@ def _gigabytes(amount: int | None) -> str | None:
 
 
 def setup_lines(cluster: ClusterConfig) -> list[str]:
-    """Return the lines for modules, then the user's lines, then the environment to activate: each may need the one
-    before.
-    """
+    """Return the lines for modules, then the user's lines, then the environment to activate: each may need the one before."""
     lines = [f"module load {shlex.quote(module)}" for module in cluster.modules] + list(cluster.setup)
     if cluster.venv:
         lines.append(f"source {shlex.quote(cluster.venv + '/bin/activate')}")
@@ -296,8 +294,9 @@ def srun_words(cluster: ClusterConfig, paths: JobPaths, variables: Sequence[str]
 
 
 def rank_python(cluster: ClusterConfig, paths: JobPaths) -> str:
-    """Return the interpreter of the ranks: the config's, the activated environment's, the container's, or the
-    submitting one.
+    """Return the interpreter of the ranks.
+
+    It is the config's, the activated environment's, the container's, or the submitting one.
     """
     if cluster.python:
         return shlex.quote(cluster.python)

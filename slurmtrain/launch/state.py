@@ -189,8 +189,9 @@ class _Record:
         return self.chain or ([self.job_id] if self.job_id is not None else [])
 
     def is_missing_from(self, queue: _Queue) -> bool:
-        """Return whether nothing says that it has ended, although the queue has no job of it and that is not known to
-        be right.
+        """Return whether the queue unexpectedly has no job of the run.
+
+        That is so if nothing says that the run has ended, and a missing job is not known to be right.
         """
         if self.over or queue.of(self).jobs:
             return False
@@ -211,9 +212,7 @@ class _Record:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the last attempt belongs to the latest job, or to one that it continues, rather than to an earlier
-        one.
-        """
+        """Whether the last attempt belongs to the latest job, or to one that it continues, rather than to an earlier one."""
         if self.last is None or self.job_id is None:
             return self.last is not None
         if self.chain:
@@ -235,9 +234,7 @@ class _Record:
 
     @property
     def setting_up(self) -> bool:
-        """Whether the last attempt has its folder, but neither has rank 0 opened its record nor has anybody closed
-        it.
-        """
+        """Whether the last attempt has its folder, but neither has rank 0 opened its record nor has anybody closed it."""
         last = self.last
         return last is not None and not last.started and last.verdict is None and self.setup_failed is None
 
@@ -291,9 +288,7 @@ def _read(run_dir: RunDir, me: str | None, known: dict[str, str | None]) -> _Rec
 
 
 def _at_its_link(record: _Record, queue: _Queue) -> _Record:
-    """Return the record of a chain with the job whose turn it is: the first in the queue, else the last that has
-    run.
-    """
+    """Return the record of a chain with the job whose turn it is: the first in the queue, else the last that has run."""
     if not record.chain:
         return record
     left = [link for link in record.chain if queue.job(link).state not in ("", *GONE)]
@@ -462,9 +457,7 @@ def _how_to_begin(record: _Record) -> str:
 
 
 def _unasked(record: _Record) -> tuple[str, str, bool]:
-    """Return word, sentence and `alive` of a run when SLURM does not answer: a run without a recorded end may be
-    alive.
-    """
+    """Return word, sentence and `alive` of a run when SLURM does not answer: a run without a recorded end may be alive."""
     last = record.last
     if record.over or ((record.waits or record.setting_up) and record.cancelled("")):
         return *_ended(record), False
@@ -480,9 +473,7 @@ def _unasked(record: _Record) -> tuple[str, str, bool]:
 
 
 def _asked(record: _Record, job: QueuedJob) -> tuple[str, str, bool]:
-    """Return word, sentence and `alive` of a run from squeue's entry of its job, which is empty when SLURM has
-    forgotten it.
-    """
+    """Return word, sentence and `alive` of a run from squeue's entry of its job, which is empty when SLURM has forgotten it."""
     last, job_id, queued = record.last, record.job_id, job.state
     waits = record.waits or queued == "PENDING"
     if record.packed and (record.over or (waits and record.cancelled(""))):

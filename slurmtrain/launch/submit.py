@@ -116,6 +116,7 @@ def interrupted(run_dir: RunDir, client: SlurmClient) -> str:
 
 
 def no_chain(what: str) -> ConfigError:
+    """Return the error for a chain that is asked for an array."""
     return ConfigError(
         f"requeue.mode=chain {what}: the tasks of an array cannot each wait for their own",
         hint="requeue=resubmit, or requeue=requeue where the cluster allows it",
@@ -129,8 +130,7 @@ def resubmit(
     token: str | None = None,
     **facts: object,
 ) -> str:
-    """Submit an existing run again, as one job, with the script it was first submitted with, but without its
-    dependencies.
+    """Submit an existing run again, as one job, with the script it was first submitted with, but without its dependencies.
 
     Args:
         options: returns further options for sbatch, given the script.
@@ -281,8 +281,9 @@ def steps_of(config: Config) -> int | None:
 
 
 def _slurm_conf_if_known(config: Config) -> str | None:
-    """Return the slurm.conf for a run that is passed to sbatch by hand: `status`, `cancel` and `resume` must ask the
-    same SLURM.
+    """Return the slurm.conf for a run that is passed to sbatch by hand.
+
+    `status`, `cancel` and `resume` must ask the same SLURM.
     """
     if config.cluster.backend == "local":
         return None

@@ -107,9 +107,7 @@ class Sweep:
 
     @property
     def cancelled_file(self) -> Path:
-        """The file that exists from `sweep cancel` to `sweep retry`: arrays that are not submitted then are not
-        submitted.
-        """
+        """The file that exists from `sweep cancel` to `sweep retry`: arrays that are not submitted then are not submitted."""
         return self.path / "cancelled"
 
     def array(self, number: int) -> Path:
@@ -168,9 +166,7 @@ class Sweep:
         return list((read_json(self.array(number) / "plan.json") or {})["members"])
 
     def planned(self, number: int) -> list[str]:
-        """Return the run ids of an array, and of the part of it that is being made an array of its own (see
-        `halve_array`).
-        """
+        """Return the run ids of an array, and of the part of it that is being made an array of its own (see `halve_array`)."""
         plan = read_json(self.array(number) / "plan.json") or {}
         return [*plan["members"], *plan.get("rest", [])]
 
@@ -291,9 +287,7 @@ def check_not_cancelled(sweep: Sweep) -> None:
 
 
 def check_not_planned(run_dir: RunDir) -> None:
-    """Raise ClusterError if this run is in an array that is still to be submitted: submitted alone it would exist
-    twice.
-    """
+    """Raise ClusterError if this run is in an array that is still to be submitted: submitted alone it would exist twice."""
     sweep = Sweep(run_dir.path.parent)
     for number in sweep.array_numbers():
         if sweep.job_id(number) is None and run_dir.id in sweep.planned(number):
@@ -303,8 +297,7 @@ def check_not_planned(run_dir: RunDir) -> None:
 
 
 def require_own(sweep: Sweep) -> None:
-    """Check that a sweep belongs to this user, before its points are submitted or cancelled: their scripts would be
-    run.
+    """Check that a sweep belongs to this user, before its points are submitted or cancelled: their scripts would be run.
 
     Raises:
         UsageError: it belongs to somebody else.
@@ -319,4 +312,5 @@ def require_own(sweep: Sweep) -> None:
 
 
 def client_of(sweep: Sweep) -> SlurmClient:
+    """Return a client of the cluster that a sweep is on."""
     return SlurmClient(rundir.trusted_slurm_conf(sweep.info()["slurm_conf"], named_by=sweep.info_file))

@@ -50,8 +50,9 @@ def make(
     again: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Sweep:
-    """Create the sweep's folder, with a run directory for every point; if another shell creates the same first, return
-    that one.
+    """Create the sweep's folder, with a run directory for every point.
+
+    If another shell creates the same first, return that one.
 
     Args:
         varied: returns what distinguishes point i.
@@ -186,8 +187,9 @@ def _make_array(sweep: Sweep, number: int, run_ids: Sequence[str], array: Array,
 
 
 def halve_array(sweep: Sweep, number: int) -> bool:
-    """Make two arrays of one that is not submitted; return False for one that has a single task. Called within its
-    claim.
+    """Make two arrays of one that is not submitted; return False for one that has a single task.
+
+    Called within its claim.
 
     A process that is cut short in between leaves the second half in the plan, as "rest"; `finish_halving` goes on from
     there.

@@ -1,6 +1,4 @@
-"""From the arrays of a sweep to jobs, each submitted once, despite kills, refusals and late answers; retry and
-cancel.
-"""
+"""From the arrays of a sweep to jobs, each submitted once, despite kills, refusals and late answers; retry and cancel."""
 
 from __future__ import annotations
 
@@ -195,8 +193,9 @@ def _link_script(script: Path, run_dir: RunDir) -> None:
 
 
 def _job_of_attempts(sweep: Sweep, number: int) -> str | None:
-    """Return the job of an array whose submitter was killed, from what its tasks have left: SLURM soon forgets jobs
-    that ended.
+    """Return the job of an array whose submitter was killed, from what its tasks have left.
+
+    SLURM soon forgets jobs that ended.
     """
     known = {sweep.job_id(each) for each in sweep.array_numbers()}
     elements = sweep.elements(number, "")

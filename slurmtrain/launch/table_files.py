@@ -88,8 +88,9 @@ def plain(cell: Cell) -> str:
 
 
 def _csv(table: Table) -> str:
-    """Format the table by RFC 4180, with a header: CRLF, quotes if needed. NaN is `nan`, the infinities `inf` and
-    `-inf`.
+    """Format the table by RFC 4180, with a header: CRLF, quotes if needed.
+
+    NaN is `nan`, the infinities `inf` and `-inf`.
     """
     out = io.StringIO()
     writer = csv.writer(out)

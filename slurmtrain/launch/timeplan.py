@@ -1,5 +1,4 @@
-"""Check that the early warning can work: its lead against the time limit, and against the measured time of a step and a
-save.
+"""Check that the early warning can work: its lead against the time limit, and against the measured time of a step and a save.
 
 A plan that cannot work is refused before anything is queued. A plan that works less well gives a warning. `check` is
 pure; `measured_before` reads what earlier runs of the same experiment have left.
@@ -105,8 +104,7 @@ def check(cluster: ClusterConfig, measured: Measured | None, times: PreemptionTi
 
 
 def measured_before(config: Config, run_dirs: Iterable[RunDir]) -> Measured | None:
-    """Return the measurements of the newest of these runs with the same config hash and as many ranks; None: there are
-    none.
+    """Return the measurements of the newest of these runs with the same config hash and as many ranks; None: there are none.
 
     Args:
         run_dirs: oldest first.

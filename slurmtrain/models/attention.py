@@ -26,9 +26,7 @@ BLOCK = 128  # tokens; of a row that is no longer than this, no block can be pas
 
 
 class CausalAttention:
-    """Causal attention over sequences that this rank holds in full; subclasses attend to other ranks' parts of a
-    sequence.
-    """
+    """Causal attention over sequences that this rank holds in full; subclasses attend to other ranks' parts of a sequence."""
 
     def mask(self, documents_BT: Tensor, positions_S: Tensor) -> Mask:
         """Return the mask to pass to each call when rows are packed with several documents.
@@ -75,17 +73,16 @@ def attention(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, dropout: float, ma
 
 
 def positions_in_documents(documents_BT: Tensor) -> Tensor:
-    """Return the number of tokens of its document before each token, int64 [B, T]; `documents_BT` must not decrease
-    along a row.
+    """Return the number of tokens of its document before each token, int64 [B, T].
+
+    `documents_BT` must not decrease along a row.
     """
     first_BT = torch.searchsorted(documents_BT, documents_BT)
     return torch.arange(documents_BT.shape[1], device=documents_BT.device) - first_BT
 
 
 def document_mask(documents_BT: Tensor, positions_S: Tensor) -> Mask:
-    """Return the mask with which the tokens at `positions_S` attend to the tokens of their own document up to
-    themselves.
-    """
+    """Return the mask with which the tokens at `positions_S` attend to the tokens of their own document up to themselves."""
     blocks = documents_BT.is_cuda and documents_BT.shape[1] > BLOCK
     return (block_mask if blocks else dense_mask)(documents_BT, positions_S)
 

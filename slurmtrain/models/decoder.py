@@ -177,8 +177,9 @@ class Decoder(nn.Module):
         return mask
 
     def initialize(self, seed: int) -> None:
-        """Draw all parameters; see `models.initial`. Called on a model built on the meta device, or a part of one, once
-        it is distributed.
+        """Draw all parameters; see `models.initial`.
+
+        Called on a model built on the meta device, or a part of one, once it is distributed.
         """
         initialize(self, seed)
 
@@ -325,8 +326,7 @@ class RMSNorm(nn.RMSNorm):
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's scaling of rotary frequencies for longer sequences: slow rotations become slower still, fast ones
-    stay.
+    """Llama 3.1's scaling of rotary frequencies for longer sequences: slow rotations become slower still, fast ones stay.
 
     A rotation that turns more than `high_freq_factor` times within `original_seq_len` tokens keeps its frequency, one
     that turns less than `low_freq_factor` times is slowed down by `factor`; between them, both are interpolated. It is

@@ -56,9 +56,7 @@ class _Lines:
 
 
 class _Bar:
-    """A line behind a bar, redrawn in place by rich; messages are printed above it, without rich's markup or
-    colours.
-    """
+    """A line behind a bar, redrawn in place by rich; messages are printed above it, without rich's markup or colours."""
 
     def __init__(self, stream: TextIO):
         from rich.console import Console

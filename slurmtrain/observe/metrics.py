@@ -82,8 +82,9 @@ def _is_record(value: object) -> bool:
 
 
 def _drop(path: Path, wanted: Callable[[dict[str, Any]], bool], settled_step: int) -> None:
-    """Keep only the wanted records in the file. Only the end of a long file is read, and it is usually truncated in
-    place.
+    """Keep only the wanted records in the file.
+
+    Only the end of a long file is read, and it is usually truncated in place.
     """
     if not path.exists():
         return
@@ -114,8 +115,9 @@ def _drop(path: Path, wanted: Callable[[dict[str, Any]], bool], settled_step: in
 
 
 def _settled_bytes(file: BinaryIO, size: int, settled_step: int) -> int:
-    """Return the size of the first part of the file that need not be read: it ends with a block of whole records, none
-    of a later step.
+    """Return the size of the first part of the file that need not be read.
+
+    That part ends with a block of whole records, none of a later step.
 
     Steps grow along the file; a whole block is checked, since a rank that was cut off may have added some lines of its
     own.

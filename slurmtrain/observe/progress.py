@@ -10,8 +10,9 @@ from slurmtrain.observe.display import display
 
 
 class Progress:
-    """A progress line of steps, metrics and the time left, estimated from the mean pace since this attempt began,
-    pauses included.
+    """A progress line of steps, metrics and the time left.
+
+    The time is estimated from the mean pace since this attempt began, pauses included.
 
     Args:
         total: steps of the run.
@@ -27,8 +28,9 @@ class Progress:
         self._display.begin(f"step {initial}/{total}  waiting for the first step", initial, total)
 
     def update(self, step: int, **metrics: float) -> None:
-        """Show that `step` steps are done. `metrics` are numbers; loss, lr and tokens_per_s have formats of their
-        own.
+        """Show that `step` steps are done.
+
+        `metrics` are numbers; loss, lr and tokens_per_s have formats of their own.
         """
         pace = (self._clock() - self._began) / max(step - self._initial, 1)
         eta = f"eta {format_duration(pace * max(self._total - step, 0))}"

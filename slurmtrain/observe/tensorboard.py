@@ -9,8 +9,7 @@ from typing import Any
 
 
 class TensorBoardLog:
-    """A writer of scalars as TensorBoard events; without the `tensorboard` package it prints one message and does
-    nothing.
+    """A writer of scalars as TensorBoard events; without the `tensorboard` package it prints one message and does nothing.
 
     Args:
         directory: folder of the event files.

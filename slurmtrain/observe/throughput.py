@@ -21,15 +21,11 @@ class Throughput:
         self._since = clock()
 
     def start(self) -> None:
-        """Count the time from now on as that of the next step; called after an evaluation, a checkpoint or another
-        pause.
-        """
+        """Count the time from now on as that of the next step; called after an evaluation, a checkpoint or another pause."""
         self._since = self._clock()
 
     def step(self, tokens: int, data_wait_s: float = 0.0) -> float:
-        """Record a step over `tokens` tokens that waited `data_wait_s` seconds for its data, and return the step's
-        seconds.
-        """
+        """Record a step over `tokens` tokens that waited `data_wait_s` seconds for its data, and return the step's seconds."""
         now = self._clock()
         seconds, self._since = now - self._since, now
         self._steps.append((seconds, tokens, data_wait_s))

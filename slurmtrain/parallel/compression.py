@@ -47,8 +47,9 @@ def _in_dtype(dtype: torch.dtype) -> Any:
 
 
 class PowerSGD:
-    """Compression of gradients to products of two thin matrices (Vogels et al. 2019, arXiv:1905.13727): torch's hook,
-    with a state to save.
+    """Compression of gradients to products of two thin matrices, by torch's hook, with a state to save.
+
+    The method is that of Vogels et al. 2019, arXiv:1905.13727.
 
     What a step leaves out is added to the gradients of the next one, so each rank has a state of its own, which belongs
     in the checkpoint. After a change of the number of ranks, or of what is compressed, the state starts empty on all
@@ -68,9 +69,7 @@ class PowerSGD:
         self._hook.iter = step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the state: the next backward pass writes into it while a checkpoint may still be being
-        written.
-        """
+        """Return copies of the state: the next backward pass writes into it while a checkpoint may still be being written."""
         hook = self._hook
         memory = {"error": hook.error_dict, "p": hook.p_memory_dict, "q": hook.q_memory_dict}
         return {

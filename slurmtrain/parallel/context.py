@@ -97,8 +97,9 @@ class _AllGather(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """An autograd function that gives rank i x[i] of every rank, in the order of ranks. It is its own inverse and so
-    its own gradient.
+    """An autograd function that gives rank i x[i] of every rank, in the order of ranks.
+
+    It is its own inverse and so its own gradient.
     """
 
     @staticmethod

@@ -24,9 +24,7 @@ def replicate(model: nn.Module, device: torch.device, group: dist.ProcessGroup |
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which backward only accumulates: all micro batches of a step but the last need no
-    communication.
-    """
+    """Return a context in which backward only accumulates: all micro batches of a step but the last need no communication."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         context: AbstractContextManager[None] = model.no_sync()
         return context

@@ -72,8 +72,10 @@ def lay(
     group: dist.ProcessGroup | None,
     fill: Callable[[nn.Module], nn.Module],
 ) -> Laid:
-    """Distribute `model`: pipeline stages -> tensors and sequences -> activation checkpointing -> compilation ->
-    sharding; or plain replicas.
+    """Distribute `model` over the ranks.
+
+    The order is: pipeline stages -> tensors and sequences -> activation checkpointing -> compilation -> sharding. If
+    the layout needs none of them, the model is wrapped as a plain replica.
 
     Args:
         model: the whole model, the same on all ranks, or on the meta device.
@@ -119,8 +121,9 @@ def lay(
 
 
 def _compressed(model: nn.Module, parallel: ParallelConfig, group: dist.ProcessGroup | None) -> PowerSGD | None:
-    """Compress the gradients of replicas if the config asks for it. Return the compression if it has a state to
-    save.
+    """Compress the gradients of replicas if the config asks for it.
+
+    Return the compression if it has a state to save.
     """
     if group is None or parallel.gradient_compression == "none":
         return None

@@ -41,16 +41,15 @@ _TORCH_NAMES = {
 
 
 def stage_numbers(rank: int, ranks: int, schedule: str) -> tuple[list[int], int]:
-    """Return the numbers of the stages that rank `rank` of `ranks` ranks of a pipeline has, and the number of all
-    stages.
-    """
+    """Return the numbers of the stages that rank `rank` of `ranks` ranks of a pipeline has, and the number of all stages."""
     stages = ranks * STAGES_PER_RANK[schedule]
     return list(range(rank, stages, ranks)), stages
 
 
 def part(model: nn.Module, numbers: Sequence[int], of: int) -> nn.Module:
-    """Return the part of `model` that stages `numbers` of `of` have: another module with the same submodules under the
-    same names.
+    """Return the part of `model` that stages `numbers` of `of` have.
+
+    It is another module with the same submodules under the same names.
 
     Raises:
         ConfigError: the model does not define how it is cut.
@@ -149,8 +148,7 @@ class Pipeline:
         self._losses: list[Tensor] = []
 
     def train(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> list[Tensor]:
-        """Run forward and backward of a whole step [micro batches x B, S], and return the losses on the rank of the
-        last stage.
+        """Run forward and backward of a whole step [micro batches x B, S], and return the losses on the rank of the last stage.
 
         Args:
             more: further arguments of every stage, beside the output of the one before it.
@@ -168,8 +166,9 @@ class Pipeline:
         return losses
 
     def _add_up_ends(self, gradient: Tensor) -> None:
-        """Add the gradient of the pipeline's other end. Both ends add the same two numbers, so they get the same
-        bits.
+        """Add the gradient of the pipeline's other end.
+
+        Both ends add the same two numbers, so they get the same bits.
         """
         peer = self._group.size() - 1 if self._first else 0
         theirs = torch.empty_like(gradient)

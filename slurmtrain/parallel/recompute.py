@@ -35,8 +35,9 @@ def prepare_units(model: nn.Module, parallel: ParallelConfig) -> None:
 
 
 def recompute(unit: nn.Module, which: str) -> None:
-    """Free the activations inside `unit` after its forward pass: all of them ("full") or those that are cheap to
-    recompute ("selective").
+    """Free the activations inside `unit` after its forward pass.
+
+    Free all of them ("full") or those that are cheap to recompute ("selective").
     """
     again = functools.partial(checkpoint, unit.forward, use_reentrant=False)
     if which == "selective":

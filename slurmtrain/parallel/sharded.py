@@ -1,6 +1,4 @@
-"""A model that is sharded among ranks: the device mesh, and the kinds of parallelism applied to each stage in their
-order.
-"""
+"""A model that is sharded among ranks: the device mesh, and the kinds of parallelism applied to each stage in their order."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ def shard_stages(
     device: torch.device,
     mesh: DeviceMesh,
 ) -> None:
-    """Apply tensor and context parallelism -> activation checkpointing -> compilation -> sharding to each stage, in
-    place.
-    """
+    """Apply tensor and context parallelism -> activation checkpointing -> compilation -> sharding to each stage, in place."""
     sequences = sequence_group(layout, device) if layout.cp > 1 else None
     for stage in stages:
         if layout.tp > 1:
@@ -77,8 +73,9 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def sequence_group(layout: Layout, device: torch.device) -> dist.ProcessGroup:
-    """Return the group of the ranks that share sequences with this one: the axis `cp`, which is a part of `dp_shard` in
-    the mesh.
+    """Return the group of the ranks that share sequences with this one.
+
+    It is the axis `cp`, which is a part of `dp_shard` in the mesh.
     """
     shape = (layout.world_size // (layout.cp * layout.tp), layout.cp, layout.tp)
     return init_device_mesh(device.type, shape, mesh_dim_names=("others", "cp", "tp")).get_group("cp")

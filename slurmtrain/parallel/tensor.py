@@ -1,6 +1,7 @@
-"""Tensor parallelism: every matrix is divided among the ranks of a group, by columns and then by rows (Shoeybi et al.
-2019, arXiv:1909.08053), and with sequence parallelism so are the activations between them, along the sequence
-(Korthikanti et al. 2022, arXiv:2205.05198).
+"""Tensor parallelism: every matrix is divided among the ranks of a group, by columns and then by rows.
+
+The method is that of Shoeybi et al. 2019, arXiv:1909.08053. With sequence parallelism, the activations between the
+matrices are divided, too, along the sequence (Korthikanti et al. 2022, arXiv:2205.05198).
 
 A plan names the style of each module. The Decoder's plan is here; a model of your own provides one by a method
 
@@ -45,6 +46,11 @@ def share_matrices(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: boo
 
 
 def plan_of(model: nn.Module, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    """Return the plan of a model: its own, or that of the Decoder.
+
+    Raises:
+        ConfigError: the model has none.
+    """
     own = getattr(model, "tensor_plan", None)
     if own is not None:
         plan: dict[str, ParallelStyle] = own(sequence_parallel)
@@ -81,8 +87,7 @@ def plan_of(model: nn.Module, *, sequence_parallel: bool) -> dict[str, ParallelS
 
 
 class Replicated(ParallelStyle):
-    """A style in which every rank has all parameters of the module, and applies them to its own part of the
-    activations.
+    """A style in which every rank has all parameters of the module, and applies them to its own part of the activations.
 
     Args:
         placement: placement of the input, and of the output.

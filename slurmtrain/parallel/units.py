@@ -18,8 +18,7 @@ LARGEST, SMALLEST = 0.25, 0.002
 
 
 def units(model: nn.Module, class_names: Sequence[str] = ()) -> list[nn.Module]:
-    """Return the units of `model`, in order; none contains another, and none shares a parameter with a module outside
-    it.
+    """Return the units of `model`, in order; none contains another, and none shares a parameter with a module outside it.
 
     Raises:
         ConfigError: no module is of such a class.

@@ -10,8 +10,7 @@ from torch import Tensor
 
 
 def vocabulary_loss_sum(logits_BSV: Tensor, targets_BS: Tensor, group: dist.ProcessGroup, ignored: int) -> Tensor:
-    """Return the sum of the cross-entropies of `targets_BS`, in nats, of logits whose vocabulary is divided among the
-    ranks of `group`.
+    """Return the sum of the cross-entropies, in nats, of logits whose vocabulary is divided among ranks.
 
     Args:
         logits_BSV: this rank's part, [B, S, V / ranks], in the order of ranks.
@@ -21,9 +20,7 @@ def vocabulary_loss_sum(logits_BSV: Tensor, targets_BS: Tensor, group: dist.Proc
 
 
 def vocabulary_argmax(logits_BSV: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the token with the highest logit, int64 [B, S]; of equal ones the first, as torch.argmax of all logits
-    would.
-    """
+    """Return the token with the highest logit, int64 [B, S]; of equal ones the first, as torch.argmax of all logits would."""
     own_BSV = _local(logits_BSV)
     highest_BS, guess_BS = own_BSV.max(dim=-1)
     whole_BS = highest_BS.clone()

@@ -1,3 +1,4 @@
-"""Planning: the memory that a run will need, by arithmetic alone, before anything is submitted. Imports neither torch
-nor SLURM's parts.
+"""Planning: the memory that a run will need, by arithmetic alone, before anything is submitted.
+
+Imports neither torch nor SLURM's parts.
 """

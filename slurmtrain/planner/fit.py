@@ -38,8 +38,7 @@ ROOM = 0.9  # of a GPU's memory that a proposal may take: CUDA, NCCL and the all
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes on the first rank of a pipeline's stage; the other ranks of the stage have as much, or less where cuts are
-    uneven.
+    """Bytes on the first rank of a pipeline's stage; the other ranks of the stage have as much, or less where cuts are uneven.
 
     Attributes:
         gathered, activations: estimates, see `RankMemory`; None: not known for this model.
@@ -64,9 +63,7 @@ class StageMemory:
         return self.kept + (self.gathered or 0) + (self.activations or 0)
 
     def __str__(self) -> str:
-        """Return a text such as "21.3 GB (parameters 4.0, gradients 4.0, optimiser 8.0, gathered 1.2, activations
-        4.1)".
-        """
+        """Return a text such as "21.3 GB (parameters 4.0, gradients 4.0, optimiser 8.0, gathered 1.2, activations 4.1)"."""
         parts = {
             "parameters": self.parameters,
             "gradients": self.gradients,
@@ -135,8 +132,7 @@ def share_of_gpu(config: Config) -> float | None:
 
 
 def check_host_memory(config: Config, memory: int | None, *, has_gpu: bool) -> None:
-    """Compare what a job on CPUs keeps in memory with the memory that it has, if that is known: it would swap, or be
-    killed.
+    """Compare what a job on CPUs keeps in memory with the memory that it has, if that is known: it would swap, or be killed.
 
     Args:
         memory: bytes of this machine, for cluster.backend=local; None: not known.
@@ -191,8 +187,7 @@ def check_fits(config: Config, stages: list[StageMemory] | None = None) -> None:
 
 
 def changes_that_fit(config: Config, limit: float) -> list[str]:
-    """Return up to three sets of overrides with which the model fits: those that change least, none of which contains
-    another.
+    """Return up to three sets of overrides with which the model fits: those that change least, none of which contains another.
 
     They leave the results as they are: other layouts, activation checkpointing, smaller micro batches. If none of them
     helps, they also use more nodes.
@@ -223,8 +218,9 @@ def _keys(words: list[str]) -> list[str]:
 
 
 def _fitting(config: Config, limit: float, more: list[str]) -> Iterator[tuple[list[str], float]]:
-    """Yield, for every possible layout, the nearest first, the least set of overrides with which it fits, and the bytes
-    it then takes.
+    """Yield, for every possible layout, the least set of overrides with which it fits, and the bytes then.
+
+    The layouts nearest to the config's come first.
     """
     for layout in nearest_layouts(config):
         ways = sorted(_ways(config, layout), key=lambda way: (len(way[1]), way[0]))
@@ -241,9 +237,7 @@ def _most(config: Config, layout: Layout) -> float:
 
 
 def _ways(config: Config, layout: Layout) -> Iterator[tuple[int, list[str], Config]]:
-    """Yield the changes that are possible within a layout: the size of the change, the overrides, and the changed
-    config.
-    """
+    """Yield the changes that are possible within a layout: the size of the change, the overrides, and the changed config."""
     kinds = CHECKPOINTING[CHECKPOINTING.index(config.parallel.activation_checkpointing) :]
     for (slower, kind), (halvings, size) in itertools.product(enumerate(kinds), enumerate(_sizes(config, layout))):
         parallel = dataclasses.replace(config.parallel, activation_checkpointing=kind)
@@ -262,8 +256,9 @@ def _sizes(config: Config, layout: Layout) -> list[int]:
 
 
 def in_flight(schedule: str, pp: int, micro_batches: int) -> tuple[float, ...]:
-    """Return the number of micro batches whose activations each rank of a pipeline keeps at once (Narayanan et al.
-    2021, section 2.2).
+    """Return the number of micro batches whose activations each rank of a pipeline keeps at once.
+
+    See Narayanan et al. 2021, section 2.2.
 
     With two stages a rank, each keeps half of a micro batch's. Zero bubble keeps them until the weights' gradients are
     done.

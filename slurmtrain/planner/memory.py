@@ -153,8 +153,9 @@ def _kept_of_block(shape: DecoderShape, work: Work, tp: int) -> int:
 
 
 def _kept_beside_blocks(shape: DecoderShape, work: Work, tp: int, *, last: bool) -> int:
-    """Return the bytes of activations kept for one token outside the blocks: a block that is computed again, and in the
-    last stage the logits, which weigh most.
+    """Return the bytes of activations kept for one token outside the blocks.
+
+    They are those of a block that is computed again, and in the last stage those of the logits, which weigh most.
 
     The logits count as log-probabilities and their gradients in the loss's type, and the gradients once more as they go
     back.

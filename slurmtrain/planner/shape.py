@@ -32,8 +32,9 @@ class Parameter:
     tp_dim: int | None = 0
 
     def per_rank(self, tp: int, shard: int) -> int:
-        """Return the elements on the rank that has most: first cut for `tp` ranks, then by rows for the `shard` ranks
-        of FSDP.
+        """Return the elements on the rank that has most.
+
+        A parameter is first cut for `tp` ranks, then by rows for the `shard` ranks of FSDP.
         """
         sizes = list(self.shape)
         if self.tp_dim is not None:
@@ -95,8 +96,7 @@ class DecoderShape:
         return parameters
 
     def ends(self, *, first: bool, last: bool) -> list[Parameter]:
-        """Return the parameters before and after the layers, which only the `first` and the `last` stage of a pipeline
-        have.
+        """Return the parameters before and after the layers, which only the `first` and the `last` stage of a pipeline have.
 
         A tied matrix is needed at both ends, and counts once where one rank has both.
         """

@@ -1,5 +1,4 @@
-"""What job.command names: the file or module it runs, and other files, so that what is missing is said before anything waits
-for it. Pure."""
+"""The file that job.command runs, as a pure function, so that a missing one is reported before anything waits for it."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ def _words(command: str) -> list[str]:
 
 
 def _module_of_python(words: list[str]) -> str | None:
-    """The module of `-m MODULE`, which may stand at the end of a group of short options (`-um`)."""
+    """Return the module of `-m MODULE`, which may stand at the end of a group of short options (`-um`)."""
     rest = iter(words)
     for word in rest:
         if word[:2] in PYTHON_OPTIONS_WITH_VALUE:
@@ -86,7 +85,7 @@ def _module_of_python(words: list[str]) -> str | None:
 
 
 def _after_options(words: list[str], with_value: tuple[str, ...]) -> str | None:
-    """The first word that is no option; None where code or a module is given instead."""
+    """Return the first word that is no option; None if code or a module is given instead."""
     rest = iter(words)
     for word in rest:
         if word in with_value:

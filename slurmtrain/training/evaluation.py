@@ -56,8 +56,7 @@ class Evaluator:
                 )
 
     def prepare(self) -> None:
-        """Set the model up for the length of the sets' samples, before the first evaluation but after the first
-        training pass.
+        """Set the model up for the length of the sets' samples, before the first evaluation but after the first training pass.
 
         Raises:
             ConfigError: sequences are too long for this layout.
@@ -80,9 +79,7 @@ class Evaluator:
             raise not_measured(metric, names)
 
     def evaluate(self) -> dict[str, float] | None:
-        """Return every metric of every set, the same on all ranks; None when a stop was requested before it was
-        done.
-        """
+        """Return every metric of every set, the same on all ranks; None when a stop was requested before it was done."""
         found: dict[str, float] = {}
         with self._evaluating():
             for name, dataset in self.sets.items():
@@ -112,8 +109,9 @@ class Evaluator:
         return self._summed(own)
 
     def _summed(self, own: Tensor | None) -> Tensor:
-        """Return the sum over all ranks. Ranks that measured nothing, such as all but the last stage's, learn the
-        number of sums here.
+        """Return the sum over all ranks.
+
+        Ranks that measured nothing, such as all but the last stage's, learn the number of sums here.
         """
         if self._counts is None:
             assert own is not None
@@ -141,14 +139,13 @@ class Evaluator:
 
 
 def not_measured(metric: str, names: Collection[str]) -> ConfigError:
+    """Return the error for a metric that no evaluation gives."""
     hint = nearest(metric, names) if names else "there is no evaluation set: eval.sets.NAME._target_=..."
     return ConfigError(f"checkpoint.best_metric={metric} is not measured", hint=hint)
 
 
 def _longest(dataset: MapDataset) -> int:
-    """Return the tokens of the longest sample; a data set is only asked for each sample's length if it has no
-    `seq_len`.
-    """
+    """Return the tokens of the longest sample; a data set is only asked for each sample's length if it has no `seq_len`."""
     seq_len, lengths = getattr(dataset, "seq_len", None), getattr(dataset, "lengths", None)
     if seq_len is not None:
         return int(seq_len)

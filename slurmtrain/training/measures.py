@@ -38,8 +38,7 @@ class Metric(Protocol):
 
 
 class Measures:
-    """All sums of a batch as one vector, float64 [K]: loss, tokens, correct guesses, then the sums of the user's
-    metrics.
+    """All sums of a batch as one vector, float64 [K]: loss, tokens, correct guesses, then the sums of the user's metrics.
 
     Args:
         built_in: which of perplexity, bits_per_byte and accuracy are wanted besides the loss.
@@ -51,8 +50,9 @@ class Measures:
         self.sizes = [1, 1, 1, *(0 for _ in own)]  # how many sums each has; unknown until a batch was measured
 
     def __call__(self, logits: Tensor, targets: Tensor, batch: Batch) -> Tensor:
-        """Return the sums of a batch, float64 [K], on its device. `logits` may be this rank's share of the
-        vocabulary.
+        """Return the sums of a batch, float64 [K], on its device.
+
+        `logits` may be this rank's share of the vocabulary.
         """
         counts = targets != IGNORED_TARGET
         found = [loss_sum(self._laid, logits, targets), counts.sum(), self._correct(logits, targets, counts)]

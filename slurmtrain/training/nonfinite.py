@@ -1,5 +1,4 @@
-"""Steps whose loss or gradients are not finite: count them without waiting for the device, and end the attempt after
-too many.
+"""Steps whose loss or gradients are not finite: count them without waiting for the device, and end the attempt after too many.
 
 Parameters that were updated once by a gradient that is not finite stay so: no later step mends them, and a checkpoint
 of them is useless. What to do instead of ending (skip the step, go back to a checkpoint) is not decided here.
@@ -19,8 +18,9 @@ from slurmtrain.errors import EXIT_CONFIG, SlurmtrainError
 
 
 class Diverged(SlurmtrainError):
-    """Loss, gradients or parameters are not finite. A retry without a change would compute the same bits, so there is
-    none.
+    """Loss, gradients or parameters are not finite.
+
+    A retry without a change would compute the same bits, so there is none.
     """
 
     exit_code = EXIT_CONFIG

@@ -40,6 +40,7 @@ def learning_rate(step: int, *, total_steps: int, config: OptimConfig) -> float:
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    """Set the learning rate of all groups."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
@@ -50,8 +51,9 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def apply_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
-    """Set the groups to what `settings_of` has returned, since restoring an optimiser also restores the settings it was
-    saved with.
+    """Set the groups to what `settings_of` has returned.
+
+    Restoring an optimiser also restores the settings that it was saved with.
     """
     for group, values in zip(optimizer.param_groups, settings, strict=True):
         group.update(values)

@@ -1,4 +1,4 @@
-"""How the micro batches of a step, or a batch to evaluate, go through a model: one after another, or as a pipeline."""
+"""The passes of a step's micro batches, or of a batch to evaluate, through a model: in sequence, or as a pipeline."""
 
 from __future__ import annotations
 
@@ -185,22 +185,20 @@ class _Pipelined:
 
 
 def _scale(laid: Laid, count: Callable[[], int]) -> float:
-    """Return the factor of the loss: gradients are averaged over the ranks that see other tokens, but the mean is over
-    all tokens.
+    """Return the factor of the loss.
+
+    Gradients are averaged over the ranks that see other tokens, but the mean is over all tokens.
     """
     return laid.layout.dp * laid.layout.cp / count()
 
 
 def _is_own(laid: Laid) -> bool:
-    """Return whether this rank's loss counts: ranks that share matrices all have the same loss, and the first one's
-    counts.
-    """
+    """Return whether this rank's loss counts: ranks that share matrices all have the same loss, and the first one's counts."""
     return laid.at["tp"] == 0
 
 
 def _own(batch: Batch, laid: Laid) -> Batch:
-    """Return the batch on this rank's device, with this rank's part of every tensor that has a value per token [B, S,
-    ...].
+    """Return the batch on this rank's device, with this rank's part of every tensor that has a value per token [B, S, ...].
 
     `documents` stay whole, since which tokens attend to which depends on whole sequences.
     """
@@ -251,9 +249,7 @@ def _cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 @functools.cache
 def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the compiled loss, which never writes float32 copies of the logits, the largest of all activations, to
-    memory.
-    """
+    """Return the compiled loss, which never writes float32 copies of the logits, the largest of all activations, to memory."""
     return torch.compile(_cross_entropy_sum)
 
 

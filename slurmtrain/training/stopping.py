@@ -19,9 +19,7 @@ class Answer(Protocol):
 
 
 class StopCheck(Protocol):
-    """The check by which all ranks learn in the same step that one of them was told to stop, or that it is time to
-    save.
-    """
+    """The check by which all ranks learn in the same step that one of them was told to stop, or that it is time to save."""
 
     def begin(self, *, save: bool | None = None, give_up: bool = False) -> None:
         """Start to ask, and return at once. save=None: no checkpoint can be written at this moment."""

@@ -377,8 +377,9 @@ class Trainer:
         return bool(self._evaluator.sets) and due and step > self._counters.evaluated_at
 
     def _evaluate(self) -> bool:
-        """Measure every held-out sample, or have another job do it. Return True when a stop was requested before it was
-        done.
+        """Measure every held-out sample, or have another job do it.
+
+        Return True when a stop was requested before it was done.
         """
         step = self._counters.step
         if self._jobs is not None:
@@ -452,9 +453,7 @@ class Trainer:
         self._throughput.start()
 
     def _measure_saves(self) -> None:
-        """Note the duration of a save that has been committed meanwhile, which decides how early a last save has to
-        begin.
-        """
+        """Note the duration of a save that has been committed meanwhile, which decides how early a last save has to begin."""
         if self._saving is not None and self._saving.done():
             if self._saving.error is None:
                 saved = self._saving.result()
@@ -464,8 +463,9 @@ class Trainer:
             self._saving = None
 
     def _save_last(self, stopping: bool) -> Saved | None:
-        """Save before the process ends, and wait for the commit; if a save is in flight, choose what is best for the
-        time left.
+        """Save before the process ends, and wait for the commit.
+
+        If a save is in flight, choose what is best for the time left.
         """
         checkpointer = self._checkpointer
         if checkpointer is None:
@@ -484,9 +484,7 @@ class Trainer:
         return checkpointer.wait()
 
     def _drain(self) -> None:
-        """Wait after an error for the save in flight, without which the next attempt would have to repeat more
-        steps.
-        """
+        """Wait after an error for the save in flight, without which the next attempt would have to repeat more steps."""
         if self._checkpointer is not None:
             with suppress(CheckpointError):
                 self._checkpointer.close(DRAIN_S)

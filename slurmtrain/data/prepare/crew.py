@@ -110,8 +110,9 @@ def work(
 
 
 def _when_told(stop: Stop) -> Connection:
-    """Return a connection that becomes readable when a stop is requested, since `multiprocessing.connection.wait` takes
-    no events of threads.
+    """Return a connection that becomes readable when a stop is requested.
+
+    `multiprocessing.connection.wait` takes no events of threads.
     """
     reader, writer = Pipe(duplex=False)
 
@@ -207,8 +208,9 @@ class _Ledger:
 
 
 def _hire(task: Task) -> _Worker:
-    """Start a process of the pool. It inherits that stop signals are blocked, so that there is no moment at which they
-    could reach it.
+    """Start a process of the pool.
+
+    It inherits that stop signals are blocked, so that there is no moment at which they could reach it.
     """
     context = get_context("spawn")
     ours, theirs = Pipe()

@@ -1,5 +1,6 @@
-"""The end of `prepare`: write bad.jsonl and the manifest from the records of all units. Any process writes the same
-bytes.
+"""The end of `prepare`: write bad.jsonl and the manifest from the records of all units.
+
+Any process writes the same bytes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The plan: which part of which input becomes which shard. It is a pure function of the inputs' names and sizes and of
-the settings.
+"""The plan: which part of which input becomes which shard.
+
+It is a pure function of the inputs' names and sizes and of the settings.
 
 The first process writes the plan into the output folder; all others, in this attempt and in later ones, must have the
 same plan, since otherwise they would make shards of different data sets. How the work is shared by tasks or parts of an
@@ -99,14 +100,16 @@ class Plan:
 
     @property
     def begun_folder(self) -> Path:
-        """The folder of the temporary files of units, apart from the records since every process that begins a unit
-        lists it.
+        """The folder of the temporary files of units.
+
+        It is apart from the records since every process that begins a unit lists it.
         """
         return self.work_folder / "begun"
 
     def share(self, index: int, of: int) -> tuple[Unit, ...]:
-        """Return the units of process or task `index` of `of`: every `of`-th one, so that each process gets some of
-        every input.
+        """Return the units of process or task `index` of `of`.
+
+        Every `of`-th unit is one of them, so that each process gets some of every input.
         """
         return self.units[index::of]
 
@@ -170,9 +173,7 @@ def _packages(sources: Sequence[Source]) -> dict[str, str]:
 
 
 def _grouped(sources: Sequence[Source], unit_bytes: int) -> Iterator[tuple[Piece, ...]]:
-    """Yield the pieces of each unit: large files are cut evenly, small ones are grouped, always in the order of the
-    sources.
-    """
+    """Yield the pieces of each unit: large files are cut evenly, small ones are grouped, always in the order of the sources."""
     group: list[Piece] = []
     size = 0
     for piece in (piece for source in sources for piece in _cut(source, unit_bytes)):

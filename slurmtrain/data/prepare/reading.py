@@ -144,8 +144,9 @@ def _document(line: bytes, text_field: str) -> str | Bad | None:
 
 
 def _checked(text: str) -> str | Bad:
-    """Return `text`, or a bad record if it holds half of a surrogate pair, which JSON can spell but which is no Unicode
-    text.
+    """Return `text`, or a bad record if it holds half of a surrogate pair.
+
+    JSON can spell such a half, but it is no Unicode text.
     """
     return text if text.isascii() or _encodable(text) else Bad("invalid Unicode (half of a surrogate pair)")
 
@@ -183,8 +184,7 @@ def _opened(reading: Reading) -> BinaryIO:
 
 @dataclass(frozen=True)
 class _Unpacker:
-    """The decompressor of one frame of a file; gzip and zstd files may be several frames, end to end, and each needs a
-    new one.
+    """The decompressor of one frame of a file; gzip and zstd files may be several frames, end to end, and each needs a new one.
 
     Attributes:
         name: name of the format, for messages.
@@ -213,8 +213,9 @@ _UNPACKERS = {"gz": _gzip, "zst": _zstd}
 
 
 class _Unpacked(io.RawIOBase):
-    """The content of a compressed file as a stream. The packages' own readers are not used since they accept a
-    truncated zstd file.
+    """The content of a compressed file as a stream.
+
+    The packages' own readers are not used since they accept a truncated zstd file.
     """
 
     def __init__(self, file: io.FileIO, unpacker: _Unpacker, reading: Reading):
@@ -279,8 +280,9 @@ def _parquet(reading: Reading) -> Iterator[Record]:
 
 
 def _row_groups(metadata: Any, piece: Piece) -> list[int]:
-    """Return the row groups that belong to the piece, by each one's share of all bytes: the offsets in the footer are
-    not reliable.
+    """Return the row groups that belong to the piece, by each one's share of all bytes.
+
+    The offsets in the footer are not reliable.
     """
     sizes = [metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups)]
     total, before, found = max(1, sum(sizes)), 0, []

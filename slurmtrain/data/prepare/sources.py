@@ -87,8 +87,9 @@ def _files_of(given: str, format: str, output: Path) -> Iterator[Path]:
 
 
 def _files_in(path: Path, format: str) -> Iterator[Path]:
-    """Yield the path itself if it is a file, the shards of a saved data set, or all files in and below a folder except
-    hidden ones.
+    """Yield a file itself, the shards of a saved data set, or all files in and below a folder.
+
+    Hidden files are left out.
     """
     if not path.exists():
         raise ConfigError(f"prepare.inputs: there is no {path}")
@@ -115,8 +116,9 @@ def _files_in(path: Path, format: str) -> Iterator[Path]:
 
 
 def _saved_shards(folder: Path) -> list[Path] | None:
-    """Return the Arrow files of a data set saved by the package `datasets` (save_to_disk); None when the folder is no
-    such data set.
+    """Return the Arrow files of a data set saved by the package `datasets` (save_to_disk).
+
+    The result is None when the folder is no such data set.
     """
     try:
         state = json.loads((folder / "state.json").read_bytes())

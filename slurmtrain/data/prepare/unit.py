@@ -1,5 +1,4 @@
-"""One unit of work: its records are read, tokenised and written as one shard per split; then a record says that it is
-done.
+"""One unit of work: its records are read, tokenised and written as one shard per split; then a record says that it is done.
 
 A kill at any moment leaves temporary files, which the process that does the unit again removes, or shards without a
 record, which it writes again.
@@ -121,16 +120,15 @@ def read_record(task: Task, unit: Unit) -> UnitRecord | None:
 
 
 def recorded(task: Task) -> set[str]:
-    """Return the names of the units that have a record, by listing the folder: a file system may cache that a single
-    name is missing.
+    """Return the names of the units that have a record, by listing the folder.
+
+    A file system may cache that a single name is missing.
     """
     return {name.removesuffix(".json") for name in os.listdir(task.units_folder) if name.endswith(".json")}
 
 
 def read_records(task: Task, units: Sequence[Unit]) -> Iterator[UnitRecord | None]:
-    """Yield the records of many units in their order, read by threads since each takes several round trips to a file
-    server.
-    """
+    """Yield the records of many units in their order, read by threads since each takes several round trips to a file server."""
     stretches = [units[begin : begin + STRETCH] for begin in range(0, len(units), STRETCH)]
     with ThreadPoolExecutor(READERS) as pool:
         for records in pool.map(lambda stretch: [read_record(task, unit) for unit in stretch], stretches):
@@ -172,9 +170,7 @@ def _record_file(task: Task, unit: Unit) -> Path:
 
 
 def _fresh_folder(task: Task, unit: Unit) -> Path:
-    """Make a folder for temporary files, named after this process, since another attempt or user may be doing the same
-    unit.
-    """
+    """Make a folder for temporary files, named after this process, since another attempt or user may be doing the same unit."""
     remove_leftovers(task, unit.name)
     folder = task.begun_folder / f"{unit.name}.{os.uname().nodename}-{os.getpid()}"
     shutil.rmtree(folder, ignore_errors=True)  # of a process that had our number before us
@@ -216,9 +212,7 @@ class _Document:
 
 
 def _batches(unit: Unit, pieces: Sequence[PieceCounts], text_field: str) -> Iterator[tuple[list[_Text], int]]:
-    """Yield the unit's texts in batches, each with the bytes of the inputs read so far, and update the counts on the
-    way.
-    """
+    """Yield the unit's texts in batches, each with the bytes of the inputs read so far, and update the counts on the way."""
     batch: list[_Text] = []
     length = before = 0
     for piece, counts in zip(unit.pieces, pieces, strict=True):
@@ -258,9 +252,7 @@ def _tokenise(batch: Sequence[_Text], tokenizer: Tokenizer) -> list[_Document]:
 
 
 def _by_split(documents: list[_Document], valid_fraction: float) -> dict[str, list[_Document]]:
-    """Return the documents of each split, chosen by a digest of the text, so that equal texts are always in the same
-    split.
-    """
+    """Return the documents of each split, chosen by a digest of the text, so that equal texts are always in the same split."""
     if not valid_fraction:
         return {"train": documents}
     limit = int(valid_fraction * 2**64)
@@ -305,8 +297,9 @@ class _ShardWriter:
         self._bytes += int(sizes.sum(dtype=np.int64))
 
     def close(self, output: Path) -> Shard | None:
-        """Move the files to their place in the data set, where they are on the disk when this returns; return None for
-        no documents.
+        """Move the files to their place in the data set, where they are on the disk when this returns.
+
+        Return None for no documents.
         """
         if not self._documents:
             return None

@@ -61,9 +61,7 @@ class Sandbox:
         )
 
     def node_states(self) -> dict[str, str]:
-        """Return each node's state as sinfo names it (`idle`, `mixed`, `down*`, ...); empty while slurmctld does not
-        answer.
-        """
+        """Return each node's state as sinfo names it (`idle`, `mixed`, `down*`, ...); empty while slurmctld does not answer."""
         try:
             done = self.run(["sinfo", "-h", "-N", "-p", "low", "-o", "%N %T"], timeout_s=5.0)
         except subprocess.TimeoutExpired:
@@ -217,9 +215,7 @@ def _wait_until_idle(sandbox: Sandbox) -> None:
 
 
 def _refuse_one_node_a_machine(sandbox: Sandbox) -> None:
-    """Raise ClusterError if this SLURM was built for one slurmd per machine, and leaves out every node but the
-    first.
-    """
+    """Raise ClusterError if this SLURM was built for one slurmd per machine, and leaves out every node but the first."""
     told = (_text(sandbox.directory / "log" / f"{name}.out") for name in ("slurmctld", sandbox.nodes[0]))
     if len(sandbox.nodes) > 1 and any("Duplicated NodeHostName" in text for text in told):
         raise ClusterError(

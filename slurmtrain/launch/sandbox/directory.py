@@ -1,6 +1,4 @@
-"""The directory and the ports of a sandbox: a directory nobody else can have prepared, and ports nobody else will be
-given.
-"""
+"""The directory and the ports of a sandbox: a directory nobody else can have prepared, and ports nobody else will be given."""
 
 from __future__ import annotations
 
@@ -34,6 +32,7 @@ def default_directory(name: str) -> Path:
 
 
 def user_directory() -> Path:
+    """Return this user's directory for sandboxes on the local disk."""
     return Path(tempfile.gettempdir()) / f"slurmtrain-{os.getuid()}"
 
 

@@ -1,6 +1,4 @@
-"""The files that a sandbox needs before its first process: SLURM's programs, the configuration, munge's key, the
-plan.
-"""
+"""The files that a sandbox needs before its first process: SLURM's programs, the configuration, munge's key, the plan."""
 
 from __future__ import annotations
 

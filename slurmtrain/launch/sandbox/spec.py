@@ -1,6 +1,4 @@
-"""The size and behaviour of a sandbox: a frozen description, and the text of its configuration files, as pure
-functions.
-"""
+"""The size and behaviour of a sandbox: a frozen description, and the text of its configuration files, as pure functions."""
 
 from __future__ import annotations
 
@@ -147,8 +145,7 @@ PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE
 
 
 def epilog(site: Site) -> str:
-    """Return the text of the script that each node runs at the end of a job: it kills processes that the job has left
-    there.
+    """Return the text of the script that each node runs at the end of a job: it kills processes that the job has left there.
 
     On real clusters, cgroups do that. Without them a process that has left the tree of its step would live on, and the
     sandbox would hide that it is killed on a real cluster.

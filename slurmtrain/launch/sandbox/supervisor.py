@@ -1,5 +1,4 @@
-"""The one process that owns a sandbox: it starts the daemons of its plan, adopts orphaned processes, and ends
-everything.
+"""The one process that owns a sandbox: it starts the daemons of its plan, adopts orphaned processes, and ends everything.
 
 It knows nothing of SLURM. Each daemon runs in a *cell*: a small process that is a child subreaper, so that everything a
 daemon ever starts (slurmd forks slurmstepd twice, to get rid of it) stays below that cell. A node's cell is the node:
@@ -58,6 +57,8 @@ class Cell:
 
 @dataclass
 class Supervisor:
+    """The supervisor process: it owns the daemons of a sandbox and all processes below them."""
+
     directory: Path
     daemons: dict[str, Daemon]
     env: dict[str, str]
@@ -105,8 +106,9 @@ class Supervisor:
         self._stopping = True
 
     def _start_all(self) -> None:
-        """Start the daemons in order, each when the one before is ready. The process that waits for us sees if one is
-        not.
+        """Start the daemons in order, each when the one before is ready.
+
+        The process that waits for us sees if one is not.
         """
         for daemon in self.daemons.values():
             cell = self._start(daemon)
@@ -204,9 +206,7 @@ class Supervisor:
         return [c for c in self.cells if c.name == name][-1]
 
     def _end(self) -> None:
-        """Kill everything below us, but first have SLURM tell every srun in somebody's terminal that its job is
-        over.
-        """
+        """Kill everything below us, but first have SLURM tell every srun in somebody's terminal that its job is over."""
         served = {c.name for c in self.cells} == self.daemons.keys()
         null = subprocess.DEVNULL
         last_words = [
@@ -243,6 +243,7 @@ def _live_in_cell(daemon: Daemon, env: dict[str, str], directory: Path, announce
 
 def main(directory: Path) -> None:
     # Twice away from who called us: `up` need not reap us, and its terminal's hang-up does not reach us.
+    """Start the supervisor of a sandbox as a daemon."""
     if os.fork() > 0:
         os._exit(0)
     os.setsid()
