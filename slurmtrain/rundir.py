@@ -178,7 +178,7 @@ class RunDir:
         found = next((path for path in paths if os.path.lexists(path)), None)
         return Path(found) if found is not None else None
 
-    # What is in them.
+    # The contents of the files.
     def all_evaluations(self) -> list[RunDir]:
         """Return the evaluations, by step."""
         return [RunDir(path.parent) for path in sorted(self.evaluations.glob("*/run.json"))]

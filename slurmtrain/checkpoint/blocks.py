@@ -41,7 +41,7 @@ NICENESS = 10
 RETRY_S = 60.0
 # How long a file may be missing that another node has written: an NFS client believes what it has cached.
 LATE_S = 2.0
-# What an errno says: of the file; or of this process. Everything else (EIO, ETIMEDOUT, ESTALE, ESHUTDOWN, ...) of the storage.
+# Errors of the file, and of this process. All others (EIO, ETIMEDOUT, ESTALE, ESHUTDOWN, ...) are of the storage.
 _OF_THE_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
 _OF_THIS_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
 
@@ -230,7 +230,7 @@ def digest_mapped(descriptor: int, number: int, size: int) -> bytes:
     if begin < end:
         try:
             with mmap.mmap(descriptor, end - begin, prot=mmap.PROT_READ, offset=begin) as mapped:
-                # What cannot be read is an error here, not a SIGBUS later (madvise(2), since Linux 5.14).
+                # Bytes that cannot be read are an error here, not a SIGBUS later (madvise(2), since Linux 5.14).
                 mapped.madvise(MADV_POPULATE_READ)
                 return hashlib.sha256(mapped).digest()
         except (OSError, ValueError):
@@ -323,7 +323,7 @@ def find_damage(
     damage = []
     right_size = []
     files = list(files)
-    late_s = LATE_S  # for all missing ones together
+    late_s = LATE_S  # the wait for all missing files together
     for name, expected in files:
         path = directory / name
         try:

@@ -152,7 +152,7 @@ def newest_committed_step(directory: Path) -> int | None:
     try:
         names = [name for name in os.listdir(directory) if FINAL_NAME.fullmatch(name)]
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # as `committed` has it
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # the same rule as in `committed`
             return None
         raise
     places = sorted(((_place(name), name) for name in names), reverse=True)
@@ -369,7 +369,7 @@ def remove(path: Path, order: int) -> None:
             path.rename(removed)
         except FileNotFoundError:
             return
-        fsync_directory(path.parent)  # else, after a power loss, files may be missing under the old name
+        fsync_directory(path.parent)  # otherwise, after a power loss, files may be missing under the old name
     shutil.rmtree(removed, ignore_errors=True)
 
 

@@ -35,7 +35,7 @@ from slurmtrain.errors import CheckpointError, UsageError, nearest
 
 SAFETENSORS, TORCH = (".safetensors",), (".pt", ".pth")
 DTYPES = ("float32", "float16", "bfloat16", "float64")
-ALIGNMENT = 8  # of the data in a safetensors file
+ALIGNMENT = 8  # alignment of the data in a safetensors file
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def _wrapped(module: nn.Module) -> str | None:
     """Return the name of the child that `module` merely wraps, if it is such a wrapper."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return "module"
-    # By name: importing torch._dynamo takes a second.
+    # Compared by name, since importing torch._dynamo takes a second.
     if type(module).__name__ == "OptimizedModule" and type(module).__module__.startswith("torch._dynamo"):
         return "_orig_mod"
     return None

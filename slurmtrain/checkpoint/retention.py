@@ -177,7 +177,7 @@ def held(directory: Path) -> list[tuple[int, str]]:
     """Return the steps that are kept by `hold`, and for which process, in order."""
     try:
         names = [path.name for path in (directory / HOLDS).iterdir()]
-    except OSError:  # for nobody yet
+    except OSError:  # no checkpoint has been held yet
         return []
     return sorted((int(step), by) for step, _, by in (name.partition(".") for name in names) if step.isdigit())
 
@@ -197,7 +197,7 @@ def in_use(directory: Path, now: float) -> set[str]:
             refresh(directory / READERS)
     try:
         markers = list((directory / READERS).iterdir())
-    except OSError:  # nobody has read here yet
+    except OSError:  # no checkpoint has been read yet
         return names
     for marker in markers:
         match = MARKER_NAME.fullmatch(marker.name)
@@ -205,7 +205,7 @@ def in_use(directory: Path, now: float) -> set[str]:
             continue
         try:
             lives = _reader_lives(marker, match["host"], int(match["pid"]), now)
-        except FileNotFoundError:  # its reader is done just now
+        except FileNotFoundError:  # its reader has just finished
             continue
         except OSError:  # not known
             lives = True

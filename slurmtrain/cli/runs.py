@@ -543,7 +543,7 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
 def _way_out(run_dir: RunDir, now: RunState) -> str:
     if not _is_local(run_dir, now):
         return "try again when SLURM answers"
-    last = now.attempts[-1]  # its host may have been a container that will never be back
+    last = now.attempts[-1]  # its host may have been a container that no longer exists
     record = run_dir.attempt(last.number) / "attempt.json"
     return f"type `resume {run_dir.id}` there; if {last.host} is gone for good, remove {record} a minute before"
 

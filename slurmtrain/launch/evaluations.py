@@ -71,7 +71,7 @@ def prepare(
     text = "\n".join(sorted(overrides))
     evaluation = run_dir.evaluation(step_of(checkpoint), hashlib.sha256(text.encode()).hexdigest()[:6] if text else "")
     with _alone(evaluation):
-        if again:  # what it gave stays in the run's evaluations.jsonl
+        if again:  # its result stays in the run's evaluations.jsonl
             evaluation.result_file.unlink(missing_ok=True)
         if not _is_done_or_under_way(evaluation):
             _write(evaluation, run_dir, config, overrides)
@@ -149,7 +149,7 @@ def _submit_first(run_dir: RunDir, checkpoint: Path, say: Callable[[str], None])
     evaluation = run_dir.evaluation(step)
     try:
         with _alone(evaluation):
-            if _job_ids(evaluation):  # by another process, meanwhile
+            if _job_ids(evaluation):  # another process has submitted it meanwhile
                 return
             config = _config(run_dir, checkpoint, here=False)
             _write(evaluation, run_dir, config)
@@ -178,7 +178,7 @@ def _config(run_dir: RunDir, checkpoint: Path, overrides: Sequence[str] = (), *,
         )
     config = evaluation_config(trained, str(checkpoint), changes=_changes(overrides), here=here)
     validate(config)
-    if config.cluster.container.kind:  # which has the evaluation's folder only
+    if config.cluster.container.kind:  # the container has the evaluation's folder only
         mounts = [*config.cluster.container.mounts, f"{run_dir.path}:{run_dir.path}"]
         container = dataclasses.replace(config.cluster.container, mounts=mounts)
         config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, container=container))

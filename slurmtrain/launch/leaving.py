@@ -9,7 +9,7 @@ from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.attempts import Attempt, read_attempt
 from slurmtrain.runtime.slurm import PreemptionTimes
 
-POLL_S = 0.2  # of a file on a shared file system
+POLL_S = 0.2  # seconds between looks at a file on a shared file system
 
 
 def time_to_leave(times: PreemptionTimes | None) -> float | None:

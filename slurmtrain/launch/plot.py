@@ -17,7 +17,7 @@ from slurmtrain.launch.table_files import EXTRA_HINT, plain, short, write_whole
 
 SUFFIXES = ("png", "svg")
 DECADES = 100.0  # a linear axis shows nothing of the smaller values when they span more
-WIDTH, HEIGHT = 60, 9  # of a plain panel, in characters
+WIDTH, HEIGHT = 60, 9  # size of a plain panel in characters
 
 
 @dataclass(frozen=True)

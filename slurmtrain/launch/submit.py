@@ -289,7 +289,7 @@ def _slurm_conf_if_known(config: Config) -> str | None:
         return None
     try:
         return slurm_conf_of(config)
-    except ClusterError:  # its sandbox is not running yet; `submit` has asked before, and refuses
+    except ClusterError:  # its sandbox is not running yet, in which case `submit` has already refused
         return None
 
 

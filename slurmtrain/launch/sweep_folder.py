@@ -34,7 +34,7 @@ def find_same(draft: Draft) -> Sweep | None:
     runs = Path(draft.first.job.runs_dir)
     name = draft.id
     named = (runs / name, *runs.glob(f"{name}.[0-9]*"))
-    found = [path for path in named if is_mine(path) and rundir.is_sweep(path)]  # nobody goes on with somebody else's
+    found = [path for path in named if is_mine(path) and rundir.is_sweep(path)]  # those of other users do not count
     return Sweep(max(found, key=lambda path: int(path.name.removeprefix(name).lstrip(".") or 1))) if found else None
 
 

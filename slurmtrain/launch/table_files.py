@@ -43,7 +43,7 @@ def table_bytes(table: Table, kind: str) -> bytes:
     if kind == "parquet":
         return _parquet(table)
     text = {"csv": _csv, "markdown": _markdown, "json": _json}[kind](table)
-    return text.encode("utf-8", errors="backslashreplace")  # what is no Unicode can stand in a path
+    return text.encode("utf-8", errors="backslashreplace")  # a path may hold bytes that are no Unicode
 
 
 def write_whole(path: Path, content: bytes) -> None:

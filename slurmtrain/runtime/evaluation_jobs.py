@@ -21,7 +21,7 @@ from slurmtrain.rundir import RunDir, read_json
 from slurmtrain.runtime.slurm import belongs_to_a_job
 
 CLOSE_WAITS_S = 120.0  # a sbatch that is given up after 90 s, and the look whether its job is there
-# What a rank has set for itself, and a job submitted from here would inherit.
+# Variables that a rank has set for itself, and that a job submitted from here would inherit.
 OF_RANKS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
