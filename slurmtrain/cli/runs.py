@@ -361,7 +361,7 @@ def _how_long_leaving_took(run_dir: RunDir, now: RunState, asked: float) -> list
     within_s = time_to_leave(times)
     if times is None or within_s is None:
         return []
-    print(f"slurmtrain: waiting until it has left, for {within_s:.0f} s at most", file=sys.stderr, flush=True)
+    print(f"slurmtrain: waiting until it has stopped, for {within_s:.0f} s at most", file=sys.stderr, flush=True)
     left = wait_until_left(run_dir, now.attempts[-1].number, within_s)
     return [leaving_sentence(left, asked, within_s, times)]
 

@@ -39,7 +39,10 @@ class View:
 def add_watch_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `--watch`."""
     parser.add_argument(
-        "-w", "--watch", action="store_true", help="draw it anew in place until all has ended; Ctrl-C leaves"
+        "-w",
+        "--watch",
+        action="store_true",
+        help="redraw the table in place until everything has ended; Ctrl-C stops that",
     )
     parser.add_argument(
         "--every", type=float, default=EVERY_S, metavar="SECONDS", help=f"between two looks (default: {EVERY_S:g})"

@@ -117,7 +117,8 @@ def draw(table: Table, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UsageError(
-            f"a picture needs matplotlib, which is not there ({error})", hint=f"{EXTRA_HINT}; --plot - draws with text"
+            f"a picture needs matplotlib, which cannot be imported ({error})",
+            hint=f"{EXTRA_HINT}; --plot - draws with text",
         ) from None
     assert table.goal is not None
     # A Figure of its own, without pyplot: no display is looked for.

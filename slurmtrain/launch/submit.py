@@ -111,7 +111,7 @@ def interrupted(run_dir: RunDir, client: SlurmClient) -> str:
         return f"run {run_dir.id} was submitted all the same, as job {job_id}, and goes on; {steers}   {run_dir.path}"
     return (
         f"no job of run {run_dir.id} is in the queue yet; sbatch was at work, so look again: {steers}   resume {run_dir.id} "
-        f"submits it if it is not there   {run_dir.path}"
+        f"submits it if it has no job   {run_dir.path}"
     )
 
 
@@ -270,7 +270,7 @@ def run_info(config: Config, overrides: Sequence[str], snapshot: Snapshot, sourc
         if redacted(info[key]) != info[key]:
             raise ConfigError(
                 f"the value of a secret is a part of this run's {key}, {redacted(info[key])}, which is written down",
-                hint="what is no secret, such as a user's name, has no place in `secrets`",
+                hint="remove values that are not secret, such as a user's name, from `secrets`",
             )
     return info
 

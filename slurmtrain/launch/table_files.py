@@ -120,7 +120,9 @@ def _parquet(table: Table) -> bytes:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise UsageError(f"writing Parquet needs pyarrow, which is not there ({error})", hint=EXTRA_HINT) from None
+        raise UsageError(
+            f"writing Parquet needs pyarrow, which cannot be imported ({error})", hint=EXTRA_HINT
+        ) from None
     types = {"bool": pyarrow.bool_(), "int": pyarrow.int64(), "float": pyarrow.float64(), "text": pyarrow.string()}
     arrays = []
     for name in table.columns:

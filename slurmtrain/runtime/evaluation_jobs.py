@@ -63,7 +63,7 @@ class EvaluationJobs:
         steps = self._due()
         if steps:
             print(
-                f"slurmtrain: SLURM has taken no job within {CLOSE_WAITS_S:g} s for the evaluation of step "
+                f"slurmtrain: SLURM has accepted no job within {CLOSE_WAITS_S:g} s for the evaluation of step "
                 f"{', '.join(map(str, steps))}; evaluate {self._run_dir.path} --due submits what is missing",
                 file=sys.stderr,
             )
