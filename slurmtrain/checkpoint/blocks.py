@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slurmtrain.errors import Unreadable
+from slurmtrain.modes import file_mode
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -42,7 +43,7 @@ NICENESS = 10
 RETRY_S = 60.0
 # How long a file may be missing that another node has written: an NFS client believes what it has cached.
 LATE_S = 2.0
-# What an errno says: of the file; or of this process. Everything else (EIO, ETIMEDOUT, ESTALE, ESHUTDOWN, ...) of the storage.
+# Errors of the file, and of this process. All others (EIO, ETIMEDOUT, ESTALE, ESHUTDOWN, ...) are of the storage.
 _OF_THE_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
 _OF_THIS_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
 
@@ -160,7 +161,7 @@ def write(
     Returns:
         The file's record, and the digests of its blocks, one after another.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode(path.parent))
     past_the_cache = _open_direct(path)
     try:
 
@@ -231,7 +232,7 @@ def digest_mapped(descriptor: int, number: int, size: int) -> bytes:
     if begin < end:
         try:
             with mmap.mmap(descriptor, end - begin, prot=mmap.PROT_READ, offset=begin) as mapped:
-                # What cannot be read is an error here, not a SIGBUS later (madvise(2), since Linux 5.14).
+                # Bytes that cannot be read are an error here, not a SIGBUS later (madvise(2), since Linux 5.14).
                 mapped.madvise(MADV_POPULATE_READ)
                 return hashlib.sha256(mapped).digest()
         except (OSError, ValueError):
@@ -324,7 +325,7 @@ def find_damage(
     damage = []
     right_size = []
     files = list(files)
-    late_s = LATE_S  # for all missing ones together
+    late_s = LATE_S  # the wait for all missing files together
     for name, expected in files:
         path = directory / name
         try:

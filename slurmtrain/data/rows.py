@@ -32,7 +32,7 @@ FORMAT = 1
 KEPT_SAMPLES = 1 << 13  # that were announced: a process forgets them when it has not read them by then
 GROUP_DOCUMENTS = 1 << 21  # packed together: enough to waste nothing, few enough for memory
 _HEADER_BYTES = 512
-# Of the documents of one group: ends uint64 [documents] relative to a first token -> pieces, and how many each sample has.
+# Packs one group of documents: ends uint64 [documents] after a first token -> pieces, and their number in each sample.
 Pack = Callable[[NDArray[np.uint64], int], tuple[Pieces, NDArray[np.int64]]]
 
 
