@@ -1,11 +1,23 @@
-"""python -m tests.bench [cli|throughput|stop|checkpoint|collect|status|sweep|layout|prepare|data ...] [--options of one]"""
+"""Benchmarks: python -m tests.bench [NAME ...] [--options of one]; without a name, all that BENCHMARKS names."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-BENCHMARKS = ("cli", "throughput", "stop", "checkpoint", "collect", "status", "sweep", "layout", "prepare", "data")
+BENCHMARKS = (
+    "cli",
+    "quickstart",
+    "throughput",
+    "stop",
+    "checkpoint",
+    "collect",
+    "status",
+    "sweep",
+    "layout",
+    "prepare",
+    "data",
+)
 
 
 def main() -> None:
