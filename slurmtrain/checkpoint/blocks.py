@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slurmtrain.errors import Unreadable
+from slurmtrain.modes import file_mode
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -158,7 +159,7 @@ def write(
     Returns:
         The file's record, and the digests of its blocks, one after another.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode(path.parent))
     past_the_cache = _open_direct(path)
     try:
 

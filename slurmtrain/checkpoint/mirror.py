@@ -43,6 +43,7 @@ from slurmtrain.checkpoint.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.commit import COMPLETE, MANIFEST, Manifest
 from slurmtrain.checkpoint.retention import Keep, Kept, surplus
 from slurmtrain.errors import CheckpointError
+from slurmtrain.modes import file_mode
 
 T = TypeVar("T")
 
@@ -366,7 +367,7 @@ class Mirror:
         if found != size:
             raise CheckpointError(f"{self.url}/{what} has {found} bytes instead of {size}")
         with _Local(target):
-            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode(target.parent))
 
         def fetch(number: int) -> None:
             begin, end = number * BLOCK_BYTES, min(size, (number + 1) * BLOCK_BYTES)

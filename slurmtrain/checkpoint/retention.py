@@ -35,6 +35,7 @@ from slurmtrain.checkpoint.commit import (
     step_of,
 )
 from slurmtrain.errors import CheckpointError, UnreadableRecord
+from slurmtrain.modes import file_mode, folder_mode
 from slurmtrain.records import is_mine, read_text
 
 READERS = ".readers"
@@ -147,8 +148,8 @@ def _make_marker(path: Path) -> Path | None:
     # The name ends randomly, since one process may read the same checkpoint twice at a time.
     marker = readers / f"{path.name}.{_host()}.{os.getpid()}.{secrets.token_hex(4)}"
     try:
-        readers.mkdir(mode=0o700, exist_ok=True)
-        descriptor = os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        readers.mkdir(mode=folder_mode(path.parent), exist_ok=True)
+        descriptor = os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode(readers))
         with os.fdopen(descriptor, "w") as file:
             file.write(_pid_namespace())
     except OSError:
@@ -162,7 +163,8 @@ def hold(directory: Path, step: int, by: str) -> None:
     Args:
         by: name of that process, as a part of a file's name.
     """
-    (directory / HOLDS).mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / HOLDS).mkdir(mode=folder_mode(directory), exist_ok=True)
     (directory / HOLDS / f"{step}.{by}").touch()
 
 

@@ -33,6 +33,7 @@ from slurmtrain.launch.own_jobs import in_queue
 from slurmtrain.launch.sbatch import render_script
 from slurmtrain.launch.state import states
 from slurmtrain.launch.submit import job_paths, slurm_conf_of, submit
+from slurmtrain.modes import folder_mode
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.slurm import SlurmClient
@@ -210,7 +211,7 @@ def _changes(overrides: Sequence[str]) -> dict[str, Any]:
 
 def _write(evaluation: RunDir, run_dir: RunDir, config: Config, overrides: Sequence[str] = ()) -> None:
     for folder in (evaluation.attempts, evaluation.checkpoints):
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=folder_mode(evaluation.path), exist_ok=True)
     with contextlib.suppress(FileExistsError):
         evaluation.code.symlink_to(os.path.relpath(run_dir.code, evaluation.path))
     trained = run_dir.info()
@@ -248,6 +249,7 @@ def _is_done_or_under_way(evaluation: RunDir) -> bool:
 @contextlib.contextmanager
 def _alone(evaluation: RunDir) -> Iterator[None]:
     """Claim the right to prepare or submit this evaluation."""
-    evaluation.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for folder in (evaluation.path.parent, evaluation.path):
+        folder.mkdir(mode=folder_mode(folder.parent), exist_ok=True)
     with claimed(evaluation.path, busy=lambda owner: None):
         yield

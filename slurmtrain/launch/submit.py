@@ -86,7 +86,7 @@ def submit(run_dirs: Sequence[RunDir], config: Config, say: Callable[[str], None
     if len(run_dirs) > 1:
         script = render_script(config, job_paths([run_dir.path for run_dir in run_dirs], first.info()))
         for run_dir in run_dirs:
-            run_dir.script.write_text(script)
+            rundir.write_text(run_dir.script, script)
     shared = len(run_dirs) > 1
     job_id = _hand_over(first.script.read_text(), first, slurm_conf, say, export_option(config), shared=shared)
     for index, run_dir in enumerate(run_dirs):
@@ -232,9 +232,8 @@ def _write(
 ) -> None:
     info = run_info(config, overrides, snapshot, source, cwd)
     rundir.write_json(run_dir.info_file, {"id": run_dir.id, **info})
-    run_dir.config_file.write_text(freeze(config))
-    run_dir.config_file.chmod(0o600)
-    run_dir.script.write_text(render_script(config, job_paths([run_dir.path], info)))
+    rundir.write_text(run_dir.config_file, freeze(config))
+    rundir.write_text(run_dir.script, render_script(config, job_paths([run_dir.path], info)))
 
 
 def job_paths(run_dirs: Sequence[Path], info: Mapping[str, Any]) -> JobPaths:

@@ -187,7 +187,7 @@ def _link_script(script: Path, run_dir: RunDir) -> None:
     try:
         os.link(script, link)
     except OSError:  # not every file system can
-        link.write_text(script.read_text())
+        rundir.write_text(link, script.read_text())
     link.replace(run_dir.script)
     link.unlink(missing_ok=True)  # a rename to another link of the same file does nothing (rename(2))
 

@@ -16,6 +16,7 @@ import time
 
 from slurmtrain.checkpoint import retention
 from slurmtrain.checkpoint.commit import committed, step_of
+from slurmtrain.modes import folder_mode
 from slurmtrain.rundir import RunDir, read_json
 from slurmtrain.runtime.slurm import belongs_to_a_job
 
@@ -85,7 +86,7 @@ class EvaluationJobs:
         variables = {
             name: value for name, value in os.environ.items() if not belongs_to_a_job(name) and name not in OF_RANKS
         }
-        self._run_dir.evaluations.mkdir(mode=0o700, exist_ok=True)
+        self._run_dir.evaluations.mkdir(mode=folder_mode(self._run_dir.path), exist_ok=True)
         with self._lock, (self._run_dir.evaluations / "submitting.log").open("ab") as log:
             self._submitting = [process for process in self._submitting if process.poll() is None]
             # Not to the rank's own log: SLURM waits until nobody has that open any more.
