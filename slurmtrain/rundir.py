@@ -24,6 +24,7 @@ from typing import Any
 
 from slurmtrain import records
 from slurmtrain.errors import ClusterError, ConfigError, UnreadableRecord, UsageError
+from slurmtrain.modes import file_mode, folder_mode
 from slurmtrain.paths import absolute, located
 from slurmtrain.records import COUNT, FLAG, JOB_IDS, NOTHING, OBJECT, TEXT, TEXTS, TIME, finite
 from slurmtrain.redaction import redacted
@@ -35,7 +36,7 @@ ATTEMPT_VARIABLE = "SLURMTRAIN_ATTEMPT"
 INFO_LOCK_S = 10.0  # longest wait for somebody who changes run.json, which takes milliseconds
 INFO_LOCK_POLL_S = 0.01
 
-# run.json: what every run's has, and what some have.
+# The fields of run.json: those that every run has, and those that some have.
 _ALWAYS = {
     "name": TEXT,
     "overrides": TEXTS,
@@ -177,7 +178,7 @@ class RunDir:
         found = next((path for path in paths if os.path.lexists(path)), None)
         return Path(found) if found is not None else None
 
-    # What is in them.
+    # The contents of the files.
     def all_evaluations(self) -> list[RunDir]:
         """Return the evaluations, by step."""
         return [RunDir(path.parent) for path in sorted(self.evaluations.glob("*/run.json"))]
@@ -306,7 +307,7 @@ class RunDir:
             if job_id in job_ids:
                 return False
             events = [event for event in self.events() if event["event"] == "submitted"] if job_ids else []
-            # An event that was made up, too, says when that job was submitted.
+            # An event that is added here also says when that job was submitted.
             later = [
                 event.get("job_id") for event in events if (finite(event.get("submitted")) or event["time"]) > submitted
             ]
@@ -383,11 +384,11 @@ class RunDir:
 
         The batch script does the same in bash, before any Python of ours runs.
         """
-        self.attempts.mkdir(mode=0o700, exist_ok=True)
+        self.attempts.mkdir(mode=folder_mode(self.path), exist_ok=True)
         number = (self.attempt_numbers() or [0])[-1] + 1
         while True:
             try:
-                self.attempt(number).mkdir(mode=0o700)
+                self.attempt(number).mkdir(mode=folder_mode(self.attempts))
                 return number
             except FileExistsError:
                 number += 1
@@ -457,7 +458,7 @@ def new_run_id() -> str:
 
 
 def create(runs_dir: Path, name: str) -> RunDir:
-    """Create a run directory that did not exist before, mode 0700.
+    """Create a run directory that did not exist before, mode 0700, or 0750 in a team's folder.
 
     Raises:
         ConfigError: the folder cannot be created.
@@ -467,7 +468,7 @@ def create(runs_dir: Path, name: str) -> RunDir:
         while True:
             path = runs_dir / name / new_run_id()
             try:
-                path.mkdir(mode=0o700)
+                path.mkdir(mode=folder_mode(path.parent))
                 break
             except FileExistsError:
                 continue
@@ -478,7 +479,7 @@ def create(runs_dir: Path, name: str) -> RunDir:
         ) from None
     run_dir = RunDir(located(path))
     for folder in (run_dir.attempts, run_dir.checkpoints):
-        folder.mkdir(mode=0o700)
+        folder.mkdir(mode=folder_mode(run_dir.path))
     return run_dir
 
 
@@ -698,7 +699,7 @@ def find(reference: str, root: Path) -> RunDir:
         if not own:
             raise UsageError(f"none of the runs under {root.resolve()} is yours", hint=f"the latest is {runs[-1].id}")
         return own[-1]
-    # Somebody else's can be given any id: the one that was typed in full comes first, then this user's own.
+    # Another user can give a run any id: a run whose id was typed in full comes first, then this user's own.
     by_id = [run for run in runs if run.id == reference] or [run for run in runs if run.id.startswith(reference)]
     matching = by_id if len(by_id) == 1 else [run for run in by_id if is_own(run)] or by_id
     if len(matching) == 1:
@@ -761,7 +762,7 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
         durable: wait until it is on the disk; not for thousands of files that can be made again.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(2)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode(path.parent))
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
         if durable:

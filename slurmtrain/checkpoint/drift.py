@@ -68,7 +68,7 @@ def check_config(
             hint="begin anew with its weights: checkpoint.restore_only=model; to go on at its step on other data all the same: "
             "checkpoint.allow=[config,data]",
         )
-    # Other data by config is allowed or refused as such; what is meant here is other content in the same place.
+    # Other data by config is allowed or refused as such; this check is about other content in the same place.
     if content and FINGERPRINT in before and not any(key.startswith("data.") for key in lines) and "data" not in allow:
         raise CheckpointMismatch(
             f"{path} was saved with other data in the same place: {content}",
@@ -147,7 +147,7 @@ def check_tensors(
         _refuse(path, "shapes", "does not fit", [line for _, line in shapes])
     if "dtypes" not in allow:
         _refuse(path, "dtypes", "does not fit", dtypes)
-    # What an optimiser knows of a parameter that starts afresh is of no use.
+    # The optimiser's state of a parameter that starts with new values is of no use.
     optimizers = [key for key, value in objects.items() if isinstance(value, Optimizer)]
     stale = tuple(f"{key}.state.{name}." for key in optimizers for name, _ in shapes)
     return {name: tensor for name, tensor in fit.items() if not stale or not name.startswith(stale)}

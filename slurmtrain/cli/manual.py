@@ -75,8 +75,8 @@ def _show(page: str) -> None:
     from rich.markdown import Markdown
     from rich.theme import Theme
 
-    os.environ.setdefault("LESS", "FRX")  # as git does: show colours, and leave at once where the page fits the screen
-    console = Console(theme=Theme({"markdown.code": "bold cyan"}))  # rich's own is on black, on white terminals, too
+    os.environ.setdefault("LESS", "FRX")  # as git does: show colours, and exit at once if the page fits the screen
+    console = Console(theme=Theme({"markdown.code": "bold cyan"}))  # rich's own is on black, also on white terminals
     console.width = min(console.width, WIDEST)
     with console.pager(styles=True):
         console.print(Markdown(_as_commands(page), code_theme="ansi_dark", hyperlinks=False))

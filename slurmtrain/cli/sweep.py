@@ -121,7 +121,7 @@ def _view(sweep: Sweep) -> View:
     headline = _headline(sweep, points, now)
     points.sort(key=lambda point: urgency(now[point.run_id]))
     lines = table_lines(_header(points), [_row(point, now[point.run_id]) for point in points], terminal_width())
-    # Whoever waits for its points may be about to begin the next ones.
+    # A process that waits for its points may be about to begin the next ones.
     over = not any(state.alive for state in now.values()) and not is_claimed(sweep.path)
     return View([headline, "", *lines], doubts(now.values()), over)
 
@@ -146,7 +146,7 @@ def _row(point: Point, now: RunState) -> list[str]:
 def _headline(sweep: Sweep, points: Sequence[Point], now: dict[str, RunState]) -> str:
     """Return the number of points in each state, the time left for all of them, and the best loss so far."""
     running = [state.progress for state in now.values() if state.word == "running"]
-    # Prepared: their turn comes on this machine, or when there is room for more jobs.
+    # Prepared runs are started later on this machine, or when there is room for more jobs.
     waiting = [each for each in now.values() if each.word == "prepared" or (each.alive and each.word != "running")]
     words = [f"{sweep.id}: {summary(counts(now.values())) or 'no points yet'}"]
     eta_s = eta_of_all([each.progress for each in waiting], running)

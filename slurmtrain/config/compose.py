@@ -29,9 +29,9 @@ from slurmtrain.redaction import hide
 from slurmtrain.resources import shipped
 
 SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL)", re.IGNORECASE)
-# Narrower, for what is done because of a name alone: tokenizers have tokens in theirs, too.
+# A narrower pattern, for actions that depend on a name alone: tokenizers have "token" in their names, too.
 SECRET_VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY)$", re.IGNORECASE)
-SECRET_REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")  # what stands for a secret on disk; without a default
+SECRET_REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")  # the form of a secret on disk; it has no default
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)")  # the same, with or without a default
 LONGEST_LINE = 400  # characters of what Hydra or omegaconf says
 OVERRIDE = re.compile(r"^(\+\+|\+|~)?([A-Za-z_][\w./@-]*)(?:=(.*))?$", re.DOTALL)  # sign, key, value
@@ -141,7 +141,8 @@ def composed_by_hydra(primary: Primary, overrides: Sequence[str], *, with_hydra:
     try:
         return hydra_compose(primary.name, words, return_hydra_config=with_hydra)
     except (TypeError, AttributeError, OSError, RecursionError, AssertionError) as error:
-        # Hydra's own, for values that it did not foresee: a list as the choice of a group, a name longer than a file's.
+        # Hydra's own errors, for values that it did not expect: a list as the choice of a group, a name longer than a
+        # file's.
         raise HydraException(f"Hydra cannot compose these overrides: {first_line(error)}") from None
 
 
@@ -155,7 +156,7 @@ def _list_of_one(override: str) -> str:
 
     try:
         parsed = OverridesParser.create().parse_override(override)
-    except HydraException:  # which Hydra says better
+    except HydraException:  # Hydra's own error says it better
         return override
     value = parsed.value()
     if parsed.is_sweep_override() or value is None or isinstance(value, list | dict) or str(value).startswith("${"):
@@ -249,7 +250,7 @@ def freeze(config: Config) -> str:
     """
     import yaml
 
-    # Without allow_unicode: with it, PyYAML writes Unicode's own line ends as they are and reads them back as a space.
+    # No allow_unicode: with it, PyYAML writes Unicode's own line ends unchanged and reads them back as a space.
     dumper = getattr(
         yaml, "CSafeDumper", yaml.SafeDumper
     )  # libyaml's, where PyYAML was built with it: a third of the time
@@ -324,7 +325,7 @@ def _keep_secrets_unresolved(node: Any, named: Collection[str]) -> None:
         if not isinstance(text, str):
             continue
         read = ENVIRONMENT.findall(text)
-        # What omegaconf says of a value that it cannot use repeats it.
+        # omegaconf's message about a value that it cannot use repeats the value.
         hide({name: os.environ.get(name, "") for name in read if name in named or SECRET_NAME.search(name)})
         is_named = any(name in named for name in read)
         if is_named or SECRET_NAME.search(text) or SECRET_NAME.search(str(key)):
@@ -357,7 +358,7 @@ def resolve_secrets(values: Any, variables: Mapping[str, str], where: str = "") 
                 f"{where} is {values!r}, but the environment variable {name} is not set",
                 hint=f"export {name}=... in the shell that submits; the job inherits it",
             )
-        if SECRET_VARIABLE.search(name):  # that of others may be a part of any path
+        if SECRET_VARIABLE.search(name):  # the values of other variables may be a part of any path
             hide({name: variables[name]})
         return variables[name]
 

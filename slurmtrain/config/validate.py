@@ -24,7 +24,7 @@ from slurmtrain.config.schema import (
 )
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, nearest
 
-# Long options of sbatch, those of `man sbatch`: what decides them here, or "" for those that cluster.sbatch may set.
+# Long options of sbatch, from `man sbatch`: the field that sets each, or "" for those that cluster.sbatch may set.
 SBATCH_OPTIONS = {
     **dict.fromkeys(
         """acctg-freq batch bb bbf begin burst-buffer cluster-constraint comment container contiguous core-spec
@@ -50,7 +50,7 @@ SBATCH_OPTIONS = {
     "job-name": "job.name",
     **dict.fromkeys(("requeue", "no-requeue"), "requeue.mode"),
     **dict.fromkeys(("output", "error", "open-mode"), "the run directory"),
-    "clusters": "SLURM_CLUSTERS of the shell",  # which status, cancel and resume follow, too
+    "clusters": "SLURM_CLUSTERS of the shell",  # status, cancel and resume follow it, too
     **dict.fromkeys(("array", "chdir", "export", "input", "parsable", "wait", "wrap"), "slurmtrain itself"),
 }
 SLURM_EARLY_S = 60  # `man sbatch`, --signal: the signal may be sent up to 60 seconds earlier than specified

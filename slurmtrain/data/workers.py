@@ -33,12 +33,12 @@ from slurmtrain.errors import SlurmtrainError, how_it_ended
 
 Jobs = TypeVar("Jobs", bound=Sized)
 Result = TypeVar("Result")
-# From some jobs to the result of each, in their order; with what makes the tensors that go into the results.
+# Computes the results of some jobs, in their order, with a function that makes the tensors of the results.
 Work = Callable[[Jobs, Callable[..., Tensor]], Iterable[Result]]
 
-CLOSE_GRACE_S = 2.0  # what a worker gets to leave by itself before it is killed
+CLOSE_GRACE_S = 2.0  # seconds for a worker to exit by itself before it is killed
 MOST_MESSAGES = 8  # under way to and from a worker
-MESSAGE_S = 5e-3  # of work in a message: sending one costs a tenth of a millisecond
+MESSAGE_S = 5e-3  # seconds of work per message: sending one costs a tenth of a millisecond
 MOST_JOBS = 32  # in a message, for this reason
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
@@ -74,8 +74,9 @@ class Workers(Generic[Jobs, Result]):
         messages = min(ahead, MOST_MESSAGES)
         self._least = self._jobs_each = -(-ahead // messages)
         loader: DataLoader[Any] = DataLoader(
-            # So many slots would do: the DataLoader sends a worker no message before the results of the one so many before it
-            # were taken and copied out. The one more is for a version that would send it a little earlier.
+            # `messages` slots would do: the DataLoader sends a worker a message only when the results of the one
+            # `messages` before it were taken and copied out. One more is for a version that would send it a little
+            # earlier.
             _Work(work, Slots(count, messages + 1)),
             batch_size=None,  # an "index" is a whole message
             sampler=self._to_send(take),
@@ -154,7 +155,7 @@ class Workers(Generic[Jobs, Result]):
         killer.daemon = True
         killer.start()
         try:
-            # torch raises here when a worker had to be killed, which is no news to us.
+            # torch raises here when a worker had to be killed, which is expected.
             with contextlib.suppress(RuntimeError):
                 if messages is not None:
                     messages._shutdown_workers()  # type: ignore[attr-defined]
@@ -213,7 +214,7 @@ def _unshare(positions: Mapping[int, _Position]) -> None:
     before the fork if it opens them in its constructor, or when it is asked for its length.
     """
     for descriptor, position in positions.items():
-        with contextlib.suppress(OSError):  # then it stays shared: it may be open no more
+        with contextlib.suppress(OSError):  # the descriptor stays shared: it may be closed by now
             status = os.fstat(descriptor)
             if (status.st_dev, status.st_ino) != position.file:
                 continue

@@ -30,11 +30,11 @@ from slurmtrain.launch.submit import job_paths, steps_of
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.rundir import RunDir
 
-# Where a run lies and who runs it: decided when it was submitted.
+# The place of a run and who runs it are decided when it is submitted.
 FIXED = ("job.name", "job.runs_dir", "job.kind", "cluster.backend", "cluster.slurm_conf", "cluster.sandbox")
-# Of a run in a sweep, also what its array's script is made of, which is that of its first run, and the varied keys.
+# For a run of a sweep, also all groups that its array's script is made of, and the varied keys.
 OF_THE_SWEEP = ("cluster", "requeue", "hooks", "secrets", "job", "sweep")
-_FRESH = ".code-"  # and a process id: code that is being copied, or removed
+_FRESH = ".code-"  # followed by a process id: code that is being copied, or removed
 
 
 def change(run_dir: RunDir, overrides: Sequence[str], cwd: Path, *, code: bool = False) -> None:
@@ -234,7 +234,7 @@ def _snapshot(config: Config, info: Mapping[str, Any], target: Path) -> Snapshot
     if source.root is None:
         raise ConfigError(f"--code: {cwd} is in no git work tree any more", hint="job.snapshot=cwd copies a folder")
     snapshot = take_snapshot(config.job, source, target)
-    # `target` becomes RUN/code, and what the run itself has written beside its code is taken along.
+    # `target` becomes RUN/code, with the files that the run itself has written beside its code.
     check_in_snapshot(config, target / Path(snapshot.workdir).relative_to("code"), source, cwd)
     return snapshot
 

@@ -73,7 +73,8 @@ class Tasks:
     ):
         self._context, self._function, self._config = context, function, config
         self._overrides = [f"cluster={cluster}", "job=command", "job.command=set-below", "job.snapshot=none"]
-        # A function that raises would raise again. One that gave back a result has finished, whoever told it to stop.
+        # A function that raises would raise again. One that returned a result has finished, even if it was told to
+        # stop.
         once = "requeue.max_attempts_without_progress=1"
         name = f"job.name={_name(config.hydra.job.name)}"
         self._overrides += [name, once, f"job.finished_when={RESULT}", *overrides]
@@ -111,7 +112,7 @@ class Tasks:
         for number, overrides in enumerate(job_overrides, first):
             digest = hashlib.sha256(json.dumps(list(overrides)).encode()).hexdigest()[:8]
             task = tasks / f"{number:04d}-{digest}.json"
-            if not task.exists():  # else it was asked for before the last shell died
+            if not task.exists():  # otherwise it was asked for before the last shell died
                 if not shared.exists():
                     temporary = shared.with_name(f".{shared.name}.{os.getpid()}")
                     temporary.write_bytes(pickled)

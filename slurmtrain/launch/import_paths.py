@@ -21,7 +21,7 @@ from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import ConfigError
 
 ASK_S = 30  # an interpreter on a slow file system takes seconds to start
-# Run by the ranks' interpreter, whatever its version: prints its search path, and what its import hooks map to where.
+# Run by the ranks' interpreter, of any version: prints its search path, and the names that its import hooks map.
 # setuptools keeps the mapping beside its hook, `editables` in its class, scikit-build-core in its instance.
 QUESTION = """
 import json, sys
@@ -118,7 +118,7 @@ def roots_below(root: Path, paths: ImportPaths) -> tuple[str, ...]:
         below = _below(root, entry)
         if below is None or _is_installation(below) or not os.path.isdir(entry):
             continue
-        if below.name.startswith("__editable__."):  # of links to the work tree's files, which git does not know
+        if below.name.startswith("__editable__."):  # links to the work tree's files, which git does not track
             raise _cannot_be_mapped(root, entry, "setuptools' editable_mode=strict")
         found.append(below)
     for hook in paths.hooks:

@@ -41,7 +41,7 @@ def run_local(run_dir: RunDir, say: Callable[[str], None]) -> int:
     while True:
         attempt = LocalAttempt(run_dir, config)
         code = attempt.run()
-        if attempt.told_to_stop:  # by Ctrl-C or TERM to this process: nobody wants it to start again
+        if attempt.told_to_stop:  # Ctrl-C or TERM to this process: it must not start again
             config = dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode="off"))
         judgement = settle(run_dir, attempt.number, code, config, None)
         run_hook_of(run_dir, attempt.number, config)
@@ -109,7 +109,7 @@ class LocalAttempt:
         for rank, process in enumerate(ranks):
             if rank not in codes:
                 with contextlib.suppress(ProcessLookupError):
-                    # As SLURM does: every process of the step, data workers too. Ctrl-C is for the rank alone.
+                    # SLURM also signals every process of the step, data workers included. Ctrl-C is for the rank alone.
                     os.kill(process.pid, number) if number == signal.SIGINT else os.killpg(process.pid, number)
 
     _copiers: list[threading.Thread]

@@ -26,7 +26,7 @@ class Reason(StrEnum):
     PREEMPTED = "preempted"
     CANCELLED = "cancelled"
     NODE_FAILURE = "node failure"
-    REQUEUED = "requeued"  # by somebody's scontrol requeue
+    REQUEUED = "requeued"  # somebody used scontrol requeue
     ASKED = "asked"  # a person's signal, `preempt RUN` or `requeue RUN`
     CONFIG = "config"
     BAD_NODE = "bad node"  # it could not start there, though an earlier attempt has trained elsewhere
@@ -38,8 +38,8 @@ class Verdict(StrEnum):
     """The decision what happens next to a run."""
 
     DONE = "done"
-    REQUEUE = "requeue"  # by us
-    RESUBMIT = "resubmit"  # by us, as a new job
+    REQUEUE = "requeue"  # we requeue the job
+    RESUBMIT = "resubmit"  # we submit a new job
     NEXT = "next"  # the next job of the chain goes on
     RESTARTING = "restarting"  # SLURM does it already
     END = "end"
@@ -57,7 +57,7 @@ def exit_code_of_run(verdict: str | None, reason: str | None, code: int | None) 
         return 0
     if reason == Reason.CONFIG:
         return EXIT_CONFIG
-    # After a crash of one rank the others may have saved and left with 75; it was a crash all the same.
+    # After a crash of one rank the others may have saved and exited with 75; the attempt still crashed.
     return EXIT_REQUEUE if code == EXIT_REQUEUE and reason != Reason.CRASH else 1
 
 
@@ -220,7 +220,8 @@ def judge_abandoned(evidence: Evidence, policy: Policy) -> Judgement:
     elif evidence.said == "stopped" or evidence.cause is not None:
         reason, sentence = _why_told(evidence, policy)
     else:
-        # Whatever ended it may be the run itself, which would take one node down after the other: it uses the budget.
+        # The run itself may have ended it, and would take one node down after the other, so the attempt uses the
+        # budget.
         reason, sentence = Reason.NODE_FAILURE, "ended without a word: its node failed, or it was killed"
     judged = _with_effort(Judgement(reason, Verdict.RESTARTING, sentence), evidence, policy)
     return replace(judged, sentence=f"{judged.sentence}; it was started again")
@@ -342,7 +343,7 @@ def _told_by_slurm(evidence: Evidence) -> tuple[Reason, str] | None:
         if evidence.killed is not None or (evidence.said is None and evidence.cause is None):
             return Reason.NODE_FAILURE, "a node failed"
         return Reason.REQUEUED, "requeued by SLURM or by `scontrol requeue`"
-    if facts.reason == "NodeDown" or facts.state == "NODE_FAIL":  # of a job that SLURM may not start again
+    if facts.reason == "NodeDown" or facts.state == "NODE_FAIL":  # SLURM may not start this job again
         return Reason.NODE_FAILURE, "a node failed"
     if facts.reason == "TimeLimit" or facts.state == "TIMEOUT":
         return Reason.TIME_LIMIT, "the time limit was reached before a checkpoint was saved"
