@@ -11,8 +11,9 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from slurmtrain.data.batches import IGNORED_TARGET
 from slurmtrain.errors import ConfigError
 
 SEPARATOR = 0  # the byte before each file, and after the last; text has no use for it
-# Not library code: other people's packages, tests and their data, and files that differ from machine to machine.
+# Folders that are left out: other people's packages, tests and their data, and files that differ between machines.
 _SKIPPED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
@@ -70,6 +71,14 @@ class ByteWindows(Dataset[dict[str, Tensor]]):
         inputs, targets = self._inputs[indices].astype(np.int64), self._targets[indices].astype(np.int64)
         targets[np.asarray(indices) == self._windows - 1, self._last_length :] = IGNORED_TARGET
         return {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
+
+    def get_batches(self, indices: NDArray[np.int64], **unused: Any) -> Iterator[dict[str, Tensor]]:
+        """Yield the batches of the samples `indices` [M, B]. Nothing is drawn, so no random generator has to be seeded.
+
+        Raises:
+            IndexError: as `get_batch`.
+        """
+        return map(self.get_batch, indices)
 
 
 class ByteText:
