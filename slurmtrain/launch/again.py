@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.errors import ClusterError, SlurmtrainError
 from slurmtrain.launch.handover import Passing
-from slurmtrain.launch.sbatch import directive
+from slurmtrain.launch.sbatch import EXCLUDED_MAX, directive
 from slurmtrain.launch.submit import note, resubmit
 from slurmtrain.launch.tokens import TOKEN_PREFIX
 from slurmtrain.rundir import RunDir
@@ -33,7 +33,6 @@ TRIES_S = (
 # While SLURM does not answer there is nothing else to do, and nothing that would kill this job.
 UNREACHED_S = 600.0
 LONGEST_PAUSE_S = 15.0
-EXCLUDED_MAX = 8  # nodes that one run may leave out; so many bad ones are not the nodes' fault
 
 
 class NotRequeued(ClusterError):
