@@ -1,4 +1,4 @@
-"""`python -m slurmtrain`, and the command `slurmtrain`."""
+"""The program of `python -m slurmtrain`, and of the command `slurmtrain`."""
 
 import sys
 
@@ -6,7 +6,7 @@ from slurmtrain import interrupts
 
 
 def run() -> None:
-    """Run the command line of this process, and end it. Ctrl-C shows no traceback from here on, and ends it with code 130."""
+    """Run the command line of this process and exit. Ctrl-C during the imports, or after the verb, exits with 130."""
     interrupts.leave_silently()
     from slurmtrain.cli import main  # takes a while, in which somebody may think better of it
 

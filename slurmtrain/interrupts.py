@@ -9,13 +9,13 @@ CODE = 130  # what shells show for it
 
 
 def leave_silently() -> None:
-    """From here on Ctrl-C ends this process at once. Where it is ignored, or others handle it, it stays so."""
+    """Let Ctrl-C end this process at once, unless it is ignored or has another handler."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 
 
 def raise_again() -> None:
-    """From here on Ctrl-C is a KeyboardInterrupt again, for the verb to handle."""
+    """Let Ctrl-C raise KeyboardInterrupt again, for the verb to handle."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

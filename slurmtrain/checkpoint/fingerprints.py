@@ -1,6 +1,6 @@
-"""Cheap digests of tensors, worked out where they lie: do replicas still agree, and was a tensor changed while it was copied?
+"""Cheap digests of tensors, computed on their device: do replicas still agree, and was a tensor changed while it was copied?
 
-They are made to tell two computations apart, not to withstand somebody: what lies on a disk is digested by `blocks`. Nothing
+They are made to tell two computations apart, not to withstand an attack: files on a disk are digested by `blocks`. None
 of them is kept.
 """
 
@@ -23,9 +23,11 @@ WHOLE, BUFFER = -1, -2  # instead of the number of a part
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's 8-byte words modulo 2**64 (int64 [], on its device); of integers weighted by their place.
+    """Return the sum of a tensor's 8-byte words modulo 2**64 (int64 [], on its device).
 
-    Integers are weighted because they are often the same ones in another order: a permutation of the samples.
+    Words of integers are weighted by position.
+
+    Integers are weighted because two tensors often hold the same ones in another order: a permutation of the samples.
     """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if data.storage_offset() % WORD_BYTES:
@@ -47,10 +49,12 @@ class Replica:
     """A tensor of which other ranks hold the same part.
 
     Attributes:
-        first: the lowest of these ranks: it tells one group of replicas of a tensor from another.
-        index, holders: this rank's place among them, and how many they are.
+        name: name of the tensor.
+        first: the lowest of these ranks, which distinguishes one group of replicas of a tensor from another.
+        index, holders: this rank's index among these ranks, and their number.
         box: the part of the global tensor.
-        buffer: of a module: ranks may differ in it, which is told and no error.
+        itemsize: bytes of an element.
+        buffer: the tensor is a module's buffer: a difference between ranks is reported and is no error.
     """
 
     name: str
@@ -62,14 +66,14 @@ class Replica:
     buffer: bool
 
     def compared(self, turn: int, turns: int) -> Iterator[tuple[int, tuple[slice, ...]]]:
-        """Yield the parts that this rank fingerprints at a save: a number that tells one from another, and where it lies.
+        """Yield the parts that this rank fingerprints at a save: a number that identifies the part, and its index.
 
-        Of a tensor that is split among its holders each compares what it writes itself with one of the others, each save
-        with another one. So it costs the same, whatever the number of ranks.
+        If a tensor is divided among its holders, each compares the part that it writes with that of one of the others,
+        each save with another one. So the cost does not depend on the number of ranks.
 
         Args:
-            turn: how many saves there were before.
-            turns: each save takes one of so many pieces of a part.
+            turn: number of saves before.
+            turns: number of pieces of a part; each save takes another one.
         """
         whole = (slice(None),) * len(self.box.size)
         if self.buffer:
@@ -91,7 +95,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class Differing:
-    """A tensor that is not the same on all ranks that hold it, and which ranks agree with each other."""
+    """A tensor that is not the same on all ranks that hold it, with the groups of ranks that agree with each other."""
 
     name: str
     ranks: tuple[tuple[int, ...], ...]
@@ -110,17 +114,17 @@ Key = tuple[str, int, int]  # name, `Replica.first`, number of the part
 
 
 def pack(values: Mapping[Key, int], catalogue: Catalogue) -> Ints:
-    """Return int64 [n, 4] of one rank's fingerprints: place of the name in its catalogue, first rank, part, value."""
+    """Return one rank's fingerprints as int64 [n, 4]: position of the name in its catalogue, first rank, part, value."""
     position = {name: number for number, name in enumerate(catalogue)}
     rows = [(position[name], first, part, value) for (name, first, part), value in values.items()]
     return np.array(rows, dtype=np.int64).reshape(-1, 4)
 
 
 def find_differing(everyone: Sequence[tuple[int, Ints]], catalogues: Sequence[Catalogue]) -> list[Differing]:
-    """Return the tensors of which replicas differ, each once.
+    """Return the tensors whose replicas differ, each once.
 
     Args:
-        everyone: of every rank the number of its catalogue, and its `pack`.
+        everyone: for every rank, the number of its catalogue and its `pack`.
     """
     names = list({name: None for catalogue in catalogues for name in catalogue})
     number = {name: index for index, name in enumerate(names)}

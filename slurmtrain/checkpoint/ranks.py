@@ -1,4 +1,7 @@
-"""How ranks talk while they save and restore: one rank's failure is everybody's, so that nobody waits for the others."""
+"""Communication between ranks while they save and restore.
+
+A failure on one rank is raised on all, so that no rank waits for others.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ Failure = tuple[type[CheckpointError], str, str | None]
 class Ranks:
     """The ranks of a gloo group, or a single process (`group` None). Every method is called by all of them together.
 
-    What is handed round are answers (result, failure), so that an error on one rank becomes a CheckpointError on all.
+    Ranks exchange pairs (result, failure), so that an error on one rank becomes a CheckpointError on all.
     """
 
     def __init__(self, group: dist.ProcessGroup | None):
@@ -36,15 +39,18 @@ class Ranks:
         self.global_rank = dist.get_rank() if group is not None else 0
 
     def own_group(self, timeout_s: float | None = None) -> Ranks:
-        """The same ranks on a group of their own, whose messages never meet those of this one.
+        """Return the same ranks on a process group of their own, whose messages are separate from those of this group.
 
         Args:
-            timeout_s: how long its ranks wait for each other; None: as long as those of this one.
+            timeout_s: seconds for which its ranks wait for each other; None: as long as those of this group.
         """
         return Ranks(self._new_group(timeout_s=timeout_s)) if self.group is not None else Ranks(None)
 
     def subgroup(self, members: list[int]) -> Ranks:
-        """Only its members have to call this: with thousands of ranks, everybody making every group takes minutes."""
+        """Return a group of `members`, which only they have to call.
+
+        With thousands of ranks, it would take minutes if all of them made every group.
+        """
         return Ranks(self._new_group(members, use_local_synchronization=True))
 
     def _new_group(
@@ -57,13 +63,16 @@ class Ranks:
         return dist.new_group(members, backend="gloo", timeout=timeout, **options)
 
     def end(self) -> None:
-        """Give the group back."""
+        """Destroy the process group."""
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
             self.group = None
 
     def explain(self, error: Exception) -> CheckpointError:
-        """An error of this rank as all ranks hear of it. What may be a bug, of ours or in a user's own class, is shown, too."""
+        """Return an error of this rank as all ranks get it.
+
+        The traceback of a possible bug, ours or a user's, is printed here.
+        """
         if isinstance(error, CheckpointError):
             return error
         sentence = _sentence(error)
@@ -83,7 +92,7 @@ class Ranks:
             return None, (type(told), told.message, told.hint)
 
     def on_rank_0(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and give every rank its result."""
+        """Run `work` on rank 0 and return its result on every rank."""
         answer = [self._attempt(work) if self.rank == 0 else None]
         if self.group is not None:
             with _lost_peers():
@@ -91,7 +100,7 @@ class Ranks:
         return _results(answer)[0]
 
     def gather(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank and give each all results, in the order of ranks."""
+        """Run `work` on every rank and return all results on each, in the order of ranks."""
         answer = self._attempt(work)
         answers: list[Any] = [answer]
         if self.group is not None:
@@ -101,7 +110,7 @@ class Ranks:
         return _results(answers)
 
     def gather_on_rank_0(self, work: Callable[[], T], then: Callable[[list[T]], Any]) -> Any:
-        """Run `work` on every rank, `then` on rank 0 with all results, and give every rank its result."""
+        """Run `work` on every rank, then `then` on rank 0 with all results, and return its result on every rank."""
         answer = self._attempt(work)
         answers: list[Any] | None = [answer]
         if self.group is not None:
@@ -116,7 +125,7 @@ class Ranks:
         return self.on_rank_0(with_all)
 
     def maximum(self, number: int) -> int:
-        """The largest of all ranks' numbers. The cheapest question: four bytes."""
+        """Return the largest of all ranks' numbers, by the cheapest collective: four bytes."""
         if self.group is None:
             return number
         box = torch.tensor([number], dtype=torch.int32, device="cpu")
@@ -125,13 +134,13 @@ class Ranks:
         return int(box.item())
 
     def all_do(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank; each keeps its own result, unless it failed on any."""
+        """Run `work` on every rank and return each rank's own result, unless it failed on any rank."""
         result: list[T] = []
         self.gather(lambda: result.append(work()))
         return result[0]
 
     def tell(self, value: T, source: int) -> T:
-        """`source`'s value, on all ranks."""
+        """Return the value of rank `source` on all ranks."""
         if self.group is None:
             return value
         box = [value]
@@ -165,7 +174,7 @@ def _results(answers: list[Any]) -> list[Any]:
 
 @contextmanager
 def _lost_peers() -> Iterator[None]:
-    """gloo's errors when a rank is gone or the group was ended, as one sentence."""
+    """Raise gloo's errors, when a rank is gone or the group was ended, as one sentence."""
     try:
         yield
     except (RuntimeError, ValueError) as error:

@@ -1,12 +1,14 @@
-"""Which checkpoints stay, and how the others go.
+"""The decision which checkpoints are kept, and the removal of the others.
 
-Promise: the newest ones stay, whatever else is asked for; what somebody is reading stays while it is read; nobody ever
-sees a checkpoint half removed. A save of this run that is still being written is no leftover, however long it takes.
+Promise: the newest ones are kept, whatever else is configured; a checkpoint that is being read is kept meanwhile;
+nobody ever sees a checkpoint half removed. A save of this run that is still being written is no leftover, however long
+it takes.
 
-Markers of readers are a courtesy, not a lock (locks cannot be relied on over NFS and Lustre): a reader that loses the
-race finds no such file and says so, it never reads half of one checkpoint and half of another.
+Readers mark what they read. The markers are no locks (locks cannot be relied on over NFS and Lustre): a reader that
+loses the race finds a file missing and reports it; it never reads half of one checkpoint and half of another.
 
-Deciding is pure (`Keep`, `Kept`, `surplus`); looking and removing are thin, and are told the time.
+The decisions are pure functions (`Keep`, `Kept`, `surplus`); those that look and remove are thin, and get the time as
+an argument.
 """
 
 from __future__ import annotations
@@ -48,12 +50,12 @@ LOCAL_READER_S = 86400.0
 
 @dataclass(frozen=True)
 class Keep:
-    """Which committed checkpoints stay. One that any of the rules wants stays.
+    """The rules for which committed checkpoints are kept: those that any of the rules wants.
 
     Attributes:
-        last: so many of the newest, at least 2.
-        every: those whose step is a multiple of this; 0: none for that reason.
-        best: so many of the best by `metric`; 0: none for that reason.
+        last: number of the newest to keep, at least 2.
+        every: keep those whose step is a multiple of this; 0: none for that reason.
+        best: number of the best by `metric` to keep; 0: none for that reason.
         metric: name among the metrics that were saved with a checkpoint.
         mode: "min" or "max": which values of the metric are good.
     """
@@ -96,10 +98,10 @@ class Kept:
 
 
 def surplus(checkpoints: Sequence[Kept], keep: Keep, *, in_use: Collection[int] = ()) -> list[int]:
-    """Steps that may be removed, oldest first: what no rule of `keep` wants and nobody reads.
+    """Return the steps that may be removed, oldest first: those that no rule of `keep` wants and nobody reads.
 
-    Saves made because of a preemption or the time limit count like any other. Checkpoints of one step stay or go
-    together. Never all go: `keep.last` is at least 2.
+    Saves made because of a preemption or the time limit count like any other. Checkpoints of one step are kept or
+    removed together. They are never all removed: `keep.last` is at least 2.
     """
     steps = sorted({checkpoint.step for checkpoint in checkpoints})
     stay = {*steps[-keep.last :], *_best(checkpoints, keep), *in_use}
@@ -109,7 +111,10 @@ def surplus(checkpoints: Sequence[Kept], keep: Keep, *, in_use: Collection[int] 
 
 
 def _best(checkpoints: Sequence[Kept], keep: Keep) -> list[int]:
-    """Steps of the best by metric; the newer of equals. Not measured, NaN and infinite are never the best."""
+    """Return the steps of the best checkpoints by metric; the newer of equals.
+
+    Without a metric, NaN and infinity are never the best.
+    """
     sign = 1 if keep.mode == "min" else -1
     losses: dict[int, float] = {}
     for checkpoint in checkpoints:
@@ -123,7 +128,7 @@ def _best(checkpoints: Sequence[Kept], keep: Keep) -> list[int]:
 def reading(path: Path) -> Iterator[None]:
     """Mark the checkpoint `path` as being read, so that it is not removed meanwhile.
 
-    Where no marker can be made (a read-only directory, a path that is no checkpoint), reading goes on without.
+    If no marker can be made (a read-only directory, a path that is no checkpoint), it is read without one.
     """
     marker = _make_marker(Path(os.path.realpath(path)))
     try:
@@ -152,21 +157,22 @@ def _make_marker(path: Path) -> Path | None:
 
 
 def hold(directory: Path, step: int, by: str) -> None:
-    """Keep the checkpoint of `step`, now or when it is there, for somebody who is still to come; until `release`.
+    """Keep the checkpoint of `step`, now or once it exists, for a process that will read it later; until `release`.
 
     Args:
-        by: whoever that is, as a part of a file's name.
+        by: name of that process, as a part of a file's name.
     """
     (directory / HOLDS).mkdir(mode=0o700, parents=True, exist_ok=True)
     (directory / HOLDS / f"{step}.{by}").touch()
 
 
 def release(directory: Path, step: int, by: str) -> None:
+    """End what `hold` has begun."""
     (directory / HOLDS / f"{step}.{by}").unlink(missing_ok=True)
 
 
 def held(directory: Path) -> list[tuple[int, str]]:
-    """Steps that are kept for somebody, and for whom, in order."""
+    """Return the steps that are kept by `hold`, and for which process, in order."""
     try:
         names = [path.name for path in (directory / HOLDS).iterdir()]
     except OSError:  # for nobody yet
@@ -175,7 +181,9 @@ def held(directory: Path) -> list[tuple[int, str]]:
 
 
 def in_use(directory: Path, now: float) -> set[str]:
-    """Names of the checkpoints in `directory` that somebody reads. Markers that dead readers left are removed.
+    """Return the names of the checkpoints in `directory` that are being read.
+
+    Markers that dead readers left are removed.
 
     Args:
         now: unix time.
@@ -230,14 +238,14 @@ def _pid_namespace() -> str:
 
 
 def leftovers(directory: Path, *, now: float, older_than_s: float = 3600.0) -> list[Path]:
-    """What saves and removals that were killed have left in `directory`, sorted by name.
+    """Return what saves and removals that were killed have left in `directory`, sorted by name.
 
-    A save of another incarnation that still goes on writes to its files, and is young by that. Young is, too, what has
-    a time in the future (a clock was set back): rather an hour of space too much than a save too few.
+    A save of another incarnation that still goes on writes to its files, and so is young. Anything with a time in the
+    future counts as young, too (a clock was set back): an hour of wasted space is better than a lost save.
 
     Args:
         now: unix time.
-        older_than_s: nothing in it has changed for so long.
+        older_than_s: seconds for which nothing in a leftover has changed.
     """
     found = []
     for path in directory.glob("checkpoint_*"):
@@ -249,7 +257,7 @@ def leftovers(directory: Path, *, now: float, older_than_s: float = 3600.0) -> l
 
 
 def _newest_change(path: Path) -> float | None:
-    """Newest time of the directory and what is directly in it. None: it vanished or cannot be looked into."""
+    """Return the newest time of the directory and its direct entries; None: it vanished or cannot be listed."""
     try:
         newest = path.stat().st_mtime
         with os.scandir(path) as entries:
@@ -262,10 +270,12 @@ def _newest_change(path: Path) -> float | None:
 
 
 def prune(directory: Path, keep: Keep, order: int, *, spare: Collection[int] = ()) -> list[str]:
-    """Remove what `keep` does not want, nobody reads and nobody holds. Called when the newest checkpoint is known to be sound.
+    """Remove checkpoints that `keep` does not want, nobody reads and nobody holds.
+
+    Called when the newest one is known to be sound.
 
     Args:
-        spare: steps that stay in any case: what was just saved, which after a step back is not the highest.
+        spare: steps that stay in any case: the one just saved, which after a step back is not the highest.
 
     Returns:
         Names of what was removed.

@@ -1,6 +1,6 @@
 """One save, as the writing threads of all ranks carry it out together: from the copies in memory to the commit.
 
-Every step can fail on any rank, and is then a failure of all: nothing is committed, and what was written is removed.
+Every step can fail on any rank, and then fails on all: nothing is committed, and what was written is removed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slurmtrain.errors import CheckpointError, CheckpointMismatch
 
 @dataclass(frozen=True)
 class Bound:
-    """What every checkpoint of this life is bound to.
+    """The identity that every checkpoint of this incarnation is bound to.
 
     Attributes:
         config: JSON values.
@@ -41,7 +41,7 @@ class Bound:
     config: Mapping[str, Any]
 
     def check_run(self, where: Path | str, manifest: Manifest, *, hint: str) -> None:
-        """Raise CheckpointMismatch when the checkpoint at `where` belongs to another run."""
+        """Raise CheckpointMismatch if the checkpoint at `where` belongs to another run."""
         if self.run_id and manifest.run_id != self.run_id:
             raise CheckpointMismatch(
                 f"{where} belongs to run {manifest.run_id or '(none)'}, this is run {self.run_id}", hint=hint
@@ -50,13 +50,13 @@ class Bound:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank hands in: its file, and where in it what lies.
+    """The contribution of one rank: its file, and the table of the file's contents.
 
     Attributes:
-        plain: what is no tensor, by the first of the ranks that hold the same tensors.
-        plain_digests: of what is no tensor, by object.
-        catalogue: number of this rank's.
-        fingerprints: of what other ranks hold, too; see `fingerprints.pack`.
+        plain: state that is no tensor, from the first of the ranks that hold the same tensors.
+        plain_digests: digests of the state that is no tensor, by object.
+        catalogue: number of this rank's catalogue.
+        fingerprints: fingerprints of tensors that other ranks hold, too; see `fingerprints.pack`.
     """
 
     step: int
@@ -82,10 +82,10 @@ class Write:
     """The work of one save.
 
     Args:
-        ranks: on the writing threads' own group.
+        ranks: the ranks on the writing threads' own group.
         image: this rank's file in memory, or why there is none.
-        plain: what is no tensor.
-        optimizers: names of those in `plain` that are optimisers.
+        plain: state that is no tensor.
+        optimizers: names in `plain` that are optimisers.
         discard: set when the save is to be given up.
     """
 
@@ -108,12 +108,12 @@ class Write:
 
     @property
     def waited_s(self) -> float:
-        """How long optimisers have waited for the copy of this rank's state, seconds."""
+        """The seconds for which optimisers have waited for the copy of this rank's state."""
         return self._image.waited_s if isinstance(self._image, Image) else 0.0
 
     @property
     def names(self) -> list[str]:
-        """Of the files that this rank has written."""
+        """The names of the files that this rank has written."""
         return [name for name, _ in self._written]
 
     def write(self, last_size: int) -> tuple[Path, int]:
@@ -123,7 +123,7 @@ class Write:
             last_size: bytes of the checkpoint before; there has to be room for as much.
 
         Returns:
-            Where it is, and its bytes.
+            Path and bytes of the checkpoint.
 
         Raises:
             CheckpointError: on every rank; the older checkpoints are as they were.
@@ -139,14 +139,14 @@ class Write:
         return committed
 
     def read_back(self, path: Path, *, contents: bool, in_a_hurry: Callable[[], bool]) -> list[str] | None:
-        """Compare what lies on the disk with what was written; a checkpoint that is damaged is set aside.
+        """Compare the files on the disk with what was written; a checkpoint that is damaged is set aside.
 
         Args:
-            contents: digests, not only sizes.
-            in_a_hurry: true when this rank has no time for it any more.
+            contents: compare digests, not only sizes.
+            in_a_hurry: returns True once this rank has no time for it any more.
 
         Returns:
-            What is wrong, on every rank; None: not all had the time to look.
+            What is wrong, on every rank; None: not all ranks had the time to look.
         """
 
         def check() -> None:
@@ -174,7 +174,10 @@ class Write:
         return found
 
     def _finish_copy(self) -> None:
-        """What fails is handed in later, with all ranks: one that stayed away would hold up the others."""
+        """Complete the copy in memory.
+
+        An error is handed in later, with all ranks: a rank that stayed away would hold up the others.
+        """
         if isinstance(self._image, Image):
             try:
                 self._image.finish()
@@ -213,7 +216,7 @@ class Write:
         )
 
     def _commit(self, temporary: Path, parts: list[Part]) -> tuple[Path, int]:
-        """On rank 0, with what all have handed in."""
+        """Commit, on rank 0, the files that all ranks have handed in."""
         for part in parts:
             if part.step != self._step:
                 raise CheckpointError(
@@ -251,7 +254,7 @@ class Write:
         return commit.commit(temporary, manifest, self._bound.incarnation), manifest.size
 
     def _check_replicas(self, parts: list[Part]) -> None:
-        """Check that ranks which should hold the same do; else a mixture would be saved, which no rank has ever had."""
+        """Check that ranks which should hold the same do; otherwise a mixture would be saved that no rank has ever had."""
         found = find_differing([(part.catalogue, part.fingerprints) for part in parts], self._plan.catalogues)
         wrong = [differing for differing in found if not differing.buffer]
         if wrong:

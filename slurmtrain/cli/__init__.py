@@ -19,7 +19,7 @@ HYDRA_ONLY = ("--cfg", "--info", "-i", "--hydra-help", "--shell-completion", "-s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line. Returns its exit code."""
+    """Run one command line and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(words)

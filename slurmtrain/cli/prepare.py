@@ -1,4 +1,4 @@
-"""prepare: raw text -> tokenised shards, here and now; `prepare verify` looks at the result."""
+"""prepare: make tokenised shards from raw text, in this process; `prepare verify` checks the result."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from slurmtrain.runtime import signals
 
 
 def main(arguments: Arguments) -> int:
+    """Run the verb and return its exit code."""
     if arguments.positionals:
         return _verify(arguments)
     stop = signals.arm()

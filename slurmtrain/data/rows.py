@@ -1,8 +1,9 @@
-"""Samples as rows of pieces: where each lies in the token stream, by arithmetic or from an index that is made once and kept.
+"""Samples as rows of pieces: where each lies in the token stream, computed or looked up in an index that is made once and kept.
 
-The index of a packing is a file beside the data, `packed/SPLIT-PACKING-SEQ_LEN-FINGERPRINT.idx`: a line of JSON, the pieces
-of all samples one after another, and where each sample's pieces begin. It is read in place, so it may be as large as it
-likes. It depends on nothing but data and packing, so whoever makes it makes the same. A file that is not whole is made anew.
+The index of a packing is a file beside the data, `packed/SPLIT-PACKING-SEQ_LEN-FINGERPRINT.idx`: a line of JSON, the
+pieces of all samples one after another, and where each sample's pieces begin. It is read in place, so its size does not
+matter. It depends on nothing but data and packing, so every process makes the same index. A file that is not complete
+is made again.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ Pack = Callable[[NDArray[np.uint64], int], tuple[Pieces, NDArray[np.int64]]]
 
 
 class Rows(Protocol):
-    """Attributes:
-    pairs: of an input and its target, in all samples together.
-    across_documents: a piece may reach from one document into the next.
+    """The pieces that make up each sample of a data set.
+
+    Attributes:
+        pairs: number of pairs of an input and its target in all samples together.
+        across_documents: whether a piece may reach from one document into the next.
     """
 
     pairs: int
@@ -46,12 +49,18 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def pieces(self, indices: NDArray[np.int64]) -> tuple[Pieces, NDArray[np.int64]]:
-        """The pieces of samples `indices` [B], sample after sample, and how many each has, int64 [B]."""
+        """Return the pieces of samples `indices` [B], and the number of pieces of each sample, int64 [B].
+
+        The pieces are in the order of the samples.
+        """
         ...
 
 
 class Windows:
-    """The whole stream cut at regular places: sample i has the pairs i * S ... (i + 1) * S - 1, the last one perhaps fewer."""
+    """Rows that cut the whole stream at regular places: sample i has the pairs i * S ...
+
+    (i + 1) * S - 1, the last one perhaps fewer.
+    """
 
     def __init__(self, tokens: int, seq_len: int):
         self.pairs, self.across_documents, self._seq_len = max(tokens - 1, 0), True, seq_len
@@ -68,11 +77,11 @@ class Windows:
 
 @dataclass(frozen=True)
 class _Header:
-    """First line of an index.
+    """The first line of an index.
 
     Attributes:
         made_from: digest of data and packing.
-        sha256: of all after the header.
+        sha256: digest of everything after the header.
     """
 
     format: int
@@ -91,7 +100,7 @@ class _Header:
 
 
 class _Bytes:
-    """Stands for a `DataFile` where nothing can be written."""
+    """A stand-in for `DataFile` that holds the index in memory, where no folder can be written."""
 
     def __init__(self, content: memoryview):
         self.path, self._content = "the index in memory", content
@@ -101,7 +110,7 @@ class _Bytes:
 
 
 class RowIndex:
-    """The samples of a packing, read from its index."""
+    """The rows of a packing, read from its index."""
 
     def __init__(self, file: DataFile | _Bytes, header: _Header):
         self._file, self._header = file, header
@@ -111,7 +120,11 @@ class RowIndex:
         return self._header.rows
 
     def pieces(self, indices: NDArray[np.int64]) -> tuple[Pieces, NDArray[np.int64]]:
-        """Raises ConfigError for an index that is damaged, and what reading raises."""
+        """Return the pieces of samples `indices`, as `Rows.pieces`.
+
+        Raises:
+            ConfigError: the index is damaged; also the errors that `DataFile.read_into` raises.
+        """
         bounds = self._bounds(indices)
         counts = bounds[:, 1].astype(np.int64) - bounds[:, 0].astype(np.int64)
         if counts.min(initial=1) < 1 or bounds.max(initial=0) > self._header.pieces:
@@ -123,7 +136,7 @@ class RowIndex:
         return pieces, counts
 
     def _bounds(self, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Where the pieces of each sample begin and end, uint64 [B, 2]."""
+        """Return where the pieces of each sample begin and end in the index, uint64 [B, 2]."""
         if self._header.pieces == self._header.rows:  # one each, which need not be looked up
             return np.stack([indices, indices + 1], axis=1).astype("<u8")
         bounds = np.empty((len(indices), 2), dtype="<u8")
@@ -134,21 +147,22 @@ class RowIndex:
 
 
 def damaged(index: str) -> ConfigError:
+    """Return the error for an index that is damaged."""
     return ConfigError(f"{index} is damaged", hint="remove it: it is made anew")
 
 
 def row_index(
     stream: TokenStream, name: str, made_from: str, folders: Sequence[Path], pack: Pack, *, verify: str
 ) -> RowIndex:
-    """The index of a packing: the one that is kept, or made now and kept in the first folder that can be written.
+    """Return the index of a packing: the one that is kept, or one made now and kept in the first folder that can be written.
 
-    Of processes that come at once, one makes it and the others wait.
+    Of several processes that need it at the same time, one makes it and the others wait.
 
     Args:
-        stream: the split.
-        name: of the packing, for the file.
-        made_from: digest of all that it depends on.
-        folders: where it may be kept, the best one first; where none can be written, it stays in memory.
+        stream: the tokens of the split.
+        name: name of the packing, a part of the file name.
+        made_from: digest of everything that the index depends on.
+        folders: where the index may be kept, the best one first; if none can be written, it stays in memory.
         pack: packs one group of documents.
         verify: "full" compares a kept index with its digest.
 
@@ -224,7 +238,10 @@ def _write(file: BinaryIO, stream: TokenStream, made_from: str, pack: Pack) -> _
 
 
 def _groups(stream: TokenStream) -> Iterator[tuple[int, NDArray[np.uint64]]]:
-    """Documents of consecutive shards: position of their first token, and their ends after it, uint64 [documents]."""
+    """Yield the documents of consecutive shards in groups.
+
+    A group is the position of its first token, and its documents' ends after it, uint64 [documents].
+    """
     group: list[NDArray[np.uint64]] = []
     documents = group_first = 0
     for first, ends in stream.shard_ends():
@@ -241,7 +258,7 @@ def _groups(stream: TokenStream) -> Iterator[tuple[int, NDArray[np.uint64]]]:
 
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Wait until no other process does this in `folder`, which is made; a process that dies lets the next one in."""
+    """Hold a lock on `folder`, which is created if missing; the lock of a process that dies is released."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:

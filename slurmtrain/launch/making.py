@@ -1,4 +1,7 @@
-"""Folders in the making: where nobody looks, under a name that tells who makes them; what a killed maker has left goes."""
+"""Folders while they are being made: hidden, under a name that identifies their maker.
+
+So those of makers that were killed can be removed.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ MAKER = re.compile(r"\.by-\w+-(?P<pid>\d+)-(?P<born>\d+)-(?P<host>.+)$")
 
 
 def folder(runs: Path, name: str) -> Path:
-    """A path for something that will be, or has been, `name`."""
+    """Return a hidden path for something that will be, or has been, `name`."""
     pid = os.getpid()
     return runs / PREPARING / f"{name}.by-{secrets.token_hex(3)}-{pid}-{process.born(pid)}-{socket.gethostname()}"
 

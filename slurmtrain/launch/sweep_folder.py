@@ -1,4 +1,4 @@
-"""Making the folder of a sweep, and adding to it: it appears complete or not at all, whoever else makes the same."""
+"""Create the folder of a sweep, and add to it: it appears complete or not at all, also if others create the same."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from slurmtrain.launch import making
 from slurmtrain.launch.arrays import Array, tasks_of
 from slurmtrain.launch.draft import Draft
 from slurmtrain.launch.import_paths import interpreter_of
+from slurmtrain.launch.program import check_in_snapshot
 from slurmtrain.launch.snapshot import find_source, take_snapshot
 from slurmtrain.launch.submit import run_info
 from slurmtrain.launch.sweep import Point, Sweep
@@ -28,7 +29,7 @@ OF_THE_SWEEP = ("token", "parallelism", "pack", "after")  # in sweep.json; the r
 
 
 def find_same(draft: Draft) -> Sweep | None:
-    """The newest sweep with the same points, if there is one."""
+    """Return the newest sweep with the same points, if there is one."""
     runs = Path(draft.first.job.runs_dir)
     name = draft.id
     named = (runs / name, *runs.glob(f"{name}.[0-9]*"))
@@ -46,15 +47,18 @@ def make(
     parallelism: int | None = None,
     after: Sequence[RunDir] = (),
     again: bool = False,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Sweep:
-    """Make the sweep's folder, with a run directory for every point. Another shell may make the same: then it is its.
+    """Create the sweep's folder, with a run directory for every point.
+
+    If another shell creates the same first, return that one.
 
     Args:
-        varied: what distinguishes point i.
-        max_array_size: most tasks of an array.
-        parallelism: how many points may run at the same time.
+        varied: returns what distinguishes point i.
+        max_array_size: greatest number of tasks of an array.
+        parallelism: number of points that may run at the same time.
         after: runs that have to finish first.
-        again: beside one with the same points.
+        again: create it beside one with the same points.
 
     Raises:
         ConfigError: the folder cannot be made, or the snapshot is refused.
@@ -75,6 +79,11 @@ def make(
         ) from None
     try:
         snapshot = take_snapshot(job, source, temporary.code)
+        # Each of those in `asking` has another program. Of a search only the first is known here.
+        programs = draft.asking.values() or [draft.first]
+        missed = [check_in_snapshot(each, temporary.path / snapshot.workdir, source, cwd) for each in programs]
+        for warning in dict.fromkeys(sentence for sentences in missed for sentence in sentences):
+            say(f"warning: {warning}")
         pack = draft.first.sweep.pack
         info = {**run_info(draft.first, overrides, snapshot, source, cwd), "packed": pack > 1}
         stamp = rundir.new_run_id()
@@ -125,8 +134,10 @@ def add_run(sweep: Sweep, point: Point, draft: Draft) -> None:
 
 
 def _make_run(run_dir: RunDir, point: Point, draft: Draft, info: dict[str, Any]) -> None:
-    """Args:
-    info: what run.json says of all runs of the sweep.
+    """Make the run directory of a point.
+
+    Args:
+        info: the contents of run.json that are the same for all runs of the sweep.
     """
     run_dir.path.mkdir(mode=0o700)
     for folder in (run_dir.attempts, run_dir.checkpoints):
@@ -143,7 +154,7 @@ def _make_run(run_dir: RunDir, point: Point, draft: Draft, info: dict[str, Any])
 def append_arrays(
     sweep: Sweep, first: int, run_ids: Sequence[str], arrays: Sequence[Array], part_of: int | None = None
 ) -> bool:
-    """Plan further arrays of these runs. False: somebody else has made arrays from number `first` on, these are not there.
+    """Add further arrays of these runs; return False if another process has added arrays from number `first` on.
 
     Args:
         part_of: the array that these runs have been in.
@@ -173,9 +184,12 @@ def _make_array(sweep: Sweep, number: int, run_ids: Sequence[str], array: Array,
 
 
 def halve_array(sweep: Sweep, number: int) -> bool:
-    """Make two arrays of one that is not submitted. Returns False for one that has a single task. Within its claim.
+    """Make two arrays of one that is not submitted; return False for one that has a single task.
 
-    A process that is cut short in between leaves the second half in the plan, as "rest"; `finish_halving` goes on from there.
+    Called within its claim.
+
+    A process that is cut short in between leaves the second half in the plan, as "rest"; `finish_halving` goes on from
+    there.
     """
     path = sweep.array(number) / "plan.json"
     plan = read_json(path) or {}
@@ -197,7 +211,7 @@ def halve_array(sweep: Sweep, number: int) -> bool:
 
 
 def finish_halving(sweep: Sweep, number: int) -> None:
-    """Make an array of the second half of one that was halved, if that has not been done. Within its claim."""
+    """Make an array of the second half of one that was halved, if that has not been done. Called within its claim."""
     path = sweep.array(number) / "plan.json"
     plan = read_json(path) or {}
     rest, share = plan.pop("rest", None), plan.pop("rest_parallelism", None)

@@ -1,4 +1,4 @@
-"""What a job asks before it claims an attempt: is there anything left to do for the run?
+"""The question that a job asks before it claims an attempt: is there anything left to do for the run?
 
 There may be nothing, because SLURM starts a job again
 
@@ -23,12 +23,12 @@ from slurmtrain.runtime.slurm import SlurmClient
 
 
 def ended_before(run_dir: RunDir, job_id: str | None, restart_count: int) -> Verdict | None:
-    """Return DONE or END where a job that starts has nothing left to do for a run, else None.
+    """Return DONE or END if a job that starts has nothing left to do for a run, else None.
 
     A run that waits, or that has ended while others of its job go on, can have been cancelled, or given another job.
 
     Args:
-        job_id: the job that starts; of an array, the task.
+        job_id: the job that starts; for an array, the task.
         restart_count: how often SLURM has started it before.
     """
     numbers = run_dir.attempt_numbers()
@@ -48,10 +48,11 @@ def ended_before(run_dir: RunDir, job_id: str | None, restart_count: int) -> Ver
 
 
 def budget_used_up(run_dir: RunDir, config: Config, client: SlurmClient | None) -> Verdict | None:
-    """Complete the records of lost attempts; return DONE or END, once it is on record, where the run is over with that.
+    """Complete the records of lost attempts, and return DONE or END, once it is recorded, if the run is over with that.
 
-    It had finished, or a person had cancelled it, and whoever was to record that was killed; or the lost attempts have used
-    up the budget: a run that takes its node down leaves nobody who could count, and would go from node to node.
+    It had finished, or a person had cancelled it, and the process that was to record that was killed; or the lost
+    attempts have used up the budget: a run that takes its node down leaves no process that could count, and would go
+    from node to node.
 
     Args:
         client: None outside of SLURM.
@@ -78,10 +79,10 @@ def budget_used_up(run_dir: RunDir, config: Config, client: SlurmClient | None) 
 
 
 def scancelled_before(run_dir: RunDir, job_id: str | None, client: SlurmClient) -> Verdict | None:
-    """Return END, once it is on record, where this job was to go on after one that somebody's scancel has ended since.
+    """Record and return END if this job was to continue after a job that a bare scancel has ended since; else None.
 
-    That came after the job before had handed over: it was leaving, and nobody was left in it to see it. SLURM still knows
-    (for MinJobAge, 300 s unless set otherwise). One that a person has resumed goes on, whatever ended the job before.
+    That scancel came after the job before had handed the run over, when nothing was left in it that could notice. SLURM
+    remembers it for MinJobAge (300 s by default). A run that a person has resumed continues, whatever ended the job before.
     """
     numbers = run_dir.attempt_numbers()
     last = attempts.read_attempt(run_dir, numbers[-1]) if numbers else None
@@ -101,7 +102,7 @@ _SCANCELLED = "cancelled by scancel before its next job began"
 
 
 def _goes_on_after(run_dir: RunDir, last: Attempt, job_id: str | None) -> bool:
-    """Whether a job was submitted to go on after this attempt, by its own job or in its chain; a person's resume is not."""
+    """Return whether a job was submitted to continue after this attempt, by its own job or in its chain, not by `resume`."""
     info = run_dir.info()
     if chain.links(info):
         return last.verdict == Verdict.NEXT and last.number > int(info.get("chain_after") or 0)
@@ -110,19 +111,17 @@ def _goes_on_after(run_dir: RunDir, last: Attempt, job_id: str | None) -> bool:
     mine = [event for event in run_dir.events() if event["event"] == "submitted" and event.get("job_id") == job_id]
     if not mine:
         return False
-    found_by = str(
-        mine[-1].get("found_by")
-    )  # the token of such a job, where its submitter was killed before it noted the job
+    found_by = str(mine[-1].get("found_by"))  # the token, if the submitter was killed before it noted the job
     return mine[-1].get("after_attempt") == last.number or found_by.endswith(f":{run_dir.id}:{last.number}")
 
 
 def _is_evaluated_anew(run_dir: RunDir) -> bool:
-    """Whether this is an evaluation whose result somebody has taken away, for it to be measured again."""
+    """Return whether this is an evaluation whose result was removed so that it is measured again."""
     return run_dir.evaluated_run is not None and not run_dir.result_file.exists()
 
 
 def _is_of_this_life(run_dir: RunDir, last: Attempt) -> bool:
-    """Whether an attempt was of the job that starts, or of its chain: else a person has resumed the run since."""
+    """Return whether an attempt belongs to the job that starts, or to its chain; if not, a person has resumed the run since."""
     info = run_dir.info()
     if chain.links(info):
         return last.number > int(info.get("chain_after") or 0)
@@ -132,17 +131,17 @@ def _is_of_this_life(run_dir: RunDir, last: Attempt) -> bool:
 
 
 def _is_superseded(run_dir: RunDir, job_id: str | None, restart_count: int) -> bool:
-    """Whether this job was told before that a newer one is at work for the run."""
+    """Return whether this job was told before that a newer one is at work for the run."""
     tries = attempts.all_attempts(run_dir)
     mine = [attempt for attempt in tries if _is_of_this_job(run_dir, attempt, job_id, restart_count)]
     return bool(mine) and mine[-1].reason == Reason.SUPERSEDED
 
 
 def _is_of_this_job(run_dir: RunDir, attempt: Attempt, job_id: str | None, restart_count: int) -> bool:
-    """Whether an attempt was an earlier life of the job that starts, and not of another one that had the same id.
+    """Return whether an attempt belongs to an earlier start of this job, and not to another job with the same id.
 
-    SLURM gives an id out twice, on a cluster that is set up again, as a sandbox is, and after MaxJobId. What had ended before
-    a job was submitted was none of it: the order of the run's events says so, whatever the clocks of two hosts say.
+    SLURM uses an id again on a cluster that is set up anew, as a sandbox is, and after MaxJobId. An attempt that had ended
+    before a job was submitted does not belong to it. The order of the run's events tells, so no two clocks are compared.
     """
     if job_id is None or attempt.job_id != job_id or attempt.restart_count >= restart_count:
         return False
@@ -156,7 +155,7 @@ def _is_of_this_job(run_dir: RunDir, attempt: Attempt, job_id: str | None, resta
 
 
 def record_leaving(run_dir: RunDir, job_id: str | None) -> None:
-    """Note in the last attempt that a start of its job had nothing left to do, for `status` to tell."""
+    """Record in the last attempt, for `status`, that a start of its job had nothing left to do."""
     run_dir.event("left at once", job_id=job_id)
     last = attempts.read_attempt(run_dir, run_dir.attempt_numbers()[-1])
     if last.job_id == job_id:

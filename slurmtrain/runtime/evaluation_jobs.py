@@ -1,8 +1,9 @@
-"""Jobs that evaluate a run's checkpoints (eval.mode=job), as the training's rank 0 sees to them.
+"""Jobs that evaluate a run's checkpoints (eval.mode=job), as requested by the training's rank 0.
 
-A checkpoint that is to be evaluated is held, so that it is not removed before. When it is committed, a process of its own
-submits the job: `python -m slurmtrain evaluate RUN --due`, which submits whatever is held and not submitted yet, each once.
-So one that was killed half-way, or was refused by SLURM, is made up for by the next; at the latest that of the next attempt.
+A checkpoint that is to be evaluated is held, so that it is not removed before. When it is committed, a process of its
+own submits the job: `python -m slurmtrain evaluate RUN --due`, which submits every held checkpoint that is not
+submitted yet, once. So a submission that was killed half-way, or was refused by SLURM, is repeated by the next; at the
+latest by the next attempt's.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ OF_RANKS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NC
 
 
 class EvaluationJobs:
-    """Implements training's protocol on rank 0. `committed` is called by the thread that writes checkpoints."""
+    """Training's protocol for evaluation by jobs, on rank 0.
+
+    `committed` is called by the thread that writes checkpoints.
+    """
 
     def __init__(self, run_dir: RunDir):
         self._run_dir = run_dir
@@ -43,9 +47,9 @@ class EvaluationJobs:
             self._submit()
 
     def close(self, *, finished: bool) -> None:
-        """Wait until all is submitted, but not for ever: the training's GPUs are idle meanwhile.
+        """Wait until everything is submitted, but not for ever: the training's GPUs are idle meanwhile.
 
-        A run that stops has no time to; its next attempt makes up for it.
+        A run that stops has no time for that; its next attempt submits the rest.
         """
         if not finished:
             return
@@ -64,7 +68,10 @@ class EvaluationJobs:
             )
 
     def _due(self) -> list[int]:
-        """Steps of checkpoints that are there and whose evaluation is not submitted yet, as far as can be seen at a glance."""
+        """Return the steps of checkpoints that exist and whose evaluation is not submitted yet.
+
+        Only files that can be read quickly are looked at.
+        """
         there = {step_of(path) for path in committed(self._run_dir.checkpoints)}
         return [
             step
@@ -73,7 +80,7 @@ class EvaluationJobs:
         ]
 
     def _submit(self) -> None:
-        """Returns at once."""
+        """Start a process that submits what is due, and return at once."""
         words = [sys.executable, "-m", "slurmtrain", "evaluate", str(self._run_dir.path), "--due"]
         variables = {
             name: value for name, value in os.environ.items() if not belongs_to_a_job(name) and name not in OF_RANKS
@@ -87,7 +94,7 @@ class EvaluationJobs:
 
 
 class NoJobs:
-    """On the other ranks."""
+    """The protocol on all ranks but 0, which does nothing."""
 
     def ask(self, step: int) -> None:
         pass
