@@ -52,7 +52,7 @@ def lives(pid: int) -> bool:
     """
     try:
         os.kill(pid, 0)
-    except PermissionError:  # somebody else's
+    except PermissionError:  # it belongs to somebody else
         return True
     except (ProcessLookupError, OverflowError):
         return False

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.errors import UnreadableRecord
+from slurmtrain.modes import file_mode
 
-RECORD_BYTES = 4 << 20  # of run.json, attempt.json and the like: a job of 10,000 nodes takes 200 KB
+RECORD_BYTES = 4 << 20  # limit for run.json, attempt.json and the like: a job of 10,000 nodes takes 200 KB
 EVENTS_BYTES = 64 << 20
 METRICS_BYTES = 512 << 20  # two million logged steps
 _READ_AT_ONCE = 1 << 20
 LATEST = 253402300800.0  # the year 10000 in unix seconds: no calendar goes further
-_LARGEST = 2**53  # of a count: beyond it a float, and so many a reader of JSON, takes it for another
+_LARGEST = 2**53  # limit for a count: beyond it a float, and so many readers of JSON, round it
 
 
 # Files.
@@ -148,7 +149,7 @@ def open_to_append(path: Path) -> int:
         OSError: it cannot be opened.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o600)
+    descriptor = os.open(path, flags, file_mode(path.parent))
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         os.close(descriptor)
@@ -253,7 +254,7 @@ def others_may_write(found: os.stat_result) -> bool:
     return bool(found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not own_group))
 
 
-# What they say.
+# The contents of records.
 
 
 @dataclass(frozen=True)
@@ -323,7 +324,7 @@ def check_fields(values: Mapping[str, Any], kinds: Mapping[str, Kind], path: Pat
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, dict | list):  # which may be deep, or large
+    if isinstance(value, dict | list):  # the value may be deep, or large
         return "an object" if isinstance(value, dict) else "a list"
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -24,6 +24,7 @@ from typing import Any
 
 from slurmtrain import records
 from slurmtrain.errors import ClusterError, ConfigError, UnreadableRecord, UsageError
+from slurmtrain.modes import file_mode, folder_mode
 from slurmtrain.paths import absolute, located
 from slurmtrain.records import COUNT, FLAG, JOB_IDS, NOTHING, OBJECT, TEXT, TEXTS, TIME, finite
 from slurmtrain.redaction import redacted
@@ -177,7 +178,7 @@ class RunDir:
         found = next((path for path in paths if os.path.lexists(path)), None)
         return Path(found) if found is not None else None
 
-    # What is in them.
+    # The contents of the files.
     def all_evaluations(self) -> list[RunDir]:
         """Return the evaluations, by step."""
         return [RunDir(path.parent) for path in sorted(self.evaluations.glob("*/run.json"))]
@@ -383,11 +384,11 @@ class RunDir:
 
         The batch script does the same in bash, before any Python of ours runs.
         """
-        self.attempts.mkdir(mode=0o700, exist_ok=True)
+        self.attempts.mkdir(mode=folder_mode(self.path), exist_ok=True)
         number = (self.attempt_numbers() or [0])[-1] + 1
         while True:
             try:
-                self.attempt(number).mkdir(mode=0o700)
+                self.attempt(number).mkdir(mode=folder_mode(self.attempts))
                 return number
             except FileExistsError:
                 number += 1
@@ -457,7 +458,7 @@ def new_run_id() -> str:
 
 
 def create(runs_dir: Path, name: str) -> RunDir:
-    """Create a run directory that did not exist before, mode 0700.
+    """Create a run directory that did not exist before, mode 0700, or 0750 in a team's folder.
 
     Raises:
         ConfigError: the folder cannot be created.
@@ -467,7 +468,7 @@ def create(runs_dir: Path, name: str) -> RunDir:
         while True:
             path = runs_dir / name / new_run_id()
             try:
-                path.mkdir(mode=0o700)
+                path.mkdir(mode=folder_mode(path.parent))
                 break
             except FileExistsError:
                 continue
@@ -478,7 +479,7 @@ def create(runs_dir: Path, name: str) -> RunDir:
         ) from None
     run_dir = RunDir(located(path))
     for folder in (run_dir.attempts, run_dir.checkpoints):
-        folder.mkdir(mode=0o700)
+        folder.mkdir(mode=folder_mode(run_dir.path))
     return run_dir
 
 
@@ -761,7 +762,7 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
         durable: wait until it is on the disk; not for thousands of files that can be made again.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(2)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode(path.parent))
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
         if durable:

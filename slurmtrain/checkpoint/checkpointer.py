@@ -141,7 +141,7 @@ class Checkpointer:
         self._saving: Saving | None = None
         self._failures = 0
         self._turn = 0  # saves so far, the same on all ranks
-        self._checked: tuple[Any, ...] | None = None  # what is known to be restorable
+        self._checked: tuple[Any, ...] | None = None  # the objects that were last found restorable
         self._told = False  # that something differs between ranks
         self._last_size = 0
         self.lost: CheckpointError | None = None  # why a save that a script had begun when it ended was lost
@@ -381,7 +381,7 @@ class Checkpointer:
             raise CheckpointError("per_rank has an object 'random', a name that is taken", hint="choose another")
         return {OWN + key: value for key, value in {"random": self._random, **(per_rank or {})}.items()}
 
-    # By the writing thread.
+    # Called by the writing thread.
 
     def _write(self, saving: Saving, write: Write) -> Saved:
         path, size = write.write(self._last_size)
@@ -454,7 +454,7 @@ class Checkpointer:
         """
         drift.check_allowed(allow)
         if self._saving is not None:
-            with suppress(CheckpointError):  # which has been told
+            with suppress(CheckpointError):  # the error has been reported
                 self.wait()
         self._writer.wait_idle()
         own = {} if as_start else self._own(per_rank)
@@ -646,7 +646,7 @@ class Checkpointer:
         size = max(self._last_size, plan.total_bytes)
         self._ranks.on_rank_0(lambda: commit.check_space(self.directory, size))
 
-    # Where the ranks are.
+    # The hosts of the ranks.
 
     def _agree_on_directory(self) -> list[str]:
         """Check that all ranks were given the same directory, and return the host of every rank."""
@@ -732,7 +732,7 @@ def _check_ranks_of_job(group: dist.ProcessGroup | None) -> None:
         )
 
 
-# By directory and incarnation: two of one life would delete each other's files.
+# Open checkpointers by directory and incarnation: two of one incarnation would delete each other's files.
 _open: weakref.WeakValueDictionary[tuple[str, int], Checkpointer] = weakref.WeakValueDictionary()
 
 

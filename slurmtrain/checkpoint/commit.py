@@ -42,6 +42,7 @@ from typing import Any
 from slurmtrain.checkpoint import blocks
 from slurmtrain.checkpoint.blocks import FileRecord, refresh
 from slurmtrain.errors import CheckpointError, CheckpointMismatch, Superseded
+from slurmtrain.modes import file_mode, folder_mode
 
 FORMAT = 2
 FINAL_NAME = re.compile(r"checkpoint_(\d{7,})(?:\.(\d+))?")
@@ -151,7 +152,7 @@ def newest_committed_step(directory: Path) -> int | None:
     try:
         names = [name for name in os.listdir(directory) if FINAL_NAME.fullmatch(name)]
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # as `committed` has it
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # the same rule as in `committed`
             return None
         raise
     places = sorted(((_place(name), name) for name in names), reverse=True)
@@ -173,7 +174,8 @@ def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") 
         CheckpointError: another process claims to be the same incarnation.
     """
     claims = directory / CLAIMS
-    claims.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    claims.mkdir(mode=folder_mode(directory), exist_ok=True)
     with suppress(OSError):
         refresh(claims)
     while True:
@@ -182,7 +184,7 @@ def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") 
         path = claim_of(directory, own)
         try:
             # Exclusive creation is atomic on local disks, Lustre and NFS from version 3 on (open(2), O_EXCL).
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode(claims))
         except FileExistsError:
             if incarnation is None:
                 continue
@@ -265,7 +267,7 @@ def begin(directory: Path, step: int, incarnation: Incarnation, *, size: int = 0
     if path.exists():  # a save of this very incarnation that failed
         shutil.rmtree(path)
     check_space(directory, size)
-    path.mkdir(mode=0o700)
+    path.mkdir(mode=folder_mode(directory))
     return path
 
 
@@ -367,7 +369,7 @@ def remove(path: Path, order: int) -> None:
             path.rename(removed)
         except FileNotFoundError:
             return
-        fsync_directory(path.parent)  # else, after a power loss, files may be missing under the old name
+        fsync_directory(path.parent)  # otherwise, after a power loss, files may be missing under the old name
     shutil.rmtree(removed, ignore_errors=True)
 
 
@@ -490,7 +492,7 @@ def damaged(directory: Path) -> list[str]:
 
 def write_synced(path: Path, data: bytes) -> None:
     """Write a small file and wait until it is on the disk."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, file_mode(path.parent))
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
         file.flush()

@@ -15,7 +15,7 @@ from slurmtrain.checkpoint.index_file import read_index
 from slurmtrain.checkpoint.layout import Box, Index, Source, TensorFacts
 from slurmtrain.errors import CheckpointError
 
-PIECE_BYTES = 64 * 2**20  # of a tensor, compared at a time
+PIECE_BYTES = 64 * 2**20  # bytes of a tensor that are compared in one go
 
 
 def differing_tensors(a: Path, b: Path, of: str = "model") -> list[str]:

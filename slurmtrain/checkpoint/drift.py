@@ -147,7 +147,7 @@ def check_tensors(
         _refuse(path, "shapes", "does not fit", [line for _, line in shapes])
     if "dtypes" not in allow:
         _refuse(path, "dtypes", "does not fit", dtypes)
-    # What an optimiser knows of a parameter that starts afresh is of no use.
+    # The optimiser's state of a parameter that starts with new values is of no use.
     optimizers = [key for key, value in objects.items() if isinstance(value, Optimizer)]
     stale = tuple(f"{key}.state.{name}." for key in optimizers for name, _ in shapes)
     return {name: tensor for name, tensor in fit.items() if not stale or not name.startswith(stale)}

@@ -35,7 +35,7 @@ from slurmtrain.errors import CheckpointError, UsageError, nearest
 
 SAFETENSORS, TORCH = (".safetensors",), (".pt", ".pth")
 DTYPES = ("float32", "float16", "bfloat16", "float64")
-ALIGNMENT = 8  # of the data in a safetensors file
+ALIGNMENT = 8  # alignment of the data in a safetensors file
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def check_output(out: Path, *, force: bool) -> None:
     """Raise UsageError if nothing can be written to `out`."""
     if out.suffix not in (*SAFETENSORS, *TORCH):
         raise UsageError(
-            f"{out} says no format by its ending", hint=f"end it in one of: {', '.join((*SAFETENSORS, *TORCH))}"
+            f"{out} has no suffix of a known format", hint=f"end it in one of: {', '.join((*SAFETENSORS, *TORCH))}"
         )
     if not out.parent.is_dir():
         raise UsageError(f"there is no folder {out.parent} to write {out.name} into")

@@ -129,7 +129,7 @@ def find_differing(everyone: Sequence[tuple[int, Ints]], catalogues: Sequence[Ca
     names = list({name: None for catalogue in catalogues for name in catalogue})
     number = {name: index for index, name in enumerate(names)}
     positions = [np.array([number[name] for name in catalogue], dtype=np.int64) for catalogue in catalogues]
-    # What is compared with what, in one number: 16 million tensors, a million ranks, as many parts.
+    # The key of a comparison, in one number: 16 million tensors, a million ranks, as many parts.
     keys = [(positions[own][rows[:, 0]] << 40) | (rows[:, 1] << 20) | (rows[:, 2] - BUFFER) for own, rows in everyone]
     ranks = np.repeat(np.arange(len(everyone)), [len(rows) for _, rows in everyone])
     key = np.concatenate([np.empty(0, dtype=np.int64), *keys])

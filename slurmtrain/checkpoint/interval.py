@@ -40,7 +40,7 @@ CHEAP_STALL = 0.01
 # There is no limit to the share that saving takes: where Daly's interval costs much, failures cost as much, and saving
 # less often makes it worse (C = 36 s, M = 1 h: every 8 minutes. At most 1 % would mean once an hour, and a run half as
 # long again).
-# As slow as the slowest of so many saves: a shared file system has bad days, and the first save also allocates.
+# The slowest of this many saves counts: a shared file system has slow days, and the first save also allocates.
 STALLS_REMEMBERED = 3
 
 

@@ -32,8 +32,8 @@ Ints = npt.NDArray[np.int64]
 # Smaller tensors are written whole by one of the ranks that hold them; larger ones are split among all of these.
 SPLIT_BYTES = 1 << 20
 EVEN = 8  # rows per rank from which on one row more or less does not matter
-MAX_DIMENSIONS = 64  # of any tensor of torch
-# By torch's names: for who reads a checkpoint without torch.
+MAX_DIMENSIONS = 64  # greatest number of dimensions of a tensor
+# Bytes per element by torch's names, for readers that do not import torch.
 DTYPE_BYTES = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
     **dict.fromkeys(("float32", "int32", "uint32", "complex32"), 4),

@@ -43,6 +43,7 @@ from slurmtrain.checkpoint.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.commit import COMPLETE, MANIFEST, Manifest
 from slurmtrain.checkpoint.retention import Keep, Kept, surplus
 from slurmtrain.errors import CheckpointError
+from slurmtrain.modes import file_mode
 
 T = TypeVar("T")
 
@@ -51,13 +52,13 @@ DAMAGED = "DAMAGED"
 DIGEST = re.compile(r"[0-9a-f]{64}")
 COMPLETE_BYTES = 65  # a digest and a newline: COMPLETE that a file system holds half of is none
 LEFTOVER_S = 86400.0  # no upload goes on for a day without a file that is new
-PARTS = 9000  # of one object; S3 takes 10,000
+PARTS = 9000  # greatest number of parts of one object; S3 accepts 10,000
 
 TRIES = 4
 FIRST_PAUSE_S = 1.0
 # Trying again cannot help. All of them are OSErrors, as are TimeoutError and ConnectionError, which can be helped.
 FINAL = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-# Where the classes of errors come from that a store's package lets through as they are.
+# Packages whose errors a store's package passes on unchanged.
 STORE_PACKAGES = {
     "aiobotocore",
     "aiohttp",
@@ -118,7 +119,7 @@ class Mirror:
             )
         self.url: str = self._fs.unstrip_protocol(self._root)  # without a password that the one given may have held
         self._sleep = sleep
-        self._metrics: dict[str, Mapping[str, float]] = {}  # of copies, which never change
+        self._metrics: dict[str, Mapping[str, float]] = {}  # metrics of copies, which never change
 
     # Writing.
 
@@ -301,7 +302,7 @@ class Mirror:
         return now - (changed if changed.tzinfo is not None else changed.replace(tzinfo=UTC)).timestamp()
 
     def _remove(self, what: str, *, recursive: bool) -> None:
-        with suppress(MissingError):  # by somebody else, or by a try before this one
+        with suppress(MissingError):  # removed by somebody else, or by an earlier try
             self._try(what, lambda: self._fs.rm(f"{self._root}/{what}", recursive=recursive))
 
     # Objects.
@@ -366,7 +367,7 @@ class Mirror:
         if found != size:
             raise CheckpointError(f"{self.url}/{what} has {found} bytes instead of {size}")
         with _Local(target):
-            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode(target.parent))
 
         def fetch(number: int) -> None:
             begin, end = number * BLOCK_BYTES, min(size, (number + 1) * BLOCK_BYTES)

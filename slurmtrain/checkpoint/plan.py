@@ -112,7 +112,7 @@ def box_of(name: str, tensor: Tensor) -> Box:
     return box
 
 
-Layout = tuple[Any, ...]  # of a DTensor: (ranks of the mesh, nested as its axes are; "S" or "R" for every axis)
+Layout = tuple[Any, ...]  # for a DTensor: (ranks of the mesh, nested as its axes are; "S" or "R" for every axis)
 
 
 def layout_of(tensor: Tensor) -> Layout | None:

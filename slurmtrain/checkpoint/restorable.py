@@ -39,7 +39,7 @@ def _wrapped(module: nn.Module) -> str | None:
     """Return the name of the child that `module` merely wraps, if it is such a wrapper."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return "module"
-    # By name: importing torch._dynamo takes a second.
+    # Compared by name, since importing torch._dynamo takes a second.
     if type(module).__name__ == "OptimizedModule" and type(module).__module__.startswith("torch._dynamo"):
         return "_orig_mod"
     return None
@@ -297,7 +297,7 @@ def own_state_dict(key: str, optimizer: Optimizer) -> dict[str, Any] | None:
     """
     if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
         raise CheckpointError(
-            f"{key} is a ZeroRedundancyOptimizer, which keeps another part of its state on every rank and gives it to nobody",
+            f"{key} is a ZeroRedundancyOptimizer, which keeps another part of its state on every rank, in no state_dict",
             hint="shard the optimiser with the model: torch.distributed.fsdp.fully_shard (FSDP2)",
         )
     if not has_own_state_dict(optimizer):

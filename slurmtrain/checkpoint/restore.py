@@ -31,8 +31,8 @@ from slurmtrain.checkpoint.ranks import Ranks
 from slurmtrain.checkpoint.state import parse
 from slurmtrain.errors import CheckpointError
 
-SAMPLED_SHARE = 16  # of so many blocks one is looked at
-STRAIGHT_BYTES = 4 << 10  # what is smaller is not worth a read of its own
+SAMPLED_SHARE = 16  # one block in this many is compared
+STRAIGHT_BYTES = 4 << 10  # smaller parts are not worth a read of their own
 
 Blocks = dict[str, list[int]]  # numbers of blocks by file
 Need = dict[str, dict[int, int]]  # bytes that are needed of a block, by file and number
@@ -139,7 +139,7 @@ def share_out(needs: Sequence[Need], rank: int) -> Blocks:
     }
     load = [0] * len(needs)
     own: Blocks = {}
-    # What has but one candidate first, so that the rest can level out.
+    # Blocks with only one candidate come first, so that the others can even out the load.
     for (file, number), candidates in sorted(ranked.items(), key=lambda entry: (len(entry[1]), entry[0])):
         chosen = min(candidates, key=lambda one: (load[one], one))
         load[chosen] += 1
@@ -274,14 +274,14 @@ class Files:
         size = self._records[file].size
         try:
             return blocks.digest_block(descriptor, number, size, targets)
-        except OSError:  # of the storage, mostly; what it says of the file, it says again
+        except OSError:  # mostly an error of the storage; an error of the file will come again
             return blocks.digest_anew(self._path / file, number, size, targets)
 
     def fill(self, spans: Sequence[Span], tensors: Mapping[str, Tensor]) -> None:
         """Copy the bytes of the spans into the local parts of `tensors`, converting to their dtype."""
         by_file: dict[str, dict[int, list[Span]]] = {}
         for span in spans:
-            # Those that begin in one block are one thread's work: a thousand small ones are not worth a change of thread each.
+            # Spans that begin in one block are one thread's work: a thousand small ones are not worth a switch each.
             by_file.setdefault(span.file, {}).setdefault(span.begin // BLOCK_BYTES, []).append(span)
         for files in _batches(list(by_file)):
             work = [some for file in files for some in by_file[file].values()]

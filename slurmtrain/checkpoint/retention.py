@@ -35,6 +35,7 @@ from slurmtrain.checkpoint.commit import (
     step_of,
 )
 from slurmtrain.errors import CheckpointError, UnreadableRecord
+from slurmtrain.modes import file_mode, folder_mode
 from slurmtrain.records import is_mine, read_text
 
 READERS = ".readers"
@@ -147,8 +148,8 @@ def _make_marker(path: Path) -> Path | None:
     # The random end: one process may read the same checkpoint twice at a time.
     marker = readers / f"{path.name}.{_host()}.{os.getpid()}.{secrets.token_hex(4)}"
     try:
-        readers.mkdir(mode=0o700, exist_ok=True)
-        descriptor = os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        readers.mkdir(mode=folder_mode(path.parent), exist_ok=True)
+        descriptor = os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode(readers))
         with os.fdopen(descriptor, "w") as file:
             file.write(_pid_namespace())
     except OSError:
@@ -162,7 +163,8 @@ def hold(directory: Path, step: int, by: str) -> None:
     Args:
         by: name of that process, as a part of a file's name.
     """
-    (directory / HOLDS).mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / HOLDS).mkdir(mode=folder_mode(directory), exist_ok=True)
     (directory / HOLDS / f"{step}.{by}").touch()
 
 
@@ -175,7 +177,7 @@ def held(directory: Path) -> list[tuple[int, str]]:
     """Return the steps that are kept by `hold`, and for which process, in order."""
     try:
         names = [path.name for path in (directory / HOLDS).iterdir()]
-    except OSError:  # for nobody yet
+    except OSError:  # no checkpoint has been held yet
         return []
     return sorted((int(step), by) for step, _, by in (name.partition(".") for name in names) if step.isdigit())
 
@@ -195,7 +197,7 @@ def in_use(directory: Path, now: float) -> set[str]:
             refresh(directory / READERS)
     try:
         markers = list((directory / READERS).iterdir())
-    except OSError:  # nobody has read here yet
+    except OSError:  # no checkpoint has been read yet
         return names
     for marker in markers:
         match = MARKER_NAME.fullmatch(marker.name)
@@ -203,7 +205,7 @@ def in_use(directory: Path, now: float) -> set[str]:
             continue
         try:
             lives = _reader_lives(marker, match["host"], int(match["pid"]), now)
-        except FileNotFoundError:  # its reader is done just now
+        except FileNotFoundError:  # its reader has just finished
             continue
         except OSError:  # not known
             lives = True

@@ -150,7 +150,7 @@ class Staging:
             self.prepare(size)
         self._touched()
         image = Image(self._buffer.numpy().data[:size], plan, own)
-        on_gpu: dict[bool, list[tuple[Tensor, Tensor]]] = {True: [], False: []}  # by whether they are guarded
+        on_gpu: dict[bool, list[tuple[Tensor, Tensor]]] = {True: [], False: []}  # copies, by whether they are guarded
         copies: list[tuple[str, Tensor]] = []
         for piece in plan.pieces:
             source = local(tensors[piece.name]).detach()[piece.within]
@@ -243,9 +243,9 @@ class Staging:
         with torch.cuda.stream(self._stream):
             for target, source in at_once:
                 target.copy_(source, non_blocking=True)
-                source.record_stream(self._stream)  # its memory is not given to others before
+                source.record_stream(self._stream)  # its memory is not reused before the copy is done
             if looked_at:
-                # By the computation's own stream: what comes next there may change them.
+                # On the computation's own stream: the next computation there may change them.
                 with torch.cuda.stream(computation):
                     fingerprints = torch.stack([fingerprint(tensor) for tensor in looked_at])
                 self._stream.wait_stream(computation)

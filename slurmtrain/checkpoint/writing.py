@@ -103,7 +103,7 @@ class Write:
     ):
         self._ranks, self._bound, self._step, self._plan, self._image = ranks, bound, step, plan, image
         self._plain, self._optimizers, self._metrics, self._discard = plain, optimizers, metrics, discard
-        self._written: list[tuple[str, FileRecord]] = []  # by this rank
+        self._written: list[tuple[str, FileRecord]] = []  # files that this rank has written
         self.told: str | None = None  # on rank 0: what differs between ranks and may
 
     @property
@@ -197,7 +197,7 @@ class Write:
         except FileNotFoundError:
             commit.check_fence(
                 self._bound.directory, self._bound.incarnation
-            )  # which removes what older ones were writing
+            )  # a newer incarnation removes what older ones were writing
             raise
         self._written = [(name, record)]
         commit.fsync_directory(temporary)

@@ -21,7 +21,9 @@ def add_collect_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write FILE.csv, .md, .json or .parquet instead of printing"
     )
-    parser.add_argument("--format", choices=FORMATS, help="of FILE, whatever its name; without -o, of what is printed")
+    parser.add_argument(
+        "--format", choices=FORMATS, help="format of FILE, whatever its suffix; without -o, of the printed table"
+    )
     parser.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
     parser.add_argument(
         "--metric",

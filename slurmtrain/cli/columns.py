@@ -12,8 +12,8 @@ from slurmtrain.launch.progress import roughly
 from slurmtrain.launch.state import WAITING, RunState
 
 GAP = 3  # between two columns
-LEAST_ROOM = 30  # for a last column beside the others
-INDENT = 4  # of one below them
+LEAST_ROOM = 30  # least width of the last column beside the others
+INDENT = 4  # indentation of the last column below the others
 PROGRESS = ("step", "loss", "valid loss", "tokens/s", "ETA")
 LEAST_WANTED = (
     "attempts",
@@ -22,7 +22,7 @@ LEAST_WANTED = (
     "name",
     "run",
     "loss",
-)  # what a narrow terminal goes without, in this order
+)  # columns that a narrow terminal leaves out, in this order
 
 
 def progress_cells(now: RunState) -> list[str]:

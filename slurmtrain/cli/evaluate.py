@@ -65,7 +65,7 @@ def _start(evaluation: RunDir, *, submit: bool) -> int:
         submit_once(evaluation, _say)
         _say(f"{evaluation.path.name} is job {evaluation.info()['job_ids'][-1]}; status {evaluation.path}")
         return 0
-    with contextlib.redirect_stdout(sys.stderr):  # what is printed in the end is the answer
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the final answer
         return run_local(evaluation, _say)
 
 

@@ -19,7 +19,7 @@ from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.attempts import read_attempt
 from slurmtrain.runtime.judge import Verdict, exit_code_of_run
 
-FOLLOW_POLL_S = 0.2  # of a log on a shared file system: there is no event to await
+FOLLOW_POLL_S = 0.2  # seconds between looks at a log: a shared file system has no event to await
 ASK_EVERY_S = 5.0  # the controller belongs to everybody
 
 
@@ -180,7 +180,7 @@ def lines_as_they_come(
         if ended:
             yield "".join(tail.rest() for tail in tails.values())
             return
-        # What the run itself wrote says soonest that it is over; the queue is asked seldom, for runs that cannot write.
+        # The run's own files show first that it is over; the queue is asked seldom, for runs that cannot write.
         record = read_attempt(run_dir, number)
         if attempt is not None:
             ended = record.ended is not None or run_dir.attempt_numbers()[-1] > attempt

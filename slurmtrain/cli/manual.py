@@ -74,7 +74,7 @@ def _show(page: str) -> None:
     from rich.console import Console
     from rich.markdown import Markdown
 
-    os.environ.setdefault("LESS", "FRX")  # as git does: show colours, and leave at once where the page fits the screen
+    os.environ.setdefault("LESS", "FRX")  # as git does: show colours, and exit at once if the page fits the screen
     console = Console()
     console.width = min(console.width, WIDEST)
     with console.pager(styles=True):

@@ -48,7 +48,7 @@ def _prepare(config: Config, stop: signals.StopSignals) -> int:
     finally:
         progress.close()
     if not finished:
-        print("slurmtrain: stopped; what is whole stays, and the same command again goes on from there", flush=True)
+        print("slurmtrain: stopped; finished units are kept, and the same command continues from there", flush=True)
         return EXIT_REQUEUE
     print(f"slurmtrain: {summary(plan, manifest)}", flush=True)
     return 0

@@ -361,7 +361,7 @@ def _how_long_leaving_took(run_dir: RunDir, now: RunState, asked: float) -> list
     within_s = time_to_leave(times)
     if times is None or within_s is None:
         return []
-    print(f"slurmtrain: waiting until it has left, for {within_s:.0f} s at most", file=sys.stderr, flush=True)
+    print(f"slurmtrain: waiting until it has stopped, for {within_s:.0f} s at most", file=sys.stderr, flush=True)
     left = wait_until_left(run_dir, now.attempts[-1].number, within_s)
     return [leaving_sentence(left, asked, within_s, times)]
 
@@ -543,7 +543,7 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
 def _way_out(run_dir: RunDir, now: RunState) -> str:
     if not _is_local(run_dir, now):
         return "try again when SLURM answers"
-    last = now.attempts[-1]  # its host may have been a container that will never be back
+    last = now.attempts[-1]  # its host may have been a container that no longer exists
     record = run_dir.attempt(last.number) / "attempt.json"
     return f"type `resume {run_dir.id}` there; if {last.host} is gone for good, remove {record} a minute before"
 

@@ -40,7 +40,7 @@ def main(arguments: Arguments) -> int:
     config = compose_and_validate(arguments)
     check_fits(config)
     check_prepared(config, later="--after" in arguments.options)
-    if "--dry-run" not in arguments.options:  # which queues nothing, and may be typed elsewhere
+    if "--dry-run" not in arguments.options:  # it queues nothing, and may be used on another machine
         check_named_paths(config, current_folder(), later="--after" in arguments.options)
     if arguments.verb == "render":
         return _render(config, arguments)

@@ -121,7 +121,7 @@ def _view(sweep: Sweep) -> View:
     headline = _headline(sweep, points, now)
     points.sort(key=lambda point: urgency(now[point.run_id]))
     lines = table_lines(_header(points), [_row(point, now[point.run_id]) for point in points], terminal_width())
-    # Whoever waits for its points may be about to begin the next ones.
+    # A process that waits for its points may be about to begin the next ones.
     over = not any(state.alive for state in now.values()) and not is_claimed(sweep.path)
     return View([headline, "", *lines], doubts(now.values()), over)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 EVERY_S = 5.0
-SHARE = 0.1  # of the time, at most, is spent on asking: what took a second is not asked for again within ten
+SHARE = 0.1  # greatest share of time spent on asking: after an answer that took a second, ten seconds pass
 SILENT_AT_MOST_S = 300.0  # between two questions to a controller that does not answer
 
 
@@ -39,7 +39,10 @@ class View:
 def add_watch_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `--watch`."""
     parser.add_argument(
-        "-w", "--watch", action="store_true", help="draw it anew in place until all has ended; Ctrl-C leaves"
+        "-w",
+        "--watch",
+        action="store_true",
+        help="redraw the table in place until everything has ended; Ctrl-C stops that",
     )
     parser.add_argument(
         "--every", type=float, default=EVERY_S, metavar="SECONDS", help=f"between two looks (default: {EVERY_S:g})"

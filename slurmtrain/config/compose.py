@@ -31,7 +31,7 @@ from slurmtrain.resources import shipped
 SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL)", re.IGNORECASE)
 # Narrower, for what is done because of a name alone: tokenizers have tokens in theirs, too.
 SECRET_VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY)$", re.IGNORECASE)
-SECRET_REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")  # what stands for a secret on disk; without a default
+SECRET_REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")  # the form of a secret on disk; it has no default
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)")  # the same, with or without a default
 LONGEST_LINE = 400  # characters of what Hydra or omegaconf says
 OVERRIDE = re.compile(r"^(\+\+|\+|~)?([A-Za-z_][\w./@-]*)(?:=(.*))?$", re.DOTALL)  # sign, key, value
@@ -155,7 +155,7 @@ def _list_of_one(override: str) -> str:
 
     try:
         parsed = OverridesParser.create().parse_override(override)
-    except HydraException:  # which Hydra says better
+    except HydraException:  # Hydra's own error says it better
         return override
     value = parsed.value()
     if parsed.is_sweep_override() or value is None or isinstance(value, list | dict) or str(value).startswith("${"):
@@ -324,7 +324,7 @@ def _keep_secrets_unresolved(node: Any, named: Collection[str]) -> None:
         if not isinstance(text, str):
             continue
         read = ENVIRONMENT.findall(text)
-        # What omegaconf says of a value that it cannot use repeats it.
+        # omegaconf's message about a value that it cannot use repeats the value.
         hide({name: os.environ.get(name, "") for name in read if name in named or SECRET_NAME.search(name)})
         is_named = any(name in named for name in read)
         if is_named or SECRET_NAME.search(text) or SECRET_NAME.search(str(key)):
@@ -357,7 +357,7 @@ def resolve_secrets(values: Any, variables: Mapping[str, str], where: str = "") 
                 f"{where} is {values!r}, but the environment variable {name} is not set",
                 hint=f"export {name}=... in the shell that submits; the job inherits it",
             )
-        if SECRET_VARIABLE.search(name):  # that of others may be a part of any path
+        if SECRET_VARIABLE.search(name):  # the values of other variables may be a part of any path
             hide({name: variables[name]})
         return variables[name]
 

@@ -12,7 +12,7 @@ from typing import Any
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import UsageError, nearest
 
-# What other tools call it -> what it is here.
+# Names in other tools -> hints with our names.
 ELSEWHERE = {
     **dict.fromkeys(
         ("logger", "loggers", "wandb", "report_to"),

@@ -17,7 +17,7 @@ from slurmtrain.errors import ConfigError
 
 # Counted up whenever a field is renamed or removed, which tests/unit/frozen keeps an example of.
 SCHEMA_VERSION = 1
-# By the version that did it: where a field is now, or None for one that is gone. Names have dots: "train.seed".
+# By the version that changed it: the new name of a field, or None for one that was removed, as in "train.seed".
 CHANGED: dict[int, dict[str, str | None]] = {}
 HEADER = "# Frozen by slurmtrain, schema version {}.\n"
 HEADER_LINE = re.compile(r"^# Frozen by slurmtrain, schema version (\d+)\.")

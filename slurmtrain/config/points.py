@@ -150,7 +150,7 @@ class Composer:
         composed = composed_by_hydra(self.primary, groups)
         try:
             pickled = pickle.dumps(composed)
-        except (pickle.PicklingError, AttributeError, TypeError):  # somebody's class that lives inside a function
+        except (pickle.PicklingError, AttributeError, TypeError):  # a user's class that is defined inside a function
             return functools.partial(copy.deepcopy, composed)
         return functools.partial(pickle.loads, pickled)  # a sixth of deepcopy's time
 

@@ -104,7 +104,7 @@ def _read(name: str, source: str) -> str:
                 hint=f"export {name}=... in the shell that submits, or put it into a file: secrets.{name}=file:PATH",
             )
         value = os.environ[name]
-    else:  # which may be the secret itself
+    else:  # the source may be the secret itself
         raise ConfigError(
             f"secrets.{name} is neither env nor file:PATH", hint="it says where the value is, not what it is"
         )
@@ -121,7 +121,7 @@ def _read_file(name: str, path: Path) -> str:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o7177:
             raise ConfigError(f"{what}: must be a file of your own that nobody else may read", hint=f"chmod 600 {path}")
-        return path.read_text().rstrip("\n")  # as $(< file) in the batch script
+        return path.read_text().rstrip("\n")  # the same as $(< file) in the batch script
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{what}: cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}",

@@ -50,7 +50,7 @@ SBATCH_OPTIONS = {
     "job-name": "job.name",
     **dict.fromkeys(("requeue", "no-requeue"), "requeue.mode"),
     **dict.fromkeys(("output", "error", "open-mode"), "the run directory"),
-    "clusters": "SLURM_CLUSTERS of the shell",  # which status, cancel and resume follow, too
+    "clusters": "SLURM_CLUSTERS of the shell",  # status, cancel and resume follow it, too
     **dict.fromkeys(("array", "chdir", "export", "input", "parsable", "wait", "wrap"), "slurmtrain itself"),
 }
 SLURM_EARLY_S = 60  # `man sbatch`, --signal: the signal may be sent up to 60 seconds earlier than specified

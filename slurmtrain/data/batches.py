@@ -50,7 +50,7 @@ def _collate_tensors(tensors: Sequence[Tensor], *, collate_fn_map: Any = None) -
     return stacked
 
 
-# As the documentation of `default_collate` shows how to extend it.
+# Extended as the documentation of `default_collate` shows.
 _COLLATE = {**torch_collate.default_collate_fn_map, Tensor: _collate_tensors}
 
 

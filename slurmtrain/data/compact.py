@@ -16,8 +16,8 @@ from torch import Tensor
 
 from slurmtrain.data.batches import IGNORED_TARGET, Batch
 
-TOKENS_AT_ONCE = 1 << 17  # of several batches that are made together
-# What the files hold, and the signed type of the same width, which every device can compute with.
+TOKENS_AT_ONCE = 1 << 17  # greatest number of tokens in batches that are made in one go
+# The types in the files, with the signed type of the same width, which every device supports.
 _SIGNED = {torch.uint8: torch.int8, torch.uint16: torch.int16, torch.uint32: torch.int32}
 _NONE = np.empty(0, dtype=np.int64)
 
@@ -98,7 +98,7 @@ class RowsTogether(NamedTuple):
         tokens = self.tokens.view(batches, -1, width + 1).unbind()
         documents = None if self.documents is None else self.documents.view(batches, -1, width).unbind()
         lengths = self.lengths.reshape(batches, -1)
-        numbers = lengths.shape[1] * width  # of targets in a batch
+        numbers = lengths.shape[1] * width  # number of targets in a batch
         bounds = self.places.searchsorted(numbers * np.arange(batches + 1)).tolist()
         targets, shortest = lengths.sum(axis=1).tolist(), lengths.min(axis=1, initial=width).tolist()
         for batch, (begin, end) in enumerate(pairwise(bounds)):

@@ -32,7 +32,7 @@ from slurmtrain.data.workers import Workers
 from slurmtrain.data.workers import ignore_stop_signals as ignore_stop_signals
 from slurmtrain.errors import ConfigError
 
-SAMPLES_AT_ONCE = 4096  # of which a rank computes at a time which they are
+SAMPLES_AT_ONCE = 4096  # number of samples whose indices a rank computes in one go
 
 
 @dataclass(frozen=True)
@@ -342,7 +342,7 @@ class _Fetch:
             else:
                 rows = self.filled_up(batch)
                 yield _Fetched(rows, num_targets(rows), next(digests))
-        if next(digests, None):  # or the step would be a smaller one
+        if next(digests, None):  # otherwise the step would be smaller
             raise ConfigError("the data set has raised StopIteration for a sample", hint="raise another error there")
 
     def filled_up(self, batch: Batch) -> Batch:

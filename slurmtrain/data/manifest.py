@@ -32,7 +32,7 @@ from slurmtrain.errors import ConfigError
 
 FORMAT = 1
 FILE_NAME = "manifest.json"
-TOKEN_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}  # of one token, by dtype
+TOKEN_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}  # bytes of one token, by dtype
 KINDS = ("tokens", "ends", "bytes")  # the files of a shard, by suffix
 TOKENIZER_KINDS = ("bytes", "tokenizers", "tiktoken")
 T = TypeVar("T")

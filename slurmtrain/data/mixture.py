@@ -246,7 +246,7 @@ class Interleaved:
             middle, share, whole = self._node(low, high)
             path.append((part < middle, share, whole))
             low, high = (low, middle) if part < middle else (middle, high)
-        number = size  # of the sample after the last, in the part; from there up to the root
+        number = size  # number of the sample after the last one in the part; computed from the leaf up to the root
         for left, share, whole in reversed(path):
             number = _place(number, share if left else whole - share, whole, up=left)
         return number
@@ -271,7 +271,7 @@ def _place(number: int, share: int, whole: int, *, up: bool) -> int:
     half = whole // 2
     if up:  # the smallest k with floor(((k + 1) share + half) / whole) > number
         return -(-((number + 1) * whole - half) // share) - 1
-    # what is left of k is ceil((k share - half) / whole) for this side's share
+    # the other side's count of the first k is ceil((k share - half) / whole) for this side's share
     return (number * whole + half) // share
 
 

@@ -23,7 +23,7 @@ ROUNDS = 6
 MAX_SAMPLES = 2**62  # the sides of the Feistel square stay below 2^31 + 1, so no sum in it leaves 64 bits
 _GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment: 2^64 / golden ratio, made odd
 _MASK = 2**64 - 1
-# As arrays, which numpy takes several times as fast as scalars.
+# These are arrays since numpy's operations on them are several times as fast as on scalars.
 _SHIFT_30, _SHIFT_27, _SHIFT_31 = (np.array(shift, dtype=np.uint64) for shift in (30, 27, 31))
 _FACTOR_1, _FACTOR_2 = (np.array(factor, dtype=np.uint64) for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from slurmtrain.errors import ConfigError
 
-PIECE = np.dtype([("start", "<u8"), ("pairs", "<u4")])  # of 12 bytes, as they are stored
+PIECE = np.dtype([("start", "<u8"), ("pairs", "<u4")])  # 12 bytes, the form in which they are stored
 LONG_DOCUMENTS = ("cut", "split", "refuse")
 
-Pieces = NDArray[np.void]  # of PIECE
+Pieces = NDArray[np.void]  # an array of PIECE
 
 
 def best_fit_rows(ends: NDArray[np.uint64], first_token: int, seq_len: int) -> tuple[Pieces, NDArray[np.int64]]:
@@ -88,7 +88,7 @@ def best_fit(sizes: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     order = np.argsort(-sizes, kind="stable")
     distinct, counts = np.unique(sizes, return_counts=True)
     bin_of = np.empty(len(sizes), dtype=np.int64)
-    open_bins: dict[int, list[NDArray[np.int64]]] = {}  # by the room they have left, more than 0
+    open_bins: dict[int, list[NDArray[np.int64]]] = {}  # bins by the room that they have left, more than 0
     rooms = 0  # the same rooms as a set of bits: the least of at least s is the lowest bit of rooms >> s
     bins = begin = 0
     for size, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):

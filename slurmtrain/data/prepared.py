@@ -163,7 +163,7 @@ def _text_bytes(manifest: Manifest, split: str, rows: Rows, *, masked: bool) -> 
     """Return the UTF-8 bytes of the text that all targets of a split stand for; None where that is not known."""
     held, tokenizer = manifest.splits[split], manifest.tokenizer
     if rows.across_documents and not masked:
-        return held.bytes  # but for the very first token of the split
+        return held.bytes  # all but those of the very first token of the split
     if not rows.across_documents and rows.pairs != held.tokens - held.documents:
         return None  # some were cut
     if tokenizer.bos is not None:

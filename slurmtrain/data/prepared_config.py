@@ -68,7 +68,7 @@ def _check_is_there(folder: Path) -> None:
             "data.path=FOLDER",
         )
     if folder.is_dir() and not (folder / FILE_NAME).exists():
-        read_manifest(folder)  # which says so
+        read_manifest(folder)  # raises the error
     if not folder.exists() and folder.parent.is_dir():
         siblings = [path.name for path in folder.parent.iterdir() if (path / FILE_NAME).is_file()]
         hint = f"in {folder.absolute().parent}, {nearest(folder.name, siblings)}" if siblings else "check the spelling"

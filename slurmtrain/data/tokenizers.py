@@ -28,7 +28,7 @@ from slurmtrain.errors import ConfigError
 
 BYTES = "bytes"
 SEPARATOR = 0  # bytes: ends a document, as in data=files; a text has no use for it
-# What ends a document, as tokenizers in use name it: taken when a vocabulary has just one of them.
+# Common names of the token that ends a document: used if a vocabulary has exactly one of them.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 NO_TOKEN = "none"
 MAX_SPECIAL = 1024  # ids that special tokens which the file does not name may have behind its vocabulary
@@ -174,7 +174,7 @@ _O200K = (
     r"""|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
     r"""|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 )
-# As in tiktoken_ext/openai_public.py of tiktoken, which can only be asked with a network.
+# Copied from tiktoken_ext/openai_public.py of tiktoken, which needs a network to be asked.
 ENCODINGS = {
     "gpt2": _Encoding(_GPT2, 50256, 50257),
     "r50k_base": _Encoding(_GPT2, 50256, 50257),

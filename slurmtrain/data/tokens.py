@@ -71,7 +71,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
 
     def will_need(self, indices: NDArray[np.int64]) -> None:
         """Ask the kernel to read the samples `indices` [B] ahead. Raises as `get_batch`."""
-        pieces, _ = self._rows.pieces(indices)
+        pieces = self._rows.coming(indices)
         self._stream.will_need(pieces["start"].tolist(), pieces["pairs"].tolist())
 
     def get_batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
@@ -88,7 +88,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         self, indices: NDArray[np.int64], *, empty: Callable[..., Tensor] = empty, **unused: Any
     ) -> Iterator[CompactRows]:
         """Yield several batches of the samples `indices` [M, B], see `MapDataset`. Raises as `get_batch`."""
-        # Of different length, each batch has its own width.
+        # If samples differ in length, each batch has its own width.
         at_once = 1 if hasattr(self, "lengths") else batches_at_once(indices.shape[1], self.seq_len)
         for first in range(0, len(indices), at_once):
             yield from self._together(indices[first : first + at_once], empty)
@@ -149,7 +149,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         """
         rows, width = tokens.shape
         if len(plan.starts) > rows or plan.lengths.min(initial=width) < width - 1:
-            tokens[:] = 0  # what stands behind a row must be an id, too
+            tokens[:] = 0  # the padding of a row must be a valid id, too
         begins = plan.rows * width + plan.columns
         places = zip(begins.tolist(), (begins + plan.pairs + 1).tolist(), plan.starts.tolist(), strict=True)
         last_targets = self._stream.read_pieces(tokens.reshape(-1), places)

@@ -36,9 +36,9 @@ Result = TypeVar("Result")
 # From some jobs to the result of each, in their order; with what makes the tensors that go into the results.
 Work = Callable[[Jobs, Callable[..., Tensor]], Iterable[Result]]
 
-CLOSE_GRACE_S = 2.0  # what a worker gets to leave by itself before it is killed
+CLOSE_GRACE_S = 2.0  # seconds for a worker to exit by itself before it is killed
 MOST_MESSAGES = 8  # under way to and from a worker
-MESSAGE_S = 5e-3  # of work in a message: sending one costs a tenth of a millisecond
+MESSAGE_S = 5e-3  # seconds of work per message: sending one costs a tenth of a millisecond
 MOST_JOBS = 32  # in a message, for this reason
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
@@ -213,7 +213,7 @@ def _unshare(positions: Mapping[int, _Position]) -> None:
     before the fork if it opens them in its constructor, or when it is asked for its length.
     """
     for descriptor, position in positions.items():
-        with contextlib.suppress(OSError):  # then it stays shared: it may be open no more
+        with contextlib.suppress(OSError):  # the descriptor stays shared: it may be closed by now
             status = os.fstat(descriptor)
             if (status.st_dev, status.st_ino) != position.file:
                 continue

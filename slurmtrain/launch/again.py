@@ -167,7 +167,7 @@ def _requeue(
             if facts is None:
                 raise NotRequeued(f"SLURM does not know job {job_id} any more")
             if facts.restarts > restart_count:
-                return True  # by us, or by SLURM itself
+                return True  # requeued by us, or by SLURM itself
             if is_cancelled(facts, restart_count, told):
                 return False
             if refused:  # SLURM is there, and the job is not back in the queue
@@ -222,7 +222,7 @@ def excluding(run_dir: RunDir, number: int, client: SlurmClient, before: str = "
     own = directive(script, "exclude") or ""
     nodes = ",".join(dict.fromkeys([*filter(None, [before or own]), *(node for node in bad if node not in known)]))
     try:
-        # What the script waits for may be long forgotten, and is none of this question.
+        # SLURM may have forgotten what the script waits for, which does not matter here.
         options = [f"--exclude={nodes}", *(["--dependency=singleton"] if directive(script, "dependency") else [])]
         code, words = client.test_only(run_dir.script, options) if len(bad) <= EXCLUDED_MAX else (1, "")
     except ClusterError as error:

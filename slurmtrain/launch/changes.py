@@ -30,11 +30,11 @@ from slurmtrain.launch.submit import job_paths, steps_of
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.rundir import RunDir
 
-# Where a run lies and who runs it: decided when it was submitted.
+# The place of a run and who runs it are decided when it is submitted.
 FIXED = ("job.name", "job.runs_dir", "job.kind", "cluster.backend", "cluster.slurm_conf", "cluster.sandbox")
-# Of a run in a sweep, also what its array's script is made of, which is that of its first run, and the varied keys.
+# For a run of a sweep, also all groups that its array's script is made of, and the varied keys.
 OF_THE_SWEEP = ("cluster", "requeue", "hooks", "secrets", "job", "sweep")
-_FRESH = ".code-"  # and a process id: code that is being copied, or removed
+_FRESH = ".code-"  # followed by a process id: code that is being copied, or removed
 
 
 def change(run_dir: RunDir, overrides: Sequence[str], cwd: Path, *, code: bool = False) -> None:

@@ -22,7 +22,7 @@ from slurmtrain.rundir import read_json, write_json
 
 HEARTBEAT_S = 10.0
 CLAIM_LASTS_S = 60.0  # without a heartbeat, of a shell on another host, whose life cannot be seen from here
-POLL_S = 0.2  # of a claim on a shared file system: there is no event to await
+POLL_S = 0.2  # seconds between looks at a claim: a shared file system has no event to await
 
 Owner = dict[str, Any]
 """host, pid and born (see `process.born`) of whoever made a claim."""

@@ -146,7 +146,7 @@ class _Log:
 
     step: int | None
     last: dict[str, float]
-    best: dict[str, float | None]  # of the candidates
+    best: dict[str, float | None]  # best value of each candidate
 
 
 def _read(run_dir: RunDir | None, candidates: Sequence[Goal]) -> _Log:
@@ -155,7 +155,7 @@ def _read(run_dir: RunDir | None, candidates: Sequence[Goal]) -> _Log:
     try:
         logged = read_metrics(run_dir.metrics_file)
         evaluated = sorted(read_metrics(run_dir.evaluations_file), key=lambda record: record["step"])
-    except UnreadableRecord:  # its state says so, and the other points are worth their rows
+    except UnreadableRecord:  # the point's state says so, and the others get their rows
         return _Log(None, {}, {})
     last: dict[str, float] = {}
     seen, step = {"step"}, None

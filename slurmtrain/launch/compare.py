@@ -229,5 +229,5 @@ def _config(run_dir: RunDir) -> Any:
 
 
 def _records(run_dir: RunDir) -> list[dict[str, Any]]:
-    # What the training itself has measured comes last, and counts.
+    # Metrics of the training itself come last, and take precedence.
     return [*read_metrics(run_dir.evaluations_file), *read_metrics(run_dir.metrics_file)]

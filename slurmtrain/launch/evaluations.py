@@ -33,6 +33,7 @@ from slurmtrain.launch.own_jobs import in_queue
 from slurmtrain.launch.sbatch import render_script
 from slurmtrain.launch.state import states
 from slurmtrain.launch.submit import job_paths, slurm_conf_of, submit
+from slurmtrain.modes import folder_mode
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.slurm import SlurmClient
@@ -70,7 +71,7 @@ def prepare(
     text = "\n".join(sorted(overrides))
     evaluation = run_dir.evaluation(step_of(checkpoint), hashlib.sha256(text.encode()).hexdigest()[:6] if text else "")
     with _alone(evaluation):
-        if again:  # what it gave stays in the run's evaluations.jsonl
+        if again:  # its result stays in the run's evaluations.jsonl
             evaluation.result_file.unlink(missing_ok=True)
         if not _is_done_or_under_way(evaluation):
             _write(evaluation, run_dir, config, overrides)
@@ -148,7 +149,7 @@ def _submit_first(run_dir: RunDir, checkpoint: Path, say: Callable[[str], None])
     evaluation = run_dir.evaluation(step)
     try:
         with _alone(evaluation):
-            if _job_ids(evaluation):  # by another process, meanwhile
+            if _job_ids(evaluation):  # another process has submitted it meanwhile
                 return
             config = _config(run_dir, checkpoint, here=False)
             _write(evaluation, run_dir, config)
@@ -177,7 +178,7 @@ def _config(run_dir: RunDir, checkpoint: Path, overrides: Sequence[str] = (), *,
         )
     config = evaluation_config(trained, str(checkpoint), changes=_changes(overrides), here=here)
     validate(config)
-    if config.cluster.container.kind:  # which has the evaluation's folder only
+    if config.cluster.container.kind:  # the container has the evaluation's folder only
         mounts = [*config.cluster.container.mounts, f"{run_dir.path}:{run_dir.path}"]
         container = dataclasses.replace(config.cluster.container, mounts=mounts)
         config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, container=container))
@@ -210,7 +211,7 @@ def _changes(overrides: Sequence[str]) -> dict[str, Any]:
 
 def _write(evaluation: RunDir, run_dir: RunDir, config: Config, overrides: Sequence[str] = ()) -> None:
     for folder in (evaluation.attempts, evaluation.checkpoints):
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=folder_mode(evaluation.path), exist_ok=True)
     with contextlib.suppress(FileExistsError):
         evaluation.code.symlink_to(os.path.relpath(run_dir.code, evaluation.path))
     trained = run_dir.info()
@@ -248,6 +249,7 @@ def _is_done_or_under_way(evaluation: RunDir) -> bool:
 @contextlib.contextmanager
 def _alone(evaluation: RunDir) -> Iterator[None]:
     """Claim the right to prepare or submit this evaluation."""
-    evaluation.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for folder in (evaluation.path.parent, evaluation.path):
+        folder.mkdir(mode=folder_mode(folder.parent), exist_ok=True)
     with claimed(evaluation.path, busy=lambda owner: None):
         yield

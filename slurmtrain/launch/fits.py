@@ -14,7 +14,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, EnvironmentMismatch
 from slurmtrain.planner.fit import StageMemory, check_fits, check_host_memory, share_of_gpu
 
-DOUBTFUL = 0.5  # of a GPU's memory: what arithmetic finds to need less is not laid out, so that submit answers at once
+DOUBTFUL = 0.5  # share of a GPU's memory: a model estimated below it is not built, so that submit answers at once
 TIMEOUT_S = 120.0
 
 

@@ -95,7 +95,7 @@ NOT_NOW = (
 NO_SUCH_NODE = "requested node configuration is not available"  # or, to --test-only, none that is up now
 TIMED_OUT = 124  # timeout(1)
 LIMIT = ("submit limit", "submitjoblimit", "job limit", "maxjobcount", "max_job", "job/core submit")
-# What the accounting policy names where it is no limit on how many jobs there may be: such a job will never be taken.
+# Limits of the accounting policy other than the number of jobs: a job above them will never be accepted.
 OTHER_LIMIT = re.compile(r"\b(?:assoc|qos)\w*(?:limit|perjob|peruser|pernode|peraccount)\b", re.IGNORECASE)
 
 
@@ -328,7 +328,7 @@ def sbatch(script: str, folder: Path, slurm_conf: str | None, options: Sequence[
 
         @classmethod
         def affinity(cls) -> int:
-            return 2  # who calls us has looked for SLURM's commands; submitit would want srun on our own PATH
+            return 2  # the caller has looked for SLURM's commands; submitit would require srun on our own PATH
 
         def _make_submission_file_text(self, command: str, uid: str) -> str:
             return script

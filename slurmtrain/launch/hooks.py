@@ -102,7 +102,7 @@ def _judged(run_dir: RunDir, number: int) -> Attempt:
 
 def _run(command: str, hooks: HooksConfig, run_dir: RunDir, attempt: Attempt, log: IO[str]) -> str:
     """Run the command to its end or its time limit, redact secrets in its output, and return how it ended."""
-    become_subreaper()  # what it puts into the background stays below us
+    become_subreaper()  # its background processes stay below us
     began = time.monotonic()
     name = hook_of(attempt) or ""
     record = run_dir.attempt(attempt.number) / "attempt.json"
@@ -123,7 +123,7 @@ def _run(command: str, hooks: HooksConfig, run_dir: RunDir, attempt: Attempt, lo
     with contextlib.suppress(subprocess.TimeoutExpired):
         code = shell.wait(hooks.timeout_s)
     kill_trees(descendants([Process.mine()]))
-    copier.join(10.0)  # nobody is left to write, so it comes to the end
+    copier.join(10.0)  # no writer is left, so it reaches the end
     if code is None:
         return f"was killed after hooks.timeout_s={hooks.timeout_s}"
     return f"ended with exit code {code} after {time.monotonic() - began:.1f} s"

@@ -111,7 +111,7 @@ class Tasks:
         for number, overrides in enumerate(job_overrides, first):
             digest = hashlib.sha256(json.dumps(list(overrides)).encode()).hexdigest()[:8]
             task = tasks / f"{number:04d}-{digest}.json"
-            if not task.exists():  # else it was asked for before the last shell died
+            if not task.exists():  # otherwise it was asked for before the last shell died
                 if not shared.exists():
                     temporary = shared.with_name(f".{shared.name}.{os.getpid()}")
                     temporary.write_bytes(pickled)

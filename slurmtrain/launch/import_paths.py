@@ -118,7 +118,7 @@ def roots_below(root: Path, paths: ImportPaths) -> tuple[str, ...]:
         below = _below(root, entry)
         if below is None or _is_installation(below) or not os.path.isdir(entry):
             continue
-        if below.name.startswith("__editable__."):  # of links to the work tree's files, which git does not know
+        if below.name.startswith("__editable__."):  # links to the work tree's files, which git does not track
             raise _cannot_be_mapped(root, entry, "setuptools' editable_mode=strict")
         found.append(below)
     for hook in paths.hooks:

@@ -9,7 +9,7 @@ from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.attempts import Attempt, read_attempt
 from slurmtrain.runtime.slurm import PreemptionTimes
 
-POLL_S = 0.2  # of a file on a shared file system
+POLL_S = 0.2  # seconds between looks at a file on a shared file system
 
 
 def time_to_leave(times: PreemptionTimes | None) -> float | None:
@@ -47,8 +47,8 @@ def leaving_sentence(attempt: Attempt | None, asked: float, within_s: float, tim
     whose = f"{times.grace_of} gives" if times.grace_s is not None else "SLURM's KillWait gives"
     if attempt is None or attempt.ended is None:
         return (
-            f"it has not left within the {within_s:.0f} s that {whose}: a preemption would have killed it, and it would go on "
-            "from its last checkpoint"
+            f"it has not stopped within the {within_s:.0f} s that {whose}: a preemption would have killed it, and it would "
+            "go on from its last checkpoint"
         )
     saved = f" after step {attempt.last_step}" if attempt.last_step is not None else ""
-    return f"it has left{saved}, {max(0.0, attempt.ended - asked):.1f} s after it was told; {whose} {within_s:.0f} s"
+    return f"it stopped{saved}, {max(0.0, attempt.ended - asked):.1f} s after it was told to stop; {whose} {within_s:.0f} s"

@@ -41,7 +41,7 @@ def run_local(run_dir: RunDir, say: Callable[[str], None]) -> int:
     while True:
         attempt = LocalAttempt(run_dir, config)
         code = attempt.run()
-        if attempt.told_to_stop:  # by Ctrl-C or TERM to this process: nobody wants it to start again
+        if attempt.told_to_stop:  # Ctrl-C or TERM to this process: it must not start again
             config = dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode="off"))
         judgement = settle(run_dir, attempt.number, code, config, None)
         run_hook_of(run_dir, attempt.number, config)

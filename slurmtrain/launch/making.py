@@ -17,7 +17,7 @@ from pathlib import Path
 from slurmtrain import process
 from slurmtrain.rundir import PREPARING
 
-LEFT_AFTER_S = 86400.0  # of a maker on another host, whose life cannot be seen from here
+LEFT_AFTER_S = 86400.0  # seconds after which a maker on another host, which cannot be seen from here, counts as dead
 MAKER = re.compile(r"\.by-\w+-(?P<pid>\d+)-(?P<born>\d+)-(?P<host>.+)$")
 
 

@@ -19,7 +19,7 @@ from slurmtrain.launch.program import check_program
 from slurmtrain.paths import URL, absolute
 
 IMAGE_FILES = (".sif", ".sqsh", ".img", ".simg")
-OF_EACH_NODE = tuple(map(Path, ("/", "/tmp", "/var/tmp", "/dev/shm")))  # what lies there on this machine says nothing
+OF_EACH_NODE = tuple(map(Path, ("/", "/tmp", "/var/tmp", "/dev/shm")))  # each node has its own
 SOURCED = re.compile(r"^\s*(?:source|\.)\s+(.+?)\s*$")
 
 
@@ -62,7 +62,7 @@ def _cluster(cluster: ClusterConfig, cwd: Path) -> ClusterConfig:
         slurm_conf=str(absolute(cluster.slurm_conf, cwd)) if cluster.slurm_conf else cluster.slurm_conf,
         venv=str(absolute(cluster.venv, cwd)) if cluster.venv else cluster.venv,
         conda_env=_program(cluster.conda_env, cwd),
-        # That of a container is a path inside of it.
+        # The interpreter of a container is a path inside of it.
         python=_program(cluster.python, cwd) if container.kind is None else cluster.python,
     )
 

@@ -117,7 +117,7 @@ class OpenSweep:
                 note_jobs(self.sweep, number)
             open_numbers = [number for number in numbers if self.sweep.job_id(number) is None]
             planned = {run_id for number in open_numbers for run_id in self.sweep.planned(number)}
-            # By its own record: a run that was removed is made anew, and the job that it once had is not its any more.
+            # A run that was removed is made anew, and the job that it once had is no longer its own.
             new = [run_id for run_id in shapes if run_id not in planned and not self._has_job(run_id)]
             size = self.client.max_array_size()
             limit, pack = self.sweep.info()["parallelism"], self.sweep.pack

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable
 
-FRAME_EVERY_S = 10.0  # of a line that is drawn again in place, the log keeps one so often, and the last
+FRAME_EVERY_S = 10.0  # seconds between versions of a redrawn line that the log keeps, besides the last
 
 # ECMA-48: control sequences (ESC [ ...), strings (ESC ] ... BEL or ESC \), and other escapes of two characters.
 _CONTROL = re.compile(
@@ -27,7 +27,7 @@ class PlainLog:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._kept = clock, clock()
-        self._line = b""  # as it stands on the terminal
+        self._line = b""  # the present line of the terminal
         self._rest = b""  # the beginning of a sequence whose end has not come yet
         self._overwrite = False  # the cursor is back at the beginning of the line
 

@@ -17,7 +17,7 @@ from slurmtrain.launch.table_files import EXTRA_HINT, plain, short, write_whole
 
 SUFFIXES = ("png", "svg")
 DECADES = 100.0  # a linear axis shows nothing of the smaller values when they span more
-WIDTH, HEIGHT = 60, 9  # of a plain panel, in characters
+WIDTH, HEIGHT = 60, 9  # size of a plain panel in characters
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,8 @@ def draw(table: Table, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UsageError(
-            f"a picture needs matplotlib, which is not there ({error})", hint=f"{EXTRA_HINT}; --plot - draws with text"
+            f"a picture needs matplotlib, which cannot be imported ({error})",
+            hint=f"{EXTRA_HINT}; --plot - draws with text",
         ) from None
     assert table.goal is not None
     # A Figure of its own, without pyplot: no display is looked for.

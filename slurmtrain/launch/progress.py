@@ -61,7 +61,7 @@ def read_progress(run_dir: RunDir, steps: int | None, *, running_since: float | 
             now.
     """
     saved = None
-    with contextlib.suppress(PermissionError):  # somebody else's, who shows the run and not its checkpoints
+    with contextlib.suppress(PermissionError):  # a run of somebody else who shares the run but not its checkpoints
         saved = attempts.newest_checkpoint_step(run_dir)
     log = attempts.tail(run_dir.metrics_file)
     newest = _newest(log, "step")

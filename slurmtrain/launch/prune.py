@@ -30,7 +30,7 @@ ENDED = ("finished", "stopped", "failed", "lost")  # the words of a state that n
 # A local run has no attempt for a moment after it was prepared, and looks lost; so does one between two attempts.
 QUIET_S = 600.0
 REMOVED = ".removed-"  # a hidden name, which `all_runs` does not look into
-KEPT = ("checkpoints", "config.yaml")  # by --keep-checkpoints: the weights, and what they are the weights of
+KEPT = ("checkpoints", "config.yaml")  # names that --keep-checkpoints keeps: the weights, and the config of their model
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _reason_to_stay(
         return f"job {state.job_id} is in the queue once more, though the run has ended"
     if run.id in twice:
         return "there are two runs of this id, and their states cannot be told apart"
-    if state.word == "lost":  # which no file says: it is what is left when nobody knows of it
+    if state.word == "lost":  # no file says "lost": it is the state when nobody knows of the job
         if now - _changed(run) < QUIET_S:
             return f"it looks lost, but something happened to it {now - _changed(run):.0f} s ago: it may be starting"
         if run.info()["host"] != socket.gethostname():
@@ -208,6 +208,6 @@ def remove(removal: Removal, *, now: float) -> bool:
     else:
         path.rename(aside)
     (aside / run.info_file.name).unlink(missing_ok=True)
-    # What cannot be deleted right now, such as files still open over NFS, is for the next time.
+    # Files that cannot be deleted right now, such as those still open over NFS, are left for the next time.
     shutil.rmtree(aside, ignore_errors=True)
     return True

@@ -64,7 +64,7 @@ REASONS = (
     ("ReservationDeleted", "its reservation is gone", "`cancel {run}`; submit without cluster.reservation"),
     ("ReqResv|RequiresReservation", "its partition wants a reservation", "`cancel {run}`; set cluster.reservation"),
     ("DeadLine", "it cannot end before its deadline", "`cancel {run}`"),
-    # Who may run, and how much. Time that is counted is resources times minutes.
+    # Limits on who may run, and how much. Counted time is resources times minutes.
     ("InvalidAccount|AccountNotAllowed", "its account may not run there", "`cancel {run}`; set cluster.account"),
     ("InvalidQOS|QOSNotAllowed", "its QOS may not run there", "`cancel {run}`; set cluster.qos"),
     ("QOSUsageThreshold", "you have used too much for its QOS", "wait, or submit with another cluster.qos"),

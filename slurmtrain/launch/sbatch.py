@@ -49,8 +49,8 @@ _LEFT_TO_THE_SHELL = ("SBATCH_CLUSTERS", "SBATCH_EXPORT")
 # A rank must survive the signals of a preemption before its handlers are there. Dispositions that are "ignored"
 # survive exec; `env --ignore-signal` would say the same, but needs coreutils 8.31.
 SHIELDED = """bash -c 'trap "" USR2 TERM; exec "$@"' rank"""
-CONTAINER_ENV = "--container-env="  # of pyxis: names of variables that the host decides, not the image
-OF_RANKS = (RUN_DIR_VARIABLE, ATTEMPT_VARIABLE, "OMP_NUM_THREADS", "PYTHONPATH")  # what the script sets for them
+CONTAINER_ENV = "--container-env="  # option of pyxis: names of variables that the host sets, not the image
+OF_RANKS = (RUN_DIR_VARIABLE, ATTEMPT_VARIABLE, "OMP_NUM_THREADS", "PYTHONPATH")  # set by the script
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ def srun_words(cluster: ClusterConfig, paths: JobPaths, variables: Sequence[str]
         mounts.append(shlex.quote(f"{paths.workdir}:{paths.workdir}"))
     if container.kind == "pyxis":
         words += [f"--container-image={shlex.quote(str(container.image))}", "--container-mounts=" + ",".join(mounts)]
-        words.append('--container-workdir="$PWD"')  # else the image's own
+        words.append('--container-workdir="$PWD"')  # otherwise the image's own
         own = [word for word in container.args if word.startswith(CONTAINER_ENV)]
         names = [*variables, *(name for word in own for name in word.removeprefix(CONTAINER_ENV).split(","))]
         # Without it, what the image sets wins: its PYTHONPATH, say, and the ranks would not run the snapshot.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from slurmtrain.config.schema import Config
 
-OF_ITS_LENGTH = ("n_trials", "n_jobs", "max_failure_rate")  # of Optuna's: with more trials, a search goes on
+OF_ITS_LENGTH = ("n_trials", "n_jobs", "max_failure_rate")  # settings of Optuna's: with more trials, a search continues
 LAUNCHER = "hydra/launcher=slurmtrain_search"
 
 
@@ -89,7 +89,7 @@ class Search:
         for position, (overrides, _) in enumerate(jobs):
             try:
                 config = self._checked(overrides)
-            except SlurmtrainError as error:  # of this combination of values: others may do
+            except SlurmtrainError as error:  # other combinations of values may be valid
                 refused[position] = error
             else:
                 wanted.append(Wanted(values_of(overrides, self._searched), config))

@@ -14,6 +14,7 @@ from slurmtrain import rundir
 from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.import_paths import ask, roots_below
+from slurmtrain.modes import folder_mode, forbid_others_to_write
 from slurmtrain.resources import PACKAGE, is_installed_copy, shipped
 from slurmtrain.rundir import RunDir
 
@@ -103,7 +104,7 @@ def take_snapshot(job: JobConfig, source: Source, target: Path) -> Snapshot:
     Raises:
         ConfigError: it is larger than job.snapshot_max_mb (the message names the largest files), or git failed.
     """
-    target.mkdir(mode=0o700)
+    target.mkdir(mode=folder_mode(target.parent))
     revision, dirty = None, False
     if source.root is not None:
         runs = Path(job.runs_dir)
@@ -124,6 +125,7 @@ def take_snapshot(job: JobConfig, source: Source, target: Path) -> Snapshot:
         template = Path("jobs") / "job.sbatch.j2"  # a task of an array that is submitted again renders its own script
         (target / "slurmtrain" / "jobs").mkdir()
         shutil.copy2(shipped("jobs") / template.name, target / "slurmtrain" / template)
+    forbid_others_to_write(target)  # the modes of the files are those of the work tree
     return Snapshot(source.workdir, revision, dirty, source.roots)
 
 

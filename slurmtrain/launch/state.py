@@ -305,7 +305,7 @@ def _latest_job_id(run_dir: RunDir, submitted: list[str], tries: list[Attempt]) 
     opened = tries[-1].started if tries else 0.0
     if submitted and submitted[-1] not in ran:
         at = [float(event["time"]) for event in run_dir.events() if event["event"] == "submitted"] if opened else []
-        if not at or at[-1] > opened:  # else somebody started the run by hand since
+        if not at or at[-1] > opened:  # otherwise somebody started the run by hand since
             return submitted[-1]
     logs = []
     try:
@@ -451,7 +451,7 @@ def _how_to_begin(record: _Record) -> str:
     if record.local:
         return f"not started yet: `resume {record.id}` starts it"
     folder = record.run_dir.path.parent
-    if is_sweep(folder):  # its script, if there is one yet, is that of a whole array
+    if is_sweep(folder):  # its script, if it has one yet, is that of a whole array
         return f"not submitted yet: the command that made the sweep, or `sweep retry {folder.name}`, does it"
     return f"not submitted yet: sbatch {record.run_dir.script}"
 

@@ -86,7 +86,7 @@ def submit(run_dirs: Sequence[RunDir], config: Config, say: Callable[[str], None
     if len(run_dirs) > 1:
         script = render_script(config, job_paths([run_dir.path for run_dir in run_dirs], first.info()))
         for run_dir in run_dirs:
-            run_dir.script.write_text(script)
+            rundir.write_text(run_dir.script, script)
     shared = len(run_dirs) > 1
     job_id = _hand_over(first.script.read_text(), first, slurm_conf, say, export_option(config), shared=shared)
     for index, run_dir in enumerate(run_dirs):
@@ -111,7 +111,7 @@ def interrupted(run_dir: RunDir, client: SlurmClient) -> str:
         return f"run {run_dir.id} was submitted all the same, as job {job_id}, and goes on; {steers}   {run_dir.path}"
     return (
         f"no job of run {run_dir.id} is in the queue yet; sbatch was at work, so look again: {steers}   resume {run_dir.id} "
-        f"submits it if it is not there   {run_dir.path}"
+        f"submits it if it has no job   {run_dir.path}"
     )
 
 
@@ -232,9 +232,8 @@ def _write(
 ) -> None:
     info = run_info(config, overrides, snapshot, source, cwd)
     rundir.write_json(run_dir.info_file, {"id": run_dir.id, **info})
-    run_dir.config_file.write_text(freeze(config))
-    run_dir.config_file.chmod(0o600)
-    run_dir.script.write_text(render_script(config, job_paths([run_dir.path], info)))
+    rundir.write_text(run_dir.config_file, freeze(config))
+    rundir.write_text(run_dir.script, render_script(config, job_paths([run_dir.path], info)))
 
 
 def job_paths(run_dirs: Sequence[Path], info: Mapping[str, Any]) -> JobPaths:
@@ -271,7 +270,7 @@ def run_info(config: Config, overrides: Sequence[str], snapshot: Snapshot, sourc
         if redacted(info[key]) != info[key]:
             raise ConfigError(
                 f"the value of a secret is a part of this run's {key}, {redacted(info[key])}, which is written down",
-                hint="what is no secret, such as a user's name, has no place in `secrets`",
+                hint="remove values that are not secret, such as a user's name, from `secrets`",
             )
     return info
 
@@ -290,7 +289,7 @@ def _slurm_conf_if_known(config: Config) -> str | None:
         return None
     try:
         return slurm_conf_of(config)
-    except ClusterError:  # its sandbox is not running yet; `submit` has asked before, and refuses
+    except ClusterError:  # its sandbox is not running yet, in which case `submit` has already refused
         return None
 
 

@@ -268,7 +268,7 @@ def states_of(sweep: Sweep) -> dict[str, RunState]:
 def states_of_all(found: Sequence[Sweep]) -> list[tuple[Sweep, dict[str, RunState]]]:
     """Return the state of every run of each sweep; one squeue call for all."""
     for sweep in found:
-        with contextlib.suppress(PermissionError, UnreadableRecord):  # somebody else's
+        with contextlib.suppress(PermissionError, UnreadableRecord):  # it belongs to somebody else
             for number in sweep.array_numbers():
                 note_jobs(sweep, number)
     runs = [(sweep, sweep.run_dirs()) for sweep in found]

@@ -22,6 +22,7 @@ from slurmtrain.launch.program import check_in_snapshot
 from slurmtrain.launch.snapshot import find_source, take_snapshot
 from slurmtrain.launch.submit import run_info
 from slurmtrain.launch.sweep import Point, Sweep
+from slurmtrain.modes import file_mode, folder_mode
 from slurmtrain.records import is_mine
 from slurmtrain.rundir import RunDir, read_json, write_json
 
@@ -33,7 +34,7 @@ def find_same(draft: Draft) -> Sweep | None:
     runs = Path(draft.first.job.runs_dir)
     name = draft.id
     named = (runs / name, *runs.glob(f"{name}.[0-9]*"))
-    found = [path for path in named if is_mine(path) and rundir.is_sweep(path)]  # nobody goes on with somebody else's
+    found = [path for path in named if is_mine(path) and rundir.is_sweep(path)]  # those of other users do not count
     return Sweep(max(found, key=lambda path: int(path.name.removeprefix(name).lstrip(".") or 1))) if found else None
 
 
@@ -71,7 +72,7 @@ def make(
         rundir.make_folder(runs, rundir.PREPARING)
         making.remove_left_over(runs)
         temporary = Sweep(making.folder(runs, name))
-        temporary.path.mkdir(mode=0o700)
+        temporary.path.mkdir(mode=folder_mode(temporary.path.parent))
     except OSError as error:
         raise ConfigError(
             f"cannot make a folder under {runs}: {error.strerror}",
@@ -88,7 +89,8 @@ def make(
         info = {**run_info(draft.first, overrides, snapshot, source, cwd), "packed": pack > 1}
         stamp = rundir.new_run_id()
         run_ids = draft.run_ids(stamp)
-        with temporary.points_file.open("x") as file:
+        temporary.points_file.touch(mode=file_mode(temporary.path), exist_ok=False)
+        with temporary.points_file.open("a") as file:
             for number, identity in enumerate(draft.identities):
                 run_id = run_ids[identity]
                 point = Point(number, varied(number), identity, draft.shapes[identity], run_id)
@@ -96,7 +98,7 @@ def make(
                 if run_id == f"{stamp}-{number:04d}":  # the first of those with this config
                     _make_run(temporary.run_dir(run_id), point, draft, info)
         ids = list(run_ids.values())
-        temporary.arrays.mkdir(mode=0o700)
+        temporary.arrays.mkdir(mode=folder_mode(temporary.path))
         for number, array in enumerate(draft.arrays(max_array_size, parallelism)):
             _make_array(temporary, number, [ids[member] for member in array.members], array)
         facts = {"parallelism": parallelism, "pack": pack, "after": [str(run_dir.path) for run_dir in after]}
@@ -139,13 +141,13 @@ def _make_run(run_dir: RunDir, point: Point, draft: Draft, info: dict[str, Any])
     Args:
         info: the contents of run.json that are the same for all runs of the sweep.
     """
-    run_dir.path.mkdir(mode=0o700)
+    run_dir.path.mkdir(mode=folder_mode(run_dir.path.parent))
     for folder in (run_dir.attempts, run_dir.checkpoints):
-        folder.mkdir(mode=0o700)
+        folder.mkdir(mode=folder_mode(run_dir.path))
     if not info["workdir"].startswith("/"):
         run_dir.code.symlink_to(Path("..") / "code")
+    run_dir.config_file.touch(mode=file_mode(run_dir.path))
     run_dir.config_file.write_text(draft.frozen[point.identity])
-    run_dir.config_file.chmod(0o600)
     varied = [f"{key}={value}" for key, value in point.varied.items()]
     its = {"varied": varied, "steps": draft.steps[point.identity]}
     write_json(run_dir.info_file, {"id": point.run_id, **info, **its}, durable=False)
@@ -178,7 +180,8 @@ def append_arrays(
 
 def _make_array(sweep: Sweep, number: int, run_ids: Sequence[str], array: Array, part_of: int | None = None) -> None:
     path = sweep.array(number)
-    path.mkdir(parents=True, mode=0o700)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=folder_mode(path.parent))
     plan = {"members": list(run_ids), "parallelism": array.parallelism, "after": array.after, "part_of": part_of}
     write_json(path / "plan.json", plan, durable=False)
 

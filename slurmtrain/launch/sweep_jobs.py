@@ -187,7 +187,7 @@ def _link_script(script: Path, run_dir: RunDir) -> None:
     try:
         os.link(script, link)
     except OSError:  # not every file system can
-        link.write_text(script.read_text())
+        rundir.write_text(link, script.read_text())
     link.replace(run_dir.script)
     link.unlink(missing_ok=True)  # a rename to another link of the same file does nothing (rename(2))
 
@@ -245,7 +245,7 @@ def add_retry(sweep: Sweep) -> list[str]:
     A sweep that was cancelled goes on. Two who retry at the same moment get different runs: the second finds them
     planned.
     """
-    with claimed(sweep.arrays, busy=lambda owner: None):  # nobody resumes one of them by itself meanwhile
+    with claimed(sweep.arrays, busy=lambda owner: None):  # no other process resumes one of them meanwhile
         return _plan_retry(sweep)
 
 
@@ -285,7 +285,7 @@ def cancel(sweep: Sweep, client: SlurmClient) -> int:
             if found:
                 _write_job(sweep, number, found[0])
     now = states_of(sweep)
-    # What somebody runs by hand in an allocation of his is not ours to cancel.
+    # A run that somebody started by hand in an allocation is not ours to cancel.
     alive = {run_id: state.job_id for run_id, state in now.items() if state.alive and state.own_job and state.job_id}
     for run_id in alive:
         attempts.write_request(sweep.run_dir(run_id), "cancel")

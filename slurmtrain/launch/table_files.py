@@ -43,7 +43,7 @@ def table_bytes(table: Table, kind: str) -> bytes:
     if kind == "parquet":
         return _parquet(table)
     text = {"csv": _csv, "markdown": _markdown, "json": _json}[kind](table)
-    return text.encode("utf-8", errors="backslashreplace")  # what is no Unicode can stand in a path
+    return text.encode("utf-8", errors="backslashreplace")  # a path may hold bytes that are no Unicode
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -120,7 +120,9 @@ def _parquet(table: Table) -> bytes:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise UsageError(f"writing Parquet needs pyarrow, which is not there ({error})", hint=EXTRA_HINT) from None
+        raise UsageError(
+            f"writing Parquet needs pyarrow, which cannot be imported ({error})", hint=EXTRA_HINT
+        ) from None
     types = {"bool": pyarrow.bool_(), "int": pyarrow.int64(), "float": pyarrow.float64(), "text": pyarrow.string()}
     arrays = []
     for name in table.columns:

@@ -22,10 +22,10 @@ from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.slurm import PreemptionTimes, SlurmClient
 
-ROOM = 1.25  # what is advised: so much more than has been measured, since no step and no save is like the other
+ROOM = 1.25  # factor of the advice over the measurement, since steps and saves vary
 RUNS_LOOKED_AT = 200  # the newest; reading so many run.json takes about 10 ms
-RUNS_REMEMBERED = 3  # of those, the newest that have measured both
-SAVES_REMEMBERED = 3  # as slow as the slowest of the last: a shared file system has bad days
+RUNS_REMEMBERED = 3  # the newest runs that have measured both
+SAVES_REMEMBERED = 3  # the slowest of the last counts: a shared file system has slow days
 
 
 @dataclass(frozen=True)

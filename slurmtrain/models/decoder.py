@@ -58,7 +58,7 @@ class Decoder(nn.Module):
         ConfigError: the sizes do not fit together.
     """
 
-    parallel_units = ("Block",)  # what is gathered, compiled and computed again at a time
+    parallel_units = ("Block",)  # the modules that are gathered, compiled and recomputed one at a time
 
     def __init__(
         self,
@@ -313,7 +313,7 @@ class Embedding(nn.Embedding):
 
 
 def _draw(weight: Tensor, std: float) -> None:
-    if not weight.is_meta:  # where drawing nothing would take longer than building all the rest
+    if not weight.is_meta:  # on the meta device, drawing would only take time
         nn.init.normal_(weight, std=std)
 
 

@@ -29,7 +29,7 @@ from slurmtrain.errors import ConfigError
 
 # A rank draws whole tiles, so they are small; below this, setting up the generator would cost more than drawing.
 TILE = (32, 1024)
-# What torch puts into the names of a module's parameters when it wraps the module.
+# The prefixes that torch adds to the names of a module's parameters when it wraps the module.
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 

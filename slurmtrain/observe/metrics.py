@@ -100,7 +100,7 @@ def _drop(path: Path, wanted: Callable[[dict[str, Any]], bool], settled_step: in
             return
         file.seek(0)
         before = file.read(begin)
-    # By way of a second file, so that a kill in the middle loses nothing of what was recorded.
+    # A second file is written and renamed, so that a kill in the middle loses no record.
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("wb") as file:
         file.write(before + kept)

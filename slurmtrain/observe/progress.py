@@ -56,7 +56,7 @@ def format_metrics(metrics: dict[str, Any]) -> list[str]:
 def format_count(value: float) -> str:
     """Format a number of tokens: 950, 12.3k, 4.0M, 1.2G."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size * 0.9995:  # what would round to 1000.0 belongs to the next letter
+        if value >= size * 0.9995:  # a value that would round to 1000.0 gets the next letter
             return f"{value / size:.1f}{letter}"
     return f"{value:.0f}"
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from slurmtrain.config.schema import ParallelConfig
 from slurmtrain.parallel.units import units
 
-# What is kept by "selective": the results of the units' expensive operations. All else is cheap to compute again.
+# The results that "selective" keeps: those of expensive operations. All others are cheap to compute again.
 _KEPT = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,

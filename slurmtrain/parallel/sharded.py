@@ -102,7 +102,7 @@ def _tell_positions(stage: nn.Module, parallel: ParallelConfig, layout: Layout, 
     """Pass a stage its positions in the sequence, if they do not follow from the shape of its input."""
     if layout.cp == 1 and (layout.pp == 1 or layout.tp == 1 or not parallel.sequence_parallel):
         return
-    cut = layout.tp if parallel.sequence_parallel else 1  # of the residual stream, which comes from the stage before
+    cut = layout.tp if parallel.sequence_parallel else 1  # parts of the stream from the stage before
 
     def tell(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         length = args[0].shape[1] * (cut if args[0].is_floating_point() else 1)

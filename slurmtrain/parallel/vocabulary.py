@@ -51,7 +51,7 @@ class _VocabularyLossSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGroup, ignored: int) -> Tensor:
-        own = targets_N - group.rank() * logits_NV.shape[1]  # where a target stands in this rank's part
+        own = targets_N - group.rank() * logits_NV.shape[1]  # position of the target in this rank's part
         here_N = (own >= 0) & (own < logits_NV.shape[1]) & (targets_N != ignored)
         place_N1 = torch.where(here_N, own, 0)[:, None]
         highest_N = logits_NV.amax(dim=1)

@@ -29,11 +29,11 @@ from slurmtrain.planner.shape import DecoderShape
 GIB = 2**30
 DECODER = "slurmtrain.models.Decoder"
 CHECKPOINTING = ("none", "selective", "full")  # each keeps less than the one before, and takes longer
-# What slows training down least; all that a proposal may change.
+# The keys that a proposal may change; those that slow training down least come first.
 CHEAPEST_FIRST = "dp_shard dp_replicate micro_batch_size activation_checkpointing tp cp pp nodes".split()
-NODE_DOUBLINGS = 5  # so many times more are tried where nothing else helps
+NODE_DOUBLINGS = 5  # doublings of the nodes that are tried if nothing else helps
 PROPOSALS = 3
-ROOM = 0.9  # of a GPU's memory that a proposal may take: CUDA, NCCL and the allocator want some, too
+ROOM = 0.9  # share of a GPU's memory that a proposal may take: CUDA, NCCL and the allocator need some
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def changes_that_fit(config: Config, limit: float) -> list[str]:
         nodes = config.cluster.nodes * 2**doublings
         larger = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, nodes=nodes))
         more = [f"cluster.nodes={nodes}"] if doublings else []
-        found: dict[frozenset[str], str] = {}  # what is changed -> how
+        found: dict[frozenset[str], str] = {}  # changed keys -> overrides
         for words, total in sorted(_fitting(larger, limit, more), key=lambda change: _cost(change[0])):
             keys = frozenset(_keys(words))
             if keys and not any(other <= keys for other in found):
@@ -224,7 +224,7 @@ def _fitting(config: Config, limit: float, more: list[str]) -> Iterator[tuple[li
     """
     for layout in nearest_layouts(config):
         ways = sorted(_ways(config, layout), key=lambda way: (len(way[1]), way[0]))
-        if _most(ways[-1][2], layout) > limit:  # of the most frugal way
+        if _most(ways[-1][2], layout) > limit:  # the change that needs least memory
             continue
         for _, further, changed in ways:
             if (total := _most(changed, layout)) <= limit:

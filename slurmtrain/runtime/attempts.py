@@ -27,10 +27,10 @@ from slurmtrain.rundir import RunDir, read_json, write_json
 from slurmtrain.runtime.judge import Verdict
 from slurmtrain.runtime.slurm import JobFacts, parse_time
 
-TAIL_BYTES = 65536  # of the metrics of a run, of the log of a job
-LOG_BYTES = 16 << 20  # of srun's own words: what it says of killed tasks stands at the end
+TAIL_BYTES = 65536  # read from the end of a run's metrics, or of a job's log
+LOG_BYTES = 16 << 20  # read from the end of srun's log, where it reports killed tasks
 
-# What the fields of attempt.json may be, by their annotation; and those of stop.json.
+# The kinds of values of the fields of attempt.json, by their annotation; and those of stop.json.
 _KINDS = {
     "str": TEXT,
     "int": COUNT,
@@ -252,7 +252,7 @@ def records_with(name: str, log: bytes) -> Iterator[dict[str, Any]]:
     found = len(log)
     while (found := log.rfind(f'"{name}":'.encode(), 0, found)) >= 0:
         begin, end = log.rfind(b"\n", 0, found) + 1, log.find(b"\n", found)
-        # None of the first, cut, and of the last, not written to its end.
+        # The first line may be cut, and the last not written to its end: both are left out.
         record = records.parse(log[begin : end if end >= 0 else None])
         if isinstance(record, dict) and name in record:
             yield record
@@ -456,7 +456,7 @@ def cancelled_after(run_dir: RunDir, last: Attempt | None) -> bool:
 
     For an attempt that was not judged, return whether it came after that attempt was claimed.
     """
-    request = read_request(run_dir.request_file)  # what was judged is not there any more
+    request = read_request(run_dir.request_file)  # requests that were judged have been moved away
     if request is None or request.action not in ("cancel", "stop"):
         return False
     return last is None or request.is_for_later(run_dir, last.number) or request.is_for(run_dir, last)

@@ -34,14 +34,14 @@ from slurmtrain.runtime.published import Pauses, Published
 from slurmtrain.runtime.signals import StopSignals
 from slurmtrain.runtime.watch import Watch
 
-# Of the signal itself, or as a shell reports it.
+# Exit codes of a program that died of a stop signal, directly or as a shell reports it.
 DIED_OF_A_STOP = {sign for number in (signal.SIGTERM, signal.SIGUSR2) for sign in (-number, 128 + number)}
 SIGNAL_LAG_S = 1.0
 MASTER = "master.json"  # rank 0's address, in the attempt's folder
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh")
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
-POLL_S = 0.05  # of a file on a shared file system: there is no event to await
-LISTINGS_PER_S = 500  # of all ranks together, while they wait for each other
+POLL_S = 0.05  # seconds between looks at a file: a shared file system has no event to await
+LISTINGS_PER_S = 500  # directory listings per second of all ranks together, while they wait for each other
 SAVING_S = 600.0  # how long a child may go on after a stop, where nobody knows when SLURM ends the job
 MARGIN_S = 2.0  # before that end: what the way out takes
 

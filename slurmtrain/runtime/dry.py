@@ -67,7 +67,7 @@ def _laid(config: Config, layout: Layout, rank: int) -> nn.Module:
     try:
         return lay(
             model,
-            dataclasses.replace(config.parallel, compile=False),  # which would change no size
+            dataclasses.replace(config.parallel, compile=False),  # compilation would change no size
             layout,
             rank=rank,
             device=torch.device("cpu"),

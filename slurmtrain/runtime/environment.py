@@ -90,7 +90,7 @@ class Environment:
         nodes = max(1, world_size // local_world_size)
         node_rank = _number(variables, "GROUP_RANK") if "GROUP_RANK" in variables else rank // local_world_size
         local = variables.get(LAUNCHER_VARIABLE) == "local"
-        # Of the other nodes torchrun tells the number, not the names.
+        # torchrun gives the number of the other nodes, not their names.
         names = [socket.gethostname() if index == node_rank else f"node{index}" for index in range(nodes)]
         return cls(
             source="local" if local else "torchrun",

@@ -16,11 +16,12 @@ import time
 
 from slurmtrain.checkpoint import retention
 from slurmtrain.checkpoint.commit import committed, step_of
+from slurmtrain.modes import folder_mode
 from slurmtrain.rundir import RunDir, read_json
 from slurmtrain.runtime.slurm import belongs_to_a_job
 
 CLOSE_WAITS_S = 120.0  # a sbatch that is given up after 90 s, and the look whether its job is there
-# What a rank has set for itself, and a job submitted from here would inherit.
+# Variables that a rank has set for itself, and that a job submitted from here would inherit.
 OF_RANKS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -62,7 +63,7 @@ class EvaluationJobs:
         steps = self._due()
         if steps:
             print(
-                f"slurmtrain: SLURM has taken no job within {CLOSE_WAITS_S:g} s for the evaluation of step "
+                f"slurmtrain: SLURM has accepted no job within {CLOSE_WAITS_S:g} s for the evaluation of step "
                 f"{', '.join(map(str, steps))}; evaluate {self._run_dir.path} --due submits what is missing",
                 file=sys.stderr,
             )
@@ -85,7 +86,7 @@ class EvaluationJobs:
         variables = {
             name: value for name, value in os.environ.items() if not belongs_to_a_job(name) and name not in OF_RANKS
         }
-        self._run_dir.evaluations.mkdir(mode=0o700, exist_ok=True)
+        self._run_dir.evaluations.mkdir(mode=folder_mode(self._run_dir.path), exist_ok=True)
         with self._lock, (self._run_dir.evaluations / "submitting.log").open("ab") as log:
             self._submitting = [process for process in self._submitting if process.poll() is None]
             # Not to the rank's own log: SLURM waits until nobody has that open any more.

@@ -11,7 +11,7 @@ import signal
 
 def _shield() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # What it starts decides for itself: `terminate()` works on a child as always.
+    # Its children decide for themselves: `terminate()` works on a child as always.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 

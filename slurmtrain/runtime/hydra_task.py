@@ -31,11 +31,11 @@ def main(task_file: Path) -> int:
     import cloudpickle
 
     task = json.loads(task_file.read_text())
-    sys.path += [folder for folder in task["path"] if folder not in sys.path]  # where the function's modules are
+    sys.path += [folder for folder in task["path"] if folder not in sys.path]  # the folders of the function's modules
     run_dir, rank = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ.get("RANK", "0"))
     secrets.take(load_frozen(run_dir.config_file, with_secrets=False).secrets)
     if rank == 0:
-        (run_dir.path / RESULT).unlink(missing_ok=True)  # of an attempt in which another rank failed
+        (run_dir.path / RESULT).unlink(missing_ok=True)  # left by an attempt in which another rank failed
     with open(task["shared"], "rb") as file:
         shared = cloudpickle.load(file)
     returned = _run(shared, task, rank)

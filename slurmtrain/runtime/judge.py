@@ -26,7 +26,7 @@ class Reason(StrEnum):
     PREEMPTED = "preempted"
     CANCELLED = "cancelled"
     NODE_FAILURE = "node failure"
-    REQUEUED = "requeued"  # by somebody's scontrol requeue
+    REQUEUED = "requeued"  # somebody used scontrol requeue
     ASKED = "asked"  # a person's signal, `preempt RUN` or `requeue RUN`
     CONFIG = "config"
     BAD_NODE = "bad node"  # it could not start there, though an earlier attempt has trained elsewhere
@@ -38,8 +38,8 @@ class Verdict(StrEnum):
     """The decision what happens next to a run."""
 
     DONE = "done"
-    REQUEUE = "requeue"  # by us
-    RESUBMIT = "resubmit"  # by us, as a new job
+    REQUEUE = "requeue"  # we requeue the job
+    RESUBMIT = "resubmit"  # we submit a new job
     NEXT = "next"  # the next job of the chain goes on
     RESTARTING = "restarting"  # SLURM does it already
     END = "end"
@@ -360,7 +360,7 @@ def _told_by_slurm(evidence: Evidence) -> tuple[Reason, str] | None:
         if evidence.killed is not None or (evidence.said is None and evidence.cause is None):
             return Reason.NODE_FAILURE, "a node failed"
         return Reason.REQUEUED, "requeued by SLURM or by `scontrol requeue`"
-    if facts.reason == "NodeDown" or facts.state == "NODE_FAIL":  # of a job that SLURM may not start again
+    if facts.reason == "NodeDown" or facts.state == "NODE_FAIL":  # SLURM may not start this job again
         return Reason.NODE_FAILURE, "a node failed"
     if facts.reason == "TimeLimit" or facts.state == "TIMEOUT":
         return Reason.TIME_LIMIT, "the time limit was reached before a checkpoint was saved"

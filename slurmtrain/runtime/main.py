@@ -173,9 +173,7 @@ def _train(
     try:
         outcome = trainer.fit()
     except BaseException:
-        if (
-            world.environment.rank == 0 and trainer.step
-        ):  # else the last step that was logged would be all that is known
+        if world.environment.rank == 0 and trainer.step:  # otherwise the last logged step would be all that is known
             with contextlib.suppress(OSError, SlurmtrainError):  # a full disk must not hide what has happened
                 place.update_attempt(where, last_step=trainer.step)
         raise

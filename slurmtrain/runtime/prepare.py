@@ -29,7 +29,7 @@ from slurmtrain.runtime.place import Place
 from slurmtrain.runtime.signals import StopSignals
 from slurmtrain.runtime.watch import Watch
 
-LOOK_EVERY_S = 1.0  # for what other tasks have done, on a file system that is shared: there is no event to await
+LOOK_EVERY_S = 1.0  # seconds between looks at other tasks' files: a shared file system has no event to await
 STOPPING = "stopping"  # in the attempt's folder: a task was told to stop, so all do
 PREPARED = "prepared"  # rank 0 needs nobody any more
 
@@ -86,7 +86,7 @@ def workers_of(config: Config, environment: Environment) -> int:
     if config.prepare.workers:
         return config.prepare.workers
     cpus = len(os.sched_getaffinity(0))
-    if environment.source == "slurm":  # which need not bind tasks to the CPUs that it gives them
+    if environment.source == "slurm":  # SLURM need not bind tasks to the CPUs that it gives them
         return min(cpus, int(os.environ.get("SLURM_CPUS_PER_TASK", cpus)))
     return max(1, cpus // environment.local_world_size)
 

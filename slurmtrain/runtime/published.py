@@ -25,7 +25,7 @@ from slurmtrain.runtime.environment import Environment
 
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 1.0
-BY_ITSELF_S = 5.0  # for so long a rank leaves it to the first of its node to look; then twice as long, and so on
+BY_ITSELF_S = 5.0  # seconds for which a rank leaves looking to the first one of its node; then doubled
 LONGEST_BY_ITSELF_S = 40.0
 
 
@@ -83,7 +83,7 @@ class Published:
     def forget(self) -> None:
         """Remove the node's copy, when all ranks of this node have read it, or need it no more."""
         if self._looks_for_all and not self._alone:
-            with contextlib.suppress(OSError):  # anybody may put something there, and then only they can remove it
+            with contextlib.suppress(OSError):  # anybody may put a file there, which only they can remove
                 self._on_node.unlink()
 
     def _look_in_folder(self) -> dict[str, Any] | None:
@@ -101,7 +101,7 @@ class Published:
             return None
         with os.fdopen(descriptor) as file:
             facts = os.fstat(descriptor)
-            if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.getuid():  # anybody may write there
+            if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.getuid():  # anybody may write in that folder
                 return None
             try:
                 value = json.loads(file.read())

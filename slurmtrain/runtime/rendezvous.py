@@ -217,7 +217,8 @@ def _await_word(
                 store.set("told to stop", "")
             if time.monotonic() > deadline + GRACE_S:
                 raise RendezvousError(
-                    f"rank 0 on {environment.expected_node(0)} fell silent after it had been reached", hint=MISSING_HINT
+                    f"rank 0 on {environment.expected_node(0)} stopped answering after it had been reached",
+                    hint=MISSING_HINT,
                 )
             pauses.pause()
         word = store.get("everybody").decode()

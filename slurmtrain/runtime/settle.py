@@ -84,7 +84,7 @@ def free_dependents(run_dir: RunDir, attempt: Attempt, client: SlurmClient) -> N
         return
     try:
         freed = client.free_dependents(job_id)
-    except ClusterError as error:  # where the job ends as PREEMPTED, they show it as DependencyNeverSatisfied
+    except ClusterError as error:  # if the job ends as PREEMPTED, they show DependencyNeverSatisfied
         print(f"slurmtrain: jobs that wait for this run may start late or never: {error.message}", file=sys.stderr)
         return
     if freed:
@@ -237,7 +237,7 @@ def _evidence(
     tries = attempts.all_attempts(run_dir)
     killed = attempts.killed_tasks(directory)
     failure = attempts.first_failure(directory)
-    if failure is None and killed is None:  # nobody saw the cause, only what it did to the others
+    if failure is None and killed is None:  # nobody saw the cause, only its effect on the other ranks
         failure = attempts.first_failure(directory, because_of_peer=True)
     set_up = attempts.failed_set_up(directory)
     node = failure.node if failure is not None else os.environ.get("SLURMD_NODENAME")

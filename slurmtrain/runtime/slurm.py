@@ -270,7 +270,7 @@ class SlurmClient:
             return PreemptionTimes(kill_wait_s, grace_s, f"QOS {qos}")
         if by == "preempt/partition_prio":
             name, its = chosen_partition(self._glance(["scontrol", "show", "partition", "-o"]) or "", partition)
-            if its.get("PreemptMode") in ("REQUEUE", "CANCEL"):  # else it is suspended, or left alone
+            if its.get("PreemptMode") in ("REQUEUE", "CANCEL"):  # otherwise the job is suspended, or not preempted
                 return PreemptionTimes(kill_wait_s, parse_duration(its.get("GraceTime", "")), f"partition {name}")
         return PreemptionTimes(kill_wait_s)
 
@@ -510,7 +510,7 @@ def submission_environment(variables: Mapping[str, str], slurm_conf: str | None 
     programs = programs_beside(kept.get("SLURM_CONF"))
     if programs is not None:
         kept["PATH"] = path_with(programs, kept.get("PATH"))
-    if "SBATCH_CLUSTERS" in kept:  # where sbatch sends the jobs, the others have to look for them
+    if "SBATCH_CLUSTERS" in kept:  # the other commands have to look for jobs where sbatch sends them
         kept.setdefault("SLURM_CLUSTERS", kept["SBATCH_CLUSTERS"])
     return kept
 

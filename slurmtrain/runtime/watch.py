@@ -22,7 +22,7 @@ from slurmtrain.runtime.slurm import JobFacts, SlurmClient
 RECORD_TIMEOUT_S = 5.0
 ANSWER_S = 5.0  # at most, when the clock says that it is time to stop
 ASK_EVERY_S = 1800.0  # SLURM, whether the job's time limit was changed: by one rank of each job
-LOOK_EVERY_S = 2.0  # for switches, on a file system that may be shared: there is no event to await
+LOOK_EVERY_S = 2.0  # seconds between looks for switches: a shared file system has no event to await
 
 
 class Watch:
@@ -92,7 +92,7 @@ class Watch:
             facts = answers.get(timeout=ANSWER_S)
         except queue.Empty:
             return False
-        if facts is None or facts.preempted:  # of a preemption the signal tells
+        if facts is None or facts.preempted:  # a preemption is announced by the signal
             return False
         before, now = self._end_time, facts.end_time
         if now is None and facts.state != "RUNNING":

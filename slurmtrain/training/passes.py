@@ -125,7 +125,7 @@ class _Pipelined:
     """Passes in which every rank has stages of the model, and micro batches move from rank to rank."""
 
     def __init__(self, laid: Laid, micro_batches: int, micro_batch_size: int):
-        from slurmtrain.parallel.pipeline import Pipeline  # which takes half a second to import
+        from slurmtrain.parallel.pipeline import Pipeline  # takes half a second to import
 
         self._laid = laid
         self._micro_batch_size = micro_batch_size

@@ -40,7 +40,7 @@ from slurmtrain.training.optim import (
 from slurmtrain.training.passes import Passes
 from slurmtrain.training.stopping import Answer, StopCheck
 
-WAITING_TOO_LONG = 0.1  # of a step's time, for data
+WAITING_TOO_LONG = 0.1  # share of a step's time spent waiting for data
 
 
 class EvaluationJobs(Protocol):
@@ -103,7 +103,7 @@ class Counters:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.evaluated_at = state["step"], state["evaluated_at"]
-        self.data_hash = state.get("data_hash")  # which earlier versions did not have, and half of one proves nothing
+        self.data_hash = state.get("data_hash")  # earlier versions did not have it, and half of a digest proves nothing
 
 
 class StepSums(NamedTuple):
@@ -175,11 +175,11 @@ class Trainer:
         self._save_s: float | None = None  # the longest of this attempt
         self._step_s = 0.0
         self._said_waiting = False
-        self._measured: dict[str, float] = {}  # by the last evaluation of this attempt
+        self._measured: dict[str, float] = {}  # metrics of the last evaluation of this attempt
         self._asked_at: int | None = None  # the step whose checkpoint was asked to be evaluated last
         self._parameters = [parameter for parameter in laid.model.parameters() if parameter.requires_grad]
         self._nonfinite = NonfiniteSteps(train.max_nonfinite)
-        self._begins_finite = all_finite(self._parameters)  # else it is meant to be as it is
+        self._begins_finite = all_finite(self._parameters)  # parameters that begin non-finite are meant to be so
 
     @property
     def step(self) -> int:
@@ -208,7 +208,7 @@ class Trainer:
             stopping = self._check_stop_now() or (self._evaluation_due() and self._evaluate())
             while not stopping and self._counters.step < self._train.steps:
                 answer = self._train_step()
-                if answer.give_up:  # by the step before this one
+                if answer.give_up:  # decided after the step before this one
                     raise self._diverged()
                 last = self._counters.step >= self._train.steps
                 stopping = answer.stop and not last
@@ -334,7 +334,7 @@ class Trainer:
         Returns:
             A function that waits for the sums.
         """
-        speaks = self._laid.speaks  # else another rank has the same samples
+        speaks = self._laid.speaks  # otherwise another rank has the same samples
         sums = torch.tensor([data.targets, *data.digest], dtype=torch.int64) * speaks
         work = None
         if self._ranks.counts is not None:
@@ -476,7 +476,7 @@ class Trainer:
         if choice == "in flight":
             try:
                 return checkpointer.wait()
-            except CheckpointError:  # which has been told
+            except CheckpointError:  # the error has been reported
                 choice = "both"
         if choice == "new":
             checkpointer.discard()

@@ -215,7 +215,7 @@ def _hire(task: Task) -> _Worker:
     context = get_context("spawn")
     ours, theirs = Pipe()
     process = context.Process(target=_serve, args=(theirs, task, os.getpid()), daemon=True)
-    resource_tracker.ensure_running()  # which, while it starts, would let the signals through again
+    resource_tracker.ensure_running()  # while it starts, it would let the signals through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         process.start()

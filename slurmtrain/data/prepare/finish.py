@@ -34,7 +34,7 @@ def finish(plan: Plan, max_bad_share: float, say: Callable[[str], None]) -> Mani
 
 def _finish(plan: Plan, max_bad_share: float, say: Callable[[str], None]) -> Manifest | None:
     task = Task.of(plan)
-    # Of tasks on two nodes that end at once, the later one has to see the other's last record.
+    # If tasks on two nodes end at once, the later one has to see the other's last record.
     refresh(task.units_folder)
     if not {unit.name for unit in plan.units} <= recorded(task):
         return None
@@ -54,7 +54,7 @@ def _finish(plan: Plan, max_bad_share: float, say: Callable[[str], None]) -> Man
         replace_file(plan.output / facts.file, [content])
     manifest = Manifest(facts.dtype, facts, splits, tuple(_sources(plan, records)))
     manifest.write(plan.output)
-    remove_leftovers(task)  # of an attempt that was killed when the record was written already
+    remove_leftovers(task)  # left by an attempt that was killed after it had written the record
     return manifest
 
 

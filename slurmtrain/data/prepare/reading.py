@@ -24,8 +24,8 @@ from slurmtrain.errors import ConfigError
 
 BLOCK = 1 << 20
 LONGEST_LINE = 1 << 30  # bytes; whole files of one line, say a JSON array, need not fit into memory
-ROWS = 1024  # of a table that are looked at together
-ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream; without it, pyarrow takes one that is cut for a whole one
+ROWS = 1024  # number of rows of a table that are read in one go
+ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # end of a stream; without this check, pyarrow accepts a truncated stream
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ def _check_column(path: Path, schema: Any, name: str) -> None:
 def _rows(column: Any, before: int, name: str) -> Iterator[Record]:
     if str(column.type).startswith("dictionary"):  # texts that come again are stored once, as numbers of a table
         column = column.dictionary_decode()
-    # As bytes: one row that is no UTF-8 would otherwise take all of them with it.
+    # Read as bytes: otherwise one row that is no UTF-8 would make all of them unreadable.
     rows = column.view("large_binary" if str(column.type) == "large_string" else "binary").to_pylist()
     for number, row in enumerate(rows, start=before + 1):
         try:
@@ -339,7 +339,7 @@ def _rows(column: Any, before: int, name: str) -> Iterator[Record]:
 
 
 def _unreadable(path: Path, format: str, error: Exception) -> Exception:
-    if isinstance(error, OSError) and error.errno is not None:  # of the file system; without a number it is pyarrow's
+    if isinstance(error, OSError) and error.errno is not None:  # one without a number is pyarrow's
         return error
     return ConfigError(f"{path} cannot be read as {format}: {' '.join(str(error).split())}")
 

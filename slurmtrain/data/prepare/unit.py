@@ -173,7 +173,7 @@ def _fresh_folder(task: Task, unit: Unit) -> Path:
     """Make a folder for temporary files, named after this process, since another attempt or user may be doing the same unit."""
     remove_leftovers(task, unit.name)
     folder = task.begun_folder / f"{unit.name}.{os.uname().nodename}-{os.getpid()}"
-    shutil.rmtree(folder, ignore_errors=True)  # of a process that had our number before us
+    shutil.rmtree(folder, ignore_errors=True)  # left by a process that had our pid before us
     folder.mkdir()
     return folder
 

@@ -87,7 +87,7 @@ class Sandbox:
         if supervisor := state.supervisor:
             supervisor.signal(signal.SIGTERM)
             wait_until(lambda: not supervisor.alive(), timeout_s=20.0)
-        kill_trees(state.processes)  # nobody is left, unless the supervisor was killed or hangs
+        kill_trees(state.processes)  # no process is left, unless the supervisor was killed or hangs
         if (self.directory / MARKER).exists():
             shutil.rmtree(self.directory, ignore_errors=True)
 

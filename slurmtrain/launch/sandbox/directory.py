@@ -19,7 +19,7 @@ MARKER = "this-is-a-sandbox"  # only a directory with this file in it is ever re
 PLAN, PROCESSES, SOCKET = "plan.json", "processes.json", "control.sock"  # between control.py and supervisor.py
 _PORTS = range(17000, 29000 - MAX_NODES, MAX_NODES + 1)  # all below the ephemeral range, which starts at 32768
 _LONGEST_SOCKET = "/spool/n00/n00_4294967295.4294967295.0"  # slurmstepd's, one for each step
-_SUN_PATH = 107  # what fits into sockaddr_un beside the final zero
+_SUN_PATH = 107  # longest path that fits into sockaddr_un beside the final zero
 
 
 def default_directory(name: str) -> Path:
@@ -128,7 +128,7 @@ def claim_ports(count: int, *, seed: str) -> Ports:
 def is_free(port: int) -> bool:
     """Return whether nobody on this machine listens on `port`."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the daemons do: old connections do not count
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the daemons: ignore old connections
         try:
             probe.bind(("", port))
         except OSError:

@@ -10,7 +10,7 @@ from slurmtrain.errors import UsageError
 from slurmtrain.runtime.slurm_versions import PREEMPT_PARAMETERS, Version
 
 MAX_NODES = 64  # all on one machine; also the size of a block of ports, see directory.py
-PREEMPT_MODES = {"requeue": "REQUEUE", "cancel": "CANCEL", "suspend": "SUSPEND,GANG"}  # as slurm.conf spells them
+PREEMPT_MODES = {"requeue": "REQUEUE", "cancel": "CANCEL", "suspend": "SUSPEND,GANG"}  # their spelling in slurm.conf
 GPU_DEVICES = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "kmsg"))
 """Stand-ins for GPUs. SLURM wants character devices that exist (for plain files it never sets CUDA_VISIBLE_DEVICES); it
 does not open them, and without a task/cgroup plugin it does not fence them off either."""
@@ -79,7 +79,7 @@ class Site:
     directory: Path
     user: str
     host: str
-    first_port: int  # of slurmctld; the nodes' ports follow
+    first_port: int  # port of slurmctld; the nodes' ports follow
     slurm_version: Version
     task_prolog: Path | None = None  # tells each task where SLURM's commands are
 

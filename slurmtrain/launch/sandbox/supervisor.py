@@ -52,7 +52,7 @@ class Cell:
     name: str
     process: Process  # the cell itself
     daemon: Process
-    exit_status: int | None = None  # of the daemon, once nothing is left in the cell
+    exit_status: int | None = None  # exit status of the daemon, once nothing is left in the cell
 
 
 @dataclass
@@ -163,14 +163,14 @@ class Supervisor:
     def _answer(self) -> None:
         """Answer one request; request and answer are one line of JSON each."""
         connection, _ = self._listener.accept()
-        connection.settimeout(10.0)  # who asks may be held up, and nobody else waits for long
+        connection.settimeout(10.0)  # a caller may be suspended, and others must not wait for long
         with connection, connection.makefile("rw") as stream:
             try:
                 request = json.loads(stream.readline())
                 error = self._do(request["op"], request["daemon"], request.get("only_daemon", False))
             except (OSError, ValueError, KeyError) as problem:
                 error = f"not understood: {problem!r}"
-            with contextlib.suppress(OSError):  # who asked may have gone
+            with contextlib.suppress(OSError):  # the caller may have exited
                 stream.write(json.dumps({"error": error}) + "\n")
                 stream.flush()
 
