@@ -161,7 +161,7 @@ class TrainConfig:
 
 @dataclass
 class CheckpointConfig:
-    """When to save, what to keep, and what to verify.
+    """The rules for when to save, what to keep, and what to verify.
 
     A save is due at whichever of the three comes first; a stop and the end of training also save.
     """
@@ -209,7 +209,7 @@ class EvalConfig:
 
 @dataclass
 class RequeueConfig:
-    """What happens after a job has stopped early.
+    """The handling of a job that has stopped early.
 
     The modes are:
 

@@ -30,7 +30,7 @@ TRIES_S = (
     1.0,
     4.0,
 )  # pauses between tries to submit; SLURM may kill the batch shell KillWait, 30 s, after its first TERM
-# While nobody answers there is nothing else to do, and nobody who would kill this job.
+# While SLURM does not answer there is nothing else to do, and nothing that would kill this job.
 UNREACHED_S = 600.0
 LONGEST_PAUSE_S = 15.0
 ENDED = (*GONE, "COMPLETING")
@@ -72,8 +72,8 @@ def submit_links(run_dir: RunDir, first: str, length: int, client: SlurmClient) 
     run_dir.update_info(chain=links, chain_after=numbers[-1] if numbers else 0)
     try:
         while len(links) < length:
-            # For all before it: were it only the one before, somebody's scancel of that one would start this one beside
-            # those that still run.
+            # Each waits for all before it: if it waited only for the one before, a scancel of that one would start it
+            # beside those that still run.
             links.append(resubmit(run_dir, lambda script: waiting_for(script, links), link=len(links) + 1, of=length))
             run_dir.update_info(chain=links)
     except BaseException:
@@ -299,7 +299,7 @@ def _find_or_submit(
     mine = token(run_dir, number)
 
     def options(script: str) -> list[str]:
-        # SLURM starts it when this job is gone altogether, so that no rank that lingers meets its successor.
+        # SLURM starts it when this job is completely gone, so that no rank that lingers runs beside its successor.
         return [*waiting_for(script, [job_id]), *([f"--exclude={without}"] if without else [])]
 
     without = excluding(run_dir, number, client)

@@ -23,7 +23,7 @@ from slurmtrain.resources import shipped
 from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from slurmtrain.runtime.slurm import OF_QUERIES
 
-# Fields whose value says something even where the script has no line: no GPUs, no warning, a job by itself, no array.
+# Fields whose value matters even if the script has no line for it: no GPUs, no warning, a single job, no array.
 _ALWAYS_DECIDED = (
     "cluster.gpus_per_node",
     "cluster.cpus_per_task",
@@ -43,7 +43,7 @@ _OPTIONS_OF_VARIABLES = {
     "SBATCH_TIMELIMIT": "time",
     "SBATCH_WAIT4SWITCH": "switches",
 }
-# Which cluster is the person's to say, and what is exported is added to (see handover.export_option).
+# The person chooses the cluster, and exported variables are only added to (see handover.export_option).
 _LEFT_TO_THE_SHELL = ("SBATCH_CLUSTERS", "SBATCH_EXPORT")
 
 # A rank must survive the signals of a preemption before its handlers are there. Dispositions that are "ignored"
@@ -282,7 +282,7 @@ def srun_words(cluster: ClusterConfig, paths: JobPaths, variables: Sequence[str]
         words.append('--container-workdir="$PWD"')  # otherwise the image's own
         own = [word for word in container.args if word.startswith(CONTAINER_ENV)]
         names = [*variables, *(name for word in own for name in word.removeprefix(CONTAINER_ENV).split(","))]
-        # Without it, what the image sets wins: its PYTHONPATH, say, and the ranks would not run the snapshot.
+        # Without it, the image's variables win: its PYTHONPATH, say, and the ranks would not run the snapshot.
         words += [CONTAINER_ENV + ",".join(dict.fromkeys(filter(None, names)))] if names else []
         words += [shlex.quote(word) for word in container.args if word not in own]
     words += [shlex.quote(word) for word in cluster.srun_args]

@@ -57,7 +57,7 @@ def exit_code_of_run(verdict: str | None, reason: str | None, code: int | None) 
         return 0
     if reason == Reason.CONFIG:
         return EXIT_CONFIG
-    # After a crash of one rank the others may have saved and left with 75; it was a crash all the same.
+    # After a crash of one rank the others may have saved and exited with 75; the attempt still crashed.
     return EXIT_REQUEUE if code == EXIT_REQUEUE and reason != Reason.CRASH else 1
 
 
@@ -235,7 +235,8 @@ def judge_abandoned(evidence: Evidence, policy: Policy) -> Judgement:
     elif evidence.said == "stopped" or evidence.cause is not None:
         reason, sentence = _why_told(evidence, policy)
     else:
-        # Whatever ended it may be the run itself, which would take one node down after the other: it uses the budget.
+        # The run itself may have ended it, and would take one node down after the other, so the attempt uses the
+        # budget.
         reason, sentence = Reason.NODE_FAILURE, "ended without a word: its node failed, or it was killed"
     judged = _with_effort(Judgement(reason, Verdict.RESTARTING, sentence), evidence, policy)
     return replace(judged, sentence=f"{judged.sentence}; it was started again")
