@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.errors import ClusterError, SlurmtrainError
 from slurmtrain.launch.handover import Passing
-from slurmtrain.launch.sbatch import directive
+from slurmtrain.launch.sbatch import EXCLUDED_MAX, directive
 from slurmtrain.launch.submit import note, resubmit
 from slurmtrain.launch.tokens import TOKEN_PREFIX
 from slurmtrain.rundir import RunDir
@@ -34,7 +34,6 @@ TRIES_S = (
 UNREACHED_S = 600.0
 LONGEST_PAUSE_S = 15.0
 ENDED = (*GONE, "COMPLETING")
-EXCLUDED_MAX = 8  # nodes that one run may leave out; so many bad ones are not the nodes' fault
 
 
 class NotRequeued(ClusterError):

@@ -304,6 +304,31 @@ def test_a_run_leaves_out_a_node_on_which_its_set_up_fails_once_it_has_worked_el
     assert run.cluster.job(run.job_id)["ExcNodeList"] == first.nodes[0]
 
 
+def test_a_run_leaves_out_a_node_that_has_lost_its_run_directory(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "bin").mkdir()
+    wrapper = (
+        tmp_path / "bin" / "mkdir"
+    )  # the nodes of a sandbox share all folders: there, on that node, none can be made
+    wrapper.write_text(
+        f"""#!/bin/bash
+folder="${{!#}}"
+if [[ "$folder" = */attempts/0002 ]] && grep -q "\\"$SLURMD_NODENAME\\"" "${{folder%2}}1/attempt.json"; then exit 1; fi
+exec {shutil.which("mkdir")} "$@"
+"""
+    )
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{wrapper.parent}:{os.environ['PATH']}")
+    run = project.submit("job=command", two_lives(tmp_path), "requeue.restart_delay_s=1", *ONE, small=False)
+    last = run.wait_for_end()
+    first = run.attempts()[0]
+    assert (last.number, last.reason) == (2, "finished"), run.logs()
+    assert last.nodes != first.nodes
+    job = run.cluster.job(run.job_id)
+    assert (job["ExcNodeList"], job["Restarts"]) == (first.nodes[0], "2")
+
+
 def test_a_rendered_script_can_be_handed_to_sbatch(project: Project) -> None:
     words = ["+cluster=sandbox", "cluster.sandbox=null", *SMALL, "train.steps=20", *ONE]
     project.cluster.run([PYTHON, "-m", "slurmtrain", *words, "render", "-o", "job.sbatch"], cwd=project.path)
