@@ -29,7 +29,7 @@ LATEST = 253402300800.0  # the year 10000 in unix seconds: no calendar goes furt
 _LARGEST = 2**53  # limit for a count: beyond it a float, and so many readers of JSON, round it
 
 
-# Files.
+# Functions that read and write files.
 
 
 def open_regular(path: Path) -> int:
@@ -175,7 +175,7 @@ def append_line(path: Path, line: str) -> None:
         os.close(descriptor)
 
 
-# Whose.
+# Functions that find out whose a file is.
 
 
 def is_mine(path: Path) -> bool:
@@ -335,7 +335,7 @@ def finite(value: object) -> float | None:
     return float(value) if is_number(value) else None  # type: ignore[arg-type]
 
 
-# For a terminal.
+# Functions for output to a terminal.
 
 
 def printable(text: str) -> str:

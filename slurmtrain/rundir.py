@@ -36,7 +36,7 @@ ATTEMPT_VARIABLE = "SLURMTRAIN_ATTEMPT"
 INFO_LOCK_S = 10.0  # longest wait for somebody who changes run.json, which takes milliseconds
 INFO_LOCK_POLL_S = 0.01
 
-# run.json: what every run's has, and what some have.
+# The fields of run.json: those that every run has, and those that some have.
 _ALWAYS = {
     "name": TEXT,
     "overrides": TEXTS,
@@ -147,7 +147,7 @@ class RunDir:
 
     @property
     def evaluated_run(self) -> RunDir | None:
-        """For an evaluation, the run whose checkpoint it evaluates; else None."""
+        """The run whose checkpoint an evaluation evaluates; None for a run."""
         return RunDir(self.path.parents[1]) if self._is_evaluation else None
 
     @cached_property
@@ -307,7 +307,7 @@ class RunDir:
             if job_id in job_ids:
                 return False
             events = [event for event in self.events() if event["event"] == "submitted"] if job_ids else []
-            # An event that was made up, too, says when that job was submitted.
+            # An event that is added here also says when that job was submitted.
             later = [
                 event.get("job_id") for event in events if (finite(event.get("submitted")) or event["time"]) > submitted
             ]
@@ -699,7 +699,7 @@ def find(reference: str, root: Path) -> RunDir:
         if not own:
             raise UsageError(f"none of the runs under {root.resolve()} is yours", hint=f"the latest is {runs[-1].id}")
         return own[-1]
-    # Somebody else's can be given any id: the one that was typed in full comes first, then this user's own.
+    # Another user can give a run any id: a run whose id was typed in full comes first, then this user's own.
     by_id = [run for run in runs if run.id == reference] or [run for run in runs if run.id.startswith(reference)]
     matching = by_id if len(by_id) == 1 else [run for run in by_id if is_own(run)] or by_id
     if len(matching) == 1:

@@ -257,7 +257,7 @@ def digest_block(descriptor: int, number: int, size: int, into: Sequence[memoryv
     """
     checksum = hashlib.sha256()
     offset, end = number * BLOCK_BYTES, min(size, (number + 1) * BLOCK_BYTES)
-    # Nothing is said about what comes next: the kernel reads ahead in large pages by itself, and in small ones when told.
+    # No posix_fadvise: the kernel reads ahead in large pages by itself, and in small ones when advised.
     for piece in _pieces(end - offset, into):
         read_into(descriptor, piece, offset)
         checksum.update(piece)

@@ -162,7 +162,7 @@ class Checkpointer:
 
             self._copying = Copying(mirror, self._ranks, self._bound, keep, self._say)
         self._ranks.all_do(self._check_directory_is_shared)
-        # Before Python's own thread pools end, which the writing needs; `atexit` comes after that.
+        # Registered to run before Python's own thread pools end, which the writing needs; `atexit` comes after that.
         register = getattr(threading, "_register_atexit", atexit.register)
         register(_close, weakref.ref(self), os.getpid())
 
@@ -640,7 +640,7 @@ class Checkpointer:
             return {**tensors, **state.expected_optimizer_state(objects)}
 
         expected = self._ranks.all_do(expect)
-        # With everything there already, as after a restore, this is the first save's plan.
+        # If all state exists already, as after a restore, this is the first save's plan.
         plan = self._plan = self._make_plan(expected, objects)
         self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._on_this_host.size))
         size = max(self._last_size, plan.total_bytes)

@@ -329,8 +329,8 @@ def publish(temporary: Path, manifest: bytes, step: int, incarnation: Incarnatio
     check_fence(directory, incarnation)
     revision = 1
     while True:
-        # One of this step can be there: by an older incarnation that committed after this one had chosen what to resume
-        # from, or by this one. Renaming over it fails, whoever comes first.
+        # A checkpoint of this step may exist: by an older incarnation that committed after this one had chosen what to
+        # resume from, or by this one. Renaming over it fails, whichever comes first.
         final = directory / checkpoint_name(step, revision)
         if not final.exists():
             try:

@@ -68,7 +68,7 @@ def check_config(
             hint="begin anew with its weights: checkpoint.restore_only=model; to go on at its step on other data all the same: "
             "checkpoint.allow=[config,data]",
         )
-    # Other data by config is allowed or refused as such; what is meant here is other content in the same place.
+    # Other data by config is allowed or refused as such; this check is about other content in the same place.
     if content and FINGERPRINT in before and not any(key.startswith("data.") for key in lines) and "data" not in allow:
         raise CheckpointMismatch(
             f"{path} was saved with other data in the same place: {content}",

@@ -16,8 +16,8 @@ from torch import Tensor
 from slurmtrain.checkpoint.layout import Box, Catalogue, Ints, share
 
 WORD_BYTES = 8
-# Of a large tensor in host memory a save compares one of so many parts, each save another: reading all of it would take as long
-# as the copy. A GPU reads a hundred times as fast as it copies to the host, and compares all.
+# A save compares one of this many parts of a large tensor in host memory, and each save another one: reading all of it
+# would take as long as the copy. A GPU reads a hundred times as fast as it copies to the host, and compares all.
 TURNS_ON_CPU = 8
 WHOLE, BUFFER = -1, -2  # instead of the number of a part
 

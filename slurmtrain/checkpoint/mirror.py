@@ -263,7 +263,7 @@ class Mirror:
         now = time.time()
         gone += [name for name in present if name not in complete and self._is_leftover(name, now)]
         for name in gone:
-            # Nobody sees it any more when its other files go, however far that gets.
+            # Without COMPLETE no reader sees the copy while its other files are removed, even if that is cut short.
             self._remove(f"{name}/{COMPLETE}", recursive=False)
             self._remove(name, recursive=True)
         return gone

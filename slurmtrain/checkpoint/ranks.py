@@ -57,7 +57,7 @@ class Ranks:
         self, members: list[int] | None = None, *, timeout_s: float | None = None, **options: Any
     ) -> dist.ProcessGroup:
         assert self.group is not None
-        # Else it would be torch's 30 minutes, whatever this job has been given.
+        # Otherwise it would be torch's 30 minutes, whatever this job's setting.
         own = self.group._get_backend(torch.device("cpu")).options._timeout
         timeout = own if timeout_s is None else timedelta(seconds=timeout_s)
         return dist.new_group(members, backend="gloo", timeout=timeout, **options)

@@ -45,7 +45,7 @@ MARKER_NAME = re.compile(rf"(?P<checkpoint>{FINAL_NAME.pattern})\.(?P<host>[^.]+
 # A reader on another host cannot be asked whether it lives. 2.3 TB (the state of a 176 billion parameter model) take
 # 40 minutes at 1 GB/s, and a checkpoint that a dead reader holds back for an hour costs only its space.
 REMOTE_READER_S = 3600.0
-# Nobody reads for a day; but after a reboot another process can have got the pid of a reader that died.
+# No reader takes a day; but after a reboot another process can have the pid of a reader that died.
 LOCAL_READER_S = 86400.0
 
 
@@ -145,7 +145,7 @@ def _make_marker(path: Path) -> Path | None:
     if not FINAL_NAME.fullmatch(path.name) or not is_mine(path.parent):
         return None
     readers = path.parent / READERS
-    # The random end: one process may read the same checkpoint twice at a time.
+    # The name ends randomly, since one process may read the same checkpoint twice at a time.
     marker = readers / f"{path.name}.{_host()}.{os.getpid()}.{secrets.token_hex(4)}"
     try:
         readers.mkdir(mode=folder_mode(path.parent), exist_ok=True)

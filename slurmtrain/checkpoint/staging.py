@@ -197,7 +197,7 @@ class Staging:
     def _allocate(self, size: int) -> None:
         self._touched()
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # give the old one back first
-        # Whole pages, from the beginning of a page on, which writing past the page cache asks for.
+        # The buffer begins at a page and has whole pages, as writing past the page cache requires.
         size = -(-size // PAGE_BYTES) * PAGE_BYTES
         memory = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
         if not memory.is_pinned():

@@ -366,7 +366,7 @@ def _decoded(key: str, value: Any, tensors: Mapping[str, Tensor]) -> Any:
         raise CheckpointError(f"the state of {key} in the checkpoint cannot be read: {error}") from None
 
 
-# How a step is computed, not what: it belongs to this run's layout and device, not to the checkpoint's.
+# Settings of how a step is computed, which belong to this run's layout and device, not to the checkpoint's.
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 

@@ -473,7 +473,7 @@ def _surplus(found: Sequence[Path], keep: Keep, *, asked: bool) -> list[Removal]
             hint=nearest(keep.metric, known) if known else "none has any metrics",
         )
     steps = set(retention.surplus(kept, keep))
-    # A link is left to whoever made it.
+    # A link is left alone: only its maker may remove it.
     return [Removal(path, "not kept") for path in paths if _step(path) in steps and not path.is_symlink()]
 
 

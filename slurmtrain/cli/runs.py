@@ -444,7 +444,7 @@ def _signal_rank_0(run_dir: RunDir, now: RunState, action: str, number: int) -> 
     if not process_lives(last):
         if now.job_id is None or now.own_job:
             raise ClusterError(f"run {run_dir.id} runs on {last.host}", hint=f"type `{action} {run_dir.id}` there")
-        # Nothing may end a job that does more than this run, and which of its steps is ours is not known.
+        # A job that does more than this run must not be ended, and it is not known which of its steps is ours.
         raise ClusterError(
             f"run {run_dir.id} was started by hand inside job {now.job_id}, which may do other things, on {last.host}",
             hint=f"Ctrl-C (twice for srun) where it was started, or `squeue --steps --jobs={now.job_id}` and "

@@ -146,7 +146,7 @@ def _row(point: Point, now: RunState) -> list[str]:
 def _headline(sweep: Sweep, points: Sequence[Point], now: dict[str, RunState]) -> str:
     """Return the number of points in each state, the time left for all of them, and the best loss so far."""
     running = [state.progress for state in now.values() if state.word == "running"]
-    # Prepared: their turn comes on this machine, or when there is room for more jobs.
+    # Prepared runs are started later on this machine, or when there is room for more jobs.
     waiting = [each for each in now.values() if each.word == "prepared" or (each.alive and each.word != "running")]
     words = [f"{sweep.id}: {summary(counts(now.values())) or 'no points yet'}"]
     eta_s = eta_of_all([each.progress for each in waiting], running)

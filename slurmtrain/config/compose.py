@@ -29,7 +29,7 @@ from slurmtrain.redaction import hide
 from slurmtrain.resources import shipped
 
 SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL)", re.IGNORECASE)
-# Narrower, for what is done because of a name alone: tokenizers have tokens in theirs, too.
+# A narrower pattern, for actions that depend on a name alone: tokenizers have "token" in their names, too.
 SECRET_VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY)$", re.IGNORECASE)
 SECRET_REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")  # the form of a secret on disk; it has no default
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)")  # the same, with or without a default
@@ -141,7 +141,8 @@ def composed_by_hydra(primary: Primary, overrides: Sequence[str], *, with_hydra:
     try:
         return hydra_compose(primary.name, words, return_hydra_config=with_hydra)
     except (TypeError, AttributeError, OSError, RecursionError, AssertionError) as error:
-        # Hydra's own, for values that it did not foresee: a list as the choice of a group, a name longer than a file's.
+        # Hydra's own errors, for values that it did not expect: a list as the choice of a group, a name longer than a
+        # file's.
         raise HydraException(f"Hydra cannot compose these overrides: {first_line(error)}") from None
 
 
@@ -249,7 +250,7 @@ def freeze(config: Config) -> str:
     """
     import yaml
 
-    # Without allow_unicode: with it, PyYAML writes Unicode's own line ends as they are and reads them back as a space.
+    # No allow_unicode: with it, PyYAML writes Unicode's own line ends unchanged and reads them back as a space.
     dumper = getattr(
         yaml, "CSafeDumper", yaml.SafeDumper
     )  # libyaml's, where PyYAML was built with it: a third of the time

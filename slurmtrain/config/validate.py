@@ -24,7 +24,7 @@ from slurmtrain.config.schema import (
 )
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, nearest
 
-# Long options of sbatch, those of `man sbatch`: what decides them here, or "" for those that cluster.sbatch may set.
+# Long options of sbatch, from `man sbatch`: the field that sets each, or "" for those that cluster.sbatch may set.
 SBATCH_OPTIONS = {
     **dict.fromkeys(
         """acctg-freq batch bb bbf begin burst-buffer cluster-constraint comment container contiguous core-spec

@@ -120,7 +120,7 @@ class MixedSamples:
             yield from self._together(indices[some], numbers[some], seed, empty)
 
     def _batches_at_once(self, samples: int) -> int:
-        # Rows of a class of one's own may differ in length, and what a batch is must not depend on those made with it.
+        # Rows of a user's own class may differ in length, and a batch must not depend on the batches made with it.
         alike = all(type(part) is PackedTokens and way(part) == "get_batches" for part in self._parts)
         return batches_at_once(samples, self.seq_len) if alike else 1
 

@@ -120,8 +120,8 @@ def _permute(values: NDArray[np.uint64], keys: NDArray[np.uint64], n: int) -> ND
     side_a = math.isqrt(n - 1) + 1  # a * b is n or little more: at most about 2 sqrt(n) values lie outside
     side_b = -(-n // side_a)
     values = _feistel(values, keys, side_a, side_b)
-    # Cycle-walking: a value outside is sent on until it lands inside. Each cycle of the larger permutation is thereby
-    # shortened to its values below n, so what is left is a permutation of range(n).
+    # Cycle-walking: the permutation is applied to a value outside of range(n) until it is inside. Each cycle of the
+    # larger permutation is thereby shortened to its values below n, so the result is a permutation of range(n).
     outside = np.flatnonzero(values >= n)
     while outside.size:
         values[outside] = _feistel(values[outside], keys[outside], side_a, side_b)

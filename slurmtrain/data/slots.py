@@ -133,7 +133,7 @@ class Message:
 
     def _dump(self, items: list[Any]) -> None:
         before = self._file.tell()
-        # One for each: a pickler remembers what it has pickled, and its table leads back to this message.
+        # A new pickler each time: it remembers what it has pickled, and its table refers to this message.
         pickler = ForkingPickler(self._file, pickle.HIGHEST_PROTOCOL)
         pickler.dispatch_table[Tensor] = self._reduced
         self._in_slot = self._elsewhere = 0
@@ -157,7 +157,7 @@ class Message:
         offset = self._reserved(tensor.numel(), tensor.dtype) if plain else None
         if offset is None:
             return reduce_tensor(tensor)
-        # Strides come as they are where nothing lies between the numbers, as in torch.channels_last.
+        # Strides are kept if the tensor's memory has no gaps, as in torch.channels_last.
         axes = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
         back = None
         if not tensor.is_contiguous() and tensor.permute(axes).is_contiguous():

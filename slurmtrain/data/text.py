@@ -25,7 +25,7 @@ from slurmtrain.data.batches import IGNORED_TARGET
 from slurmtrain.errors import ConfigError
 
 SEPARATOR = 0  # the byte before each file, and after the last; text has no use for it
-# Not library code: other people's packages, tests and their data, and files that differ from machine to machine.
+# Folders that are left out: other people's packages, tests and their data, and files that differ between machines.
 _SKIPPED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 

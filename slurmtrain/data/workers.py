@@ -33,7 +33,7 @@ from slurmtrain.errors import SlurmtrainError, how_it_ended
 
 Jobs = TypeVar("Jobs", bound=Sized)
 Result = TypeVar("Result")
-# From some jobs to the result of each, in their order; with what makes the tensors that go into the results.
+# Computes the results of some jobs, in their order, with a function that makes the tensors of the results.
 Work = Callable[[Jobs, Callable[..., Tensor]], Iterable[Result]]
 
 CLOSE_GRACE_S = 2.0  # seconds for a worker to exit by itself before it is killed
@@ -74,8 +74,9 @@ class Workers(Generic[Jobs, Result]):
         messages = min(ahead, MOST_MESSAGES)
         self._least = self._jobs_each = -(-ahead // messages)
         loader: DataLoader[Any] = DataLoader(
-            # So many slots would do: the DataLoader sends a worker no message before the results of the one so many before it
-            # were taken and copied out. The one more is for a version that would send it a little earlier.
+            # `messages` slots would do: the DataLoader sends a worker a message only when the results of the one
+            # `messages` before it were taken and copied out. One more is for a version that would send it a little
+            # earlier.
             _Work(work, Slots(count, messages + 1)),
             batch_size=None,  # an "index" is a whole message
             sampler=self._to_send(take),
@@ -154,7 +155,7 @@ class Workers(Generic[Jobs, Result]):
         killer.daemon = True
         killer.start()
         try:
-            # torch raises here when a worker had to be killed, which is no news to us.
+            # torch raises here when a worker had to be killed, which is expected.
             with contextlib.suppress(RuntimeError):
                 if messages is not None:
                     messages._shutdown_workers()  # type: ignore[attr-defined]

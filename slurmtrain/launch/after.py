@@ -65,7 +65,7 @@ def check_again(references: str, root: Path, client: SlurmClient) -> None:
             now = state(run_dir)
             if now.word != "finished":
                 raise _will_not_finish(run_dir, now)
-            # `settle` has freed those who waited then; this job may have come too late for that.
+            # `settle` has freed the jobs that waited then; this job may have come too late for that.
             free_dependents(run_dir, now.attempts[-1], client)
 
 

@@ -78,7 +78,7 @@ def _share(total: int, sizes: Sequence[int]) -> list[int]:
     """Divide `total` in proportion to `sizes`: each part is at least 1 and at most its size, and their sum at most `total`."""
     shares = [1] * len(sizes)
     for _ in range(min(total, sum(sizes)) - len(sizes)):
-        # The one that is furthest behind its proportion (Sainte-Lague).
+        # The array that is furthest behind its proportion gets the next task (Sainte-Lague).
         open_ones = [number for number, size in enumerate(sizes) if shares[number] < size]
         best = max(open_ones, key=lambda number: sizes[number] / (2 * shares[number] + 1))
         shares[best] += 1

@@ -234,7 +234,7 @@ def _snapshot(config: Config, info: Mapping[str, Any], target: Path) -> Snapshot
     if source.root is None:
         raise ConfigError(f"--code: {cwd} is in no git work tree any more", hint="job.snapshot=cwd copies a folder")
     snapshot = take_snapshot(config.job, source, target)
-    # `target` becomes RUN/code, and what the run itself has written beside its code is taken along.
+    # `target` becomes RUN/code, with the files that the run itself has written beside its code.
     check_in_snapshot(config, target / Path(snapshot.workdir).relative_to("code"), source, cwd)
     return snapshot
 

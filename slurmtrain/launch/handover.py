@@ -28,8 +28,8 @@ from slurmtrain.launch.sbatch import directive, set_aside
 from slurmtrain.launch.tokens import TOKEN_PREFIX
 from slurmtrain.runtime.slurm import INSTALL_HINT, SlurmClient, submission_environment
 
-# What sbatch says, in the words of slurm_errno.c and sbatch.c (22.05 to 26.05). First what passes by itself, and before which
-# the request was not looked at: the controller was never reached, or has turned it away unread.
+# Messages of sbatch, in the words of slurm_errno.c and sbatch.c (22.05 to 26.05). First transient errors after which
+# the request was certainly not processed: the controller was never reached, or has refused it unread.
 NOT_THERE = (
     "unable to contact slurm controller (connect failure)",
     "connection refused",
@@ -38,7 +38,7 @@ NOT_THERE = (
     "rate limit exceeded",
     "in standby",
 )
-# After these the request had been sent, or was being sent: the job may be there. So it may after words in none of the lists.
+# After these the request had been sent, or was being sent: the job may exist, as after words in none of the lists.
 UNSURE = (
     "unable to contact slurm controller",  # send, receive and shutdown failure; 22.05 says it without a reason, too
     "message send failure",
@@ -59,7 +59,7 @@ UNSURE = (
     "connection timed out",
     "resource temporarily unavailable",
 )
-# slurmctld's answer to a request that it has read, and will not have.
+# Answers of slurmctld to a request that it has read and refuses.
 REFUSED = (
     *("invalid", "permission denied", "access denied", "not permitted", "no partition specified", "specification"),
     *(
@@ -339,7 +339,7 @@ def sbatch(script: str, folder: Path, slurm_conf: str | None, options: Sequence[
             aside = set_aside(script, os.environ)
             hidden = [word for name in os.environ if name not in wanted or name in aside for word in ("-u", name)]
             settings = [f"{name}={value}" for name, value in wanted.items() if os.environ.get(name) != value]
-            # In the foreground: Ctrl-C has to reach it, or it goes on behind the back of whoever gave it up.
+            # Run in the foreground: Ctrl-C has to reach sbatch, or it would go on after the person has given up.
             sbatch = ["timeout", "--foreground", str(call_s), "sbatch", *options, str(submission_file_path)]
             return ["env", *hidden, *settings, *sbatch]
 
@@ -382,7 +382,7 @@ def refusal(words: str, code: int, call_s: int) -> ClusterError:
         return Passing(said, may_be_there=False)
     if any(each in low for each in UNSURE):
         return Passing(said, may_be_there=True)
-    # Words of sbatch's own, about its options or its configuration, come before anything is sent.
+    # Errors of sbatch itself, about its options or its configuration, come before anything is sent.
     if before or any(each in low for each in REFUSED):
         return Refused(f"sbatch refused the job: {said}", hint=advice(said))
     return Unknown(said or f"exit code {code}, without a word")

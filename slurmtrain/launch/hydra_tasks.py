@@ -73,7 +73,8 @@ class Tasks:
     ):
         self._context, self._function, self._config = context, function, config
         self._overrides = [f"cluster={cluster}", "job=command", "job.command=set-below", "job.snapshot=none"]
-        # A function that raises would raise again. One that gave back a result has finished, whoever told it to stop.
+        # A function that raises would raise again. One that returned a result has finished, even if it was told to
+        # stop.
         once = "requeue.max_attempts_without_progress=1"
         name = f"job.name={_name(config.hydra.job.name)}"
         self._overrides += [name, once, f"job.finished_when={RESULT}", *overrides]

@@ -21,7 +21,7 @@ from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import ConfigError
 
 ASK_S = 30  # an interpreter on a slow file system takes seconds to start
-# Run by the ranks' interpreter, whatever its version: prints its search path, and what its import hooks map to where.
+# Run by the ranks' interpreter, of any version: prints its search path, and the names that its import hooks map.
 # setuptools keeps the mapping beside its hook, `editables` in its class, scikit-build-core in its instance.
 QUESTION = """
 import json, sys

@@ -109,7 +109,7 @@ class LocalAttempt:
         for rank, process in enumerate(ranks):
             if rank not in codes:
                 with contextlib.suppress(ProcessLookupError):
-                    # As SLURM does: every process of the step, data workers too. Ctrl-C is for the rank alone.
+                    # SLURM also signals every process of the step, data workers included. Ctrl-C is for the rank alone.
                     os.kill(process.pid, number) if number == signal.SIGINT else os.killpg(process.pid, number)
 
     _copiers: list[threading.Thread]

@@ -133,7 +133,7 @@ class OpenSweep:
         """Yield every run, as it ends."""
         if self.client is None:
             before = states(run_dirs)
-            # Stopped: with Ctrl-C in a shell that waited for it before this one.
+            # A stopped run was stopped with Ctrl-C in a shell that waited for it before this one.
             left = [
                 run_dir.id
                 for run_dir in dict.fromkeys(run_dirs)

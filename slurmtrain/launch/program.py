@@ -20,7 +20,7 @@ from slurmtrain.paths import absolute
 from slurmtrain.runtime.program import PYTHON, module_of, paths_in, script_of
 
 ASK_S = 60
-# Finds without importing: names as arguments, those that are not there as the answer.
+# Finds modules without importing them: takes names as arguments, and prints those that are missing.
 QUESTION = """
 import importlib.util, json, sys
 def there(name):

@@ -18,8 +18,8 @@ from slurmtrain.modes import folder_mode, forbid_others_to_write
 from slurmtrain.resources import PACKAGE, is_installed_copy, shipped
 from slurmtrain.rundir import RunDir
 
-# What makes git look elsewhere than around the current folder, as within a hook or `git rebase --exec`: those of
-# `git rev-parse --local-env-vars`, and two more.
+# Variables that make git look elsewhere than around the current folder, as within a hook or `git rebase --exec`: those
+# of `git rev-parse --local-env-vars`, and two more.
 OF_ANOTHER_REPOSITORY = frozenset(
     """GIT_ALTERNATE_OBJECT_DIRECTORIES GIT_CEILING_DIRECTORIES GIT_COMMON_DIR GIT_CONFIG GIT_CONFIG_COUNT
     GIT_CONFIG_PARAMETERS GIT_DIR GIT_GRAFT_FILE GIT_IMPLICIT_WORK_TREE GIT_INDEX_FILE GIT_INTERNAL_SUPER_PREFIX
@@ -115,7 +115,7 @@ def take_snapshot(job: JobConfig, source: Source, target: Path) -> Snapshot:
             destination.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source.root / file, destination, follow_symlinks=False)
         if source.git:
-            # The one question that may fail: a work tree without a commit has no HEAD.
+            # The one git command that may fail: a work tree without a commit has no HEAD.
             revision = _run_git(source.root, "rev-parse", "--verify", "--quiet", "HEAD").stdout.strip() or None
             dirty = bool(_git(source.root, "status", "--porcelain"))
     (target.parent / source.workdir).mkdir(parents=True, exist_ok=True)  # a folder that git knows no files of

@@ -221,7 +221,7 @@ class _Record:
             return True
         if self.last.job_id is not None:
             return self.last.job_id == self.job_id
-        # Rank 0 never wrote down the job, so what tells is whether the job's script has run at all.
+        # Rank 0 never recorded the job, so the evidence is whether the job's script has run at all.
         return self.info["job_ids"] in ([], [self.job_id]) or self._has_log(self.job_id)
 
     @property

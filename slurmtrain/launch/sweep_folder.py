@@ -80,7 +80,7 @@ def make(
         ) from None
     try:
         snapshot = take_snapshot(job, source, temporary.code)
-        # Each of those in `asking` has another program. Of a search only the first is known here.
+        # Each config in `asking` may have another program. For a search only the first is known here.
         programs = draft.asking.values() or [draft.first]
         missed = [check_in_snapshot(each, temporary.path / snapshot.workdir, source, cwd) for each in programs]
         for warning in dict.fromkeys(sentence for sentences in missed for sentence in sentences):
@@ -223,7 +223,7 @@ def finish_halving(sweep: Sweep, number: int) -> None:
     numbers = sweep.array_numbers()
     while not any(sweep.part_of(each) == number and sweep.members(each) == rest for each in numbers):
         first = len(numbers)
-        # With no share of the limit for itself it comes after the first half. `after` counts from the first that is added.
+        # An array without a share of the limit comes after the first half. `after` counts from the first that is added.
         after = number if share == 0 else plan["after"]
         array = Array(tuple(range(len(rest))), share or plan["parallelism"], None if after is None else after - first)
         append_arrays(sweep, first, rest, [array], part_of=number)

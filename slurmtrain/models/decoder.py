@@ -108,7 +108,7 @@ class Decoder(nn.Module):
         scaling = None if rope_scaling is None else RopeScaling(**rope_scaling)
         self.embedding = Embedding(vocab_size, width)
         self.dropout = nn.Dropout(dropout)
-        # Named by their number, which a list would give anew to the blocks of a pipeline's stage.
+        # A dict keyed by number, since a list would number the blocks of a pipeline's stage anew.
         self.blocks = nn.ModuleDict(
             {
                 str(layer): Block(

@@ -15,7 +15,7 @@ class Reporter:
     def __init__(
         self, *, metrics_file: Path, tensorboard: Path | None, total_steps: int, resume_step: int, evaluated_at: int
     ):
-        # An evaluation, which has no training loss, that no checkpoint knows of is made again.
+        # A record without a training loss is of an evaluation: one after the last checkpoint is made again.
         self._metrics = MetricsLog(
             metrics_file,
             resume_step,

@@ -36,7 +36,7 @@ def _in_dtype(dtype: torch.dtype) -> Any:
     torch's own `bf16_compress_hook` does the same, but DDP refuses it without CUDA.
     """
 
-    # DDP compares annotations with types, and here they are texts.
+    # DDP compares annotations with types, and the postponed ones of this module are strings.
     def hook(group, bucket):  # type: ignore[no-untyped-def]
         buffer = bucket.buffer()
         small = buffer.to(dtype).div_(group.size())

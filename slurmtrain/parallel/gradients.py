@@ -35,7 +35,7 @@ def clip_gradients(
     by_holders: dict[int, list[Tensor]] = {}
     for gradient, norm in zip(gradients, torch._foreach_norm(local), strict=True):
         by_holders.setdefault(_holders(gradient) * (2 if id(gradient) in twice else 1), []).append(norm)
-    # Without a tensor from the host, whose copy would wait until the GPU has finished its backward pass.
+    # No tensor comes from the host, since its copy would wait until the GPU has finished its backward pass.
     parts = [torch.stack(norms).double().square().sum() / holders for holders, norms in by_holders.items()]
     total = torch.stack(parts).sum()
     if group is not None:

@@ -94,7 +94,8 @@ def _shard(stage: nn.Module, parallel: ParallelConfig, mesh: DeviceMesh, *, keep
     )
     for unit in units(stage, parallel.units):
         fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=free)
-    # What is left is used first in the forward pass and last, so that freeing it between would be for nothing.
+    # The other parameters are used at the beginning and at the end of the forward pass, so they are not freed in
+    # between.
     fully_shard(stage, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
 
 

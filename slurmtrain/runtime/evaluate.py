@@ -63,7 +63,7 @@ def _measure(
         )
     evaluator.prepare()
     timeline.mark("model and data")
-    # Whatever it was trained by is no matter for what the weights are, and nothing is resumed, as it would say.
+    # The settings of its training do not matter for the weights, and nothing is resumed.
     checkpointer = Checkpointer(
         where.run_dir.checkpoints, group=world.saving, verify=config.checkpoint.verify, say=lambda text: None
     )

@@ -125,7 +125,7 @@ def _begin(where: Place, environment: Environment, config: Config, stop: signals
     """Open the attempt's record on rank 0, and start to watch the clock and SLURM."""
     place.open_attempt(where, environment, config)
     client = SlurmClient() if environment.source == "slurm" else None
-    # A program of the user's own would not hear of a switch: nothing but a signal reaches it.
+    # A program of the user's own does not notice a switch: only a signal reaches it.
     run_dir = where.run_dir if config.job.kind != "command" else None
     return Watch(stop, where.attempt_dir, client, signal_lead_s=config.cluster.signal_lead_s, run_dir=run_dir)
 

@@ -40,8 +40,8 @@ GONE = (
 )
 # States of a job that has nodes, or leaves them.
 LIVE = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
-# What the commands take from the environment, by the getenv() calls of SLURM's sources (22.05 to 26.05). First where SLURM
-# is and who asks: it stays as the person has set it.
+# Variables that the commands read, by the getenv() calls of SLURM's sources (22.05 to 26.05). First those that say
+# where SLURM is and who asks: they stay as the person has set them.
 REACHED_BY = (
     "SLURM_CONF",
     "SLURM_CONF_SERVER",
@@ -51,9 +51,10 @@ REACHED_BY = (
     "SLURM_SACK_KEY",
     "SLURM_SACK_JWKS",
 )
-# Whatever else begins like this was set by SLURM for a job, or changes how answers look (SLURM_TIME_FORMAT, SLURM_BITSTR_LEN).
+# Other variables with these prefixes were set by SLURM for a job, or change the form of answers (SLURM_TIME_FORMAT,
+# ...).
 OF_JOBS = ("SLURM_", "SUBMITIT_", "SLURMTRAIN_", "PMI_", "PMIX_", "SRUN_")
-# Defaults of a person for the commands that ask and steer: which jobs they see, and how they print them.
+# A person's defaults for the commands that query and control jobs: which jobs they see, and how they print them.
 OF_QUERIES = ("SQUEUE_", "SCONTROL_", "SCANCEL_", "SINFO_", "SACCT_")
 AT_WORK = ("idle", "mixed", "allocated", "completing", "planned")  # states of nodes on which jobs can run now or soon
 PREFIX_FILE = "slurm-prefix"  # beside a slurm.conf: the prefix of the SLURM that it is for
@@ -164,13 +165,18 @@ class SlurmClient:
             raise ClusterError(f"`scontrol show step` failed: {_last_line(answer)}")
         return f"StepId={step_id} " in f"{answer.stdout} "
 
-    def requeue(self, job_id: str) -> None:
-        """Put a job back into the queue, whatever its state: one that was cancelled comes back, too.
+    def requeue(self, job_id: str, *, ended: bool = False) -> None:
+        """Put a running job back into the queue. One that SLURM has ended by then, for scancel, say, stays as it is.
+
+        slurmctld looks at the job's state and requeues it in one step, so nobody's scancel can come in between.
+
+        Args:
+            ended: requeue it whatever its state: one that was cancelled comes back, too.
 
         Raises:
             ClusterError: SLURM refused, or was not reached; the count of restarts shows whether it was done.
         """
-        self._call(["scontrol", "requeue", job_id], before=SHIELD)
+        self._call(["scontrol", "requeue", *([] if ended else ["incomplete"]), job_id], before=SHIELD)
 
     def update_pending(self, job_id: str, **fields: str) -> None:
         """Change fields of a job that is in the queue or on its way back, by scontrol's names: StartTime="now+8".
@@ -348,8 +354,9 @@ class SlurmClient:
 
     def signal(self, job_id: str, name: str) -> None:
         """Send a signal to every rank of the job's steps."""
-        # Of an array with tasks that still wait, slurmctld (22.05) delivers it and calls the task "in transition", whereupon
-        # scancel sends it again and again for minutes. To the steps by themselves it goes once.
+        # For a task of an array with tasks that still wait, slurmctld (22.05) delivers the signal and reports the task
+        # as "in transition", whereupon scancel sends it again and again for minutes. Sent to the steps, it is delivered
+        # once.
         steps = self._steps(job_id) if "_" in job_id else []
         self._call(["scancel", f"--signal={name}", *(steps or [job_id])])
 

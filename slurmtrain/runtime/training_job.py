@@ -165,8 +165,8 @@ def _bound(config: Config, source: Any) -> dict[str, Any]:
     return bound
 
 
-# Fields that every checkpoint is bound to. One that came later counts where it is not what it was before it came: its
-# default; else an update of this package would part a run from its checkpoints.
+# Fields that every checkpoint is bound to. A field that was added later counts only if it differs from its default;
+# otherwise an update of this package would separate a run from its checkpoints.
 OPTIM_FIELDS = ("lr", "betas", "eps", "weight_decay", "warmup_steps", "min_lr_ratio", "grad_clip")
 
 

@@ -86,7 +86,7 @@ class Watch:
         if self._client is None:
             return False
         client, answers = self._client, queue.SimpleQueue[JobFacts | None]()
-        # The time that an overloaded controller would take is the time that is left to save.
+        # Waiting for an overloaded controller would use up the time that is left to save.
         threading.Thread(target=lambda: answers.put(client.job(own_job_id() or "")), daemon=True).start()
         try:
             facts = answers.get(timeout=ANSWER_S)

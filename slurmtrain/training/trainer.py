@@ -196,15 +196,15 @@ class Trainer:
         self._reporter = self._make_reporter(first_step, self._counters.evaluated_at)
         self._cadence = self._make_cadence(first_step)
         self._throughput = Throughput()
-        # What is there by now stays. A full collection passes over all of it, a tenth of a second and more; each rank has its
-        # own time for that, and all others wait.
+        # The objects that exist by now stay. A full garbage collection would visit all of them, for a tenth of a second
+        # and more; each rank would do so at another time, and all others wait.
         gc.collect()
         gc.freeze()
         try:
             self._loader.start()  # before an evaluation opens files that the workers would then share
             if self._jobs is None:
                 self._evaluator.prepare()
-            # An evaluation that a stop cut short is made up for before anything else.
+            # An evaluation that a stop cut short is repeated first.
             stopping = self._check_stop_now() or (self._evaluation_due() and self._evaluate())
             while not stopping and self._counters.step < self._train.steps:
                 answer = self._train_step()
@@ -413,7 +413,7 @@ class Trainer:
             restored = self._checkpointer.restore(allow=self._checkpoint.allow, **self._state())
             if restored is None and self._checkpoint.restore_from:
                 restored = self._begin_from(self._checkpointer, self._checkpoint.restore_from)
-            # The config of this run says what they are, the checkpoint only what has been learnt.
+            # The config of this run decides the settings, the checkpoint only the learnt state.
             apply_settings(self._optimizer, settings)
         if self._laid.compression is not None:
             self._laid.compression.begin(self._counters.step)

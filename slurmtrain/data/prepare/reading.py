@@ -35,7 +35,7 @@ class Bad:
     reason: str
 
 
-# A record's number in its piece, from 1 on, and its text; None: a blank line, which is none.
+# A record's number in its piece, from 1 on, and its text; None for a blank line, which is no record.
 Record = tuple[int, str | Bad | None]
 
 

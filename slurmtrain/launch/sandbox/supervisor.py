@@ -242,7 +242,7 @@ def _live_in_cell(daemon: Daemon, env: dict[str, str], directory: Path, announce
 
 
 def main(directory: Path) -> None:
-    # Twice away from who called us: `up` need not reap us, and its terminal's hang-up does not reach us.
+    # A double fork: `up` need not reap us, and its terminal's hang-up does not reach us.
     """Start the supervisor of a sandbox as a daemon."""
     if os.fork() > 0:
         os._exit(0)
