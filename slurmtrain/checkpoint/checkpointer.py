@@ -38,8 +38,8 @@ from slurmtrain.checkpoint.restore import read_tensors
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.checkpoint.saving import Saved, Saving, Writer
 from slurmtrain.checkpoint.staging import Image, Staging
-from slurmtrain.checkpoint.writing import Bound, Discarded, Write
-from slurmtrain.errors import CheckpointError, CheckpointMismatch, LostPeers, Superseded, Unreadable, nearest
+from slurmtrain.checkpoint.writing import Bound, Write
+from slurmtrain.errors import CheckpointError, CheckpointMismatch, Discarded, LostPeers, Superseded, Unreadable, nearest
 
 if TYPE_CHECKING:
     from slurmtrain.checkpoint.copying import Copying
@@ -141,7 +141,9 @@ class Checkpointer:
         self._writers = self._ranks.own_group()
         self._on_this_host = self._ranks_of_this_host(hosts)
         label = f"pid {os.getpid()} on {socket.gethostname()}"
-        claimed = self._ranks.on_rank_0(lambda: commit.claim(self.directory, incarnation, label=label))
+        claimed = Incarnation.from_json(
+            self._ranks.on_rank_0(lambda: commit.claim(self.directory, incarnation, label=label).to_json())
+        )
         self._ranks.all_do(lambda: _refuse_a_second(self, incarnation))
         self._bound = Bound(self.directory, claimed, run_id, values)
         self._copying: Copying | None = None
@@ -440,8 +442,8 @@ class Checkpointer:
         set_aside: list[str] = []
         fetched: dict[Path, str] = {}
         while True:
-            found = self._ranks.on_rank_0(partial(self._choose, path))
-            if found is None:
+            told = self._ranks.on_rank_0(partial(self._told_choice, path))
+            if told is None:
                 copy = self._copying.fetch(self._ranks) if self._copying is not None else None
                 if copy is not None:
                     fetched[copy[0]] = copy[1]
@@ -455,10 +457,10 @@ class Checkpointer:
                     )
                 self._reserve(objects, per_rank)
                 return None
-            chosen, texts, damage = found
+            chosen, text, digest, damage = Path(told[0]), *told[1:]
             manifest = None
             if not damage:
-                manifest = commit.parse_manifest(chosen, *texts)
+                manifest = commit.parse_manifest(chosen, text, digest)
                 with retention.reading(chosen):
                     damage = self._load(
                         chosen, manifest, objects, own, allow, asked_for=path is not None, as_start=as_start
@@ -500,6 +502,11 @@ class Checkpointer:
 
     def _damaged(self) -> list[str]:
         return commit.damaged(self.directory) + (self._copying.damaged() if self._copying is not None else [])
+
+    def _told_choice(self, asked: Path | str | None) -> list[Any] | None:
+        """On rank 0: `_choose` in plain values: path, manifest, its digest, damage."""
+        found = self._choose(asked)
+        return None if found is None else [str(found[0]), *found[1], found[2]]
 
     def _choose(self, asked: Path | str | None) -> tuple[Path, tuple[bytes, str], list[str]] | None:
         """On rank 0: the checkpoint to read, its manifest for all to see alike, and what is wrong with it."""
@@ -558,7 +565,7 @@ class Checkpointer:
         wanted = self._ranks.all_do(lambda: drift.names_of(objects))
         everywhere = wanted
         if self._ranks.maximum(int(bool(drift.of_modules(objects, index.facts) - wanted))):
-            everywhere = set().union(*self._ranks.gather(lambda: wanted))
+            everywhere = set().union(*self._ranks.gather(lambda: sorted(wanted)))
 
         def fitting() -> dict[str, Tensor]:
             saved, here = manifest.config, self._bound.config
@@ -626,7 +633,7 @@ class Checkpointer:
 
     def _agree_on_directory(self) -> list[str]:
         """Check that all were told the same directory. Returns the host of every rank."""
-        answers = self._ranks.gather(lambda: (str(self.directory.absolute()), socket.gethostname()))
+        answers = self._ranks.gather(lambda: [str(self.directory.absolute()), socket.gethostname()])
         first = answers[0][0]
         for rank, (directory, _) in enumerate(answers):
             if directory != first:

@@ -236,12 +236,12 @@ def make_plan(
     assert not isinstance(tensors, CheckpointError)
     text = ""
 
-    def describe() -> bytes:
+    def describe() -> str:
         nonlocal text
         text = _describe(tensors)
-        return hashlib.sha256(text.encode()).digest()
+        return hashlib.sha256(text.encode()).hexdigest()
 
-    members: dict[bytes, list[int]] = {}
+    members: dict[str, list[int]] = {}
     for rank, digest in enumerate(ranks.gather(describe)):
         members.setdefault(digest, []).append(rank)
     # Mostly there is one description, at most a few (pipeline stages): each is told by one of those that have it.

@@ -122,6 +122,15 @@ def need_of(ranges: Sequence[tuple[str, int, int]]) -> Need:
     return need
 
 
+def need_to_json(need: Need) -> dict[str, list[list[int]]]:
+    """By file: the numbers of its blocks, and the bytes of each."""
+    return {file: [list(numbers), list(numbers.values())] for file, numbers in need.items()}
+
+
+def need_from_json(values: Mapping[str, Sequence[Sequence[int]]]) -> Need:
+    return {file: dict(zip(numbers, counts, strict=True)) for file, (numbers, counts) in values.items()}
+
+
 def share_out(needs: Sequence[Need], rank: int) -> Blocks:
     """Which of the blocks `rank` reads for its host: each goes to one of those that need most of it, as evenly as can be."""
     wanted: dict[tuple[str, int], dict[int, int]] = {}
@@ -403,7 +412,10 @@ def read_tensors(
     if own_file is not None:
         ranges.append((own_file, own_begin, own_begin + own_bytes))
 
-    share = share_out(on_this_host.gather(lambda: need_of(ranges)), on_this_host.rank) if mode != "off" else {}
+    share: Blocks = {}
+    if mode != "off":
+        told = on_this_host.gather(lambda: need_to_json(need_of(ranges)))
+        share = share_out([need_from_json(values) for values in told], on_this_host.rank)
     straight = []
     for span in spans if mode == "full" else ():
         if span.name not in live and span.end - span.begin >= STRAIGHT_BYTES:

@@ -9,11 +9,13 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from slurmtrain.checkpoint import blocks, commit, state
@@ -24,7 +26,7 @@ from slurmtrain.checkpoint.layout import Index, Ints, check_coverage
 from slurmtrain.checkpoint.plan import Plan, file_name
 from slurmtrain.checkpoint.ranks import Ranks
 from slurmtrain.checkpoint.staging import Image
-from slurmtrain.errors import CheckpointError, CheckpointMismatch
+from slurmtrain.errors import CheckpointError, CheckpointMismatch, Discarded
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Part:
     """What one rank hands in: its file, and where in it what lies.
 
     Attributes:
-        plain: what is no tensor, by the first of the ranks that hold the same tensors.
+        plain: JSON of what is no tensor, by object; from the first of the ranks that hold the same tensors.
         plain_digests: of what is no tensor, by object.
         catalogue: number of this rank's.
         fingerprints: of what other ranks hold, too; see `fingerprints.pack`.
@@ -64,14 +66,30 @@ class Part:
     record: FileRecord
     digests: bytes
     table: bytes
-    plain: Mapping[str, Any] | None
+    plain: Mapping[str, bytes] | None
     plain_digests: Mapping[str, int]
     catalogue: int
     fingerprints: Ints
 
+    def to_json(self) -> list[Any]:
+        """As it is told to rank 0."""
+        return [
+            self.step,
+            self.name,
+            [self.record.size, self.record.sha256],
+            self.digests,
+            self.table,
+            dict(self.plain) if self.plain is not None else None,
+            dict(self.plain_digests),
+            self.catalogue,
+            self.fingerprints.astype("<i8").tobytes(),
+        ]
 
-class Discarded(CheckpointError):
-    """A save that was given up on purpose."""
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Part:
+        step, name, (size, sha256), digests, table, plain, plain_digests, catalogue, fingerprints = values
+        rows = np.frombuffer(fingerprints, dtype="<i8").reshape(-1, 4)
+        return cls(step, name, FileRecord(size, sha256), digests, table, plain, plain_digests, catalogue, rows)
 
 
 class _NoTimeError(Exception):
@@ -131,12 +149,14 @@ class Write:
         self._finish_copy()  # first of all: the optimiser waits for it
         directory, incarnation = self._bound.directory, self._bound.incarnation
         size = max(last_size, self._plan.total_bytes)
-        temporary = self._ranks.on_rank_0(lambda: commit.begin(directory, self._step, incarnation, size=size))
+        begin = partial(commit.begin, directory, self._step, incarnation, size=size)
+        temporary = Path(self._ranks.on_rank_0(lambda: str(begin())))
         with commit.nothing_left(temporary, here=self._ranks.rank == 0):
-            committed: tuple[Path, int] = self._ranks.gather_on_rank_0(
-                lambda: self._hand_in(temporary), lambda parts: self._commit(temporary, parts)
+            path, total = self._ranks.gather_on_rank_0(
+                lambda: self._hand_in(temporary).to_json(),
+                lambda parts: self._commit(temporary, [Part.from_json(values) for values in parts]),
             )
-        return committed
+        return Path(path), total
 
     def read_back(self, path: Path, *, contents: bool, in_a_hurry: Callable[[], bool]) -> list[str] | None:
         """Compare what lies on the disk with what was written; a checkpoint that is damaged is set aside.
@@ -198,22 +218,23 @@ class Write:
             raise
         self._written = [(name, record)]
         commit.fsync_directory(temporary)
-        table = self._plan.table(self._image.own_bytes).pack()
         plan = self._plan
+        table = plan.table(self._image.own_bytes).pack()
+        plain = {key: json.dumps(value).encode() for key, value in self._plain.items()}
         return Part(
             self._step,
             name,
             record,
             digests,
             table,
-            self._plain if self._ranks.rank in plan.spokesmen else None,
-            {key: zlib.crc32(json.dumps(value).encode()) for key, value in self._plain.items()},
+            plain if self._ranks.rank in plan.spokesmen else None,
+            {key: zlib.crc32(text) for key, text in plain.items()},
             plan.number,
             pack(self._image.fingerprints, plan.catalogues[plan.number]),
         )
 
-    def _commit(self, temporary: Path, parts: list[Part]) -> tuple[Path, int]:
-        """On rank 0, with what all have handed in."""
+    def _commit(self, temporary: Path, parts: list[Part]) -> list[Any]:
+        """On rank 0, with what all have handed in. Returns path and bytes."""
         for part in parts:
             if part.step != self._step:
                 raise CheckpointError(
@@ -242,13 +263,20 @@ class Write:
             torch_version=torch.__version__,
             files={**{part.name: part.record for part in parts}, commit.INDEX: index_record},
             tensors={name: {"shape": list(fact.shape), "dtype": fact.dtype} for name, fact in facts.items()},
-            state=state.merge_plain([part.plain for part in parts if part.plain is not None], self._optimizers),
+            state=state.merge_plain(
+                [
+                    {key: json.loads(text) for key, text in part.plain.items()}
+                    for part in parts
+                    if part.plain is not None
+                ],
+                self._optimizers,
+            ),
             config=self._bound.config,
             metrics=self._metrics,
             created=time.time(),
         )
         self._check_discarded()
-        return commit.commit(temporary, manifest, self._bound.incarnation), manifest.size
+        return [str(commit.commit(temporary, manifest, self._bound.incarnation)), manifest.size]
 
     def _check_replicas(self, parts: list[Part]) -> None:
         """Check that ranks which should hold the same do; else a mixture would be saved, which no rank has ever had."""
