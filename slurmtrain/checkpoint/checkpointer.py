@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from slurmtrain.checkpoint.copying import Copying
 
 VERIFY = ("full", "sampled", "off")
+ON_REPLICA_DRIFT = ("refuse", "warn")
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class Checkpointer:
             of 16) or "off" (sizes only). Unless "off", what has just been written is read back before older ones are removed.
         asynchronous: write while training goes on. False: `save` returns after the commit, and raises when it failed.
         max_failures: so many saves that fail in a row end the run; 0: go on without, for ever.
+        on_replica_drift: when ranks hold different values of what should be the same on all of them: "refuse" fails the save;
+            "warn" says so once, and of ranks that should hold the same the lowest always writes all of it, alone.
         mirror: URL of a folder of this run's own in an object store (fsspec's: s3://, gs://, file://). Committed checkpoints
             are copied there in the background, and fetched from there when the directory has none.
         say: where one line about a restore, a damaged checkpoint or a failed save goes (rank 0 only).
@@ -108,12 +111,18 @@ class Checkpointer:
         verify: str = "full",
         asynchronous: bool = True,
         max_failures: int = 3,
+        on_replica_drift: str = "refuse",
         mirror: str | None = None,
         say: Callable[[str], None] | None = None,
         on_ending: Callable[[Saved | CheckpointError], None] = lambda ending: None,
     ):
         if verify not in VERIFY:
             raise CheckpointError(f"verify={verify!r} is not known", hint=nearest(str(verify), VERIFY))
+        if on_replica_drift not in ON_REPLICA_DRIFT:
+            raise CheckpointError(
+                f"on_replica_drift={on_replica_drift!r} is not known",
+                hint=nearest(str(on_replica_drift), ON_REPLICA_DRIFT),
+            )
         _check_ranks_of_job(group)
         self.directory = Path(directory)
         self._changed = frozenset(changed)
@@ -121,6 +130,7 @@ class Checkpointer:
         values = _as_json(config or {})
         self._keep, self._verify = keep, verify
         self._asynchronous, self._max_failures = asynchronous, max_failures
+        self._on_replica_drift = on_replica_drift
         self._say = say or (lambda text: print(f"slurmtrain: {text}", file=sys.stderr, flush=True))
         self._on_ending = on_ending
         self._random = state.RandomState()
@@ -172,8 +182,8 @@ class Checkpointer:
         for. Parameters and optimiser state on a GPU are still copied when it returns, and a hook lets the next
         `optimizer.step()` wait for that; who changes them by hand calls `wait_staged` before.
 
-        Ranks that hold the same tensors are compared. When they differ the save fails and names them; buffers (BatchNorm) and
-        plain values that differ are told once, and those of the lowest rank are saved.
+        Ranks that hold the same tensors are compared. When they differ the save fails and names them (see on_replica_drift);
+        buffers (BatchNorm) and plain values that differ are told once, and those of the lowest rank are saved.
 
         Args:
             step: optimiser steps done.
@@ -219,7 +229,19 @@ class Checkpointer:
         self._turn += 1
         saving = self._saving = Saving(step, begun)
         self._discard.clear()
-        write = Write(self._writers, self._bound, step, plan, image, plain, optimizers, measured, self._discard)
+        write = Write(
+            self._writers,
+            self._bound,
+            step,
+            plan,
+            image,
+            plain,
+            optimizers,
+            measured,
+            self._discard,
+            refuse_drift=self._on_replica_drift == "refuse",
+            tell=not self._told,
+        )
         saving.stall_s = time.monotonic() - begun
         self._writer.submit(
             saving,
@@ -354,6 +376,7 @@ class Checkpointer:
             self._plan,
             of_first=lambda: state.buffers(objects),
             not_compared=lambda: state.broadcast_buffers(objects),
+            lowest_writes=self._on_replica_drift == "warn",
         )
 
     def _own(self, per_rank: Mapping[str, Any] | None) -> dict[str, Any]:

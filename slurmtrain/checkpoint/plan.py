@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slurmtrain.checkpoint.fingerprints import Replica
+from slurmtrain.checkpoint.fingerprints import Replica, group_number
 from slurmtrain.checkpoint.layout import Box, Catalogue, FileTable, TensorFacts, piece_name, share, table_of
 from slurmtrain.checkpoint.ranks import Ranks
 from slurmtrain.errors import CheckpointError
@@ -212,6 +212,7 @@ def make_plan(
     *,
     of_first: Callable[[], Collection[str]] = frozenset,
     not_compared: Callable[[], Collection[str]] = frozenset,
+    lowest_writes: bool = False,
 ) -> Plan:
     """The plan for `tensors`, by all ranks together; `known` when it still holds everywhere.
 
@@ -219,6 +220,7 @@ def make_plan(
         tensors: or why this rank has none to give; it becomes everybody's error.
         of_first: gives the names of those that are no exact replicas (buffers): the first rank that has one writes it.
         not_compared: gives the names of those that ranks are meant to have different ones of.
+        lowest_writes: of ranks that hold the same the first writes all of it, so that what is saved is what one rank had.
 
     Raises:
         CheckpointError: on every rank; a tensor that cannot be saved, or that is another one on another rank.
@@ -248,7 +250,9 @@ def make_plan(
     texts = [ranks.tell(text, source=owners[0]) for owners in members.values()]
     number = next(index for index, owners in enumerate(members.values()) if ranks.rank in owners)
     described = list(zip(texts, members.values(), strict=True))
-    return ranks.all_do(lambda: _make(tensors, number, described, ranks, signature, of_first(), not_compared()))
+    return ranks.all_do(
+        lambda: _make(tensors, number, described, ranks, signature, of_first(), not_compared(), lowest_writes)
+    )
 
 
 def _raise(found: object) -> None:
@@ -285,6 +289,7 @@ def _make(
     signature: tuple[Any, ...],
     of_first: Collection[str],
     not_compared: Collection[str],
+    lowest_writes: bool,
 ) -> Plan:
     """Args: texts: every different description, and which ranks gave it."""
     catalogues: list[Catalogue] = []
@@ -312,9 +317,12 @@ def _make(
             group = sorted(holders[name])
         index = group.index(ranks.global_rank if is_dtensor(tensor) and not name.startswith(OWN) else ranks.rank)
         if len(group) > 1 and box.numel and name not in not_compared:
-            replicated.append(Replica(name, group[0], index, len(group), box, tensor.itemsize, buffer=name in of_first))
+            number_of = group_number(group)
+            replicated.append(
+                Replica(name, group[0], number_of, index, len(group), box, tensor.itemsize, buffer=name in of_first)
+            )
         part: Box | None = box
-        if name not in of_first:
+        if name not in of_first and not lowest_writes:
             part = share(box, tensor.itemsize, name, index, len(group))
         elif index > 0:
             part = None

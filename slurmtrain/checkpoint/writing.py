@@ -21,7 +21,17 @@ import torch
 from slurmtrain.checkpoint import blocks, commit, state
 from slurmtrain.checkpoint.blocks import FileRecord
 from slurmtrain.checkpoint.commit import Incarnation, Manifest
-from slurmtrain.checkpoint.fingerprints import find_differing, pack
+from slurmtrain.checkpoint.fingerprints import (
+    BUFFER,
+    BUNDLES_ASKED,
+    Bundle,
+    Bundles,
+    Differing,
+    bundles_of,
+    digests_of,
+    find_differing,
+    name_differing,
+)
 from slurmtrain.checkpoint.layout import Index, Ints, check_coverage
 from slurmtrain.checkpoint.plan import Plan, file_name
 from slurmtrain.checkpoint.ranks import Ranks
@@ -58,7 +68,7 @@ class Part:
         plain: JSON of what is no tensor, by object; from the first of the ranks that hold the same tensors.
         plain_digests: of what is no tensor, by object.
         catalogue: number of this rank's.
-        fingerprints: of what other ranks hold, too; see `fingerprints.pack`.
+        bundles: of what other ranks hold, too; see `fingerprints.digests_of`.
     """
 
     step: int
@@ -69,7 +79,7 @@ class Part:
     plain: Mapping[str, bytes] | None
     plain_digests: Mapping[str, int]
     catalogue: int
-    fingerprints: Ints
+    bundles: Ints
 
     def to_json(self) -> list[Any]:
         """As it is told to rank 0."""
@@ -82,13 +92,13 @@ class Part:
             dict(self.plain) if self.plain is not None else None,
             dict(self.plain_digests),
             self.catalogue,
-            self.fingerprints.astype("<i8").tobytes(),
+            self.bundles.astype("<i8").tobytes(),
         ]
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Part:
-        step, name, (size, sha256), digests, table, plain, plain_digests, catalogue, fingerprints = values
-        rows = np.frombuffer(fingerprints, dtype="<i8").reshape(-1, 4)
+        step, name, (size, sha256), digests, table, plain, plain_digests, catalogue, bundles = values
+        rows = np.frombuffer(bundles, dtype="<i8").reshape(-1, 3)
         return cls(step, name, FileRecord(size, sha256), digests, table, plain, plain_digests, catalogue, rows)
 
 
@@ -105,6 +115,8 @@ class Write:
         plain: what is no tensor.
         optimizers: names of those in `plain` that are optimisers.
         discard: set when the save is to be given up.
+        refuse_drift: fail when ranks differ that should hold the same; else say so.
+        tell: what differs between ranks and may is to be said; else it was said before.
     """
 
     def __init__(
@@ -118,10 +130,18 @@ class Write:
         optimizers: Collection[str],
         metrics: Mapping[str, float],
         discard: threading.Event,
+        *,
+        refuse_drift: bool = True,
+        tell: bool = True,
     ):
         self._ranks, self._bound, self._step, self._plan, self._image = ranks, bound, step, plan, image
         self._plain, self._optimizers, self._metrics, self._discard = plain, optimizers, metrics, discard
+        self._refuse_drift, self._tell = refuse_drift, tell
         self._written: list[tuple[str, FileRecord]] = []  # by this rank
+        self._bundles: Bundles = {}
+        self._parts: list[Part] = []  # on rank 0, what all have handed in
+        self._differing: list[Bundle] = []  # on rank 0
+        self._differing_names: list[str] = []  # on rank 0, sentences
         self.told: str | None = None  # on rank 0: what differs between ranks and may
 
     @property
@@ -152,11 +172,15 @@ class Write:
         begin = partial(commit.begin, directory, self._step, incarnation, size=size)
         temporary = Path(self._ranks.on_rank_0(lambda: str(begin())))
         with commit.nothing_left(temporary, here=self._ranks.rank == 0):
-            path, total = self._ranks.gather_on_rank_0(
+            answer = self._ranks.gather_on_rank_0(
                 lambda: self._hand_in(temporary).to_json(),
-                lambda parts: self._commit(temporary, [Part.from_json(values) for values in parts]),
+                lambda parts: self._commit_or_ask(temporary, [Part.from_json(values) for values in parts]),
             )
-        return Path(path), total
+            if "ask" in answer:
+                answer = self._ranks.gather_on_rank_0(
+                    lambda: self._fingerprints(answer["ask"]), lambda told: self._commit_or_refuse(temporary, told)
+                )
+        return Path(answer["path"]), answer["size"]
 
     def read_back(self, path: Path, *, contents: bool, in_a_hurry: Callable[[], bool]) -> list[str] | None:
         """Compare what lies on the disk with what was written; a checkpoint that is damaged is set aside.
@@ -221,6 +245,7 @@ class Write:
         plan = self._plan
         table = plan.table(self._image.own_bytes).pack()
         plain = {key: json.dumps(value).encode() for key, value in self._plain.items()}
+        self._bundles = bundles_of(self._image.fingerprints, plan.replicas)
         return Part(
             self._step,
             name,
@@ -230,19 +255,43 @@ class Write:
             plain if self._ranks.rank in plan.spokesmen else None,
             {key: zlib.crc32(text) for key, text in plain.items()},
             plan.number,
-            pack(self._image.fingerprints, plan.catalogues[plan.number]),
+            digests_of(self._bundles),
         )
 
-    def _commit(self, temporary: Path, parts: list[Part]) -> list[Any]:
-        """On rank 0, with what all have handed in. Returns path and bytes."""
+    def _commit_or_ask(self, temporary: Path, parts: list[Part]) -> dict[str, Any]:
+        """On rank 0, with what all have handed in: path and size when it is committed; or what to `ask` before, of whom."""
         for part in parts:
             if part.step != self._step:
                 raise CheckpointError(
                     f"{part.name} is of step {part.step}, but rank 0 saves step {self._step}",
                     hint="save after the same step on every rank: let one decide when, and tell the others",
                 )
-        catalogues = self._plan.catalogues
-        self._check_replicas(parts)
+        self._parts = parts
+        differing = find_differing([part.bundles for part in parts])
+        if not self._refuse_drift and not self._tell:
+            differing = []
+        self._differing = [bundle for bundle in differing if bundle.part != BUFFER or self._tell]
+        if self._differing:
+            asked = self._differing[:BUNDLES_ASKED]
+            return {"ask": [[bundle.group, bundle.part, bundle.asked] for bundle in asked]}
+        return self._commit(temporary)
+
+    def _fingerprints(self, asked: list[list[Any]]) -> list[dict[str, int] | None]:
+        """This rank's fingerprints of those of the bundles of which it is asked for them."""
+        return [self._bundles.get((group, part)) if self._ranks.rank in ranks else None for group, part, ranks in asked]
+
+    def _commit_or_refuse(self, temporary: Path, told: list[list[dict[str, int] | None]]) -> dict[str, Any]:
+        """On rank 0, with what all have answered."""
+        found: dict[str, Differing] = {}
+        for number, bundle in enumerate(self._differing[:BUNDLES_ASKED]):
+            for differing in name_differing(bundle, [told[rank][number] or {} for rank in bundle.asked]):
+                found.setdefault(differing.name, differing)
+        self._check_replicas(list(found.values()), all_named=len(self._differing) <= BUNDLES_ASKED)
+        return self._commit(temporary)
+
+    def _commit(self, temporary: Path) -> dict[str, Any]:
+        parts, catalogues = self._parts, self._plan.catalogues
+        self._say_what_differs()
         index = Index(
             catalogues, {part.name: part.table for part in parts}, {part.name: part.digests for part in parts}
         )
@@ -276,22 +325,27 @@ class Write:
             created=time.time(),
         )
         self._check_discarded()
-        return [str(commit.commit(temporary, manifest, self._bound.incarnation)), manifest.size]
+        return {"path": str(commit.commit(temporary, manifest, self._bound.incarnation)), "size": manifest.size}
 
-    def _check_replicas(self, parts: list[Part]) -> None:
+    def _check_replicas(self, found: list[Differing], *, all_named: bool) -> None:
         """Check that ranks which should hold the same do; else a mixture would be saved, which no rank has ever had."""
-        found = find_differing([(part.catalogue, part.fingerprints) for part in parts], self._plan.catalogues)
         wrong = [differing for differing in found if not differing.buffer]
-        if wrong:
-            more = f" (and {len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
+        if wrong and self._refuse_drift:
+            least = "" if all_named else "at least "
+            more = f" (and {least}{len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
             raise CheckpointError(
                 f"{wrong[0]}{more}, and should be the same",
                 hint="what differs by design belongs into per_rank=; else the ranks have drifted apart: are gradients averaged "
-                "over all of them, or does a node compute wrongly?",
+                "over all of them, or does a node compute wrongly? GPUs of several models differ in the last bits: "
+                "checkpoint.on_replica_drift=warn saves the lowest rank's",
             )
-        told = [str(differing) for differing in found]
+        self._differing_names = [str(differing) for differing in found]
+
+    def _say_what_differs(self) -> None:
+        """Tell what is another one on some ranks and may be."""
+        told = list(self._differing_names)
         for number in range(len(self._plan.catalogues)):
-            alike = [(rank, part.plain_digests) for rank, part in enumerate(parts) if part.catalogue == number]
+            alike = [(rank, part.plain_digests) for rank, part in enumerate(self._parts) if part.catalogue == number]
             first, digests = alike[0]
             for key in sorted(digests):
                 others = [rank for rank, theirs in alike if theirs.get(key) != digests[key]]
