@@ -89,6 +89,12 @@ class Discarded(CheckpointError):
     """A save was given up on purpose."""
 
 
+class NotFinite(CheckpointError):
+    """Parameters are not finite, and are not saved: no later step mends them, and the same bits would do the same again."""
+
+    exit_code = EXIT_CONFIG
+
+
 class CheckpointMismatch(CheckpointError):
     """There are checkpoints, but none that this run may continue from: damaged, or of another model. No retry helps."""
 

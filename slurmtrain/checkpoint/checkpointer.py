@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from slurmtrain.checkpoint import blocks, commit, drift, retention, state
 from slurmtrain.checkpoint.commit import Incarnation, Manifest
+from slurmtrain.checkpoint.finite import not_finite
 from slurmtrain.checkpoint.index_file import check_whole, read_index
 from slurmtrain.checkpoint.layout import Index
 from slurmtrain.checkpoint.plan import OWN, Plan, check_types, file_name, make_plan
@@ -39,7 +40,16 @@ from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.checkpoint.saving import Saved, Saving, Writer
 from slurmtrain.checkpoint.staging import Image, Staging
 from slurmtrain.checkpoint.writing import Bound, Write
-from slurmtrain.errors import CheckpointError, CheckpointMismatch, Discarded, LostPeers, Superseded, Unreadable, nearest
+from slurmtrain.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    Discarded,
+    LostPeers,
+    NotFinite,
+    Superseded,
+    Unreadable,
+    nearest,
+)
 
 if TYPE_CHECKING:
     from slurmtrain.checkpoint.copying import Copying
@@ -140,6 +150,7 @@ class Checkpointer:
         self._failures = 0
         self._turn = 0  # saves so far, the same on all ranks
         self._checked: tuple[Any, ...] | None = None  # what is known to be restorable
+        self._meant: set[str] = set()  # parameters that are not finite and have been so from the beginning
         self._told = False  # that something differs between ranks
         self._last_size = 0
         self.lost: CheckpointError | None = None  # why a save that a script had begun when it ended was lost
@@ -184,6 +195,9 @@ class Checkpointer:
 
         Ranks that hold the same tensors are compared. When they differ the save fails and names them (see on_replica_drift);
         buffers (BatchNorm) and plain values that differ are told once, and those of the lowest rank are saved.
+
+        Parameters that are trained have to be finite, else the save fails (NotFinite) and the older checkpoints stay. The copy
+        is looked at, in the background. What was not finite already when `restore` was called may be so.
 
         Args:
             step: optimiser steps done.
@@ -239,6 +253,7 @@ class Checkpointer:
             optimizers,
             measured,
             self._discard,
+            finite=state.trained_parameters(objects).keys() - self._meant,
             refuse_drift=self._on_replica_drift == "refuse",
             tell=not self._told,
         )
@@ -348,7 +363,8 @@ class Checkpointer:
             raise  # no later save can be committed either
         except CheckpointError as error:
             if self._max_failures and self._failures >= self._max_failures:
-                raise CheckpointError(
+                kind = NotFinite if isinstance(error, NotFinite) else CheckpointError
+                raise kind(
                     f"{self._failures} saves in a row have failed, the last of step {step}: {error.message}",
                     hint=error.hint or "checkpoint.max_failures says how many are put up with",
                 ) from None
@@ -461,6 +477,23 @@ class Checkpointer:
             with suppress(CheckpointError):  # which has been told
                 self.wait()
         self._writer.wait_idle()
+        begins = self._ranks.all_do(lambda: not_finite(state.trained_parameters(objects)))
+        restored = self._restore(path, allow, objects, per_rank, as_start=as_start)
+        if self._ranks.maximum(
+            int(bool(begins))
+        ):  # before anything was trained: unless it was filled only now, it is meant to be so
+            self._meant |= begins & self._ranks.all_do(lambda: not_finite(state.trained_parameters(objects)))
+        return restored
+
+    def _restore(
+        self,
+        path: Path | str | None,
+        allow: Collection[str],
+        objects: Mapping[str, Any],
+        per_rank: Mapping[str, Any] | None,
+        *,
+        as_start: bool,
+    ) -> Restored | None:
         own = {} if as_start else self._own(per_rank)
         set_aside: list[str] = []
         fetched: dict[Path, str] = {}

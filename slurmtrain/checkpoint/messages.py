@@ -17,6 +17,7 @@ from slurmtrain.errors import (
     CheckpointMismatch,
     Discarded,
     LostPeers,
+    NotFinite,
     SlurmtrainError,
     Superseded,
     Unreadable,
@@ -35,6 +36,7 @@ FAILURES: Mapping[str, type[CheckpointError]] = {
     "superseded": Superseded,
     "lost": LostPeers,
     "discarded": Discarded,
+    "not finite": NotFinite,
 }
 _WORDS = {kind: word for word, kind in FAILURES.items()}
 

@@ -10,6 +10,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,11 +33,12 @@ from slurmtrain.checkpoint.fingerprints import (
     find_differing,
     name_differing,
 )
+from slurmtrain.checkpoint.finite import bytes_are_finite
 from slurmtrain.checkpoint.layout import Index, Ints, check_coverage
-from slurmtrain.checkpoint.plan import Plan, file_name
+from slurmtrain.checkpoint.plan import Piece, Plan, file_name
 from slurmtrain.checkpoint.ranks import Ranks
 from slurmtrain.checkpoint.staging import Image
-from slurmtrain.errors import CheckpointError, CheckpointMismatch, Discarded
+from slurmtrain.errors import CheckpointError, CheckpointMismatch, Discarded, NotFinite
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class Write:
         plain: what is no tensor.
         optimizers: names of those in `plain` that are optimisers.
         discard: set when the save is to be given up.
+        finite: names of what has to be finite.
         refuse_drift: fail when ranks differ that should hold the same; else say so.
         tell: what differs between ranks and may is to be said; else it was said before.
     """
@@ -131,12 +134,13 @@ class Write:
         metrics: Mapping[str, float],
         discard: threading.Event,
         *,
+        finite: Collection[str] = frozenset(),
         refuse_drift: bool = True,
         tell: bool = True,
     ):
         self._ranks, self._bound, self._step, self._plan, self._image = ranks, bound, step, plan, image
         self._plain, self._optimizers, self._metrics, self._discard = plain, optimizers, metrics, discard
-        self._refuse_drift, self._tell = refuse_drift, tell
+        self._finite, self._refuse_drift, self._tell = frozenset(finite), refuse_drift, tell
         self._written: list[tuple[str, FileRecord]] = []  # by this rank
         self._bundles: Bundles = {}
         self._parts: list[Part] = []  # on rank 0, what all have handed in
@@ -234,6 +238,7 @@ class Write:
         name = file_name(self._ranks.rank)
         try:
             with blocks.threads(background=True) as pool:
+                self._check_finite(self._image, pool)
                 record, digests = blocks.write(temporary / name, self._image.data, pool, check=self._check_discarded)
         except FileNotFoundError:
             commit.check_fence(
@@ -257,6 +262,22 @@ class Write:
             plan.number,
             digests_of(self._bundles),
         )
+
+    def _check_finite(self, image: Image, pool: ThreadPoolExecutor) -> None:
+        """Look at the copy that is written: training goes on meanwhile."""
+
+        def find(piece: Piece) -> bool:
+            return bytes_are_finite(image.data[piece.begin : piece.end], piece.dtype)
+
+        pieces = [piece for piece in self._plan.pieces if piece.name in self._finite]
+        wrong = [piece.name for piece, fine in zip(pieces, blocks.each(pool, find, pieces), strict=True) if not fine]
+        if wrong:
+            more = f" (and {len(wrong) - 1} more of this rank)" if len(wrong) > 1 else ""
+            raise NotFinite(
+                f"{wrong[0]}{more} is not finite after step {self._step}, and is not saved",
+                hint="no later step mends that: go on from an older checkpoint with a lower learning rate or other data; what "
+                "is meant to be infinite is not trained: requires_grad_(False), or a buffer",
+            )
 
     def _commit_or_ask(self, temporary: Path, parts: list[Part]) -> dict[str, Any]:
         """On rank 0, with what all have handed in: path and size when it is committed; or what to `ask` before, of whom."""
