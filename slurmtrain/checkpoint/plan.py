@@ -270,13 +270,22 @@ def _signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
 def _describe(tensors: Mapping[str, Tensor]) -> str:
     """This rank's catalogue and layouts, as text that is the same on ranks that hold the same."""
     layouts: list[Layout] = []
+    numbers: dict[
+        tuple[int, Any], int
+    ] = {}  # of layouts, by mesh and placements: to compare thousands of ranks takes long
     entries = []
     for name, tensor in sorted(tensors.items()):
         box_of(name, tensor)
-        layout = layout_of(tensor)
-        if layout is not None and layout not in layouts:
-            layouts.append(layout)
-        number = layouts.index(layout) if layout is not None else None
+        number = None
+        if is_dtensor(tensor):
+            known = (id(tensor.device_mesh), tensor.placements)  # type: ignore[attr-defined]
+            if known not in numbers:
+                layout = layout_of(tensor)
+                assert layout is not None
+                if layout not in layouts:
+                    layouts.append(layout)
+                numbers[known] = layouts.index(layout)
+            number = numbers[known]
         entries.append([name, list(tensor.shape), dtype_name(tensor.dtype), tensor.itemsize, number])
     return json.dumps([layouts, entries], separators=(",", ":"))
 
@@ -294,16 +303,27 @@ def _make(
     """Args: texts: every different description, and which ranks gave it."""
     catalogues: list[Catalogue] = []
     holders: dict[str, list[int]] = {}
-    layouts: dict[str, list[Layout]] = {}
+    different: list[Layout] = []
+    layouts: dict[str, list[int]] = {}  # places among the `different` ones
     for text, members in texts:
         meshes, entries = json.loads(text)
+        different += [found for mesh in meshes if (found := tuple(mesh)) not in different]
+        places = [different.index(tuple(mesh)) for mesh in meshes]
         catalogue = {}
         for name, shape, dtype, itemsize, layout in entries:
             catalogue[name] = TensorFacts(tuple(shape), dtype, itemsize, own=name.startswith(OWN))
             holders.setdefault(name, []).extend(members)
-            if layout is not None and (found := tuple(meshes[layout])) not in layouts.setdefault(name, []):
-                layouts[name].append(found)
+            if layout is not None and places[layout] not in layouts.setdefault(name, []):
+                layouts[name].append(places[layout])
         catalogues.append(catalogue)
+
+    groups: dict[tuple[int, ...], list[int]] = {}  # what ranks hold the same, by layouts
+
+    def holding_the_same(name: str) -> list[int]:
+        known = tuple(layouts[name])
+        if known not in groups:
+            groups[known] = replicas(ranks.global_rank, [different[place] for place in known])
+        return groups[known]
 
     written: list[tuple[str, Box, Box]] = []
     replicated: list[Replica] = []
@@ -312,7 +332,7 @@ def _make(
         if name.startswith(OWN):
             group = [ranks.rank]
         elif is_dtensor(tensor):
-            group = replicas(ranks.global_rank, layouts[name])
+            group = holding_the_same(name)
         else:
             group = sorted(holders[name])
         index = group.index(ranks.global_rank if is_dtensor(tensor) and not name.startswith(OWN) else ranks.rank)
