@@ -1,4 +1,4 @@
-"""`python -m slurmtrain`."""
+"""The program of `python -m slurmtrain`."""
 
 import sys
 

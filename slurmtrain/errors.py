@@ -1,7 +1,7 @@
-"""What can go wrong that a person can put right: one sentence, one hint, one exit code.
+"""Errors that a person can put right: one sentence, one hint, one exit code.
 
-Anything raised from here is shown without a traceback. Every other exception is a bug of ours, or of the user's own
-training code, and keeps its traceback.
+They are shown without a traceback. Every other exception is a bug of ours, or of the user's own training code, and
+keeps its traceback.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ EXIT_CONFIG = os.EX_CONFIG  # 78, sysexits.h: the config or the environment is w
 
 
 class SlurmtrainError(Exception):
-    """Base of all errors meant for a person.
+    """The base of all errors meant for a person.
 
     Args:
         message: one sentence: what was wrong, where, and the value found.
@@ -109,12 +109,12 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def how_it_ended(code: int) -> str:
-    """What became of a process, in words, by its exit code; of one that was killed, minus the signal's number."""
+    """Describe the end of a process by its exit code, which is minus the signal's number for one that was killed."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """A hint that names what `word` was probably meant to be, or all there is when nothing is near."""
+    """Return a hint that names what `word` was probably meant to be, or all names when none is similar."""
     known = sorted(names)
     close = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(close)}?" if close else f"known are: {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""What Hydra finds of us: pip puts a copy of this file into the namespace hydra_plugins, as hydra_plugins.slurmtrain.
+"""The plugin that Hydra finds: pip puts a copy of this file into the namespace hydra_plugins, as hydra_plugins.slurmtrain.
 
 Every Hydra program on the machine imports it when it starts, so it does nothing before a launcher is asked for jobs.
 """
@@ -15,7 +15,7 @@ from hydra.plugins.launcher import Launcher
 
 @dataclass
 class LauncherConf:
-    """hydra.launcher of `hydra/launcher=slurmtrain`: any Hydra program's jobs as runs of slurmtrain."""
+    """The config hydra.launcher of `hydra/launcher=slurmtrain`: any Hydra program's jobs as runs of slurmtrain."""
 
     _target_: str = "hydra_plugins.slurmtrain.SlurmtrainLauncher"
     cluster: str = "local"  # a config of slurmtrain's group of this name; local: processes of this machine
@@ -27,12 +27,14 @@ class LauncherConf:
 
 @dataclass
 class SearchLauncherConf:
-    """What `slurmtrain -m hydra/sweeper=... submit` chooses by itself."""
+    """The config of the launcher that `slurmtrain -m hydra/sweeper=... submit` chooses by itself."""
 
     _target_: str = "hydra_plugins.slurmtrain.SearchLauncher"
 
 
 class SlurmtrainLauncher(Launcher):
+    """The launcher of `hydra/launcher=slurmtrain`."""
+
     def __init__(self, **settings: Any):
         self._settings = settings
         self._tasks: Any = None
@@ -47,6 +49,8 @@ class SlurmtrainLauncher(Launcher):
 
 
 class SearchLauncher(Launcher):
+    """The launcher of a search, which asks `launch.search.Search` for the results of points."""
+
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
         self._context, self._search, self._config = hydra_context, task_function, config
 

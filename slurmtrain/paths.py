@@ -1,7 +1,7 @@
-"""Paths as a person means them: relative to the folder where the command was typed, by the names that they go by.
+"""Paths as a person writes them: relative to the folder where the command was typed, with links unresolved.
 
-A home or a scratch folder is often a link, or mounted elsewhere on the login node than on the compute nodes. So what a job
-is told is the path that the person's shell uses, not what links on this machine resolve to.
+A home or a scratch folder is often a link, or mounted elsewhere on the login node than on the compute nodes. So a job
+is given the path that the person's shell uses, not what links on this machine resolve to.
 """
 
 from __future__ import annotations
@@ -34,6 +34,6 @@ def absolute(path: str | Path, folder: Path | None = None) -> Path:
 
 
 def located(path: Path) -> Path:
-    """Return the absolute path of a run's or sweep's folder. One that is a link itself is what it points to."""
+    """Return the absolute path of a run's or sweep's folder; if that is a link itself, what it points to."""
     found = absolute(path)
     return found.resolve() if found.is_symlink() or found.parent.is_symlink() else found

@@ -1,4 +1,4 @@
-"""What the kernel says of the processes of this host."""
+"""Facts about the processes of this host, from the kernel."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Stat:
-    """Of /proc/<pid>/stat (`man 5 proc`).
+    """The contents of /proc/<pid>/stat (`man 5 proc`).
 
     Attributes:
         state: a letter; Z is a zombie, which has ended and waits for its parent to ask.
-        parent: pid.
-        start: in clock ticks since boot; with the pid, a name that is not given twice.
+        parent: pid of the parent.
+        start: start time in clock ticks since boot; together with the pid, it is never used twice.
     """
 
     state: str
@@ -27,7 +27,10 @@ class Stat:
 
 
 def stat(pid: int | str) -> Stat | None:
-    """None: there is no such process, or it is somebody else's on a machine that hides those (hidepid=1)."""
+    """Return the facts of a process, or None if it does not exist or is hidden.
+
+    A machine may hide processes of other users (hidepid=1).
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -37,17 +40,19 @@ def stat(pid: int | str) -> Stat | None:
 
 
 def stats() -> dict[int, Stat]:
-    """Of every process, zombies included, by pid."""
+    """Return the facts of every process, including zombies, by pid."""
     found = {int(entry): stat(entry) for entry in os.listdir("/proc") if entry.isdigit()}
     return {pid: known for pid, known in found.items() if known is not None}
 
 
 def lives(pid: int) -> bool:
-    """Whether there is such a process. One that was killed stays as a zombie where nobody collects orphans, as in many
-    containers; that is none."""
+    """Return whether there is such a process.
+
+    A process that was killed stays as a zombie if nobody reaps orphans, as in many containers; a zombie does not count.
+    """
     try:
         os.kill(pid, 0)
-    except PermissionError:  # somebody else's
+    except PermissionError:  # it belongs to somebody else
         return True
     except (ProcessLookupError, OverflowError):
         return False
@@ -56,6 +61,6 @@ def lives(pid: int) -> bool:
 
 
 def born(pid: int) -> str | None:
-    """When a process was started: with its pid, a name that is not given twice. None: it is no more."""
+    """Return the start time of a process, which with its pid is never used twice; None: the process does not exist."""
     found = stat(pid)
     return None if found is None or found.ended else str(found.start)

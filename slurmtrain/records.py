@@ -1,9 +1,9 @@
 """Read the small files of runs, which somebody else may have put there, and append to one's own.
 
-Folders of runs are shared. What lies in them may be a link to another file, a pipe that nobody writes to, a device, a
+Folders of runs are shared. A file in them may be a link to another file, a pipe that nobody writes to, a device, a
 terabyte of zeros, or JSON of any shape. So a file is opened without following a link and without waiting, must be a
-regular one, and is read up to a bound; what it says is checked for its type before anything is done with it. Whatever is
-wrong is an `UnreadableRecord` with one sentence, so that one bad run takes nobody's list down.
+regular one, and is read up to a limit; the types of its values are checked before they are used. Any error is an
+`UnreadableRecord` with one sentence, so that one bad run does not break the list of all.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.errors import UnreadableRecord
+from slurmtrain.modes import file_mode
 
-RECORD_BYTES = 4 << 20  # of run.json, attempt.json and the like: a job of 10,000 nodes takes 200 KB
+RECORD_BYTES = 4 << 20  # limit for run.json, attempt.json and the like: a job of 10,000 nodes takes 200 KB
 EVENTS_BYTES = 64 << 20
 METRICS_BYTES = 512 << 20  # two million logged steps
 _READ_AT_ONCE = 1 << 20
 LATEST = 253402300800.0  # the year 10000 in unix seconds: no calendar goes further
-_LARGEST = 2**53  # of a count: beyond it a float, and so many a reader of JSON, takes it for another
+_LARGEST = 2**53  # limit for a count: beyond it a float, and so many readers of JSON, round it
 
 
-# Files.
+# Functions that read and write files.
 
 
 def open_regular(path: Path) -> int:
@@ -59,7 +60,7 @@ def _unreadable(path: Path, error: OSError) -> UnreadableRecord:
 
 
 def read_bytes(path: Path, *, at_most: int = RECORD_BYTES) -> bytes:
-    """Read a file whole.
+    """Read a whole file.
 
     Raises:
         FileNotFoundError, NotADirectoryError: there is none.
@@ -78,7 +79,11 @@ def read_bytes(path: Path, *, at_most: int = RECORD_BYTES) -> bytes:
 
 
 def _read(descriptor: int, begin: int, size: int) -> bytes:
-    """Read `size` bytes from byte `begin` on, or as many as there are. Raises: OSError."""
+    """Read `size` bytes from byte `begin` on, or as many as there are.
+
+    Raises:
+        OSError: they cannot be read.
+    """
     data = os.pread(descriptor, size, begin)
     while len(data) < size and (more := os.pread(descriptor, size - len(data), begin + len(data))):
         data += more
@@ -91,7 +96,7 @@ def read_text(path: Path, *, at_most: int = RECORD_BYTES) -> str:
 
 
 def read_tail(path: Path, size: int) -> bytes:
-    """Read the last `size` bytes of a file, which may begin in the middle of a line; nothing where there is no file.
+    """Read the last `size` bytes of a file, which may begin in the middle of a line; return nothing if there is no file.
 
     Raises:
         UnreadableRecord: it is not a regular file, or cannot be read.
@@ -110,7 +115,7 @@ def read_tail(path: Path, size: int) -> bytes:
 
 
 def pieces(path: Path, begin: int = 0) -> Iterator[bytes]:
-    """Read a file from byte `begin` to its end, a piece of at most 1 MiB at a time; nothing where there is no file.
+    """Yield a file from byte `begin` to its end, in pieces of at most 1 MiB; nothing if there is no file.
 
     Raises:
         UnreadableRecord: it is not a regular file, or cannot be read.
@@ -129,7 +134,7 @@ def pieces(path: Path, begin: int = 0) -> Iterator[bytes]:
 
 
 def parse(data: bytes) -> Any:
-    """Parse JSON; None for what is none, is not UTF-8, or is nested deeper than Python can follow."""
+    """Parse JSON; return None for text that is no JSON, is not UTF-8, or is nested deeper than Python can follow."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -137,13 +142,14 @@ def parse(data: bytes) -> Any:
 
 
 def open_to_append(path: Path) -> int:
-    """Open a file of one's own for appending, make it if need be, and return its descriptor.
+    """Open a file of this user for appending, create it if need be, and return its descriptor.
 
     Raises:
-        OSError: it cannot be opened; PermissionError: it is not a regular file of this user.
+        PermissionError: it is not a regular file of this user.
+        OSError: it cannot be opened.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o600)
+    descriptor = os.open(path, flags, file_mode(path.parent))
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         os.close(descriptor)
@@ -152,12 +158,12 @@ def open_to_append(path: Path) -> int:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line, after the end of one that a kill or a full disk has torn, to a file of one's own.
+    """Append a line to a file of this user, on a new line even if a kill or a full disk has torn the last one.
 
     Lines of several writers stay whole.
 
     Raises:
-        OSError: as `open_to_append`; or not all of it could be written, and the next line begins behind what was.
+        OSError: as `open_to_append`; or not all of it could be written, and the next line begins after what was.
     """
     descriptor = open_to_append(path)
     try:
@@ -169,11 +175,11 @@ def append_line(path: Path, line: str) -> None:
         os.close(descriptor)
 
 
-# Whose.
+# Functions that find out whose a file is.
 
 
 def is_mine(path: Path) -> bool:
-    """Whether this user owns what is at `path` itself, be it a link. False where there is nothing."""
+    """Return whether this user owns the file at `path` itself, even if it is a link; False if there is nothing."""
     try:
         return os.lstat(path).st_uid == os.geteuid()
     except OSError:
@@ -181,13 +187,13 @@ def is_mine(path: Path) -> bool:
 
 
 def why_distrusted(path: str | Path, known: dict[str, str | None] | None = None) -> str | None:
-    """Say why somebody else may have written a file; None when only this user and root can have.
+    """Say why somebody else may have written a file; return None when only this user and root can have.
 
-    That takes the file, all folders above it and no link left to follow: who may rename a folder may put another there. A
-    sticky folder, as /tmp is, keeps others from renaming what is not theirs.
+    This concerns the file, all folders above it and the targets of links: a user who may rename a folder may put
+    another there. A sticky folder, as /tmp is, keeps others from renaming what is not theirs.
 
     Args:
-        known: what was found out, by path, where many files of the same folders are looked at in one go.
+        known: earlier results, by path, for a caller that looks at many files of the same folders.
     """
     return _why_distrusted(os.path.realpath(path), {} if known is None else known)
 
@@ -213,9 +219,9 @@ def _why_distrusted_itself(real: str) -> str | None:
 
 
 def only_mine(path: Path) -> bool:
-    """Whether a file and the folder that it lies in are this user's, no links, and nobody else may write into either.
+    """Return whether a file and its folder belong to this user, are no links, and nobody else may write into either.
 
-    Then this user has written it, whoever may rename the folders above: in a team's folder, say.
+    Then this user has written it, even if others may rename the folders above, as in a team's folder.
     """
     try:
         file, folder = os.lstat(path), os.lstat(path.parent)
@@ -226,8 +232,11 @@ def only_mine(path: Path) -> bool:
 
 
 def only_of_account(path: str | Path, uid: int) -> bool:
-    """Whether an account and root alone can have written a file: all folders above are theirs, and none, sticky or not, is
-    one that others may add to. So root has given the account the topmost folder of its own."""
+    """Return whether only an account and root can have written a file.
+
+    All folders above are theirs, and none, sticky or not, is one that others may add to. So root has given the account
+    the topmost folder of its own.
+    """
     real = Path(os.path.realpath(path))
     try:
         found = [os.lstat(each) for each in (real, *real.parents)]
@@ -237,20 +246,23 @@ def only_of_account(path: str | Path, uid: int) -> bool:
 
 
 def others_may_write(found: os.stat_result) -> bool:
-    """Whether mode and group let somebody else write. A group with the number of the user is taken for theirs alone."""
+    """Return whether mode and group let somebody else write.
+
+    A group with the user's own number counts as theirs alone.
+    """
     own_group = found.st_gid == os.geteuid()
     return bool(found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not own_group))
 
 
-# What they say.
+# The contents of records.
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a field of a record may be: a phrase for a person, and the test.
+    """The kind of values that a field of a record may have: a phrase for a person, and a test.
 
     Attributes:
-        types: those of which every value passes the test, which then need not be made.
+        types: types all of whose values pass the test, for which it need not be made.
     """
 
     phrase: str
@@ -266,17 +278,17 @@ class Kind:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a finite number; true and false are none."""
+    """Return whether a value is a finite number; true and false are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def is_count(value: object) -> bool:
-    """Whether a value is a whole number that any program can hold."""
+    """Return whether a value is a whole number that any program can hold."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
 def is_time(value: object) -> bool:
-    """Whether a value is a moment in unix seconds that a calendar knows."""
+    """Return whether a value is a time in unix seconds that a calendar has."""
     return is_number(value) and 0 <= float(value) < LATEST  # type: ignore[arg-type]
 
 
@@ -296,7 +308,7 @@ JOB_IDS = Kind(
 
 
 def is_job_id(text: str) -> bool:
-    """Whether a text can be the id of a job, or of a task of an array."""
+    """Return whether a text can be the id of a job, or of a task of an array."""
     return re.fullmatch(r"[0-9]{1,18}([_+][0-9]{1,18})?", text) is not None
 
 
@@ -312,7 +324,7 @@ def check_fields(values: Mapping[str, Any], kinds: Mapping[str, Kind], path: Pat
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, dict | list):  # which may be deep, or large
+    if isinstance(value, dict | list):  # the value may be deep, or large
         return "an object" if isinstance(value, dict) else "a list"
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
@@ -323,11 +335,14 @@ def finite(value: object) -> float | None:
     return float(value) if is_number(value) else None  # type: ignore[arg-type]
 
 
-# For a terminal.
+# Functions for output to a terminal.
 
 
 def printable(text: str) -> str:
-    """The text without control characters: what a file says must not steer a terminal. Line ends stay."""
+    """Return the text without control characters, so that the content of a file cannot control a terminal.
+
+    Line ends stay.
+    """
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)

@@ -1,7 +1,8 @@
-"""What this process writes holds no secret: its records, its error messages, and what Python prints.
+"""Redaction of secrets in everything that this process writes: its records, its error messages, and what Python prints.
 
-The values are the process's, as its environment is, where they come from. Each is replaced as it stands: one that is shown
-in another form (cut, quoted, encoded) is not found, nor is one that is too short to be told from other text.
+The secret values belong to the process, as its environment does, from which they come. Only the exact text of a value
+is replaced: one that is shown in another form (cut, quoted, encoded) is not found, nor is one that is too short to be
+told from other text.
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ _hidden: dict[str, str] = {}  # value -> what stands for it; longer ones first
 
 
 def hide(values: Mapping[str, str]) -> None:
-    """From now on `***NAME***` stands for each of these values."""
+    """Replace each of these values by `***NAME***` from now on."""
     known = {**_hidden, **{value: f"***{name}***" for name, value in values.items() if len(value) >= SHORTEST}}
     _hidden.clear()
     _hidden.update(sorted(known.items(), key=lambda pair: -len(pair[0])))  # one may be a part of another
 
 
 def redact(text: str) -> str:
-    """The text without secrets."""
+    """Return the text without secrets."""
     for value, stand_in in _hidden.items():
         text = text.replace(value, stand_in)
     return text
 
 
 def holds_secret(data: bytes) -> bool:
-    """Whether one stands in something that cannot be redacted."""
+    """Return whether bytes that cannot be redacted contain a secret."""
     return any(value.encode() in data for value in _hidden)
 
 
 def redacted(value: Any) -> Any:
-    """The same of every text in a value that JSON can hold; keys stay what they are."""
+    """Return a JSON value with every text in it redacted; keys are unchanged."""
     if not _hidden:
         return value
     if isinstance(value, str):

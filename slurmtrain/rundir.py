@@ -1,7 +1,7 @@
 """The run directory: the one thing that login node and job share.
 
-It is created exclusively at submit, named there once, and never derived again. Every path below it is spelled here
-and nowhere else; every verb works from it alone.
+It is created exclusively at submit, its path is decided there once, and never derived again. Every path below it is
+defined here and nowhere else; every verb works from it alone.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 from slurmtrain import records
 from slurmtrain.errors import ClusterError, ConfigError, UnreadableRecord, UsageError
+from slurmtrain.modes import file_mode, folder_mode
 from slurmtrain.paths import absolute, located
 from slurmtrain.records import COUNT, FLAG, JOB_IDS, NOTHING, OBJECT, TEXT, TEXTS, TIME, finite
 from slurmtrain.redaction import redacted
@@ -35,7 +36,7 @@ ATTEMPT_VARIABLE = "SLURMTRAIN_ATTEMPT"
 INFO_LOCK_S = 10.0  # longest wait for somebody who changes run.json, which takes milliseconds
 INFO_LOCK_POLL_S = 0.01
 
-# run.json: what every run's has, and what some have.
+# The fields of run.json: those that every run has, and those that some have.
 _ALWAYS = {
     "name": TEXT,
     "overrides": TEXTS,
@@ -62,14 +63,17 @@ _SOMETIMES = {
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths and small files of one run. Holds no state of its own; the paths that tables of many runs need are kept."""
+    """The paths and small files of one run.
+
+    Holds no state of its own; paths that tables of many runs need are cached.
+    """
 
     path: Path
 
     # Files and folders, in the order in which a run makes them.
     @cached_property
     def id(self) -> str:
-        """Of an evaluation, with the id of the run whose checkpoint it is of."""
+        """The run's id; for an evaluation, with the id of the run whose checkpoint it evaluates in front."""
         return f"{self.path.parents[1].name}.{self.path.name}" if self._is_evaluation else self.path.name
 
     @cached_property
@@ -86,7 +90,10 @@ class RunDir:
 
     @property
     def program_folders(self) -> tuple[Path, ...]:
-        """Where a program of the user's own may put a file that it names by a relative path: this directory, its own."""
+        """The folders of files that a program of the user's own names by a relative path.
+
+        They are the run directory, and the program's working directory.
+        """
         return tuple(dict.fromkeys((self.path, self.path / (self.info().get("workdir") or "."))))
 
     @property
@@ -118,26 +125,29 @@ class RunDir:
 
     @cached_property
     def evaluations(self) -> Path:
-        """Folders of evaluations that are not made by the run's own ranks, each like a run's."""
+        """The folder of the folders of evaluation jobs, each of which is like a run's."""
         return self.path / "evaluations"
 
     def evaluation(self, step: int, variant: str = "") -> RunDir:
-        """Of the checkpoint of `step`; `variant` tells apart those that differ in more."""
+        """Return the folder of the evaluation of the checkpoint of `step`.
+
+        `variant` distinguishes evaluations with other overrides.
+        """
         return RunDir(self.evaluations / (f"step_{step:07d}" + (f"-{variant}" if variant else "")))
 
     @cached_property
     def evaluations_file(self) -> Path:
-        """What they have measured, a line each; as in metrics.jsonl."""
+        """The file of the metrics of evaluation jobs, one per line, in the format of metrics.jsonl."""
         return self.path / "evaluations.jsonl"
 
     @property
     def result_file(self) -> Path:
-        """Of an evaluation: what it has measured."""
+        """The file of the result of an evaluation."""
         return self.path / "result.json"
 
     @property
     def evaluated_run(self) -> RunDir | None:
-        """Of an evaluation: the run whose checkpoint it is of."""
+        """For an evaluation, the run whose checkpoint it evaluates; else None."""
         return RunDir(self.path.parents[1]) if self._is_evaluation else None
 
     @cached_property
@@ -146,52 +156,61 @@ class RunDir:
 
     @cached_property
     def request_file(self) -> Path:
-        """What a person asked of the running job: written by `cancel`, `preempt` and `requeue`."""
+        """The file of a person's request to the running job, written by `cancel`, `preempt` and `requeue`."""
         return self.path / "request.json"
 
     @property
     def stop_switch(self) -> Path:
-        """A file that anybody who may write here can make, with `touch`: end the run for good, as `cancel` does."""
+        """A file that anybody who may write here can make, with `touch`, to end the run for good, as `cancel` does."""
         return self.path / "stop"
 
     @property
     def save_switch(self) -> Path:
-        """The same: save a checkpoint now, and go on."""
+        """A file that anybody who may write here can make, with `touch`, to have a checkpoint saved now."""
         return self.path / "save"
 
     def job_log(self, job_id: str) -> Path | None:
-        """What the batch script of a job has printed; None when the job has not begun here. Of an array: the folder above."""
+        """Return the log of a job's batch script; None when the job has not begun here.
+
+        For an array, it is in the folder above.
+        """
         paths = (os.path.join(folder, f"slurm-{job_id}.log") for folder in (self.path, self.path.parent))
         found = next((path for path in paths if os.path.lexists(path)), None)
         return Path(found) if found is not None else None
 
-    # What is in them.
+    # The contents of the files.
     def all_evaluations(self) -> list[RunDir]:
-        """By step."""
+        """Return the evaluations, by step."""
         return [RunDir(path.parent) for path in sorted(self.evaluations.glob("*/run.json"))]
 
     def measured(self) -> dict[str, float]:
-        """Of an evaluation: its metrics by name; nothing before it is done."""
+        """Return the metrics of an evaluation by name; nothing before it is done."""
         metrics = (read_json(self.result_file) or {}).get("metrics")
         return {name: value for name, value in metrics.items() if _is_value(value)} if isinstance(metrics, dict) else {}
 
     def measured_at(self) -> float | None:
-        """Of an evaluation: when it was done, unix seconds."""
+        """Return when an evaluation was done, in unix seconds."""
         time: object = (read_json(self.result_file) or {}).get("time")
         return float(time) if records.is_time(time) else None  # type: ignore[arg-type]
 
     def exists(self) -> bool:
-        """Is this a run, or one in the making? `create` makes two folders; run.json comes after the code is copied."""
+        """Return whether this is a run, or one being created: `create` makes two folders.
+
+        Run.json comes after the code is copied.
+        """
         return os.path.isfile(self.info_file) or (os.path.isdir(self.attempts) and os.path.isdir(self.checkpoints))
 
     def info(self, *, whole: bool = False) -> dict[str, Any]:
-        """run.json: id, name, overrides, config hash, code revision, user, host, job ids. The fields have their types.
+        """Return run.json: id, name, overrides, config hash, code revision, user, host, job ids.
+
+        The fields have their types.
 
         Args:
-            whole: all that `submit` writes has to be there; who asks for the state of a run has made sure of that.
+            whole: require all fields that `submit` writes; callers that have asked for the run's state have checked
+                that.
 
         Raises:
-            UnreadableRecord: this is not a run directory, or what its run.json says cannot be used.
+            UnreadableRecord: this is not a run directory, or its run.json cannot be used.
         """
         info = read_json(self.info_file)
         if info is None:
@@ -203,7 +222,7 @@ class RunDir:
         return info
 
     def config_values(self) -> Any:
-        """config.yaml as plain values, of whichever version of the schema.
+        """Return config.yaml as plain values, of whichever version of the schema.
 
         Raises:
             UnreadableRecord: there is none, or it is no YAML as `submit` writes it.
@@ -211,7 +230,10 @@ class RunDir:
         import yaml
 
         class Plain(yaml.SafeLoader):
-            """No aliases, which `submit` does not write: a few lines of them stand for more values than fit anywhere."""
+            """A loader that refuses aliases, which `submit` does not write.
+
+            A few lines of aliases expand to more values than fit anywhere.
+            """
 
             def compose_node(self, parent: Any, index: Any) -> Any:
                 if self.check_event(yaml.AliasEvent):
@@ -228,11 +250,11 @@ class RunDir:
             ) from None
 
     def slurm_conf(self) -> str | None:
-        """The slurm.conf by which SLURM's commands reach the run's cluster; None: this machine's own.
+        """Return the slurm.conf by which SLURM's commands reach the run's cluster; None: this machine's own.
 
-        A slurm.conf names libraries that those commands load, so it is used only where nobody but this user, root and
-        the account `slurm` can have written it, and nobody but this user and root the run.json that names it; or where it
-        is the one that this shell uses anyway.
+        A slurm.conf names libraries that those commands load, so it is used only if nobody but this user, root and the
+        account `slurm` can have written it, and nobody but this user and root the run.json that names it; or if it is
+        the one that this shell uses anyway.
 
         Raises:
             ClusterError: somebody else can have written one of them.
@@ -246,7 +268,7 @@ class RunDir:
         return frozenset(str(word).partition("=")[0].lstrip("+") for word in words)
 
     def changed_at(self) -> float:
-        """Return when a person last changed the run's config or code, in unix seconds; 0 where nobody has."""
+        """Return when a person last changed the run's config or code, in unix seconds; 0 if nobody has."""
         return max((finite(change.get("time")) or 0.0 for change in self._changes()), default=0.0)
 
     def _changes(self) -> list[dict[str, Any]]:
@@ -259,22 +281,22 @@ class RunDir:
             write_json(self.info_file, {**self.info(), **changes})
 
     def add_job(self, job_id: str, **changes: Any) -> None:
-        """Note the run's latest job, and replace other fields of run.json. Raises as `info`."""
+        """Record the run's latest job, and replace other fields of run.json. Raises as `info`."""
         with self._changing_info():
             info = self.info()
             write_json(self.info_file, {**info, **changes, "job_ids": [*info["job_ids"], job_id]})
 
     def make_up_job(self, job_id: str, submitted: float, **changes: Any) -> bool:
-        """Note a job that was submitted a while ago, before those that were submitted later.
+        """Record a job that was submitted a while ago, before those that were submitted later.
 
         The order is that of the submissions: SLURM's ids begin anew on a cluster that is set up again.
 
         Args:
-            submitted: when, unix seconds.
+            submitted: time of its submission in unix seconds.
             changes: other fields of run.json.
 
         Returns:
-            False where the job is noted already; nothing is changed then.
+            False if the job is recorded already; nothing is changed then.
 
         Raises:
             UnreadableRecord: there is no usable run.json.
@@ -285,7 +307,7 @@ class RunDir:
             if job_id in job_ids:
                 return False
             events = [event for event in self.events() if event["event"] == "submitted"] if job_ids else []
-            # An event that was made up, too, says when that job was submitted.
+            # An event that is added here also says when that job was submitted.
             later = [
                 event.get("job_id") for event in events if (finite(event.get("submitted")) or event["time"]) > submitted
             ]
@@ -296,10 +318,11 @@ class RunDir:
 
     @contextlib.contextmanager
     def _changing_info(self) -> Iterator[None]:
-        """Be the only one who reads, changes and writes run.json: the running job does it, too, on another host.
+        """Hold a lock while run.json is read, changed and written: the running job does that, too, on another host.
 
-        The lock is on events.jsonl, which is never replaced. NFS passes flock(2) on to its server, and it ends with whoever
-        has it. Where a file system has no locks, or somebody who was suspended has it, it is done without.
+        The lock is on events.jsonl, which is never replaced. NFS passes flock(2) on to its server, and it ends with the
+        process that holds it. If a file system has no locks, or a process that was suspended holds it, run.json is
+        changed without it.
         """
         try:
             descriptor = records.open_to_append(self.events_file)
@@ -330,7 +353,9 @@ class RunDir:
         records.append_line(self.events_file, line)
 
     def events(self) -> list[dict[str, Any]]:
-        """What has happened, oldest first, each with at least its `event` and `time`. Torn and foreign lines are left out.
+        """Return the run's events, oldest first, each with at least its `event` and `time`.
+
+        Torn and foreign lines are left out.
 
         Raises:
             UnreadableRecord: events.jsonl is not a regular file, or cannot be read.
@@ -340,7 +365,11 @@ class RunDir:
         return [each for each in found if _is_event(each)]
 
     def attempt_numbers(self) -> list[int]:
-        """In order. Raises: UnreadableRecord: the folder cannot be read."""
+        """Return the numbers of the attempts, in order.
+
+        Raises:
+            UnreadableRecord: the folder cannot be read.
+        """
         try:
             with os.scandir(self.attempts) as entries:
                 found = [e.name for e in entries if e.is_dir(follow_symlinks=False)]
@@ -355,11 +384,11 @@ class RunDir:
 
         The batch script does the same in bash, before any Python of ours runs.
         """
-        self.attempts.mkdir(mode=0o700, exist_ok=True)
+        self.attempts.mkdir(mode=folder_mode(self.path), exist_ok=True)
         number = (self.attempt_numbers() or [0])[-1] + 1
         while True:
             try:
-                self.attempt(number).mkdir(mode=0o700)
+                self.attempt(number).mkdir(mode=folder_mode(self.attempts))
                 return number
             except FileExistsError:
                 number += 1
@@ -370,20 +399,20 @@ def _is_event(value: object) -> bool:
 
 
 def _is_value(value: object) -> bool:
-    """A number, NaN and the infinities included."""
+    """Return whether a value is a number, NaN and the infinities included."""
     return isinstance(value, float) or records.is_number(value)
 
 
 def trusted_slurm_conf(conf: str | None, *, named_by: Path, known: dict[str, str | None] | None = None) -> str | None:
-    """A slurm.conf that a record names, if nobody can have written either whom this user need not trust.
+    """Return the slurm.conf that a record names, if only users whom this user has to trust can have written both.
 
-    The account `slurm`, as which slurmctld runs on most clusters, decides what root's slurmd starts. So it may own the file,
-    in a folder that root has given it.
+    The account `slurm`, as which slurmctld runs on most clusters, decides what root's slurmd starts. So it may own the
+    file, in a folder that root has given it.
 
     Args:
         conf: its path; None: this machine's own.
         named_by: the record.
-        known: as of `records.why_distrusted`.
+        known: as for `records.why_distrusted`.
 
     Raises:
         ClusterError: somebody else can have written one of them.
@@ -418,18 +447,18 @@ def _slurm_account() -> int | None:
 
 
 def is_sweep(folder: Path | str) -> bool:
-    """A folder under the runs that holds the points of one sweep."""
+    """Return whether a folder under the runs holds the points of one sweep."""
     return os.path.isfile(os.path.join(folder, "sweep.json"))  # not in a folder that cannot be read
 
 
 def new_run_id() -> str:
-    """Sorts by time, to the millisecond; the random part keeps two of the same moment apart."""
+    """Return an id that sorts by time, to the millisecond; its random part distinguishes two of the same moment."""
     now = time.time()
     return f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{int(now * 1000) % 1000:03d}{secrets.token_hex(1)}"
 
 
 def create(runs_dir: Path, name: str) -> RunDir:
-    """Create a run directory that did not exist before, mode 0700.
+    """Create a run directory that did not exist before, mode 0700, or 0750 in a team's folder.
 
     Raises:
         ConfigError: the folder cannot be created.
@@ -439,7 +468,7 @@ def create(runs_dir: Path, name: str) -> RunDir:
         while True:
             path = runs_dir / name / new_run_id()
             try:
-                path.mkdir(mode=0o700)
+                path.mkdir(mode=folder_mode(path.parent))
                 break
             except FileExistsError:
                 continue
@@ -450,20 +479,20 @@ def create(runs_dir: Path, name: str) -> RunDir:
         ) from None
     run_dir = RunDir(located(path))
     for folder in (run_dir.attempts, run_dir.checkpoints):
-        folder.mkdir(mode=0o700)
+        folder.mkdir(mode=folder_mode(run_dir.path))
     return run_dir
 
 
 def make_folder(runs_dir: Path, *names: str) -> None:
-    """Make the folders in which runs of several people may lie, and look whether nobody else can replace what is in them.
+    """Make the folders in which runs of several people may lie, and check that nobody else can replace what is in them.
 
-    Whoever may rename a run's directory can put another in its place, and the next attempt runs that. In a team's folder (of
-    a group, with the setgid bit) the folders made here are the group's, too, and sticky: each can add runs, and rename none
-    but their own.
+    A user who may rename a run's directory can put another in its place, and the next attempt runs that. In a team's
+    folder (of a group, with the setgid bit) the folders made here are the group's, too, and sticky: each member can add
+    runs, and rename none but their own.
 
     Raises:
-        OSError: one cannot be made.
-        ConfigError: everybody, or whoever owns one, can replace what is in it.
+        OSError: a folder cannot be made.
+        ConfigError: everybody, or the owner of a folder, can replace what is in it.
     """
     runs_dir.parent.mkdir(parents=True, exist_ok=True)
     above, folder = runs_dir.parent, runs_dir
@@ -481,7 +510,7 @@ def make_folder(runs_dir: Path, *names: str) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raises: ConfigError: somebody who is in no group with this user can replace what is in it."""
+    """Raise ConfigError if a user who is in no group with this user can replace what is in a folder."""
     found = os.stat(folder)
     hint = "set job.runs_dir or job.name to a folder of your own, or of your group"
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
@@ -499,18 +528,24 @@ def _check_folder(folder: Path) -> None:
 
 
 def runs_root() -> Path:
-    """Where `submit` puts runs unless job.runs_dir says otherwise, and where verbs look: SLURMTRAIN_RUNS, else ./runs."""
+    """Return where `submit` puts runs unless job.runs_dir says otherwise, and where verbs look.
+
+    It is SLURMTRAIN_RUNS, else ./runs.
+    """
     return Path(os.environ.get("SLURMTRAIN_RUNS") or "runs").expanduser()
 
 
 def reference(run_dir: RunDir) -> str:
-    """What a person types to mean this run: its id where the verbs find it, else its path."""
+    """Return what a person types to mean this run: its id if the verbs find it, else its path."""
     found = run_dir.path.parent.parent == located(runs_root())
     return run_dir.id if found else shlex.quote(str(run_dir.path))
 
 
 def all_runs(root: Path) -> list[RunDir]:
-    """Every run under `root`, oldest first. A hidden folder is one that is being removed; a link of somebody else is none."""
+    """Return every run under `root`, oldest first.
+
+    Hidden folders, which are being removed, and links of somebody else are left out.
+    """
     found: list[tuple[str, RunDir]] = []
     for folder in _folders(absolute(root)):
         if foreign_link(folder):
@@ -523,7 +558,7 @@ def all_runs(root: Path) -> list[RunDir]:
 
 
 def _folders(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
-    """The folders in a folder, and the links to some; none where it cannot be read."""
+    """Return the folders in a folder, and links to folders; none if it cannot be read."""
     try:
         with os.scandir(folder) as entries:
             return [entry for entry in entries if _is_folder(entry)]
@@ -539,7 +574,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def foreign_link(path: Path | os.DirEntry[str]) -> bool:
-    """Whether this is a link that neither this user nor root has made: it may lead anywhere."""
+    """Return whether this is a link that neither this user nor root has made: it may lead anywhere."""
     if isinstance(path, os.DirEntry) and not path.is_symlink():
         return False
     found = os.lstat(path)
@@ -547,17 +582,17 @@ def foreign_link(path: Path | os.DirEntry[str]) -> bool:
 
 
 def is_own(run_dir: RunDir) -> bool:
-    """Whether the run is this user's: its folder and its run.json are."""
+    """Return whether the run's folder and its run.json belong to this user."""
     return all(records.is_mine(path) for path in (run_dir.path, run_dir.info_file))
 
 
 def check_parts(run_dir: RunDir) -> None:
-    """Look whether the run is made of what `submit` makes it of: folders and files of one user, and no links to elsewhere.
+    """Check that the run has the parts that `submit` makes: folders and files of one user, and no links to elsewhere.
 
-    A folder that the reader has moved and linked, to a larger disk, say, is theirs to follow.
+    Links that the reader has made, for instance to move a folder to a larger disk, are accepted.
 
     Raises:
-        UnreadableRecord: it is not.
+        UnreadableRecord: it has others.
     """
     try:
         owner = os.stat(run_dir.path).st_uid
@@ -576,12 +611,12 @@ def check_parts(run_dir: RunDir) -> None:
 
 
 def require_own(run_dir: RunDir) -> None:
-    """Look whether the run is this user's in all its parts, before anything of it is started, changed or removed.
+    """Check that the run belongs to this user in all its parts, before anything of it is started, changed or removed.
 
-    What a run holds is run: its script by SLURM, its config by the trainer. Root is no exception.
+    The contents of a run are executed: its script by SLURM, its config by the trainer. Root is no exception.
 
     Raises:
-        UsageError: it is somebody else's, or a part of it is.
+        UsageError: it belongs to somebody else, or a part of it does.
     """
     run = run_dir.evaluated_run or run_dir
     for each in dict.fromkeys((run, run_dir)):
@@ -598,7 +633,7 @@ def require_own(run_dir: RunDir) -> None:
 
 
 def check_not_linked(run_dir: RunDir) -> None:
-    """Look whether the folders of a run are in it, before something in them is removed.
+    """Check that the folders of a run are in it, before something in them is removed.
 
     Raises:
         UsageError: one is a link to elsewhere.
@@ -612,7 +647,7 @@ def check_not_linked(run_dir: RunDir) -> None:
 
 
 def unreadable(root: Path) -> list[Path]:
-    """Runs and sweeps under `root`, or whole folders of them, that belong to somebody else and are not for us."""
+    """Return the runs and sweeps under `root`, or whole folders of them, that belong to somebody else and are not readable."""
     found = []
     for folder in _visible_folders(root):
         if _closed(folder):
@@ -634,7 +669,7 @@ def _closed(folder: Path | str) -> bool:
 
 
 def refuse_unreadable(reference: str, root: Path) -> None:
-    """Raises: UsageError: what the person means is there and cannot be read."""
+    """Raise UsageError if what the person means exists and cannot be read."""
     named = Path(reference)
     for path in [named] if os.path.isdir(named) and _closed(named) else unreadable(root):
         if path == named or path.name.startswith(reference):
@@ -645,7 +680,7 @@ def refuse_unreadable(reference: str, root: Path) -> None:
 
 
 def find(reference: str, root: Path) -> RunDir:
-    """The run that a person means: an id, a unique prefix of one, a path, or "last", which is the last of their own.
+    """Return the run that a person means: an id, a unique prefix of one, a path, or "last", which is the last of their own.
 
     Raises:
         UsageError: none or several match.
@@ -664,7 +699,7 @@ def find(reference: str, root: Path) -> RunDir:
         if not own:
             raise UsageError(f"none of the runs under {root.resolve()} is yours", hint=f"the latest is {runs[-1].id}")
         return own[-1]
-    # Somebody else's can be given any id: the one that was typed in full comes first, then this user's own.
+    # Another user can give a run any id: a run whose id was typed in full comes first, then this user's own.
     by_id = [run for run in runs if run.id == reference] or [run for run in runs if run.id.startswith(reference)]
     matching = by_id if len(by_id) == 1 else [run for run in by_id if is_own(run)] or by_id
     if len(matching) == 1:
@@ -681,6 +716,7 @@ def find(reference: str, root: Path) -> RunDir:
 
 
 def nothing_under(root: Path, what: str) -> UsageError:
+    """Return the error for a folder that holds no runs or sweeps."""
     return UsageError(
         f"there are no {what} under {absolute(root)}",
         hint="go to the folder where submit was typed, or set SLURMTRAIN_RUNS to its runs folder",
@@ -688,7 +724,7 @@ def nothing_under(root: Path, what: str) -> UsageError:
 
 
 def disk_usage(path: Path) -> int:
-    """Bytes of a file, or of all files below a folder. Links are not followed."""
+    """Return the bytes of a file, or of all files below a folder. Links are not followed."""
     if path.is_symlink():
         return os.lstat(path).st_size
     total = os.lstat(path).st_size if path.is_file() else 0
@@ -702,7 +738,7 @@ def disk_usage(path: Path) -> int:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, or None when it is missing or torn.
+    """Return the object in a JSON file, or None when it is missing or torn.
 
     Raises:
         UnreadableRecord: it is not a regular file, too large, or cannot be read.
@@ -715,18 +751,18 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, value: dict[str, Any], *, durable: bool = True) -> None:
-    """`write_text` of an object, without secrets."""
+    """Write an object as JSON by `write_text`, without secrets."""
     write_text(path, json.dumps(redacted(value), indent=1) + "\n", durable=durable)
 
 
 def write_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """Replace a file in one step: a reader sees the old or the new one, never half of it; other links keep the old one.
+    """Replace a file atomically: a reader sees the old or the new one, never half of it; other links keep the old one.
 
     Args:
         durable: wait until it is on the disk; not for thousands of files that can be made again.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(2)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode(path.parent))
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
         if durable:

@@ -1,8 +1,8 @@
 """Files as blocks of 16 MiB, each with its SHA-256: written, digested and compared block by block, several at a time.
 
-A digest for every block lets threads and ranks share one file's work, and lets a reader that needs a part of a file check
-that part. A file's own digest is the SHA-256 over the digests of its blocks. SHA-256 and file operations let go of the
-interpreter's lock, so threads do. Knows no torch and no checkpoint.
+A digest for every block lets threads and ranks share one file's work, and lets a reader that needs a part of a file
+check that part. A file's own digest is the SHA-256 over the digests of its blocks. The work is done by threads, since
+SHA-256 and file operations release the interpreter's lock. Imports no torch, and knows nothing of checkpoints.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slurmtrain.errors import Unreadable
+from slurmtrain.modes import file_mode
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -33,24 +34,26 @@ BLOCK_BYTES = 16 << 20
 PIECE_BYTES = 512 << 10
 DIGEST_BYTES = 32
 MADV_POPULATE_READ = 22
-THREADS = 4
+# One thread digests 1.5 to 2 GB/s (SHA-256 by the processor's own instructions), so this many digest what one rank's share of
+# a node's fast disks or of its network gives. In the background they share the cores with the training.
+THREADS, BACKGROUND_THREADS = 8, 4
 OPEN_FILES = 256  # at a time: a process may often have no more than 1,024
 NICENESS = 10
 # How long a storage that fails is asked again: a server that is started anew, a mount that comes back.
 RETRY_S = 60.0
 # How long a file may be missing that another node has written: an NFS client believes what it has cached.
 LATE_S = 2.0
-# What an errno says: of the file; or of this process. Everything else (EIO, ETIMEDOUT, ESTALE, ESHUTDOWN, ...) of the storage.
+# Errors of the file, and of this process. All others (EIO, ETIMEDOUT, ESTALE, ESHUTDOWN, ...) are of the storage.
 _OF_THE_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
 _OF_THIS_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file as it was handed in.
+    """The size and digest of a file as it was written.
 
     Attributes:
-        size: bytes.
+        size: size in bytes.
         sha256: in hex, over the SHA-256 digests of the file's blocks.
     """
 
@@ -62,10 +65,10 @@ def patiently(work: Callable[[], T], path: Path, *, late_s: float | None = None)
     """Run `work`, which reads from the file `path`, again and again while the storage fails.
 
     Args:
-        late_s: how long to wait for a file that is missing, seconds; None: LATE_S.
+        late_s: seconds to wait for a file that is missing; None: LATE_S.
 
     Raises:
-        OSError: the file is not there or is none, or this process may not read it.
+        OSError: the file does not exist or is no regular file, or this process may not read it.
         Unreadable: the storage still fails after RETRY_S; nothing is known about the file.
     """
     begun, pause = time.monotonic(), 0.1
@@ -92,20 +95,21 @@ def patiently(work: Callable[[], T], path: Path, *, late_s: float | None = None)
 
 
 def refresh(directory: Path) -> None:
-    """Make an NFS client forget what it believes is in `directory`: a change of our own makes it ask the server."""
+    """Make an NFS client ask the server for the entries of `directory` again, by changing the directory."""
     probe = directory / f".probe-{uuid.uuid4().hex}"
     probe.touch(mode=0o600)
     probe.unlink()
 
 
 def threads(*, background: bool = False) -> ThreadPoolExecutor:
-    """A pool for reading, writing and digesting blocks: two threads for a core that this process may use, of which one
-    waits for the disk; at most 4.
+    """Return a pool for reading, writing and digesting blocks.
+
+    It has two threads for each core that this process may use, since one of them waits for the disk; at most 8.
 
     Args:
-        background: the threads step back when others want the core.
+        background: training goes on: take at most 4 threads, and lower their priority, so that others get the core first.
     """
-    count = min(THREADS, 2 * len(os.sched_getaffinity(0)))
+    count = min(BACKGROUND_THREADS if background else THREADS, 2 * len(os.sched_getaffinity(0)))
     return ThreadPoolExecutor(count, "checkpoint-blocks", _step_back if background else lambda: None)
 
 
@@ -114,14 +118,15 @@ def _step_back() -> None:
 
 
 def block_count(size: int) -> int:
-    """Blocks of a file; an empty one has one, which is empty."""
+    """Return the number of blocks of a file; an empty file has one, which is empty."""
     return max(1, -(-size // BLOCK_BYTES))
 
 
 def each(pool: ThreadPoolExecutor, work: Callable[[A], T], items: Iterable[A]) -> list[T]:
-    """`work` of every item, several at a time, in order; the first error is raised when no thread works any more.
+    """Return `work` of every item, several at a time, in order; the first error is raised when no thread works any more.
 
-    Not `pool.map`: a descriptor that is closed while a thread still uses its number could be another file's by then.
+    `pool.map` would not do: a descriptor that is closed while a thread still uses its number could be another file's by
+    then.
     """
     futures = [pool.submit(work, item) for item in items]
     try:
@@ -133,12 +138,12 @@ def each(pool: ThreadPoolExecutor, work: Callable[[A], T], items: Iterable[A]) -
 
 
 def root(digests: bytes) -> str:
-    """The digest of a file from the digests of its blocks, one after another."""
+    """Return the digest of a file from the digests of its blocks, one after another."""
     return hashlib.sha256(digests).hexdigest()
 
 
 def digests_of(data: bytes) -> bytes:
-    """The digests of the blocks of a small file in memory, one after another."""
+    """Return the digests of the blocks of a small file in memory, one after another."""
     return b"".join(
         hashlib.sha256(data[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]).digest()
         for number in range(block_count(len(data)))
@@ -151,12 +156,12 @@ def write(
     """Write `image` to a new file and wait until it is on the disk. An error of any thread is raised.
 
     Args:
-        check: called before every block; what it raises ends the writing.
+        check: called before every block; an error that it raises ends the writing.
 
     Returns:
-        The record, and the digests of the blocks, one after another.
+        The file's record, and the digests of its blocks, one after another.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode(path.parent))
     past_the_cache = _open_direct(path)
     try:
 
@@ -177,7 +182,11 @@ def write(
 
 
 def _open_direct(path: Path) -> int | None:
-    """For writing past the page cache, which saves a copy of every byte and the memory for it (open(2), O_DIRECT)."""
+    """Open a file for writing past the page cache, which saves a copy of every byte and its memory (open(2), O_DIRECT).
+
+    Returns:
+        None if the file system does not support it.
+    """
     try:
         return os.open(path, os.O_WRONLY | os.O_DIRECT)
     except OSError:  # not every file system can
@@ -185,7 +194,7 @@ def _open_direct(path: Path) -> int | None:
 
 
 def _write_direct(descriptor: int, block: memoryview, number: int) -> bool:
-    """False when this has to be written the usual way: memory or file system do not have the alignment for it."""
+    """Write a block past the page cache; return False if memory or file system do not have the alignment that this needs."""
     try:
         return os.pwrite(descriptor, block, number * BLOCK_BYTES) == len(block)
     except OSError as error:
@@ -195,13 +204,14 @@ def _write_direct(descriptor: int, block: memoryview, number: int) -> bool:
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` to the file from byte `offset` on."""
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
 
 
 def read_into(descriptor: int, buffer: memoryview, offset: int) -> None:
-    """Fill `buffer` from the file.
+    """Fill `buffer` from the file, from byte `offset` on.
 
     Raises:
         EOFError: the file ends before.
@@ -214,14 +224,15 @@ def read_into(descriptor: int, buffer: memoryview, offset: int) -> None:
 
 
 def digest_mapped(descriptor: int, number: int, size: int) -> bytes:
-    """As `digest_block`, without a copy from the page cache; for a process that does nothing else, since it holds the
-    interpreter's lock while it waits for the disk.
+    """Return what `digest_block` returns, without a copy from the page cache.
+
+    It holds the interpreter's lock while it waits for the disk, so it is for a process that does nothing else.
     """
     begin, end = number * BLOCK_BYTES, min(size, (number + 1) * BLOCK_BYTES)
     if begin < end:
         try:
             with mmap.mmap(descriptor, end - begin, prot=mmap.PROT_READ, offset=begin) as mapped:
-                # What cannot be read is an error here, not a SIGBUS later (madvise(2), since Linux 5.14).
+                # Bytes that cannot be read are an error here, not a SIGBUS later (madvise(2), since Linux 5.14).
                 mapped.madvise(MADV_POPULATE_READ)
                 return hashlib.sha256(mapped).digest()
         except (OSError, ValueError):
@@ -230,7 +241,7 @@ def digest_mapped(descriptor: int, number: int, size: int) -> bytes:
 
 
 def open_file(path: Path) -> int:
-    """A descriptor to read from. What is no file, but a pipe or a device that never ends, is an error."""
+    """Open a regular file for reading; a pipe, or a device that never ends, is an error."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -239,14 +250,14 @@ def open_file(path: Path) -> int:
 
 
 def digest_block(descriptor: int, number: int, size: int, into: Sequence[memoryview] | None = None) -> bytes:
-    """SHA-256 of one block of a file of `size` bytes.
+    """Return the SHA-256 of one block of a file of `size` bytes.
 
     Args:
-        into: where the block's bytes are left, one part after another; together as long as the block.
+        into: buffers that the block's bytes are read into, one after another; together as long as the block.
     """
     checksum = hashlib.sha256()
     offset, end = number * BLOCK_BYTES, min(size, (number + 1) * BLOCK_BYTES)
-    # Nothing is said about what comes next: the kernel reads ahead in large pages by itself, and in small ones when told.
+    # No posix_fadvise: the kernel reads ahead in large pages by itself, and in small ones when advised.
     for piece in _pieces(end - offset, into):
         read_into(descriptor, piece, offset)
         checksum.update(piece)
@@ -268,7 +279,7 @@ _local = threading.local()
 
 
 def _scratch() -> memoryview:
-    """This thread's buffer of one piece: a fresh one each time would cost as much in page faults as the reading."""
+    """Return this thread's buffer of one piece: a new buffer each time would cost as much in page faults as the reading."""
     if not hasattr(_local, "buffer"):
         _local.buffer = memoryview(bytearray(PIECE_BYTES))
     buffer: memoryview = _local.buffer
@@ -276,7 +287,7 @@ def _scratch() -> memoryview:
 
 
 def digest_file(path: Path, pool: ThreadPoolExecutor, *, sync: bool = False) -> tuple[FileRecord, bytes]:
-    """Record and block digests of a file as it lies there; with `sync`, after it has reached the disk."""
+    """Return record and block digests of an existing file; with `sync`, after it has reached the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         if sync:
@@ -301,20 +312,20 @@ def find_damage(
     progress: Callable[[int], None] = lambda count: None,
     check: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """What is wrong with the given files, one sentence each: sizes, and with `contents` digests.
+    """Describe what is wrong with the given files, one sentence each: their sizes, and with `contents` also their digests.
 
     Args:
-        from_disk: forget what the page cache has of them first.
+        from_disk: drop the files from the page cache first.
         mapped: see `digest_mapped`.
-        patient: wait for a storage that fails, and raise Unreadable when it does not come back: only a size, a digest or a
-            missing file is damage then.
-        progress: told of every block's bytes, from any thread.
-        check: called before every block; what it raises ends the comparison.
+        patient: wait for a storage that fails, and raise Unreadable if it does not come back, so that only a wrong
+            size, a wrong digest or a missing file counts as damage.
+        progress: called with the number of bytes of every block, from any thread.
+        check: called before every block; an error that it raises ends the comparison.
     """
     damage = []
     right_size = []
     files = list(files)
-    late_s = LATE_S  # for all missing ones together
+    late_s = LATE_S  # the wait for all missing files together
     for name, expected in files:
         path = directory / name
         try:
@@ -345,7 +356,7 @@ def _size(path: Path) -> int:
 
 
 def digest_anew(path: Path, number: int, size: int, into: Sequence[memoryview] | None = None) -> bytes:
-    """As `digest_block`, through a descriptor of its own, and patiently: one that a server has forgotten stays stale.
+    """Return what `digest_block` returns, patiently and through a new descriptor: one that a server has forgotten stays stale.
 
     Raises:
         OSError, Unreadable: see `patiently`.
@@ -362,7 +373,7 @@ def digest_anew(path: Path, number: int, size: int, into: Sequence[memoryview] |
 
 
 def cannot_be_read(name: str, error: OSError) -> str:
-    """A sentence for a file that is damaged. Raises `error` when it says nothing about the file."""
+    """Return a sentence for a file that is damaged. Raise `error` itself if it says nothing about the file."""
     return f"{name} cannot be read: {_reason(error)}"
 
 

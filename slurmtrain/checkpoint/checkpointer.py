@@ -1,9 +1,10 @@
-"""Save and restore of a whole training state by all ranks, under the commit protocol. Knows no trainer.
+"""Save and restore of a whole training state by all ranks, under the commit protocol. It knows nothing of the trainer.
 
-The way of a save: objects -> tensors by name and plain JSON (`state`) -> who writes what (`plan`) -> a copy in host memory
-(`staging`) -> training goes on, while a thread (`saving`) carries out the rest (`writing`): write and digest (`blocks`),
-check that all is there (`layout`), commit (`commit`), read back, and remove what need not be kept (`retention`). The way back:
-what differs is refused (`drift`), what is read is verified first (`restore`).
+To save: objects -> tensors by name and plain JSON (`state`) -> which rank writes what (`plan`) -> a copy in host memory
+(`staging`) -> training goes on, while a thread (`saving`) does the rest (`writing`): write and digest (`blocks`), check
+that nothing is missing (`layout`), commit (`commit`), read back, and remove checkpoints that are no longer kept
+(`retention`). To restore: differences are refused (`drift`), and everything is verified before it is loaded
+(`restore`).
 """
 
 from __future__ import annotations
@@ -60,7 +61,17 @@ ON_REPLICA_DRIFT = ("refuse", "warn")
 
 @dataclass(frozen=True)
 class Restored:
-    """What was restored, and why this one and no newer one."""
+    """The checkpoint that was restored, and why it was chosen.
+
+    Attributes:
+        path: folder of the checkpoint.
+        step: optimiser steps done.
+        incarnation_label: the incarnation that saved it.
+        set_aside: what was wrong with newer checkpoints that were set aside.
+        asked_for: the caller named this checkpoint.
+        left_out: names in the checkpoint that were not restored.
+        as_start: another training starts with these weights.
+    """
 
     path: Path
     step: int
@@ -81,31 +92,32 @@ class Restored:
 
 
 class Checkpointer:
-    """Checkpoints in one directory, written and read by all ranks of a process group together.
+    """The checkpoints in one directory, written and read by all ranks of a process group together.
 
     Args:
         directory: shared by all ranks; final names are `checkpoint_<step>`.
         group: a gloo group of all ranks that nothing else uses, or None for a single process.
-        incarnation: which life of the run this is; an older one is refused. None: the next one; a second job in the same
-            directory so takes over from the first.
+        incarnation: which incarnation of the run this is; an older one than the newest is refused. None: the next one,
+            so that a second job in the same directory takes over from the first.
         run_id: written into the manifest; checkpoints of another run are refused.
-        config: JSON values that a checkpoint is bound to: restoring with others is refused.
+        config: JSON values that a checkpoint is bound to: restoring with other values is refused.
         changed: dotted keys of `config`, such as "optim.lr", that were changed on purpose since: they may differ.
-        keep: which complete checkpoints stay.
-        verify: how restored files are compared with their digests before a tensor is touched: "full", "sampled" (one block
-            of 16) or "off" (sizes only). Unless "off", what has just been written is read back before older ones are removed.
-        asynchronous: write while training goes on. False: `save` returns after the commit, and raises when it failed.
-        max_failures: so many saves that fail in a row end the run; 0: go on without, for ever.
-        on_replica_drift: when ranks hold different values of what should be the same on all of them: "refuse" fails the save;
-            "warn" says so once, and of ranks that should hold the same the lowest always writes all of it, alone.
-        mirror: URL of a folder of this run's own in an object store (fsspec's: s3://, gs://, file://). Committed checkpoints
-            are copied there in the background, and fetched from there when the directory has none.
-        say: where one line about a restore, a damaged checkpoint or a failed save goes (rank 0 only).
+        keep: which complete checkpoints are kept.
+        verify: how restored files are compared with their digests before a tensor is touched: "full", "sampled" (one
+            block of 16) or "off" (sizes only). Unless "off", a new checkpoint is read back before older ones are
+            removed.
+        asynchronous: write while training goes on. False: `save` returns after the commit, and raises if it failed.
+        max_failures: this many failed saves in a row end the run; 0: any number of failures is only reported.
+        on_replica_drift: when ranks hold different values of what should be the same on all of them: "refuse" fails the
+            save; "warn" says so once, and of ranks that should hold the same the lowest always writes all of it, alone.
+        mirror: URL of a folder of this run's own in an object store (fsspec's: s3://, gs://, file://). Committed
+            checkpoints are copied there in the background, and fetched from there if the directory has none.
+        say: prints one line about a restore, a damaged checkpoint or a failed save (rank 0 only).
         on_ending: called by the writing thread of every rank when a save is committed or has failed.
 
     Raises:
-        CheckpointError: on every rank. A newer incarnation of the run has been here; the ranks were told different
-            directories; the group has not all ranks of the job.
+        CheckpointError: on every rank: a newer incarnation of the run has used the directory, the ranks were given
+            different directories, or the group has not all ranks of the job.
     """
 
     def __init__(
@@ -149,7 +161,7 @@ class Checkpointer:
         self._saving: Saving | None = None
         self._failures = 0
         self._turn = 0  # saves so far, the same on all ranks
-        self._checked: tuple[Any, ...] | None = None  # what is known to be restorable
+        self._checked: tuple[Any, ...] | None = None  # the objects that were last found restorable
         self._meant: set[str] = set()  # parameters that are not finite and have been so from the beginning
         self._told = False  # that something differs between ranks
         self._last_size = 0
@@ -173,7 +185,7 @@ class Checkpointer:
 
             self._copying = Copying(mirror, self._ranks, self._bound, keep, self._say)
         self._ranks.all_do(self._check_directory_is_shared)
-        # Before Python's own thread pools end, which the writing needs; `atexit` comes after that.
+        # Registered to run before Python's own thread pools end, which the writing needs; `atexit` comes after that.
         register = getattr(threading, "_register_atexit", atexit.register)
         register(_close, weakref.ref(self), os.getpid())
 
@@ -189,24 +201,27 @@ class Checkpointer:
     ) -> Saving:
         """Save `objects` as the state after `step` optimiser steps. All ranks call it together.
 
-        Returns when training may go on; see `Saving.result` and `wait` for the commit. A save that is in flight is waited
-        for. Parameters and optimiser state on a GPU are still copied when it returns, and a hook lets the next
-        `optimizer.step()` wait for that; who changes them by hand calls `wait_staged` before.
+        It returns when training may go on; see `Saving.result` and `wait` for the commit. If another save is in flight,
+        it is waited for first. Parameters and optimiser state on a GPU are still being copied when `save` returns, and
+        a hook makes the next `optimizer.step()` wait for that; code that changes them by hand calls `wait_staged`
+        before.
 
-        Ranks that hold the same tensors are compared. When they differ the save fails and names them (see on_replica_drift);
-        buffers (BatchNorm) and plain values that differ are told once, and those of the lowest rank are saved.
+        Ranks that hold the same tensors are compared. If they differ, the save fails and names them (see
+        on_replica_drift); buffers (BatchNorm) and plain values that differ are reported once, and those of the lowest
+        rank are saved.
 
-        Parameters that are trained have to be finite, else the save fails (NotFinite) and the older checkpoints stay. The copy
-        is looked at, in the background. What was not finite already when `restore` was called may be so.
+        Parameters that are trained have to be finite, else the save fails (NotFinite) and the older checkpoints stay.
+        The copy is checked, in the background. What was not finite already when `restore` was called is not checked.
 
         Args:
             step: optimiser steps done.
             per_rank: objects that differ between ranks, by name. The random state of every rank is always included.
-            metrics: of this step, for the choice of the best.
+            metrics: metrics of this step, by which the best checkpoints are chosen.
             objects: modules, optimisers, anything with state_dict and load_state_dict, or plain JSON values.
 
         Raises:
-            CheckpointError: on every rank; the state cannot be saved at all, or `max_failures` saves have failed in a row.
+            CheckpointError: on every rank: the state cannot be saved at all, or `max_failures` saves have failed in a
+                row.
         """
         begun = time.monotonic()
         if self._closed:
@@ -273,7 +288,7 @@ class Checkpointer:
         """Wait for the commit of the save in flight, if there is one.
 
         Raises:
-            CheckpointError: it failed, on every rank; the older checkpoints are as they were.
+            CheckpointError: the save failed, on every rank; the older checkpoints are as they were.
         """
         saving = self._saving
         if saving is None:
@@ -286,15 +301,18 @@ class Checkpointer:
         return saved
 
     def wait_staged(self) -> None:
-        """Return when parameters may be changed: the copy that is written from is complete."""
+        """Wait until the copy that is written to disk is complete, so that parameters may be changed."""
         self._staging.wait()
 
     def hurry(self) -> None:
-        """Told to stop: what a commit does not need (reading back, clearing up) is left to the next life."""
+        """Leave everything that a commit does not need to the next incarnation, since the job is to stop.
+
+        That is reading back and cleaning up.
+        """
         self._hurried.set()
 
     def discard(self) -> None:
-        """Give up the save in flight, unless it is being committed by now. All ranks call it together."""
+        """Give up the save in flight, unless it is already being committed. All ranks call it together."""
         self._discard.set()
         saving = self._saving
         if saving is not None:
@@ -303,7 +321,7 @@ class Checkpointer:
 
     @property
     def in_flight(self) -> int | None:
-        """The step whose save is not decided yet. Ranks may differ for a moment."""
+        """The step whose save is neither committed nor failed yet. Ranks may differ for a moment."""
         return self._saving.step if self._saving is not None and not self._saving.done() else None
 
     @property
@@ -317,8 +335,9 @@ class Checkpointer:
         """Finish the save in flight, and end the thread.
 
         Args:
-            grace_s: None: take the time that it takes, reading back and clearing up included. Else what is not
-                committed by then is discarded, and what comes after the commit is left to the next life.
+            grace_s: None: take as long as it takes, reading back and cleaning up included. Otherwise a save that is not
+                committed after this many seconds is discarded, and what follows the commit is left to the next
+                incarnation.
 
         Raises:
             CheckpointError: the save in flight failed.
@@ -350,7 +369,7 @@ class Checkpointer:
             _open.pop((str(self.directory.absolute()), self._bound.incarnation.order), None)
 
     def _end_of_last(self) -> None:
-        """Wait for the save in flight and count its failure; one that fails is tried again with the next."""
+        """Wait for the save in flight, and count it if it failed: its state is saved again with the next save."""
         self._writer.wait_idle()
         if self._saving is None:
             return
@@ -370,7 +389,7 @@ class Checkpointer:
                 ) from None
 
     def _count(self, saving: Saving) -> None:
-        """Once for every save that has ended: it was a success, or one more failure."""
+        """Count a save that has ended, once, as a success or as one more failure."""
         self._saving = None
         if saving.error is None:
             self._failures = 0
@@ -379,7 +398,10 @@ class Checkpointer:
             self._failures += 1
 
     def _check_restorable(self, objects: Mapping[str, Any], own: Mapping[str, Any], tensors: Collection[str]) -> None:
-        """Once for the same objects with the same names: it takes longer than to list them."""
+        """Check that the objects can be restored, once for the same objects with the same names.
+
+        The check takes longer than listing the objects.
+        """
         found = (tuple((key, id(value)) for key, value in {**objects, **own}.items()), tuple(tensors))
         if found != self._checked:
             state.check(objects, own)
@@ -396,12 +418,12 @@ class Checkpointer:
         )
 
     def _own(self, per_rank: Mapping[str, Any] | None) -> dict[str, Any]:
-        """This rank's own objects, by names that mark them as such."""
+        """Return this rank's own objects, by names that mark them as such."""
         if per_rank and "random" in per_rank:
             raise CheckpointError("per_rank has an object 'random', a name that is taken", hint="choose another")
         return {OWN + key: value for key, value in {"random": self._random, **(per_rank or {})}.items()}
 
-    # By the writing thread.
+    # Called by the writing thread.
 
     def _write(self, saving: Saving, write: Write) -> Saved:
         path, size = write.write(self._last_size)
@@ -415,7 +437,7 @@ class Checkpointer:
         )
 
     def _afterwards(self, saving: Saving, write: Write) -> None:
-        """Read back what was committed; when it is sound, remove what need not be kept."""
+        """Read back what was committed; if it is sound, remove checkpoints that are no longer kept."""
         path = saving.result().path
         try:
             contents = self._verify != "off"
@@ -455,18 +477,18 @@ class Checkpointer:
     ) -> Restored | None:
         """Load the newest checkpoint that is complete and undamaged into `objects`. All ranks call it together.
 
-        A rank that did not exist when it was saved keeps its random state, and its `per_rank` objects are left as they
-        are. Plain JSON values are not given back; hand in something with `load_state_dict`.
+        A rank that did not exist when the checkpoint was saved keeps its random state, and its `per_rank` objects are
+        left as they are. Plain JSON values are not returned; pass an object with `load_state_dict` instead.
 
         Args:
-            path: this one and no other, from whatever run.
-            allow: what may differ from the checkpoint, of "keys", "shapes", "dtypes", "config": what does not fit keeps its
-                initial values, dtypes are converted.
-            as_start: of `path`, which has more than `objects`: another training begins with them. Of the config only what
-                has their names has to agree, and random states stay as they are.
+            path: load this checkpoint and no other, from whatever run.
+            allow: what may differ from the checkpoint, of "keys", "shapes", "dtypes", "config": tensors that do not fit
+                keep their initial values, dtypes are converted.
+            as_start: another training starts with `objects` out of the checkpoint `path`, which holds more. Only the
+                part of the config that has their names has to agree, and random states stay as they are.
 
         Returns:
-            None when there is no checkpoint: a fresh start. Never when `path` is given.
+            None when there is no checkpoint: a fresh start. Never None when `path` is given.
 
         Raises:
             CheckpointMismatch: there are checkpoints, but none fits or none is sound.
@@ -474,14 +496,13 @@ class Checkpointer:
         """
         drift.check_allowed(allow)
         if self._saving is not None:
-            with suppress(CheckpointError):  # which has been told
+            with suppress(CheckpointError):  # the error has been reported
                 self.wait()
         self._writer.wait_idle()
         begins = self._ranks.all_do(lambda: not_finite(state.trained_parameters(objects)))
         restored = self._restore(path, allow, objects, per_rank, as_start=as_start)
-        if self._ranks.maximum(
-            int(bool(begins))
-        ):  # before anything was trained: unless it was filled only now, it is meant to be so
+        # What was not finite before anything was trained is meant to be so, unless only the restore has filled it.
+        if self._ranks.maximum(int(bool(begins))):
             self._meant |= begins & self._ranks.all_do(lambda: not_finite(state.trained_parameters(objects)))
         return restored
 
@@ -560,12 +581,15 @@ class Checkpointer:
         return commit.damaged(self.directory) + (self._copying.damaged() if self._copying is not None else [])
 
     def _told_choice(self, asked: Path | str | None) -> list[Any] | None:
-        """On rank 0: `_choose` in plain values: path, manifest, its digest, damage."""
+        """Return what `_choose` says, on rank 0, as plain values: path, manifest, its digest, damage."""
         found = self._choose(asked)
         return None if found is None else [str(found[0]), *found[1], found[2]]
 
     def _choose(self, asked: Path | str | None) -> tuple[Path, tuple[bytes, str], list[str]] | None:
-        """On rank 0: the checkpoint to read, its manifest for all to see alike, and what is wrong with it."""
+        """Choose, on rank 0, the checkpoint to read.
+
+        Return its path, its manifest so that all ranks see the same, and what is wrong with it.
+        """
         if asked is not None:
             path = Path(asked)
             if not path.is_dir():
@@ -611,7 +635,7 @@ class Checkpointer:
         asked_for: bool,
         as_start: bool,
     ) -> list[str]:
-        """Fill `objects`, unless it is damaged: then what is wrong, and nothing was touched."""
+        """Fill `objects`, unless the checkpoint is damaged: then return what is wrong, and touch nothing."""
         if not asked_for:
             hint = f"move it away, or start from it on purpose: checkpoint.restore_from={path}"
             self._bound.check_run(path, manifest, hint=hint)
@@ -670,7 +694,7 @@ class Checkpointer:
         return index
 
     def _reserve(self, objects: Mapping[str, Any], per_rank: Mapping[str, Any] | None) -> None:
-        """Host memory and disk space for the first save, before the first step."""
+        """Reserve host memory and check the disk space for the first save, before the first step."""
 
         def expect() -> dict[str, Tensor]:
             own = self._own(per_rank)
@@ -679,16 +703,16 @@ class Checkpointer:
             return {**tensors, **state.expected_optimizer_state(objects)}
 
         expected = self._ranks.all_do(expect)
-        # With everything there already, as after a restore, this is the first save's plan.
+        # If all state exists already, as after a restore, this is the first save's plan.
         plan = self._plan = self._make_plan(expected, objects)
         self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._on_this_host.size))
         size = max(self._last_size, plan.total_bytes)
         self._ranks.on_rank_0(lambda: commit.check_space(self.directory, size))
 
-    # Where the ranks are.
+    # The hosts of the ranks.
 
     def _agree_on_directory(self) -> list[str]:
-        """Check that all were told the same directory. Returns the host of every rank."""
+        """Check that all ranks were given the same directory, and return the host of every rank."""
         answers = self._ranks.gather(lambda: [str(self.directory.absolute()), socket.gethostname()])
         first = answers[0][0]
         for rank, (directory, _) in enumerate(answers):
@@ -717,10 +741,10 @@ class Checkpointer:
 
 
 def _step(step: object) -> int:
-    """`step` as a plain number: numpy's cannot be written into a manifest.
+    """Return `step` as a plain int, since numpy's numbers cannot be written into a manifest.
 
     Raises:
-        CheckpointError: it is none, or below zero, and no reader would find it.
+        CheckpointError: it is no number, or below zero, where no reader would find it.
     """
     try:
         number = operator.index(step)  # type: ignore[arg-type]
@@ -744,7 +768,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:
-    """As a checkpoint will give it back: tuples as lists, keys as text."""
+    """Return the config in the form that a checkpoint will give it back: tuples as lists, keys as text."""
     try:
         values: dict[str, Any] = json.loads(json.dumps(config))
     except (TypeError, ValueError) as error:
@@ -755,7 +779,10 @@ def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_ranks_of_job(group: dist.ProcessGroup | None) -> None:
-    """Without its process group each of several ranks would save as if it were alone, into one directory."""
+    """Check that the process group has all ranks of the job.
+
+    Without it, each rank would save as if alone, into one directory.
+    """
     variables = os.environ
     stated = variables.get("WORLD_SIZE")
     if stated is None and "SLURM_PROCID" in variables and "SLURM_STEP_NUM_TASKS" in variables:
@@ -768,7 +795,7 @@ def _check_ranks_of_job(group: dist.ProcessGroup | None) -> None:
         )
 
 
-# By directory and incarnation: two of one life would delete each other's files.
+# Open checkpointers by directory and incarnation: two of one incarnation would delete each other's files.
 _open: weakref.WeakValueDictionary[tuple[str, int], Checkpointer] = weakref.WeakValueDictionary()
 
 
@@ -785,7 +812,7 @@ def _refuse_a_second(checkpointer: Checkpointer, incarnation: Incarnation | None
 
 
 def _close(reference: weakref.ref[Checkpointer], owner: int) -> None:
-    """At the end of a script that did not wait for its last save."""
+    """Close the checkpointer at the end of a script that did not wait for its last save."""
     if os.getpid() != owner:
         return  # a forked child inherits this; thread and group are its parent's
     checkpointer = reference()

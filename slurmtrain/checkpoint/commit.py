@@ -1,26 +1,26 @@
-"""The commit protocol: a checkpoint is there completely, or not at all, and whoever reads it can tell.
+"""The commit protocol: a checkpoint is there completely, or not at all, and every reader can tell.
 
 Promise: a directory with a final name (`checkpoint_0001000`) and a COMPLETE file in it holds everything that all ranks
-handed in, byte for byte as it was digested; nothing that dies at any moment can make one that does not.
+handed in, byte for byte as it was digested; no process that dies at any moment can leave one that does not.
 
-How, and why each step:
+The steps, and why each is needed:
  1. Everything is written in a fresh directory named after this incarnation (`checkpoint_0001000.tmp-7`), never over an
     existing checkpoint: a kill in the middle leaves the older ones as they were.
- 2. Every file is digested from memory while it is written, and fsynced: what is on the disk can be held against what was
-    meant. An error of any thread of any rank fails the save on all.
- 3. Rank 0 collects name, size and digest of all ranks' files: a file nobody handed in is not part of the checkpoint. It
-    checks that the pieces tile every tensor (`layout`), and writes down where they lie.
+ 2. Every file is digested from memory while it is written, and fsynced: the content of the disk can be compared with the
+    content of memory. An error of any thread of any rank fails the save on all.
+ 3. Rank 0 collects name, size and digest of all ranks' files: a file that no rank handed in is not part of the checkpoint.
+    It checks that the pieces tile every tensor (`layout`), and writes down where they lie.
  4. It looks for a newer incarnation. Old ranks can live on after the job was restarted elsewhere; they must not commit.
  5. manifest.json (JSON: nothing is executed by reading it), then COMPLETE with the manifest's digest, each fsynced, then
-    the directory: after a power loss names and contents are there together.
- 6. The rename is the commit; the parent is fsynced. A directory that is not empty cannot be renamed over, so nothing that was
-    committed is ever replaced: a second checkpoint of one step is `checkpoint_0001000.2`.
+    the directory: after a power loss, names and contents are there together.
+ 6. The rename is the commit; the parent is fsynced. A directory that is not empty cannot be renamed over, so nothing that
+    was committed is ever replaced: a second checkpoint of one step is `checkpoint_0001000.2`.
 
-File systems: local disks, Lustre and NFS. No locks are taken. What another node has written may become visible late on NFS
-(nfs(5), "Data and metadata coherence"): a directory is changed before it is listed, which makes the client ask the
-server, and files that rank 0 speaks of are waited for.
+File systems: local disks, Lustre and NFS. No locks are taken. What another node has written may become visible late on
+NFS (nfs(5), "Data and metadata coherence"): a directory is changed before it is listed, which makes the client ask the
+server, and readers wait for files that rank 0 has named.
 
-This module knows files and directories; what is in them is `layout`'s, `state`'s and `checkpointer`'s business.
+This module knows files and directories; their contents are the business of `layout`, `state` and `checkpointer`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from typing import Any
 from slurmtrain.checkpoint import blocks
 from slurmtrain.checkpoint.blocks import FileRecord, refresh
 from slurmtrain.errors import CheckpointError, CheckpointMismatch, Superseded
+from slurmtrain.modes import file_mode, folder_mode
 
 FORMAT = 2
 FINAL_NAME = re.compile(r"checkpoint_(\d{7,})(?:\.(\d+))?")
@@ -57,37 +58,39 @@ VISIBILITY_S = 60.0
 
 @dataclass(frozen=True, order=True)
 class Incarnation:
-    """One life of a job. A requeued or resumed job is a new one with a higher `order`.
+    """One incarnation of a job: each requeue or resumption is a new one with a higher `order`.
 
     Attributes:
-        order: strictly increasing over the lives of one run.
-        label: tells lives of the same order apart, and people which one it was: job id and restart count.
+        order: strictly increasing over the incarnations of one run.
+        label: job id and restart count, for people, and to distinguish incarnations of the same order.
     """
 
     order: int
     label: str = ""
 
     def to_json(self) -> list[Any]:
+        """Return it as ranks tell it to each other."""
         return [self.order, self.label]
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Incarnation:
+        """Return the incarnation that another rank has told by `to_json`."""
         order, label = values
         return cls(int(order), str(label))
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds and what it belongs to.
+    """The description of a checkpoint: its contents, and what it belongs to.
 
     Attributes:
         step: optimiser steps done.
-        files: record of every file but manifest.json and COMPLETE.
+        files: record of every file except manifest.json and COMPLETE.
         tensors: global shape and dtype by name.
         state: everything that is not a tensor and the same on all ranks.
-        config: values the run was configured with, to tell what has changed since.
-        metrics: of this step, as they were handed to `save`.
-        created: unix time of the commit, seconds; for people, nothing is decided by it.
+        config: config values of the run, so that later changes can be found.
+        metrics: metrics of this step, as they were passed to `save`.
+        created: unix time of the commit in seconds; for people, nothing is decided by it.
     """
 
     format: int
@@ -106,16 +109,17 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """The bytes of all files."""
         return sum(self.sizes.values())
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file."""
+        """The bytes of every file, by name."""
         return {name: record.size for name, record in self.files.items()}
 
 
 def checkpoint_name(step: int, revision: int = 1) -> str:
+    """Return the final name of a checkpoint; a second one of the same step has revision 2."""
     return f"checkpoint_{step:07d}" + (f".{revision}" if revision > 1 else "")
 
 
@@ -130,9 +134,10 @@ def _place(name: str) -> tuple[int, int]:
 
 
 def late(directory: Path) -> list[Path]:
-    """Checkpoints whose COMPLETE is not to be seen, newer than all others: one got its name with it, so it may only be late.
+    """Return the checkpoints newer than all committed ones whose COMPLETE is not visible.
 
-    Whoever is to choose the newest looks once more, after a change of their own to the folder (see `refresh`).
+    A checkpoint gets its final name with COMPLETE already in it, so the file may only be late. A caller that wants the
+    newest one looks once more, after a change of its own to the folder (see `refresh`).
     """
     newest = max((_place_in_order(path) for path in committed(directory)), default=(-1, 0))
     found = [path for path in directory.iterdir() if FINAL_NAME.fullmatch(path.name)] if directory.is_dir() else []
@@ -140,11 +145,12 @@ def late(directory: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
+    """Return the step in a checkpoint's name."""
     return _place_in_order(path)[0]
 
 
 def committed(directory: Path) -> list[Path]:
-    """Committed checkpoints, oldest first. A name without COMPLETE is none."""
+    """Return the committed checkpoints, oldest first, without directories that lack COMPLETE."""
     if not directory.is_dir():
         return []
     found = [path for path in directory.iterdir() if FINAL_NAME.fullmatch(path.name) and (path / COMPLETE).is_file()]
@@ -152,11 +158,11 @@ def committed(directory: Path) -> list[Path]:
 
 
 def newest_committed_step(directory: Path) -> int | None:
-    """The step of the newest committed checkpoint; None where there is none. Looks into no other."""
+    """Return the step of the newest committed checkpoint; None if there is none. It looks into no other checkpoint."""
     try:
         names = [name for name in os.listdir(directory) if FINAL_NAME.fullmatch(name)]
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # as `committed` has it
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # the same rule as in `committed`
             return None
         raise
     places = sorted(((_place(name), name) for name in names), reverse=True)
@@ -167,17 +173,19 @@ def newest_committed_step(directory: Path) -> int | None:
 
 
 def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") -> Incarnation:
-    """Announce an incarnation: from now on no older one commits into `directory`, and what those left is removed.
+    """Announce an incarnation: from now on no older one commits into `directory`, and what older ones left is removed.
 
     Args:
-        incarnation: None: the next free one, with `label`. A second job in the same directory so fences off the first.
+        incarnation: None: the next free one, with `label`, so that a second job in the same directory fences off the
+            first.
 
     Raises:
-        Superseded: a newer incarnation has been here.
-        CheckpointError: another process claims to be this one.
+        Superseded: a newer incarnation has claimed the directory.
+        CheckpointError: another process claims to be the same incarnation.
     """
     claims = directory / CLAIMS
-    claims.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    claims.mkdir(mode=folder_mode(directory), exist_ok=True)
     with suppress(OSError):
         refresh(claims)
     while True:
@@ -186,7 +194,7 @@ def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") 
         path = claim_of(directory, own)
         try:
             # Exclusive creation is atomic on local disks, Lustre and NFS from version 3 on (open(2), O_EXCL).
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode(claims))
         except FileExistsError:
             if incarnation is None:
                 continue
@@ -213,11 +221,12 @@ def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") 
 
 
 def claim_of(directory: Path, incarnation: Incarnation) -> Path:
+    """Return the file by which an incarnation claims `directory`."""
     return directory / CLAIMS / f"{incarnation.order:08d}"
 
 
 def check_fence(directory: Path, incarnation: Incarnation) -> None:
-    """Raise Superseded when a newer incarnation has claimed `directory`."""
+    """Raise Superseded if a newer incarnation has claimed `directory`."""
     refresh(directory / CLAIMS)
     _check_claims(directory, incarnation)
 
@@ -239,9 +248,9 @@ def _newest_claim(claims: Path) -> int:
 
 
 def wait_until_visible(path: Path, timeout_s: float = VISIBILITY_S) -> None:
-    """Wait for a file that another node has written. Returns when it is there or the time is over.
+    """Wait for a file that another node has written, at most `timeout_s` seconds.
 
-    There is no event to wait for: the client learns of it when it asks again.
+    There is no event to wait for: the client learns of the file when it asks again.
     """
     deadline, pause = time.monotonic() + timeout_s, 0.05
     while not path.exists() and time.monotonic() < deadline:
@@ -255,29 +264,29 @@ def wait_until_visible(path: Path, timeout_s: float = VISIBILITY_S) -> None:
 
 
 def begin(directory: Path, step: int, incarnation: Incarnation, *, size: int = 0) -> Path:
-    """A fresh directory to write `step` into. Called by one rank; the others are told the path.
+    """Make a fresh directory to write `step` into. Called by one rank, which tells the others the path.
 
     Args:
         size: bytes of the whole checkpoint, as far as known.
 
     Raises:
-        CheckpointError: fenced off, or the disk has less than 1.2 times that space.
+        CheckpointError: a newer incarnation has claimed the directory, or the disk has less than 1.2 times that space.
     """
     check_fence(directory, incarnation)
     path = directory / f"{checkpoint_name(step)}.tmp-{incarnation.order}"
     if path.exists():  # a save of this very incarnation that failed
         shutil.rmtree(path)
     check_space(directory, size)
-    path.mkdir(mode=0o700)
+    path.mkdir(mode=folder_mode(directory))
     return path
 
 
 @contextmanager
 def nothing_left(temporary: Path, *, here: bool) -> Iterator[None]:
-    """Remove what was written when it is not committed: a full disk must not become fuller with every try.
+    """Remove what was written if it is not committed, so that a full disk does not become fuller with every try.
 
     Args:
-        here: this is the rank that removes it.
+        here: whether this rank is the one that removes it.
     """
     try:
         yield
@@ -288,7 +297,10 @@ def nothing_left(temporary: Path, *, here: bool) -> Iterator[None]:
 
 
 def check_space(directory: Path, size: int) -> None:
-    """Raise when the disk has no room for `size` bytes and a reserve: better than to fill it for everybody."""
+    """Raise CheckpointError if the disk has no room for `size` bytes and a reserve.
+
+    That is better than to fill the disk for everybody.
+    """
     status = os.statvfs(directory)
     free = status.f_bavail * status.f_frsize
     if free < SPARE_SPACE * size:
@@ -300,7 +312,7 @@ def check_space(directory: Path, size: int) -> None:
 
 
 def commit(temporary: Path, manifest: Manifest, incarnation: Incarnation) -> Path:
-    """Steps 4 to 6 of the protocol. Called by rank 0 after every rank has handed in its files.
+    """Do steps 4 to 6 of the protocol. Called by rank 0 after every rank has handed in its files.
 
     Raises and returns as `publish` does.
     """
@@ -308,13 +320,13 @@ def commit(temporary: Path, manifest: Manifest, incarnation: Incarnation) -> Pat
 
 
 def publish(temporary: Path, manifest: bytes, step: int, incarnation: Incarnation) -> Path:
-    """As `commit`, with manifest.json as it is: of a save, or of a copy that was fetched from elsewhere.
+    """Commit a directory with the given manifest.json: that of a save, or of a copy that was fetched from elsewhere.
 
     Returns:
         The final path.
 
     Raises:
-        CheckpointError: fenced off by a newer incarnation.
+        CheckpointError: a newer incarnation has claimed the directory.
     """
     directory = temporary.parent
     try:
@@ -327,8 +339,8 @@ def publish(temporary: Path, manifest: bytes, step: int, incarnation: Incarnatio
     check_fence(directory, incarnation)
     revision = 1
     while True:
-        # One of this step can be there: by an older incarnation that committed after this one had chosen what to resume
-        # from, or by this one. Renaming over it fails, whoever comes first.
+        # A checkpoint of this step may exist: by an older incarnation that committed after this one had chosen what to
+        # resume from, or by this one. Renaming over it fails, whichever comes first.
         final = directory / checkpoint_name(step, revision)
         if not final.exists():
             try:
@@ -345,14 +357,15 @@ def publish(temporary: Path, manifest: bytes, step: int, incarnation: Incarnatio
 
 
 def remove(path: Path, order: int) -> None:
-    """Remove a checkpoint or a leftover: out of sight by a rename first, so that none is seen half removed.
+    """Remove a checkpoint or a leftover. It is renamed first, so that nobody sees it half removed.
 
-    A leftover is renamed, too: if its writer lives after all, it either still commits all of it or nothing. What cannot
-    be deleted right now (files still open over NFS) stays under the name of a leftover until these are cleaned up.
+    A leftover is renamed, too: if its writer is alive after all, the writer still commits either all of it or nothing.
+    Files that cannot be deleted right now (still open over NFS) stay under the name of a leftover until leftovers are
+    cleaned up.
 
     Args:
-        path: of a checkpoint or a leftover of one; may be gone already.
-        order: of the incarnation that removes it.
+        path: a checkpoint or a leftover of one; may be gone already.
+        order: order of the incarnation that removes it.
 
     Raises:
         OSError: it could not be renamed, and is as it was.
@@ -366,7 +379,7 @@ def remove(path: Path, order: int) -> None:
             path.rename(removed)
         except FileNotFoundError:
             return
-        fsync_directory(path.parent)  # else, after a power loss, files may be missing under the old name
+        fsync_directory(path.parent)  # otherwise, after a power loss, files may be missing under the old name
     shutil.rmtree(removed, ignore_errors=True)
 
 
@@ -380,13 +393,13 @@ def read_manifest(path: Path, *, patient: bool = False) -> Manifest:
         patient: see `blocks.find_damage`.
 
     Raises:
-        CheckpointError: missing, damaged, or of another format. Unreadable: see `blocks.patiently`.
+        CheckpointError: manifest.json is missing, damaged, or of another format. Unreadable: see `blocks.patiently`.
     """
     return parse_manifest(path, *read_manifest_bytes(path, patient=patient))
 
 
 def read_manifest_bytes(path: Path, *, patient: bool = False) -> tuple[bytes, str]:
-    """manifest.json and the digest in COMPLETE, as they are.
+    """Return the bytes of manifest.json and the digest in COMPLETE, unchecked.
 
     Args:
         patient: see `blocks.find_damage`.
@@ -411,6 +424,11 @@ def _read_small(path: Path) -> bytes:
 
 
 def parse_manifest(path: Path, text: bytes, expected: str) -> Manifest:
+    """Return the manifest in `text`, checked against the digest `expected`.
+
+    Raises:
+        CheckpointError: the manifest is damaged, or of another format.
+    """
     if hashlib.sha256(text).hexdigest() != expected:
         raise CheckpointError(f"{path}: manifest.json is damaged: its digest is not the one in COMPLETE")
     try:
@@ -435,7 +453,10 @@ def parse_manifest(path: Path, text: bytes, expected: str) -> Manifest:
 
 
 def _check_types(manifest: Manifest) -> None:
-    """Raises TypeError: digests tell that it is what was written, not that it was written by this program."""
+    """Raise TypeError if a field has a wrong type.
+
+    Digests show that the file is as it was written, not that this program wrote it.
+    """
     for name, kind in {
         "run_id": str,
         "step": int,
@@ -457,7 +478,10 @@ def _check_types(manifest: Manifest) -> None:
 
 
 def find_damage(path: Path, manifest: Manifest, names: Iterable[str] | None = None, *, verify: bool) -> list[str]:
-    """What is wrong with the given files (None: all): one sentence each. With `verify`, contents are compared, else sizes."""
+    """Describe what is wrong with the given files (None: all), one sentence each.
+
+    With `verify`, contents are compared, else sizes.
+    """
     chosen = sorted(manifest.files) if names is None else names
     with blocks.threads() as pool:
         files = [(name, manifest.files[name]) for name in chosen]
@@ -465,7 +489,7 @@ def find_damage(path: Path, manifest: Manifest, names: Iterable[str] | None = No
 
 
 def set_aside(path: Path) -> Path:
-    """Take a damaged checkpoint out of the readers' sight, but keep it for whoever wants to look at it."""
+    """Rename a damaged checkpoint so that no reader finds it, but keep it for people who want to look at it."""
     number = 1
     while (target := path.with_name(f"{path.name}.damaged-{number}")).exists():
         number += 1
@@ -475,12 +499,13 @@ def set_aside(path: Path) -> Path:
 
 
 def damaged(directory: Path) -> list[str]:
-    """Names of the checkpoints that were set aside and are still there."""
+    """Return the names of the checkpoints that were set aside and still exist."""
     return sorted(path.name for path in directory.glob("checkpoint_*.damaged-*"))
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    """Write a small file and wait until it is on the disk."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, file_mode(path.parent))
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
         file.flush()
@@ -488,6 +513,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def fsync_directory(path: Path) -> None:
+    """Wait until the entries of a directory are on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,8 @@
-"""Copies of committed checkpoints in an object store, made while training goes on, and fetched where there is no other.
+"""Copies of committed checkpoints in an object store, made while training goes on, and fetched if the run directory has none.
 
-A store is slower than the file system: the copying has a thread and a group of its own, and skips checkpoints that come
-faster than it can follow. A copy that fails is told and costs nothing; the checkpoint is committed all the same.
+A store is slower than the file system: copying has a thread and a group of its own, and skips checkpoints that are
+committed faster than it can follow. A copy that fails is reported, and training goes on; the checkpoint itself is
+committed.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class Copying:
 
     Args:
         url: a folder of this run's own: s3://bucket/run, gs://..., file://...
-        say: for one line, on rank 0.
+        say: prints one line, on rank 0.
 
     Raises:
-        CheckpointError: on every rank; no such store.
+        CheckpointError: on every rank: there is no such store.
     """
 
     def __init__(self, url: str, ranks: Ranks, bound: Bound, keep: Keep, say: Callable[[str], None]):
@@ -45,8 +46,9 @@ class Copying:
         """Copy a committed checkpoint in the background, unless the one before is still being copied.
 
         Args:
-            ranks: of the calling threads.
-            names: of the files of this rank.
+            ranks: the ranks of the calling threads.
+            path: the committed checkpoint.
+            names: names of the files that this rank has written.
         """
         if not ranks.on_rank_0(lambda: self._thread.idle):  # rank 0 decides; the others are done within moments
             self._left = path, names
@@ -78,7 +80,10 @@ class Copying:
             raise CheckpointError("the run is being left")
 
     def close(self, ranks: Ranks, grace_s: float | None) -> None:
-        """Let the copying end: with None, the last checkpoint's included; else what is not done in time is given up."""
+        """Wait for the copying to end.
+
+        With grace_s=None, wait until the last checkpoint is copied, else give up what is not done in time.
+        """
         if grace_s is None:
             self._thread.wait_idle()
             if self._left is not None:
@@ -89,15 +94,15 @@ class Copying:
             self._ranks.end()
 
     def fetch(self, ranks: Ranks) -> tuple[Path, str] | None:
-        """Commit the newest copy in the directory, which has no checkpoint. Returns its path and its name in the store.
+        """Commit the newest copy into the directory, which has no checkpoint, and return its path and its name in the store.
 
         Raises:
-            CheckpointError: the store does not answer: that is no fresh start.
+            CheckpointError: the store does not answer, which is not the same as a fresh start.
         """
         directory, incarnation = self._bound.directory, self._bound.incarnation
 
         def choose() -> list[Any] | None:
-            """Name, manifest, its digest, and where to write."""
+            """Return name, manifest, its digest, and where to write."""
             for name in reversed(self._mirror.committed()):
                 texts = self._mirror.manifest_bytes(name)
                 try:
@@ -132,9 +137,9 @@ class Copying:
         return final, name
 
     def set_aside(self, name: str, why: str) -> None:
-        """On rank 0: a copy that was fetched and is damaged."""
+        """Set a copy aside, on rank 0, that was fetched and is damaged."""
         self._mirror.set_aside(name, why)
 
     def damaged(self) -> list[str]:
-        """On rank 0: names of the copies that were set aside."""
+        """Return, on rank 0, the names of the copies that were set aside."""
         return self._mirror.damaged()

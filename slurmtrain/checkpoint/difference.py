@@ -1,4 +1,4 @@
-"""Which tensors differ between two checkpoints, whatever layouts have written them. Imports no torch."""
+"""The tensors that differ between two checkpoints, independent of the layouts that wrote them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from slurmtrain.checkpoint.index_file import read_index
 from slurmtrain.checkpoint.layout import Box, Index, Source, TensorFacts
 from slurmtrain.errors import CheckpointError
 
-PIECE_BYTES = 64 * 2**20  # of a tensor, compared at a time
+PIECE_BYTES = 64 * 2**20  # bytes of a tensor that are compared in one go
 
 
 def differing_tensors(a: Path, b: Path, of: str = "model") -> list[str]:
-    """Names of the tensors of the object `of` whose bits, shape or type differ, or that only one of them has.
+    """Return the names of the tensors of the object `of` whose bits, shape or type differ, or that only one checkpoint has.
 
     Raises:
-        CheckpointError: one of them is damaged.
+        CheckpointError: a checkpoint is damaged.
     """
     with retention.reading(a), retention.reading(b):
         left, right = _Saved.open(a), _Saved.open(b)
@@ -37,7 +37,7 @@ def differing_tensors(a: Path, b: Path, of: str = "model") -> list[str]:
 
 
 def size_of(path: Path, of: str = "model") -> int:
-    """Bytes of the tensors of the object `of`."""
+    """Return the bytes of the tensors of the object `of`."""
     return sum(fact.nbytes for fact in _Saved.open(path).tensors(of).values())
 
 
@@ -59,7 +59,7 @@ class _Saved:
         return {name: fact for name, fact in self.index.facts.items() if name.startswith(f"{of}.") and not fact.own}
 
     def read(self, name: str, sources: Sequence[Source], box: Box, itemsize: int) -> NDArray[np.void]:
-        """The part `box` of a tensor, put together from what the files hold of it."""
+        """Return the part `box` of a tensor, assembled from what the files hold of it."""
         result = np.empty(box.size, dtype=f"V{itemsize}")
         for source in sources:
             ends = [
@@ -90,7 +90,7 @@ def _equal(left: _Saved, right: _Saved, name: str, fact: TensorFacts) -> bool:
 
 
 def _pieces(fact: TensorFacts) -> Iterator[Box]:
-    """The tensor in stretches of its first dimension."""
+    """Yield boxes that cut the tensor along its first dimension."""
     if not fact.shape:
         yield Box.whole(fact.shape)
         return

@@ -1,6 +1,6 @@
-"""What differs between a checkpoint and the run that is to go on from it: refused with a diff, unless it is allowed.
+"""Differences between a checkpoint and the run that is to continue from it: refused with a diff, unless they are allowed.
 
-Torch itself fills what fits and leaves the rest at its initial values, or converts it, without a word.
+Torch itself loads what fits and leaves the rest at its initial values, or converts it, without a message.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ SHOWN = 5
 
 
 def check_allowed(allow: Collection[str]) -> None:
+    """Raise UsageError if `allow` has a kind of difference that is not known."""
     for kind in allow:
         if kind not in KINDS:
             raise UsageError(f"{kind!r} is no kind of difference that can be allowed", hint=nearest(kind, KINDS))
@@ -38,11 +39,12 @@ def check_config(
     changed: Collection[str] = (),
     asked_for: bool = False,
 ) -> None:
-    """Compare the values that a checkpoint is bound to with those here.
+    """Compare the config values that a checkpoint is bound to with those of this run.
 
     Args:
-        changed: keys that a person has changed on purpose since it was saved; they, and all under them, may differ.
-        asked_for: it is another run's, named by the person.
+        changed: keys that a person has changed on purpose since it was saved; they, and all keys below them, may
+            differ.
+        asked_for: the checkpoint is of another run and was named by the person.
 
     Raises:
         CheckpointMismatch: they differ.
@@ -66,7 +68,7 @@ def check_config(
             hint="begin anew with its weights: checkpoint.restore_only=model; to go on at its step on other data all the same: "
             "checkpoint.allow=[config,data]",
         )
-    # Other data by config is allowed or refused as such; what is meant here is other content in the same place.
+    # Other data by config is allowed or refused as such; this check is about other content in the same place.
     if content and FINGERPRINT in before and not any(key.startswith("data.") for key in lines) and "data" not in allow:
         raise CheckpointMismatch(
             f"{path} was saved with other data in the same place: {content}",
@@ -75,12 +77,12 @@ def check_config(
 
 
 def names_of(objects: Mapping[str, Any]) -> set[str]:
-    """Names of the live tensors of the modules among `objects`."""
+    """Return the names of the live tensors of the modules among `objects`."""
     return set(state.module_tensors(objects))
 
 
 def of_modules(objects: Mapping[str, Any], saved: Iterable[str]) -> set[str]:
-    """Those names of the checkpoint that belong to modules among `objects`. Extra state, which comes and goes, is left out."""
+    """Return the names of the checkpoint that belong to modules among `objects`, without extra state, which may come and go."""
     prefixes = tuple(f"{key}." for key, value in objects.items() if isinstance(value, torch.nn.Module))
     return {name for name in saved if prefixes and name.startswith(prefixes) and not restorable.is_extra(name)}
 
@@ -94,12 +96,12 @@ def check_names(
     plain: Collection[str] | None,
     allow: Collection[str],
 ) -> set[str]:
-    """Check that checkpoint and objects have the same names. Returns those of the checkpoint alone.
+    """Check that checkpoint and objects have the same names, and return the names that only the checkpoint has.
 
     Args:
         wanted: names of the tensors of this rank's modules.
-        everywhere: of all ranks' modules: a pipeline stage is no more than a part.
-        plain: names that have state that is no tensor; None: not known yet.
+        everywhere: names of the tensors of all ranks' modules: a pipeline stage has only a part of them.
+        plain: names of objects with state that is no tensor; None: not known yet.
 
     Raises:
         CheckpointMismatch: one has names that the other lacks.
@@ -124,10 +126,10 @@ def check_tensors(
     saved: Mapping[str, TensorFacts],
     allow: Collection[str],
 ) -> dict[str, Tensor]:
-    """Check shapes and dtypes. Returns the targets that can be filled.
+    """Check shapes and dtypes, and return the targets that can be filled.
 
     Raises:
-        CheckpointMismatch: one differs.
+        CheckpointMismatch: a shape or a dtype differs.
     """
     shapes, dtypes = [], []
     fit = {}
@@ -145,7 +147,7 @@ def check_tensors(
         _refuse(path, "shapes", "does not fit", [line for _, line in shapes])
     if "dtypes" not in allow:
         _refuse(path, "dtypes", "does not fit", dtypes)
-    # What an optimiser knows of a parameter that starts afresh is of no use.
+    # The optimiser's state of a parameter that starts with new values is of no use.
     optimizers = [key for key, value in objects.items() if isinstance(value, Optimizer)]
     stale = tuple(f"{key}.state.{name}." for key in optimizers for name, _ in shapes)
     return {name: tensor for name, tensor in fit.items() if not stale or not name.startswith(stale)}

@@ -1,8 +1,8 @@
-"""The tensors of one object of a checkpoint as a file that other programs read: safetensors, or torch.save.
+"""Export the tensors of one object of a checkpoint to a file that other programs read: safetensors, or torch.save.
 
-The rank files are read block by block, in parallel, each byte once. A block is held against its digest and then copied to
-where it belongs in the output, so a .safetensors file of any size takes the memory of a few blocks. Nothing appears under the
-output's name before all of it was verified and is on the disk.
+The rank files are read block by block, in parallel, each byte once. A block is compared with its digest and then copied
+to its place in the output, so a .safetensors file of any size takes the memory of a few blocks. The output's name does
+not exist before all of it was verified and is on the disk.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from slurmtrain.errors import CheckpointError, UsageError, nearest
 
 SAFETENSORS, TORCH = (".safetensors",), (".pt", ".pth")
 DTYPES = ("float32", "float16", "bfloat16", "float64")
-ALIGNMENT = 8  # of the data in a safetensors file
+ALIGNMENT = 8  # alignment of the data in a safetensors file
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """The file that was written, its number of tensors and its size in bytes."""
 
     path: Path
     tensors: int
@@ -52,9 +52,9 @@ class Entry:
     """A tensor to export.
 
     Attributes:
-        name: in the output.
+        name: name in the output.
         shape, saved: global shape, and dtype in the checkpoint.
-        dtype: in the output.
+        dtype: dtype in the output.
     """
 
     name: str
@@ -68,13 +68,13 @@ class Entry:
 
 
 class Output(Protocol):
-    """Takes bytes of tensors in any order, from several threads."""
+    """A file format to which bytes of tensors can be written in any order, from several threads."""
 
     def write(self, entry: Entry, offset: int, data: memoryview) -> None:
-        """`data` are bytes of the tensor from its byte `offset` on."""
+        """Write `data`, the bytes of the tensor from its byte `offset` on."""
 
     def finish(self) -> None:
-        """All bytes are there: bring them onto the disk."""
+        """Write everything to the disk, after all bytes were passed to `write`."""
 
 
 def export(
@@ -90,13 +90,13 @@ def export(
 
     Args:
         out: ends in .safetensors, or in .pt or .pth: a dict of tensors, for torch.load(weights_only=True).
-        dtype: convert floating point tensors to this.
-        force: replace `out` when it exists.
-        progress: told of the bytes of every block that was read, from any thread.
+        dtype: dtype to convert floating-point tensors to.
+        force: replace `out` if it exists.
+        progress: called with the number of bytes of every block read, from any thread.
 
     Raises:
-        UsageError: `out` or `only` cannot be meant.
-        CheckpointError: the checkpoint is damaged, or `out` cannot be written; there is no `out` then.
+        UsageError: `out` or `only` are not valid.
+        CheckpointError: the checkpoint is damaged, or `out` cannot be written; `out` does not exist then.
     """
     check_output(out, force=force)
     with retention.reading(path):
@@ -130,10 +130,10 @@ def export(
 
 
 def check_output(out: Path, *, force: bool) -> None:
-    """Raises UsageError when nothing can be written to `out`."""
+    """Raise UsageError if nothing can be written to `out`."""
     if out.suffix not in (*SAFETENSORS, *TORCH):
         raise UsageError(
-            f"{out} says no format by its ending", hint=f"end it in one of: {', '.join((*SAFETENSORS, *TORCH))}"
+            f"{out} has no suffix of a known format", hint=f"end it in one of: {', '.join((*SAFETENSORS, *TORCH))}"
         )
     if not out.parent.is_dir():
         raise UsageError(f"there is no folder {out.parent} to write {out.name} into")
@@ -153,7 +153,7 @@ def _check_whole(path: Path, manifest: Manifest, index: Index) -> None:
 
 
 def _choose(path: Path, facts: Mapping[str, TensorFacts], only: str, dtype: str | None) -> dict[str, Entry]:
-    """What to export, by name in the checkpoint."""
+    """Return the tensors to export, by name in the checkpoint."""
     target = dtype_of(dtype) if dtype is not None else None
     entries = {}
     for name, fact in facts.items():
@@ -188,7 +188,7 @@ def _publish(temporary: Path, out: Path, *, force: bool) -> None:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor in a rank file: bytes `begin` to `end`."""
+    """A box of a tensor, in the bytes `begin` to `end` of a rank file."""
 
     entry: Entry
     box: Box
@@ -252,7 +252,7 @@ _local = threading.local()
 
 
 def _read_block(path: Path, file: str, number: int, size: int, digests: bytes) -> memoryview:
-    """One block in this thread's buffer, verified."""
+    """Read one block into this thread's buffer, and verify it."""
     if not hasattr(_local, "buffer"):
         _local.buffer = memoryview(bytearray(BLOCK_BYTES))
     data: memoryview = _local.buffer[: min(BLOCK_BYTES, size - number * BLOCK_BYTES)]
@@ -272,7 +272,7 @@ def _read_block(path: Path, file: str, number: int, size: int, digests: bytes) -
 
 
 def _scatter(piece: Piece, data: memoryview, begin: int, output: Output) -> None:
-    """Give `output` what the block `data`, at byte `begin` of its file, has of `piece`."""
+    """Write to `output` the part of `piece` that lies in the block `data`, which begins at byte `begin` of its file."""
     entry = piece.entry
     low, high = max(piece.begin, begin), min(piece.end, begin + len(data))
     part = _converted(entry, data[low - begin : high - begin])
@@ -296,10 +296,10 @@ def _converted(entry: Entry, data: memoryview) -> memoryview:
 
 
 def runs(box: Box, shape: Sequence[int], first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """Elements `first` to `last` of a box, as stretches that lie together in the whole tensor.
+    """Yield elements `first` to `last` of a box, as stretches that are contiguous in the whole tensor.
 
     Yields:
-        Element of the tensor where a stretch begins; its first and last element, counted from `first`.
+        The element of the tensor at which a stretch begins; the stretch's first and last element, counted from `first`.
     """
     # Trailing dimensions that the box has whole, and the one before them, lie together.
     length, outer = 1, 0
@@ -323,7 +323,10 @@ def runs(box: Box, shape: Sequence[int], first: int, last: int) -> Iterator[tupl
 
 
 class SafetensorsOutput:
-    """https://github.com/huggingface/safetensors#format: the length of the header, the header, the bytes of all tensors."""
+    """A .safetensors file: the length of the header, the header, the bytes of all tensors.
+
+    The format is described at https://github.com/huggingface/safetensors#format.
+    """
 
     def __init__(self, descriptor: int, entries: Sequence[Entry], about: Mapping[str, str]):
         self._descriptor = descriptor
@@ -360,11 +363,11 @@ class SafetensorsOutput:
         blocks.write_all(self._descriptor, data, self._data_start + self._begins[entry.name] + offset)
 
     def finish(self) -> None:
-        """Everything is written by now."""
+        """Do nothing, since everything is already written."""
 
 
 class TorchOutput:
-    """torch.save wants whole tensors: they are put together in memory first."""
+    """A file of torch.save, for which whole tensors are assembled in memory first."""
 
     def __init__(self, descriptor: int, entries: Sequence[Entry]):
         size, left = sum(entry.nbytes for entry in entries), available_memory()

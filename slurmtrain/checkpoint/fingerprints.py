@@ -1,6 +1,6 @@
-"""Cheap digests of tensors, worked out where they lie: do replicas still agree, and was a tensor changed while it was copied?
+"""Cheap digests of tensors, computed on their device: do replicas still agree, and was a tensor changed while it was copied?
 
-They are made to tell two computations apart, not to withstand somebody: what lies on a disk is digested by `blocks`. Nothing
+They are made to tell two computations apart, not to withstand an attack: files on a disk are digested by `blocks`. None
 of them is kept.
 
 Ranks do not send each other all of their fingerprints, which would be hundreds of megabytes for rank 0 of thousands. Each sends
@@ -22,17 +22,19 @@ from torch import Tensor
 from slurmtrain.checkpoint.layout import Box, Ints, share
 
 WORD_BYTES = 8
-# Of a large tensor in host memory a save compares one of so many parts, each save another: reading all of it would take as long
-# as the copy. A GPU reads a hundred times as fast as it copies to the host, and compares all.
+# A save compares one of this many parts of a large tensor in host memory, and each save another one: reading all of it
+# would take as long as the copy. A GPU reads a hundred times as fast as it copies to the host, and compares all.
 TURNS_ON_CPU = 8
 WHOLE, BUFFER = -1, -2  # instead of the number of a part
 BUNDLES_ASKED, STATES_ASKED = 8, 8  # to name what differs; it is no use to name more
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's 8-byte words modulo 2**64 (int64 [], on its device); of integers weighted by their place.
+    """Return the sum of a tensor's 8-byte words modulo 2**64 (int64 [], on its device).
 
-    Integers are weighted because they are often the same ones in another order: a permutation of the samples.
+    Words of integers are weighted by position.
+
+    Integers are weighted because two tensors often hold the same ones in another order: a permutation of the samples.
     """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if data.storage_offset() % WORD_BYTES:
@@ -54,11 +56,13 @@ class Replica:
     """A tensor of which other ranks hold the same part.
 
     Attributes:
-        first: the lowest of these ranks: it tells one group of replicas of a tensor from another.
+        name: name of the tensor.
+        first: the lowest of these ranks, which distinguishes one group of replicas of a tensor from another.
         group: a digest of which ranks these are; see `group_number`.
-        index, holders: this rank's place among them, and how many they are.
+        index, holders: this rank's index among these ranks, and their number.
         box: the part of the global tensor.
-        buffer: of a module: ranks may differ in it, which is told and no error.
+        itemsize: bytes of an element.
+        buffer: the tensor is a module's buffer: a difference between ranks is reported and is no error.
     """
 
     name: str
@@ -71,14 +75,14 @@ class Replica:
     buffer: bool
 
     def compared(self, turn: int, turns: int) -> Iterator[tuple[int, tuple[slice, ...]]]:
-        """Yield the parts that this rank fingerprints at a save: a number that tells one from another, and where it lies.
+        """Yield the parts that this rank fingerprints at a save: a number that identifies the part, and its index.
 
-        Of a tensor that is split among its holders each compares what it writes itself with one of the others, each save
-        with another one. So it costs the same, whatever the number of ranks.
+        If a tensor is divided among its holders, each compares the part that it writes with that of one of the others,
+        each save with another one. So the cost does not depend on the number of ranks.
 
         Args:
-            turn: how many saves there were before.
-            turns: each save takes one of so many pieces of a part.
+            turn: number of saves before.
+            turns: number of pieces of a part; each save takes another one.
         """
         whole = (slice(None),) * len(self.box.size)
         if self.buffer:
@@ -100,7 +104,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class Differing:
-    """A tensor that is not the same on all ranks that hold it, and which ranks agree with each other."""
+    """A tensor that is not the same on all ranks that hold it, with the groups of ranks that agree with each other."""
 
     name: str
     ranks: tuple[tuple[int, ...], ...]

@@ -1,4 +1,4 @@
-"""Are the parameters numbers? One that is not stays so: no later step mends it, and a checkpoint of it is worth nothing."""
+"""Check that parameters are finite. One that is not stays so: no later step mends it, and a checkpoint of it is worthless."""
 
 from __future__ import annotations
 

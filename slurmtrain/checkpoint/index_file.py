@@ -1,4 +1,4 @@
-"""index.bin of a checkpoint, read and held against the manifest: the one way to it, for restoring, verifying and exporting."""
+"""Read index.bin of a checkpoint and check it against the manifest, for restoring, verifying and exporting alike."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ HEADER_BYTES = 1 << 30  # more than that of a million tensors
 
 
 def read_index(path: Path, manifest: Manifest, *, patient: bool = False) -> Index:
-    """The index of the checkpoint `path`.
+    """Return the index of the checkpoint `path`.
 
     Args:
         patient: see `blocks.find_damage`.
 
     Raises:
-        CheckpointError: it is damaged, or does not belong to this manifest.
+        CheckpointError: the index is damaged, or does not belong to this manifest.
     """
     record = manifest.files.get(commit.INDEX)
     if record is None:
@@ -45,10 +45,10 @@ def read_index(path: Path, manifest: Manifest, *, patient: bool = False) -> Inde
 
 
 def check_whole(path: Path, manifest: Manifest, index: Index) -> None:
-    """Check that the files hold every element of every tensor once, by what the index says of them.
+    """Check that, by the index, the files hold every element of every tensor exactly once.
 
     Raises:
-        CheckpointError: they do not, or the manifest says otherwise.
+        CheckpointError: they do not, or the manifest has other tensors.
     """
     try:
         facts = check_coverage(index.catalogues, index.tables.values())
@@ -59,7 +59,7 @@ def check_whole(path: Path, manifest: Manifest, index: Index) -> None:
 
 
 def find_disagreement(path: Path, manifest: Manifest) -> list[str]:
-    """What, in files whose digests are right, would not be restored or be restored wrongly: one sentence each.
+    """Describe what would not be restored, or be restored wrongly, from files whose digests are right: one sentence each.
 
     Raises:
         Unreadable: the storage fails, and after all retries still does.
@@ -91,7 +91,7 @@ def find_disagreement(path: Path, manifest: Manifest) -> list[str]:
 
 
 def _check_header(file: Path, index: Index, name: str) -> None:
-    """Raises ValueError when a rank's file says of itself, as a safetensors file does, that it holds something else."""
+    """Raise ValueError if a rank's file, read as a safetensors file, declares other contents than the index."""
     expected = index.pieces(name)
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")

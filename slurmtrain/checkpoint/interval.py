@@ -1,21 +1,22 @@
-"""When to save: how often while all is well, when to stop before the time limit, what to do when told to stop.
+"""The decision when to save: how often, when to stop before the time limit, and what to do when told to stop.
 
-How often. A save holds the run up for C seconds; a failure (they come on average every M seconds) throws away what was
-done since the last one. The interval that loses the least time:
+How often. A save holds training up for C seconds; a failure (every M seconds on average) loses the steps done since the
+last save. The interval that loses the least time:
   - Young 1974:  sqrt(2 C M), of first order. J. W. Young, "A first order approximation to the optimum checkpoint
     interval", Communications of the ACM 17(9).
   - Daly 2006:  sqrt(2 C M) (1 + 1/3 sqrt(C / 2M) + 1/9 (C / 2M)) - C  for C < 2M, else M. J. T. Daly, "A higher order
-    estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer Systems 22(3). How long a
-    restart takes does not move the optimum.
+    estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer Systems 22(3). The duration of
+    a restart does not move the optimum.
   - Availability: where failures are noticed late, the optimum is not below the time until they are (arXiv 2410.18124).
-C is what training is held up for, not what writing in the background takes: that makes each failure lose a constant
-time more, which does not move the optimum either.
+C is the time for which training is held up, not that of writing in the background: the latter makes each failure lose a
+constant time more, which does not move the optimum either.
 
-How often things fail. 6.5 failures per 1,000 node-days on one large cluster over 11 months, 2.34 on its sister; but 128
-nodes there failed every 7.9 h, not every 28.8 h as the rate says (arXiv 2410.21680). So the rate is only where one
-starts from, and what a run sees itself soon weighs more.
+How often jobs fail. 6.5 failures per 1,000 node-days on one large cluster over 11 months, 2.34 on its sister; but 128
+nodes there failed every 7.9 h, not every 28.8 h as the rate says (arXiv 2410.21680). So the rate is only the initial
+estimate, and what a run observes itself soon weighs more.
 
-Knows no clock: every function is told the time. Ranks have different clocks: ask on one rank and tell the others.
+This module reads no clock: every function gets the time as an argument. Ranks have different clocks: ask on one rank
+and broadcast the answer.
 """
 
 from __future__ import annotations
@@ -39,23 +40,26 @@ CHEAP_STALL = 0.01
 # There is no limit to the share that saving takes: where Daly's interval costs much, failures cost as much, and saving
 # less often makes it worse (C = 36 s, M = 1 h: every 8 minutes. At most 1 % would mean once an hour, and a run half as
 # long again).
-# As slow as the slowest of so many saves: a shared file system has bad days, and the first save also allocates.
+# The slowest of this many saves counts: a shared file system has slow days, and the first save also allocates.
 STALLS_REMEMBERED = 3
 
 
 def young(cost_s: float, mtbf_s: float) -> float:
-    """Young's interval between two saves, in seconds.
+    """Return Young's interval between two saves, in seconds.
 
     Args:
-        cost_s: how long training is held up by one save.
-        mtbf_s: mean time between failures of the whole job.
+        cost_s: seconds for which one save holds training up.
+        mtbf_s: mean seconds between failures of the whole job.
     """
     _check_cost_and_mtbf(cost_s, mtbf_s)
     return math.sqrt(2 * cost_s * mtbf_s) if cost_s > 0 else 0.0
 
 
 def daly(cost_s: float, mtbf_s: float) -> float:
-    """Daly's interval between the end of one save and the begin of the next, in seconds. Arguments as for `young`."""
+    """Return Daly's interval between the end of one save and the beginning of the next, in seconds.
+
+    Arguments as for `young`.
+    """
     _check_cost_and_mtbf(cost_s, mtbf_s)
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
@@ -73,17 +77,19 @@ def _check_cost_and_mtbf(cost_s: float, mtbf_s: float) -> None:
 def mean_time_between_failures(
     nodes: int, *, observed_failures: int, observed_s: float, per_node_day: float = 6.5e-3
 ) -> float:
-    """Seconds between failures of a job on `nodes` nodes: the usual rate, corrected by what this run has seen.
+    """Return the mean seconds between failures of a job on `nodes` nodes.
 
-    Failures come at a constant rate (Poisson). What is known of the rate before is a gamma distribution of the weight of
-    one failure: as if one had been seen in the time in which one is to be expected. Observations add up with it, so that
-    the mean rate is (1 + failures) / (time until one is expected + time observed); returned is its inverse.
+    It is the usual rate, corrected by what this run has observed.
+
+    Failures come at a constant rate (Poisson). The prior of the rate is a gamma distribution with the weight of one
+    failure: as if one had been observed in the time in which one is expected. Observations are added to it, so that the
+    mean rate is (1 + failures) / (time until one is expected + time observed); its inverse is returned.
 
     Args:
-        nodes: all of them are needed: one that fails ends the attempt.
-        observed_failures: attempts of this run that ended without a chance to save. Not those that were preempted or
-            reached the time limit: they saved, and lost nothing that a shorter interval would have kept.
-        observed_s: how long the run has been running on so many nodes, over all attempts.
+        nodes: number of nodes, all of which are needed: one that fails ends the attempt.
+        observed_failures: attempts of this run that ended without a chance to save, without those that were preempted
+            or reached the time limit: they saved, and lost nothing that a shorter interval would have kept.
+        observed_s: seconds that the run has been running on so many nodes, over all attempts.
         per_node_day: the usual rate. Default: published for 8 GPUs a node (see above).
     """
     if nodes < 1:
@@ -98,12 +104,14 @@ def mean_time_between_failures(
 
 @dataclass(frozen=True)
 class Interval:
-    """How often to save. Where more than one is given, whichever comes first; none: only at a stop and at the end.
+    """The rule for how often to save.
+
+    If several are given, whichever comes first; if none, only at a stop and at the end.
 
     Attributes:
-        steps: after every step that is a multiple of this; 0: not by steps.
-        minutes: when so much time has passed since the last save; 0: not by time.
-        auto: as often as loses the least time, by what saves cost and how often things fail.
+        steps: save after every step that is a multiple of this; 0: not by steps.
+        minutes: save when this much time has passed since the last save; 0: not by time.
+        auto: save at the interval that loses the least time, given what saves cost and how often jobs fail.
     """
 
     steps: int = 0
@@ -124,15 +132,15 @@ class Interval:
 
 
 class Cadence:
-    """Says when the next save is due. For one attempt, on one rank.
+    """The schedule of saves of one attempt, on one rank.
 
     Args:
-        interval: what the person asked for.
+        interval: the rule that the user chose.
         now: when the attempt began; by the same clock as every later `now`. A monotonic one is best; one that is set
             back makes the next save late by at most one interval.
         step: the step that the attempt began with, which needs no save.
         mtbf_s: for `auto`, from `mean_time_between_failures`. Infinite when nothing is known.
-        detection_s: for `auto`, how long a failure may go unnoticed (the timeout of a collective, say).
+        detection_s: for `auto`, seconds for which a failure may go unnoticed (the timeout of a collective, say).
     """
 
     def __init__(
@@ -151,12 +159,12 @@ class Cadence:
 
     @property
     def seconds(self) -> float:
-        """Time between two saves as of now; infinite when it is not by time."""
+        """The seconds between two saves as of now; infinite if saves do not depend on time."""
         by_time = self._interval.minutes * 60 if self._interval.minutes > 0 else math.inf
         return min(by_time, self._auto_s()) if self._interval.auto else by_time
 
     def due(self, step: int, now: float) -> bool:
-        """Save after `step`? No for a step that has been saved already."""
+        """Return whether to save after `step`; False for a step that has been saved already."""
         self._since = min(self._since, now)  # the clock was set back: the time that has passed is not known
         if step == self._step:
             return False
@@ -164,19 +172,19 @@ class Cadence:
         return by_steps or now - self._since >= self.seconds
 
     def saved(self, step: int, now: float, stall_s: float | None) -> None:
-        """A save of `step` was made, for whatever reason, and training goes on from `now`.
+        """Record that a save of `step` was made, for whatever reason, and that training goes on from `now`.
 
-        Also to be told of one that failed: it is tried again after an interval, not after every step.
+        It is also called after a failed save, which is tried again after an interval, not after every step.
 
         Args:
-            stall_s: how long training was held up; None: not measured.
+            stall_s: seconds for which training was held up; None: not measured.
         """
         self._step, self._since = step, now
         if stall_s is not None and math.isfinite(stall_s):
             self._stalls.append(max(0.0, stall_s))  # below zero: the clock was set back meanwhile
 
     def measured(self, stall_s: float) -> None:
-        """How long the last save held up training in all, where that is known only afterwards. Seconds."""
+        """Record for how many seconds the last save held up training in all, if that is known only afterwards."""
         if math.isfinite(stall_s):
             self._stalls.append(max(0.0, stall_s))
 
@@ -190,15 +198,16 @@ class Cadence:
 
 
 def latest_stop(end_time: float, *, step_s: float, save_s: float, margin: float = 1.5, floor_s: float = 30.0) -> float:
-    """Unix time by which a stop has to be asked for, so that the step that runs and one save are done at `end_time`.
+    """Return the unix time by which a stop has to be requested, so that the current step and one save are done at `end_time`.
 
     Args:
         end_time: unix time at which the job is ended.
-        step_s: the longest step measured. The stop can be asked for at its very beginning.
-        save_s: the longest save measured, from its begin to its commit, waiting for one in flight included.
-        margin: how much longer both may take than ever measured.
-        floor_s: never later than this before the end, however quick step and save are: the ranks still have to leave
-            and the batch script to ask for a requeue. Default: SLURM looks at time limits every 30 s.
+        step_s: seconds of the longest step measured. The stop can be requested at its very beginning.
+        save_s: seconds of the longest save measured, from its beginning to its commit, waiting for one in flight
+            included.
+        margin: how many times as long as ever measured both may take.
+        floor_s: never less than this many seconds before the end, however quick step and save are: the ranks still have
+            to exit and the batch script to ask for a requeue. Default: SLURM checks time limits every 30 s.
     """
     if not (step_s >= 0 and save_s >= 0 and floor_s >= 0 and margin >= 1):
         raise ValueError(f"no stop can be planned with {step_s=}, {save_s=}, {margin=}, {floor_s=}")
@@ -208,20 +217,20 @@ def latest_stop(end_time: float, *, step_s: float, save_s: float, margin: float 
 def choose_last_save(
     *, grace_s: float | None, in_flight_left_s: float | None, save_s: float | None, steps_behind: int
 ) -> Literal["both", "new", "in flight"]:
-    """What to do with the save in flight and with the steps done since it began, when told to stop.
+    """Choose what to do with the save in flight and with the steps done since it began, when told to stop.
 
-    In the order of preference:
-     1. "both": finish the one in flight, then save the present step. Something is committed as soon as it can be, and
-        nothing that is done is lost. Also when the grace is not known: this order gives up nothing for the attempt.
-     2. "new": discard the one in flight and save the present step, where there is time for this but not for both.
+    The choices in the order of preference:
+     1. "both": finish the one in flight, then save the present step. Something is committed as soon as possible, and
+        no step is lost. Also chosen if the grace time is not known: this order gives up nothing for the attempt.
+     2. "new": discard the one in flight and save the present step, if there is time for this but not for both.
      3. "in flight": finish it, and lose the steps since. A save that is nearly done is worth more than one that would
-        be killed, with the requeue that comes after it. So, too, when nothing has been done since it began, when no
-        save has been measured yet, and when not even this is likely to fit: it has the shortest way left.
+        be killed, with the requeue that follows it. Also chosen if no step was done since it began, if no save has been
+        measured yet, and if not even this is likely to fit: it needs the least time.
 
     Args:
-        grace_s: time left until the kill, less what leaving takes; None: not known.
-        in_flight_left_s: what the save in flight still needs; None: not known, so as much as a whole one.
-        save_s: what a whole save takes, from its begin to its commit; None: not known.
+        grace_s: seconds left until the kill, less what exiting takes; None: not known.
+        in_flight_left_s: seconds that the save in flight still needs; None: not known, so as many as a whole one.
+        save_s: seconds of a whole save, from its beginning to its commit; None: not known.
         steps_behind: steps done since the one in flight began.
     """
     if steps_behind == 0:

@@ -1,14 +1,14 @@
-"""Where every piece of every tensor lies: boxes, the table of a rank's file, the check that nothing is missing.
+"""The place of every piece of every tensor: boxes, the table of a rank's file, the check that nothing is missing.
 
-A tensor is saved as boxes (axis-aligned parts of its global shape), each written by one rank into one place of one file. A
-rank describes its file in a `FileTable`; rank 0 checks that the boxes of all tables tile every tensor exactly and
-writes them into one file, `index.bin`, from which a reader with any other layout finds its bytes.
+A tensor is saved as boxes (axis-aligned parts of its global shape), each written by one rank into one place of one
+file. A rank describes its file in a `FileTable`; rank 0 checks that the boxes of all tables tile every tensor exactly
+and writes them into one file, `index.bin`, from which a reader with any other layout finds its bytes.
 
-Tables are numpy arrays, not objects: 4,096 ranks with 1,000 tensors each are four million boxes. Knows no torch and no
-storage.
+Tables are numpy arrays, not objects: 4,096 ranks with 1,000 tensors each are four million boxes. Imports no torch, and
+knows nothing of storage.
 
-index.bin: uint64 length of the header, the header (JSON: the catalogues and, for every file, where its table and its digests
-lie), then per file the zlib-compressed table and the 32-byte digests of its blocks. Little-endian.
+index.bin: uint64 length of the header, the header (JSON: the catalogues and, for every file, where its table and its
+digests lie), then per file the zlib-compressed table and the 32-byte digests of its blocks. Little-endian.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Ints = npt.NDArray[np.int64]
 # Smaller tensors are written whole by one of the ranks that hold them; larger ones are split among all of these.
 SPLIT_BYTES = 1 << 20
 EVEN = 8  # rows per rank from which on one row more or less does not matter
-MAX_DIMENSIONS = 64  # of any tensor of torch
-# By torch's names: for who reads a checkpoint without torch.
+MAX_DIMENSIONS = 64  # greatest number of dimensions of a tensor
+# Bytes per element by torch's names, for readers that do not import torch.
 DTYPE_BYTES = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
     **dict.fromkeys(("float32", "int32", "uint32", "complex32"), 4),
@@ -63,10 +63,10 @@ class Box:
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """What all ranks have to agree on: global shape, dtype ("float32") and bytes of one element.
+    """The facts of a tensor that all ranks have to agree on: global shape, dtype ("float32") and bytes of one element.
 
     Attributes:
-        own: each rank has its own tensor of this name (random states); such a one is not part of a global tensor.
+        own: each rank has its own tensor of this name (random states), which is not part of a global tensor.
     """
 
     shape: tuple[int, ...]
@@ -83,18 +83,18 @@ Catalogue = Mapping[str, TensorFacts]
 
 
 def piece_name(name: str, box: Box, shape: Sequence[int]) -> str:
-    """The name of a box of a tensor in a safetensors header: that of the tensor, and which part of it."""
+    """Return the name of a box of a tensor in a safetensors header: the tensor's name, and which part of it."""
     if box == Box.whole(shape):
         return name
     return name + "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(box.start, box.size, strict=True)) + "]"
 
 
 def share(box: Box, itemsize: int, key: str, index: int, holders: int) -> Box | None:
-    """The part of `box` that the `index`-th of `holders` ranks writes, all of which hold it; None: nothing.
+    """Return the part of `box` that the `index`-th of the `holders` ranks that hold it writes; None: nothing.
 
-    Large boxes are cut along the first dimension that is long enough to give even parts, so that every rank writes, and has
-    to copy, the same number of bytes. Of the others each goes to one rank, chosen by a checksum of the name: the same on
-    all ranks.
+    Large boxes are cut along the first dimension that is long enough to give even parts, so that every rank writes, and
+    has to copy, the same number of bytes. Each smaller box is written by one rank, chosen by a checksum of the name:
+    the same on all ranks.
     """
     if holders == 1:
         return box
@@ -113,10 +113,10 @@ def share(box: Box, itemsize: int, key: str, index: int, holders: int) -> Box | 
 
 @dataclass(frozen=True, eq=False)
 class FileTable:
-    """What one rank's file holds: boxes of tensors of its catalogue, one after another, without gaps.
+    """The contents of one rank's file: boxes of tensors of its catalogue, one after another, without gaps.
 
     Attributes:
-        catalogue: number of the catalogue that `tensors` counts in.
+        catalogue: number of the catalogue that `tensors` refers to.
         data_start: bytes before the first box.
         tensors: int64 [pieces], position in the catalogue.
         boxes: int64 [pieces, 2, dimensions], start and size, padded with start 0 and size 1.
@@ -130,7 +130,11 @@ class FileTable:
     own_bytes: int = 0
 
     def offsets(self, itemsizes: Ints) -> Ints:
-        """int64 [pieces + 1]: byte at which each box begins, and where the last ends. `itemsizes`: of the catalogue."""
+        """Return the byte at which each box begins, and where the last one ends, int64 [pieces + 1].
+
+        Args:
+            itemsizes: bytes of an element of each tensor of the catalogue.
+        """
         nbytes = self.boxes[:, 1].prod(axis=1) * itemsizes[self.tensors]
         return np.concatenate([[self.data_start], self.data_start + np.cumsum(nbytes)]).astype(np.int64)
 
@@ -142,7 +146,12 @@ class FileTable:
 
     @classmethod
     def unpack(cls, data: bytes, limit: int = 0) -> FileTable:
-        """Args: limit: bytes of the numbers, at most; 0: whatever there is."""
+        """Return the table that `pack` has packed.
+
+        Args:
+            data: the packed table.
+            limit: greatest number of bytes that it may unpack to; 0: any number.
+        """
         unpacker = zlib.decompressobj()
         content = unpacker.decompress(data, limit)
         if not unpacker.eof:
@@ -156,7 +165,7 @@ class FileTable:
 def table_of(
     pieces: Sequence[tuple[str, Box]], catalogue: Catalogue, *, number: int, data_start: int, own_bytes: int
 ) -> FileTable:
-    """The table of a file with these pieces in this order."""
+    """Return the table of a file with these pieces in this order."""
     position = {key: index for index, key in enumerate(catalogue)}
     dimensions = max((len(box.size) for _, box in pieces), default=0) or 1
     boxes = np.zeros((len(pieces), 2, dimensions), dtype=np.int64)
@@ -176,18 +185,19 @@ PRIME = (1 << 31) - 1
 def check_coverage(catalogues: Sequence[Catalogue], packed: Iterable[bytes]) -> dict[str, TensorFacts]:
     """Check that the boxes of all files together tile every tensor: every element once, none twice, none outside.
 
-    Boxes tile a tensor exactly when, for every measure, theirs add up to that of the whole. One random measure is enough: a
-    product over dimensions of F_d(end) - F_d(start), F random modulo a prime, is a polynomial in F which vanishes by chance
-    with probability of at most dimensions / 2**31 (Schwartz 1980, Zippel 1979). It takes linear time, whatever the layout.
+    Boxes tile a tensor exactly if, for every measure, theirs add up to that of the whole. One random measure is enough:
+    a product over dimensions of F_d(end) - F_d(start), F random modulo a prime, is a polynomial in F which vanishes by
+    chance with probability of at most dimensions / 2**31 (Schwartz 1980, Zippel 1979). It takes linear time, whatever
+    the layout.
 
     Args:
         packed: `FileTable.pack()` of every rank; one is unpacked at a time.
 
     Returns:
-        All tensors by name but the ranks' own ones.
+        All tensors by name, without the ranks' own ones.
 
     Raises:
-        CheckpointError: naming a tensor that is not whole.
+        CheckpointError: a tensor is not complete; the message names it.
     """
     facts, positions = _merge(catalogues)
     names = list(facts)
@@ -227,11 +237,11 @@ def check_coverage(catalogues: Sequence[Catalogue], packed: Iterable[bytes]) -> 
 
 
 def _check_own(table: FileTable, rows: npt.NDArray[np.bool_], wanted: list[int], shapes: Ints) -> None:
-    """Raises CheckpointError when a rank's file has not each of its own tensors, whole and once, in these rows of its table.
+    """Raise CheckpointError unless these rows of a rank's table have each of its own tensors, whole and once.
 
     Args:
         wanted: numbers of the own tensors in the catalogue.
-        shapes: of all tensors in it.
+        shapes: shapes of all tensors in the catalogue.
     """
     boxes, dimensions = table.boxes[rows], shapes.shape[1]
     starts, sizes = _padded(boxes[:, 0], dimensions, 0), _padded(boxes[:, 1], dimensions, 1)
@@ -241,7 +251,7 @@ def _check_own(table: FileTable, rows: npt.NDArray[np.bool_], wanted: list[int],
 
 
 def _merge(catalogues: Sequence[Catalogue]) -> tuple[dict[str, TensorFacts], list[Ints]]:
-    """All shared tensors, and for every catalogue the number of each of its tensors among them (-1: a rank's own)."""
+    """Return all shared tensors, and for every catalogue the number of each of its tensors among them (-1: a rank's own)."""
     facts: dict[str, TensorFacts] = {}
     for catalogue in catalogues:
         for key, fact in catalogue.items():
@@ -265,7 +275,7 @@ def _padded(values: Ints, dimensions: int, fill: int) -> Ints:
 
 
 def _measure(starts: Ints, ends: Ints) -> Ints:
-    """int64 [n]: product over dimensions of F_d(end) - F_d(start) modulo PRIME."""
+    """Return the product over dimensions of F_d(end) - F_d(start) modulo PRIME, int64 [n]."""
     product = np.ones(len(starts), dtype=np.int64)
     for dimension in range(starts.shape[1]):
         factor = _random(ends[:, dimension], dimension) - _random(starts[:, dimension], dimension)
@@ -274,7 +284,7 @@ def _measure(starts: Ints, ends: Ints) -> Ints:
 
 
 def _random(index: Ints, dimension: int) -> Ints:
-    """A fixed random function of (index, dimension), below PRIME: the finaliser of SplitMix64 (Steele et al. 2014)."""
+    """Return a fixed random function of (index, dimension), below PRIME: the finaliser of SplitMix64 (Steele et al. 2014)."""
     z = index.astype(np.uint64) + np.uint64((0x9E3779B97F4A7C15 * (dimension + 1)) & 0xFFFFFFFFFFFFFFFF)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -286,7 +296,7 @@ def _random(index: Ints, dimension: int) -> Ints:
 
 @dataclass(frozen=True)
 class Source:
-    """Bytes of one box: in which file, from which byte on."""
+    """The place of the bytes of one box: the file, and the byte at which they begin."""
 
     file: str
     offset: int
@@ -295,10 +305,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Index:
-    """index.bin, as it was written or read.
+    """The contents of index.bin, as written or read.
 
     Attributes:
-        catalogues: of all ranks; ranks that hold the same tensors share one.
+        catalogues: the different catalogues; ranks that hold the same tensors share one.
         tables: `FileTable.pack()` by file name.
         digests: SHA-256 of every block by file name, one after another.
     """
@@ -308,7 +318,7 @@ class Index:
     digests: Mapping[str, bytes] = field(repr=False)
 
     def chunks(self) -> Iterator[bytes]:
-        """The file, in pieces: at 4,096 ranks it has more than a hundred megabytes."""
+        """Yield the bytes of the file in pieces: at 4,096 ranks it has more than a hundred megabytes."""
         segments, position = {}, 0
         for name, table in self.tables.items():
             segments[name] = [position, len(table), len(self.digests[name])]
@@ -323,13 +333,13 @@ class Index:
 
     @classmethod
     def parse(cls, data: bytes, sizes: Mapping[str, int]) -> Index:
-        """Everything in it is checked: digests tell damage, not whether whoever wrote it meant well.
+        """Read an index, and check everything in it: digests reveal damage, not whether its writer meant well.
 
         Args:
             sizes: bytes of the files of the checkpoint.
 
         Raises:
-            CheckpointError: it is no index, or it speaks of what the files cannot hold.
+            CheckpointError: it is no index, or it describes contents that the files cannot have.
         """
         try:
             (length,) = struct.unpack_from("<Q", data)
@@ -359,18 +369,18 @@ class Index:
         return _merge(self.catalogues)[0]
 
     def own_facts(self, file: str) -> dict[str, TensorFacts]:
-        """The own tensors of the rank that wrote `file`."""
+        """Return the own tensors of the rank that wrote `file`."""
         catalogue = self.catalogues[FileTable.unpack(self.tables[file]).catalogue]
         return {key: fact for key, fact in catalogue.items() if fact.own}
 
     def own_state(self, file: str) -> tuple[int, int]:
-        """First byte and length of the JSON of the rank's own plain state in `file`."""
+        """Return first byte and length of the JSON of the rank's own plain state in `file`."""
         table = FileTable.unpack(self.tables[file])
         itemsizes = _itemsizes(self.catalogues[table.catalogue])
         return int(table.offsets(itemsizes)[-1]), table.own_bytes
 
     def pieces(self, file: str) -> dict[str, tuple[int, int]]:
-        """First and last byte of every box in `file`, by the name that its safetensors header has for it."""
+        """Return first and last byte of every box in `file`, by its name in the safetensors header."""
         table = FileTable.unpack(self.tables[file])
         catalogue = self.catalogues[table.catalogue]
         names, offsets = list(catalogue), table.offsets(_itemsizes(catalogue)).tolist()
@@ -383,10 +393,10 @@ class Index:
         return found
 
     def find(self, wanted: Mapping[str, Box], own_file: str | None = None) -> dict[str, list[Source]]:
-        """All boxes that overlap with the wanted box of each tensor.
+        """Return all boxes that overlap with the wanted box of each tensor.
 
         Args:
-            wanted: by name. Names of own tensors are looked up in `own_file` alone.
+            wanted: boxes by name. Names of own tensors are looked up in `own_file` alone.
         """
         found: dict[str, list[Source]] = {key: [] for key in wanted}
         lookups = [_Lookup(catalogue, wanted) for catalogue in self.catalogues]
@@ -414,7 +424,7 @@ def _is_count(value: object) -> bool:
 
 
 def _check_catalogues(catalogues: Sequence[Catalogue], size: int) -> None:
-    """Raises ValueError when a tensor is none, or larger than all files together."""
+    """Raise ValueError if a tensor is not valid, or larger than all files together."""
     for catalogue in catalogues:
         for key, fact in catalogue.items():
             _demand(isinstance(key, str) and isinstance(fact.dtype, str), "a tensor has no name or type")
@@ -426,7 +436,7 @@ def _check_catalogues(catalogues: Sequence[Catalogue], size: int) -> None:
 
 
 def _shapes(catalogue: Catalogue) -> Ints:
-    """int64 [tensors, dimensions], padded with 1."""
+    """Return the shapes of the catalogue's tensors, int64 [tensors, dimensions], padded with 1."""
     dimensions = max((len(fact.shape) for fact in catalogue.values()), default=0) or 1
     shapes = np.ones((len(catalogue), dimensions), dtype=np.int64)
     for row, fact in enumerate(catalogue.values()):
@@ -435,10 +445,10 @@ def _shapes(catalogue: Catalogue) -> Ints:
 
 
 def _check_table(packed: bytes, shapes: Sequence[Ints], itemsizes: Sequence[Ints], size: int) -> None:
-    """Raises ValueError when a table speaks of other bytes than those of its file, or of no part of a tensor.
+    """Raise ValueError if a table describes other bytes than those of its file, or pieces that are outside their tensor.
 
     Args:
-        shapes, itemsizes: of the tensors of every catalogue.
+        shapes, itemsizes: shapes and bytes of an element of the tensors of every catalogue.
         size: bytes of the file.
     """
     # A rank writes at most one box of each tensor.
@@ -475,7 +485,7 @@ class _Lookup:
                 self._ends[row, : len(box.start)] = np.array(box.start) + box.size
 
     def overlapping(self, table: FileTable, *, own: bool) -> Ints:
-        """Rows of `table` that overlap with what is wanted."""
+        """Return the rows of `table` that overlap with wanted boxes."""
         tensors = table.tensors
         starts, sizes = table.boxes[:, 0], table.boxes[:, 1]
         dimensions = starts.shape[1]
@@ -493,10 +503,12 @@ def _itemsizes(catalogue: Catalogue) -> Ints:
 
 
 def encode_catalogue(catalogue: Catalogue) -> list[list[Any]]:
+    """Return a catalogue as JSON values."""
     return [[key, list(fact.shape), fact.dtype, fact.itemsize, int(fact.own)] for key, fact in catalogue.items()]
 
 
 def decode_catalogue(values: Sequence[Sequence[Any]]) -> dict[str, TensorFacts]:
+    """Return the catalogue that `encode_catalogue` has encoded. Raise ValueError if it names a tensor twice."""
     found = {key: TensorFacts(tuple(shape), dtype, itemsize, bool(own)) for key, shape, dtype, itemsize, own in values}
     if len(found) != len(values):
         raise ValueError("a tensor has two entries")

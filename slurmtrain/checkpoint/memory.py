@@ -1,4 +1,4 @@
-"""The memory of this host: how much is left, and how much of the time for touching it can be saved."""
+"""The memory of this host: how much is left, and how to make its first use faster."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 def ask_for_huge_pages(tensor: Tensor) -> None:
-    """Let the kernel back a new tensor, wherever it is large enough, by pages of 2 MiB (madvise(2), MADV_HUGEPAGE).
+    """Ask the kernel to back a new tensor, if it is large enough, by pages of 2 MiB (madvise(2), MADV_HUGEPAGE).
 
-    The first touch of gigabytes in pages of 4 KiB takes longer than copying into them. It is no more than a request.
+    The first access to gigabytes in pages of 4 KiB takes longer than copying into them. The kernel may ignore the
+    request.
     """
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = tensor.data_ptr() + tensor.nbytes - begin
@@ -25,7 +26,7 @@ def ask_for_huge_pages(tensor: Tensor) -> None:
 
 
 def available_memory() -> int | None:
-    """Bytes that this process may still use: of the host, and of the control group that SLURM put it in."""
+    """Return the bytes that this process may still use: of the host, and of the control group that SLURM put it in."""
     found = []
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -38,7 +39,7 @@ def available_memory() -> int | None:
 
 
 def _cgroup_limits() -> Iterable[tuple[int, int, int]]:
-    """(limit, used, page cache) in bytes of this process's memory cgroup and those above it, version 2 or 1."""
+    """Yield (limit, used, page cache) in bytes of this process's memory cgroup and those above it, version 2 or 1."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":

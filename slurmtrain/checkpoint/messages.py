@@ -1,8 +1,8 @@
-"""What ranks tell each other, as bytes: JSON, and raw bytes behind it. Reading a message executes nothing, whoever has sent it.
+"""Messages between ranks as bytes: JSON, and raw bytes after it. Reading a message executes nothing, whoever has sent it.
 
-A message: the word of 4 bytes, uint64 length of the JSON, the JSON, then all bytes values one after another. In the JSON each
-of these is `{"\\u0000bytes": [first byte, length]}`, counted from the end of the JSON. Little-endian. What follows is ignored,
-so that messages can be padded to one length.
+A message is a word of 4 bytes, the uint64 length of the JSON, the JSON, then all `bytes` values one after another. In the
+JSON each of these is an object with the one key BYTES and the value [first byte, length], counted from the end of the JSON.
+Numbers are little-endian. Anything after the last of them is ignored, so that messages can be padded to one length.
 """
 
 from __future__ import annotations

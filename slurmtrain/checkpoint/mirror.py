@@ -1,23 +1,24 @@
 """Copies of committed checkpoints in an object store: scratch is wiped, and clusters go away.
 
-Promise: what `committed` names was there completely when it was named so; no upload that dies at any moment can make one
-that is not; nothing that was committed is ever written again.
+Promise: every copy that `committed` names is complete; no upload that dies at any moment can leave one that is not;
+nothing that was committed is ever written again.
 
-How, and why each step. Object stores have no rename, and overwrite without asking:
- 1. A copy lies under a prefix of its own, `<url>/checkpoint_0001000.7-1f0c9a3b/`: step, order of the incarnation, and the
+The steps, and why each is needed. Object stores have no rename, and overwrite without asking:
+ 1. A copy has a prefix of its own, `<url>/checkpoint_0001000.7-1f0c9a3b/`: step, order of the incarnation, and the
     beginning of the digest in COMPLETE. The digest, because a run that moved to another cluster counts its incarnations
     from the beginning there: another checkpoint of the same step and order has another prefix.
- 2. Every rank streams its own files there, block by block, and compares their sizes with what the store tells.
- 3. When all have, rank 0 compares what is there with the manifest: names and sizes.
+ 2. Every rank uploads its own files, block by block, and compares their sizes with what the store reports.
+ 3. When all have, rank 0 compares what is in the store with the manifest: names and sizes.
  4. manifest.json, then COMPLETE: one small object that is there or not. COMPLETE alone commits.
- 5. Who removes a copy deletes COMPLETE first.
+ 5. A process that removes a copy deletes COMPLETE first.
 
-Stores: whatever fsspec knows (s3://, gs://, file://, memory://). fsspec comes with torch; s3:// needs the package s3fs, and
-gs:// gcsfs. What a store says is believed at once: Amazon's and Google's are consistent in that way. Parts of a file whose
-upload was killed are seen by nobody, and paid for: a bucket wants a rule that removes incomplete multipart uploads.
+Stores: whatever fsspec knows (s3://, gs://, file://, memory://). fsspec comes with torch; s3:// needs the package s3fs,
+and gs:// gcsfs. What a store reports is believed at once: Amazon's and Google's are consistent in that way. Parts of a
+file whose upload was killed are visible to nobody, and are charged for: a bucket needs a rule that removes incomplete
+multipart uploads.
 
-Sizes are compared here, digests by whoever restores. Nothing here decides when to copy, and knows no torch and no ranks:
-the ranks' meeting between steps 2 and 3 is the caller's.
+Sizes are compared here, digests when a copy is restored. This module does not decide when to copy, and knows neither
+torch nor ranks: the synchronisation of ranks between steps 2 and 3 is the caller's.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from slurmtrain.checkpoint.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.commit import COMPLETE, MANIFEST, Manifest
 from slurmtrain.checkpoint.retention import Keep, Kept, surplus
 from slurmtrain.errors import CheckpointError
+from slurmtrain.modes import file_mode
 
 T = TypeVar("T")
 
@@ -50,13 +52,13 @@ DAMAGED = "DAMAGED"
 DIGEST = re.compile(r"[0-9a-f]{64}")
 COMPLETE_BYTES = 65  # a digest and a newline: COMPLETE that a file system holds half of is none
 LEFTOVER_S = 86400.0  # no upload goes on for a day without a file that is new
-PARTS = 9000  # of one object; S3 takes 10,000
+PARTS = 9000  # greatest number of parts of one object; S3 accepts 10,000
 
 TRIES = 4
 FIRST_PAUSE_S = 1.0
 # Trying again cannot help. All of them are OSErrors, as are TimeoutError and ConnectionError, which can be helped.
 FINAL = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-# Where the classes of errors come from that a store's package lets through as they are.
+# Packages whose errors a store's package passes on unchanged.
 STORE_PACKAGES = {
     "aiobotocore",
     "aiohttp",
@@ -78,14 +80,15 @@ class MissingError(CheckpointError):
 class Mirror:
     """The copies under one URL.
 
-    Every method raises CheckpointError, naming URL and file, for what the store still refuses at the fourth try.
+    Every method raises CheckpointError, naming URL and file, if the store still fails at the fourth try.
 
     Args:
-        url: of a folder: s3://bucket/run, gs://bucket/run, file:///path. Copies of two runs want two folders.
-        sleep: waits between tries, seconds.
+        url: a folder: s3://bucket/run, gs://bucket/run, file:///path. Copies of two runs need two folders.
+        sleep: waits between tries, for some seconds.
 
     Raises:
-        CheckpointError: no URL, no folder in it, an unknown protocol, or the protocol's package is not installed.
+        CheckpointError: it is no URL, or has no folder or an unknown protocol, or the protocol's package is not
+            installed.
     """
 
     def __init__(self, url: str, *, sleep: Callable[[float], None] = time.sleep):
@@ -116,21 +119,21 @@ class Mirror:
             )
         self.url: str = self._fs.unstrip_protocol(self._root)  # without a password that the one given may have held
         self._sleep = sleep
-        self._metrics: dict[str, Mapping[str, float]] = {}  # of copies, which never change
+        self._metrics: dict[str, Mapping[str, float]] = {}  # metrics of copies, which never change
 
     # Writing.
 
     def upload(self, path: Path, names: Sequence[str], order: int, *, check: Callable[[], None] = lambda: None) -> None:
-        """Copy these files of the committed checkpoint `path`. Called by every rank for its own ones.
+        """Copy these files of the committed checkpoint `path`. Called by every rank for its own files.
 
         A copy that is complete already is left as it is.
 
         Args:
-            order: of the incarnation that copies.
-            check: called before every block; what it raises ends the upload.
+            order: order of the incarnation that copies.
+            check: called before every block; an error that it raises ends the upload.
 
         Raises:
-            CheckpointError: a file cannot be read here, or not be written there.
+            CheckpointError: a file cannot be read here, or cannot be written to the store.
         """
         name = copy_name(path, order)
         if self._is_complete(name):
@@ -142,7 +145,7 @@ class Mirror:
         """Commit the copy of `path`. Called by rank 0, when every rank's `upload` has returned.
 
         Raises:
-            CheckpointError: a file of the manifest is not there, or not with its size.
+            CheckpointError: a file of the manifest is missing in the store, or has another size.
         """
         text, expected = commit.read_manifest_bytes(path)
         manifest = commit.parse_manifest(path, text, expected)
@@ -164,32 +167,36 @@ class Mirror:
     # Reading.
 
     def committed(self) -> list[str]:
-        """Names of the complete copies, oldest first: by step, then by incarnation. None where there is no such folder."""
+        """Return the names of the complete copies, oldest first: by step, then by incarnation.
+
+        The list is empty if there is no such folder.
+        """
         return [name for name in self._names() if self._is_complete(name)]
 
     def manifest_bytes(self, name: str) -> tuple[bytes, str]:
-        """manifest.json of a copy and the digest in its COMPLETE, as they are.
+        """Return the bytes of manifest.json of a copy and the digest in its COMPLETE, unchecked.
 
         Raises:
-            CheckpointError: they cannot be read; MissingError: it is no complete copy (any more).
+            CheckpointError: they cannot be read.
+            MissingError: it is no complete copy, or no longer one.
         """
         _check_name(name)
         expected = self._get(f"{name}/{COMPLETE}", COMPLETE_BYTES).decode(errors="replace").strip()
         return self._get(f"{name}/{MANIFEST}", commit.MANIFEST_BYTES), expected
 
     def manifest(self, name: str) -> Manifest:
-        """Read and check manifest.json of a copy against COMPLETE, and both against its name.
+        """Read and check manifest.json of a copy against COMPLETE, and both against the copy's name.
 
         Raises:
-            CheckpointError: missing, damaged, of another format, or of another checkpoint.
+            CheckpointError: manifest.json is missing, damaged, of another format, or of another checkpoint.
         """
         return self.parse_manifest(name, *self.manifest_bytes(name))
 
     def parse_manifest(self, name: str, text: bytes, expected: str) -> Manifest:
-        """Check what `manifest_bytes` has read, on whichever rank.
+        """Check what `manifest_bytes` has read, on any rank.
 
         Raises:
-            CheckpointError: damaged, of another format, or of another checkpoint.
+            CheckpointError: manifest.json is damaged, of another format, or of another checkpoint.
         """
         step, _, digest = _parts(name)
         try:
@@ -206,13 +213,13 @@ class Mirror:
         return manifest
 
     def download(self, name: str, directory: Path, sizes: Mapping[str, int]) -> None:
-        """Fetch files of a copy into `directory`, where none of them is yet, and wait until they are on the disk.
+        """Fetch files of a copy into `directory`, which has none of them yet, and wait until they are on the disk.
 
         Args:
-            sizes: bytes of each of them, from the manifest; see `share`.
+            sizes: bytes of each of the files, from the manifest; see `share`.
 
         Raises:
-            CheckpointError: a file is missing or has another size; it cannot be written here.
+            CheckpointError: a file is missing or has another size, or cannot be written here.
         """
         if not sizes:
             return
@@ -225,21 +232,22 @@ class Mirror:
     # Removing.
 
     def set_aside(self, name: str, why: str) -> None:
-        """Take a damaged copy out of the readers' sight, so that it is not counted among those that stay, but keep it:
-        it may have been damaged on the way.
+        """Mark a damaged copy so that no reader finds it and it is not counted among the kept ones, but keep its files.
+
+        It may have been damaged on the way, and not in the store.
         """
         _check_name(name)
         self._put(f"{name}/{DAMAGED}", why.encode())
         self._remove(f"{name}/{COMPLETE}", recursive=False)
 
     def damaged(self) -> list[str]:
-        """Names of the copies that were set aside and are still there."""
+        """Return the names of the copies that were set aside and still exist."""
         return [name for name in self._names() if DAMAGED in self._sizes(name) and not self._is_complete(name)]
 
     def prune(self, keep: Keep, *, spare: Collection[str] = ()) -> list[str]:
-        """Remove the copies that `keep` does not want, and what uploads have left that ended more than a day ago.
+        """Remove the copies that `keep` does not want, and leftovers of uploads that ended more than a day ago.
 
-        What was set aside stays, and so do leftovers whose times the store does not tell.
+        Copies that were set aside stay, and so do leftovers whose times the store does not report.
 
         Args:
             spare: names of copies that stay in any case: the last one, which is not the newest after a step back.
@@ -255,13 +263,16 @@ class Mirror:
         now = time.time()
         gone += [name for name in present if name not in complete and self._is_leftover(name, now)]
         for name in gone:
-            # Nobody sees it any more when its other files go, however far that gets.
+            # Without COMPLETE no reader sees the copy while its other files are removed, even if that is cut short.
             self._remove(f"{name}/{COMPLETE}", recursive=False)
             self._remove(name, recursive=True)
         return gone
 
     def _metrics_of(self, name: str) -> Mapping[str, float]:
-        """A damaged copy has none. One that just cannot be read is an error: it may be the best, and is not to go."""
+        """Return the metrics of a copy; a damaged copy has none.
+
+        A copy that merely cannot be read at the moment is an error: it may be the best, and must not be removed.
+        """
         if name not in self._metrics:
             try:
                 texts = self.manifest_bytes(name)
@@ -274,7 +285,7 @@ class Mirror:
         return self._metrics[name]
 
     def _is_leftover(self, name: str, now: float) -> bool:
-        """Nothing in it has changed for a day. False when the store does not tell."""
+        """Return whether nothing in it has changed for a day; False if the store does not report times."""
         try:
             files = self._try(name, lambda: self._fs.find(f"{self._root}/{name}"))
             if f"{self._root}/{name}/{DAMAGED}" in files:
@@ -291,7 +302,7 @@ class Mirror:
         return now - (changed if changed.tzinfo is not None else changed.replace(tzinfo=UTC)).timestamp()
 
     def _remove(self, what: str, *, recursive: bool) -> None:
-        with suppress(MissingError):  # by somebody else, or by a try before this one
+        with suppress(MissingError):  # removed by somebody else, or by an earlier try
             self._try(what, lambda: self._fs.rm(f"{self._root}/{what}", recursive=recursive))
 
     # Objects.
@@ -334,13 +345,13 @@ class Mirror:
         self._try(what, put)
 
     def _check_size(self, what: str, expected: int) -> None:
-        """Raises OSError: it is tried again."""
+        """Raise OSError, after which the operation is tried again, if the store has another size."""
         found = self._info(what)["size"]
         if found != expected:
             raise OSError(errno.EIO, f"the store has {found} bytes instead of {expected}")
 
     def _get(self, what: str, most: int) -> bytes:
-        """A small object, whole."""
+        """Return the bytes of a small object."""
 
         def get() -> bytes:
             size = self._info(what)["size"]
@@ -356,7 +367,7 @@ class Mirror:
         if found != size:
             raise CheckpointError(f"{self.url}/{what} has {found} bytes instead of {size}")
         with _Local(target):
-            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode(target.parent))
 
         def fetch(number: int) -> None:
             begin, end = number * BLOCK_BYTES, min(size, (number + 1) * BLOCK_BYTES)
@@ -380,7 +391,10 @@ class Mirror:
             os.close(descriptor)
 
     def _is_complete(self, name: str) -> bool:
-        """`exists` of fsspec says False, too, when the store does not answer."""
+        """Return whether a copy is complete.
+
+        fsspec's `exists` would also return False when the store does not answer.
+        """
         try:
             found = self._try(f"{name}/{COMPLETE}", lambda: self._info(f"{name}/{COMPLETE}"))
         except MissingError:
@@ -388,7 +402,7 @@ class Mirror:
         return bool(found["type"] == "file" and found["size"] == COMPLETE_BYTES)
 
     def _names(self) -> list[str]:
-        """Of all copies, complete or not."""
+        """Return the names of all copies, complete or not."""
         names = {_base(entry) for entry in self._list("")}
         return sorted((name for name in names if COPY_NAME.fullmatch(name)), key=lambda name: (_parts(name)[:2], name))
 
@@ -414,12 +428,13 @@ class Mirror:
     def _try(self, what: str, work: Callable[[], T]) -> T:
         """Run `work`, which asks the store, at most 4 times.
 
-        A store that answers "503 Slow Down" is no fault: it does so when many ranks begin at the same moment, until it has
-        spread the load (S3 asks for such a pause in its manual). So they come again after different times, each longer than
-        the one before.
+        A store that answers "503 Slow Down" is no error: it does so when many ranks begin at the same moment, until it
+        has spread the load (S3 asks for such a pause in its manual). So ranks try again after different times, each
+        longer than the one before.
 
         Raises:
-            CheckpointError: of URL and file. MissingError: there is no such object.
+            CheckpointError: the store still fails; the message names URL and file.
+            MissingError: there is no such object.
         """
         for attempt in range(1, TRIES + 1):
             try:
@@ -445,7 +460,7 @@ class Mirror:
 
 
 def copy_name(path: Path, order: int) -> str:
-    """Name of the copy of the committed checkpoint `path` that this incarnation makes.
+    """Return the name of the copy that this incarnation makes of the committed checkpoint `path`.
 
     Raises:
         CheckpointError: it is not committed.
@@ -458,12 +473,12 @@ def copy_name(path: Path, order: int) -> str:
 
 
 def share(sizes: Mapping[str, int], rank: int, world_size: int) -> dict[str, int]:
-    """Which files `rank` downloads, when all ranks do so together: they all write to a file system that they share."""
+    """Return the files that `rank` downloads, when all ranks together download into a file system that they share."""
     return {file: sizes[file] for file in sorted(sizes)[rank::world_size]}
 
 
 def _parts(name: str) -> tuple[int, int, str]:
-    """Step, order of the incarnation, and beginning of the digest."""
+    """Return step, order of the incarnation, and beginning of the digest from a copy's name."""
     match = _check_name(name)
     return int(match[1]), int(match[2]), match[3]
 
@@ -476,7 +491,7 @@ def _check_name(name: str) -> re.Match[str]:
 
 
 def _check_file(file: str) -> None:
-    """A rank that uploads COMPLETE would commit; one that downloads it would, too."""
+    """Check the name of a file: a rank that uploads or downloads COMPLETE would commit."""
     if not commit.FILE_NAME.fullmatch(file) or file in (MANIFEST, COMPLETE, DAMAGED):
         raise CheckpointError(f"{file[:100]!r} is not the name of a file of a checkpoint")
 
@@ -493,7 +508,10 @@ def _blocks_of(path: Path) -> Iterator[bytes]:
 
 
 class _Local:
-    """Errors of our own disk, so that they are not taken for the store's and tried again."""
+    """A context that turns errors of our own disk into CheckpointError.
+
+    So they are not taken for the store's errors and tried again.
+    """
 
     def __init__(self, path: Path):
         self._path = path
@@ -507,9 +525,9 @@ class _Local:
 
 
 def _give_up(target: Any) -> None:
-    """End an upload that is not whole. Closing alone would finish it: half a file, under the name of a whole one.
+    """End an incomplete upload. Closing alone would finish it: half a file, under the name of a whole one.
 
-    What S3 has got of it by then is seen by nobody, and paid for, until it is told to forget it.
+    The part that S3 has received by then is visible to nobody, and charged for, until it is told to remove it.
     """
     with suppress(Exception):
         target.discard()

@@ -1,8 +1,10 @@
-"""Who writes which piece of which tensor: agreed once, and again only when a tensor has come, gone or changed its layout.
+"""The plan which rank writes which piece of which tensor.
 
-Every rank lists its tensors in a catalogue. Ranks that hold the same box of a tensor (data parallel replicas) split it among
-themselves, so each writes, and copies, its part only. Which ranks these are follows from the catalogues and from the
-meshes of DTensors alone: beyond them nothing is sent, and all ranks come to the same plan.
+It is agreed once, and again only when a tensor was added, removed or laid out anew.
+
+Every rank lists its tensors in a catalogue. Ranks that hold the same box of a tensor (data parallel replicas) split it
+among themselves, so each writes, and copies, its part only. Which ranks these are follows from the catalogues and from
+the meshes of DTensors alone: nothing else is sent, and all ranks come to the same plan.
 """
 
 from __future__ import annotations
@@ -47,15 +49,21 @@ SAFETENSORS_NAMES = {
 
 
 def file_name(rank: int) -> str:
+    """Return the name of a rank's file in a checkpoint."""
     return f"rank{rank:05d}.safetensors"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Raises CheckpointError for a name that this torch has no dtype for."""
+    """Return the dtype of a name.
+
+    Raises:
+        CheckpointError: this torch has no dtype of that name.
+    """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or name.startswith("q"):  # quantised tensors have no plain bytes
         raise CheckpointError(f"dtype {name!r} is unknown to torch {torch.__version__}")
@@ -63,7 +71,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def check_types(catalogues: Sequence[Catalogue]) -> None:
-    """Raises CheckpointError when a tensor's element type is unknown, or of another size here."""
+    """Raise CheckpointError if a tensor's element type is unknown, or has another size here."""
     for catalogue in catalogues:
         for name, fact in catalogue.items():
             if dtype_of(fact.dtype).itemsize != fact.itemsize:
@@ -71,20 +79,20 @@ def check_types(catalogues: Sequence[Catalogue]) -> None:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Without importing torch.distributed.tensor, which costs most of a second."""
+    """Return whether `tensor` is a DTensor, without importing torch.distributed.tensor, which costs most of a second."""
     return hasattr(tensor, "__create_chunk_list__") and hasattr(tensor, "device_mesh")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing memory with `tensor`."""
+    """Return this rank's part, sharing memory with `tensor`."""
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def box_of(name: str, tensor: Tensor) -> Box:
-    """The part of the global tensor that this rank holds.
+    """Return the part of the global tensor that this rank holds.
 
     Raises:
-        CheckpointError: the tensor is laid out in a way that has no box: partial sums, or no data at all.
+        CheckpointError: the tensor's layout has no box: partial sums, or no data at all.
     """
     if not is_dtensor(tensor):
         if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
@@ -104,11 +112,11 @@ def box_of(name: str, tensor: Tensor) -> Box:
     return box
 
 
-Layout = tuple[Any, ...]  # of a DTensor: (ranks of the mesh, nested as its axes are; "S" or "R" for every axis)
+Layout = tuple[Any, ...]  # for a DTensor: (ranks of the mesh, nested as its axes are; "S" or "R" for every axis)
 
 
 def layout_of(tensor: Tensor) -> Layout | None:
-    """None for a plain tensor, which every rank that has it holds whole."""
+    """Return mesh and placements of a DTensor; None for a plain tensor, which every rank that has it holds whole."""
     if not is_dtensor(tensor):
         return None
     axes = "".join("R" if placement.is_replicate() else "S" for placement in tensor.placements)  # type: ignore[attr-defined]
@@ -116,7 +124,7 @@ def layout_of(tensor: Tensor) -> Layout | None:
 
 
 def replicas(rank: int, layouts: Sequence[Layout]) -> list[int]:
-    """The ranks that hold the same box as `rank`, which is in the mesh of one of the `layouts`; itself included."""
+    """Return the ranks that hold the same box as `rank`, which is in the mesh of one of the `layouts`; itself included."""
     own = next(mesh for mesh, _ in layouts if (np.array(mesh) == rank).any())
     coordinates = np.argwhere(np.array(own) == rank)[0]
     found: set[int] = set()
@@ -133,7 +141,7 @@ class Piece:
     """A part of a tensor that this rank writes.
 
     Attributes:
-        box: within the global tensor.
+        box: the part of the global tensor.
         within: index that takes it out of this rank's local tensor.
         begin, end: bytes of the file.
     """
@@ -148,18 +156,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class Plan:
-    """What this rank writes, and all that is known of the others.
+    """Everything that this rank writes, and what is known of the other ranks.
 
     Attributes:
-        signature: of this rank's tensors; the plan holds as long as no rank's changes.
+        signature: identifies this rank's tensors; the plan is valid as long as no rank's signature changes.
         catalogues: the different ones among all ranks, in the same order on all.
-        number: which of them is this rank's.
+        number: number of this rank's catalogue.
         pieces: in the order of the file, larger element types first, so that each is aligned.
         data_start: first byte after the header: whole pages.
         data_end: last byte of the tensors; the rank's own JSON follows.
-        total_bytes: of all ranks' tensors.
+        total_bytes: bytes of all ranks' tensors.
         spokesmen: the first rank of each catalogue.
-        replicas: what other ranks hold, too, and this one compares with them.
+        replicas: tensors that other ranks hold, too, and that this rank compares with theirs.
     """
 
     signature: tuple[Any, ...]
@@ -182,7 +190,7 @@ class Plan:
         )
 
     def header(self, own_bytes: int) -> bytes:
-        """The beginning of the file: that of the safetensors format, so that other programs can look into it, too."""
+        """Return the beginning of the file: that of the safetensors format, so that other programs can read it, too."""
         text = self._entries(own_bytes)
         length = self.data_start - 8
         return length.to_bytes(8, "little") + text.ljust(length)
@@ -214,16 +222,17 @@ def make_plan(
     not_compared: Callable[[], Collection[str]] = frozenset,
     lowest_writes: bool = False,
 ) -> Plan:
-    """The plan for `tensors`, by all ranks together; `known` when it still holds everywhere.
+    """Make the plan for `tensors`, by all ranks together, or return `known` if it is still valid on all of them.
 
     Args:
-        tensors: or why this rank has none to give; it becomes everybody's error.
-        of_first: gives the names of those that are no exact replicas (buffers): the first rank that has one writes it.
-        not_compared: gives the names of those that ranks are meant to have different ones of.
-        lowest_writes: of ranks that hold the same the first writes all of it, so that what is saved is what one rank had.
+        tensors: tensors by name, or why this rank has none; that error is raised on all ranks.
+        of_first: returns the names of tensors that are no exact replicas (buffers): the first rank that has one writes
+            it.
+        not_compared: returns the names of tensors that are meant to differ between ranks.
+        lowest_writes: of ranks that hold the same, the lowest writes all of it, so that what is saved is what one rank had.
 
     Raises:
-        CheckpointError: on every rank; a tensor that cannot be saved, or that is another one on another rank.
+        CheckpointError: on every rank: a tensor cannot be saved, or differs in shape or type on another rank.
     """
     news = FAILED
     if not isinstance(tensors, CheckpointError):
@@ -268,11 +277,10 @@ def _signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
 
 
 def _describe(tensors: Mapping[str, Tensor]) -> str:
-    """This rank's catalogue and layouts, as text that is the same on ranks that hold the same."""
+    """Return this rank's catalogue and layouts, as text that is the same on ranks that hold the same."""
     layouts: list[Layout] = []
-    numbers: dict[
-        tuple[int, Any], int
-    ] = {}  # of layouts, by mesh and placements: to compare thousands of ranks takes long
+    # Of layouts, by mesh and placements: comparing meshes of thousands of ranks for every tensor takes long.
+    numbers: dict[tuple[int, Any], int] = {}
     entries = []
     for name, tensor in sorted(tensors.items()):
         box_of(name, tensor)
@@ -300,7 +308,11 @@ def _make(
     not_compared: Collection[str],
     lowest_writes: bool,
 ) -> Plan:
-    """Args: texts: every different description, and which ranks gave it."""
+    """Make a plan from the descriptions of all ranks.
+
+    Args:
+        texts: every different description, and the ranks that gave it.
+    """
     catalogues: list[Catalogue] = []
     holders: dict[str, list[int]] = {}
     different: list[Layout] = []

@@ -1,4 +1,7 @@
-"""How ranks talk while they save and restore: one rank's failure is everybody's, so that nobody waits for the others."""
+"""Communication between ranks while they save and restore.
+
+A failure on one rank is raised on all, so that no rank waits for others.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,9 @@ FINE: Answer = [None, None]  # said by an empty message
 class Ranks:
     """The ranks of a gloo group, or a single process (`group` None). Every method is called by all of them together.
 
-    What is handed round are answers (result, failure), so that an error on one rank becomes a CheckpointError on all. Results
-    are None, bool, int, float, str, bytes, or lists and dicts (by str) of them: see `messages`. What has a type of its own is
-    turned into these, and back, by who asks.
+    Ranks exchange pairs (result, failure), so that an error on one rank becomes a CheckpointError on all. Results are None,
+    bool, int, float, str, bytes, or lists and dicts (by str) of them: see `messages`. A value of another type is turned
+    into these, and back, by the caller.
     """
 
     def __init__(self, group: dist.ProcessGroup | None):
@@ -41,34 +44,40 @@ class Ranks:
         self.global_rank = dist.get_rank() if group is not None else 0
 
     def own_group(self, timeout_s: float | None = None) -> Ranks:
-        """The same ranks on a group of their own, whose messages never meet those of this one.
+        """Return the same ranks on a process group of their own, whose messages are separate from those of this group.
 
         Args:
-            timeout_s: how long its ranks wait for each other; None: as long as those of this one.
+            timeout_s: seconds for which its ranks wait for each other; None: as long as those of this group.
         """
         return Ranks(self._new_group(timeout_s=timeout_s)) if self.group is not None else Ranks(None)
 
     def subgroup(self, members: list[int]) -> Ranks:
-        """Only its members have to call this: with thousands of ranks, everybody making every group takes minutes."""
+        """Return a group of `members`, which only they have to call.
+
+        With thousands of ranks, it would take minutes if all of them made every group.
+        """
         return Ranks(self._new_group(members, use_local_synchronization=True))
 
     def _new_group(
         self, members: list[int] | None = None, *, timeout_s: float | None = None, **options: Any
     ) -> dist.ProcessGroup:
         assert self.group is not None
-        # Else it would be torch's 30 minutes, whatever this job has been given.
+        # Otherwise it would be torch's 30 minutes, whatever this job's setting.
         own = self.group._get_backend(torch.device("cpu")).options._timeout
         timeout = own if timeout_s is None else timedelta(seconds=timeout_s)
         return dist.new_group(members, backend="gloo", timeout=timeout, **options)
 
     def end(self) -> None:
-        """Give the group back."""
+        """Destroy the process group."""
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
             self.group = None
 
     def explain(self, error: Exception) -> CheckpointError:
-        """An error of this rank as all ranks hear of it. What may be a bug, of ours or in a user's own class, is shown, too."""
+        """Return an error of this rank as all ranks get it.
+
+        The traceback of a possible bug, ours or a user's, is printed here.
+        """
         if isinstance(error, CheckpointError):
             return error
         sentence = _sentence(error)
@@ -87,7 +96,7 @@ class Ranks:
             return [None, encode_failure(self.explain(error))]
 
     def on_rank_0(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and give every rank its result."""
+        """Run `work` on rank 0 and return its result on every rank."""
         answer = self._attempt(work) if self.rank == 0 else FINE
         if self.group is not None:
             answer = self._broadcast(answer, 0)
@@ -95,7 +104,7 @@ class Ranks:
         return result
 
     def gather(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank and give each all results, in the order of ranks."""
+        """Run `work` on every rank and return all results on each, in the order of ranks."""
         answers = [self._attempt(work)]
         if self.group is not None:
             own, longest = self._agree_on_length(_encode(answers[0]))
@@ -107,9 +116,9 @@ class Ranks:
         return _results(answers)
 
     def gather_on_rank_0(self, work: Callable[[], T], then: Callable[[list[T]], Any]) -> Any:
-        """Run `work` on every rank, `then` on rank 0 with all results, and give every rank its result.
+        """Run `work` on every rank, then `then` on rank 0 with all results, and return its result on every rank.
 
-        Rank 0's own answer goes nowhere: it may be much longer than the others'.
+        Rank 0's own answer is not sent: it may be much longer than the others'.
         """
         answer = self._attempt(work)
         rows = torch.empty(1, 0, dtype=torch.uint8, device="cpu")
@@ -123,7 +132,7 @@ class Ranks:
         return self.on_rank_0(lambda: then(_results([answer, *_decode_all(rows[1:])])))
 
     def _agree_on_length(self, message: bytes) -> tuple[Tensor, int]:
-        """This rank's message, padded to the longest of all ranks', and how long that is."""
+        """Return this rank's message, padded to the length of the longest of all ranks, and that length."""
         length = torch.tensor([len(message)], dtype=torch.int64, device="cpu")
         with _lost_peers():
             dist.all_reduce(length, op=dist.ReduceOp.MAX, group=self.group)
@@ -147,7 +156,7 @@ class Ranks:
         return answer if self.rank == source else _decode(data)
 
     def maximum(self, number: int) -> int:
-        """The largest of all ranks' numbers. The cheapest question: four bytes."""
+        """Return the largest of all ranks' numbers, by the cheapest collective: four bytes."""
         if self.group is None:
             return number
         box = torch.tensor([number], dtype=torch.int32, device="cpu")
@@ -156,13 +165,13 @@ class Ranks:
         return int(box.item())
 
     def all_do(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank; each keeps its own result, unless it failed on any."""
+        """Run `work` on every rank and return each rank's own result, unless it failed on any rank."""
         result: list[T] = []
         self.gather(lambda: result.append(work()))  # which is None: nothing is sent where all is well
         return result[0]
 
     def tell(self, value: T, source: int) -> T:
-        """`source`'s value, on all ranks."""
+        """Return the value of rank `source` on all ranks."""
         if self.group is None:
             return value
         told: T = self._broadcast([value, None] if self.rank == source else FINE, source)[0]
@@ -187,7 +196,11 @@ def _encode(answer: Answer) -> bytes:
 
 
 def _decode(data: Tensor) -> Answer:
-    """Args: data: uint8 [bytes], a message and padding; nothing, or zeros alone, is the empty message."""
+    """Return the answer in a message.
+
+    Args:
+        data: uint8 [bytes], the message and padding; nothing, or zeros alone, is the empty message.
+    """
     if data.numel() == 0 or int(data[0]) == 0:
         return FINE
     answer = decode(data.numpy().data)
@@ -220,7 +233,7 @@ def _results(answers: Sequence[Answer]) -> list[Any]:
 
 @contextmanager
 def _lost_peers() -> Iterator[None]:
-    """gloo's errors when a rank is gone or the group was ended, as one sentence."""
+    """Raise gloo's errors, when a rank is gone or the group was ended, as one sentence."""
     try:
         yield
     except (RuntimeError, ValueError) as error:

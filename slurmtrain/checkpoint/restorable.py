@@ -1,8 +1,10 @@
-"""Whether what an object's state_dict() gives can be restored, and how: into its live memory, or by its own load_state_dict.
+"""Checks whether the result of an object's state_dict() can be restored, and by which way.
 
-Most modules hand out their parameters themselves, which are filled in place. Some hand out copies (hooks that convert, pack or
-clone), some optimisers keep a part of their state elsewhere: filling what they hand out would restore nothing, without a word.
-What cannot be restored is refused when it is saved, because at the restore it is too late.
+It is restored into the object's live memory, or by its own load_state_dict.
+
+Most modules return their parameters themselves, which are filled in place. Some return copies (hooks that convert, pack
+or clone), and some optimisers keep a part of their state elsewhere: filling what they return would restore nothing,
+without a message. State that cannot be restored is refused when it is saved, because at the restore it is too late.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def _wrapped(module: nn.Module) -> str | None:
-    """Return the name of the child that `module` does nothing but wrap, if it is such a wrapper."""
+    """Return the name of the child that `module` merely wraps, if it is such a wrapper."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return "module"
-    # By name: importing torch._dynamo takes a second.
+    # Compared by name, since importing torch._dynamo takes a second.
     if type(module).__name__ == "OptimizedModule" and type(module).__module__.startswith("torch._dynamo"):
         return "_orig_mod"
     return None
@@ -54,7 +56,7 @@ class Names:
         }
 
     def __call__(self, name: str) -> str:
-        """Return `name` without what wrappers within the module have added to it."""
+        """Return `name` without the components that wrappers within the module have added to it."""
         if not self._wrappers:
             return name
         parts = name.split(".")
@@ -62,7 +64,7 @@ class Names:
 
 
 def entries(module: nn.Module) -> dict[str, Any]:
-    """Return what the unwrapped `module` gives as its state_dict, by the names of a checkpoint."""
+    """Return the state_dict of the unwrapped `module`, by the names of a checkpoint."""
     module = unwrap(module)
     clean = Names(module)
     return {clean(name): entry for name, entry in module.state_dict().items()}
@@ -96,7 +98,7 @@ Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 def _place(tensor: Tensor) -> Place:
-    """Return what two tensors have in common that are the same memory, looked at in the same way."""
+    """Return an identifier of the memory and shape of a tensor, equal for tensors that are the same view of the same memory."""
     here = local(tensor.detach())
     if here.layout != torch.strided:
         return id(tensor), here.shape, (), here.dtype
@@ -122,7 +124,7 @@ def copies(module: nn.Module, found: Mapping[str, Any]) -> set[str]:
 
 
 def loads_by_itself(module: nn.Module) -> bool:
-    """Return whether somebody else than torch has a say in how `module` takes its state back: a hook or a method of its own."""
+    """Return whether code outside torch, a hook or a method of its own, takes part in how `module` loads its state."""
     for submodule in unwrap(module).modules():
         hooks = (*submodule._load_state_dict_pre_hooks.values(), *submodule._load_state_dict_post_hooks.values())
         if any(not _of_torch(hook) for hook in hooks):
@@ -143,7 +145,7 @@ def _of_torch(function: Any) -> bool:
 
 
 def load(key: str, module: nn.Module, values: Mapping[str, Any]) -> None:
-    """Hand `values`, by their names in a checkpoint, to the module's own load_state_dict, and look whether they have arrived.
+    """Pass `values`, by their names in a checkpoint, to the module's own load_state_dict, and check that they have arrived.
 
     Raises:
         CheckpointError: it does not take them, or gives back others.
@@ -184,7 +186,7 @@ def check_module(key: str, module: nn.Module, found: Mapping[str, Any], trained:
         trained: ids of the parameters that optimisers change.
 
     Raises:
-        CheckpointError: naming what would not come back.
+        CheckpointError: something would not be restored; the message names it.
     """
     root = unwrap(module)
     for submodule in root.modules():
@@ -256,7 +258,7 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _reachable(values: Iterable[Any], depth: int = 3) -> Iterator[Any]:
-    """Yield the values and, of lists, tuples, sets and dicts, what is in them."""
+    """Yield the values and, for lists, tuples, sets and dicts, their items."""
     for value in values:
         if isinstance(value, (list, tuple, set, frozenset)) and depth:
             yield from _reachable(value, depth - 1)
@@ -288,14 +290,14 @@ def waits_before_steps(optimizer: Optimizer) -> bool:
 
 
 def own_state_dict(key: str, optimizer: Optimizer) -> dict[str, Any] | None:
-    """Return what an optimiser of its own kind gives as its state; None: `state` and `param_groups` say it all.
+    """Return the state of an optimiser that has a state_dict of its own; None: `state` and `param_groups` are all of it.
 
     Raises:
-        CheckpointError: each rank has another part of it.
+        CheckpointError: each rank has another part of the state.
     """
     if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
         raise CheckpointError(
-            f"{key} is a ZeroRedundancyOptimizer, which keeps another part of its state on every rank and gives it to nobody",
+            f"{key} is a ZeroRedundancyOptimizer, which keeps another part of its state on every rank, in no state_dict",
             hint="shard the optimiser with the model: torch.distributed.fsdp.fully_shard (FSDP2)",
         )
     if not has_own_state_dict(optimizer):
@@ -307,7 +309,10 @@ def own_state_dict(key: str, optimizer: Optimizer) -> dict[str, Any] | None:
 
 
 def _is_standard(optimizer: Optimizer, found: Mapping[str, Any]) -> bool:
-    """Return whether it says what `state` and `param_groups` say, which are saved by the names of the parameters."""
+    """Return whether a state_dict has the same content as `state` and `param_groups`.
+
+    These are saved by the names of the parameters.
+    """
     if found.keys() != {"state", "param_groups"} or not isinstance(found["state"], Mapping):
         return False
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -330,7 +335,7 @@ def check_optimizer(key: str, optimizer: Optimizer, handed_in: Collection[int]) 
         handed_in: ids of all objects that are saved.
 
     Raises:
-        CheckpointError: it keeps state elsewhere.
+        CheckpointError: the optimiser keeps state elsewhere.
     """
     kind = type(optimizer).__name__
     given = own_state_dict(key, optimizer)
@@ -398,21 +403,24 @@ def _numel(tensors: Iterable[Tensor]) -> int:
 
 
 def _leaves_out(state: Any, given: Mapping[str, Any]) -> bool:
-    """Return whether a state_dict has given less than the tensors of `state`: neither these nor copies of as many elements."""
+    """Return whether a state_dict has less than the tensors of `state`: neither these nor copies of as many elements."""
     places = {_place(tensor) for tensor in _tensors(given)}
     missing = [tensor for tensor in _tensors(state) if _place(tensor) not in places]
     return bool(missing) and _numel(_tensors(given)) < _numel(_tensors(state))
 
 
 class Groups:
-    """The groups of optimisers that share them (SAM and its base) before a restore, which gives each a list of its own."""
+    """The groups of optimisers that share them (SAM and its base), as they were before a restore.
+
+    A restore gives each optimiser a list of its own.
+    """
 
     def __init__(self, optimizers: Iterable[Optimizer]):
         every = [one for each in map(plain_optimizer, optimizers) for one in (each, *inner_optimizers(each))]
         self._before = [(one, one.param_groups, list(one.param_groups)) for one in every]
 
     def share_again(self) -> None:
-        """Put what was loaded into the lists and dicts that were there before, so that whoever holds them sees it."""
+        """Put what was loaded into the lists and dicts that were there before, so that every object that holds them sees it."""
         for optimizer, groups, each in self._before:
             loaded = optimizer.param_groups
             if loaded is groups or len(loaded) != len(each):

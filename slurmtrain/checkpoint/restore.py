@@ -1,9 +1,9 @@
 """From the files of a checkpoint into the tensors of any layout: verified first, then read; each byte once per host.
 
-The ranks of a host say which blocks they need and share them out. Each reads its share, digesting it in the same pass: into
-the staging buffer, and what belongs to tensors that were made for it (an optimiser's state) straight into those. When all
-ranks know that everything is sound, the others are filled from the buffer. What another rank of the host has read is taken
-from the page cache, where it lies by then. No rank ever holds more than its share.
+The ranks of a host say which blocks they need and share them out. Each reads its share, digesting it in the same pass:
+into the staging buffer, except for bytes of tensors that were made for it (an optimiser's state), which are read into
+those directly. When all ranks know that everything is sound, the others are filled from the buffer. Blocks that another
+rank of the host has read are taken from the page cache. No rank ever holds more than its share.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from slurmtrain.checkpoint.ranks import Ranks
 from slurmtrain.checkpoint.state import parse
 from slurmtrain.errors import CheckpointError
 
-SAMPLED_SHARE = 16  # of so many blocks one is looked at
-STRAIGHT_BYTES = 4 << 10  # what is smaller is not worth a read of its own
+SAMPLED_SHARE = 16  # one block in this many is compared
+STRAIGHT_BYTES = 4 << 10  # smaller parts are not worth a read of their own
 
 Blocks = dict[str, list[int]]  # numbers of blocks by file
 Need = dict[str, dict[int, int]]  # bytes that are needed of a block, by file and number
@@ -43,9 +43,9 @@ class Span:
     """Bytes of a file that hold a part of a tensor: whole rows of a box in the file.
 
     Attributes:
-        dtype, rows: type and shape of what the bytes hold.
-        out: index into the bytes, so shaped, of what is wanted.
-        into: index into the local tensor of where it goes.
+        dtype, rows: type and shape of the array that the bytes hold.
+        out: index of the wanted part in that array.
+        into: index of its place in the local tensor.
     """
 
     name: str
@@ -60,14 +60,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes `begin` to `end` of a file, and the memory that holds them."""
+    """The bytes `begin` to `end` of a file, and the memory that holds them."""
 
     begin: int
     end: int
     target: memoryview | None
 
     def between(self, begin: int, end: int) -> Part | None:
-        """What of it lies in these bytes of the file, if anything."""
+        """Return the part of it that lies in these bytes of the file, if any."""
         first, last = max(begin, self.begin), min(end, self.end)
         if first >= last:
             return None
@@ -76,7 +76,7 @@ class Part:
 
 
 def spans_of(name: str, wanted: Box, dtype: torch.dtype, sources: Sequence[Source]) -> list[Span]:
-    """The bytes to read to fill the box `wanted` of tensor `name`, which was saved as `dtype`."""
+    """Return the bytes to read to fill the box `wanted` of tensor `name`, which was saved as `dtype`."""
     spans = []
     itemsize = dtype.itemsize
     for source in sources:
@@ -110,7 +110,7 @@ def spans_of(name: str, wanted: Box, dtype: torch.dtype, sources: Sequence[Sourc
 
 
 def need_of(ranges: Sequence[tuple[str, int, int]]) -> Need:
-    """How much of each block the byte ranges (file, begin, end) touch."""
+    """Return how many bytes of each block the byte ranges (file, begin, end) touch."""
     need: Need = {}
     for file, begin, end in ranges:
         numbers = need.setdefault(file, {})
@@ -123,16 +123,20 @@ def need_of(ranges: Sequence[tuple[str, int, int]]) -> Need:
 
 
 def need_to_json(need: Need) -> dict[str, list[list[int]]]:
-    """By file: the numbers of its blocks, and the bytes of each."""
+    """Return `need` as ranks tell it to each other: by file, the numbers of its blocks, and the bytes of each."""
     return {file: [list(numbers), list(numbers.values())] for file, numbers in need.items()}
 
 
 def need_from_json(values: Mapping[str, Sequence[Sequence[int]]]) -> Need:
+    """Return the need that another rank has told by `need_to_json`."""
     return {file: dict(zip(numbers, counts, strict=True)) for file, (numbers, counts) in values.items()}
 
 
 def share_out(needs: Sequence[Need], rank: int) -> Blocks:
-    """Which of the blocks `rank` reads for its host: each goes to one of those that need most of it, as evenly as can be."""
+    """Return the blocks that `rank` reads for its host.
+
+    Each block goes to one of the ranks that need most of it, as evenly as possible.
+    """
     wanted: dict[tuple[str, int], dict[int, int]] = {}
     for who, need in enumerate(needs):
         for file, numbers in need.items():
@@ -145,7 +149,7 @@ def share_out(needs: Sequence[Need], rank: int) -> Blocks:
     }
     load = [0] * len(needs)
     own: Blocks = {}
-    # What has but one candidate first, so that the rest can level out.
+    # Blocks with only one candidate come first, so that the others can even out the load.
     for (file, number), candidates in sorted(ranked.items(), key=lambda entry: (len(entry[1]), entry[0])):
         chosen = min(candidates, key=lambda one: (load[one], one))
         load[chosen] += 1
@@ -155,10 +159,11 @@ def share_out(needs: Sequence[Need], rank: int) -> Blocks:
 
 
 class Files:
-    """Open files of a checkpoint, and the blocks of them that this rank has in memory.
+    """The open files of a checkpoint, and the blocks of them that this rank has in memory.
 
     Args:
-        straight: what belongs into memory that may be written to before all is verified, and that memory.
+        straight: bytes that are read directly into their final memory, which may be written before everything is
+            verified.
     """
 
     def __init__(
@@ -181,7 +186,7 @@ class Files:
         self._held: dict[tuple[str, int], list[Part]] = {}
 
     def close(self) -> None:
-        """Close the files; what is in memory stays."""
+        """Close the files and keep the blocks that are in memory."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
@@ -193,7 +198,7 @@ class Files:
             return self._descriptors[file]
 
     def buffer_bytes(self, share: Blocks) -> int:
-        """Bytes of these blocks that have no place of their own."""
+        """Return the bytes of these blocks that are not read directly into their final memory."""
         return sum(
             part.end - part.begin
             for file, numbers in share.items()
@@ -203,7 +208,7 @@ class Files:
         )
 
     def _parts(self, file: str, number: int) -> list[Part]:
-        """A block as parts, one behind the other, each with the memory where it belongs, or None."""
+        """Return a block as consecutive parts, each with its final memory, or None."""
         position, stop = number * BLOCK_BYTES, min(self._records[file].size, (number + 1) * BLOCK_BYTES)
         straight = self._straight.get(file, [])
         parts = []
@@ -220,7 +225,7 @@ class Files:
         return parts
 
     def verify(self, share: Blocks, digests: Mapping[str, bytes], into: memoryview | None) -> list[str]:
-        """Digest blocks, and when `into` is given, keep them: there, and in the places of their own.
+        """Digest blocks, and if `into` is given, keep them: in their final memory if they have one, else there.
 
         Returns:
             A sentence for every file that is damaged.
@@ -279,14 +284,14 @@ class Files:
         size = self._records[file].size
         try:
             return blocks.digest_block(descriptor, number, size, targets)
-        except OSError:  # of the storage, mostly; what it says of the file, it says again
+        except OSError:  # mostly an error of the storage; an error of the file will come again
             return blocks.digest_anew(self._path / file, number, size, targets)
 
     def fill(self, spans: Sequence[Span], tensors: Mapping[str, Tensor]) -> None:
-        """Copy what the spans say into the local parts of `tensors`, converting to their dtype."""
+        """Copy the bytes of the spans into the local parts of `tensors`, converting to their dtype."""
         by_file: dict[str, dict[int, list[Span]]] = {}
         for span in spans:
-            # Those that begin in one block are one thread's work: a thousand small ones are not worth a change of thread each.
+            # Spans that begin in one block are one thread's work: a thousand small ones are not worth a switch each.
             by_file.setdefault(span.file, {}).setdefault(span.begin // BLOCK_BYTES, []).append(span)
         for files in _batches(list(by_file)):
             work = [some for file in files for some in by_file[file].values()]
@@ -308,10 +313,10 @@ class Files:
         tensor[span.into].copy_(rows[span.out])
 
     def read(self, file: str, begin: int, end: int, target: memoryview, *, in_place: bool = False) -> None:
-        """Bytes of a file, from memory where this rank holds them.
+        """Read bytes of a file, from memory if this rank holds them.
 
         Args:
-            in_place: what this rank holds of them is in `target` already.
+            in_place: the bytes that this rank holds are in `target` already.
         """
         position = begin
         while position < end:
@@ -349,7 +354,7 @@ def _batches(files: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def memory_of(span: Span, tensor: Tensor) -> memoryview | None:
-    """The memory where the span's bytes belong just as they are, if there is such."""
+    """Return the memory into which the span's bytes can be read without conversion, if there is any."""
     target = tensor[span.into]
     if target.shape != span.rows or target.dtype != span.dtype or target.device.type != "cpu":
         return None
@@ -361,7 +366,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def sampled(share: Blocks, records: Mapping[str, FileRecord]) -> Blocks:
-    """A random part of the blocks, the first and the last of every file always among them."""
+    """Return a random part of the blocks, always with the first and the last of every file."""
     chosen = {}
     choice = random.Random()  # the global generator belongs to the training
     for file, numbers in share.items():
@@ -383,18 +388,18 @@ def read_tensors(
     mode: str,
     buffer: Callable[[int], memoryview],
 ) -> tuple[list[str], Any]:
-    """Verify what all ranks need, and when it is sound, fill `targets`. All ranks call it together.
+    """Verify what all ranks need, and if it is sound, fill `targets`. All ranks call it together.
 
     Args:
         targets: tensors to fill, by name.
-        live: those of them that must not be touched before all is known to be sound.
+        live: names of the targets that must not be touched before everything is known to be sound.
         own_file: the file that holds this rank's own tensors and state, if there is one.
         mode: "full", "sampled" or "off": which of the needed blocks are compared with their digest.
-        buffer: gives memory of a size, to hold this rank's share.
+        buffer: returns memory of a size, to hold this rank's share.
 
     Returns:
-        All damage found by any rank, one sentence each, and this rank's own plain state. With damage nothing that is live
-        has been touched.
+        All damage found by any rank, one sentence each, and this rank's own plain state. If there is damage, no live
+            tensor has been touched.
     """
 
     def plan() -> list[Span]:
@@ -449,10 +454,10 @@ def read_tensors(
 
 
 def load(path: Path, *, own_of: int | None = None) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by name, whole, in the memory of one process: to look at, or to compute with.
+    """Return the tensors of a checkpoint by name, whole, in the memory of one process: to look at, or to compute with.
 
     Args:
-        own_of: a rank; what it had for itself instead of what all shared.
+        own_of: a rank whose own tensors to return instead of those that all ranks share.
 
     Raises:
         CheckpointError: the checkpoint is damaged.

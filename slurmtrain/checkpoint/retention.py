@@ -1,12 +1,14 @@
-"""Which checkpoints stay, and how the others go.
+"""The decision which checkpoints are kept, and the removal of the others.
 
-Promise: the newest ones stay, whatever else is asked for; what somebody is reading stays while it is read; nobody ever
-sees a checkpoint half removed. A save of this run that is still being written is no leftover, however long it takes.
+Promise: the newest ones are kept, whatever else is configured; a checkpoint that is being read is kept meanwhile;
+nobody ever sees a checkpoint half removed. A save of this run that is still being written is no leftover, however long
+it takes.
 
-Markers of readers are a courtesy, not a lock (locks cannot be relied on over NFS and Lustre): a reader that loses the
-race finds no such file and says so, it never reads half of one checkpoint and half of another.
+Readers mark what they read. The markers are no locks (locks cannot be relied on over NFS and Lustre): a reader that
+loses the race finds a file missing and reports it; it never reads half of one checkpoint and half of another.
 
-Deciding is pure (`Keep`, `Kept`, `surplus`); looking and removing are thin, and are told the time.
+The decisions are pure functions (`Keep`, `Kept`, `surplus`); those that look and remove are thin, and get the time as
+an argument.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from slurmtrain.checkpoint.commit import (
     step_of,
 )
 from slurmtrain.errors import CheckpointError, UnreadableRecord
+from slurmtrain.modes import file_mode, folder_mode
 from slurmtrain.records import is_mine, read_text
 
 READERS = ".readers"
@@ -42,18 +45,18 @@ MARKER_NAME = re.compile(rf"(?P<checkpoint>{FINAL_NAME.pattern})\.(?P<host>[^.]+
 # A reader on another host cannot be asked whether it lives. 2.3 TB (the state of a 176 billion parameter model) take
 # 40 minutes at 1 GB/s, and a checkpoint that a dead reader holds back for an hour costs only its space.
 REMOTE_READER_S = 3600.0
-# Nobody reads for a day; but after a reboot another process can have got the pid of a reader that died.
+# No reader takes a day; but after a reboot another process can have the pid of a reader that died.
 LOCAL_READER_S = 86400.0
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Which committed checkpoints stay. One that any of the rules wants stays.
+    """The rules for which committed checkpoints are kept: those that any of the rules wants.
 
     Attributes:
-        last: so many of the newest, at least 2.
-        every: those whose step is a multiple of this; 0: none for that reason.
-        best: so many of the best by `metric`; 0: none for that reason.
+        last: number of the newest to keep, at least 2.
+        every: keep those whose step is a multiple of this; 0: none for that reason.
+        best: number of the best by `metric` to keep; 0: none for that reason.
         metric: name among the metrics that were saved with a checkpoint.
         mode: "min" or "max": which values of the metric are good.
     """
@@ -96,10 +99,10 @@ class Kept:
 
 
 def surplus(checkpoints: Sequence[Kept], keep: Keep, *, in_use: Collection[int] = ()) -> list[int]:
-    """Steps that may be removed, oldest first: what no rule of `keep` wants and nobody reads.
+    """Return the steps that may be removed, oldest first: those that no rule of `keep` wants and nobody reads.
 
-    Saves made because of a preemption or the time limit count like any other. Checkpoints of one step stay or go
-    together. Never all go: `keep.last` is at least 2.
+    Saves made because of a preemption or the time limit count like any other. Checkpoints of one step are kept or
+    removed together. They are never all removed: `keep.last` is at least 2.
     """
     steps = sorted({checkpoint.step for checkpoint in checkpoints})
     unknown = [checkpoint.step for checkpoint in checkpoints if checkpoint.metrics is None]
@@ -110,7 +113,10 @@ def surplus(checkpoints: Sequence[Kept], keep: Keep, *, in_use: Collection[int] 
 
 
 def _best(checkpoints: Sequence[Kept], keep: Keep) -> list[int]:
-    """Steps of the best by metric; the newer of equals. Not measured, NaN and infinite are never the best."""
+    """Return the steps of the best checkpoints by metric; the newer of equals.
+
+    Without a metric, NaN and infinity are never the best.
+    """
     sign = 1 if keep.mode == "min" else -1
     losses: dict[int, float] = {}
     for checkpoint in checkpoints:
@@ -124,7 +130,7 @@ def _best(checkpoints: Sequence[Kept], keep: Keep) -> list[int]:
 def reading(path: Path) -> Iterator[None]:
     """Mark the checkpoint `path` as being read, so that it is not removed meanwhile.
 
-    Where no marker can be made (a read-only directory, a path that is no checkpoint), reading goes on without.
+    If no marker can be made (a read-only directory, a path that is no checkpoint), it is read without one.
     """
     marker = _make_marker(Path(os.path.realpath(path)))
     try:
@@ -140,11 +146,11 @@ def _make_marker(path: Path) -> Path | None:
     if not FINAL_NAME.fullmatch(path.name) or not is_mine(path.parent):
         return None
     readers = path.parent / READERS
-    # The random end: one process may read the same checkpoint twice at a time.
+    # The name ends randomly, since one process may read the same checkpoint twice at a time.
     marker = readers / f"{path.name}.{_host()}.{os.getpid()}.{secrets.token_hex(4)}"
     try:
-        readers.mkdir(mode=0o700, exist_ok=True)
-        descriptor = os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        readers.mkdir(mode=folder_mode(path.parent), exist_ok=True)
+        descriptor = os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode(readers))
         with os.fdopen(descriptor, "w") as file:
             file.write(_pid_namespace())
     except OSError:
@@ -153,30 +159,34 @@ def _make_marker(path: Path) -> Path | None:
 
 
 def hold(directory: Path, step: int, by: str) -> None:
-    """Keep the checkpoint of `step`, now or when it is there, for somebody who is still to come; until `release`.
+    """Keep the checkpoint of `step`, now or once it exists, for a process that will read it later; until `release`.
 
     Args:
-        by: whoever that is, as a part of a file's name.
+        by: name of that process, as a part of a file's name.
     """
-    (directory / HOLDS).mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / HOLDS).mkdir(mode=folder_mode(directory), exist_ok=True)
     (directory / HOLDS / f"{step}.{by}").touch()
 
 
 def release(directory: Path, step: int, by: str) -> None:
+    """End what `hold` has begun."""
     (directory / HOLDS / f"{step}.{by}").unlink(missing_ok=True)
 
 
 def held(directory: Path) -> list[tuple[int, str]]:
-    """Steps that are kept for somebody, and for whom, in order."""
+    """Return the steps that are kept by `hold`, and for which process, in order."""
     try:
         names = [path.name for path in (directory / HOLDS).iterdir()]
-    except OSError:  # for nobody yet
+    except OSError:  # no checkpoint has been held yet
         return []
     return sorted((int(step), by) for step, _, by in (name.partition(".") for name in names) if step.isdigit())
 
 
 def in_use(directory: Path, now: float) -> set[str]:
-    """Names of the checkpoints in `directory` that somebody reads. Markers that dead readers left are removed.
+    """Return the names of the checkpoints in `directory` that are being read.
+
+    Markers that dead readers left are removed.
 
     Args:
         now: unix time.
@@ -188,7 +198,7 @@ def in_use(directory: Path, now: float) -> set[str]:
             refresh(directory / READERS)
     try:
         markers = list((directory / READERS).iterdir())
-    except OSError:  # nobody has read here yet
+    except OSError:  # no checkpoint has been read yet
         return names
     for marker in markers:
         match = MARKER_NAME.fullmatch(marker.name)
@@ -196,7 +206,7 @@ def in_use(directory: Path, now: float) -> set[str]:
             continue
         try:
             lives = _reader_lives(marker, match["host"], int(match["pid"]), now)
-        except FileNotFoundError:  # its reader is done just now
+        except FileNotFoundError:  # its reader has just finished
             continue
         except OSError:  # not known
             lives = True
@@ -231,14 +241,14 @@ def _pid_namespace() -> str:
 
 
 def leftovers(directory: Path, *, now: float, older_than_s: float = 3600.0) -> list[Path]:
-    """What saves and removals that were killed have left in `directory`, sorted by name.
+    """Return what saves and removals that were killed have left in `directory`, sorted by name.
 
-    A save of another incarnation that still goes on writes to its files, and is young by that. Young is, too, what has
-    a time in the future (a clock was set back): rather an hour of space too much than a save too few.
+    A save of another incarnation that still goes on writes to its files, and so is young. Anything with a time in the
+    future counts as young, too (a clock was set back): an hour of wasted space is better than a lost save.
 
     Args:
         now: unix time.
-        older_than_s: nothing in it has changed for so long.
+        older_than_s: seconds for which nothing in a leftover has changed.
     """
     found = []
     for path in directory.glob("checkpoint_*"):
@@ -250,7 +260,7 @@ def leftovers(directory: Path, *, now: float, older_than_s: float = 3600.0) -> l
 
 
 def _newest_change(path: Path) -> float | None:
-    """Newest time of the directory and what is directly in it. None: it vanished or cannot be looked into."""
+    """Return the newest time of the directory and its direct entries; None: it vanished or cannot be listed."""
     try:
         newest = path.stat().st_mtime
         with os.scandir(path) as entries:
@@ -263,10 +273,12 @@ def _newest_change(path: Path) -> float | None:
 
 
 def prune(directory: Path, keep: Keep, order: int, *, spare: Collection[int] = ()) -> list[str]:
-    """Remove what `keep` does not want, nobody reads and nobody holds. Called when the newest checkpoint is known to be sound.
+    """Remove checkpoints that `keep` does not want, nobody reads and nobody holds.
+
+    Called when the newest one is known to be sound.
 
     Args:
-        spare: steps that stay in any case: what was just saved, which after a step back is not the highest.
+        spare: steps that stay in any case: the one just saved, which after a step back is not the highest.
 
     Returns:
         Names of what was removed.

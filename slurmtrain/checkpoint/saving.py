@@ -1,7 +1,7 @@
-"""One save after another, in the background: a thread that writes, commits, reads back and clears up.
+"""One save after another, in the background: a thread that writes, commits, reads back and cleans up.
 
-At most one is in flight. The thread talks to the other ranks' threads on a gloo group of its own, so that its messages
-never meet training's. How a save ended is the same on all ranks, because rank 0 tells it.
+At most one save is in flight. The thread communicates with the other ranks' threads on a gloo group of its own, so that
+its messages are separate from training's. A save ends the same way on all ranks, because rank 0 broadcasts it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Saved:
 
     Attributes:
         seconds: from the call of `save` until the commit.
-        stall_s: how long `save` held up this rank.
-        size: bytes, of all ranks.
+        stall_s: seconds for which `save` held up this rank.
+        size: bytes of all ranks' files.
     """
 
     path: Path
@@ -39,7 +39,7 @@ class Saving:
 
     Attributes:
         step: optimiser steps done.
-        stall_s: how long `save` held up this rank, seconds.
+        stall_s: seconds for which `save` held up this rank.
         begun: time.monotonic() at the call of `save`.
     """
 
@@ -51,15 +51,15 @@ class Saving:
         self._error: CheckpointError | None = None
 
     def done(self) -> bool:
-        """Committed or failed."""
+        """Return whether it is committed or has failed."""
         return self._decided.is_set()
 
     def result(self, timeout_s: float | None = None) -> Saved:
         """Wait for the commit.
 
         Raises:
-            CheckpointError: it failed, on every rank, and the older checkpoints are as they were; or it takes longer than
-                `timeout_s`.
+            CheckpointError: the save failed, on every rank, and the older checkpoints are as they were; or it takes
+                longer than `timeout_s` seconds.
         """
         if not self._decided.wait(timeout_s):
             raise CheckpointError(f"the save of step {self.step} is not committed after {timeout_s} s")
@@ -69,11 +69,11 @@ class Saving:
         return self._saved
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until it is committed or has failed; False when it is not after `timeout_s`."""
+        """Wait until it is committed or has failed; return False if it is neither after `timeout_s` seconds."""
         return self._decided.wait(timeout_s)
 
     def decide(self, ending: Saved | CheckpointError) -> None:
-        """By the writer: how it ended."""
+        """Record how the save ended. Called by the writer."""
         if isinstance(ending, Saved):
             self._saved = ending
         else:
@@ -82,12 +82,15 @@ class Saving:
 
     @property
     def error(self) -> CheckpointError | None:
-        """Why it failed, as far as that is decided."""
+        """The error with which it failed; None: it has not failed, or is not decided yet."""
         return self._error
 
 
 def _try(work: Callable[[], None]) -> None:
-    """What fails after the commit is shown, and must not end the thread: the next save would never end."""
+    """Run `work` and print its errors.
+
+    What fails after the commit must not end the thread, or the next save would never end.
+    """
     try:
         work()
     except Exception:
@@ -110,12 +113,12 @@ class Writer:
         ended: Callable[[Saved | CheckpointError], None],
         afterwards: Callable[[], None],
     ) -> None:
-        """Write in the background, after what is being written.
+        """Write in the background, after the present work.
 
         Args:
             write: returns when the checkpoint is committed; its CheckpointError is the save's.
-            ended: told of either.
-            afterwards: what nobody waits for, but the next save.
+            ended: called with the committed checkpoint, or with the error.
+            afterwards: further work, which only the next save waits for.
         """
 
         def work() -> None:
@@ -135,7 +138,7 @@ class Writer:
         self.run(work)
 
     def run(self, work: Callable[[], None]) -> None:
-        """Do `work` in the background, after what is being done."""
+        """Do `work` in the background, after the present work."""
         with self._changed:
             self._changed.wait_for(lambda: self._work is None)
             self._work = work
@@ -146,16 +149,16 @@ class Writer:
 
     @property
     def idle(self) -> bool:
-        """Nothing is being done."""
+        """Whether there is no work."""
         return self._work is None
 
     def wait_idle(self) -> None:
-        """Until nothing is written, read back or cleared up any more."""
+        """Wait until nothing is being written, read back or cleaned up."""
         with self._changed:
             self._changed.wait_for(lambda: self._work is None)
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """End the thread after its present work; False when it is not over after `timeout_s`."""
+        """End the thread after its present work; return False if it has not ended after `timeout_s` seconds."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()

@@ -1,10 +1,10 @@
 """A copy of the state in host memory, in the very form that the file will have, so that training goes on while it is written.
 
-The buffer is made once and reused (page-locked when there is a GPU, so that copies from it run beside the computation). What
-lies in host memory is copied before `stage` returns. Of what lies on a GPU, parameters and an optimiser's own state are copied
-in the background, with a hook that makes `optimizer.step()` wait; everything else (buffers, averaged models) before the next
-computation. Whether such a copy is what the tensor was at the call is seen from fingerprints, because a change by hand, even
-through `.data`, is known to nobody.
+The buffer is allocated once and reused (page-locked if there is a GPU, so that copies from it run beside the
+computation). Tensors in host memory are copied before `stage` returns. On a GPU, parameters and an optimiser's own
+state are copied in the background, with a hook that makes `optimizer.step()` wait; everything else (buffers, averaged
+models) before the next computation. Fingerprints show whether such a copy equals the tensor as it was at the call,
+because no hook notices a change by hand, for instance through `.data`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Image:
     Attributes:
         data: the bytes of the file.
         own_bytes: length of the JSON at its end.
-        fingerprints: of what other ranks hold, too; complete when the image is.
-        waited_s: how long training was held up by `wait`.
+        fingerprints: fingerprints of tensors that other ranks hold, too; complete when the image is.
+        waited_s: seconds for which `wait` held training up.
     """
 
     def __init__(self, data: memoryview, plan: Plan, own: bytes):
@@ -56,18 +56,18 @@ class Image:
         expected: Tensor,
         event: torch.cuda.Event | None,
     ) -> None:
-        """Say what is still on its way.
+        """Set which copies are not finished yet.
 
         Args:
-            copies: name and place in the buffer of what is to have the first of the `expected` fingerprints.
-            keys: whose fingerprints follow.
+            copies: name and copy in the buffer of each tensor, whose fingerprints are the first of `expected`.
+            keys: keys of the fingerprints that follow.
             expected: int64 [copies + keys] in host memory.
-            event: when the GPU is done with all of it.
+            event: recorded when the GPU is done with all of it.
         """
         self._copies, self._keys, self._expected, self._event = copies, keys, expected, event
 
     def finish(self) -> None:
-        """Wait for what is on its way and complete the file. Called by the writer's thread.
+        """Wait for the copies and complete the file. Called by the writer's thread.
 
         Raises:
             CheckpointError: a tensor was changed before it was copied, by other means than an optimiser's step.
@@ -87,7 +87,7 @@ class Image:
         self.data[self._plan.data_end :] = self._own
 
     def wait(self) -> None:
-        """Make a GPU's current stream wait until nothing has to be copied any more."""
+        """Make a GPU's current stream wait until everything is copied."""
         begun = time.monotonic()
         if self._event is not None:
             self._event.wait()
@@ -95,7 +95,7 @@ class Image:
 
 
 class Staging:
-    """The buffer of one rank, and the hooks that guard what is copied from in the background."""
+    """The buffer of one rank, and the hooks that protect tensors while they are copied in the background."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -109,7 +109,7 @@ class Staging:
         """Make room for `size` bytes of tensors, before they are needed.
 
         Args:
-            sharers: ranks on this host that do the same.
+            sharers: number of ranks on this host that do the same.
 
         Raises:
             CheckpointError: the host has not that much memory left.
@@ -143,14 +143,14 @@ class Staging:
 
         Args:
             guarded: names of the tensors that only the step of one of `optimizers` changes.
-            turn: how many saves there were before; see `Replica.compared`.
+            turn: number of saves before; see `Replica.compared`.
         """
         size = plan.data_end + len(own)
         if self._buffer.numel() < size:
             self.prepare(size)
         self._touched()
         image = Image(self._buffer.numpy().data[:size], plan, own)
-        on_gpu: dict[bool, list[tuple[Tensor, Tensor]]] = {True: [], False: []}  # by whether they are guarded
+        on_gpu: dict[bool, list[tuple[Tensor, Tensor]]] = {True: [], False: []}  # copies, by whether they are guarded
         copies: list[tuple[str, Tensor]] = []
         for piece in plan.pieces:
             source = local(tensors[piece.name]).detach()[piece.within]
@@ -188,7 +188,7 @@ class Staging:
         return image
 
     def borrow(self, size: int) -> memoryview:
-        """`size` bytes of the buffer, while nothing is staged: for reading."""
+        """Return `size` bytes of the buffer for reading a checkpoint, while nothing is staged."""
         if self._buffer.numel() < size:
             self._allocate(size + RESERVE_BYTES + 2 * BLOCK_BYTES)
         self._touched()
@@ -197,7 +197,7 @@ class Staging:
     def _allocate(self, size: int) -> None:
         self._touched()
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # give the old one back first
-        # Whole pages, from the beginning of a page on, which writing past the page cache asks for.
+        # The buffer begins at a page and has whole pages, as writing past the page cache requires.
         size = -(-size // PAGE_BYTES) * PAGE_BYTES
         memory = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
         if not memory.is_pinned():
@@ -211,7 +211,7 @@ class Staging:
             self._touching = None
 
     def release(self) -> None:
-        """Give back the buffer and the hooks, when nothing is written from it any more."""
+        """Free the buffer and the hooks, when nothing is written from the buffer any more."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._current = [], None
@@ -219,7 +219,7 @@ class Staging:
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def wait(self) -> None:
-        """Return when the state may be changed."""
+        """Wait until the state may be changed."""
         if self._current is not None:
             self._current.wait()
 
@@ -232,7 +232,8 @@ class Staging:
         """Begin the copies (target, source) beside the computation.
 
         Returns:
-            The fingerprints of `looked_at` as they are at the call (int64 [n], in host memory), and when all is done.
+            The fingerprints of `looked_at` as they are at the call (int64 [n], in host memory), and an event recorded
+                at the end.
         """
         if self._stream is None:
             self._stream = torch.cuda.Stream()
@@ -242,9 +243,9 @@ class Staging:
         with torch.cuda.stream(self._stream):
             for target, source in at_once:
                 target.copy_(source, non_blocking=True)
-                source.record_stream(self._stream)  # its memory is not given to others before
+                source.record_stream(self._stream)  # its memory is not reused before the copy is done
             if looked_at:
-                # By the computation's own stream: what comes next there may change them.
+                # On the computation's own stream: the next computation there may change them.
                 with torch.cuda.stream(computation):
                     fingerprints = torch.stack([fingerprint(tensor) for tensor in looked_at])
                 self._stream.wait_stream(computation)

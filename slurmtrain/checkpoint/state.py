@@ -1,8 +1,8 @@
 """From live objects to tensors with names and plain JSON, and back.
 
-Optimiser state is keyed by parameter name, not by position, so that it can be read into another layout. It is taken from
-the optimiser as it is: `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` on an optimiser that has not
-stepped yet runs a step to create the state, which moves AdamW's step count (pytorch#164929).
+Optimiser state is keyed by parameter name, not by position, so that it can be read into another layout. It is taken
+from the optimiser as it is: `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` on an optimiser that has
+not stepped yet runs a step to create the state, which changes AdamW's step count (pytorch#164929).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slurmtrain.errors import CheckpointError, CheckpointMismatch
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything with torch's two methods: schedulers, scalers, loaders, a user's own classes."""
+    """An object with torch's two methods: schedulers, scalers, loaders, a user's own classes."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -38,10 +38,10 @@ EXTRA = "extra state of "  # begins the names of what modules give by get_extra_
 
 
 def flatten(objects: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by dotted name, and the JSON of everything else.
+    """Return the tensors by dotted name, and the JSON of everything else.
 
     Raises:
-        CheckpointError: a value that is neither a tensor nor JSON; pickling it would make a checkpoint run code.
+        CheckpointError: a value is neither a tensor nor JSON; pickling it would make a checkpoint run code.
     """
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
@@ -73,7 +73,7 @@ def check(objects: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
     """Check that what is saved of `objects` and of `per_rank` can be restored.
 
     Raises:
-        CheckpointError: naming the object, and what of it would be lost.
+        CheckpointError: a part of an object would be lost; the message names both.
     """
     everything = {**objects, **per_rank}
     handed_in = {id(value) for value in everything.values()}
@@ -87,7 +87,10 @@ def check(objects: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
 
 
 def buffers(objects: Mapping[str, Any]) -> frozenset[str]:
-    """Names of the modules' buffers: unlike parameters, data parallel ranks may have different ones; rank 0's count."""
+    """Return the names of the modules' buffers.
+
+    Unlike parameters, they may differ between data parallel ranks, and rank 0's count.
+    """
     return frozenset(
         f"{key}.{clean(name)}"
         for key, value in objects.items()
@@ -98,7 +101,10 @@ def buffers(objects: Mapping[str, Any]) -> frozenset[str]:
 
 
 def broadcast_buffers(objects: Mapping[str, Any]) -> frozenset[str]:
-    """Names of the buffers that DDP replaces by rank 0's before each forward pass: between two they differ by design."""
+    """Return the names of the buffers that DDP replaces by rank 0's before each forward pass.
+
+    Between two forward passes they differ by design.
+    """
     return buffers(
         {
             key: value
@@ -109,7 +115,7 @@ def broadcast_buffers(objects: Mapping[str, Any]) -> frozenset[str]:
 
 
 def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
-    """Name of every parameter of the given modules, by the parameter's id."""
+    """Return the name of every parameter of the given modules, by the parameter's id."""
     names: dict[int, str] = {}
     for key, value in objects.items():
         if isinstance(value, nn.Module):
@@ -133,7 +139,7 @@ def trained_parameters(objects: Mapping[str, Any]) -> dict[str, nn.Parameter]:
 
 
 def _flatten_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors, and {"param_groups": ..., "state": what is no tensor, by parameter}."""
+    """Return the tensors, and {"param_groups": ..., "state": everything that is no tensor, by parameter}."""
     tensors: dict[str, Tensor] = {}
     groups, other = [], {}
     for index, group in enumerate(optimizer.param_groups):
@@ -156,9 +162,9 @@ def _flatten_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[
 
 
 def merge_plain(everyones: Sequence[Mapping[str, Any]], optimizers: Collection[str]) -> dict[str, Any]:
-    """One state from those of ranks that hold different parts of a model: what optimisers know of all parameters.
+    """Merge the plain state of ranks that hold different parts of a model: what their optimisers know of all parameters.
 
-    Everything else is the first one's, which the others have, too.
+    Everything else is the first rank's, which the others have, too.
     """
     merged = dict(everyones[0])
     for other in everyones[1:]:
@@ -185,18 +191,18 @@ def _name_of(parameter: Tensor, names: Mapping[int, str]) -> str:
 
 
 def object_names(tensors: Collection[str], plain: Collection[str]) -> set[str]:
-    """Names of the objects that a checkpoint holds, from those of its tensors and plain values."""
+    """Return the names of the objects that a checkpoint holds, from those of its tensors and plain values."""
     return {name.partition(".")[0] for name in tensors} | {name for name in plain if not name.startswith(EXTRA)}
 
 
 def waiting_optimizers(objects: Mapping[str, Any]) -> list[Optimizer]:
-    """The given optimisers whose steps can be made to wait."""
+    """Return the given optimisers whose steps can be made to wait."""
     found = [plain_optimizer(value) for value in objects.values() if isinstance(value, Optimizer)]
     return [optimizer for optimizer in found if restorable.waits_before_steps(optimizer)]
 
 
 def changed_by_optimizers(objects: Mapping[str, Any]) -> frozenset[str]:
-    """Names of the tensors that only the step of a given optimiser changes: its parameters, and its own state."""
+    """Return the names of the tensors that only the step of a given optimiser changes: its parameters, and its own state."""
     names = parameter_names(objects)
     found = set()
     for key, value in objects.items():
@@ -214,7 +220,7 @@ _MOMENTS = {"SGD": 1, "Adagrad": 1, "Adadelta": 2, "RMSprop": 3, "Rprop": 2, "Ad
 
 
 def expected_optimizer_state(objects: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Stand-ins, of the same size and layout, for the state that optimisers will have after their first step."""
+    """Return stand-ins, of the same size and layout, for the state that optimisers will have after their first step."""
     names = parameter_names(objects)
     expected: dict[str, Tensor] = {}
     for key, value in objects.items():
@@ -229,7 +235,7 @@ def expected_optimizer_state(objects: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def module_tensors(objects: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Parameters and buffers of the given modules by name. Extra state, which is made when asked for, is left out."""
+    """Return parameters and buffers of the given modules by name, without extra state, which is made when asked for."""
     return {
         f"{key}.{name}": entry
         for key, value in objects.items()
@@ -241,10 +247,10 @@ def module_tensors(objects: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def templates(objects: Mapping[str, Any], saved: Mapping[str, TensorFacts]) -> dict[str, Tensor]:
-    """Tensors to load into, for every one of `saved` that belongs to `objects`.
+    """Return tensors to load into, for every one of `saved` that belongs to `objects`.
 
-    Modules are loaded in place. What other objects get is made here, laid out like what they hold now, or, for the state that
-    a fresh optimiser does not have yet, like the parameter that it belongs to.
+    Modules are loaded in place. Tensors of other objects are made here, with the layout of those that they hold now,
+    or, for state that a new optimiser does not have yet, with that of the parameter that it belongs to.
     """
     targets = module_tensors(objects)
     parameters = {
@@ -277,7 +283,7 @@ def templates(objects: Mapping[str, Any], saved: Mapping[str, TensorFacts]) -> d
 
 
 def _live(key: str, value: Any) -> dict[str, Tensor]:
-    """What an object holds now, by the names of a checkpoint; nothing where it cannot say yet."""
+    """Return the tensors that an object holds now, by the names of a checkpoint; none if it has no state yet."""
     tensors: dict[str, Tensor] = {}
     if isinstance(value, Stateful) and not isinstance(value, (nn.Module, Optimizer, RandomState)):
         try:
@@ -288,7 +294,7 @@ def _live(key: str, value: Any) -> dict[str, Tensor]:
 
 
 def _parameter_of(name: str, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> Tensor | None:
-    """The parameter to which an optimiser's tensor belongs: its name has the parameter's name in it, or its number."""
+    """Return the parameter to which an optimiser's tensor belongs: its name has the parameter's name in it, or its number."""
     _, _, rest = name.partition(".")
     found = [each for each in parameters if rest.startswith(f"{each}.")]
     if found:
@@ -306,10 +312,10 @@ def put_back(
     lenient: bool = False,
     convert: bool = False,
 ) -> None:
-    """Give every object its state. Modules have theirs already, unless they hand out copies or load it in their own way.
+    """Give every object its state. Modules have theirs already, unless they return copies or load it in their own way.
 
     Args:
-        lenient: what the checkpoint lacks keeps its initial values.
+        lenient: state that the checkpoint lacks keeps its initial values.
         convert: optimiser state takes its parameter's dtype, which is not the checkpoint's.
     """
     groups = restorable.Groups(value for value in objects.values() if isinstance(value, Optimizer))
@@ -340,7 +346,7 @@ def put_back(
 
 
 def _of_module(key: str, module: nn.Module, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> dict[str, Any]:
-    """What the checkpoint has for a module, by the names within it."""
+    """Return what the checkpoint has for a module, by the names within it."""
     names = entries(module)
     found: dict[str, Any] = {name: tensors[f"{key}.{name}"] for name in names if f"{key}.{name}" in tensors}
     marker = f"{EXTRA}{key}."
@@ -351,10 +357,10 @@ def _of_module(key: str, module: nn.Module, tensors: Mapping[str, Tensor], plain
 
 
 def parse(text: bytes) -> dict[str, Any]:
-    """A rank's own plain state.
+    """Return a rank's own plain state from its JSON.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: it is no JSON object.
     """
     try:
         found = json.loads(text)
@@ -372,7 +378,7 @@ def _decoded(key: str, value: Any, tensors: Mapping[str, Tensor]) -> Any:
         raise CheckpointError(f"the state of {key} in the checkpoint cannot be read: {error}") from None
 
 
-# How a step is computed, not what: it belongs to this run's layout and device, not to the checkpoint's.
+# Settings of how a step is computed, which belong to this run's layout and device, not to the checkpoint's.
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -440,10 +446,10 @@ def _load_optimizer(
 
 
 def _undo_casts(optimizer: Optimizer, state: Mapping[int, Mapping[Any, Any]]) -> None:
-    """Give an optimiser's state back its types.
+    """Restore the types of an optimiser's state.
 
-    torch's load_state_dict gives floating-point state its parameter's dtype, so that a master copy in fp32 would be lost, and
-    makes a generator's name of a text.
+    torch's load_state_dict gives floating-point state its parameter's dtype, so that a master copy in fp32 would be
+    lost, and turns a text into the repr of a generator object.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, fields in state.items():
@@ -454,7 +460,7 @@ def _undo_casts(optimizer: Optimizer, state: Mapping[int, Mapping[Any, Any]]) ->
 
 
 def _as_saved(value: Any, held: Any) -> Any:
-    """`value`, on the devices of `held`."""
+    """Return `value`, moved to the devices of `held`."""
     if isinstance(value, Tensor):
         if not isinstance(held, Tensor) or held.dtype == value.dtype:
             return held
@@ -467,7 +473,7 @@ def _as_saved(value: Any, held: Any) -> Any:
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """JSON for `value`; tensors are moved to `tensors` and leave a reference. Tuples come back as tuples."""
+    """Return JSON for `value`; tensors are moved to `tensors` and leave a reference. Tuples are restored as tuples."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Tensor):
@@ -509,8 +515,8 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 class RandomState:
     """The random number generators of this rank: Python, torch on the CPU, and the current GPU.
 
-    numpy's global generator is included when numpy is loaded. When the world size changes, a rank without saved state
-    keeps the state its seed gave it.
+    numpy's global generator is included if numpy is loaded. When the world size changes, a rank without saved state
+    keeps the state that its seed gave it.
     """
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """One save, as the writing threads of all ranks carry it out together: from the copies in memory to the commit.
 
-Every step can fail on any rank, and is then a failure of all: nothing is committed, and what was written is removed.
+Every step can fail on any rank, and then fails on all: nothing is committed, and what was written is removed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from slurmtrain.errors import CheckpointError, CheckpointMismatch, Discarded, No
 
 @dataclass(frozen=True)
 class Bound:
-    """What every checkpoint of this life is bound to.
+    """The identity that every checkpoint of this incarnation is bound to.
 
     Attributes:
         config: JSON values.
@@ -55,7 +55,7 @@ class Bound:
     config: Mapping[str, Any]
 
     def check_run(self, where: Path | str, manifest: Manifest, *, hint: str) -> None:
-        """Raise CheckpointMismatch when the checkpoint at `where` belongs to another run."""
+        """Raise CheckpointMismatch if the checkpoint at `where` belongs to another run."""
         if self.run_id and manifest.run_id != self.run_id:
             raise CheckpointMismatch(
                 f"{where} belongs to run {manifest.run_id or '(none)'}, this is run {self.run_id}", hint=hint
@@ -64,13 +64,13 @@ class Bound:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank hands in: its file, and where in it what lies.
+    """The contribution of one rank: its file, and the table of the file's contents.
 
     Attributes:
-        plain: JSON of what is no tensor, by object; from the first of the ranks that hold the same tensors.
-        plain_digests: of what is no tensor, by object.
-        catalogue: number of this rank's.
-        bundles: of what other ranks hold, too; see `fingerprints.digests_of`.
+        plain: JSON of the state that is no tensor, by object; from the first of the ranks that hold the same tensors.
+        plain_digests: digests of the state that is no tensor, by object.
+        catalogue: number of this rank's catalogue.
+        bundles: digests of tensors that other ranks hold, too; see `fingerprints.digests_of`.
     """
 
     step: int
@@ -84,7 +84,7 @@ class Part:
     bundles: Ints
 
     def to_json(self) -> list[Any]:
-        """As it is told to rank 0."""
+        """Return it as it is sent to rank 0."""
         return [
             self.step,
             self.name,
@@ -99,6 +99,7 @@ class Part:
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Part:
+        """Return the part that a rank has sent by `to_json`."""
         step, name, (size, sha256), digests, table, plain, plain_digests, catalogue, bundles = values
         rows = np.frombuffer(bundles, dtype="<i8").reshape(-1, 3)
         return cls(step, name, FileRecord(size, sha256), digests, table, plain, plain_digests, catalogue, rows)
@@ -112,10 +113,10 @@ class Write:
     """The work of one save.
 
     Args:
-        ranks: on the writing threads' own group.
+        ranks: the ranks on the writing threads' own group.
         image: this rank's file in memory, or why there is none.
-        plain: what is no tensor.
-        optimizers: names of those in `plain` that are optimisers.
+        plain: state that is no tensor.
+        optimizers: names in `plain` that are optimisers.
         discard: set when the save is to be given up.
         finite: names of what has to be finite.
         refuse_drift: fail when ranks differ that should hold the same; else say so.
@@ -141,7 +142,7 @@ class Write:
         self._ranks, self._bound, self._step, self._plan, self._image = ranks, bound, step, plan, image
         self._plain, self._optimizers, self._metrics, self._discard = plain, optimizers, metrics, discard
         self._finite, self._refuse_drift, self._tell = frozenset(finite), refuse_drift, tell
-        self._written: list[tuple[str, FileRecord]] = []  # by this rank
+        self._written: list[tuple[str, FileRecord]] = []  # files that this rank has written
         self._bundles: Bundles = {}
         self._parts: list[Part] = []  # on rank 0, what all have handed in
         self._differing: list[Bundle] = []  # on rank 0
@@ -150,12 +151,12 @@ class Write:
 
     @property
     def waited_s(self) -> float:
-        """How long optimisers have waited for the copy of this rank's state, seconds."""
+        """The seconds for which optimisers have waited for the copy of this rank's state."""
         return self._image.waited_s if isinstance(self._image, Image) else 0.0
 
     @property
     def names(self) -> list[str]:
-        """Of the files that this rank has written."""
+        """The names of the files that this rank has written."""
         return [name for name, _ in self._written]
 
     def write(self, last_size: int) -> tuple[Path, int]:
@@ -165,7 +166,7 @@ class Write:
             last_size: bytes of the checkpoint before; there has to be room for as much.
 
         Returns:
-            Where it is, and its bytes.
+            Path and bytes of the checkpoint.
 
         Raises:
             CheckpointError: on every rank; the older checkpoints are as they were.
@@ -187,14 +188,14 @@ class Write:
         return Path(answer["path"]), answer["size"]
 
     def read_back(self, path: Path, *, contents: bool, in_a_hurry: Callable[[], bool]) -> list[str] | None:
-        """Compare what lies on the disk with what was written; a checkpoint that is damaged is set aside.
+        """Compare the files on the disk with what was written; a checkpoint that is damaged is set aside.
 
         Args:
-            contents: digests, not only sizes.
-            in_a_hurry: true when this rank has no time for it any more.
+            contents: compare digests, not only sizes.
+            in_a_hurry: returns True once this rank has no time for it any more.
 
         Returns:
-            What is wrong, on every rank; None: not all had the time to look.
+            What is wrong, on every rank; None: not all ranks had the time to look.
         """
 
         def check() -> None:
@@ -222,7 +223,10 @@ class Write:
         return found
 
     def _finish_copy(self) -> None:
-        """What fails is handed in later, with all ranks: one that stayed away would hold up the others."""
+        """Complete the copy in memory.
+
+        An error is handed in later, with all ranks: a rank that stayed away would hold up the others.
+        """
         if isinstance(self._image, Image):
             try:
                 self._image.finish()
@@ -243,7 +247,7 @@ class Write:
         except FileNotFoundError:
             commit.check_fence(
                 self._bound.directory, self._bound.incarnation
-            )  # which removes what older ones were writing
+            )  # a newer incarnation removes what older ones were writing
             raise
         self._written = [(name, record)]
         commit.fsync_directory(temporary)
@@ -264,7 +268,7 @@ class Write:
         )
 
     def _check_finite(self, image: Image, pool: ThreadPoolExecutor) -> None:
-        """Look at the copy that is written: training goes on meanwhile."""
+        """Check the copy that is written, while training goes on."""
 
         def find(piece: Piece) -> bool:
             return bytes_are_finite(image.data[piece.begin : piece.end], piece.dtype)
@@ -280,7 +284,11 @@ class Write:
             )
 
     def _commit_or_ask(self, temporary: Path, parts: list[Part]) -> dict[str, Any]:
-        """On rank 0, with what all have handed in: path and size when it is committed; or what to `ask` before, of whom."""
+        """Commit, on rank 0, the files that all ranks have handed in, unless something differs that has to be named.
+
+        Returns:
+            `path` and `size` of the checkpoint; or what to `ask` before, and whom.
+        """
         for part in parts:
             if part.step != self._step:
                 raise CheckpointError(
@@ -298,11 +306,11 @@ class Write:
         return self._commit(temporary)
 
     def _fingerprints(self, asked: list[list[Any]]) -> list[dict[str, int] | None]:
-        """This rank's fingerprints of those of the bundles of which it is asked for them."""
+        """Return this rank's fingerprints in each of the bundles, and None where it is not asked for them."""
         return [self._bundles.get((group, part)) if self._ranks.rank in ranks else None for group, part, ranks in asked]
 
     def _commit_or_refuse(self, temporary: Path, told: list[list[dict[str, int] | None]]) -> dict[str, Any]:
-        """On rank 0, with what all have answered."""
+        """Commit on rank 0, unless what the ranks have answered shows that replicas differ which may not."""
         found: dict[str, Differing] = {}
         for number, bundle in enumerate(self._differing[:BUNDLES_ASKED]):
             for differing in name_differing(bundle, [told[rank][number] or {} for rank in bundle.asked]):
@@ -349,7 +357,7 @@ class Write:
         return {"path": str(commit.commit(temporary, manifest, self._bound.incarnation)), "size": manifest.size}
 
     def _check_replicas(self, found: list[Differing], *, all_named: bool) -> None:
-        """Check that ranks which should hold the same do; else a mixture would be saved, which no rank has ever had."""
+        """Check that ranks which should hold the same do; otherwise a mixture would be saved that no rank has ever had."""
         wrong = [differing for differing in found if not differing.buffer]
         if wrong and self._refuse_drift:
             least = "" if all_named else "at least "

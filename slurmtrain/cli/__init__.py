@@ -18,12 +18,12 @@ HYDRA_ONLY = ("--cfg", "--info", "-i", "--hydra-help", "--shell-completion", "-s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line. Returns its exit code."""
+    """Run one command line and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(words)
     except SlurmtrainError as error:
-        # What Hydra says of an interpolation that it cannot use may repeat the value of any variable.
+        # Hydra's message about an interpolation that it cannot use may repeat the value of any variable.
         hide({name: value for name, value in os.environ.items() if SECRET_VARIABLE.search(name)})
         print(f"slurmtrain: error: {printable(redact(str(error)))}", file=sys.stderr)
         return error.exit_code

@@ -20,6 +20,7 @@ from slurmtrain.runtime.slurm import SlurmClient
 
 
 def main(verb: str, words: list[str]) -> int:
+    """Run the verb and return its exit code."""
     parser = Parser(prog=f"python -m slurmtrain {verb}", description=__doc__)
     parser.add_argument("run_dir", type=Path, nargs="+" if verb == "again" else None)
     if verb == "again":
@@ -50,7 +51,7 @@ def _begin(run_dir: RunDir, job_id: str | None) -> int:
 
 
 def cancel_rest(run_dir: RunDir, job_id: str | None) -> None:
-    """Take the rest of the chain out of the queue; where SLURM refuses, each job finds out when it starts."""
+    """Take the rest of the chain out of the queue; if SLURM refuses, each of its jobs finds out when it starts."""
     try:
         chain.cancel_rest(run_dir, job_id, SlurmClient())
     except ClusterError as error:

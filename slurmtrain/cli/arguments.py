@@ -1,4 +1,4 @@
-"""argv -> verb, Hydra's options, the verb's own options, overrides. Pure, and without importing Hydra.
+"""argv -> verb, Hydra's options, the verb's own options, overrides: a pure function that does not import Hydra.
 
 The verb may stand anywhere among the overrides. Hydra's own parser wants options first, so they are moved there.
 """
@@ -9,9 +9,10 @@ import argparse
 import functools
 import re
 import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.config.compose import config_groups, literal_override
@@ -30,6 +31,8 @@ HYDRA_OPTIONS = {
 CFG_CHOICES = ("job", "hydra", "all")
 INFO_CHOICES = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 OPEN = tuple(f"eval.{group}{end}" for group in ("sets", "metrics", "cluster", "parallel") for end in ".=")
+PROGRAM = "python -m slurmtrain"
+HELP_COLUMNS = 100  # longer lines are hard to read
 RUNS_PROGRAMS = ("submit", "render", "train")  # verbs that take a program after --
 SHORT = {
     "-h": "--help",
@@ -44,7 +47,7 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Arguments:
-    """A command line, taken apart.
+    """A parsed command line.
 
     Attributes:
         hydra: Hydra's own options with their values, as words.
@@ -59,8 +62,29 @@ class Arguments:
     positionals: list[str] = field(default_factory=list)
 
 
+class HelpFormatter(argparse.HelpFormatter):
+    """Wraps sentences at HELP_COLUMNS at most, and keeps indented lines, such as examples, as they are."""
+
+    def __init__(self, prog: str) -> None:
+        columns = shutil.get_terminal_size((HELP_COLUMNS, 24)).columns
+        super().__init__(prog, width=max(40, min(columns, HELP_COLUMNS)), max_help_position=26)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith("  ") or "\n" in text:
+            return text
+        return super()._fill_text(text, width, indent)
+
+
 class Parser(argparse.ArgumentParser):
-    """For the verbs that compose no config: what argparse refuses becomes one sentence and a hint, as everywhere."""
+    """A parser for verbs that compose no config: it raises errors of argparse as one sentence with a hint."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": HelpFormatter, **options})
+
+    @classmethod
+    def of(cls, verb: str) -> Parser:
+        """Return the parser of a verb, whose help begins with its sentences and ends with its examples."""
+        return cls(prog=f"{PROGRAM} {verb}", description=VERBS[verb].help or VERBS[verb].summary, epilog=epilog(verb))
 
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (-\S*)", message)
@@ -70,7 +94,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"there is no option {option!r}", hint=nearest(option, self._known_options() - {option}))
 
     def _known_options(self) -> set[str]:
-        """Own ones and those of the actions below: argparse lets the uppermost parser complain."""
+        """Return the options of this parser and of its actions, since argparse has the topmost parser report errors."""
         known = set(self._option_string_actions)
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -78,15 +102,26 @@ class Parser(argparse.ArgumentParser):
         return known
 
 
+def epilog(verb: str) -> str:
+    """Return the examples of a verb, and the page of the manual that explains it; for the end of its help."""
+    lines = [example.partition("  # ") for example in VERBS[verb].examples]
+    width = max((len(line) for line, _, what in lines if what), default=0)
+    examples = "\n".join(
+        f"  {PROGRAM} {line:<{width}}  # {what}" if what else f"  {PROGRAM} {line}" for line, _, what in lines
+    )
+    more = f"more: {PROGRAM} help {VERBS[verb].topic}" if VERBS[verb].topic else ""
+    return "\n\n".join(part for part in (f"examples:\n{examples}" if examples else "", more) if part)
+
+
 def parse(argv: Sequence[str]) -> Arguments:
-    """Take a command line of a verb that composes a config apart.
+    """Parse a command line of a verb that composes a config.
 
     Raises:
-        UsageError: an unknown option or verb, or an option without its value.
+        UsageError: there is an unknown option or verb, or an option without its value.
     """
     argv, program = split_program(argv)
     verb = find_verb(argv)
-    own = dict(VERBS[verb].options) if verb else {}
+    own = {flag.name: flag.metavar for flag in VERBS[verb].options} if verb else {}
     result = Arguments(verb)
     words = iter(argv)
     seen_verb = False
@@ -124,7 +159,7 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 
 def split_program(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """Take a command line apart at its first `--`: our words, and the words of a program; None where there is no `--`."""
+    """Split a command line at its first `--` into our words and the words of a program (None if there is no `--`)."""
     words = list(argv)
     if "--" not in words:
         return words, None
@@ -132,10 +167,10 @@ def split_program(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
 
 
 def _program_overrides(ours: Arguments, program: Sequence[str]) -> list[str]:
-    """The overrides that make every rank run this program, word for word.
+    """Return the overrides that make every rank run this program, word for word.
 
     Raises:
-        UsageError: there are no words, the verb runs no program, or another one is given, too.
+        UsageError: there are no words, the verb runs no program, or another program is given, too.
     """
     if ours.verb not in RUNS_PROGRAMS:
         raise UsageError(
@@ -153,9 +188,9 @@ def _program_overrides(ours: Arguments, program: Sequence[str]) -> list[str]:
 
 
 def find_verb(argv: Sequence[str]) -> str | None:
-    """The first bare word that is a verb; values of options, and a program after `--`, are not looked at."""
+    """Return the first bare word that is a verb, skipping values of options and a program after `--`."""
     argv, _ = split_program(argv)
-    own_with_value = {name for verb in VERBS.values() for name, takes_value in verb.options if takes_value}
+    own_with_value = {name for verb in VERBS.values() for name, metavar, _ in verb.options if metavar}
     skip = False
     for word in argv:
         if skip:
@@ -168,8 +203,11 @@ def find_verb(argv: Sequence[str]) -> str | None:
 
 
 def normalise(override: str) -> str:
-    """Both `cluster=a100x4` and `+cluster=a100x4` are accepted: conf/config.yaml lists the group, so Hydra wants no plus. And
-    both for what may be added to `eval`, whose sets, metrics and changes have names that nobody can know."""
+    """Return an override in the form that Hydra accepts, so that a plus in front is optional.
+
+    Both `cluster=a100x4` and `+cluster=a100x4` are accepted: conf/config.yaml lists the group, so Hydra wants no plus.
+    Both are also accepted for additions to `eval`, whose sets, metrics and changes have names that nobody can know.
+    """
     if override.startswith(OPEN):
         return f"++{override}"
     group = override.partition("=")[0].removeprefix("+")
@@ -182,7 +220,7 @@ def _shipped_groups() -> frozenset[str]:
 
 
 def no_override(word: str, verb: str) -> UsageError:
-    """The error for a word beside a verb that is neither that verb, an option nor an override."""
+    """Return the error for a word beside a verb that is neither that verb, an option nor an override."""
     if word in VERBS and not VERBS[word].hidden:
         return UsageError(f"{verb} and {word} are both verbs, and a command takes one", hint="give two commands")
     if word in all_keys():
@@ -195,7 +233,7 @@ def no_override(word: str, verb: str) -> UsageError:
 
 
 def _meant_option(word: str, following: str, options: Sequence[str]) -> str:
-    """A hint for an option that there is not: many write --train.steps 100 where Hydra wants train.steps=100."""
+    """Return a hint for an unknown option: many people write --train.steps 100 where Hydra wants train.steps=100."""
     name, _, value = word.lstrip("-").partition("=")
     key = name.replace("-", "_")
     if not value and following not in VERBS and "=" not in following:
@@ -210,6 +248,7 @@ def _verbs() -> list[str]:
 
 
 def unknown_verb(word: str) -> UsageError:
+    """Return the error for a word that is no verb."""
     if word in all_keys():
         return UsageError(f"{word!r} is a key without a value", hint=f"write {word}=VALUE, and a verb")
     return UsageError(f"there is no verb {shown(word)!r}", hint=nearest(word, _verbs()))

@@ -1,4 +1,4 @@
-"""What `--json` prints of runs. The shapes below are for programs: keys are added at most, never renamed or removed."""
+"""The JSON of runs that `--json` prints. Programs rely on its shape: keys may be added, never renamed or removed."""
 
 from __future__ import annotations
 
@@ -14,30 +14,34 @@ if TYPE_CHECKING:
 
 
 def print_json(value: Any) -> None:
+    """Print a value as JSON."""
     print(json_text(value), end="")
 
 
 def run_object(run_dir: RunDir, now: RunState) -> dict[str, Any]:
-    """One run. `status RUN --json` prints one, `status --json` and `runs list --json` a list of them, oldest first.
+    """Return one run.
+
+    `status RUN --json` prints one, `status --json` and `runs list --json` a list of them, oldest first.
 
     evaluations  in `status RUN --json` alone: see `evaluation_object`
     id, name, path
     state        one word: prepared, waiting, starting, running, suspended, stopping, requeued, held, unknown, finished,
                  stopped, failed, lost or unreadable
     sentence     why, and what comes next
-    alive        SLURM or a local launcher has it, or may have it
-    step         steps done, as far as is known; else null
-    job_id       of the latest job, a string; null outside of SLURM and before it was submitted
-    job_ids      of all jobs it was submitted as
+    alive        whether SLURM or a local launcher has the run, or may have it
+    step         number of steps done; null if not known
+    job_id       id of the latest job, a string; null outside of SLURM and before it was submitted
+    job_ids      ids of all jobs that the run was submitted as
     created      unix time
     doubt        why SLURM could not be asked; else null
-    steps        steps that there are to be; null for a program of your own. So are the next six, and before anything is logged
-    loss, valid_loss  logged last, in nats per token
+    steps        number of steps of the whole run; null for a program of your own. So are the next six, and before anything is
+                 logged
+    loss, valid_loss  values logged last, in nats per token
     logged       unix time of the last line of its metrics
-    tokens_per_s, step_time_s, eta_s  over all ranks; seconds per step; seconds that it has to run. While it runs, else null
+    tokens_per_s, step_time_s, eta_s  tokens of all ranks per second; seconds per step; seconds left. While it runs, else null
     reason       SLURM's word for why its job waits or is held; else null
     expected_start  unix time at which SLURM expects to start it; null while SLURM has not worked that out
-    attempts     oldest first, each with number, job_id, nodes, started, ended (unix times), first_step, last_step,
+    attempts     attempts, oldest first, each with number, job_id, nodes, started, ended (unix times), first_step, last_step,
                  reason, verdict, exit_code and sentence; null where it is not known
     """
     info = run_dir.info() if now.word != "unreadable" else {"job_ids": []}
@@ -59,11 +63,11 @@ def run_object(run_dir: RunDir, now: RunState) -> dict[str, Any]:
 
 
 def evaluation_object(evaluation: RunDir, now: RunState) -> dict[str, Any]:
-    """One of a run's evaluations that are not made by the training itself: `evaluations` of `status RUN --json`.
+    """Return one evaluation that a job of its own makes: `evaluations` of `status RUN --json`.
 
-    name           of its folder below evaluations/ of the run
+    name           name of its folder below evaluations/ of the run
     state, sentence, job_id, job_ids  as of a run
-    metrics        by name; {} before it is done
+    metrics        metrics by name; {} before it is done
     """
     return {
         "name": evaluation.path.name,
@@ -76,12 +80,12 @@ def evaluation_object(evaluation: RunDir, now: RunState) -> dict[str, Any]:
 
 
 def point_object(point: Point, now: RunState) -> dict[str, Any]:
-    """One point of a sweep, as in `sweep status SWEEP --json`: {"sweep", "states" (word -> count), "points"}.
+    """Return one point of a sweep, as in `sweep status SWEEP --json`: {"sweep", "states" (word -> count), "points"}.
 
     point, varied  its number, and what distinguishes it: key -> value, as text
     run            id of the run that computes it
     state, sentence, step, job_id, and steps to expected_start as of a run; state may also be removed
-    attempts       how many there were
+    attempts       number of attempts
     """
     return {
         "point": point.number,

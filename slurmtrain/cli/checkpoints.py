@@ -1,4 +1,4 @@
-"""checkpoints: what a run could be resumed from, whether it is sound, what may go, and weights for other programs.
+"""checkpoints: list, verify, prune and export the checkpoints that a run can be resumed from.
 
 Works on a run, on any directory of checkpoints, and on a single one. Only `export` imports torch.
 """
@@ -26,7 +26,6 @@ from slurmtrain.checkpoint.retention import Keep, Kept
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.as_json import print_json
 from slurmtrain.cli.columns import print_table
-from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import CheckpointError, SlurmtrainError, Unreadable, UnreadableRecord, UsageError, nearest
 from slurmtrain.records import printable
 from slurmtrain.rundir import RunDir, disk_usage
@@ -39,13 +38,13 @@ DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 @dataclass(frozen=True)
 class Place:
-    """Where to look.
+    """The checkpoints that a command is about.
 
     Attributes:
-        directory: of the checkpoints.
-        name: what to call it to a person.
-        run: the run that it belongs to, if it is one's.
-        chosen: the one checkpoint that was meant.
+        directory: directory of the checkpoints.
+        name: name of the directory for a person.
+        run: the run that it belongs to, if any.
+        chosen: the one checkpoint that was named, if any.
     """
 
     directory: Path
@@ -60,6 +59,7 @@ class Place:
 
 
 def main(verb: str, words: list[str]) -> int:
+    """Run the verb and return its exit code."""
     options = _parser(verb).parse_args(words)
     actions: dict[str, Callable[[Place, argparse.Namespace], int]] = {
         "list": _list,
@@ -78,16 +78,16 @@ def main(verb: str, words: list[str]) -> int:
 
 def _parser(verb: str) -> Parser:
     prog = f"python -m slurmtrain {verb}"
-    parser = Parser(prog=prog, description=VERBS[verb].help)
+    parser = Parser.of(verb)
     parser.add_argument(
         "run",
         metavar="RUN",
         help="a run id, a unique beginning of one, a path, or last; or the path of a directory of checkpoints, or of one",
     )
-    parser.add_argument("--json", action="store_true", help="list and verify: a list of objects, for a program")
+    parser.add_argument("--json", action="store_true", help="list and verify print a list of objects, for a program")
     actions = parser.add_subparsers(dest="action", metavar="list|verify|prune|export", title="actions")
     listing = actions.add_parser(
-        "list", prog=f"{prog} RUN list", help="a table of what is there; looks at sizes only (default)"
+        "list", prog=f"{prog} RUN list", help="print a table of what is there; looks at sizes only (default)"
     )
 
     verify = actions.add_parser(
@@ -99,7 +99,9 @@ def _parser(verb: str) -> Parser:
     )
     verify.add_argument("step", nargs="?", type=int, metavar="STEP", help="this one only")
     for action in (listing, verify):  # suppressed: its absence here must not undo what stands before the action
-        action.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="a list of objects")
+        action.add_argument(
+            "--json", action="store_true", default=argparse.SUPPRESS, help="print a list, for a program"
+        )
 
     prune = actions.add_parser(
         "prune",
@@ -136,10 +138,10 @@ def _parser(verb: str) -> Parser:
 
 
 def _find(reference: str) -> Place:
-    """What a person means by RUN.
+    """Return the checkpoints that a person means by RUN.
 
     Raises:
-        UsageError: no run and no checkpoint.
+        UsageError: it is neither a run nor a checkpoint.
     """
     path = Path(reference)
     try:
@@ -168,7 +170,7 @@ def _named(path: Path) -> bool:
 
 
 def _of_step(place: Place, step: int | None) -> list[Path]:
-    """The committed checkpoints of a step, or all.
+    """Return the committed checkpoints of a step, or all.
 
     Raises:
         UsageError: there is none.
@@ -188,7 +190,7 @@ def _of_step(place: Place, step: int | None) -> list[Path]:
 
 
 def _list(place: Place, options: argparse.Namespace) -> int:
-    """One row for everything that is there, by step. Sizes are compared, contents are not: that is `verify`."""
+    """Print a row for everything that is there, by step. Sizes are compared, contents are not: that is `verify`."""
     now = time.time()
     paths = [place.chosen] if place.chosen else [path for path in _entries(place.directory) if _named(path)]
     if not paths:
@@ -242,7 +244,10 @@ def _row(path: Path, now: float) -> list[str]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """A checkpoint for a program. damage: what is wrong by sizes, in words; complete: a restore would take it for one."""
+    """Return the JSON of a checkpoint.
+
+    `damage` is what is wrong by sizes, in words; `complete` is whether a restore would consider the checkpoint.
+    """
     manifest, damage = _inspect(path)
     facts: dict[str, Any] = {"step": _step(path), "path": str(path), "bytes": disk_usage(path), "damage": damage}
     final = _named(path) and ".damaged-" not in path.name and (path / commit.COMPLETE).is_file()
@@ -254,7 +259,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _inspect(path: Path) -> tuple[Manifest | None, list[str]]:
-    """The manifest, and one sentence for everything that is wrong, by sizes."""
+    """Return the manifest, and one sentence for everything that is wrong, by sizes."""
     try:
         manifest = commit.read_manifest(path)
     except CheckpointError as error:
@@ -266,7 +271,7 @@ def _inspect(path: Path) -> tuple[Manifest | None, list[str]]:
 
 
 def _verify(place: Place, options: argparse.Namespace) -> int:
-    """Compare every file with its digest. Exit code 1 when anything is damaged."""
+    """Compare every file with its digest. The exit code is 1 if anything is damaged."""
     aside = commit.damaged(place.directory) if place.chosen is None and options.step is None else []
     paths = _of_step(place, options.step) if not aside else place.committed()
     found: list[dict[str, Any]] = []
@@ -299,7 +304,7 @@ def _verify(place: Place, options: argparse.Namespace) -> int:
 
 
 def _compare(path: Path) -> tuple[int, int, list[str]]:
-    """Bytes and number of files, and everything that is wrong with their contents.
+    """Return bytes and number of files, and everything that is wrong with their contents.
 
     Raises:
         Unreadable: the storage fails, and after all retries still does.
@@ -322,7 +327,7 @@ def _compare(path: Path) -> tuple[int, int, list[str]]:
 
 @contextmanager
 def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing elsewhere. It is told of bytes."""
+    """Give a function that shows a number of bytes as progress: a bar on a terminal, nothing elsewhere."""
     if not sys.stderr.isatty():
         yield lambda count: None
         return
@@ -344,18 +349,18 @@ def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @dataclass(frozen=True)
 class Removal:
-    """A folder to remove: what it is, for a person."""
+    """A folder to remove, with a description for a person."""
 
     path: Path
     what: str
 
 
 def _prune(place: Place, options: argparse.Namespace) -> int:
-    """Remove what is not wanted any more.
+    """Remove checkpoints that are no longer wanted.
 
-    The newest checkpoint is verified first: were it damaged, an older one would be needed. A run that is running may be pruned:
-    it only adds newer ones, and what is decided here concerns those that were there before. It must not be fenced off, so no
-    incarnation is claimed: what is removed goes under the number of the newest there is.
+    The newest checkpoint is verified first: if it were damaged, an older one would be needed. A run that is running may
+    be pruned: it only adds newer ones, and the decision concerns those that were there before. It must not be fenced
+    off, so no incarnation is claimed: removed checkpoints get the number of the newest incarnation.
     """
     if place.chosen is not None:
         raise UsageError(
@@ -409,7 +414,7 @@ def _prune(place: Place, options: argparse.Namespace) -> int:
 
 
 def _require_own(place: Place) -> None:
-    """Raises: UsageError: the checkpoints are somebody else's, or reached through a link in the run."""
+    """Raise UsageError if the checkpoints belong to another user, or are reached through a link in the run."""
     if place.run is not None:
         rundir.require_own(place.run)
         rundir.check_not_linked(place.run)
@@ -418,12 +423,12 @@ def _require_own(place: Place) -> None:
 
 
 def _by_options(options: argparse.Namespace) -> bool:
-    """Does the command line say what to keep?"""
+    """Return whether the command line says what to keep."""
     return any(value is not None for value in (options.keep_last, options.keep_every, options.best))
 
 
 def _keep(place: Place, options: argparse.Namespace) -> Keep | None:
-    """What to keep: as the options say, or without any as the run's config says. None: checkpoints are left alone."""
+    """Return what to keep, by the options or else by the run's config. None: checkpoints are not removed."""
     if options.best is None and (options.metric or options.mode):
         raise UsageError("--metric and --mode say which checkpoints are the best", hint="add --best N")
     if not _by_options(options) and (options.damaged or options.leftovers):
@@ -444,7 +449,7 @@ def _keep(place: Place, options: argparse.Namespace) -> Keep | None:
 
 
 def _keep_of(run: RunDir) -> Keep:
-    """As the run itself keeps, by its frozen config."""
+    """Return the rules by which the run itself keeps checkpoints, from its frozen config."""
     if not run.config_file.exists():
         return Keep()
     try:
@@ -464,7 +469,10 @@ def _keep_of(run: RunDir) -> Keep:
 
 
 def _surplus(found: Sequence[Path], keep: Keep, *, asked: bool) -> list[Removal]:
-    """What no rule wants. What is visibly damaged is neither counted nor removed: a restore sets it aside."""
+    """Return the checkpoints that no rule wants.
+
+    Visibly damaged ones are neither counted nor removed: a restore sets them aside.
+    """
     kept, paths = [], []
     for path in found:
         manifest, damage = _inspect(path)
@@ -480,12 +488,12 @@ def _surplus(found: Sequence[Path], keep: Keep, *, asked: bool) -> list[Removal]
             hint=nearest(keep.metric, known) if known else "none has any metrics",
         )
     steps = set(retention.surplus(kept, keep))
-    # A link is left to whoever made it.
+    # A link is left alone: only its maker may remove it.
     return [Removal(path, "not kept") for path in paths if _step(path) in steps and not path.is_symlink()]
 
 
 def _check_newest(place: Place, found: Sequence[Path]) -> None:
-    """Raises CheckpointError unless the newest checkpoint is sound: nothing is removed then."""
+    """Raise CheckpointError unless the newest checkpoint is sound, so that nothing is removed."""
     if not found:
         raise CheckpointError(f"{place.name} has no sound checkpoint, so nothing was removed")
     newest = found[-1]
@@ -530,6 +538,7 @@ def _step(path: Path) -> int:
 
 
 def format_size(size: int) -> str:
+    """Format a number of bytes for a person, in units of 10^6 or 10^9."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
@@ -538,7 +547,7 @@ def _number(value: object) -> str:
 
 
 def _age(path: Path, now: float) -> str:
-    """Since the commit, else since the folder changed; rough, as a person says it."""
+    """Format the time since the commit, or else since the folder changed, roughly."""
     try:
         marker = path / commit.COMPLETE
         seconds = now - (marker if marker.exists() else path).stat().st_mtime

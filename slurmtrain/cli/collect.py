@@ -1,4 +1,4 @@
-"""A table of points on a terminal or in a file, and a picture of it: the options, and what they do."""
+"""A table of points on a terminal or in a file, and a picture of it: the options of a verb that collects, and their effect."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ LEFT_OUT_FIRST = ("run", "step", "state")
 
 
 def add_collect_options(parser: argparse.ArgumentParser) -> None:
-    """The options of a verb that collects. `table_of` wants metric and mode, `print_collected` the others."""
+    """Add the options of a verb that collects. `table_of` takes metric and mode, `print_collected` the others."""
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write FILE.csv, .md, .json or .parquet instead of printing"
     )
-    parser.add_argument("--format", choices=FORMATS, help="of FILE, whatever its name; without -o, of what is printed")
+    parser.add_argument(
+        "--format", choices=FORMATS, help="format of FILE, whatever its suffix; without -o, of the printed table"
+    )
     parser.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
     parser.add_argument(
         "--metric",
@@ -40,7 +42,7 @@ def print_collected(table: Table, options: argparse.Namespace) -> None:
     """Print, write and draw a table as the options of `add_collect_options` say.
 
     Raises:
-        UsageError: a format or a file that is not possible.
+        UsageError: a format or a file is not possible.
     """
     if options.output is not None:
         write_whole(options.output, table_bytes(table, options.format or format_of(options.output)))
@@ -76,8 +78,8 @@ def _print(table: Table) -> None:
 def columns_that_fit(header: Sequence[str], widths: Sequence[int], wanted: int, width: int | None) -> list[int]:
     """Return the numbers of the columns to print in a terminal that is `width` letters wide (None: all of them).
 
-    The first `wanted` are what the table is for, up to the metric by which points are compared. Where even these have no
-    room, the run's id, its step and its state are left out in turn; where they have, as many of the others come as fit.
+    The first `wanted` columns are the essential ones, up to the metric by which points are compared. If even these do
+    not fit, the run's id, its step and its state are left out in turn; if they do, as many others are added as fit.
     """
     if width is None:
         return list(range(len(header)))

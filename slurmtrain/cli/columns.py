@@ -1,4 +1,4 @@
-"""Tables of runs and of points: the columns that tell how far each is, and the line that sums them up."""
+"""Tables of runs and of points: the columns that show the progress of each, and the line that summarises them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from slurmtrain.launch.progress import roughly
 from slurmtrain.launch.state import WAITING, RunState
 
 GAP = 3  # between two columns
-LEAST_ROOM = 30  # for a last column beside the others
-INDENT = 4  # of one below them
+LEAST_ROOM = 30  # least width of the last column beside the others
+INDENT = 4  # indentation of the last column below the others
 PROGRESS = ("step", "loss", "valid loss", "tokens/s", "ETA")
 LEAST_WANTED = (
     "attempts",
@@ -22,11 +22,11 @@ LEAST_WANTED = (
     "name",
     "run",
     "loss",
-)  # what a narrow terminal goes without, in this order
+)  # columns that a narrow terminal leaves out, in this order
 
 
 def progress_cells(now: RunState) -> list[str]:
-    """The cells below PROGRESS; empty where nothing is known."""
+    """Return the cells below PROGRESS; a cell is empty if its value is not known."""
     progress = now.progress
     step = "" if progress.step is None else str(progress.step)
     return [
@@ -39,7 +39,7 @@ def progress_cells(now: RunState) -> list[str]:
 
 
 def progress_sentence(now: RunState, clock: float) -> str | None:
-    """The same of one run in words; None when it has logged nothing. `clock` is in unix seconds."""
+    """Describe the progress of one run in words; None when it has logged nothing. `clock` is in unix seconds."""
     progress = now.progress
     if progress.logged is None:
         return None
@@ -49,37 +49,38 @@ def progress_sentence(now: RunState, clock: float) -> str | None:
 
 
 def remark(now: RunState) -> str:
-    """What there is to say beyond the word for its state."""
+    """Return what there is to say beyond the word for its state."""
     return now.sentence if now.sentence != now.word else ""
 
 
 def urgency(now: RunState) -> int:
-    """To sort by: what runs, what waits, what has ended."""
+    """Return the sort key by which runs that run come first, then those that wait, then those that have ended."""
     return 2 if not now.alive else int(now.word in WAITING)
 
 
 def counts(found: Iterable[RunState]) -> dict[str, int]:
-    """How many are in which state, the most frequent first."""
+    """Count the runs in each state, the most frequent first."""
     return dict(Counter(now.word for now in found).most_common())
 
 
 def summary(by_word: dict[str, int]) -> str:
+    """Describe how many runs are in each state."""
     return ", ".join(f"{number} {word}" for word, number in by_word.items())
 
 
 def doubts(found: Iterable[RunState]) -> list[str]:
-    """Why SLURM could not be asked, each reason once."""
+    """Return the reasons why SLURM could not be asked, each once."""
     return list(dict.fromkeys(now.doubt for now in found if now.doubt))
 
 
 def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
-    """Aligned columns, without those of PROGRESS that are empty.
+    """Return the lines of a table with aligned columns, without columns of PROGRESS that are empty.
 
-    Written by hand, because rich takes longer over a thousand rows than everything else together.
+    It is written by hand, because rich takes longer over a thousand rows than everything else together.
 
     Args:
-        width: of the terminal. The last column wraps in it; where it has no room, it comes below the others, and what
-            a person can do without is left out. None: a row is a line.
+        width: width of the terminal. The last column wraps in it; if it has no room, it comes below the others, and the
+            least important columns are left out. None: a row is a line.
     """
     shown = [i for i, name in enumerate(header) if name not in PROGRESS or any(row[i] for row in rows)]
     cells = [[one_line(row[i]) for i in shown] for row in (header, *rows)]
@@ -106,22 +107,22 @@ def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], width: int
 
 
 def _beside(widths: Sequence[int]) -> int:
-    """What the columns before the last one take, with the gaps."""
+    """Return the width of all columns but the last one, with the gaps."""
     return sum(widths[:-1]) + GAP * (len(widths) - 1)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The table, as wide as the terminal; in a file or pipe each row is one line."""
+    """Print the table, as wide as the terminal; in a file or pipe each row is one line."""
     print("\n".join(table_lines(header, rows, terminal_width())))
 
 
 def terminal_width() -> int | None:
-    """In letters; None in a file or pipe."""
+    """Return the width in letters; None in a file or pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def one_line(cell: str) -> str:
-    """Without line ends and what else could steer a terminal: a program's last words may hold anything."""
+    """Replace line ends and everything else that could control a terminal: a program's last words may hold anything."""
     return (cell if cell.isprintable() else "".join(each if each.isprintable() else " " for each in cell)).rstrip()
 
 

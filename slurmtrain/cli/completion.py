@@ -1,6 +1,7 @@
-"""Tab completion: what may stand where the cursor is. Hydra knows overrides; verbs, their words, and runs are ours.
+"""Tab completion of the word at the cursor. Hydra completes overrides; verbs, their words, and runs are completed here.
 
-The shell function that `slurmtrain -sc install=bash` prints calls `slurmtrain -sc query=bash` with the line in COMP_LINE.
+The shell function that `slurmtrain -sc install=bash` prints calls `slurmtrain -sc query=bash` with the line in
+COMP_LINE.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ NEWEST = 30  # so many runs are offered: a person looks for one of the last days
 
 
 def complete(hydra: Callable[[], object]) -> None:
-    """Print the words that fit, for the line in COMP_LINE.
+    """Print the words that match the line in COMP_LINE.
 
     Args:
-        hydra: prints the overrides that fit.
+        hydra: prints the overrides that match.
     """
     words = os.environ.get("COMP_LINE", "").split(" ")
     last = words[-1]
@@ -46,16 +47,20 @@ def complete(hydra: Callable[[], object]) -> None:
 
 
 def _words_of(verb: str) -> list[str]:
-    """What may follow a verb that composes no config: its actions and options, as its usage names them, and runs."""
+    """Return the words that may follow a verb that composes no config: its actions and options, from its usage, and runs."""
     usage = VERBS[verb].usage.removeprefix(verb)
     words = re.findall(r"(?<![\w=.-])[a-z]+(?![\w=.-])", usage) + re.findall(r"(?<!\w)--?[a-z][a-z-]*", usage)
     if re.search(r"\b(RUN|SWEEP|A B)\b", usage):
         words += ["last", *_newest(sweeps="SWEEP" in usage)]
+    if verb == "help":
+        from slurmtrain.cli.manual import topics
+
+        words += topics()
     return words
 
 
 def _newest(*, sweeps: bool) -> list[str]:
-    """Names of the newest runs, or of the newest sweeps."""
+    """Return the names of the newest runs, or of the newest sweeps."""
     from slurmtrain import rundir
 
     root = rundir.runs_root()

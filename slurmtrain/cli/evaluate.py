@@ -1,7 +1,8 @@
-"""evaluate: the checkpoint of a run, measured here or by a job of its own."""
+"""evaluate: measure the checkpoint of a run, here or by a job of its own."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 import time
@@ -12,7 +13,6 @@ from slurmtrain.checkpoint.commit import step_of
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.as_json import print_json
 from slurmtrain.cli.columns import print_table
-from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.evaluations import checkpoint_of, prepare, submit_due, submit_once
 from slurmtrain.launch.local import run_local
@@ -21,15 +21,16 @@ from slurmtrain.rundir import RunDir
 
 
 def main(verb: str, words: list[str]) -> int:
-    parser = Parser(prog=f"python -m slurmtrain {verb}", description=VERBS[verb].help)
+    """Run the verb and return its exit code."""
+    parser = Parser.of(verb)
     parser.add_argument("run", metavar="RUN", help="a run id, a unique beginning of one, a path, or last")
-    parser.add_argument("--step", type=int, help="of the checkpoint; without it the newest")
-    parser.add_argument("--submit", action="store_true", help="as a job, on the run's cluster with eval.cluster")
-    parser.add_argument("--due", action="store_true", help="for the training: all that eval.mode=job asks for")
+    parser.add_argument("--step", type=int, metavar="N", help="the step of the checkpoint (default: the newest)")
+    parser.add_argument("--submit", action="store_true", help="submit it as a job, with the changes of eval.cluster")
+    parser.add_argument("--due", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--again", action="store_true", help="although it was measured: the data is another one now, say"
+        "--again", action="store_true", help="measure it again, although there is a result: the data has changed, say"
     )
-    parser.add_argument("--json", action="store_true", help="the answer for a program: an object")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON, for a program")
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
     options = parser.parse_args([word for word in words if word not in overrides])
     run_dir = rundir.find(options.run, rundir.runs_root())
@@ -52,7 +53,7 @@ def main(verb: str, words: list[str]) -> int:
 
 
 def _start(evaluation: RunDir, *, submit: bool) -> int:
-    """Returns the exit code. Nothing is done that is done already, or under way."""
+    """Evaluate or submit, unless that is done already or under way, and return the exit code."""
     if evaluation.result_file.exists():
         return 0
     now = state(evaluation)
@@ -64,12 +65,16 @@ def _start(evaluation: RunDir, *, submit: bool) -> int:
         submit_once(evaluation, _say)
         _say(f"{evaluation.path.name} is job {evaluation.info()['job_ids'][-1]}; status {evaluation.path}")
         return 0
-    with contextlib.redirect_stdout(sys.stderr):  # what is printed in the end is the answer
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the final answer
         return run_local(evaluation, _say)
 
 
 def _object(run_dir: RunDir, evaluation: RunDir, checkpoint: Path) -> dict[str, object]:
-    """run, step, path; job_ids that it was submitted as; metrics by name, {} before it is done, and measured_at, then null."""
+    """Return the JSON of an evaluation.
+
+    Its keys: run, step, path; job_ids that it was submitted as; metrics by name, {} before it is done, and measured_at,
+    then null.
+    """
     return {
         "run": run_dir.id,
         "step": step_of(checkpoint),

@@ -1,4 +1,4 @@
-"""What is Hydra's own business: --cfg, --info, --hydra-help and tab completion run Hydra's own main."""
+"""Options that Hydra handles itself: --cfg, --info, --hydra-help and tab completion run Hydra's own main."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slurmtrain.config.compose import register_schema, search_folders, search_pa
 
 
 def run_hydra(parsed: Arguments) -> int:
-    """Hand the options and overrides to Hydra, verb and all else removed. Returns the exit code."""
+    """Pass the options and overrides to Hydra, without the verb and all else, and return the exit code."""
     if "query=bash" in parsed.overrides:
         from slurmtrain.cli.completion import complete
 
@@ -21,7 +21,7 @@ def run_hydra(parsed: Arguments) -> int:
 
 
 def _show(parsed: Arguments) -> None:
-    """Let Hydra print what was asked for, and leave the process."""
+    """Let Hydra print the requested information and exit."""
     import hydra
 
     register_schema()
@@ -35,7 +35,7 @@ def _show(parsed: Arguments) -> None:
 
     @hydra.main(config_path=str(folders[0]), config_name="config", version_base="1.3")
     def show(config: Any) -> None:
-        """Never reached: every option that comes here prints and leaves."""
+        """Never run: every option that comes here prints and exits."""
 
     show()
 

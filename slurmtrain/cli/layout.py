@@ -1,4 +1,4 @@
-"""layout: which rank stands where and what it has to hold, before anything is submitted."""
+"""layout: show the coordinates of each rank and the memory that it needs, before anything is submitted."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from slurmtrain.planner.fit import StageMemory, check_fits, in_gb, memory_of
 
 
 def main(arguments: Arguments) -> int:
+    """Run the verb and return its exit code."""
     config = compose_and_validate(arguments)
     layout, laid = layout_of(config), "--memory" in arguments.options
     if laid and config.job.kind != "train":
@@ -39,7 +40,7 @@ def main(arguments: Arguments) -> int:
 
 
 def _print_memory(config: Config, stages: list[StageMemory]) -> int:
-    """A row for each pipeline stage, whose ranks are alike; and whether it fits, as exit code, too."""
+    """Print a row for each pipeline stage, whose ranks are alike, and whether the model fits; raise if it does not."""
     rows = []
     for stage in stages:
         sizes = (stage.parameters, stage.gradients, stage.optimizer, stage.gathered, stage.activations, stage.total)
@@ -53,7 +54,7 @@ def _print_memory(config: Config, stages: list[StageMemory]) -> int:
 
 
 def _place(layout: Layout, rank: int, tasks_per_node: int) -> dict[str, Any]:
-    """A rank as `layout --json` prints it; groups are of ranks that differ on one axis only."""
+    """Return a rank as `layout --json` prints it; each group has the ranks that differ on one axis only."""
     node, local_rank = divmod(rank, tasks_per_node)
     return {
         "rank": rank,
@@ -65,7 +66,7 @@ def _place(layout: Layout, rank: int, tasks_per_node: int) -> dict[str, Any]:
 
 
 def _print_table(layout: Layout, places: list[dict[str, Any]]) -> None:
-    """A row for each rank: its coordinate on every axis that is in use, and the ranks it shares that axis with."""
+    """Print a row for each rank: its coordinate on every axis that is in use, and the ranks it shares that axis with."""
     axes = [axis for axis, size in zip(AXES, layout.shape, strict=True) if size > 1]
     rows = [
         [str(place["rank"]), str(place["node"])]
@@ -76,7 +77,7 @@ def _print_table(layout: Layout, places: list[dict[str, Any]]) -> None:
 
 
 def ranks_text(ranks: list[int]) -> str:
-    """Evenly spaced ranks, as SLURM writes them: 0-7, or 0-28:4."""
+    """Format evenly spaced ranks as SLURM writes them: 0-7, or 0-28:4."""
     if len(ranks) <= 2:
         return ",".join(map(str, ranks))
     step = ranks[1] - ranks[0]

@@ -1,4 +1,4 @@
-"""The verb logs: what the ranks print, of one or all of them, from attempt to attempt as it comes."""
+"""logs: print the output of one rank or of all, and follow it from attempt to attempt."""
 
 from __future__ import annotations
 
@@ -13,23 +13,31 @@ from pathlib import Path
 
 from slurmtrain import records, rundir
 from slurmtrain.cli.arguments import Parser
-from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.state import WAITING, is_over, state
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.attempts import read_attempt
-from slurmtrain.runtime.judge import Verdict
+from slurmtrain.runtime.judge import Verdict, exit_code_of_run
 
-FOLLOW_POLL_S = 0.2  # of a log on a shared file system: there is no event to await
+FOLLOW_POLL_S = 0.2  # seconds between looks at a log: a shared file system has no event to await
 ASK_EVERY_S = 5.0  # the controller belongs to everybody
 
 
 def main(verb: str, words: list[str]) -> int:
-    parser = Parser(prog=f"python -m slurmtrain {verb}", description=VERBS[verb].help)
+    """Run the verb and return its exit code."""
+    parser = Parser.of(verb)
     parser.add_argument("run", metavar="RUN", help="a run id, a unique beginning of one, a path, or last")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run has ended")
-    parser.add_argument("--rank", type=_rank, default=0, help="a number, or all: each line with its rank (default: 0)")
-    parser.add_argument("--attempt", type=int, help="default: the latest")
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="follow it through all attempts until the run has ended"
+    )
+    parser.add_argument(
+        "--rank",
+        type=_rank,
+        default=0,
+        metavar="N|all",
+        help="all prints each line with its rank (default: 0)",
+    )
+    parser.add_argument("--attempt", type=int, metavar="N", help="default: the latest")
     options = parser.parse_args(words)
     run_dir = rundir.find(options.run, rundir.runs_root())
     numbers, attempt = run_dir.attempt_numbers(), options.attempt
@@ -64,7 +72,7 @@ def _rank(text: str) -> int | None:
 
 
 def _logs_of(run_dir: RunDir, number: int) -> dict[int, Path]:
-    """Logs of all ranks of an attempt, in their order."""
+    """Return the logs of all ranks of an attempt, in their order."""
     paths = run_dir.attempt(number).glob("rank-*.log")
     found = {int(path.stem[5:]): path for path in paths if re.fullmatch("rank-[0-9]{1,9}", path.stem)}
     return dict(sorted(found.items()))
@@ -86,7 +94,7 @@ def _log_file(run_dir: RunDir, rank: int, number: int) -> Path:
 
 
 def _marked(rank: int, text: str) -> str:
-    """Each line behind its rank; a last one that has no end yet gets one."""
+    """Put the rank in front of each line; a last line without an end gets one."""
     return "".join(f"[{rank}] {line}\n" for line in text.removesuffix("\n").split("\n"))
 
 
@@ -94,10 +102,10 @@ LONGEST_LINE = 1 << 20  # characters of a line that are held back until its end 
 
 
 class Tail:
-    """What has been added to a log since the last look.
+    """The part of a log that has been added since the last look.
 
     Args:
-        rank: to mark each line with; then only whole lines are given. None: as it comes.
+        rank: number to mark each line with; then only whole lines are returned. None: text is returned as it comes.
     """
 
     def __init__(self, log: Path, rank: int | None):
@@ -107,7 +115,7 @@ class Tail:
         self._rest = ""
 
     def pieces(self) -> Iterator[str]:
-        """What has been added, a piece of at most 1 MiB at a time: a log may be larger than the memory.
+        """Yield what has been added, in pieces of at most 1 MiB: a log may be larger than the memory.
 
         Raises:
             UnreadableRecord: it is not a regular file, or cannot be read.
@@ -125,7 +133,7 @@ class Tail:
                 yield _marked(self._rank, whole)
 
     def rest(self) -> str:
-        """A last line without an end, when no more will come."""
+        """Return a last line without an end, when no more will come."""
         if self._rank is None:
             return self._decoder.decode(b"", final=True)
         self._rest += self._decoder.decode(b"", final=True)
@@ -133,7 +141,7 @@ class Tail:
 
 
 def follow(run_dir: RunDir, rank: int | None, attempt: int | None) -> int:
-    """Print a rank's output as it comes (None: that of all), from attempt to attempt, until the run has ended."""
+    """Print a rank's output as it comes (None: that of all ranks), from attempt to attempt, until the run has ended."""
     for text in lines_as_they_come(run_dir, rank, attempt, say=_say):
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -147,7 +155,7 @@ def _say(text: str) -> None:
 def lines_as_they_come(
     run_dir: RunDir, rank: int | None, attempt: int | None, *, say: Callable[[str], None] = lambda text: None
 ) -> Iterator[str]:
-    """Give what the ranks print as it comes, and tell by `say` what `status` knows of a run that waits or sets up."""
+    """Yield the output of the ranks as it comes, and pass to `say` what `status` knows of a run that waits or sets up."""
     said = ""
     number = attempt or (run_dir.attempt_numbers() or [1])[-1]
     tails: dict[int, Tail] = {}
@@ -172,7 +180,7 @@ def lines_as_they_come(
         if ended:
             yield "".join(tail.rest() for tail in tails.values())
             return
-        # What the run itself wrote says soonest that it is over; the queue is asked seldom, for runs that cannot write.
+        # The run's own files show first that it is over; the queue is asked seldom, for runs that cannot write.
         record = read_attempt(run_dir, number)
         if attempt is not None:
             ended = record.ended is not None or run_dir.attempt_numbers()[-1] > attempt
@@ -187,7 +195,10 @@ def lines_as_they_come(
 
 
 def follow_to_the_end(run_dir: RunDir) -> int:
-    """For `submit --follow`: 0 when the run has finished, 1 when it has ended otherwise. Ctrl-C leaves the job alone."""
+    """Follow for `submit --follow`: return how the run has ended (0, 75, 78 or 1, as `exit_code_of_run`).
+
+    Ctrl-C does not affect the job, and returns 130.
+    """
     try:
         follow(run_dir, 0, None)
     except KeyboardInterrupt:
@@ -195,4 +206,7 @@ def follow_to_the_end(run_dir: RunDir) -> int:
         return 130
     now = state(run_dir)
     print(f"run {run_dir.id}: {now.word}: {now.sentence}")
-    return 0 if now.word == "finished" else 1
+    if now.word == "finished" or not now.attempts:
+        return 0 if now.word == "finished" else 1
+    last = now.attempts[-1]
+    return exit_code_of_run(last.verdict, last.reason, last.exit_code) or 1

@@ -1,4 +1,4 @@
-"""runs: what runs there are, what differs between two of them, and removing those that have ended. Imports no torch."""
+"""runs: list runs, compare two of them, and remove those that have ended. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from slurmtrain.cli.as_json import print_json, run_object
 from slurmtrain.cli.checkpoints import format_size
 from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.runs import runs_or_refuse, say_doubts, say_unreadable
-from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import UsageError
 from slurmtrain.launch import compare, prune
 from slurmtrain.launch.compare import MISSING, Comparison
@@ -28,6 +27,7 @@ FILES_SHOWN = 10
 
 
 def main(verb: str, words: list[str]) -> int:
+    """Run the verb and return its exit code."""
     options = _parser(verb).parse_args(words)
     actions: dict[str, Callable[[argparse.Namespace], int]] = {"list": _list, "compare": _compare, "prune": _prune}
     return actions[options.action](options)
@@ -35,18 +35,20 @@ def main(verb: str, words: list[str]) -> int:
 
 def _parser(verb: str) -> Parser:
     prog = f"python -m slurmtrain {verb}"
-    parser = Parser(prog=prog, description=VERBS[verb].help)
+    parser = Parser.of(verb)
     actions = parser.add_subparsers(dest="action", metavar="list|compare|prune", title="actions", required=True)
 
-    listing = actions.add_parser("list", prog=f"{prog} list", help="all runs, oldest first")
-    listing.add_argument("--size", action="store_true", help="with the bytes on disk, which takes a while")
-    listing.add_argument("--json", action="store_true", help="a list of objects, as of `status --json`")
+    listing = actions.add_parser(
+        "list", prog=f"{prog} list", help="list all runs", description="List all runs, oldest first."
+    )
+    listing.add_argument("--size", action="store_true", help="show the bytes on disk, too, which takes a while")
+    listing.add_argument("--json", action="store_true", help="print a list of objects with the keys of `status --json`")
 
     comparing = actions.add_parser(
         "compare",
         prog=f"{prog} compare",
-        help="what differs between two runs",
-        description="What differs between two runs: config, code, the first step where the samples that they have seen, "
+        help="show what differs between two runs",
+        description="Show what differs between two runs: config, code, the first step where the samples that they have seen, "
         "their metrics or their weights part, and the last values. Metrics whose name ends in _s measure speed and always "
         "differ.",
     )
@@ -204,19 +206,19 @@ def _metric_row(name: str, found: Comparison) -> list[str]:
 
 
 def _comparison_object(a: RunDir, b: RunDir, found: Comparison, tolerance: float) -> dict[str, Any]:
-    """What `runs compare A B --json` prints.
+    """Return what `runs compare A B --json` prints.
 
-    a, b         id, path and code (revision, dirty) of each
-    config       a list of key, a, b; without a or b where that run has no such key
+    a, b         id, path and code (revision, dirty) of each run
+    config       a list of key, a, b; without a or b if that run has no such key
     files        paths of code that differ; null when there are no snapshots of both
-    tolerance    as it was given
+    tolerance    the tolerance that was given
     steps        number of steps that both have logged
-    parted_at    the first step where a metric that does not measure speed parts; null when none does
-    data         steps: number of steps at which both have logged the hash of their samples; parted_at: the first where
+    parted_at    the first step at which a metric that does not measure speed differs; null when none does
+    data         steps: number of steps at which both have logged the hash of their samples; parted_at: the first at which
                  it differs, or null
-    weights      steps: of the checkpoints that were compared; parted_at: the first that differs, or null; tensors: those
-                 that differ there; left: why others were not compared, or null
-    metrics      by name: final (a and b), and where it parts (step, a, b) or null
+    weights      steps: steps of the checkpoints that were compared; parted_at: the first that differs, or null; tensors: names
+                 of tensors that differ there; left: why others were not compared, or null
+    metrics      by name: final (a and b), and where it differs first (step, a, b) or null
     """
     return {
         **{

@@ -32,7 +32,7 @@ DONE_WITH = {"finished", "removed"}  # states of runs that nobody has to start a
 
 
 def submit(arguments: Arguments) -> int:
-    """Expand, compose and validate all points, then submit what is not there yet, or run it here with cluster=local."""
+    """Expand, compose and validate all points, then submit those that are missing, or run them here with cluster=local."""
     options, cwd = arguments.options, current_folder()
     if "--follow" in options:
         raise UsageError("--follow does not go with -m", hint="sweep status last shows how the points stand")
@@ -45,6 +45,10 @@ def submit(arguments: Arguments) -> int:
 
             return search(composer, arguments, parallelism)
         grid = composer.expand(arguments.overrides)
+        if not grid.keys:
+            say(
+                "nothing varies, so this is a sweep of one run; choices are written key=1,2, and a single run needs no -m"
+            )
         dry = "--dry-run" in options
         draft = draft_of(_fitting(check(composer, grid), grid, later="--after" in options, dry=dry), cwd)
     after = awaited_runs(draft.first, options)
@@ -64,6 +68,7 @@ def submit(arguments: Arguments) -> int:
             parallelism=parallelism,
             after=after,
             again="--again" in options,
+            say=say,
         )
     if client is None:
         return run_on_this_machine(sweep, parallelism or sweep.pack, as_json="--json" in options)
@@ -76,7 +81,7 @@ def submit(arguments: Arguments) -> int:
 
 
 def _fitting(configs: Iterable[Config], grid: Grid, *, later: bool, dry: bool) -> Iterator[Config]:
-    """Pass the points on, none of which may be too large. The largest is laid out: each would take seconds."""
+    """Yield the points, and raise if one is too large. Only the largest is built, since each would take seconds."""
     largest: tuple[float, int, Config] | None = None
     for number, config in enumerate(configs):
         with naming_point(grid, number):
@@ -126,7 +131,7 @@ def _submit(sweep: Sweep, client: SlurmClient, *, there: bool, as_json: bool) ->
 
 
 def run_on_this_machine(sweep: Sweep, at_once: int, *, as_json: bool) -> int:
-    """Returns 0 when all points have finished, 75 when a person stopped it, else 1."""
+    """Run the points on this machine; return 0 when all have finished, 75 when a person stopped it, else 1."""
     if not as_json:
         print(f"sweep {sweep.id} of {sweep.point_count()} points\n  {sweep.path}", flush=True)
     with alone(sweep):

@@ -1,4 +1,4 @@
-"""prepare: raw text -> tokenised shards, here and now; `prepare verify` looks at the result."""
+"""prepare: make tokenised shards from raw text, in this process; `prepare verify` checks the result."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from slurmtrain.runtime import signals
 
 
 def main(arguments: Arguments) -> int:
+    """Run the verb and return its exit code."""
     if arguments.positionals:
         return _verify(arguments)
     stop = signals.arm()
@@ -47,7 +48,7 @@ def _prepare(config: Config, stop: signals.StopSignals) -> int:
     finally:
         progress.close()
     if not finished:
-        print("slurmtrain: stopped; what is whole stays, and the same command again goes on from there", flush=True)
+        print("slurmtrain: stopped; finished units are kept, and the same command continues from there", flush=True)
         return EXIT_REQUEUE
     print(f"slurmtrain: {summary(plan, manifest)}", flush=True)
     return 0

@@ -18,9 +18,9 @@ def main(verb: str, words: list[str]) -> int:
     """Append a line {"step": STEP} to the run's metrics.jsonl; on other ranks than 0 do nothing.
 
     Raises:
-        UsageError: this is not inside of a run, or STEP is no number of steps.
+        UsageError: this process is not part of a run, or STEP is no number of steps.
     """
-    parser = Parser(prog=f"python -m slurmtrain {verb}", description=__doc__)
+    parser = Parser.of(verb)
     parser.add_argument("step", metavar="STEP", type=_steps, help="how far it has got, as a whole number that grows")
     parser.add_argument("--of", metavar="STEPS", type=_steps, help="how far it is to get; status shows the time left")
     options = parser.parse_args(words)
@@ -47,7 +47,7 @@ def _steps(text: str) -> int:
 
 
 def _pace(run_dir: RunDir, step: int) -> dict[str, float]:
-    """Seconds a step since the line before, where this attempt has written it."""
+    """Return the seconds per step since the line before, if this attempt has written that line."""
     number = os.environ.get(ATTEMPT_VARIABLE, "")
     began = attempts.read_attempt(run_dir, int(number)).started if number.isdigit() else 0.0
     before = attempts.last_logged_step(run_dir)

@@ -1,10 +1,11 @@
-"""The verbs that show how runs are or steer one: status, cancel, preempt, requeue, resume."""
+"""The verbs that show the state of runs or control one: status, cancel, preempt, requeue, resume."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -28,7 +29,6 @@ from slurmtrain.cli.columns import (
     terminal_width,
     urgency,
 )
-from slurmtrain.cli.verbs import VERBS
 from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, watch
 from slurmtrain.errors import ClusterError, UnreadableRecord, UsageError
 from slurmtrain.launch.claims import Owner, claimed, is_claimed
@@ -40,28 +40,35 @@ from slurmtrain.runtime.attempts import Attempt, write_request
 from slurmtrain.runtime.slurm import SlurmClient
 
 HEADER = ("run", "name", "state", *PROGRESS, "attempts", "")
+OVERRIDE = re.compile(r"[+~]{0,2}\w[\w.@-]*=")  # not a path with a = in it
 EVALUATIONS_HEADER = ("evaluation", "job", "state", "measured", "")
 ATTEMPTS_HEADER = ("attempt", "job", "started", "took", "nodes", "steps", "reason", "then")
 
 
 def main(verb: str, words: list[str]) -> int:
-    parser = Parser(prog=f"python -m slurmtrain {verb}", description=VERBS[verb].help)
+    """Run the verb and return its exit code."""
+    parser = Parser.of(verb)
     if verb == "status":
-        parser.add_argument("run", nargs="?", metavar="RUN")
-        parser.add_argument("--json", action="store_true", help="the same for a program: an object, or a list of them")
+        parser.add_argument(
+            "run", nargs="?", metavar="RUN", help="a run id, a unique beginning of one, a path, or last"
+        )
+        parser.add_argument("--json", action="store_true", help="print an object, or a list of them, for a program")
         add_watch_options(parser)
     else:
         parser.add_argument("run", metavar="RUN", help="a run id, a unique beginning of one, a path, or last")
-        parser.add_argument("--json", action="store_true", help="the answer for a program: an object")
+        parser.add_argument("--json", action="store_true", help="print the answer as JSON, for a program")
     if verb == "resume":
         parser.add_argument(
             "--set",
             action="append",
             default=[],
             metavar="KEY=VALUE",
-            help="with another value of this field; repeatable",
+            help="continue with these values: --set KEY=VALUE KEY=VALUE ...",
         )
-        parser.add_argument("--code", action="store_true", help="with the code as it is now: a new snapshot")
+        parser.add_argument(
+            "--code", action="store_true", help="take a new snapshot: continue with the code as it is now"
+        )
+        words = _with_each_set(words)
     options = parser.parse_args(words)
     root = rundir.runs_root()
     if verb == "status":
@@ -85,6 +92,25 @@ def main(verb: str, words: list[str]) -> int:
     else:
         print(said)
     return 0
+
+
+def _with_each_set(words: Sequence[str]) -> list[str]:
+    """Put a --set before each further KEY=VALUE after one, as argparse reads them. A RUN may still follow.
+
+    Raises:
+        UsageError: there is a KEY=VALUE without any --set.
+    """
+    found: list[str] = []
+    setting = False
+    for before, word in zip(["", *words], words, strict=False):
+        is_value = OVERRIDE.match(word) is not None
+        if is_value and before != "--set" and not setting:
+            raise UsageError(f"{word} after resume needs a --set before it", hint=f"--set {word}")
+        if is_value and before != "--set":
+            found.append("--set")
+        found.append(word)
+        setting = is_value or word.startswith("--set=")
+    return found
 
 
 def _status(options: argparse.Namespace, root: Path) -> int:
@@ -113,7 +139,7 @@ def _row(run: RunDir, now: RunState) -> list[str]:
 
 
 def _view(root: Path) -> View:
-    """All runs, first what runs, then what waits, then what has ended; the newest of each first."""
+    """Return all runs, first those that run, then those that wait, then those that have ended; the newest of each first."""
     runs = rundir.all_runs(root)
     found = states(runs)
     runs.sort(key=lambda run: run.id, reverse=True)
@@ -124,7 +150,7 @@ def _view(root: Path) -> View:
 
 
 def runs_or_refuse(root: Path) -> list[RunDir]:
-    """All runs under `root`, oldest first.
+    """Return all runs under `root`, oldest first.
 
     Raises:
         UsageError: there are none.
@@ -137,7 +163,7 @@ def runs_or_refuse(root: Path) -> list[RunDir]:
 
 
 def say_unreadable(root: Path) -> None:
-    """How much is left out because it belongs to somebody else."""
+    """Print how many folders are left out because they belong to another user."""
     closed = rundir.unreadable(root)
     if closed:
         what = "1 folder is" if len(closed) == 1 else f"{len(closed)} folders are"
@@ -167,7 +193,7 @@ Table = tuple[Sequence[str], list[list[str]]]
 
 
 def _tables(evaluations: Sequence[RunDir], found: Mapping[str, RunState], now: RunState) -> list[Table]:
-    """Header and rows of the attempts, and of the evaluations that are not the training's own; where there are any."""
+    """Return header and rows of the attempts and of the evaluations by other jobs, if there are any."""
     attempts = [_attempt_row(attempt, now) for attempt in now.attempts]
     others = [_evaluation_row(each, found[each.id]) for each in evaluations]
     return [table for table in ((ATTEMPTS_HEADER, attempts), (EVALUATIONS_HEADER, others)) if table[1]]
@@ -190,7 +216,7 @@ def _view_of(run_dir: RunDir) -> View:
 
 
 def _lines(run_dir: RunDir, now: RunState) -> list[str]:
-    """What there is to say of one run, but for its attempts."""
+    """Return what there is to say of one run, without its attempts."""
     info, progress = run_dir.info(), progress_sentence(now, time.time())
     jobs = f" as job {', '.join(info['job_ids'])}" if info["job_ids"] else ""
     return [
@@ -204,7 +230,7 @@ def _lines(run_dir: RunDir, now: RunState) -> list[str]:
 
 
 def say_doubts(found: Iterable[RunState]) -> None:
-    """Why SLURM could not be asked, each reason once."""
+    """Print why SLURM could not be asked, each reason once."""
     for doubt in doubts(found):
         print(f"\nSLURM cannot be asked: {printable(doubt)}")
 
@@ -268,7 +294,7 @@ def _cancel_one(run_dir: RunDir) -> str:
 
 
 def _jobs_in_queue(run_dir: RunDir, now: RunState) -> list[str]:
-    """All jobs of the run that SLURM still has; none where it has no jobs, or SLURM cannot be asked."""
+    """Return all jobs of the run that SLURM still has; none if it has no jobs, or SLURM cannot be asked."""
     if run_dir.info()["backend"] == "local" or now.doubt is not None:
         return []
     from slurmtrain.launch.own_jobs import in_queue
@@ -277,7 +303,7 @@ def _jobs_in_queue(run_dir: RunDir, now: RunState) -> list[str]:
 
 
 def _cancel_in_pack(run_dir: RunDir, now: RunState) -> None:
-    """End this run; the others of its job go on. One that waits is left out when the job starts (again)."""
+    """End this run, but not the others of its job. A run that waits is left out when the job starts (again)."""
     _refuse_while_setting_up(run_dir, now)
     with _asking(run_dir, "cancel"):
         if now.word in ("running", "unknown"):
@@ -285,7 +311,7 @@ def _cancel_in_pack(run_dir: RunDir, now: RunState) -> None:
 
 
 def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> str:
-    """preempt and requeue of a running job: the same stop, with the signal of a preemption or the early warning."""
+    """Stop a running job for `preempt` or `requeue`, with the signal of a preemption or the early warning."""
     now = state(run_dir)
     if not now.alive:
         raise ClusterError(f"run {run_dir.id} is not running: {now.sentence}", hint=f"resume {run_dir.id}")
@@ -323,7 +349,10 @@ def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> str:
 
 
 def _how_long_leaving_took(run_dir: RunDir, now: RunState, asked: float) -> list[str]:
-    """A sentence, after a wait; nothing where SLURM does not say how long a preempted job may take."""
+    """Wait until the job has stopped, and return a sentence.
+
+    Return nothing if SLURM does not say how long a preempted job may take.
+    """
     from slurmtrain.config.compose import load_frozen
     from slurmtrain.launch.leaving import leaving_sentence, time_to_leave, wait_until_left
 
@@ -332,13 +361,13 @@ def _how_long_leaving_took(run_dir: RunDir, now: RunState, asked: float) -> list
     within_s = time_to_leave(times)
     if times is None or within_s is None:
         return []
-    print(f"slurmtrain: waiting until it has left, for {within_s:.0f} s at most", file=sys.stderr, flush=True)
+    print(f"slurmtrain: waiting until it has stopped, for {within_s:.0f} s at most", file=sys.stderr, flush=True)
     left = wait_until_left(run_dir, now.attempts[-1].number, within_s)
     return [leaving_sentence(left, asked, within_s, times)]
 
 
 def _refuse_while_setting_up(run_dir: RunDir, now: RunState) -> None:
-    """Raises: ClusterError: a signal would reach nobody, or a shell that ignores it."""
+    """Raise ClusterError if a signal would reach nobody, or a shell that ignores it."""
     if now.word == "starting":
         raise ClusterError(
             f"run {run_dir.id} is still setting up: {now.sentence}",
@@ -347,7 +376,11 @@ def _refuse_while_setting_up(run_dir: RunDir, now: RunState) -> None:
 
 
 def _step_id(now: RunState) -> str:
-    """Of a running run. Raises: ClusterError: whether it runs cannot be known."""
+    """Return the step id of a running run.
+
+    Raises:
+        ClusterError: it cannot be known whether the run is running.
+    """
     if now.doubt is not None:
         raise ClusterError(f"SLURM cannot be asked: {now.doubt}", hint="try again later")
     step_id = now.attempts[-1].step_id
@@ -357,7 +390,7 @@ def _step_id(now: RunState) -> str:
 
 @contextlib.contextmanager
 def _asking(run_dir: RunDir, action: str) -> Iterator[None]:
-    """Leave the request for `settle` to find, and take it back when it could not be passed on."""
+    """Leave the request for `settle` to find, and remove it again if it could not be passed on."""
     write_request(run_dir, action)
     try:
         yield
@@ -376,7 +409,7 @@ def _job_id(now: RunState) -> str:
 
 
 def _next_step(run_dir: RunDir, now: RunState) -> str | None:
-    """How the run goes on after a stop; None when it does not."""
+    """Describe how the run continues after a stop; None when it does not."""
     from slurmtrain.config.compose import load_frozen
 
     # The launchers write a log of every rank; ranks that somebody started by hand print where they were started.
@@ -397,10 +430,10 @@ def _next_step(run_dir: RunDir, now: RunState) -> str | None:
 
 
 def _signal_rank_0(run_dir: RunDir, now: RunState, action: str, number: int) -> None:
-    """Signal rank 0 of a run that has no job of its own; it tells the others.
+    """Signal rank 0 of a run that has no job of its own; rank 0 tells the others.
 
     Raises:
-        ClusterError: it has no rank 0 yet, or none on this host.
+        ClusterError: the run has no rank 0 yet, or none on this host.
     """
     last = now.attempts[-1] if now.attempts else None
     if last is None or last.pid is None or last.ended is not None:
@@ -411,7 +444,7 @@ def _signal_rank_0(run_dir: RunDir, now: RunState, action: str, number: int) -> 
     if not process_lives(last):
         if now.job_id is None or now.own_job:
             raise ClusterError(f"run {run_dir.id} runs on {last.host}", hint=f"type `{action} {run_dir.id}` there")
-        # Nothing may end a job that does more than this run, and which of its steps is ours is not known.
+        # A job that does more than this run must not be ended, and it is not known which of its steps is ours.
         raise ClusterError(
             f"run {run_dir.id} was started by hand inside job {now.job_id}, which may do other things, on {last.host}",
             hint=f"Ctrl-C (twice for srun) where it was started, or `squeue --steps --jobs={now.job_id}` and "
@@ -425,11 +458,11 @@ def _signal_rank_0(run_dir: RunDir, now: RunState, action: str, number: int) -> 
 
 
 def _resume(run_dir: RunDir, overrides: Sequence[str] = (), *, code: bool = False) -> str | int:
-    """What was done; or the exit code of a run that was resumed here, in the foreground.
+    """Resume a run; return what was done, or the exit code of a run that was resumed here, in the foreground.
 
     Args:
-        overrides: fields of its config that are to be others.
-        code: with the code as it is now.
+        overrides: fields of its config to change.
+        code: use the code as it is now.
     """
     with _alone(run_dir):
         return _resume_alone(run_dir, overrides, code=code)
@@ -437,7 +470,10 @@ def _resume(run_dir: RunDir, overrides: Sequence[str] = (), *, code: bool = Fals
 
 @contextlib.contextmanager
 def _alone(run_dir: RunDir) -> Iterator[None]:
-    """Be the only one who resumes this run: who finds that it has ended has to have noted its next job before another looks."""
+    """Claim the right to resume this run.
+
+    A process that finds it ended must record its next job before another process looks.
+    """
 
     def busy(owner: Owner) -> None:
         who = f"process {owner['pid']} on {owner['host']}"
@@ -450,7 +486,7 @@ def _alone(run_dir: RunDir) -> Iterator[None]:
 
 
 def _claimed_folder(run_dir: RunDir) -> Path:
-    """Where a claim to resume the run lies: that of all runs of a sweep, which `sweep retry` resumes together."""
+    """Return the folder of the claim to resume the run: that of all runs of a sweep, which `sweep retry` resumes together."""
     in_sweep = rundir.is_sweep(run_dir.path.parent) and run_dir.info()["backend"] == "slurm"
     return run_dir.path.parent / "arrays" if in_sweep else run_dir.path
 
@@ -507,7 +543,7 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
 def _way_out(run_dir: RunDir, now: RunState) -> str:
     if not _is_local(run_dir, now):
         return "try again when SLURM answers"
-    last = now.attempts[-1]  # its host may have been a container that will never be back
+    last = now.attempts[-1]  # its host may have been a container that no longer exists
     record = run_dir.attempt(last.number) / "attempt.json"
     return f"type `resume {run_dir.id}` there; if {last.host} is gone for good, remove {record} a minute before"
 

@@ -18,6 +18,7 @@ PROG = "python -m slurmtrain sandbox"
 
 
 def main(verb: str, words: list[str]) -> int:
+    """Run the verb and return its exit code."""
     options = _parser().parse_args(words)
     exit_code: int = options.action(options)
     return exit_code
@@ -25,7 +26,7 @@ def main(verb: str, words: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     default = SandboxSpec()
-    parser = Parser(prog=PROG, description="A real, throwaway SLURM on this machine. Needs no root.")
+    parser = Parser.of("sandbox")
     actions = parser.add_subparsers(required=True, metavar="up | down | status | env")
     for name, action, what in (
         ("up", _up, "start one; returns when all nodes are idle"),
@@ -74,14 +75,14 @@ def _directory(options: argparse.Namespace) -> Path:
 
 
 def _suffix(options: argparse.Namespace) -> str:
-    """What the next command needs to mean the same sandbox."""
+    """Return the options by which the next command means the same sandbox."""
     if options.dir:
         return f" --dir {shlex.quote(str(options.dir))}"
     return "" if options.name == "default" else f" --name {options.name}"
 
 
 def _as_override(options: argparse.Namespace) -> str:
-    """What a command with +cluster=sandbox needs to mean the same sandbox."""
+    """Return the overrides by which a command with +cluster=sandbox means the same sandbox."""
     if options.dir:
         return f" cluster.sandbox=null cluster.slurm_conf={shlex.quote(str(options.dir / 'slurm.conf'))}"
     return "" if options.name == "default" else f" cluster.sandbox={options.name}"

@@ -21,7 +21,7 @@ from slurmtrain.paths import current_folder
 
 
 def search(composer: Composer, arguments: Arguments, parallelism: int | None) -> int:
-    """A sweep whose points a sweeper of Hydra's chooses by the results of earlier ones. Waits until it is done."""
+    """Submit a sweep whose points a sweeper of Hydra's chooses by the results of earlier ones, and wait until it is done."""
     options, overrides = arguments.options, arguments.overrides
     if "--dry-run" in options:
         raise UsageError(
@@ -71,7 +71,7 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
 
 @contextlib.contextmanager
 def _all_on_stderr() -> Iterator[None]:
-    """What anybody writes to stdout, as Hydra's log and the ranks on this machine do: stdout is for the JSON alone."""
+    """Redirect stdout to stderr, also for Hydra's log and the ranks on this machine, since stdout is for the JSON alone."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)

@@ -17,6 +17,7 @@ from slurmtrain.runtime.slurm import SlurmClient
 
 
 def main(verb: str, words: list[str]) -> int:
+    """Run the verb and return its exit code."""
     parser = Parser(prog=f"python -m slurmtrain {verb}", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, required=True)

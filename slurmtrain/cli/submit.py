@@ -1,4 +1,4 @@
-"""submit and render; and what submitting a run, a grid and a search have in common."""
+"""submit and render, and the code that submitting a run, a grid and a search have in common."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Arguments) -> int:
+    """Run the verb and return its exit code."""
     for option in ("--array-parallelism", "--again"):
         if option in arguments.options:
             raise UsageError(f"{option} is for sweeps", hint="add -m, and choices: -m key=1,2 submit")
     config = compose_and_validate(arguments)
     check_fits(config)
     check_prepared(config, later="--after" in arguments.options)
-    if "--dry-run" not in arguments.options:  # which queues nothing, and may be typed elsewhere
+    if "--dry-run" not in arguments.options:  # it queues nothing, and may be used on another machine
         check_named_paths(config, current_folder(), later="--after" in arguments.options)
     if arguments.verb == "render":
         return _render(config, arguments)
@@ -62,6 +63,7 @@ def main(arguments: Arguments) -> int:
 
 
 def compose_and_validate(arguments: Arguments) -> Config:
+    """Return the config of a command line, after all checks of its fields."""
     config = compose(
         arguments.overrides,
         config_name=arguments.options.get("--config-name", "config"),
@@ -73,7 +75,7 @@ def compose_and_validate(arguments: Arguments) -> Config:
 
 
 def starting_after(config: Config, runs: str) -> Config:
-    """As in launch.after; refused for cluster=local."""
+    """Return what `launch.after.starting_after` does; raise for cluster=local."""
     from slurmtrain.launch import after
 
     if config.cluster.backend == "local":
@@ -84,7 +86,7 @@ def starting_after(config: Config, runs: str) -> Config:
 
 
 def awaited_runs(config: Config, options: Mapping[str, str]) -> list[RunDir]:
-    """Those of --after. Whatever is wrong with them is said before anything is made."""
+    """Return the runs of --after. Errors in them are raised before anything is created."""
     if "--after" not in options:
         return []
     from slurmtrain.launch import after
@@ -94,13 +96,13 @@ def awaited_runs(config: Config, options: Mapping[str, str]) -> list[RunDir]:
 
 
 def say_unless_awaited(after: Sequence[RunDir], sweep: Sweep) -> None:
-    """A sweep that was there already waits for what it was told to wait for when it was made."""
+    """Print a message if --after names other runs than those that an existing sweep already waits for."""
     if after and [str(run_dir.path) for run_dir in after] != sweep.info()["after"]:
         say(f"--after does not hold for {sweep.id}, which is there already")
 
 
 def client_of(config: Config) -> SlurmClient:
-    """SLURM, which has to be there before anything is made; with a warning of what is likely to go wrong."""
+    """Check that SLURM is available before anything is created, print warnings of likely problems, and return its client."""
     client = SlurmClient(slurm_conf_of(config))
     check_slurm_is_here(client.slurm_conf)
     for warning in look_ahead(config, Path(config.job.runs_dir).expanduser(), client):
@@ -121,7 +123,7 @@ def _check_not_in_vain(run_dir: RunDir, runs: str, client: SlurmClient) -> None:
 
 def _submit(config: Config, arguments: Arguments) -> int:
     client = client_of(config)
-    with preparing(config, arguments.overrides, current_folder()) as run_dir:
+    with preparing(config, arguments.overrides, current_folder(), say) as run_dir:
         try:
             job_id = submit([run_dir], config, say=say)
         except KeyboardInterrupt:
@@ -148,7 +150,7 @@ def _submit(config: Config, arguments: Arguments) -> int:
 def _run_here(config: Config, arguments: Arguments) -> int:
     from slurmtrain.launch.local import run_local
 
-    with preparing(config, arguments.overrides, current_folder()) as run_dir:
+    with preparing(config, arguments.overrides, current_folder(), say) as run_dir:
         pass
     print(f"run {run_dir.id} in {run_dir.path}", flush=True)
     return run_local(run_dir, lambda text: print(f"slurmtrain: {text}", flush=True))
@@ -162,7 +164,7 @@ def _render(config: Config, arguments: Arguments) -> int:
     output = Path(target)
     if output.is_dir() or not output.resolve().parent.is_dir():
         raise UsageError(f"cannot write {output}: it is a folder, or its folder does not exist", hint="-o job.sbatch")
-    with preparing(config, arguments.overrides, current_folder()) as run_dir:
+    with preparing(config, arguments.overrides, current_folder(), say) as run_dir:
         shutil.copyfile(run_dir.script, output)
     run_dir.event("rendered", file=str(output.resolve()))
     print(f"wrote {output} for run {run_dir.id} in {run_dir.path}\n  start it with: sbatch {output}")
@@ -170,4 +172,5 @@ def _render(config: Config, arguments: Arguments) -> int:
 
 
 def say(text: str) -> None:
+    """Print a message to stderr."""
     print(f"slurmtrain: {text}", file=sys.stderr, flush=True)  # --json has stdout

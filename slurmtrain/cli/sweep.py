@@ -1,4 +1,4 @@
-"""sweep: look at one, steer it."""
+"""sweep: show the state of a sweep, and control it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from slurmtrain.cli.columns import (
 from slurmtrain.cli.multirun import run_on_this_machine
 from slurmtrain.cli.runs import say_doubts, say_unreadable
 from slurmtrain.cli.submit import say
-from slurmtrain.cli.verbs import VERBS
 from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, watch
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.launch import collect, sweep_jobs
@@ -40,22 +39,23 @@ from slurmtrain.rundir import RunDir
 
 
 def main(verb: str, words: list[str]) -> int:
-    parser = Parser(prog=f"python -m slurmtrain {verb}", description=VERBS[verb].help)
+    """Run the verb and return its exit code."""
+    parser = Parser.of(verb)
     actions = parser.add_subparsers(dest="action", required=True, metavar="list|status|collect|retry|cancel")
     for name, text in {
-        "list": "all sweeps",
-        "status": "the points of one, and how they stand",
-        "collect": "a table of all points with their metrics, and a picture of a metric over what varies",
-        "retry": "submit again what failed, was stopped or lost, and what has not been submitted",
-        "cancel": "end all that has not ended",
+        "list": "list all sweeps",
+        "status": "show every point: what varies, its state, step and loss",
+        "collect": "print a table of all points with their metrics, or draw a metric over what varies",
+        "retry": "submit again what failed, was stopped or lost, and what has not been submitted yet",
+        "cancel": "cancel all points that have not ended",
     }.items():
-        action = actions.add_parser(name, help=text)
+        action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         if name != "list":
             action.add_argument("sweep", metavar="SWEEP", help="its name, a part of it, a path, or last")
         if name == "collect":
             add_collect_options(action)
         else:
-            action.add_argument("--json", action="store_true")
+            action.add_argument("--json", action="store_true", help="print the answer as JSON, for a program")
         if name == "status":
             add_watch_options(action)
     options = parser.parse_args(words)
@@ -116,12 +116,12 @@ def _status(sweep: Sweep, options: argparse.Namespace) -> int:
 
 
 def _view(sweep: Sweep) -> View:
-    """All points, first what runs, then what waits, then what has ended."""
+    """Return all points, first those that run, then those that wait, then those that have ended."""
     points, now = sweep.points(), sweeps.states_of(sweep)
     headline = _headline(sweep, points, now)
     points.sort(key=lambda point: urgency(now[point.run_id]))
     lines = table_lines(_header(points), [_row(point, now[point.run_id]) for point in points], terminal_width())
-    # Whoever waits for its points may be about to begin the next ones.
+    # A process that waits for its points may be about to begin the next ones.
     over = not any(state.alive for state in now.values()) and not is_claimed(sweep.path)
     return View([headline, "", *lines], doubts(now.values()), over)
 
@@ -144,9 +144,9 @@ def _row(point: Point, now: RunState) -> list[str]:
 
 
 def _headline(sweep: Sweep, points: Sequence[Point], now: dict[str, RunState]) -> str:
-    """How many are in which state, how long all of it takes, and the best loss so far."""
+    """Return the number of points in each state, the time left for all of them, and the best loss so far."""
     running = [state.progress for state in now.values() if state.word == "running"]
-    # Prepared: their turn comes on this machine, or when there is room for more jobs.
+    # Prepared runs are started later on this machine, or when there is room for more jobs.
     waiting = [each for each in now.values() if each.word == "prepared" or (each.alive and each.word != "running")]
     words = [f"{sweep.id}: {summary(counts(now.values())) or 'no points yet'}"]
     eta_s = eta_of_all([each.progress for each in waiting], running)

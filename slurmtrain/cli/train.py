@@ -1,4 +1,4 @@
-"""train: what every rank runs. The signals are armed first of all, before anything heavy is imported."""
+"""train: the program of every rank. Signal handlers are installed first, before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from slurmtrain.runtime.environment import Environment
 
 
 def main(arguments: Arguments) -> int:
+    """Run this process as a rank of a training job; it does not return."""
     signals.arm()
     from slurmtrain import rundir
     from slurmtrain.paths import located
@@ -44,7 +45,7 @@ def main(arguments: Arguments) -> int:
 
 
 def _overrides_from(environment: Environment, given: list[str]) -> list[str]:
-    """What is running, as overrides: by hand, the number of ranks is srun's or torchrun's business."""
+    """Return the overrides that describe the running ranks: by hand, srun or torchrun decides their number."""
     even = len(set(environment.tasks_per_node)) == 1
     found = [
         f"cluster.nodes={len(environment.nodes) if even else 1}",

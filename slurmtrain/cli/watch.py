@@ -1,4 +1,4 @@
-"""`--watch`: the same table again and again in one place of the terminal, without wearing the controller out."""
+"""`--watch`: redraw the same table in place on the terminal, without overloading the controller."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 EVERY_S = 5.0
-SHARE = 0.1  # of the time, at most, is spent on asking: what took a second is not asked for again within ten
+SHARE = 0.1  # greatest share of time spent on asking: after an answer that took a second, ten seconds pass
 SILENT_AT_MOST_S = 300.0  # between two questions to a controller that does not answer
 
 
 @dataclass(frozen=True)
 class View:
-    """One look.
+    """The result of one look.
 
     Attributes:
-        lines: what there is to see, the most important first; those below the terminal's end are not shown.
-        doubts: why SLURM could not be asked.
-        over: nothing of it will change any more.
+        lines: lines to show, the most important first; those below the terminal's end are not shown.
+        doubts: reasons why SLURM could not be asked.
+        over: whether nothing will change any more.
     """
 
     lines: list[str]
@@ -37,8 +37,12 @@ class View:
 
 
 def add_watch_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `--watch`."""
     parser.add_argument(
-        "-w", "--watch", action="store_true", help="draw it anew in place until all has ended; Ctrl-C leaves"
+        "-w",
+        "--watch",
+        action="store_true",
+        help="redraw the table in place until everything has ended; Ctrl-C stops that",
     )
     parser.add_argument(
         "--every", type=float, default=EVERY_S, metavar="SECONDS", help=f"between two looks (default: {EVERY_S:g})"
@@ -46,9 +50,10 @@ def add_watch_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_watch_options(options: argparse.Namespace) -> None:
-    """
+    """Check the options of `--watch`.
+
     Raises:
-        UsageError: they cannot be.
+        UsageError: they are not possible.
     """
     if not options.every >= 1:
         raise UsageError(f"--every {options.every:g}: at least 1 second was expected")
@@ -66,12 +71,12 @@ def watch(
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Show what `look` finds until it is over. Ctrl-C goes through, with the terminal as it was.
+    """Show what `look` returns until it is over. Ctrl-C is passed on, with the terminal as it was.
 
-    While SLURM does not answer, what was seen last stays, with its age.
+    While SLURM does not answer, the last view stays, with its age.
 
     Args:
-        every_s: between two looks, where they are quick.
+        every_s: seconds between two looks, if they are quick.
     """
     from rich.console import Console
     from rich.live import Live
@@ -92,13 +97,13 @@ def watch(
 
 
 def pause_s(every_s: float, took_s: float, failures: int) -> float:
-    """Seconds until the next look, after one that took so long, or after so many in a row that SLURM did not answer."""
+    """Return the seconds until the next look, by the duration of the last one and the failures so far."""
     patience_s = min(every_s * 2 ** min(failures, 10), max(every_s, SILENT_AT_MOST_S))
     return max(patience_s, took_s * (1 / SHARE - 1))
 
 
 class _Screen:
-    """What is on the terminal. Drawn by another thread too, so that an age grows while SLURM lets us wait."""
+    """The content of the terminal. Another thread draws it, too, so that its age grows while SLURM does not answer."""
 
     def __init__(self, console: Console, clock: Callable[[], float]):
         self._console, self._clock = console, clock

@@ -1,7 +1,7 @@
 """From overrides to a typed `Config`, and from a `Config` to its frozen yaml and back.
 
 Hydra is imported only where something is composed: the job reads its frozen yaml with omegaconf alone, and the verbs
-that look at runs need neither. What Hydra says about a bad override is turned into one sentence with the nearest names.
+that look at runs need neither. Hydra's message about a bad override is turned into one sentence with the nearest names.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from slurmtrain.redaction import hide
 from slurmtrain.resources import shipped
 
 SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL)", re.IGNORECASE)
-# Narrower, for what is done because of a name alone: tokenizers have tokens in theirs, too.
+# A narrower pattern, for actions that depend on a name alone: tokenizers have "token" in their names, too.
 SECRET_VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY)$", re.IGNORECASE)
-SECRET_REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")  # what stands for a secret on disk; without a default
+SECRET_REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")  # the form of a secret on disk; it has no default
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)")  # the same, with or without a default
 LONGEST_LINE = 400  # characters of what Hydra or omegaconf says
 OVERRIDE = re.compile(r"^(\+\+|\+|~)?([A-Za-z_][\w./@-]*)(?:=(.*))?$", re.DOTALL)  # sign, key, value
 
 
 def register_schema() -> None:
-    """Put the schema where conf/config.yaml's defaults list finds it."""
+    """Register the schema under the name that the defaults list of conf/config.yaml uses."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="schema", node=Config)
@@ -70,17 +70,17 @@ def compose(
 
 @dataclasses.dataclass(frozen=True)
 class Primary:
-    """What is composed from: the primary config's name, and the folders that are searched, its own first."""
+    """The primary config's name, and the folders that are searched, its own first."""
 
     name: str
     folders: Sequence[Path]
 
 
 def search_folders(config_name: str, config_dir: str | None, config_path: str | None) -> list[Path]:
-    """The folders to search, in order.
+    """Return the folders to search, in order.
 
     Raises:
-        UsageError: one of them is not there, or --config-path holds no primary config.
+        UsageError: a folder does not exist, or --config-path holds no primary config.
     """
     folders = [shipped("conf")]
     for option, given in (("--config-dir", config_dir), ("--config-path", config_path)):
@@ -102,7 +102,7 @@ def search_folders(config_name: str, config_dir: str | None, config_path: str | 
 
 @contextmanager
 def explaining(overrides: Sequence[str], primary: Primary) -> Iterator[None]:
-    """One sentence for what Hydra or omegaconf refuses."""
+    """Raise errors of Hydra or omegaconf as one sentence."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -118,7 +118,7 @@ def explaining(overrides: Sequence[str], primary: Primary) -> Iterator[None]:
 
 @contextmanager
 def initialized(primary: Primary) -> Iterator[None]:
-    """Hydra, set up to compose from these folders."""
+    """Set Hydra up to compose from these folders."""
     from hydra import initialize_config_dir
 
     register_schema()
@@ -127,7 +127,7 @@ def initialized(primary: Primary) -> Iterator[None]:
 
 
 def composed_by_hydra(primary: Primary, overrides: Sequence[str], *, with_hydra: bool = False) -> Any:
-    """What Hydra makes of it: a DictConfig, interpolations unresolved. Within `initialized`.
+    """Return the DictConfig that Hydra composes, with interpolations unresolved. Called within `initialized`.
 
     Args:
         with_hydra: keep Hydra's own node.
@@ -141,12 +141,13 @@ def composed_by_hydra(primary: Primary, overrides: Sequence[str], *, with_hydra:
     try:
         return hydra_compose(primary.name, words, return_hydra_config=with_hydra)
     except (TypeError, AttributeError, OSError, RecursionError, AssertionError) as error:
-        # Hydra's own, for values that it did not foresee: a list as the choice of a group, a name longer than a file's.
+        # Hydra's own errors, for values that it did not expect: a list as the choice of a group, a name longer than a
+        # file's.
         raise HydraException(f"Hydra cannot compose these overrides: {first_line(error)}") from None
 
 
 def _list_of_one(override: str) -> str:
-    """Put brackets around the value of a field that takes a list of text, where one word was given for it."""
+    """Put brackets around the value if one word is given for a field that takes a list of text."""
     match = OVERRIDE.match(override)
     if match is None or not match.group(3) or match.group(2) not in _lists_of_text():
         return override
@@ -155,7 +156,7 @@ def _list_of_one(override: str) -> str:
 
     try:
         parsed = OverridesParser.create().parse_override(override)
-    except HydraException:  # which Hydra says better
+    except HydraException:  # Hydra's own error says it better
         return override
     value = parsed.value()
     if parsed.is_sweep_override() or value is None or isinstance(value, list | dict) or str(value).startswith("${"):
@@ -178,7 +179,7 @@ def _lists_of_text() -> frozenset[str]:
 
 
 def finish(composed: Any, overrides: Sequence[str]) -> Config:
-    """Resolve what was composed, secrets aside, and check it against the schema."""
+    """Resolve the composed config, except for secrets, and check it against the schema."""
     from omegaconf import OmegaConf
 
     _keep_secrets_unresolved(composed, frozenset(composed.get("secrets") or ()))
@@ -196,9 +197,9 @@ def finish(composed: Any, overrides: Sequence[str]) -> Config:
 
 
 def literal_override(key: str, text: str) -> str:
-    """The override that sets a field to this text, whatever characters are in it.
+    """Return the override that sets a field to this text, whatever characters are in it.
 
-    `${oc.env:NAME}` alone keeps its meaning, which it has in the frozen config, too.
+    `${oc.env:NAME}` alone keeps its meaning, which it also has in the frozen config.
     """
     text = re.sub(r"(\\*)\$\{(?!oc\.env:)", lambda match: match.group(1) * 2 + r"\${", text)
     text = re.sub(r"(\\*)'", lambda match: match.group(1) * 2 + r"\'", text)
@@ -207,7 +208,7 @@ def literal_override(key: str, text: str) -> str:
 
 
 def search_path(folders: Sequence[Path]) -> str:
-    """The override that makes Hydra search these folders after the first one. Quoted: a path may hold a comma."""
+    """Return the override that makes Hydra search these folders after the first one, quoted since a path may hold a comma."""
     quoted = ",".join("'file://" + str(folder).replace("'", "\\'") + "'" for folder in folders)
     return f"hydra.searchpath=[{quoted}]"
 
@@ -224,10 +225,10 @@ def _refuse_unknown(part: Any, where: str = "") -> None:
 
 
 def to_config(values: Any) -> Config:
-    """Check plain values against the schema and build the `Config`. Text is taken as it is, `${...}` of bash too.
+    """Check plain values against the schema and build the `Config`. Text is taken literally, even `${...}` of bash.
 
     Raises:
-        OmegaConfBaseException: an unknown key or a wrong type.
+        OmegaConfBaseException: there is an unknown key or a wrong type.
     """
     from omegaconf import OmegaConf
 
@@ -237,19 +238,19 @@ def to_config(values: Any) -> Config:
 
 
 def to_values(config: Config) -> dict[str, Any]:
-    """The config as plain dicts, lists and scalars, in the schema's order."""
+    """Return the config as plain dicts, lists and scalars, in the schema's order."""
     values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
     return values
 
 
 def freeze(config: Config) -> str:
-    """Return the fully resolved yaml that lies in the run directory, with the version of the schema as its first line.
+    """Return the fully resolved yaml for the run directory, with the version of the schema as its first line.
 
-    Interpolations of secrets stay what they are.
+    Interpolations of secrets are not resolved.
     """
     import yaml
 
-    # Without allow_unicode: with it, PyYAML writes Unicode's own line ends as they are and reads them back as a space.
+    # No allow_unicode: with it, PyYAML writes Unicode's own line ends unchanged and reads them back as a space.
     dumper = getattr(
         yaml, "CSafeDumper", yaml.SafeDumper
     )  # libyaml's, where PyYAML was built with it: a third of the time
@@ -261,10 +262,12 @@ def load_frozen(path: Path, *, with_secrets: bool = True) -> Config:
     """Read a frozen config back.
 
     Args:
-        with_secrets: put the values of secrets in; without, they stay `${oc.env:X}`, as what is written to disk wants them.
+        with_secrets: resolve secrets to their values; without, they stay `${oc.env:X}`, for a config that is written to
+            disk.
 
     Raises:
-        ConfigError: it is missing, is not a config of this version or an earlier one, or a secret is not in the environment.
+        ConfigError: it is missing, is not a config of this version or an earlier one, or a secret is not in the
+            environment.
     """
     import yaml
     from omegaconf.errors import OmegaConfBaseException
@@ -289,9 +292,11 @@ def load_frozen(path: Path, *, with_secrets: bool = True) -> Config:
 
 
 def config_hash(config: Config) -> str:
-    """Identity of an experiment: 12 hex digits over what decides its result, whatever the order of keys.
+    """Return the identity of an experiment: 12 hex digits over the values that decide its result.
 
-    Name, run folder, cluster and what is measured are left out: the same experiment elsewhere is the same experiment.
+    The order of keys does not matter.
+
+    Name, run folder, cluster and evaluation are left out: the same experiment elsewhere is the same experiment.
     """
     values = to_values(config)
     for key in ("cluster", "eval", "hooks", "secrets"):
@@ -305,7 +310,7 @@ def _keep_secrets_unresolved(node: Any, named: Collection[str]) -> None:
     """Escape `${oc.env:X}` of secrets, so that resolving leaves the interpolation and no secret reaches the disk.
 
     Args:
-        named: what is a secret, whatever its name looks like.
+        named: variables that are secrets, even if their names do not look like it.
     """
     from omegaconf import DictConfig, ListConfig
 
@@ -320,7 +325,7 @@ def _keep_secrets_unresolved(node: Any, named: Collection[str]) -> None:
         if not isinstance(text, str):
             continue
         read = ENVIRONMENT.findall(text)
-        # What omegaconf says of a value that it cannot use repeats it.
+        # omegaconf's message about a value that it cannot use repeats the value.
         hide({name: os.environ.get(name, "") for name in read if name in named or SECRET_NAME.search(name)})
         is_named = any(name in named for name in read)
         if is_named or SECRET_NAME.search(text) or SECRET_NAME.search(str(key)):
@@ -334,7 +339,7 @@ def _keep_secrets_unresolved(node: Any, named: Collection[str]) -> None:
 
 
 def resolve_secrets(values: Any, variables: Mapping[str, str], where: str = "") -> Any:
-    """Plain values with every `${oc.env:X}` that was left in them replaced by the variable's value, which is hidden.
+    """Return plain values with every remaining `${oc.env:X}` replaced by the variable's value, which is redacted in all output.
 
     Raises:
         ConfigError: the variable is not set.
@@ -353,7 +358,7 @@ def resolve_secrets(values: Any, variables: Mapping[str, str], where: str = "") 
                 f"{where} is {values!r}, but the environment variable {name} is not set",
                 hint=f"export {name}=... in the shell that submits; the job inherits it",
             )
-        if SECRET_VARIABLE.search(name):  # that of others may be a part of any path
+        if SECRET_VARIABLE.search(name):  # the values of other variables may be a part of any path
             hide({name: variables[name]})
         return variables[name]
 
@@ -361,7 +366,10 @@ def resolve_secrets(values: Any, variables: Mapping[str, str], where: str = "") 
 
 
 def _literal(values: Any) -> Any:
-    """Escape what omegaconf would take for an interpolation. Backslashes count in front of one only."""
+    """Escape everything that omegaconf would take for an interpolation.
+
+    Backslashes are special only in front of one.
+    """
     if isinstance(values, dict):
         return {key: _literal(value) for key, value in values.items()}
     if isinstance(values, list):
@@ -372,13 +380,13 @@ def _literal(values: Any) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says, as much of it as a person reads: omegaconf repeats values, however long."""
+    """Return the first line of an error's message, shortened, since omegaconf repeats values however long they are."""
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 4]} ..."
 
 
 def _explain(error: Exception, overrides: Sequence[str], primary: Primary) -> SlurmtrainError:
-    """One sentence for what Hydra or omegaconf refused."""
+    """Return one sentence for an error of Hydra or omegaconf."""
     unreadable = getattr(error, "override", None)  # Hydra's grammar refused it: OverrideParseException
     if unreadable is not None:
         return UsageError(
@@ -437,7 +445,7 @@ def _explain(error: Exception, overrides: Sequence[str], primary: Primary) -> Sl
 
 
 def config_groups(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
-    """Config groups and their options: of these folders, or of the shipped one."""
+    """Return the config groups and their options in these folders, or in the shipped one."""
     groups: dict[str, list[str]] = {}
     for root in folders or [shipped("conf")]:
         for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith((".", "_"))):
@@ -448,7 +456,7 @@ def config_groups(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
 def _unknown_open_key(
     sign: str, key: str, overrides: Sequence[str], groups: dict[str, list[str]], primary: Primary
 ) -> UsageError | None:
-    """The error for a key that an open dict (model, data, cluster.env) does not have, and that is not to be added."""
+    """Return the error for a key that an open dict (model, data, cluster.env) lacks, unless given with a plus."""
     if sign in ("+", "++"):
         return None
     node = _without_unknown_keys(key, overrides, groups, primary)
@@ -491,7 +499,7 @@ def _options_with(key: str, group: str, folders: Sequence[Path]) -> list[str]:
 def _without_unknown_keys(
     key: str, overrides: Sequence[str], groups: dict[str, list[str]], primary: Primary
 ) -> dict[str, Any] | None:
-    """What the chosen groups alone compose to, with what is added beside `key`. None when that is refused, too."""
+    """Return what the chosen groups and the added keys beside `key` compose to; None when that fails, too."""
     from omegaconf import OmegaConf
 
     top = key.partition(".")[0]

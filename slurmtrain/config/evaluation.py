@@ -1,4 +1,4 @@
-"""The config of an evaluation that is not made by the training itself: the run's own, elsewhere, for one checkpoint. Pure."""
+"""The config of an evaluation job: that of the run, changed for one checkpoint and other resources. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ CHANGEABLE = ("eval", "cluster", "parallel")  # groups that say how a checkpoint
 def evaluation_config(
     config: Config, checkpoint: str, *, changes: Mapping[str, Any] | None = None, here: bool = False
 ) -> Config:
-    """The config by which a checkpoint of a run is evaluated: its cluster and parallel are those of the evaluation.
+    """Return the config by which a checkpoint of a run is evaluated: its cluster and parallel are those of the evaluation.
 
     Args:
-        config: the run's.
-        checkpoint: path of what is evaluated.
-        changes: further values of the groups in `CHANGEABLE`, nested; they overrule all others.
-        here: as processes of this machine, in place of a SLURM job.
+        config: the run's config.
+        checkpoint: path of the checkpoint to evaluate.
+        changes: further values of the groups in `CHANGEABLE`, nested; they override all others.
+        here: evaluate in processes of this machine instead of a SLURM job.
 
     Raises:
-        ConfigError: eval.cluster, eval.parallel or `changes` have a field or a type that there is not.
+        ConfigError: eval.cluster, eval.parallel or `changes` have an unknown field or a wrong type.
     """
     values = to_values(config)
     asked = {} if here else config.eval.cluster
@@ -60,7 +60,7 @@ def _checked(values: dict[str, Any]) -> Config:
 
 
 def _job(config: Config) -> dict[str, Any]:
-    """What of the training's cluster a job asks for: the least that its layout lets it."""
+    """Return the part of the training's cluster that a job asks for: the least that its layout allows."""
     cluster, ranks = config.cluster, _ranks(config)
     nodes = next(
         n for n in range(1, cluster.nodes + 1) if n * cluster.tasks_per_node % ranks == 0 or n == cluster.nodes
@@ -73,7 +73,7 @@ def _job(config: Config) -> dict[str, Any]:
 
 
 def _gpu_each(config: Config) -> bool:
-    """Every rank of the training drives a GPU; so do those of the evaluation, however many."""
+    """Return whether every rank of the training has a GPU of its own, as then the ranks of the evaluation have."""
     return config.cluster.gpus_per_node == config.cluster.tasks_per_node
 
 
@@ -94,14 +94,14 @@ def _here(config: Config) -> dict[str, Any]:
 
 
 def _ranks(config: Config) -> int:
-    """One copy of the model; where the training shards it, over as many ranks as a node has."""
+    """Return the ranks of one copy of the model; if the training shards it, as many as a node has."""
     layout = layout_of(config)
     one = layout.tp * layout.pp * layout.cp
     return one * min(layout.dp_shard, max(1, config.cluster.tasks_per_node // one))
 
 
 def _one_copy(config: Config) -> dict[str, Any]:
-    """Whatever more ranks are asked for are further copies, or shards where the training has some."""
+    """Return `parallel` for one copy of the model; further ranks are further copies, or shards if the training has shards."""
     layout = layout_of(config)
     sharded = layout.dp_shard > 1
     values = dataclasses.asdict(config.parallel) | {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp}
@@ -110,7 +110,7 @@ def _one_copy(config: Config) -> dict[str, Any]:
 
 
 def _batches(config: Config, values: Mapping[str, Any]) -> dict[str, int]:
-    """Forward passes as large as the training's, of which is known that they fit."""
+    """Return batch sizes with which forward passes are as large as the training's, which are known to fit."""
     layout, parallel, cluster = layout_of(config), values["parallel"], values["cluster"]
     micro = micro_batch_size(config, layout)
     passes = config.train.global_batch_size // (micro * layout.dp)
@@ -120,7 +120,7 @@ def _batches(config: Config, values: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with `changes`, key by key; into dicts, not into lists."""
+    """Return `values` with `changes`, key by key; dicts are merged, lists are replaced."""
     result = dict(values)
     for key, value in changes.items():
         inside = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)

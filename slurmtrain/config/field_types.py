@@ -1,7 +1,7 @@
 """Check that every value of a composed config has the type that the schema gives its field.
 
-omegaconf checks scalars, but lets a list of texts hold a dict or Hydra's `glob(*)`, and a dict be any text that an
-interpolation gives. What gets past it would be a traceback later: in the batch script, or in the job.
+omegaconf checks scalars, but lets a list of texts hold a dict or Hydra's `glob(*)`, and lets a dict be any text that an
+interpolation gives. Such a value would later be a traceback in the batch script, or in the job.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 
 
 def check_types(part: Any, where: str = "") -> None:
-    """Refuse the first value of a schema's dataclass that is not of its field's type.
+    """Raise for the first value of a schema's dataclass that is not of its field's type.
 
     Args:
         part: the config, or a part of it.
         where: the part's key, with a dot at its end.
 
     Raises:
-        ConfigError: with the key, the value and the type that was expected.
+        ConfigError: a value has a wrong type; the message gives the key, the value and the expected type.
     """
     hints = _hints(part.__class__)
     for field in dataclasses.fields(part):
@@ -35,12 +35,12 @@ def check_types(part: Any, where: str = "") -> None:
 
 @functools.cache
 def _hints(part: type) -> dict[str, Any]:
-    """What the annotations of a dataclass mean. Working that out takes longer than all else here."""
+    """Return the types of a dataclass's annotations. It is cached since it takes longer than all checks together."""
     return typing.get_type_hints(part)
 
 
 def shown(value: Any) -> str:
-    """The value as an error repeats it: on one line, and not longer than a person reads."""
+    """Return the value as an error message repeats it: on one line, and shortened."""
     text = repr(value) if not isinstance(value, str) or not value.isprintable() else value
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 4]} ..."
 
@@ -73,7 +73,7 @@ def _check(key: str, value: Any, expected: Any) -> None:
 
 
 def _check_plain(key: str, value: Any) -> None:
-    """Let through what yaml can hold, and nothing else."""
+    """Raise unless the value can be written as yaml."""
     if isinstance(value, dict):
         for name, item in value.items():
             _check(f"a key of {key}", name, str)
@@ -88,7 +88,7 @@ def _check_plain(key: str, value: Any) -> None:
 
 
 def _check_encodable(key: str, text: str) -> None:
-    """Refuse bytes of the command line or of a variable that are not UTF-8: Python keeps them, but no file can."""
+    """Raise for text that is not UTF-8, from the command line or a variable: Python keeps such bytes, but no file can."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -12,7 +12,7 @@ from typing import Any
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import UsageError, nearest
 
-# What other tools call it -> what it is here.
+# Names in other tools -> hints with our names.
 ELSEWHERE = {
     **dict.fromkeys(
         ("logger", "loggers", "wandb", "report_to"),
@@ -33,12 +33,15 @@ ELSEWHERE = {
 
 @functools.cache
 def all_keys() -> tuple[str, ...]:
-    """Every key of the schema, groups and fields, with dots: "train", "train.steps", ..."""
+    """Return every key of the schema, groups and fields, with dots: "train", "train.steps", ..."""
     return tuple(_keys_of(Config, ""))
 
 
 def meant(word: str) -> str | None:
-    """A hint that names the key which `word`, without its dots and dashes, probably stands for. None: nothing is near."""
+    """Return a hint that names the key which `word`, without leading dashes, probably stands for.
+
+    The result is None when no key is similar.
+    """
     if word in ELSEWHERE:
         return ELSEWHERE[word]
     last = word.rpartition(".")[2].replace("-", "_")
@@ -48,7 +51,7 @@ def meant(word: str) -> str | None:
 
 
 def unknown_field(key: str, where: str) -> UsageError | None:
-    """The error for a dotted key that leaves the schema; None when it does not. Open dicts are not looked into."""
+    """Return the error for a dotted key that the schema does not have, or None. Keys of open dicts are not checked."""
     schema: Any = Config
     path: list[str] = []
     for word in re.sub(r"\[[^\]]*\]", "", key).split("."):  # omegaconf names an element of a list: cluster.setup[0]

@@ -1,7 +1,7 @@
-"""The layout: how many ranks each kind of parallelism takes, which rank stands where, and what cannot be.
+"""The layout: how many ranks each kind of parallelism takes, the coordinates of each rank, and which layouts are impossible.
 
-Pure arithmetic on a config. Ranks are counted with tensor parallelism innermost, since it talks most: a tensor-parallel
-group is neighbours on one node. Outermost are pipeline stages, which talk least.
+Pure arithmetic on a config. Ranks are counted with tensor parallelism innermost, since it communicates most: a
+tensor-parallel group is neighbours on one node. Outermost are pipeline stages, which communicate least.
 
     pp  >  dp_replicate  >  dp_shard  >  cp  >  tp
 
@@ -28,7 +28,7 @@ Problem = tuple[str, str | None]  # a sentence, and a hint unless another layout
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of all axes, and so every rank's place.
+    """The sizes of all axes, which determine every rank's coordinates.
 
     Attributes:
         pp: pipeline stages.
@@ -46,7 +46,7 @@ class Layout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Sizes in the order of `AXES`."""
+        """The sizes in the order of `AXES`."""
         return tuple(getattr(self, axis) for axis in AXES)
 
     @property
@@ -55,24 +55,27 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Data-parallel groups: ranks that see different samples."""
+        """The number of data-parallel groups: ranks that see different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def replicas_only(self) -> bool:
-        """Every rank holds the whole model."""
+        """Whether every rank holds the whole model."""
         return self.world_size == self.dp_replicate
 
     def uses_fsdp(self, parallel: ParallelConfig) -> bool:
-        """Or else DistributedDataParallel: replicas that compute with the very parameters that they train."""
+        """Return whether FSDP2 is used, or else DistributedDataParallel.
+
+        The latter's replicas compute with the very parameters that they train.
+        """
         return not self.replicas_only or parallel.param_dtype is not None or parallel.reduce_dtype != "float32"
 
     def sequence_ranks(self, parallel: ParallelConfig) -> int:
-        """Ranks that share the activations of every sequence evenly, which its length has to divide by."""
+        """Return the number of ranks that share the activations of every sequence, which has to divide its length."""
         return self.cp * (self.tp if parallel.sequence_parallel else 1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands on every axis."""
+        """Return the coordinate of `rank` on every axis."""
         found: dict[str, int] = {}
         for axis in reversed(AXES):
             rank, found[axis] = divmod(rank, getattr(self, axis))
@@ -85,22 +88,22 @@ class Layout:
         return rank
 
     def first_rank(self, stage: int) -> int:
-        """Of those that have this stage of the pipeline."""
+        """Return the first rank of a pipeline stage."""
         return self.rank_at({**dict.fromkeys(AXES, 0), "pp": stage})
 
     def dp_rank(self, rank: int) -> int:
-        """The place of `rank` among those that see different samples, of `dp`."""
+        """Return the index of `rank` among the `dp` groups that see different samples."""
         at = self.coordinates(rank)
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
     def group(self, rank: int, *axes: str) -> list[int]:
-        """The ranks that differ from `rank` on `axes` only, in order, itself included."""
+        """Return the ranks that differ from `rank` on `axes` only, in order, itself included."""
         at = self.coordinates(rank)
         places = itertools.product(*(range(getattr(self, axis)) for axis in axes))
         return sorted(self.rank_at({**at, **dict(zip(axes, place, strict=True))}) for place in places)
 
     def __str__(self) -> str:
-        """As in "64 ranks = 8 data-parallel groups x TP 4 x PP 2"."""
+        """Return a text such as "64 ranks = 8 data-parallel groups x TP 4 x PP 2"."""
         parts = [f"{self.dp} data-parallel group{'s' if self.dp != 1 else ''}"]
         if self.dp_shard > 1 and self.dp_replicate > 1:
             parts[0] += f" ({self.dp_replicate} replicas x {self.dp_shard} shards)"
@@ -111,10 +114,10 @@ class Layout:
 
 
 def layout_of(config: Config) -> Layout:
-    """The layout that a config asks for.
+    """Return the layout that a config asks for.
 
     Raises:
-        ConfigError: it cannot be; with the values, and the nearest layouts that can.
+        ConfigError: the layout is impossible; the message gives the values, and the nearest possible layouts.
     """
     wanted = _wanted(config.parallel)
     open_axes = [axis for axis, size in wanted.items() if size == -1]
@@ -137,7 +140,10 @@ def layout_of(config: Config) -> Layout:
 
 
 def micro_batch_size(config: Config, layout: Layout) -> int:
-    """Sequences per forward pass: what is set, or a rank's whole share; with pipeline stages one micro batch for each."""
+    """Return the sequences per forward pass.
+
+    They are as configured, or a rank's whole share, divided by the number of pipeline stages.
+    """
     share = config.train.global_batch_size // layout.dp
     return config.train.micro_batch_size or max(1, share // layout.pp)
 
@@ -147,7 +153,7 @@ def _wanted(parallel: ParallelConfig) -> Sizes:
 
 
 def _filled(wanted: Sizes, world_size: int) -> Sizes | None:
-    """`wanted` with -1 replaced; None when the product cannot be the world size."""
+    """Return `wanted` with -1 replaced; None when the product cannot be the world size."""
     given = math.prod(size for size in wanted.values() if size != -1)
     if -1 in wanted.values():
         if world_size % given:
@@ -166,7 +172,7 @@ def _product_problem(wanted: Sizes, config: Config) -> str:
 
 
 def _problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
-    """What cannot work with these sizes, whose product is the world size."""
+    """Yield what cannot work with these sizes, whose product is the world size."""
     yield from _node_problems(sizes, config)
     yield from _shard_problems(sizes, config)
     if config.job.kind in ("train", "evaluate"):
@@ -231,7 +237,7 @@ def _sequence_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
 
 
 def sequence_lengths(data: Mapping[str, Any], group: str = "data") -> dict[str, int]:
-    """`seq_len` of a data config, or of each source of a mixture, by its key; as far as they are numbers."""
+    """Return `seq_len` of a data config, or of each source of a mixture, by its key, as far as they are numbers."""
     if isinstance(length := data.get("seq_len"), int):
         return {f"{group}.seq_len": length}
     sources = data.get("sources")
@@ -263,7 +269,13 @@ def _batch_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
 
 
 def _pipeline_problems(config: Config, pp: int, unit: int, what: str) -> Iterator[Problem]:
-    """Args: unit: sequences of one micro batch over all data-parallel ranks."""
+    """Yield what cannot work with this number of pipeline stages.
+
+    Args:
+        pp: number of pipeline stages.
+        unit: sequences of one micro batch over all data-parallel ranks.
+        what: text that describes `unit`.
+    """
     train, schedule = config.train, config.parallel.pp_schedule
     micro_batches = train.global_batch_size // unit
     given = f"train.global_batch_size={train.global_batch_size} over {what} gives {micro_batches}"
@@ -281,11 +293,11 @@ def _pipeline_problems(config: Config, pp: int, unit: int, what: str) -> Iterato
 
 
 def nearest_layouts(config: Config) -> list[Layout]:
-    """All layouts that can be, those first that differ least from what is asked for."""
+    """Return all possible layouts, those that differ least from the config's first."""
     wanted = _wanted(config.parallel)
 
     def distance(sizes: Sizes) -> tuple[int, float]:
-        """Axes that differ, by how many doublings; another number of shards is the smallest of changes."""
+        """Return how many axes differ, and by how many doublings; another number of shards is the smallest change."""
         doublings = {axis: abs(math.log2(sizes[axis] / wanted[axis])) for axis in AXES if wanted[axis] != -1}
         return sum(value > 0 and axis != "dp_shard" for axis, value in doublings.items()), sum(doublings.values())
 
@@ -294,7 +306,7 @@ def nearest_layouts(config: Config) -> list[Layout]:
 
 
 def as_overrides(layout: Layout, config: Config) -> str:
-    """What to write for `layout` in place of what is asked for."""
+    """Return the overrides that change the config's layout to `layout`."""
     wanted = _wanted(config.parallel)
     changed = [axis for axis in AXES if wanted[axis] not in (-1, getattr(layout, axis))]
     return " ".join(f"parallel.{axis}={getattr(layout, axis)}" for axis in changed)
@@ -306,7 +318,7 @@ def _nearest(config: Config, count: int = 3) -> str | None:
 
 
 def _all_sizes(world_size: int) -> Iterator[Sizes]:
-    """Every way to write the world size as a product of the five axes."""
+    """Yield every way to write the world size as a product of the five axes."""
 
     def factors(rest: int, axes: tuple[str, ...]) -> Iterator[Sizes]:
         if len(axes) == 1:

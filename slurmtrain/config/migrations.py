@@ -1,7 +1,8 @@
-"""Frozen configs of other versions of this package: what has become of fields since they were written.
+"""Frozen configs of other versions of this package: what has become of their fields since.
 
-A run waits, or is requeued, for weeks, and the package may be updated meanwhile. A field that is new has its default; one
-that was renamed or removed since is found here; one that is not known because the config is newer is named.
+A run waits, or is requeued, for weeks, and the package may be updated meanwhile. A field that is new has its default;
+one that was renamed or removed since is migrated here; one that is unknown because the config is newer is named in an
+error.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from slurmtrain.errors import ConfigError
 
 # Counted up whenever a field is renamed or removed, which tests/unit/frozen keeps an example of.
 SCHEMA_VERSION = 1
-# By the version that did it: where a field is now, or None for one that is gone. Names have dots: "train.seed".
+# By the version that changed it: the new name of a field, or None for one that was removed, as in "train.seed".
 CHANGED: dict[int, dict[str, str | None]] = {}
 HEADER = "# Frozen by slurmtrain, schema version {}.\n"
 HEADER_LINE = re.compile(r"^# Frozen by slurmtrain, schema version (\d+)\.")
 
 
 def header() -> str:
-    """Return the first line of a frozen config: a comment, so that the rest is what any program may read."""
+    """Return the first line of a frozen config: a comment, so that any program can read the rest."""
     return HEADER.format(SCHEMA_VERSION)
 
 
@@ -37,10 +38,10 @@ def migrate(values: dict[str, Any], version: int, *, now: int = SCHEMA_VERSION) 
     """Bring the values of a frozen config to this version, in place.
 
     Returns:
-        Fields that were left out, with dots: there is nothing like them any more.
+        Dotted names of fields that were dropped, since they no longer exist.
 
     Raises:
-        ConfigError: it is of a newer version, and has fields that are not known here.
+        ConfigError: the config is of a newer version, and has fields that are unknown here.
     """
     left_out = []
     for changed in range(version + 1, now + 1):
@@ -65,7 +66,7 @@ def migrate(values: dict[str, Any], version: int, *, now: int = SCHEMA_VERSION) 
 
 
 def _unknown(values: Mapping[str, Any], schema: Any, where: str = "") -> Iterator[str]:
-    """Fields that the schema does not have. Open dicts are not looked into."""
+    """Yield the fields that the schema does not have. Keys of open dicts are not checked."""
     fields = {field.name: field for field in dataclasses.fields(schema)}
     for name, value in values.items():
         if name not in fields:
@@ -77,7 +78,7 @@ def _unknown(values: Mapping[str, Any], schema: Any, where: str = "") -> Iterato
 
 
 def _take(values: dict[str, Any], field: str) -> tuple[bool, Any]:
-    """Remove a field. Returns whether it was there, and its value."""
+    """Remove a field, and return whether it was there, and its value."""
     *path, last = field.split(".")
     node: Any = values
     for name in path:

@@ -1,7 +1,7 @@
 """From one command line with choices to the points of a sweep: the overrides of each, and its config.
 
-Hydra's grammar and Hydra's order. Composing takes Hydra a tenth of a second, so it composes once for each combination of
-groups; the plain values of a point are put into a copy of that, by Hydra's own function.
+The grammar and the order of points are Hydra's. Composing takes Hydra a tenth of a second, so it composes once for each
+combination of groups; the plain values of a point are put into a copy of that, by Hydra's own function.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BASES = 64  # compositions kept: sweeps vary few groups, and each takes a few hu
 
 @dataclass(frozen=True)
 class Grid:
-    """What a command line with choices stands for.
+    """The points that a command line with choices stands for.
 
     Attributes:
         points: the overrides of every point, in the order and form in which Hydra's own sweeper numbers them.
@@ -36,21 +36,21 @@ class Grid:
     keys: tuple[str, ...]
 
     def varied(self, number: int) -> dict[str, str]:
-        """What distinguishes a point: key -> value, as text."""
+        """Return what distinguishes a point from others: key -> value, as text."""
         return values_of(self.points[number], self.keys)
 
 
 def values_of(overrides: Iterable[str], keys: Iterable[str] | None = None) -> dict[str, str]:
-    """key -> value, as text and without Hydra's plus: of all overrides, or of those of `keys` that are there."""
+    """Return key -> value, as text and without Hydra's plus, of all overrides, or of those whose key is in `keys`."""
     values = {key.lstrip("+"): value for key, _, value in (override.partition("=") for override in overrides)}
     return values if keys is None else {key: values[key] for key in (key.lstrip("+") for key in keys) if key in values}
 
 
 class Composer:
-    """Composes points. Hydra is set up while it is open.
+    """A composer of points. Hydra is set up while it is open.
 
     Args:
-        primary: what all points are composed from.
+        primary: the primary config of all points.
     """
 
     def __init__(self, primary: Primary, loader: Any):
@@ -63,10 +63,10 @@ class Composer:
         self._with_hydra = functools.lru_cache(maxsize=1)(self._compose_with_hydra)
 
     def expand(self, overrides: Sequence[str]) -> Grid:
-        """The points of choices like `a=1,2`, `a=range(3)` and `group=glob(*)`, those of hydra.sweeper.params included.
+        """Return the points of choices like `a=1,2`, `a=range(3)` and `group=glob(*)`, including those of hydra.sweeper.params.
 
         Raises:
-            UsageError: an override that cannot be read, or that only a sweeper that chooses values understands.
+            UsageError: an override cannot be read, or only a sweeper that chooses values understands it.
         """
         words = self._with_configured(overrides)
         choices: dict[str, list[str]] = {}
@@ -95,7 +95,7 @@ class Composer:
         return Grid([tuple(point) for point in itertools.product(*choices.values())], keys)
 
     def sweeper(self, overrides: Sequence[str]) -> dict[str, Any]:
-        """hydra.sweeper, as plain values: who expands or chooses the points."""
+        """Return hydra.sweeper as plain values: the sweeper that expands or chooses the points."""
         from omegaconf import OmegaConf
 
         with explaining(overrides, self.primary):
@@ -105,16 +105,16 @@ class Composer:
         return {str(key): value for key, value in values.items()}
 
     def fixed(self, overrides: Sequence[str]) -> list[str]:
-        """Those that give no choice."""
+        """Return the overrides that give no choice."""
         return [word for word in overrides if not self._parsed(word).is_sweep_override()]
 
     def choices(self, overrides: Sequence[str]) -> dict[str, str]:
-        """The keys that vary, each with what there is to choose from, as text."""
+        """Return the keys that vary, each with its choices as text."""
         words = [word for word in self._with_configured(overrides) if self._parsed(word).is_sweep_override()]
         return dict(word.partition("=")[::2] for word in words)
 
     def compose(self, overrides: Sequence[str]) -> Config:
-        """The same `Config` as `compose` gives.
+        """Return the same `Config` as `compose` does.
 
         Raises:
             UsageError, ConfigError: as `compose`.
@@ -138,7 +138,7 @@ class Composer:
             return self._parser.parse_overrides([word])[0]
 
     def _chooses_group(self, override: Any) -> bool:
-        """As Hydra tells it (hydra._internal.defaults_list.Overrides)."""
+        """Return whether an override chooses a group, by Hydra's own rule (hydra._internal.defaults_list.Overrides)."""
         group = self._loader.repository.group_exists(override.key_or_group)
         return bool(group) and not isinstance(override.value(), dict)
 
@@ -146,23 +146,23 @@ class Composer:
         return composed_by_hydra(self.primary, overrides, with_hydra=True)
 
     def _compose_base(self, groups: tuple[str, ...]) -> Callable[[], Any]:
-        """Return what makes copies of the config that these choices of groups compose to."""
+        """Return a function that copies the config that these choices of groups compose to."""
         composed = composed_by_hydra(self.primary, groups)
         try:
             pickled = pickle.dumps(composed)
-        except (pickle.PicklingError, AttributeError, TypeError):  # somebody's class that lives inside a function
+        except (pickle.PicklingError, AttributeError, TypeError):  # a user's class that is defined inside a function
             return functools.partial(copy.deepcopy, composed)
         return functools.partial(pickle.loads, pickled)  # a sixth of deepcopy's time
 
     def _with_configured(self, overrides: Sequence[str]) -> list[str]:
-        """And the choices that stand in the config itself, as hydra.sweeper.params."""
+        """Return the overrides, with the choices that the config itself has as hydra.sweeper.params."""
         params: Mapping[str, Any] = self.sweeper(overrides).get("params") or {}
         return [*(f"{key}={value}" for key, value in params.items()), *overrides]
 
 
 @contextmanager
 def composing(primary: Primary) -> Iterator[Composer]:
-    """A composer, for as long as Hydra is set up."""
+    """Set Hydra up and give a composer of points."""
     from hydra.core.global_hydra import GlobalHydra
 
     with initialized(primary):
@@ -184,7 +184,7 @@ def check(composer: Composer, grid: Grid) -> Iterator[Config]:
 
 @contextmanager
 def naming_point(grid: Grid, number: int) -> Iterator[None]:
-    """Let what is wrong with a point say which one it is."""
+    """Add the number and values of a point to an error about it."""
     try:
         yield
     except SlurmtrainError as error:

@@ -1,8 +1,8 @@
 """The schema: every field a config may have, its type, its unit and what it is for.
 
 This is the only list of fields there is. Hydra composes into it (an unknown key or a wrong type is refused there),
-`validate` checks what one field alone cannot show, and the job reads its frozen copy back into it.
-It is not the place for defaults that differ between clusters or models: those are the yaml files under `conf/`.
+`validate` checks rules that involve several fields, and the job reads its frozen copy back into it. It is not the place
+for defaults that differ between clusters or models: those are the yaml files under `conf/`.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ from slurmtrain.rundir import runs_root
 
 @dataclass
 class ContainerConfig:
+    """The container that the ranks run in, if any."""
+
     kind: str | None = None  # null, "pyxis" (flags on the srun line) or "apptainer" (wraps the task's command)
-    image: str | None = None  # what the runtime accepts: a .sqsh or .sif file, or a registry reference
+    image: str | None = None  # an image that the runtime accepts: a .sqsh or .sif file, or a registry reference
     mounts: list[str] = field(default_factory=list)  # host:container[:ro]; the run directory is always mounted
-    args: list[str] = field(default_factory=list)  # further flags, one word each, passed on as they are
+    args: list[str] = field(default_factory=list)  # further flags of the runtime, one word each, passed on unchanged
 
 
 @dataclass
 class ClusterConfig:
-    """Where the job runs and what it asks for. One yaml a cluster lies under conf/cluster/."""
+    """The machines that the job runs on and the resources that it asks for; one yaml file per cluster in conf/cluster/."""
 
     backend: str = "slurm"  # "slurm", or "local": the same job as processes of this machine, in the foreground
     nodes: int = 1
     tasks_per_node: int = 1  # ranks per node; one rank drives one GPU
     cpus_per_task: int = 1
     gpus_per_node: int = 0
-    gpu_type: str | None = None  # as in --gpus-per-node=TYPE:N, when the cluster has several
-    gpu_memory_gb: float | None = None  # of one GPU; where it is set, a model that cannot fit is refused
+    gpu_type: str | None = None  # as in --gpus-per-node=TYPE:N, if the cluster has several types
+    gpu_memory_gb: float | None = None  # memory of one GPU; if set, a model that cannot fit is refused
     mem_per_node_gb: int | None = None  # at most one of the three mem_* fields; 0 means all of the node's memory
     mem_per_cpu_gb: int | None = None
     mem_per_gpu_gb: int | None = None
@@ -43,53 +45,60 @@ class ClusterConfig:
     constraint: str | None = None
     reservation: str | None = None
     exclude: str | None = None  # node list that the job must not get
-    exclusive: bool = False  # whole nodes
+    exclusive: bool = False  # no other job runs on the job's nodes
     sbatch: dict[str, Any] = field(
         default_factory=dict
     )  # further sbatch options by their long name; true is a bare flag
-    srun_args: list[str] = field(default_factory=list)  # further srun words, after ours
-    srun_wait_s: int = 60  # after the first rank left, srun kills the others when they stay longer than this
-    modules: list[str] = field(default_factory=list)  # `module load` each, first of all
-    setup: list[str] = field(default_factory=list)  # bash lines after the modules; one that fails stops the job (78)
+    srun_args: list[str] = field(default_factory=list)  # further arguments of srun, after ours
+    srun_wait_s: int = 60  # after the first rank exited, srun kills ranks that are alive for longer than this
+    modules: list[str] = field(default_factory=list)  # names for `module load`, which is done first
+    setup: list[str] = field(
+        default_factory=list
+    )  # bash lines after the modules; one that fails ends the job (exit 78)
     venv: str | None = None  # a virtual environment to activate
     conda_env: str | None = None  # or a conda environment, by name or path
-    python: str | None = None  # the interpreter of the ranks; null: the one that submits, or `python` of the container
+    python: str | None = None  # interpreter of the ranks; null: the one that submits, or the container's `python`
     container: ContainerConfig = field(default_factory=ContainerConfig)
     env: dict[str, str] = field(default_factory=dict)  # exported to every rank
     network_interface: str = "auto"  # for NCCL and gloo: a name, "auto" (the one that reaches rank 0) or "none"
     rendezvous_timeout_s: int = 300  # how long ranks wait for each other at the start
-    collective_timeout_s: int = 1800  # how long a collective may take before the job is taken for hung
+    collective_timeout_s: int = 1800  # how long a collective may take before the job counts as hung
     slurm_conf: str | None = None  # a slurm.conf other than the machine's own
     sandbox: str | None = None  # the name of a running sandbox whose slurm.conf is used
 
 
 @dataclass
 class JobConfig:
-    """What is run, under which name, and from which copy of the code."""
+    """The program to run, its name, and the copy of the code that it uses."""
 
     name: str = "train"  # also the folder under runs_dir and the name in squeue
     kind: str = (
         "train"  # "train": the trainer of this package; "command": job.command on every rank; "prepare": text -> tokens
     )
-    # e.g. 'python my_train.py --lr 1e-3', or typed after `submit --`; split into words as a shell would. No shell runs: each
-    # rank replaces $NAME and ${NAME} of what it is given (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ..., SLURM_*), and
-    # nothing else; a shell's own words (bash -c '...') are left to that shell.
+    # e.g. 'python my_train.py --lr 1e-3', or typed after `submit --`; split into words as a shell would. No shell runs it: each
+    # rank replaces $NAME and ${NAME} for the variables that it is given (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...,
+    # SLURM_*), and nothing else; the script of an explicit shell (bash -c '...') is left to that shell.
     command: str | None = None
-    # With job.command: when it counts as finished. A file (absolute, or in the run directory or the folder in which it runs)
-    # that is there when it ends, or an exit code of its own. null: it exits with 0 and was not told to stop before.
+    # With job.command: how to see that the command has finished: by a file (absolute, or in the run directory or the working
+    # directory) that exists when the command ends, or by an exit code. null: it exits with 0 without having been told to stop.
     finished_when: str | None = None
-    # With job.command: a file or pattern (as finished_when) that it changes when it has got on, such as its newest checkpoint.
+    # With job.command: a file or pattern (as for finished_when) that the command changes when it makes progress, for instance
+    # its newest checkpoint.
     progress_file: str | None = None
-    # Shared between login node and compute nodes; relative to where submit is typed. SLURMTRAIN_RUNS, else "runs".
+    # A folder that login node and compute nodes share; relative to the folder in which submit is typed. Default: the
+    # environment variable SLURMTRAIN_RUNS, else "runs".
     runs_dir: str = field(default_factory=lambda: str(runs_root()))
     snapshot: str = "auto"  # "auto": the git work tree if there is one, else run in place; "cwd": this folder; "none"
-    snapshot_max_mb: int = 64  # a larger work tree is refused: data does not belong into the snapshot
-    singleton: bool = False  # wait until no other job of this name and user is left (--dependency=singleton)
+    snapshot_max_mb: int = 64  # a larger work tree is refused: data does not belong in the snapshot
+    singleton: bool = False  # wait until no other job of this name and user exists (--dependency=singleton)
 
 
 @dataclass
 class ParallelConfig:
-    """How the model is laid over the ranks. The product of the axes is the world size; one axis may be -1: what is left."""
+    """The distribution of the model over the ranks.
+
+    The product of the axes is the world size; one axis may be -1, which takes what the others leave.
+    """
 
     dp_replicate: int = -1  # full copies of the model; each sees other samples
     dp_shard: int = 1  # ranks that share a copy's parameters, gradients and optimiser state (FSDP2)
@@ -98,21 +107,22 @@ class ParallelConfig:
     cp: int = 1  # ranks that share every sequence (context parallel)
     ep: int = 1  # ranks that share the experts of a mixture; no model here has any
     sequence_parallel: bool = True  # with tp: also share the activations between the matrices, along the sequence
-    cp_method: str = "all_gather"  # "all_gather": of keys and values; "ulysses": sequences for heads and back
+    cp_method: str = "all_gather"  # "all_gather" of keys and values; "ulysses": trade sequence parts for heads and back
     pp_schedule: str = "1f1b"  # or "gpipe"; with two stages a rank: "interleaved_1f1b", "zero_bubble"
     units: list[str] = field(
         default_factory=list
-    )  # class names that FSDP2 gathers at a time; []: the model's, or by size
-    # Free gathered parameters until backward; null: yes, but with pp no. A number: groups of so many shards keep them.
+    )  # class names of the modules that FSDP2 gathers one at a time; []: the model's own choice, or by size
+    # Free gathered parameters between forward and backward; null: yes, except with pp. A number: groups of this many shards
+    # keep them.
     reshard_after_forward: bool | int | None = None
-    param_dtype: str | None = None  # "bfloat16": compute in it, with FSDP2; parameters and optimiser stay float32
-    reduce_dtype: str = "float32"  # in which gradients are added up; "bfloat16" halves what is sent
-    gradient_compression: str = "none"  # what replicas send each other (DDP): "bf16", "fp16", "powersgd"
-    powersgd_rank: int = 4  # of the matrices that stand for a gradient: fewer bytes, or more of what it says
-    powersgd_start_step: int = 100  # gradients of the steps before go whole
-    activation_checkpointing: str = (
-        "none"  # "full": compute blocks again in backward; "selective": but for their matmuls
+    param_dtype: str | None = None  # "bfloat16": compute in bfloat16, with FSDP2; parameters and optimiser stay float32
+    reduce_dtype: str = "float32"  # type in which gradients are added up; "bfloat16" halves what is sent
+    gradient_compression: str = (
+        "none"  # how replicas (DDP) compress gradients to exchange them: "bf16", "fp16", "powersgd"
     )
+    powersgd_rank: int = 4  # rank of the matrices that approximate a gradient: higher is more exact, and sends more
+    powersgd_start_step: int = 100  # gradients of earlier steps are sent uncompressed
+    activation_checkpointing: str = "none"  # "full": recompute blocks in backward; "selective": all but their matmuls
     compile: bool = False  # torch.compile, block by block
 
 
@@ -123,7 +133,7 @@ class OptimConfig:
     lr: float = 3e-3
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    weight_decay: float = 0.1  # on matrices only; norms and biases are left alone
+    weight_decay: float = 0.1  # on matrices only, not on norms and biases
     warmup_steps: int = 20
     min_lr_ratio: float = 0.1  # the cosine ends at lr * min_lr_ratio
     grad_clip: float = 1.0  # maximum global gradient norm; 0: no clipping
@@ -131,131 +141,151 @@ class OptimConfig:
 
 @dataclass
 class TrainConfig:
+    """The length of training, its batches, and what it logs."""
+
     steps: int = 200  # optimiser steps
-    global_batch_size: int = 16  # sequences per step over all ranks; stays when the number of nodes changes
-    micro_batch_size: int | None = None  # sequences per forward pass of one rank; null: as many as there are
+    global_batch_size: int = 16  # sequences per step over all ranks; does not change with the number of nodes
+    micro_batch_size: int | None = None  # sequences per forward pass of one rank; null: its whole share of the step
     seed: int = 1234
-    shuffle: bool = True  # another order each epoch; false: the data's own
-    repeat: bool = True  # begin again when all samples were seen; false: a run that would is refused
-    length_sorted_steps: int = 32  # for samples of different length: so many steps share theirs, sorted by length
+    shuffle: bool = True  # another order each epoch; false: the data's own order
+    repeat: bool = True  # start another epoch when all samples were seen; false: refuse a run that would
+    length_sorted_steps: int = 32  # for samples of different lengths: steps whose samples are sorted together
     data_workers: int = 0  # processes per rank that read ahead
-    data_ahead: int = 2  # steps that they read ahead, and of which the file system hears early
+    data_ahead: int = 2  # steps that data_workers read ahead, and that are announced to the file system
     log_every: int = 10  # steps
     eval_every: int = 100  # steps between evaluations; 0: at the end only; see `eval`
-    max_nonfinite: int = 5  # so many steps in a row whose loss or gradient norm is not finite end the run; 0: none do
-    device: str = "auto"  # "auto": a GPU with cluster.gpus_per_node, or where one is visible; "cpu"; "cuda"
-    tensorboard: bool = True  # needs the extra `tensorboard`; said once when it is missing
+    max_nonfinite: int = 5  # this many steps in a row without a finite loss and gradient norm end the run; 0: never
+    device: str = "auto"  # "auto": a GPU if cluster.gpus_per_node is set or one is visible; "cpu"; "cuda"
+    tensorboard: bool = True  # needs the extra `tensorboard`; a message says if it is missing
 
 
 @dataclass
 class CheckpointConfig:
-    """When to save (whichever of the three comes first; a stop and the end save by themselves), what to keep, what to trust."""
+    """When to save, what to keep, and what to verify.
+
+    A save is due at whichever of the three comes first; a stop and the end of training also save.
+    """
 
     every_steps: int = 50  # 0: not by steps
     every_minutes: float = 0.0  # 0: not by time
-    auto: bool = False  # as often as loses the least time, by the measured stall and the failure rate (Daly 2006)
+    auto: bool = False  # at the interval that loses the least time, by measured stall and failure rate (Daly 2006)
     mtbf_hours: float | None = (
-        None  # for auto: mean time between failures of this job; null: by nodes, and what was seen
+        None  # for auto: mean time between failures of this job; null: by nodes and observed failures
     )
-    keep_last: int = 2  # complete checkpoints kept; at least 2
-    keep_every: int = 0  # and those whose step is a multiple of this; 0: none for that reason
-    keep_best: int = 0  # and so many of the best by best_metric; 0: none for that reason
-    best_metric: str = "valid_loss"  # or another of an evaluation; of the steps that are evaluated when they are saved
+    keep_last: int = 2  # number of the newest complete checkpoints to keep; at least 2
+    keep_every: int = 0  # also keep those whose step is a multiple of this; 0: none for that reason
+    keep_best: int = 0  # also keep this many of the best by best_metric; 0: none for that reason
+    best_metric: str = "valid_loss"  # a metric of the evaluations; known for saved steps that are also evaluated
     best_mode: str = "min"  # "min" or "max"
     asynchronous: bool = (
         True  # write while training goes on; false: wait for each commit, the first failure ends the attempt
     )
-    max_failures: int = 3  # so many saves that fail in a row end the attempt; 0: train on without
+    max_failures: int = 3  # this many failed saves in a row end the attempt; 0: train on without
     # When ranks that should hold the same do not: "refuse" fails the save and names them; "warn" says so once and saves the
     # lowest rank's, which then writes for the others, too (GPUs of several models differ in the last bits).
     on_replica_drift: str = "refuse"
     verify: str = "full"  # compare restored files with their digests: "full", "sampled" (a 16th) or "off" (sizes only)
     mirror: str | None = None  # URL of an object store's folder; copies go to <mirror>/<job.name>/<run id>
-    restore_from: str | None = None  # a checkpoint to begin from when this run has none of its own
-    # null: go on at its step, with its optimiser, schedule and place in the data. "model": its weights alone, at step 0.
+    restore_from: str | None = None  # path of a checkpoint to start from while this run has none of its own
+    # null: continue at its step, with its optimiser, schedule and position in the data. "model": only its weights, at step 0.
     restore_only: str | None = None
     allow: list[str] = field(default_factory=list)  # what may differ from it: keys, shapes, dtypes, config, data
 
 
 @dataclass
 class EvalConfig:
-    """What is measured on held-out samples, and where. When: train.eval_every, and at the end."""
+    """The metrics on held-out samples, computed every train.eval_every steps and at the end."""
 
-    mode: str = "inline"  # "inline": training waits for it; "job": each due checkpoint gets a SLURM job of its own
-    # Further sets by name, each a data config with its _target_: a data set, or a source, of which `valid` is taken, else
-    # `train`. The data source's own are "valid" and those in its `evals`.
+    mode: str = "inline"  # "inline": training waits for it; "job": a SLURM job of its own for each due checkpoint
+    # Further sets by name, each a data config with its _target_: a data set, or a source, whose `valid` is used, else its
+    # `train`. The data source's own sets are "valid" and those in its `evals`.
     sets: dict[str, Any] = field(default_factory=dict)
-    # Besides the loss: true or false for those of slurmtrain.training.measures, or a config of your own with its _target_.
+    # Metrics besides the loss: true or false for those of slurmtrain.training.measures, or a config of your own with a
+    # _target_.
     metrics: dict[str, Any] = field(
         default_factory=lambda: {"perplexity": True, "bits_per_byte": True, "accuracy": False}
     )
-    # Of evaluations that are not made by the training itself: what differs from the training's cluster and parallel.
-    cluster: dict[str, Any] = field(default_factory=dict)  # without: one node, if the model's ranks fit on it
-    parallel: dict[str, Any] = field(default_factory=dict)  # without: one copy of the model
+    # For evaluations outside the training's own job: fields that differ from the training's cluster and parallel.
+    cluster: dict[str, Any] = field(default_factory=dict)  # {}: one node, if the model's ranks fit on it
+    parallel: dict[str, Any] = field(default_factory=dict)  # {}: one copy of the model
 
 
 @dataclass
 class RequeueConfig:
-    """What happens after a job has stopped early. Modes:
+    """What happens after a job has stopped early.
 
-    "requeue": SLURM's requeue, same job id. Only here SLURM itself starts a job again whose node has died.
-    "resubmit": where requeueing is forbidden: the same script is submitted again as a new job.
-    "chain": chain_length jobs are submitted at once, each waits for those before it and goes on where they stopped.
+    The modes are:
+
+    "requeue": SLURM's requeue, same job id. Only in this mode does SLURM itself restart a job whose node has died.
+    "resubmit": for clusters that forbid requeueing: the same script is submitted again as a new job.
+    "chain": chain_length jobs are submitted at once; each waits for those before it and continues where they stopped.
     "off": a stopped job stays stopped; `resume RUN` continues it.
     """
 
     mode: str = "requeue"
     chain_length: int = 4  # jobs of mode=chain; the run ends with the last of them, finished or not
-    max_attempts_without_progress: int = 3  # crashes or time limits in a row, nothing new between: then it ends
-    # Where no progress is visible (a job.command that reports none): an attempt that lasted so long, or half the time limit if
-    # that is less, may have got on: it starts the count of max_attempts_without_progress afresh.
+    max_attempts_without_progress: int = (
+        3  # the run ends after this many crashes or time limits in a row without progress
+    )
+    # If no progress is visible (a job.command that reports none): an attempt that lasted this long, or half the time limit if
+    # that is less, may have made progress, and restarts the count of max_attempts_without_progress.
     long_attempt_min: int = 60
     max_unseen_attempts: int = (
-        10  # so many such attempts that crash or reach the time limit, and no progress: then it ends
+        10  # the run ends after this many such attempts that crash or reach the time limit, without visible progress
     )
-    restart_delay_s: int = 8  # SLURM holds a requeued job for about 121 s; it is asked for this delay instead
+    restart_delay_s: int = 8  # SLURM holds a requeued job for about 121 s; we ask for this delay instead
 
 
 @dataclass
 class HooksConfig:
-    """Commands for bash, at most one after each attempt, on its first node, when its ranks have left and it is judged."""
+    """Commands for bash: at most one after each attempt, on its first node, when all ranks have exited."""
 
     on_finish: str | None = None  # the run has finished
-    on_failure: str | None = None  # a crash, a dead node, a wrong config, no progress; tried again or not
+    on_failure: str | None = None  # a crash, a dead node, a wrong config, no progress; whether it is tried again or not
     on_preemption: str | None = None  # stopped early by SLURM or on request; not by `cancel`, scancel or Ctrl-C
-    timeout_s: int = 20  # then all its processes are killed; SLURM kills a requeued job after KillWait, often 30 s
+    timeout_s: int = (
+        20  # after it, all processes of the hook are killed; SLURM kills a requeued job after KillWait, often 30 s
+    )
 
 
 @dataclass
 class SweepConfig:
-    """How the points of a sweep (`-m`) share jobs."""
+    """The way in which the points of a sweep (`-m`) share jobs."""
 
-    pack: int = 1  # so many runs at the same time in one array task, on the CPUs, memory and GPUs of one run
+    pack: int = 1  # number of runs at the same time in one array task, on the CPUs, memory and GPUs of one run
 
 
 @dataclass
 class PrepareConfig:
-    """`prepare` and job=prepare: raw text -> tokenised shards, for data=prepared."""
+    """Settings of `prepare` and job=prepare: raw text -> tokenised shards, for data=prepared."""
 
-    inputs: list[str] = field(default_factory=list)  # files, glob patterns (** too), folders with all that is in them
+    inputs: list[str] = field(default_factory=list)  # files, glob patterns (also **), folders with all files in them
     output: str | None = None  # the folder of the prepared data set
     format: str = "auto"  # by suffix, with or without .gz/.zst; or "jsonl", "parquet", "text", "hf" for all inputs
-    text_field: str = "text"  # of a JSON line, or the column, that holds a document
-    tokenizer: str = "bytes"  # or the path of a tokenizer.json, or of tiktoken's ranks in a file NAME.tiktoken
+    text_field: str = "text"  # the field of a JSON line, or the column, that holds a document
+    tokenizer: str = "bytes"  # "bytes", or the path of a tokenizer.json, or of tiktoken's ranks in a file NAME.tiktoken
     tiktoken_pattern: str | None = None  # an encoding's name or a regular expression; null: by the file's name
-    bos: str | None = None  # before each document: a token's id or text; null: none
-    eos: str | None = None  # after each document; "none"; null: the one that the tokenizer's file has (of bytes: 0)
-    unit_mb: float = 128.0  # of input, one shard of each split; what a kill may cost a process. Packed files stay whole
-    valid_fraction: float = 0.0  # of the documents, by a digest of their text, that become the split "valid"
-    max_bad_share: float = 0.0  # of the records that may be bad (left out, and listed in bad.jsonl)
-    workers: int = 0  # processes of each task; 0: one a CPU that the task has
-    part: int = 0  # which of `parts` this is: -m 'prepare.part=range(0,16)' prepare.parts=16 makes an array of 16
+    bos: str | None = None  # token before each document: its id or text; null: none
+    eos: str | None = (
+        None  # token after each document, or "none"; null: the one that the tokenizer's file has (for bytes: 0)
+    )
+    unit_mb: float = (
+        128.0  # size of input per shard; a kill costs a process at most that much. Compressed files stay whole
+    )
+    valid_fraction: float = (
+        0.0  # share of the documents that become the split "valid", chosen by a digest of their text
+    )
+    max_bad_share: float = 0.0  # share of the records that may be bad (left out, and listed in bad.jsonl)
+    workers: int = 0  # processes of each task; 0: one for each CPU of the task
+    part: int = (
+        0  # index of this part among `parts`: -m 'prepare.part=range(0,16)' prepare.parts=16 makes an array of 16
+    )
     parts: int = 1
 
 
 @dataclass
 class Config:
-    """One experiment. `model` and `data` are open: whatever `_target_` takes."""
+    """One experiment. `model` and `data` are open: they have whatever fields their `_target_` takes."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     model: dict[str, Any] = field(default_factory=dict)
@@ -269,11 +299,12 @@ class Config:
     sweep: SweepConfig = field(default_factory=SweepConfig)
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
     hooks: HooksConfig = field(default_factory=HooksConfig)
-    # Environment variables that the ranks get and nobody writes down: NAME -> "env" (of the shell that submits) or "file:PATH".
+    # Environment variables that the ranks get and that are never written to disk: NAME -> "env" (of the shell that submits) or
+    # "file:PATH".
     secrets: dict[str, str] = field(default_factory=dict)
     job: JobConfig = field(default_factory=JobConfig)
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job: nodes x tasks per node."""
+        """The number of ranks of the job: nodes x tasks per node."""
         return self.cluster.nodes * self.cluster.tasks_per_node

@@ -1,7 +1,7 @@
-"""Secrets of a run: where their values come from, and that none of them stands in a config.
+"""Secrets of a run: read their values, and check that no config contains one.
 
-`secrets:` maps the name of an environment variable, which every rank gets, to where its value is: "env", the environment of
-the shell that submits, or "file:PATH". The config and the script hold names and paths only.
+`secrets:` maps the name of an environment variable, which every rank gets, to the source of its value: "env", the
+environment of the shell that submits, or "file:PATH". The config and the script hold names and paths only.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def path_of(source: str) -> Path | None:
-    """The file of a secret that is in one."""
+    """Return the path of a secret whose source is a file; None for other sources."""
     return Path(source.removeprefix(FILE)).expanduser() if source.startswith(FILE) else None
 
 
 def read(secrets: Mapping[str, str]) -> dict[str, str]:
-    """The values, by name.
+    """Return the values of the secrets, by name.
 
     Raises:
-        ConfigError: a name or a source is none, a variable is not set, or a file is missing or open to others.
+        ConfigError: a name or a source is not valid, a variable is not set, or a file is missing or readable by others.
     """
     return {name: _read(name, source) for name, source in secrets.items()}
 
 
 def given(secrets: Mapping[str, str]) -> dict[str, str]:
-    """The values for a rank: whoever has started its attempt has read the files, which a container may not see.
+    """Return the values for a rank.
+
+    If a launcher started its attempt, it has read the files, which a container may not see.
 
     Raises:
         ConfigError: as `read`.
@@ -46,7 +48,7 @@ def given(secrets: Mapping[str, str]) -> dict[str, str]:
 
 
 def take(secrets: Mapping[str, str]) -> None:
-    """Put the values into this process's environment, and keep them out of all that it writes.
+    """Put the values into this process's environment, and redact them in all its output.
 
     Raises:
         ConfigError: as `read`.
@@ -58,10 +60,10 @@ def take(secrets: Mapping[str, str]) -> None:
 
 
 def refuse_written_out(values: Mapping[str, str], config: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """A secret that stands in a config or an override would lie on disk in clear text.
+    """Raise if a config or an override contains the value of a secret, which would be written to disk in clear text.
 
     Raises:
-        ConfigError: one does; the message does not.
+        ConfigError: one does; the message does not repeat the value.
     """
     if not values:
         return
@@ -76,10 +78,10 @@ def refuse_written_out(values: Mapping[str, str], config: Mapping[str, Any], ove
 
 
 def refuse_pickled(values: Mapping[str, str], pickled: bytes, what: str) -> None:
-    """The same of something that is about to be written as it is.
+    """Raise if bytes that are about to be written contain the value of a secret.
 
     Raises:
-        ConfigError: a secret is in it.
+        ConfigError: a secret is in them.
     """
     for name, value in values.items():
         if len(value) >= SHORTEST and value.encode() in pickled:
@@ -102,7 +104,7 @@ def _read(name: str, source: str) -> str:
                 hint=f"export {name}=... in the shell that submits, or put it into a file: secrets.{name}=file:PATH",
             )
         value = os.environ[name]
-    else:  # which may be the secret itself
+    else:  # the source may be the secret itself
         raise ConfigError(
             f"secrets.{name} is neither env nor file:PATH", hint="it says where the value is, not what it is"
         )
@@ -119,7 +121,7 @@ def _read_file(name: str, path: Path) -> str:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o7177:
             raise ConfigError(f"{what}: must be a file of your own that nobody else may read", hint=f"chmod 600 {path}")
-        return path.read_text().rstrip("\n")  # as $(< file) in the batch script
+        return path.read_text().rstrip("\n")  # the same as $(< file) in the batch script
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{what}: cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}",

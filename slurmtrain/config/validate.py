@@ -1,6 +1,7 @@
-"""What one field alone cannot show: checks across the fields of a config, before anything is submitted.
+"""Rules that involve several fields of a config, checked before anything is submitted.
 
-Pure: a `Config` in, nothing out, or a `ConfigError` that names the field, its value and what to write instead.
+The checks are pure: they take a `Config` and raise a `ConfigError` that names the field, its value and what to write
+instead.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from slurmtrain.config.schema import (
 )
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, nearest
 
-# Long options of sbatch, those of `man sbatch`: what decides them here, or "" for those that cluster.sbatch may set.
+# Long options of sbatch, from `man sbatch`: the field that sets each, or "" for those that cluster.sbatch may set.
 SBATCH_OPTIONS = {
     **dict.fromkeys(
         """acctg-freq batch bb bbf begin burst-buffer cluster-constraint comment container contiguous core-spec
@@ -49,7 +50,7 @@ SBATCH_OPTIONS = {
     "job-name": "job.name",
     **dict.fromkeys(("requeue", "no-requeue"), "requeue.mode"),
     **dict.fromkeys(("output", "error", "open-mode"), "the run directory"),
-    "clusters": "SLURM_CLUSTERS of the shell",  # which status, cancel and resume follow, too
+    "clusters": "SLURM_CLUSTERS of the shell",  # status, cancel and resume follow it, too
     **dict.fromkeys(("array", "chdir", "export", "input", "parsable", "wait", "wrap"), "slurmtrain itself"),
 }
 SLURM_EARLY_S = 60  # `man sbatch`, --signal: the signal may be sent up to 60 seconds earlier than specified
@@ -59,10 +60,10 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
 
 
 def validate(config: Config) -> None:
-    """Raise for the first thing that cannot work.
+    """Raise for the first setting that cannot work.
 
     Raises:
-        ConfigError: with the field, the value, what was expected and a hint.
+        ConfigError: the message gives the field, the value, what was expected and a hint.
     """
     _check_job(config.job)
     _check_cluster(config.cluster, singleton=config.job.singleton)
@@ -114,7 +115,7 @@ def _check_evaluation(config: Config) -> None:
 
 
 def _check_lengths(config: Config) -> None:
-    """What our own model would say of our own data when the job has begun."""
+    """Raise for sequences that are longer than our own model accepts, which it would report only when the job has begun."""
     longest = config.model.get("max_seq_len")
     ours = config.model.get("_target_") == "slurmtrain.models.Decoder"
     if not ours or not isinstance(longest, int) or not str(config.data.get("_target_")).startswith("slurmtrain.data."):
@@ -270,7 +271,7 @@ def _check_sbatch_option(option: str, value: object) -> None:
 
 
 def _check_strings(cluster: ClusterConfig) -> None:
-    """Refuse control characters: a newline in a value would start a line of its own in the batch script."""
+    """Raise for control characters: a newline in a value would start a line of its own in the batch script."""
     values: list[tuple[str, object]] = [
         (f"cluster.{name}", value) for name, value in vars(cluster).items() if name != "setup"
     ]

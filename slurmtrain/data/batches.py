@@ -1,9 +1,9 @@
-"""Batches: tensors by name, with the samples along the first axis; and how samples of different length become one.
+"""Batches: named tensors with the samples along the first axis, and how samples of different lengths are put into one batch.
 
-    inputs, targets   int64 [B, S]   for language models; targets that are not to be learnt are -100
+    inputs, targets   int64 [B, S]   for language models; targets that the loss ignores are -100
     documents         int32 [B, S]   optional: which document of its row a token belongs to, 0, 1, 2, ... along the row
 
-A data set of another kind may have whatever names and shapes its model takes.
+A data set for another kind of model may use any names and shapes that its model takes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ IGNORED_TARGET = -100  # the target that torch's cross_entropy leaves out
 
 
 def collate(samples: Sequence[Any]) -> Batch:
-    """Samples as one batch: as torch's `default_collate`, after rows [S] of different length were filled up to the longest."""
+    """Return samples as one batch, as torch's `default_collate` does.
+
+    Rows [S] of different lengths are first padded to the longest.
+    """
     first = samples[0]
     if isinstance(first, Mapping) and "targets" in first and len({_length(sample) for sample in samples}) > 1:
         longest = max(_length(sample) for sample in samples)
@@ -35,7 +38,11 @@ def collate(samples: Sequence[Any]) -> Batch:
 
 
 def _collate_tensors(tensors: Sequence[Tensor], *, collate_fn_map: Any = None) -> Tensor:
-    """In a worker, torch opens shared memory for each; which is worth it only for what does not fit into a slot."""
+    """Stack tensors in ordinary memory if they fit into a slot, else as torch does.
+
+    In a worker, torch opens shared memory for every stacked tensor, which is only worth it for tensors larger than a
+    slot.
+    """
     plain = all(tensor.layout == torch.strided and not tensor.is_nested for tensor in tensors)
     if plain and sum(tensor.nbytes for tensor in tensors) <= SLOT_BYTES:
         return torch.stack(list(tensors))
@@ -43,12 +50,12 @@ def _collate_tensors(tensors: Sequence[Tensor], *, collate_fn_map: Any = None) -
     return stacked
 
 
-# As the documentation of `default_collate` shows how to extend it.
+# Extended as the documentation of `default_collate` shows.
 _COLLATE = {**torch_collate.default_collate_fn_map, Tensor: _collate_tensors}
 
 
 def padded(batch: Batch, length: int) -> Batch:
-    """`batch` with rows of `length` tokens; what is added has no targets, and belongs to a document of its own."""
+    """Return `batch` with rows of `length` tokens; the padding has no targets and is a document of its own."""
     before = tokens_per_row(batch)
     if not 0 < before < length:
         return batch
@@ -65,7 +72,7 @@ def padded(batch: Batch, length: int) -> Batch:
 
 
 def filled(batch: Batch, rows: int) -> Batch:
-    """`batch` with `rows` samples; those that are added have no targets."""
+    """Return `batch` with `rows` samples; the samples that are added have no targets."""
     missing = rows - len(batch["targets"])
     if missing <= 0:
         return batch
@@ -74,13 +81,17 @@ def filled(batch: Batch, rows: int) -> Batch:
 
 
 def joined(parts: Sequence[tuple[Tensor, Batch]]) -> Batch:
-    """One batch of several, each with the rows that its samples are to have in it, int64 [B of the part]."""
+    """Return several batches as one.
+
+    Args:
+        parts: for each batch, the rows of the result that its samples take, int64 [B of the part], and the batch.
+    """
     order = torch.argsort(torch.cat([rows for rows, _ in parts]))
     return {name: values[order] for name, values in stacked([batch for _, batch in parts]).items()}
 
 
 def stacked(batches: Sequence[Batch]) -> Batch:
-    """One batch with the rows of several, of which not all need have `documents`, nor rows of one length."""
+    """Return one batch with the rows of several, which may differ in length and of which only some may have `documents`."""
     if len(batches) == 1:
         return batches[0]
     names = {name for batch in batches for name in batch}
@@ -90,15 +101,15 @@ def stacked(batches: Sequence[Batch]) -> Batch:
 
 
 def blank(batch: Batch) -> Batch:
-    """A batch of the same shape that nothing is learnt from, and nothing measured."""
+    """Return a batch of the same shape without any targets, so that it adds nothing to the loss or to a metric."""
     return {**batch, "targets": torch.full_like(batch["targets"], IGNORED_TARGET)}
 
 
 def check_for_model(batch: Any) -> None:
-    """Check that a model can be called with it.
+    """Check that a model can be called with `batch`.
 
     Raises:
-        ConfigError: it has no inputs or targets, or something that is no tensor.
+        ConfigError: the batch has no inputs or targets, or one of its values is no tensor.
     """
     names = set(batch) if isinstance(batch, Mapping) else set()
     if not {"inputs", "targets"} <= names:
@@ -127,7 +138,7 @@ def _is_text(values: Any) -> bool:
 
 
 def num_targets(batch: Batch) -> int:
-    """Targets of `batch` that are not ignored; 0 for a batch that has none by this name."""
+    """Return how many targets of `batch` are not ignored; 0 for a batch without `targets`."""
     targets = batch.get("targets") if isinstance(batch, Mapping) else None
     if not isinstance(targets, Tensor):  # data sets of one's own loop may give what they like
         return 0
@@ -140,13 +151,13 @@ def num_targets(batch: Batch) -> int:
 
 
 def tokens_per_row(batch: Batch) -> int:
-    """Tokens of the rows; 0 for a batch that has none."""
+    """Return the length of the batch's rows in tokens; 0 for a batch without rows of tokens."""
     targets = batch.get("targets") if isinstance(batch, Mapping) else None
     return targets.shape[1] if isinstance(targets, Tensor) and targets.ndim == 2 else 0
 
 
 def _with_documents(batch: Batch, names: set[str]) -> Batch:
-    """Rows that do not say so are of one document each."""
+    """Add `documents` to a batch that lacks them, if `names` has them: each of its rows is then one document."""
     if "documents" not in names or "documents" in batch:
         return batch
     return {**batch, "documents": torch.zeros_like(batch["targets"], dtype=torch.int32)}

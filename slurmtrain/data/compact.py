@@ -1,4 +1,7 @@
-"""Rows of prepared tokens on their way from a worker to the device: 1, 2 or 4 bytes for a token there instead of 16."""
+"""A compact form of rows of prepared tokens, for the way from a worker to the device.
+
+It takes 1, 2 or 4 bytes per token instead of 16.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,23 @@ from torch import Tensor
 
 from slurmtrain.data.batches import IGNORED_TARGET, Batch
 
-TOKENS_AT_ONCE = 1 << 17  # of several batches that are made together
-# What the files hold, and the signed type of the same width, which every device can compute with.
+TOKENS_AT_ONCE = 1 << 17  # greatest number of tokens in batches that are made in one go
+# The types in the files, with the signed type of the same width, which every device supports.
 _SIGNED = {torch.uint8: torch.int8, torch.uint16: torch.int16, torch.uint32: torch.int32}
 _NONE = np.empty(0, dtype=np.int64)
 
 
 class CompactRows(NamedTuple):
-    """What becomes a batch of B rows of S tokens where it is used.
+    """The compact form of a batch of B rows of S tokens; `batch()` expands it where it is used.
 
     Attributes:
-        tokens: unsigned [B, S + 1]: of each row, the inputs but for its last one, the targets but for its first one.
-        num_targets: that are not ignored.
-        lengths: int64 [B], of each row without its padding; None: there is none.
-        places: int64 [K], of targets that are others, none of them padding, counted through the rows, S in each; None: none.
-        values: int64 [K], those targets; None: they are ignored.
-        documents: int32 [B, S], as in a batch; None: not masked.
+        tokens: unsigned [B, S + 1]; the first S tokens of each row are its inputs, the last S its targets.
+        num_targets: number of targets that are not ignored.
+        lengths: int64 [B], length of each row without its padding; None: no row is padded.
+        places: int64 [K], positions (row * S + column) of targets that differ from the next token; none lies in the
+            padding. None: there are no such targets.
+        values: int64 [K], the targets at `places`; None: they are ignored.
+        documents: int32 [B, S], as in a batch; None: documents are not masked.
     """
 
     tokens: Tensor
@@ -39,7 +43,10 @@ class CompactRows(NamedTuple):
     documents: Tensor | None = None
 
     def batch(self) -> Batch:
-        """On the device of its tensors, and nothing waits for that device; inputs and targets are tensors of its own."""
+        """Return the batch on the device of its tensors, without waiting for that device.
+
+        Inputs and targets are new tensors.
+        """
         inputs, targets = _int64(self.tokens[:, :-1]), _int64(self.tokens[:, 1:])
         if self.places is not None:
             if self.values is None:
@@ -55,22 +62,23 @@ class CompactRows(NamedTuple):
 
 
 def as_batch(rows: Batch | CompactRows) -> Batch:
+    """Return a batch in the usual form."""
     return rows.batch() if isinstance(rows, CompactRows) else rows
 
 
 def batches_at_once(samples: int, seq_len: int) -> int:
-    """How many batches of so many rows are made together: numpy takes hardly longer for them than for one."""
+    """Return how many batches of this size to make in one go: numpy takes hardly longer for several small ones than for one."""
     return max(1, TOKENS_AT_ONCE // max(samples * seq_len, 1))
 
 
 class RowsTogether(NamedTuple):
-    """The rows of several batches, that many in each, as they are made.
+    """The rows of several batches of equal size, made in one go.
 
     Attributes:
         tokens, documents: as in `CompactRows`; made by the `empty` that `apart` gets.
-        lengths: int64 [rows].
-        places: int64 [K], increasing.
-        values: int64 [K]; None: they are ignored.
+        lengths: int64 [rows], length of each row without its padding.
+        places: int64 [K], increasing; as in `CompactRows`.
+        values: int64 [K], the targets at `places`; None: they are ignored.
     """
 
     tokens: Tensor
@@ -80,12 +88,17 @@ class RowsTogether(NamedTuple):
     documents: Tensor | None
 
     def apart(self, batches: int, empty: Callable[..., Tensor]) -> Iterator[CompactRows]:
-        """Batch by batch; `empty` makes tensors of a shape and a dtype."""
+        """Yield the rows batch by batch.
+
+        Args:
+            batches: number of batches to split the rows into.
+            empty: makes an uninitialised tensor of a shape and a dtype.
+        """
         width = self.tokens.shape[1] - 1
         tokens = self.tokens.view(batches, -1, width + 1).unbind()
         documents = None if self.documents is None else self.documents.view(batches, -1, width).unbind()
         lengths = self.lengths.reshape(batches, -1)
-        numbers = lengths.shape[1] * width  # of targets in a batch
+        numbers = lengths.shape[1] * width  # number of targets in a batch
         bounds = self.places.searchsorted(numbers * np.arange(batches + 1)).tolist()
         targets, shortest = lengths.sum(axis=1).tolist(), lengths.min(axis=1, initial=width).tolist()
         for batch, (begin, end) in enumerate(pairwise(bounds)):
@@ -106,9 +119,13 @@ class RowsTogether(NamedTuple):
 def joined_rows(
     parts: Sequence[tuple[NDArray[np.int64], CompactRows]], empty: Callable[..., Tensor], *, document_mask: bool
 ) -> RowsTogether:
-    """Those of several sources, each with the rows that its samples are to have, int64 [B of the part].
+    """Join the rows of several sources.
 
-    With documents where `document_mask`, and only then may a part have some: rows that do not say so are of one each.
+    Args:
+        parts: for each source, the rows of the result that its samples take, int64 [B of the part], and its samples.
+        empty: makes an uninitialised tensor of a shape and a dtype.
+        document_mask: give the result `documents`, where a row without any counts as one document; parts may have
+            `documents` only if this is set.
     """
     samples, width = sum(len(rows) for rows, _ in parts), max(part.tokens.shape[1] for _, part in parts) - 1
     tokens = empty(
@@ -135,7 +152,7 @@ def joined_rows(
 
 
 def _sent(numbers: NDArray[np.int64], empty: Callable[..., Tensor]) -> Tensor:
-    """A copy in a tensor made by `empty`."""
+    """Return a copy of `numbers` in a tensor made by `empty`."""
     tensor = empty(numbers.shape, dtype=torch.int64)
     tensor.numpy()[:] = numbers
     return tensor
@@ -146,6 +163,9 @@ def _int64(tokens: Tensor) -> Tensor:
 
 
 def by_signed(tokens: Tensor) -> Tensor:
-    """The same by signed types: unsigned ones of more than a byte are only half known on GPUs."""
+    """Convert unsigned tokens to int64 by way of signed types.
+
+    GPUs support unsigned types of more than a byte only in part.
+    """
     signed = tokens.view(_SIGNED[tokens.dtype]).long()
     return signed.bitwise_and_((1 << 8 * tokens.element_size()) - 1)

@@ -1,7 +1,7 @@
-"""Samples of different length: short ones beside short ones, and every rank as much to do as the others.
+"""Samples of different lengths: batch samples of similar length together, and give every rank about as much to do.
 
-Which samples a step sees remains a function of the seed and the step alone. Padding is what a batch of mixed lengths
-wastes, and a rank with a longer batch is what all others wait for.
+Which samples a step sees remains a function of the seed and the step alone. A batch of mixed lengths wastes its
+padding, and all ranks wait for the one with the longest batch.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ Lengths = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
 
 class ByLength:
-    """Another order's samples; those of `steps` steps at a time are sorted by length, and these steps shuffled.
+    """An order that sorts the samples of `steps` consecutive steps of another order by length.
+
+    Afterwards, it shuffles these steps.
 
     Samples of different epochs are not mixed: each epoch still has every sample once.
 
     Args:
-        lengths: of the samples with these indices, int64 [B] -> int64 [B].
+        lengths: returns the length in tokens of the samples with these indices, int64 [B] -> int64 [B].
         global_batch_size: samples of a step.
-        steps: that share their samples; 1 leaves each step its own.
+        steps: number of consecutive steps that are sorted together; 1 leaves each step its own samples.
     """
 
     def __init__(self, order: Order, lengths: Lengths, *, global_batch_size: int, steps: int, seed: int):
@@ -38,7 +40,10 @@ class ByLength:
         return self.with_lengths(numbers)[0]
 
     def with_lengths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """As `at`, and the samples' lengths, int64 [2, B]: looking them up may mean to read each from a file."""
+        """Return the indices that `at` returns and the samples' lengths, int64 [2, B].
+
+        Both are returned together since looking a length up may mean reading the sample from a file.
+        """
         windows, places = np.divmod(numbers, self._together)
         result = np.empty((2, len(numbers)), dtype=np.int64)
         for window in np.unique(windows).tolist():
@@ -51,7 +56,7 @@ class ByLength:
         return self._batch * self._steps
 
     def _window(self, number: int) -> NDArray[np.int64]:
-        """Indices and lengths of the samples that are sorted together, int64 [2, samples]."""
+        """Return the indices and lengths of the samples that are sorted together, int64 [2, samples]."""
         if self._last is None or self._last[0] != number:
             begin = number * self._together
             numbers = np.arange(begin, begin + self._together)
@@ -63,7 +68,7 @@ class ByLength:
         return self._last[1]
 
     def _shuffled(self, epochs: NDArray[np.int64], number: int) -> NDArray[np.int64]:
-        """An order of the steps of a window; those of one epoch change places among themselves."""
+        """Return an order of the steps of a window in which only steps of the same epoch change places."""
         steps = np.arange(self._steps)
         first, last = epochs[:, 0], epochs[:, -1]
         for epoch in np.unique(first):
@@ -74,9 +79,10 @@ class ByLength:
 
 
 def dealt(lengths: NDArray[np.int64], ranks: int, micro_batch_size: int) -> NDArray[np.int64]:
-    """Which samples of a step [G] go where, int64 [micro batches, ranks, micro_batch_size]: the longest first.
+    """Return which samples of a step [G] each rank gets in each micro batch, int64 [micro batches, ranks, micro_batch_size].
 
-    The samples of one round are alike, and are dealt out in turn, so that the ranks' longest differ as little as can be.
+    The longest samples come first. The samples of one micro batch are of similar length and are given to the ranks in
+    turn, so that the ranks' longest rows differ as little as possible.
     """
     longest_first = np.argsort(-lengths, kind="stable")
     return longest_first.reshape(-1, micro_batch_size, ranks).transpose(0, 2, 1)

@@ -5,8 +5,8 @@ global batch size. Within them, micro batch m of data-parallel rank r takes
 
     n + m * (micro * dp_size) + r * micro  ...  + micro - 1
 
-or, when samples differ in length, as many of them, dealt out so that all ranks have as much to do (`lengths.dealt`). So which
-samples a step sees depends on n and G alone, and never on how many ranks, micro batches or workers share it.
+or, when samples differ in length, as many of them, chosen so that all ranks have about as much to do (`lengths.dealt`).
+So which samples a step sees depends on n and G alone, and never on how many ranks, micro batches or workers share it.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from slurmtrain.data.workers import Workers
 from slurmtrain.data.workers import ignore_stop_signals as ignore_stop_signals
 from slurmtrain.errors import ConfigError
 
-SAMPLES_AT_ONCE = 4096  # of which a rank computes at a time which they are
+SAMPLES_AT_ONCE = 4096  # number of samples whose indices a rank computes in one go
 
 
 @dataclass(frozen=True)
 class RowLength:
-    """How long the rows of a batch are, when samples differ in length.
+    """The rule for how long the rows of a batch are, when samples differ in length.
 
     Attributes:
-        multiple: filled up to a multiple of this many tokens.
-        fixed: all as long as the data set's `seq_len`, for what takes one shape only.
+        multiple: rows are padded to a multiple of this many tokens.
+        fixed: rows are padded to the data set's `seq_len`, for models that take one shape only.
     """
 
     multiple: int = 1
@@ -49,12 +49,12 @@ class RowLength:
 
 
 class Step(NamedTuple):
-    """What one rank has to do for a step.
+    """The work of one rank for one step.
 
     Attributes:
-        micro_batches: where they are computed on.
-        targets: those that are not ignored, over these micro batches.
-        digest: what their samples add to the proof of the step, see `proof`.
+        micro_batches: the batches, on the device that computes.
+        targets: number of targets that are not ignored, over these micro batches.
+        digest: what their samples add to the digest of the step, see `proof`.
     """
 
     micro_batches: list[Batch]
@@ -63,25 +63,25 @@ class Step(NamedTuple):
 
 
 class BatchLoader:
-    """An endless iterator: each `next()` is one step's micro batches of this rank.
+    """An endless iterator: each `next()` returns one step's micro batches of this rank.
 
     Args:
         dataset: the samples; see `MapDataset`.
-        seed: names the order of the run; the same on all ranks.
+        seed: determines the order of the run; the same on all ranks.
         shuffle: a new permutation for each epoch; False keeps the data set's order.
         global_batch_size: samples of one step over all ranks, G.
         micro_batch_size: samples of one forward pass on one rank.
-        dp_rank: this rank's place among those that see different data.
-        dp_size: how many those are.
+        dp_rank: this rank's index among the ranks that see different data.
+        dp_size: number of the ranks that see different data.
         num_workers: processes that read ahead; 0 reads in this process.
-        samples_consumed: where to start.
-        ahead: steps that are read ahead by workers, and announced to the file system.
-        sorted_steps: for samples of different length: so many steps share theirs, sorted by length.
-        row_length: for samples of different length.
-        device: where the micro batches go.
+        samples_consumed: number of the sample to start with.
+        ahead: number of steps that workers read ahead and announce to the file system.
+        sorted_steps: for samples of different lengths: number of consecutive steps whose samples are sorted together.
+        row_length: for samples of different lengths: how long rows are padded to be.
+        device: the device that the micro batches are moved to.
 
     Raises:
-        ConfigError: an empty data set, one that does not say how long its rows may be, or batch sizes that do not divide.
+        ConfigError: the data set is empty or does not say how long its rows may be, or the batch sizes do not divide.
     """
 
     def __init__(
@@ -128,18 +128,18 @@ class BatchLoader:
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro batches per rank and step."""
+        """The number of micro batches per rank and step."""
         return self._global // (self.micro_batch_size * self._dp_size)
 
     @property
     def samples_consumed(self) -> int:
-        """Samples of all steps handed out so far, over all ranks. What workers have read ahead does not count."""
+        """The number of samples of all steps returned so far, over all ranks, without those that workers have read ahead."""
         return self._samples_consumed
 
     def example(self) -> Batch:
-        """Return a micro batch of the kind that comes; none of those that do.
+        """Return a micro batch of the kind that training gets, without consuming a sample.
 
-        With workers it is another process that reads it: what a data set opens at its first sample (a file, a data base)
+        If there are workers, another process reads it: what a data set opens at its first sample (a file, a data base)
         must not be shared by all workers, which this process forks later.
         """
         first = np.zeros((1, self.micro_batch_size), dtype=np.int64)
@@ -159,11 +159,11 @@ class BatchLoader:
             self._fetched = self._start()
 
     def state_dict(self) -> dict[str, int]:
-        """The whole state, the same on all ranks."""
+        """Return the whole state of the loader, which is the same on all ranks."""
         return {"samples_consumed": self._samples_consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue after `state`; what was read ahead is dropped."""
+        """Continue after `state`, and drop what was read ahead."""
         self.close()
         self._samples_consumed = int(state["samples_consumed"])
 
@@ -171,7 +171,7 @@ class BatchLoader:
         return self
 
     def __next__(self) -> Step:
-        """What this rank has to do for the next step.
+        """Return this rank's micro batches of the next step.
 
         An error of the data set passes through; the step then does not count, and the next call tries it again.
         """
@@ -221,7 +221,7 @@ class BatchLoader:
         return Workers(self._fetch, take, count=count, ahead=ahead, seed=self._seed, pin_memory=pin_memory)
 
     def _blocks(self) -> Iterator[_Samples]:
-        """This rank's micro batches from here on, without end, some whole steps at a time."""
+        """Yield this rank's micro batches from the next step on, without end, several whole steps at a time."""
         start = self._samples_consumed
         while True:
             numbers, indices = self._steps(start) if self._lengths is None else self._dealt_step(start)
@@ -229,8 +229,10 @@ class BatchLoader:
             start += self._global * (len(numbers) // self.accumulation_steps)
 
     def _steps(self, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Numbers and indices of this rank's samples of some steps, int64 [micro batches, micro]: numpy takes hardly longer
-        for many."""
+        """Return numbers and indices of this rank's samples of several steps, each int64 [micro batches, micro].
+
+        Several steps are computed in one go since numpy takes hardly longer for them than for one.
+        """
         shape = -1, self._dp_size, self.micro_batch_size
         places = np.arange(self._global).reshape(shape)[:, self._dp_rank]
         steps = max(1, SAMPLES_AT_ONCE // places.size)
@@ -238,7 +240,10 @@ class BatchLoader:
         return numbers, self.order.at(numbers.reshape(-1)).reshape(numbers.shape)
 
     def _dealt_step(self, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The same for one step of samples that differ in length."""
+        """Return numbers and indices of this rank's samples of one step, if samples differ in length.
+
+        Both are int64 [micro batches, micro].
+        """
         numbers = np.arange(start, start + self._global)
         if isinstance(self.order, ByLength):
             indices, lengths = self.order.with_lengths(numbers)
@@ -251,7 +256,7 @@ class BatchLoader:
 
 
 def eval_batches(dataset: MapDataset, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
-    """Each sample of `dataset` exactly once over all ranks, in this rank's contiguous share.
+    """Yield each sample of `dataset` exactly once over all ranks; every rank gets a contiguous share.
 
     The last batch may be smaller, and ranks may have different numbers of batches, even none: reduce sums and counts
     after the loop, and run no collective inside it.
@@ -263,12 +268,12 @@ def eval_batches(dataset: MapDataset, batch_size: int, rank: int = 0, world_size
 
 @dataclass(frozen=True)
 class _Samples:
-    """Of some micro batches.
+    """The samples of some micro batches.
 
     Attributes:
-        numbers: of the samples in the run, int64 [micro batches, micro].
-        indices: which of the data set they are, int64 [micro batches, micro].
-        soon: which of it come some micro batches later, int64 of any number; None: nobody wants to know.
+        numbers: the samples' numbers in the run, int64 [micro batches, micro].
+        indices: the samples' indices in the data set, int64 [micro batches, micro].
+        soon: indices of samples that come some micro batches later, int64 of any number; None: they are not announced.
     """
 
     numbers: NDArray[np.int64]
@@ -282,7 +287,7 @@ class _Samples:
         return _Samples(np.concatenate([self.numbers, more.numbers]), np.concatenate([self.indices, more.indices]))
 
     def parted(self, at: int) -> tuple[_Samples, _Samples]:
-        """Those before micro batch `at`, and those from there on."""
+        """Return the samples before micro batch `at` and those from there on."""
         return _Samples(self.numbers[:at], self.indices[:at]), _Samples(self.numbers[at:], self.indices[at:])
 
 
@@ -290,11 +295,11 @@ _NOTHING = _Samples(np.empty((0, 0), dtype=np.int64), np.empty((0, 0), dtype=np.
 
 
 class _Coming:
-    """Micro batches that are not fetched yet.
+    """The micro batches that are not fetched yet.
 
     Args:
-        blocks: all of them, in their order.
-        ahead: so many micro batches before they are taken, they come soon.
+        blocks: all micro batches in their order.
+        ahead: a micro batch is announced this many micro batches before it is taken.
     """
 
     def __init__(self, blocks: Iterator[_Samples], ahead: int):
@@ -302,7 +307,7 @@ class _Coming:
         self._waiting, self._announced = next(blocks), 0
 
     def take(self, count: int) -> _Samples:
-        """The next ones."""
+        """Return the next `count` micro batches."""
         until = count + self._ahead
         while len(self._waiting) < until:
             self._waiting = self._waiting.followed_by(next(self._blocks))
@@ -319,7 +324,7 @@ class _Fetched(NamedTuple):
 
 
 class _Fetch:
-    """From samples to their batches, in whichever process."""
+    """The function that fetches the batches of samples, in a worker or in this process."""
 
     def __init__(self, dataset: MapDataset, seed: int, row_length: RowLength):
         self._dataset: Any = dataset
@@ -337,17 +342,17 @@ class _Fetch:
             else:
                 rows = self.filled_up(batch)
                 yield _Fetched(rows, num_targets(rows), next(digests))
-        if next(digests, None):  # or the step would be a smaller one
+        if next(digests, None):  # otherwise the step would be smaller
             raise ConfigError("the data set has raised StopIteration for a sample", hint="raise another error there")
 
     def filled_up(self, batch: Batch) -> Batch:
-        """With rows as long as they have to be."""
+        """Return `batch` with rows padded as `row_length` says."""
         length, multiple = tokens_per_row(batch), self._row_length.multiple
         return padded(batch, self._seq_len if self._row_length.fixed else -(-length // multiple) * multiple)
 
 
 class _Gpu:
-    """Copies batches from page-locked memory to a GPU, beside what it computes."""
+    """A copier of batches from page-locked memory to a GPU, on a stream of its own beside the computation."""
 
     def __init__(self, device: torch.device):
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -358,7 +363,7 @@ class _Gpu:
         return self._copied(batch) if isinstance(batch, Mapping) else batch
 
     def _copied(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The tensors among the values on the GPU, and the others as they are."""
+        """Return `values` with their tensors on the GPU and all others as they are."""
         return {**values, **self._tensors({name: one for name, one in values.items() if isinstance(one, Tensor)})}
 
     def _tensors(self, batch: Batch) -> Batch:

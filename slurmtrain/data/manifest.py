@@ -1,7 +1,8 @@
 """The manifest of a prepared data set: which shards it has, what they hold, and which tokenizer made them.
 
-It is written last, in one step, and so is the mark of a data set that is complete. Nothing in it depends on when, where or
-by how many processes it was prepared: equal manifests are equal data sets, byte for byte. Imports no torch.
+The manifest is written last and atomically, so its presence marks a data set as complete. Nothing in it depends on
+when, where or by how many processes the data was prepared: equal manifests are equal data sets, byte for byte. Imports
+no torch.
 
     OUTPUT/
       manifest.json                      this
@@ -31,7 +32,7 @@ from slurmtrain.errors import ConfigError
 
 FORMAT = 1
 FILE_NAME = "manifest.json"
-TOKEN_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}  # of one token, by dtype
+TOKEN_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}  # bytes of one token, by dtype
 KINDS = ("tokens", "ends", "bytes")  # the files of a shard, by suffix
 TOKENIZER_KINDS = ("bytes", "tokenizers", "tiktoken")
 T = TypeVar("T")
@@ -39,16 +40,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """Which tokenizer made the tokens.
+    """The identity of the tokenizer that made the tokens.
 
     Attributes:
         kind: one of TOKENIZER_KINDS.
-        file: name of the copy beside the manifest; None: it has no file.
-        sha256: of that file; its identity.
-        vocab_size: ids are below it.
+        file: name of the tokenizer's file, copied beside the manifest; None: it has no file.
+        sha256: digest of the tokenizer's file, which identifies the tokenizer.
+        vocab_size: all token ids are below this number.
         bos: id before each document; None: there is none.
         eos: id after each document; None: there is none.
-        pattern: of tiktoken, which is not in its file: the regular expression that cuts a text before ranks are looked up.
+        pattern: for tiktoken, whose file does not hold it: the regular expression that cuts a text before ranks are
+            looked up.
     """
 
     kind: str
@@ -61,16 +63,18 @@ class TokenizerFacts:
 
     @property
     def dtype(self) -> str:
-        """The smallest type that holds the vocabulary."""
+        """The smallest integer type that holds all token ids of the vocabulary."""
         return next(dtype for dtype, width in TOKEN_BYTES.items() if self.vocab_size <= 1 << 8 * width)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One of the shards of a split.
+    """One shard of a split.
 
     Attributes:
         name: file name without suffix.
+        documents: number of documents.
+        tokens: number of tokens.
         bytes: UTF-8 bytes of its documents' texts.
         sha256: digest of each of its files, by kind.
     """
@@ -82,7 +86,7 @@ class Shard:
     sha256: dict[str, str]
 
     def file_sizes(self, dtype: str) -> dict[str, int]:
-        """Bytes that each of its files has, by kind."""
+        """Return the size in bytes of each of the shard's files, by kind."""
         return {"tokens": self.tokens * TOKEN_BYTES[dtype], "ends": self.documents * 8, "bytes": self.documents * 4}
 
 
@@ -107,11 +111,11 @@ class Split:
 
 @dataclass(frozen=True)
 class Source:
-    """An input, or all text files of one folder (its name ends with a slash then).
+    """An input file, or all text files of one folder (whose name then ends with a slash).
 
     Attributes:
-        name: relative to the folder that all inputs have in common.
-        bytes: on disk.
+        name: path relative to the folder that all inputs have in common.
+        bytes: size on disk.
         records: lines, rows or files read, without blank lines.
         empty: records whose text is empty; they are left out.
         bad: records that could not be read; they are left out.
@@ -126,7 +130,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A prepared data set. `splits` by name, in the order "train", "valid"."""
+    """The description of a prepared data set; `splits` are by name, in the order "train", "valid"."""
 
     dtype: str
     tokenizer: TokenizerFacts
@@ -135,11 +139,11 @@ class Manifest:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of manifest.json: equal ones stand for equal data sets, byte for byte."""
+        """The sha256 of manifest.json; data sets with equal fingerprints are equal, byte for byte."""
         return hashlib.sha256(self.text().encode()).hexdigest()
 
     def text(self) -> str:
-        """The content of manifest.json."""
+        """Return the content of manifest.json."""
         splits = {
             name: {"documents": split.documents, "tokens": split.tokens, "bytes": split.bytes, **_plain(split)}
             for name, split in self.splits.items()
@@ -154,15 +158,15 @@ class Manifest:
         return json.dumps(value, indent=1) + "\n"
 
     def write(self, folder: Path) -> None:
-        """Replace the manifest of `folder` in one step; it is on the disk when this returns."""
+        """Replace the manifest of `folder` atomically; it is on the disk when this returns."""
         replace_file(folder / FILE_NAME, [self.text().encode()])
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the prepared data set in `folder`, checked in itself; the shards are not looked at.
+    """Read and check the manifest of the prepared data set in `folder`, without looking at the shards.
 
     Raises:
-        ConfigError: there is none, it cannot be read, or it is not what `prepare` writes.
+        ConfigError: there is no manifest, it cannot be read, or it is not what `prepare` writes.
     """
     path = folder / FILE_NAME
     try:
@@ -191,14 +195,14 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def shard_file(folder: Path, split: str, shard: str, kind: str) -> Path:
-    """Where one of the files of a shard lies; `kind` is one of KINDS."""
+    """Return the path of one of the files of a shard; `kind` is one of KINDS."""
     return folder / split / f"{shard}.{kind}"
 
 
 def replace_file(path: Path, parts: Iterable[bytes]) -> None:
-    """Write a file of these parts in one step: a reader sees the old one or all of this one; it is on the disk then.
+    """Write a file atomically: a reader sees the old content or all of the new one, which is on the disk when this returns.
 
-    Unlike the files of a run it may be read by whom the umask lets: data sets are shared.
+    Unlike the files of a run, it may be read by everybody whom the umask permits, since data sets are shared.
     """
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
     with open(temporary, "wb") as file:
@@ -210,7 +214,7 @@ def replace_file(path: Path, parts: Iterable[bytes]) -> None:
 
 
 class _Malformed(Exception):
-    """What is wrong with a manifest's content, as half a sentence."""
+    """An error in a manifest's content, described by half a sentence."""
 
 
 def _plain(value: Any) -> dict[str, Any]:
@@ -255,7 +259,7 @@ def _shard(value: Any, where: str) -> Shard:
 
 
 def _build(kind: Callable[..., T], value: Any, where: str) -> T:
-    """A dataclass from a JSON object that has exactly its fields, of its types; numbers are not negative."""
+    """Return a dataclass from a JSON object that has exactly its fields, of its types, and no negative numbers."""
     _keys(value, where, tuple(field.name for field in dataclasses.fields(kind)))  # type: ignore[arg-type]
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         one = value[field.name]

@@ -27,19 +27,21 @@ class Mixture:
     """Several data sources as one.
 
     Args:
-        sources: by name.
-        weights: by name, shares of the samples, of any sum; a source whose share is more than it has comes again, shuffled
-            anew. None: all samples of all sources, each once an epoch.
-        valid_each: also evaluate on each source's held-out samples by themselves, by its name, which cannot be `valid`.
+        sources: the data sources by name.
+        weights: shares of the samples by name, of any sum; a source whose share is more samples than it has is
+            repeated, shuffled anew. None: all samples of all sources, each once an epoch.
+        valid_each: also evaluate on each source's held-out samples separately, under the source's name, which cannot be
+            `valid`.
 
     Attributes:
         train: the samples of all sources, one source after the other; their `order` mixes them.
         valid: the held-out samples of all sources; None when there are none.
-        evals: data sets by name; see `valid_each`; and SOURCE_NAME for those that a source has itself.
-        fingerprint: over names, weights and the sources' own.
+        evals: evaluation sets by name: those of `valid_each`, and SOURCE_NAME for each set that a source itself has.
+        fingerprint: digest of the names, the weights and the sources' own fingerprints.
 
     Raises:
-        ConfigError: no sources, weights that are no shares, or vocabularies that differ.
+        ConfigError: there are no sources, the weights are not positive numbers for exactly these sources, or the
+            vocabularies differ.
     """
 
     def __init__(
@@ -74,11 +76,12 @@ class Mixture:
 
 
 class MixedSamples:
-    """Data sets one after another.
+    """The samples of several data sets, one data set after another.
 
     Args:
-        parts: by name. With `weights`, the name is a part of the key by which its samples are shuffled, its place is not.
-        weights: shares, adding up to one.
+        parts: the data sets by name. With `weights`, a part's name determines how its samples are shuffled; its
+            position does not matter.
+        weights: shares of the samples, adding up to one.
     """
 
     def __init__(self, parts: Mapping[str, MapDataset], weights: Sequence[Fraction] | None = None):
@@ -110,21 +113,21 @@ class MixedSamples:
         seed: int = 0,
         empty: Callable[..., Tensor] = empty,
     ) -> Iterator[Batch | CompactRows]:
-        """See `MapDataset`."""
+        """Yield the batches `indices` [M, B], see `MapDataset`."""
         at_once = self._batches_at_once(indices.shape[1])
         for first in range(0, len(indices), at_once):
             some = slice(first, first + at_once)
             yield from self._together(indices[some], numbers[some], seed, empty)
 
     def _batches_at_once(self, samples: int) -> int:
-        # Rows of a class of one's own may differ in length, and what a batch is must not depend on those made with it.
+        # Rows of a user's own class may differ in length, and a batch must not depend on the batches made with it.
         alike = all(type(part) is PackedTokens and way(part) == "get_batches" for part in self._parts)
         return batches_at_once(samples, self.seq_len) if alike else 1
 
     def _together(
         self, indices: NDArray[np.int64], numbers: NDArray[np.int64], seed: int, empty: Callable[..., Tensor]
     ) -> Iterator[Batch | CompactRows]:
-        """The batches `indices` [M, B]: from each part at once all that it has in them."""
+        """Yield the batches `indices` [M, B]; all samples of one part are fetched by one call."""
         found = [
             (rows, next(iter(fetch_batches(self._parts[part], own[None], numbers.reshape(-1)[rows][None], seed=seed))))
             for part, rows, own in self._split(indices.reshape(-1))
@@ -141,7 +144,10 @@ class MixedSamples:
                 self._parts[part].will_need(own)  # type: ignore[attr-defined]
 
     def order(self, seed: int, shuffle: bool) -> Order:
-        """All samples once an epoch; or, with weights, each part's share of any stretch of the run."""
+        """Return an order of all samples once an epoch or, with weights, one that mixes the parts.
+
+        With weights, every stretch of the run has each part's share of the samples.
+        """
         if self._weights is None:
             return Epochs(len(self), seed=seed, shuffle=shuffle)
         sizes = [len(part) for part in self._parts]
@@ -159,7 +165,7 @@ class MixedSamples:
         return result
 
     def _split(self, indices: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
-        """(part, rows in the batch, indices in the part) of the parts that have some of these samples."""
+        """Return (part, rows in the batch, indices in the part) for each part that has some of these samples."""
         parts = np.searchsorted(self._ends, indices, side="right")
         starts = self._ends - [len(part) for part in self._parts]
         return [
@@ -174,16 +180,16 @@ class MixedSamples:
 
 
 class Interleaved:
-    """Parts one after another of a data set, mixed by weights, without a table and without a past.
+    """An order that mixes the parts of a data set by weights, computed for any sample without a table and without its history.
 
-    The parts are the leaves of a binary tree. At a node whose left side has the share p of its samples, sample k goes left
-    if floor((k+1) p + 1/2) > floor(k p + 1/2) (a Sturmian sequence), and is that side's sample number floor(k p + 1/2). So in
-    whatever stretch of the run, the samples of a part are its share, give or take one per level of the tree.
+    The parts are the leaves of a binary tree. At a node whose left side has the share p of its samples, sample k goes
+    left if floor((k+1) p + 1/2) > floor(k p + 1/2) (a Sturmian sequence), and is that side's sample number floor(k p +
+    1/2). So in any stretch of the run, a part has its share of the samples, give or take one per level of the tree.
 
     Args:
-        sizes: samples of each part.
-        weights: their shares, adding up to one; multiples of 2^-30 or of another number at least as large.
-        seeds: by which each part is shuffled.
+        sizes: number of samples of each part.
+        weights: the parts' shares, adding up to one; multiples of 2^-30 or of 1/n for a smaller n.
+        seeds: seed by which each part is shuffled.
     """
 
     epoch: int | None = None
@@ -220,39 +226,52 @@ class Interleaved:
         return result
 
     def _node(self, low: int, high: int) -> tuple[int, int, int]:
-        """Where the parts low ... high - 1 are halved, and the left side's share of the whole, as two whole numbers."""
+        """Return where the parts low ... high - 1 are halved, and the left side's share of the node's samples.
+
+        The share is a fraction: (middle, numerator, denominator).
+        """
         middle = (low + high) // 2
         share, whole = self._sums[middle] - self._sums[low], self._sums[high] - self._sums[low]
         divisor = gcd(share, whole)
         return middle, share // divisor, whole // divisor
 
     def _until(self, part: int, size: int) -> int:
-        """The longest run that needs no more than `size` samples of a part: where its next one would come."""
+        """Return the length of the longest run that needs at most `size` samples of a part.
+
+        It is where the part's next sample would come.
+        """
         path = []
         low, high = 0, len(self._sizes)
         while high - low > 1:
             middle, share, whole = self._node(low, high)
             path.append((part < middle, share, whole))
             low, high = (low, middle) if part < middle else (middle, high)
-        number = size  # of the sample after the last, in the part; from there up to the root
+        number = size  # number of the sample after the last one in the part; computed from the leaf up to the root
         for left, share, whole in reversed(path):
             number = _place(number, share if left else whole - share, whole, up=left)
         return number
 
 
 def _count_left(numbers: NDArray[np.int64], share: int, whole: int) -> NDArray[np.int64]:
-    """floor(k share/whole + 1/2) without leaving 64 bits."""
+    """Return floor(k share/whole + 1/2) for each k, without leaving 64 bits."""
     rounds, rest = np.divmod(numbers, whole)
     return rounds * share + (rest * share + whole // 2) // whole
 
 
 def _place(number: int, share: int, whole: int, *, up: bool) -> int:
-    """Where sample `number` of one side of a node comes among all of the node's: of the left side (`up`), whose count of the
-    first k is floor(k share/whole + 1/2), or of the right one, which has the rest."""
+    """Return the number among all samples of a node that sample `number` of one of its sides has.
+
+    Args:
+        number: the sample's number on its side.
+        share: the side's share of the node's samples, as a multiple of 1/`whole`.
+        whole: the denominator of the share.
+        up: the side is the left one, whose count among the first k samples is floor(k share/whole + 1/2); the right
+            side has the rest.
+    """
     half = whole // 2
     if up:  # the smallest k with floor(((k + 1) share + half) / whole) > number
         return -(-((number + 1) * whole - half) // share) - 1
-    # what is left of k is ceil((k share - half) / whole) for this side's share
+    # the other side's count of the first k is ceil((k share - half) / whole) for this side's share
     return (number * whole + half) // share
 
 

@@ -23,7 +23,7 @@ ROUNDS = 6
 MAX_SAMPLES = 2**62  # the sides of the Feistel square stay below 2^31 + 1, so no sum in it leaves 64 bits
 _GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment: 2^64 / golden ratio, made odd
 _MASK = 2**64 - 1
-# As arrays, which numpy takes several times as fast as scalars.
+# These are arrays since numpy's operations on them are several times as fast as on scalars.
 _SHIFT_30, _SHIFT_27, _SHIFT_31 = (np.array(shift, dtype=np.uint64) for shift in (30, 27, 31))
 _FACTOR_1, _FACTOR_2 = (np.array(factor, dtype=np.uint64) for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
@@ -33,12 +33,12 @@ def permute(index: int, *, n: int, key: int) -> int: ...
 @overload
 def permute(index: NDArray[np.integer], *, n: int, key: int) -> NDArray[np.int64]: ...
 def permute(index: int | NDArray[np.integer], *, n: int, key: int) -> int | NDArray[np.int64]:
-    """Where the permutation `key` of range(n) sends `index`.
+    """Return where the permutation `key` of range(n) sends `index`.
 
     Args:
         index: an int, or an array of integers of any shape, each in range(n).
         n: size of the domain, 1 to 2^62.
-        key: names the permutation; only its low 64 bits count.
+        key: number of the permutation; only its low 64 bits count.
 
     Returns:
         An int for an int, an int64 array of the same shape for an array.
@@ -57,15 +57,15 @@ def permute(index: int | NDArray[np.integer], *, n: int, key: int) -> int | NDAr
 
 
 def sample_ids(start: int, count: int, *, n: int, seed: int, shuffle: bool = True) -> NDArray[np.int64]:
-    """Data set indices of the global sample numbers start ... start + count - 1, int64 [count].
+    """Return the data set indices of the global sample numbers start ... start + count - 1, int64 [count].
 
     Sample number k is sample k % n of epoch k // n; a range may cross any number of epochs.
 
     Args:
         start: first global sample number, from 0.
-        count: how many.
+        count: number of samples.
         n: samples in the data set.
-        seed: names the order of the whole run; each epoch has its own permutation.
+        seed: determines the order of the whole run; each epoch has its own permutation.
         shuffle: False keeps the data set's own order in every epoch.
 
     Raises:
@@ -75,7 +75,10 @@ def sample_ids(start: int, count: int, *, n: int, seed: int, shuffle: bool = Tru
 
 
 def samples_at(numbers: NDArray[np.int64], *, n: int, seed: int, shuffle: bool = True) -> NDArray[np.int64]:
-    """As `sample_ids`, for sample numbers int64 [B] in any order."""
+    """Return the data set indices of the global sample numbers `numbers`, int64 [B], in any order.
+
+    Otherwise as `sample_ids`.
+    """
     _check_size(n)
     epochs, indices = np.divmod(numbers, np.int64(n))
     if not shuffle:
@@ -86,22 +89,22 @@ def samples_at(numbers: NDArray[np.int64], *, n: int, seed: int, shuffle: bool =
 
 
 class Order(Protocol):
-    """Which sample comes when.
+    """The order in which a run sees the samples of a data set.
 
     Attributes:
-        once: so many samples come before one of them comes again.
-        epoch: so many samples at a time are all that there are; None where parts begin again at different times.
+        once: number of samples at the beginning of the run among which none is repeated.
+        epoch: length of an epoch in samples; None if parts of the data are repeated at different times.
     """
 
     once: int
     epoch: int | None
 
     def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Data set indices of the samples with these numbers in the run, int64 [B] both."""
+        """Return the data set indices of the samples with these numbers in the run, int64 [B] both."""
 
 
 class Epochs:
-    """All n samples, and then all of them again; see `sample_ids`."""
+    """An order of epochs, each of all n samples; see `sample_ids`."""
 
     def __init__(self, n: int, *, seed: int, shuffle: bool = True):
         _check_size(n)
@@ -117,8 +120,8 @@ def _permute(values: NDArray[np.uint64], keys: NDArray[np.uint64], n: int) -> ND
     side_a = math.isqrt(n - 1) + 1  # a * b is n or little more: at most about 2 sqrt(n) values lie outside
     side_b = -(-n // side_a)
     values = _feistel(values, keys, side_a, side_b)
-    # Cycle-walking: a value outside is sent on until it lands inside. Each cycle of the larger permutation is thereby
-    # shortened to its values below n, so what is left is a permutation of range(n).
+    # Cycle-walking: the permutation is applied to a value outside of range(n) until it is inside. Each cycle of the
+    # larger permutation is thereby shortened to its values below n, so the result is a permutation of range(n).
     outside = np.flatnonzero(values >= n)
     while outside.size:
         values[outside] = _feistel(values[outside], keys[outside], side_a, side_b)
@@ -139,7 +142,10 @@ def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], side_a: int, 
 
 
 def mixed(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser: a bijection of 64 bits in which each depends on all."""
+    """Return SplitMix64's finaliser of each number.
+
+    It is a bijection of 64 bits in which each output bit depends on all input bits.
+    """
     bits = (bits ^ (bits >> _SHIFT_30)) * _FACTOR_1
     bits = (bits ^ (bits >> _SHIFT_27)) * _FACTOR_2
     return bits ^ (bits >> _SHIFT_31)

@@ -1,13 +1,14 @@
-"""Packing: which stretches of the token stream make up each sample. Pure, and without a seed.
+"""Packing: which stretches of the token stream make up each sample, as pure functions without a seed.
 
-A document of L tokens has L - 1 pairs of an input and its target. A piece is a stretch of such pairs: with `start` p and
-`pairs` n, its inputs are the tokens p ... p + n - 1 of the split and its targets p + 1 ... p + n. A sample is one piece or
-several. Every pair of every document stands in exactly one piece, unless long documents are cut on request.
+A document of L tokens has L - 1 pairs of an input and its target. A piece is a stretch of such pairs: with `start` p
+and `pairs` n, its inputs are the tokens p ... p + n - 1 of the split and its targets p + 1 ... p + n. A sample is one
+piece or several. Every pair of every document is in exactly one piece, unless long documents are cut on request.
 
-Best-fit decreasing: documents from long to short, each into the sample with the least room that still holds it (D. Johnson et
-al., "Worst-case performance bounds for simple one-dimensional packing algorithms", 1974). Only documents that are longer
-than a sample are cut, so far fewer lose what they refer to than where all is cut at regular places (H. Ding et al., "Fewer
-Truncations Improve Language Modeling", 2024, arXiv:2404.10830).
+Best-fit decreasing: documents are taken from long to short, and each goes into the sample with the least room that
+still holds it (D. Johnson et al., "Worst-case performance bounds for simple one-dimensional packing algorithms", 1974).
+Only documents that are longer than a sample are cut, so far fewer tokens are separated from the context that they refer
+to than if the stream were cut at regular places (H. Ding et al., "Fewer Truncations Improve Language Modeling", 2024,
+arXiv:2404.10830).
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from numpy.typing import NDArray
 
 from slurmtrain.errors import ConfigError
 
-PIECE = np.dtype([("start", "<u8"), ("pairs", "<u4")])  # of 12 bytes, as they are stored
+PIECE = np.dtype([("start", "<u8"), ("pairs", "<u4")])  # 12 bytes, the form in which they are stored
 LONG_DOCUMENTS = ("cut", "split", "refuse")
 
-Pieces = NDArray[np.void]  # of PIECE
+Pieces = NDArray[np.void]  # an array of PIECE
 
 
 def best_fit_rows(ends: NDArray[np.uint64], first_token: int, seq_len: int) -> tuple[Pieces, NDArray[np.int64]]:
-    """Samples of up to `seq_len` pairs from consecutive documents.
+    """Pack consecutive documents into samples of up to `seq_len` pairs.
 
     Args:
         ends: where each document ends, in tokens after `first_token`; uint64 [documents], not decreasing.
-        first_token: position in the split where the first of them begins.
+        first_token: position in the split at which the first document begins.
         seq_len: S.
 
     Returns:
-        Pieces [P], sample after sample, in each by position; and how many of them each sample has, int64 [samples]. Samples
-        are in the order of their first tokens.
+        Pieces [P], sample after sample and in each sample by position; and the number of pieces of each sample, int64
+            [samples]. Samples are in the order of their first tokens.
     """
     starts, pairs = _split_at(seq_len, *_whole_documents(ends, first_token))
     bins = best_fit(pairs, seq_len)
@@ -49,18 +50,18 @@ def best_fit_rows(ends: NDArray[np.uint64], first_token: int, seq_len: int) -> t
 def document_rows(
     ends: NDArray[np.uint64], first_token: int, seq_len: int, long_documents: str
 ) -> tuple[Pieces, NDArray[np.int64]]:
-    """One document a sample; those without a pair are left out.
+    """Make one sample of each document; documents without a pair are left out.
 
     Args:
         ends, first_token, seq_len: as for `best_fit_rows`.
-        long_documents: what becomes of one with more than `seq_len` pairs: "cut" drops the rest, "split" makes further
-            samples of it, "refuse" raises.
+        long_documents: what happens to a document with more than `seq_len` pairs: "cut" drops the rest, "split" makes
+            further samples of it, "refuse" raises.
 
     Returns:
         As `best_fit_rows`.
 
     Raises:
-        ConfigError: there is a long one, and it is refused.
+        ConfigError: a document is too long, and `long_documents` is "refuse".
     """
     starts, pairs = _whole_documents(ends, first_token)
     if long_documents == "split":
@@ -74,19 +75,20 @@ def document_rows(
 
 
 def best_fit(sizes: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """The bin of each item by best-fit decreasing, int64 [items]; bins are numbered from 0.
+    """Return the bin of each item by best-fit decreasing, int64 [items]; bins are numbered from 0.
 
-    Items of one size are placed together: the bins with the least room that holds one of them take as many as go in. That
-    is what one after another would do, since a bin that still holds a second one is then the tightest of all.
+    Items of one size are placed together: the bins with the least room that holds one of them take as many as fit. The
+    result is the same as placing one item after another, since a bin that still holds a second item is then the
+    tightest of all.
 
     Args:
-        sizes: of the items, each from 1 to `capacity`; int64 [items].
-        capacity: of a bin.
+        sizes: size of each item, from 1 to `capacity`; int64 [items].
+        capacity: size of a bin.
     """
     order = np.argsort(-sizes, kind="stable")
     distinct, counts = np.unique(sizes, return_counts=True)
     bin_of = np.empty(len(sizes), dtype=np.int64)
-    open_bins: dict[int, list[NDArray[np.int64]]] = {}  # by the room they have left, more than 0
+    open_bins: dict[int, list[NDArray[np.int64]]] = {}  # bins by the room that they have left, more than 0
     rooms = 0  # the same rooms as a set of bits: the least of at least s is the lowest bit of rooms >> s
     bins = begin = 0
     for size, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
@@ -115,7 +117,7 @@ def best_fit(sizes: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
 
 
 def _whole_documents(ends: NDArray[np.uint64], first_token: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Start and pairs of each document that has a pair, however long."""
+    """Return start and number of pairs of each document that has a pair, however long."""
     begins = np.zeros(len(ends), dtype=np.int64)
     begins[1:] = ends[:-1]
     pairs = ends.astype(np.int64) - begins - 1
@@ -126,7 +128,7 @@ def _whole_documents(ends: NDArray[np.uint64], first_token: int) -> tuple[NDArra
 def _split_at(
     seq_len: int, starts: NDArray[np.int64], pairs: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Start and pairs of pieces of at most `seq_len` that hold the same pairs."""
+    """Return start and number of pairs of pieces of at most `seq_len` pairs that together hold the same pairs."""
     parts = -(-pairs // seq_len)
     skipped = (np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)) * seq_len  # within the document
     return np.repeat(starts, parts) + skipped, np.minimum(np.repeat(pairs, parts) - skipped, seq_len)

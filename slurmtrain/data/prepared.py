@@ -1,4 +1,4 @@
-"""`data=prepared`: what `prepare` has written, as a source of training and evaluation data."""
+"""`data=prepared`: the output of `prepare` as a source of training and evaluation data."""
 
 from __future__ import annotations
 
@@ -21,36 +21,35 @@ PACKINGS = ("concat", "best_fit", "documents")
 
 
 class PreparedText:
-    """Tokens of a folder that `prepare` has written.
+    """The tokens of a folder that `prepare` has written.
 
     Args:
         path: the folder; all ranks must see it.
-        seq_len: S, tokens of a sample; for packing="documents", of the longest.
-        packing: what a sample is.
-            "concat": the documents end to end, cut every S tokens.
-            "best_fit": whole documents, packed so that nearly nothing is left free; only those longer than S are cut.
-            "documents": one document, so samples differ in length.
-        document_mask: attention does not cross documents, positions restart, and no target is in another document than its
-            input; None: for "best_fit". With "documents" there is nothing to mask.
-        long_documents: for "documents": of one of more than S + 1 tokens, "cut" drops the rest, "split" makes several
-            samples, "refuse" refuses the data.
-        train_split: name of the split.
-        valid_split: name of the split, which becomes the evaluation set "valid"; None: "valid", if there is one.
-        evals: further evaluation sets by name: a split, or another prepared folder of the same tokenizer (its split "valid", or
-            the only one; FOLDER/SPLIT for another).
+        seq_len: S, tokens of a sample; for packing="documents", of the longest one.
+        packing: what a sample consists of. "concat": the documents end to end, cut every S tokens. "best_fit": whole
+            documents, packed so that hardly any room is left; only those longer than S are cut. "documents": one
+            document, so samples differ in length.
+        document_mask: attention does not cross documents, positions restart, and no target is in another document than
+            its input; None: only for "best_fit". With "documents" there is nothing to mask.
+        long_documents: for "documents": what happens to a document of more than S + 1 tokens: "cut" drops the rest,
+            "split" makes several samples, "refuse" raises.
+        train_split: name of the split to train on.
+        valid_split: name of the split that becomes the evaluation set "valid"; None: "valid", if there is one.
+        evals: further evaluation sets by name: a split, or another prepared folder of the same tokenizer (its split
+            "valid", or the only one; FOLDER/SPLIT for another).
         verify: "opened", "sizes" or "full", see `TokenStream`. "full" reads all of the data, on every rank.
-        tokenizer_sha256: of the tokenizer's file, as in the manifest; None takes any.
+        tokenizer_sha256: required digest of the tokenizer's file, as in the manifest; None accepts any tokenizer.
 
     Attributes:
         train, valid: `PackedTokens`; valid may be None.
-        evals: further ones, by name.
-        fingerprint: equal ones mean that sample i is the same.
-        vocab_size: of the tokenizer.
+        evals: further evaluation sets by name.
+        fingerprint: digest of data and packing; sources with equal fingerprints have the same sample i for every i.
+        vocab_size: number of token ids of the tokenizer.
         description: one line for a person.
 
     Raises:
         ConfigError: an argument is out of range, or the data is not what was prepared.
-        DataError: it cannot be read now.
+        DataError: the data cannot be read at the moment.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class PreparedText:
         )
 
     def _open_named(self, where: str) -> PackedTokens:
-        """An evaluation set by what `evals` says of it."""
+        """Open the evaluation set that `evals` gives as `where`: a split of this folder, another folder, or FOLDER/SPLIT."""
         if where in self._manifest.splits:
             return self._open(self._folder, self._manifest, where)
         folder = Path(where).expanduser()
@@ -161,10 +160,10 @@ def _no_split(folder: Path, manifest: Manifest, split: str) -> ConfigError:
 
 
 def _text_bytes(manifest: Manifest, split: str, rows: Rows, *, masked: bool) -> int | None:
-    """UTF-8 bytes of the text that all targets of a split stand for; None where that is not known."""
+    """Return the UTF-8 bytes of the text that all targets of a split stand for; None where that is not known."""
     held, tokenizer = manifest.splits[split], manifest.tokenizer
     if rows.across_documents and not masked:
-        return held.bytes  # but for the very first token of the split
+        return held.bytes  # all but those of the very first token of the split
     if not rows.across_documents and rows.pairs != held.tokens - held.documents:
         return None  # some were cut
     if tokenizer.bos is not None:

@@ -1,7 +1,8 @@
-"""Prepared data and mixtures as a config names them: where the data lies, does the model know all its token ids, and are
-weights shares?
+"""Checks of prepared data and mixtures that a config names.
 
-Asked before a job queues, and again by every rank. Imports no torch.
+Does the data exist, does the model know all its token ids, and are the weights valid?
+
+They are made before a job is queued, and again by every rank. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ HUGGING_FACE = "slurmtrain.models.huggingface.HuggingFace"
 
 
 def check_prepared(config: Config, *, later: bool = False) -> None:
-    """Look at the mixtures that a config names, and at all prepared data that this machine sees.
+    """Check the mixtures that a config names, and all prepared data that this machine sees.
 
     Args:
-        later: the job waits for others, which may prepare the data.
+        later: the job waits for other jobs, which may still prepare the data.
 
     Raises:
-        ConfigError: a mixture's weights are no shares, the model cannot tell documents apart that it would have to, there is
-            no prepared data where this machine sees the folder around it, or a manifest is damaged, names another
-            tokenizer than the config, or more token ids than the model knows.
+        ConfigError: a mixture's weights are not valid; the model cannot mask documents although the data asks for it;
+            there is no prepared data although this machine sees the folder around it; or a manifest is damaged, names
+            another tokenizer than the config, or has more token ids than the model knows.
     """
     groups = (config.data, config.eval.sets)
     for values in (values for group in groups for values in _of(MIXTURE, "sources", Mapping, group)):
@@ -57,7 +58,7 @@ def check_prepared(config: Config, *, later: bool = False) -> None:
 
 
 def _check_is_there(folder: Path) -> None:
-    """Raise ConfigError where there is no prepared data set. What only compute nodes see, or each has its own, is not known."""
+    """Raise ConfigError if `folder` certainly holds no prepared data set; a folder that only compute nodes can see passes."""
     if folder.parent in _OF_EACH_NODE:
         return
     if folder.is_file():
@@ -67,7 +68,7 @@ def _check_is_there(folder: Path) -> None:
             "data.path=FOLDER",
         )
     if folder.is_dir() and not (folder / FILE_NAME).exists():
-        read_manifest(folder)  # which says so
+        read_manifest(folder)  # raises the error
     if not folder.exists() and folder.parent.is_dir():
         siblings = [path.name for path in folder.parent.iterdir() if (path / FILE_NAME).is_file()]
         hint = f"in {folder.absolute().parent}, {nearest(folder.name, siblings)}" if siblings else "check the spelling"
@@ -79,12 +80,12 @@ def _check_is_there(folder: Path) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _manifest(folder: Path, changed_ns: int) -> Manifest:
-    """Read once for all points of a sweep: that of a large data set is long."""
+    """Read a manifest once for all points of a sweep, since that of a large data set is long."""
     return read_manifest(folder)
 
 
 def check_vocabulary(of_model: Any, of_data: Any) -> None:
-    """Raises ConfigError when the model's vocabulary is too small; sizes that are no numbers are not known."""
+    """Raise ConfigError if the model's vocabulary is too small; a size that is no number is not known and passes."""
     if isinstance(of_model, int) and isinstance(of_data, int) and of_model < of_data:
         raise ConfigError(
             f"model.vocab_size={of_model} is too small for data with {of_data} token ids",
@@ -93,7 +94,7 @@ def check_vocabulary(of_model: Any, of_data: Any) -> None:
 
 
 def check_tokenizer(manifest: Manifest, folder: Path, sha256: str | None) -> None:
-    """Raises ConfigError when the data was not made by the tokenizer that the experiment names."""
+    """Raise ConfigError if the data was not made by the tokenizer that the experiment names."""
     if sha256 is not None and manifest.tokenizer.sha256 != sha256:
         raise ConfigError(
             f"data.tokenizer_sha256 is {sha256}, but {folder} was prepared with the tokenizer {named(manifest.tokenizer)}",
@@ -111,12 +112,13 @@ def _check_mask(values: Mapping[str, Any], model: Mapping[str, Any]) -> None:
 
 
 def named(tokenizer: TokenizerFacts) -> str:
+    """Describe a tokenizer, for messages."""
     ids = f"{tokenizer.vocab_size} ids, bos {tokenizer.bos}, eos {tokenizer.eos}"
     return f"{tokenizer.sha256 or tokenizer.kind} ({ids})"
 
 
 def with_absolute_paths(values: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
-    """The config group `data`, or `eval.sets`, for a job that runs elsewhere than in `cwd`."""
+    """Return the config group `data` or `eval.sets` with absolute paths, for a job that runs in another folder than `cwd`."""
     here: dict[str, Any] = {
         key: with_absolute_paths(value, cwd) if isinstance(value, Mapping) else value for key, value in values.items()
     }
@@ -138,7 +140,7 @@ def _absolute(path: str, cwd: Path) -> str:
 
 
 def _of(target: str, key: str, kind: type, values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The settings of what has this `_target_`, wherever they are within `values`, if `key` is of its kind."""
+    """Yield the settings of each object with this `_target_`, at any depth of `values`, whose `key` is of the given type."""
     if values.get("_target_") == target and isinstance(values.get(key), kind):
         yield values
     for value in values.values():

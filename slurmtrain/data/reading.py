@@ -1,9 +1,11 @@
-"""Files of prepared data: read from any number of processes and threads, with a sentence for whatever goes wrong.
+"""Files of prepared data, read by any number of processes and threads; every error is reported by one sentence.
 
-By preadv and never by mmap, where a file that has been cut short or a disk that fails ends the process by SIGBUS, without
-a word. preadv takes the offset with it, so forked workers share descriptors without harm. Few are kept open, the last used.
+Files are read by preadv and never by mmap, where a file that has been truncated or a disk that fails ends the process
+by SIGBUS, without a message. preadv takes the offset as an argument, so forked workers share descriptors without harm.
+Only the few files used last are kept open.
 
-What time may mend (an I/O error, a handle that the file server has forgotten) is tried again with the file opened anew.
+After an error that may be transient (an I/O error, a file handle that the file server has forgotten), the file is
+opened again and the read is repeated.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ _DIGEST_BYTES = 4 << 20  # read at a time
 
 
 class DataFile:
-    """A file whose size is known. It is opened when it is first read; as an object it costs next to nothing.
+    """A file whose size is known. It is opened when it is first read; the object itself costs next to nothing.
 
     Args:
-        path: where it lies.
-        size: bytes that it must have.
+        path: the path of the file.
+        size: the size in bytes that the file must have.
     """
 
     def __init__(self, path: Path, size: int):
@@ -46,8 +48,8 @@ class DataFile:
         """Fill `array` (contiguous) with the bytes from `offset` on.
 
         Raises:
-            ConfigError: the file is not there, not readable, or not of its size.
-            DataError: it cannot be read now.
+            ConfigError: the file does not exist, is not readable, or is not of its size.
+            DataError: the file cannot be read at the moment.
         """
         count = self._read(array, offset)
         while count < array.nbytes:  # on some file systems a read may bring less than there is
@@ -57,7 +59,7 @@ class DataFile:
             count += more
 
     def will_need(self, offset: int, count: int) -> None:
-        """Have the kernel read these bytes ahead; returns at once. What goes wrong is left for the read to tell."""
+        """Ask the kernel to read these bytes ahead, and return at once. Errors are left to the read itself."""
         try:  # contextlib.suppress would take longer than the call
             descriptor = _opened(self)
             os.posix_fadvise(descriptor.number, offset, count, os.POSIX_FADV_WILLNEED)
@@ -65,13 +67,17 @@ class DataFile:
             return
 
     def check_size(self) -> None:
-        """Raises as `read_into`, without opening the file."""
+        """Check the file's size without opening it; raise the errors that `read_into` raises."""
         found = self._attempts(lambda: os.stat(self.path).st_size)
         if found != self.size:
             raise self._wrong_size(found)
 
     def check_digest(self, sha256: str, first: int = 0) -> None:
-        """Read all from byte `first` on. Raises as `read_into`, and ConfigError for another content."""
+        """Read all bytes from `first` on and check their digest.
+
+        Raises:
+            ConfigError: the content is another one; also the errors that `read_into` raises.
+        """
         digest = hashlib.sha256()
         for begin in range(first, self.size, _DIGEST_BYTES):
             block = np.empty(min(_DIGEST_BYTES, self.size - begin), dtype=np.uint8)
@@ -84,7 +90,12 @@ class DataFile:
             )
 
     def open(self) -> int:
-        """A new descriptor. Raises OSError, and ConfigError for another size."""
+        """Return a new descriptor of the file.
+
+        Raises:
+            ConfigError: the file is not of its size.
+            OSError: the file cannot be opened.
+        """
         number = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         found = os.fstat(number).st_size
         if found != self.size:
@@ -105,10 +116,10 @@ class DataFile:
         return os.preadv(descriptor.number, [array.data], offset)
 
     def _attempts(self, act: Callable[[], int], failed: OSError | None = None) -> int:
-        """What `act` returns, which is called again after a transient error.
+        """Return what `act` returns; call it again after a transient error.
 
         Args:
-            failed: of an attempt before.
+            failed: the error of an attempt before; None if there was none.
         """
         attempt = 0
         while True:
@@ -147,14 +158,20 @@ class DataFile:
 
 
 class _Descriptor:
-    """An open file, closed when nobody reads from it any more: a thread may still do so when it is no longer kept."""
+    """An open file.
+
+    It is closed when nobody reads from it any more: a thread may still read when it is no longer kept open.
+    """
 
     def __init__(self, file: DataFile):
         self._file, self.number = file, -1
         self.number = file.open()
 
     def open_anew(self) -> None:
-        """Under the same number, so that nobody is left with one that means another file."""
+        """Open the file again under the same descriptor number.
+
+        So no thread is left with a number that means another file.
+        """
         number = self._file.open()
         os.dup2(number, self.number, inheritable=False)
         os.close(number)

@@ -1,8 +1,9 @@
-"""Samples as rows of pieces: where each lies in the token stream, by arithmetic or from an index that is made once and kept.
+"""Samples as rows of pieces: where each lies in the token stream, computed or looked up in an index that is made once and kept.
 
-The index of a packing is a file beside the data, `packed/SPLIT-PACKING-SEQ_LEN-FINGERPRINT.idx`: a line of JSON, the pieces
-of all samples one after another, and where each sample's pieces begin. It is read in place, so it may be as large as it
-likes. It depends on nothing but data and packing, so whoever makes it makes the same. A file that is not whole is made anew.
+The index of a packing is a file beside the data, `packed/SPLIT-PACKING-SEQ_LEN-FINGERPRINT.idx`: a line of JSON, the
+pieces of all samples one after another, and where each sample's pieces begin. It is read in place, so its size does not
+matter. It depends on nothing but data and packing, so every process makes the same index. A file that is not complete
+is made again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,16 +29,19 @@ from slurmtrain.data.stream import TokenStream
 from slurmtrain.errors import ConfigError
 
 FORMAT = 1
+KEPT_SAMPLES = 1 << 13  # that were announced: a process forgets them when it has not read them by then
 GROUP_DOCUMENTS = 1 << 21  # packed together: enough to waste nothing, few enough for memory
 _HEADER_BYTES = 512
-# Of the documents of one group: ends uint64 [documents] relative to a first token -> pieces, and how many each sample has.
+# Packs one group of documents: ends uint64 [documents] after a first token -> pieces, and their number in each sample.
 Pack = Callable[[NDArray[np.uint64], int], tuple[Pieces, NDArray[np.int64]]]
 
 
 class Rows(Protocol):
-    """Attributes:
-    pairs: of an input and its target, in all samples together.
-    across_documents: a piece may reach from one document into the next.
+    """The pieces that make up each sample of a data set.
+
+    Attributes:
+        pairs: number of pairs of an input and its target in all samples together.
+        across_documents: whether a piece may reach from one document into the next.
     """
 
     pairs: int
@@ -46,12 +50,22 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def pieces(self, indices: NDArray[np.int64]) -> tuple[Pieces, NDArray[np.int64]]:
-        """The pieces of samples `indices` [B], sample after sample, and how many each has, int64 [B]."""
+        """Return the pieces of samples `indices` [B], and the number of pieces of each sample, int64 [B].
+
+        The pieces are in the order of the samples.
+        """
+        ...
+
+    def coming(self, indices: NDArray[np.int64]) -> Pieces:
+        """Return the pieces of samples that are asked for soon."""
         ...
 
 
 class Windows:
-    """The whole stream cut at regular places: sample i has the pairs i * S ... (i + 1) * S - 1, the last one perhaps fewer."""
+    """Rows that cut the whole stream at regular places: sample i has the pairs i * S ...
+
+    (i + 1) * S - 1, the last one perhaps fewer.
+    """
 
     def __init__(self, tokens: int, seq_len: int):
         self.pairs, self.across_documents, self._seq_len = max(tokens - 1, 0), True, seq_len
@@ -65,14 +79,18 @@ class Windows:
         pieces["pairs"] = np.minimum(self.pairs - indices * self._seq_len, self._seq_len)
         return pieces, np.ones(len(indices), dtype=np.int64)
 
+    def coming(self, indices: NDArray[np.int64]) -> Pieces:
+        """Return the pieces of samples that are asked for soon."""
+        return self.pieces(indices)[0]
+
 
 @dataclass(frozen=True)
 class _Header:
-    """First line of an index.
+    """The first line of an index.
 
     Attributes:
         made_from: digest of data and packing.
-        sha256: of all after the header.
+        sha256: digest of everything after the header.
     """
 
     format: int
@@ -91,7 +109,7 @@ class _Header:
 
 
 class _Bytes:
-    """Stands for a `DataFile` where nothing can be written."""
+    """A stand-in for `DataFile` that holds the index in memory, where no folder can be written."""
 
     def __init__(self, content: memoryview):
         self.path, self._content = "the index in memory", content
@@ -100,18 +118,65 @@ class _Bytes:
         array.view(np.uint8)[:] = self._content[offset : offset + array.nbytes]
 
 
+class _Coming(NamedTuple):
+    """Samples that are asked for soon, mostly in this order.
+
+    Attributes:
+        indices: int64 [B].
+        pieces: of one sample after the other.
+        counts: how many each has, int64 [B].
+    """
+
+    indices: NDArray[np.int64]
+    pieces: Pieces
+    counts: NDArray[np.int64]
+
+    def followed_by(self, more: _Coming) -> _Coming:
+        """Return both. Another process may be the one to ask, so the oldest ones are forgotten."""
+        before = self if len(self.indices) < KEPT_SAMPLES else _NOTHING
+        return _Coming(*(np.concatenate(both) for both in zip(before, more, strict=True)))
+
+    def taken(self, indices: NDArray[np.int64]) -> tuple[tuple[Pieces, NDArray[np.int64]] | None, _Coming]:
+        """Return pieces and counts of these samples, None where they are not all known, and what comes after them."""
+        first = int((self.indices == indices[:1]).argmax()) if len(self.indices) and len(indices) else 0
+        end = first + len(indices)
+        if not np.array_equal(self.indices[first:end], indices):
+            return None, self
+        begin, stop = self.counts[:first].sum(), self.counts[:end].sum()
+        after = _Coming(self.indices[end:], self.pieces[stop:], self.counts[end:])
+        return (self.pieces[begin:stop], self.counts[first:end]), after
+
+
+_NOTHING = _Coming(np.empty(0, dtype=np.int64), np.empty(0, dtype=PIECE), np.empty(0, dtype=np.int64))
+
+
 class RowIndex:
-    """The samples of a packing, read from its index."""
+    """The rows of a packing, read from its index."""
 
     def __init__(self, file: DataFile | _Bytes, header: _Header):
         self._file, self._header = file, header
         self.pairs, self.across_documents = header.pairs, False
+        self._coming = _NOTHING
 
     def __len__(self) -> int:
         return self._header.rows
 
     def pieces(self, indices: NDArray[np.int64]) -> tuple[Pieces, NDArray[np.int64]]:
-        """Raises ConfigError for an index that is damaged, and what reading raises."""
+        """Return the pieces of samples `indices`, as `Rows.pieces`.
+
+        Raises:
+            ConfigError: the index is damaged; also the errors that `DataFile.read_into` raises.
+        """
+        found, self._coming = self._coming.taken(indices)
+        return found or self._read_pieces(indices)
+
+    def coming(self, indices: NDArray[np.int64]) -> Pieces:
+        """Return the pieces of samples, and keep them until they are asked for: the index is read once. Raises as `pieces`."""
+        pieces, counts = self._read_pieces(indices)
+        self._coming = self._coming.followed_by(_Coming(indices, pieces, counts))
+        return pieces
+
+    def _read_pieces(self, indices: NDArray[np.int64]) -> tuple[Pieces, NDArray[np.int64]]:
         bounds = self._bounds(indices)
         counts = bounds[:, 1].astype(np.int64) - bounds[:, 0].astype(np.int64)
         if counts.min(initial=1) < 1 or bounds.max(initial=0) > self._header.pieces:
@@ -123,7 +188,7 @@ class RowIndex:
         return pieces, counts
 
     def _bounds(self, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Where the pieces of each sample begin and end, uint64 [B, 2]."""
+        """Return where the pieces of each sample begin and end in the index, uint64 [B, 2]."""
         if self._header.pieces == self._header.rows:  # one each, which need not be looked up
             return np.stack([indices, indices + 1], axis=1).astype("<u8")
         bounds = np.empty((len(indices), 2), dtype="<u8")
@@ -134,21 +199,22 @@ class RowIndex:
 
 
 def damaged(index: str) -> ConfigError:
+    """Return the error for an index that is damaged."""
     return ConfigError(f"{index} is damaged", hint="remove it: it is made anew")
 
 
 def row_index(
     stream: TokenStream, name: str, made_from: str, folders: Sequence[Path], pack: Pack, *, verify: str
 ) -> RowIndex:
-    """The index of a packing: the one that is kept, or made now and kept in the first folder that can be written.
+    """Return the index of a packing: the one that is kept, or one made now and kept in the first folder that can be written.
 
-    Of processes that come at once, one makes it and the others wait.
+    Of several processes that need it at the same time, one makes it and the others wait.
 
     Args:
-        stream: the split.
-        name: of the packing, for the file.
-        made_from: digest of all that it depends on.
-        folders: where it may be kept, the best one first; where none can be written, it stays in memory.
+        stream: the tokens of the split.
+        name: name of the packing, a part of the file name.
+        made_from: digest of everything that the index depends on.
+        folders: where the index may be kept, the best one first; if none can be written, it stays in memory.
         pack: packs one group of documents.
         verify: "full" compares a kept index with its digest.
 
@@ -224,7 +290,10 @@ def _write(file: BinaryIO, stream: TokenStream, made_from: str, pack: Pack) -> _
 
 
 def _groups(stream: TokenStream) -> Iterator[tuple[int, NDArray[np.uint64]]]:
-    """Documents of consecutive shards: position of their first token, and their ends after it, uint64 [documents]."""
+    """Yield the documents of consecutive shards in groups.
+
+    A group is the position of its first token, and its documents' ends after it, uint64 [documents].
+    """
     group: list[NDArray[np.uint64]] = []
     documents = group_first = 0
     for first, ends in stream.shard_ends():
@@ -241,7 +310,7 @@ def _groups(stream: TokenStream) -> Iterator[tuple[int, NDArray[np.uint64]]]:
 
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Wait until no other process does this in `folder`, which is made; a process that dies lets the next one in."""
+    """Hold a lock on `folder`, which is created if missing; the lock of a process that dies is released."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:

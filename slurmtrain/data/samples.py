@@ -1,4 +1,4 @@
-"""Data sets: what they offer, and how their samples are fetched."""
+"""The interface of data sets, and how their samples are fetched."""
 
 from __future__ import annotations
 
@@ -22,20 +22,25 @@ from slurmtrain.errors import ConfigError
 
 
 class MapDataset(Protocol):
-    """What a data set must offer. It may offer more, by methods and attributes of these names; a class that changes one way
-    to fetch samples of its base class is not asked by another one of that:
+    """A data set with a length and an i-th sample, which is all that it must offer.
 
-    get_batch(indices: int64 [B]) -> Batch: these samples at once; nothing is collated then. Random generators are seeded once
-        for all of them, by the number of the first: what it draws comes back after a restart, at the same micro batch size.
-    get_batches(indices: int64 [M, B], *, numbers: int64 [M, B], seed: int, empty) -> Iterable[Batch | CompactRows]: several
-        batches, with the number of each sample in the run; empty(shape, dtype=) makes tensors that are sent without a copy, and
-        are not to be changed any more when their batch is given. After an error, each that is missing is asked
-        for by itself.
-    lengths(indices: int64 [B]) -> int64 [B]: tokens of each sample, where they differ.
-    seq_len: of the longest.
-    will_need(indices: int64 [B]) -> None: these come soon; it is called where samples are fetched, and waits for none of them.
-    order(seed: int, shuffle: bool) -> Order: an order of its own.
-    num_bytes: bytes of text that all its targets stand for, None when that is not known.
+    It may offer the following methods and attributes as well. A subclass that overrides one of the ways to fetch
+    samples (`__getitem__`, `get_batch`, `get_batches`) is asked by the one that it overrides, even if its base class
+    offers a faster one.
+
+    get_batch(indices: int64 [B]) -> Batch: return these samples as one batch, which is not collated any more. Random
+        generators are seeded once for the batch, by the number of its first sample: random choices are repeated after a
+        restart only if the micro batch size is the same.
+    get_batches(indices: int64 [M, B], *, numbers: int64 [M, B], seed: int, empty) -> Iterable[Batch | CompactRows]: yield
+        several batches; `numbers` are the samples' numbers in the run. empty(shape, dtype=) makes tensors that are sent
+        without a copy, and that must not be changed once their batch has been yielded. After an error, every batch that
+        is missing is asked for by itself.
+    lengths(indices: int64 [B]) -> int64 [B]: return the tokens of each sample, if samples differ in length.
+    seq_len: tokens of the longest sample.
+    will_need(indices: int64 [B]) -> None: announce samples that will be fetched soon; called by the process that fetches
+        them, and returns without waiting for them.
+    order(seed: int, shuffle: bool) -> Order: return the data set's own order of samples.
+    num_bytes: bytes of text that all targets stand for; None when that is not known.
     """
 
     def __len__(self) -> int: ...
@@ -44,13 +49,13 @@ class MapDataset(Protocol):
 
 
 def check_has_samples(dataset: Any, what: str) -> None:
-    """Check that a data set has a number of samples, and an i-th one.
+    """Check that a data set has a length and an i-th sample.
 
     Args:
-        what: it is, for the message.
+        what: name of the data set, for the message.
 
     Raises:
-        ConfigError: it is a stream, or no data set.
+        ConfigError: `dataset` is a stream, or no data set.
     """
     kind = type(dataset)
     has_samples = any(hasattr(kind, name) for name in ("__getitem__", "get_batch", "get_batches"))
@@ -71,14 +76,17 @@ def fetch(
     seed: int = 0,
     numbers: NDArray[np.int64] | None = None,
 ) -> Batch:
-    """The samples `indices` [B] as one batch: by the data set's own `get_batch`, else one by one, collated.
+    """Return the samples `indices` [B] as one batch.
 
-    One by one, each finds Python's, numpy's and torch's random generators seeded by `seed` and its number: what it draws (a
-    crop, a flip) depends on neither ranks nor workers, and comes back after a restart. `get_batch` finds them seeded by the
-    number of its first sample; `get_batches` is told seed and numbers, and sees to it itself.
+    It comes from the data set's own `get_batches` or `get_batch`, else from its samples one by one, collated.
+
+    Before each sample fetched by itself, the random generators of Python, numpy and torch are seeded by `seed` and the
+    sample's number: its random choices (a crop, a flip) do not depend on ranks or workers, and are repeated after a
+    restart. Before `get_batch` they are seeded by the number of its first sample. `get_batches` gets seed and numbers
+    as arguments, and seeds its generators itself.
 
     Args:
-        numbers: int64 [B], of each sample in the run; None: its index.
+        numbers: the samples' numbers in the run, int64 [B]; None: their indices.
     """
     numbers = indices if numbers is None else numbers
     return as_batch(next(iter(fetch_batches(dataset, indices[None], numbers[None], seed=seed))))
@@ -92,12 +100,12 @@ def fetch_batches(
     seed: int,
     empty: Callable[..., Tensor] = empty,
 ) -> Iterable[Batch | CompactRows]:
-    """Several batches as by `fetch`, each when it is asked for.
+    """Yield several batches as `fetch` returns them, each only when it is asked for.
 
     Args:
-        indices: int64 [M, B].
-        numbers: int64 [M, B].
-        empty: makes tensors of a shape and a dtype, for data sets that ask for them.
+        indices: the samples' indices in the data set, int64 [M, B].
+        numbers: the samples' numbers in the run, int64 [M, B].
+        empty: makes a tensor of a shape and a dtype, for data sets that have `get_batches`.
     """
     own: Any = dataset
     method = way(dataset)
@@ -111,7 +119,10 @@ def fetch_batches(
 def _errors_in_their_turn(
     get_batches: Callable[..., Iterable[Batch | CompactRows]], indices: NDArray[np.int64], numbers: NDArray[np.int64]
 ) -> Iterator[Batch | CompactRows]:
-    """What is made together fails together: then one by one, so that all batches before the one in question come."""
+    """Yield the batches; if making them together fails, make those that are missing one by one.
+
+    So all batches before the one that causes the error are yielded.
+    """
     done = 0
     try:
         for batch in get_batches(indices, numbers=numbers):
@@ -126,9 +137,11 @@ def _errors_in_their_turn(
 
 
 def way(dataset: MapDataset) -> str:
-    """By which method samples are fetched: of those that are defined last, by the object or in its classes, the fastest.
+    """Return the name of the method to fetch samples by.
 
-    So that a class that changes only `get_batch`, or only `__getitem__`, of another one is asked by that.
+    It is the fastest of those that the object or the most derived class defines.
+
+    So a subclass that overrides only `get_batch`, or only `__getitem__`, is asked by the method that it overrides.
     """
     for names in (getattr(dataset, "__dict__", {}), *map(vars, type(dataset).__mro__)):
         for method in ("get_batches", "get_batch", "__getitem__"):
@@ -145,7 +158,7 @@ def _drawn_together(dataset: Any, seed: int, indices: NDArray[np.int64], numbers
 
 
 def _keys(seed: int, numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return what the random generators are seeded by for each sample, by its number in the run [B]."""
+    """Return the number that seeds the random generators for each sample, from the sample's number in the run [B]."""
     return mixed(numbers.astype(np.uint64) ^ mixed(np.array([seed % 2**64], dtype=np.uint64)))
 
 
@@ -156,7 +169,7 @@ def _collated(dataset: MapDataset, seed: int, indices: NDArray[np.int64], number
 
 
 def fingerprint_of(source: Any) -> str:
-    """What stands for the content of a data source: its own `fingerprint`, else how many samples it has."""
+    """Return an identifier of a data source's content: its own `fingerprint`, else its number of samples."""
     own = getattr(source, "fingerprint", None)
     return str(own) if own is not None else f"{len(source.train)} samples"
 

@@ -1,4 +1,4 @@
-"""The shares of a mixture's sources, from weights of any sum. Imports no torch: asked before a job queues, too."""
+"""The shares of a mixture's sources, from weights of any sum. Imports no torch, since submission checks them, too."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ FINEST = 2**30  # shares are multiples of its inverse; products of two of them s
 
 
 def shares_of(names: Sequence[str], weights: Mapping[str, float] | None) -> list[Fraction] | None:
-    """The weights of the sources `names`, adding up to one; exactly as written, where that can be. None for no weights.
+    """Return the weights of the sources `names` scaled to add up to one, exactly where possible; None for no weights.
 
     Raises:
-        ConfigError: there are no sources, or weights that are no shares of them.
+        ConfigError: there are no sources, or the weights are not positive numbers for exactly these sources.
     """
     if not names:
         raise ConfigError("data.sources is empty", hint="name at least one, see conf/data/mixture.yaml")

@@ -1,9 +1,9 @@
-"""How a worker hands tensors to its rank: in memory that both share and that is used again and again.
+"""Shared memory by which a worker hands tensors to its rank, allocated once and used again and again.
 
-Sent the usual way, each tensor opens shared memory of its own, whose descriptor travels and whose pages are new to both
-processes: for a micro batch of tokens that takes several times as long as reading it. Here a worker copies its tensors into one
-of its slots, or makes them there, and the rank copies them out as the message arrives. What is larger than a slot still goes
-the usual way, by /dev/shm.
+Sent the usual way, each tensor opens shared memory of its own, whose descriptor is sent and whose pages are new to both
+processes: for a micro batch of tokens, that takes several times as long as reading it. Here a worker copies its tensors
+into one of its slots, or makes them there, and the rank copies them out as the message arrives. A tensor that is larger
+than a slot is still sent the usual way, by /dev/shm.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _known: weakref.WeakValueDictionary[int, Slots] = weakref.WeakValueDictionary()
 
 
 class Slots:
-    """Shared by a process and the workers that it forks afterwards.
+    """Memory that a process shares with the workers that it forks afterwards.
 
-    Each worker uses its slots in turn. That one is free again when its turn comes is for the caller to see to: no more
-    messages of a worker may be under way, to be sent or to be received, than it has slots.
+    Each worker uses its slots in turn. The caller ensures that a slot is free again when its turn comes: a worker may
+    have at most as many messages under way, to be sent or to be received, as it has slots.
 
     Args:
-        workers: how many write.
-        each: slots that each of them has.
+        workers: number of workers.
+        each: number of slots of each worker.
     """
 
     def __init__(self, workers: int, each: int):
@@ -55,14 +55,14 @@ class Slots:
         _known[self._number] = self
 
     def message(self, worker: int) -> Message:
-        """In a worker: one whose tensors will lie in its next slot."""
+        """Begin a message, in a worker, whose tensors will lie in the worker's next slot."""
         self._messages += 1
         start = (worker * self._each + self._messages % self._each) * SLOT_BYTES
         self._header(start)[0] = self._messages
         return Message(self._memory, slots=self._number, start=start, message=self._messages)
 
     def unpacked(self, start: int, message: int, pickled: bytes) -> list[Any]:
-        """What was added to a message, with tensors of their own."""
+        """Return the objects that were added to a message, with copies of their tensors."""
         file, content = io.BytesIO(pickled), []
         while file.tell() < len(pickled):
             content += pickle.load(file)
@@ -71,7 +71,7 @@ class Slots:
         return content
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A copy of the one that lies there."""
+        """Return a copy of the tensor at `offset`."""
         return _view(self._memory, offset, shape, dtype).clone()
 
     def _header(self, start: int) -> Any:
@@ -79,13 +79,14 @@ class Slots:
 
 
 class Message:
-    """Takes objects of any kind, whose tensors it copies into the slot. Those for which there is no room there go torch's way,
-    as do those that are not plain numbers in memory.
+    """A message of objects of any kind, whose tensors are copied into the slot.
+
+    Tensors for which the slot has no room, and those that are not plain numbers in memory, are sent as torch does.
 
     Args:
-        memory: of all slots.
-        slots: number of the slots.
-        start: of this slot in the memory.
+        memory: the memory of all slots.
+        slots: number of the `Slots` object.
+        start: offset of this slot in the memory.
         message: number of this message.
     """
 
@@ -98,12 +99,12 @@ class Message:
         self._in_slot = self._elsewhere = 0  # tensors of what was pickled last: made in the slot, and others
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """A new tensor in the slot, which need not be copied when it is added. It is of no use after that."""
+        """Return a new tensor in the slot, which is not copied when it is added, and must not be used after that."""
         offset = self._reserved(math.prod(shape), dtype)
         return empty(shape, dtype=dtype) if offset is None else _view(self._memory, offset, shape, dtype)
 
     def add(self, item: Any) -> None:
-        """Take one object, as it is now. Only the tensors that were made in the slot must stay as they are."""
+        """Add one object as it is now. Tensors that were made in the slot must not be changed afterwards."""
         self._kept.append(item)
         # Objects like one that lay wholly in the slot are pickled together, which is faster. Others may share their memory
         # with the next ones.
@@ -111,7 +112,10 @@ class Message:
             self.flush()
 
     def flush(self) -> None:
-        """Pickle what was added. Raises what pickling raises; all before that object is in the message then."""
+        """Pickle the objects that were added.
+
+        After an error of pickling, the message holds all objects before the one that failed.
+        """
         items, self._kept = self._kept, []
         if not items:
             return
@@ -129,7 +133,7 @@ class Message:
 
     def _dump(self, items: list[Any]) -> None:
         before = self._file.tell()
-        # One for each: a pickler remembers what it has pickled, and its table leads back to this message.
+        # A new pickler each time: it remembers what it has pickled, and its table refers to this message.
         pickler = ForkingPickler(self._file, pickle.HIGHEST_PROTOCOL)
         pickler.dispatch_table[Tensor] = self._reduced
         self._in_slot = self._elsewhere = 0
@@ -153,7 +157,7 @@ class Message:
         offset = self._reserved(tensor.numel(), tensor.dtype) if plain else None
         if offset is None:
             return reduce_tensor(tensor)
-        # Strides come as they are where nothing lies between the numbers, as in torch.channels_last.
+        # Strides are kept if the tensor's memory has no gaps, as in torch.channels_last.
         axes = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
         back = None
         if not tensor.is_contiguous() and tensor.permute(axes).is_contiguous():
@@ -163,7 +167,10 @@ class Message:
         return _tensor, (self._slots, offset, tuple(tensor.shape), tensor.dtype, back)
 
     def _reserved(self, count: int, dtype: torch.dtype) -> int | None:
-        """Where so many numbers may lie; None for none, for those of a rare kind, and when there is no room for them."""
+        """Reserve room for so many numbers and return its offset.
+
+        The result is None for no numbers, for rare types, and when there is no room.
+        """
         offset, end = self._next, self._next + count * dtype.itemsize
         if not count or dtype not in _PLAIN or end > self._end:
             return None
@@ -172,7 +179,10 @@ class Message:
 
 
 class Packed:
-    """A message on its way. Unpickling it, in the process that made the slots, gives a list of what was added."""
+    """A message in the form that is sent.
+
+    Unpickling it in the process that made the slots returns the list of objects added.
+    """
 
     def __init__(self, *parts: Any):
         self._parts = parts
@@ -182,7 +192,7 @@ class Packed:
 
 
 def empty(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-    """As `Message.empty`, for what is not sent."""
+    """Return a new tensor in ordinary memory, with the signature of `Message.empty`."""
     return torch.empty(shape, dtype=dtype)
 
 

@@ -1,7 +1,7 @@
 """The tokens of a split of prepared data, end to end over all its shards, and where its documents end.
 
-Nothing of the size of the data is in memory: a position is found by a binary search over the shards, a document by one
-over blocks of its shard's `ends`, and both are read in place.
+The data is never held in memory: a position is found by a binary search over the shards, a document by one over blocks
+of its shard's `ends`, and both are read in place.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _BLOCK = 512  # ends that are read at a time when a document is searched: a page
 
 
 class TokenStream:
-    """Read-only, and safe to use from forked workers and from threads.
+    """The tokens of a split, read-only, and safe to use from forked workers and from threads.
 
     Args:
-        folder: of the prepared data set.
-        manifest: of it.
+        folder: folder of the prepared data set.
+        manifest: manifest of the prepared data set.
         split: name of the split.
-        verify: "opened" compares a file's size with the manifest when it is first read; "sizes" those of all files now; "full"
-            their digests, too, which reads all of them.
+        verify: "opened" compares a file's size with the manifest when it is first read; "sizes" compares those of all
+            files now; "full" compares their digests, too, which reads all of them.
 
     Attributes:
-        split: of the manifest.
-        name: of the split.
-        dtype: of a token, little-endian.
-        vocab_size: ids are below it.
+        split: the split's entry in the manifest.
+        name: name of the split.
+        dtype: type of a token, little-endian.
+        vocab_size: all token ids are below this number.
 
     Raises:
         ConfigError: a file is missing, or is not what was written.
-        DataError: it cannot be read now.
+        DataError: a file cannot be read at the moment.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, split: str, verify: str = "sizes"):
@@ -71,18 +71,20 @@ class TokenStream:
         return self._firsts[-1]
 
     def read_into(self, row: NDArray[Any], position: int) -> None:
-        """Fill `row` (contiguous, of `dtype`) with the tokens from `position` on. Their ids are not looked at.
+        """Fill `row` (contiguous, of `dtype`) with the tokens from `position` on, without checking their ids.
 
         Raises:
-            ConfigError, DataError: as when it was made.
+            ConfigError, DataError: as for `TokenStream` itself.
         """
         for shard, begin, count in self._stretches(position, len(row)):
             part, row = row[:count], row[count:]
             self._tokens[shard].read_into(part, begin * self.dtype.itemsize)
 
     def read_pieces(self, rows: NDArray[Any], pieces: Iterable[tuple[int, int, int]]) -> list[Any]:
-        """The same for several: for each (begin, end, position) fill rows[begin:end]. One may overwrite the last token of the
-        one before, so those are returned. Raises as `read_into`."""
+        """Fill rows[begin:end] for each (begin, end, position), and return each piece's last token.
+
+        The last tokens are returned since a piece may overwrite the last token of the one before.
+        """
         firsts, files, size, lasts = self._firsts, self._tokens, self.dtype.itemsize, []
         for begin, end, position in pieces:
             shard = bisect.bisect_right(firsts, position) - 1
@@ -94,8 +96,10 @@ class TokenStream:
         return lasts
 
     def will_need(self, positions: Iterable[int], counts: Iterable[int]) -> None:
-        """Have so many tokens from each position on, and the next one, read ahead; returns at once. What reaches beyond a shard
-        is left to be read when it is wanted."""
+        """Ask the kernel to read ahead `count` tokens and the next one from each position, and return at once.
+
+        The part of a stretch beyond the end of a shard is not read ahead.
+        """
         firsts, files, size = self._firsts, self._tokens, self.dtype.itemsize
         for position, count in zip(positions, counts, strict=True):
             shard = bisect.bisect_right(firsts, position) - 1
@@ -103,10 +107,14 @@ class TokenStream:
                 files[shard].will_need((position - firsts[shard]) * size, (count + 1) * size)
 
     def check_ids(self, positions: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        """Refuse the first token in these stretches that is not below `vocab_size`; both int64 [stretches].
+        """Check that all tokens in these stretches are below `vocab_size`.
+
+        Args:
+            positions: position of the first token of each stretch, int64 [stretches].
+            counts: number of tokens of each stretch, int64 [stretches].
 
         Raises:
-            ConfigError: with shard and offset.
+            ConfigError: a token is not; the message names its shard and offset.
         """
         for position, count in zip(positions.tolist(), counts.tolist(), strict=True):
             row = np.empty(count, dtype=self.dtype)
@@ -120,11 +128,11 @@ class TokenStream:
                 )
 
     def shard_ends(self) -> Iterator[tuple[int, NDArray[np.uint64]]]:
-        """Of each shard, the position of its first token and where its documents end after that, uint64 [documents].
+        """Yield, for each shard, the position of its first token and where its documents end after that, uint64 [documents].
 
         Raises:
-            ConfigError: the ends decrease, or do not end where the shard does.
-            DataError: they cannot be read now.
+            ConfigError: the ends decrease, or the last one is not the end of the shard.
+            DataError: the ends cannot be read at the moment.
         """
         for number, first in enumerate(self._firsts[:-1]):
             yield first, self._ends(number, 0, self.split.shards[number].documents)
@@ -132,18 +140,18 @@ class TokenStream:
     def borders(
         self, starts: NDArray[np.int64], pairs: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where documents begin after one has ended before, within stretches of the stream.
+        """Find where a document begins after another one has ended, within stretches of the stream.
 
         Args:
             starts: position of the first token of each stretch, int64 [P].
-            pairs: so many tokens after it belong to the stretch, too, int64 [P].
+            pairs: number of tokens after it that also belong to the stretch, int64 [P].
 
         Returns:
-            Of each such place the number of the stretch and the offset in it, 1 ... pairs; int64 both, in no order. A document
-            without tokens counts, too.
+            The number of the stretch and the offset in it, 1 ... pairs, of each such place; both int64, in no order. A
+                document without tokens counts, too.
 
         Raises:
-            As `shard_ends`.
+            ConfigError, DataError: as for `shard_ends`.
         """
         blocks = np.full((len(starts), _BLOCK), _NEVER, dtype="<u8")
         firsts = np.zeros(len(starts), dtype="<u8")
@@ -162,10 +170,10 @@ class TokenStream:
         return np.concatenate([found, *numbers]), np.concatenate([inside, *offsets])
 
     def _read_block_of(self, block: NDArray[np.uint64], start: int, count: int) -> int | None:
-        """Read the one block of ends that matters to a stretch; None if there are several, or it does not fit the shard.
+        """Read the one block of ends that a stretch needs, and return where the stretch begins in its shard, in tokens.
 
         Returns:
-            Where the stretch begins in its shard, as the ends count.
+            None if the stretch needs several blocks, or the block does not fit the shard.
         """
         number = bisect.bisect_right(self._firsts, start) - 1
         first = start - self._firsts[number]
@@ -178,7 +186,7 @@ class TokenStream:
         return first if enough and first + count <= shard.tokens else None
 
     def _borders_of_one(self, start: int, count: int) -> NDArray[np.int64]:
-        """Positions of the beginnings of documents in one stretch. Raises as `borders`."""
+        """Return the positions at which documents begin in one stretch. Raises as `borders`."""
         found = [np.empty(0, dtype=np.int64)]
         for shard, first, some in self._stretches(start, count):
             ends = self._ends_between(shard, first, first + some)
@@ -187,7 +195,7 @@ class TokenStream:
         return np.concatenate(found)
 
     def _stretches(self, position: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """(shard, first token in it, tokens) of a stretch, shard by shard; each has at least one token."""
+        """Yield (shard, first token in it, tokens) of a stretch, shard by shard; each part has at least one token."""
         shard = bisect.bisect_right(self._firsts, position) - 1
         while count:
             begin = position - self._firsts[shard]
@@ -197,7 +205,7 @@ class TokenStream:
             position, count, shard = position + here, count - here, shard + 1
 
     def _ends_between(self, shard: int, begin: int, end: int) -> NDArray[np.uint64]:
-        """At least all ends e of a shard with begin < e <= end."""
+        """Return all ends e of a shard with begin < e <= end, and perhaps some around them."""
         documents = self.split.shards[shard].documents
         found = [np.empty(0, dtype="<u8")]
         for block in range(self._block_before(shard, begin), -(-documents // _BLOCK)):
@@ -207,7 +215,7 @@ class TokenStream:
         return np.concatenate(found)
 
     def _block_before(self, shard: int, begin: int) -> int:
-        """The first block of a shard's ends that has one after token `begin`, or the one before that."""
+        """Return the last block of a shard's ends whose first end is at most `begin`, or block 0 if there is none."""
         blocks = range(-(-self.split.shards[shard].documents // _BLOCK))
         return max(bisect.bisect_right(blocks, begin, key=functools.partial(self._first_end_of_block, shard)) - 1, 0)
 
@@ -215,7 +223,7 @@ class TokenStream:
         return int(self._read_ends(shard, block * _BLOCK, 1)[0])
 
     def _ends(self, shard: int, first: int, count: int) -> NDArray[np.uint64]:
-        """The ends of so many documents from number `first` on, checked against each other and the shard's size."""
+        """Return the ends of `count` documents from number `first` on, checked against each other and the shard's size."""
         ends = self._read_ends(shard, first, count)
         if not count:
             return ends

@@ -1,7 +1,8 @@
 """Text as bytes: every byte of every file is one token, and a sample is a window of `seq_len` of them.
 
-Two sources, neither of which downloads anything: the sources of Python's own standard library, there wherever Python
-is, and a person's own files. Both are held in memory; corpora beyond a few gigabytes need another kind of data set.
+There are two sources, neither of which downloads anything: the sources of Python's own standard library, which every
+machine with Python has, and a person's own files. Both are held in memory; corpora beyond a few gigabytes need another
+kind of data set.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +25,7 @@ from slurmtrain.data.batches import IGNORED_TARGET
 from slurmtrain.errors import ConfigError
 
 SEPARATOR = 0  # the byte before each file, and after the last; text has no use for it
-# Not library code: other people's packages, tests and their data, and files that differ from machine to machine.
+# Folders that are left out: other people's packages, tests and their data, and files that differ between machines.
 _SKIPPED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
@@ -31,14 +33,14 @@ _SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 class ByteWindows(Dataset[dict[str, Tensor]]):
     """A text cut into windows: window i predicts the bytes i*S + 1 ... (i+1)*S of it, each from those before it.
 
-    Every byte but the first is a target exactly once; the last window is filled up with targets that the loss ignores.
+    Every byte but the first is a target exactly once; the last window is padded with targets that the loss ignores.
 
     Args:
-        text: uint8 [N].
+        text: the text, uint8 [N].
         seq_len: S, bytes per window.
 
     Attributes:
-        num_bytes: that are targets.
+        num_bytes: number of bytes that are targets.
     """
 
     def __init__(self, text: NDArray[np.uint8], seq_len: int):
@@ -55,11 +57,11 @@ class ByteWindows(Dataset[dict[str, Tensor]]):
         return self._windows
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One sample: `inputs` and `targets`, int64 [S]."""
+        """Return one sample: `inputs` and `targets`, int64 [S]."""
         return {name: rows[0] for name, rows in self.get_batch(np.array([index])).items()}
 
     def get_batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
-        """The samples `indices` [B] at once: `inputs` and `targets`, int64 [B, S]; ignored targets are -100.
+        """Return the samples `indices` [B] as one batch: `inputs` and `targets`, int64 [B, S]; ignored targets are -100.
 
         Raises:
             IndexError: an index is not in range(len(self)).
@@ -69,6 +71,14 @@ class ByteWindows(Dataset[dict[str, Tensor]]):
         inputs, targets = self._inputs[indices].astype(np.int64), self._targets[indices].astype(np.int64)
         targets[np.asarray(indices) == self._windows - 1, self._last_length :] = IGNORED_TARGET
         return {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
+
+    def get_batches(self, indices: NDArray[np.int64], **unused: Any) -> Iterator[dict[str, Tensor]]:
+        """Yield the batches of the samples `indices` [M, B]. Nothing is drawn, so no random generator has to be seeded.
+
+        Raises:
+            IndexError: as `get_batch`.
+        """
+        return map(self.get_batch, indices)
 
 
 class ByteText:
@@ -235,9 +245,9 @@ def _join(files: Sequence[tuple[str, bytes]]) -> NDArray[np.uint8]:
 
 
 def _cross_entropy(train: NDArray[np.uint8], valid: NDArray[np.uint8]) -> float:
-    """Nats per byte of `valid` under the byte frequencies of `train`, with one added to each of the 256 counts.
+    """Return the nats per byte of `valid` under the byte frequencies of `train`, with one added to each of the 256 counts.
 
-    What a model reaches that ignores the context: a validation loss below it shows that something was learnt.
+    A model that ignores the context reaches this loss: a validation loss below it shows that something was learnt.
     """
     counts = np.bincount(train, minlength=256) + 1
     return float(-np.log(counts / counts.sum())[valid].mean())

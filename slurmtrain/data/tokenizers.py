@@ -1,8 +1,10 @@
-"""Tokenizers: text -> ids, as a prepared data set needs them. Imports no torch, and a tokenizer's package only for its files.
+"""Tokenizers: text -> ids, as a prepared data set needs them.
 
-Three kinds, told by name: "bytes" (built in), a `tokenizer.json` of Hugging Face `tokenizers`, and a file of ranks of
-`tiktoken` (NAME.tiktoken). A tokenizer's identity is the sha256 of its file. What looks like a special token in a text is
-plain text; a document's bos and eos are not the tokenizer's business but its user's, who finds their ids in `facts`.
+Imports no torch, and a tokenizer's package only if its file is used.
+
+There are three kinds, recognised by name: "bytes" (built in), a `tokenizer.json` of Hugging Face `tokenizers`, and a
+file of ranks of `tiktoken` (NAME.tiktoken). A tokenizer's identity is the sha256 of its file. Special tokens within a
+text are encoded as plain text; the caller adds each document's bos and eos, whose ids are in `facts`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from slurmtrain.errors import ConfigError
 
 BYTES = "bytes"
 SEPARATOR = 0  # bytes: ends a document, as in data=files; a text has no use for it
-# What ends a document, as tokenizers in use name it: taken when a vocabulary has just one of them.
+# Common names of the token that ends a document: used if a vocabulary has exactly one of them.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 NO_TOKEN = "none"
 MAX_SPECIAL = 1024  # ids that special tokens which the file does not name may have behind its vocabulary
@@ -35,22 +37,23 @@ Ids = NDArray[np.uint8] | NDArray[np.uint32]
 
 
 class Tokenizer(Protocol):
-    """What all kinds offer."""
+    """The interface of all kinds of tokenizers."""
 
     facts: TokenizerFacts
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
-        """The ids of each text [tokens], without bos and eos."""
+        """Return the ids of each text [tokens], without bos and eos."""
 
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """What a person says of a tokenizer.
+    """The user's settings of a tokenizer.
 
     Attributes:
         name: "bytes", or the path of a tokenizer.json or NAME.tiktoken.
-        bos, eos: a token's id or text, or "none". None: no bos; the eos that the file has.
-        pattern: for tiktoken: a regular expression, or the name of an encoding; None: by the file's name.
+        bos, eos: a token's id or text, or "none". None: no bos; the eos that the file names.
+        pattern: for tiktoken: a regular expression, or the name of an encoding; None: the one that belongs to the
+            file's name.
     """
 
     name: str = BYTES
@@ -60,10 +63,11 @@ class TokenizerChoice:
 
 
 def load_tokenizer(choice: TokenizerChoice) -> tuple[Tokenizer, bytes]:
-    """The tokenizer and the bytes of its file (none for "bytes").
+    """Return the tokenizer and the bytes of its file (empty for "bytes").
 
     Raises:
-        ConfigError: there is no such file, it cannot be read, its package is missing, or it is not clear what ends a document.
+        ConfigError: there is no such file, it cannot be read, its package is missing, or it is not clear which token
+            ends a document.
     """
     if choice.name == BYTES:
         return _Bytes(choice), b""
@@ -87,17 +91,17 @@ def load_tokenizer(choice: TokenizerChoice) -> tuple[Tokenizer, bytes]:
 
 
 def _read(path: Path) -> bytes | None:
-    """Return the bytes of a plain file; None when it is something else, which nobody waits for."""
+    """Return the bytes of a regular file; return None at once for anything else, such as a pipe."""
     # Without O_NONBLOCK, opening a pipe waits until somebody writes to it.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         return file.read() if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
 
 
 def needed(module: str, what: str) -> ModuleType:
-    """A module of the extra `data`.
+    """Import and return a module of the extra `data`.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: the module is not installed.
     """
     try:
         return importlib.import_module(module)
@@ -153,7 +157,7 @@ class _HuggingFace:
 
 @dataclass(frozen=True)
 class _Encoding:
-    """What a file of ranks does not tell."""
+    """The parts of a tiktoken encoding that its file of ranks does not hold."""
 
     pattern: str
     end: int
@@ -170,7 +174,7 @@ _O200K = (
     r"""|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
     r"""|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 )
-# As in tiktoken_ext/openai_public.py of tiktoken, which can only be asked with a network.
+# Copied from tiktoken_ext/openai_public.py of tiktoken, which needs a network to be asked.
 ENCODINGS = {
     "gpt2": _Encoding(_GPT2, 50256, 50257),
     "r50k_base": _Encoding(_GPT2, 50256, 50257),
@@ -212,7 +216,10 @@ _KINDS: dict[str, Callable[[TokenizerChoice, Path, bytes], Tokenizer]] = {
 
 
 def _ranks(choice: TokenizerChoice, content: bytes) -> dict[bytes, int]:
-    """The ranks by token. Read here, because tiktoken would cache the file by its path, whatever it holds later."""
+    """Return the ranks by token.
+
+    The reader of tiktoken is not used since it would cache the file by its path, whatever it holds later.
+    """
     ranks = {}
     for number, line in enumerate(content.splitlines(), start=1):
         try:
@@ -231,14 +238,14 @@ def _ranks(choice: TokenizerChoice, content: bytes) -> dict[bytes, int]:
 
 @dataclass(frozen=True)
 class _Ids:
-    """Finds special tokens."""
+    """A finder of special tokens in a vocabulary."""
 
     choice: TokenizerChoice
     vocabulary: dict[str, int]
     size: int
 
     def find(self, which: str) -> int | None:
-        """The id that the person has named by its text or number; None for "none" or nothing."""
+        """Return the id of the token that the user has named by its text or number; None for "none" or nothing."""
         word = getattr(self.choice, which)
         if word is None or word == NO_TOKEN:
             return None
@@ -253,7 +260,11 @@ class _Ids:
         )
 
     def only_end(self) -> int:
-        """The id of the one token that can only be meant to end a document."""
+        """Return the id of the only token that is known to end a document.
+
+        Raises:
+            ConfigError: the vocabulary has none of the known ones, or several.
+        """
         found = [token for token in END_TOKENS if token in self.vocabulary]
         if len(found) == 1:
             return self.vocabulary[found[0]]

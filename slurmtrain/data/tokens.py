@@ -20,13 +20,13 @@ _DTYPES = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
 
 class _Plan(NamedTuple):
-    """Where the pieces [P] of some samples [B] come from, and where they go. All int64.
+    """The places in the stream and in the batch of the pieces [P] of some samples [B]. All int64.
 
     Attributes:
-        starts: positions in the stream, [P].
-        pairs: of an input and its target, [P].
-        rows, columns: place of the first pair among the samples, [P].
-        lengths: pairs of each sample, [B].
+        starts: positions of the pieces in the stream, [P].
+        pairs: number of pairs of an input and its target of each piece, [P].
+        rows, columns: row and column of each piece's first pair in the batch, [P].
+        lengths: number of pairs of each sample, [B].
     """
 
     starts: NDArray[np.int64]
@@ -39,15 +39,15 @@ class _Plan(NamedTuple):
 class PackedTokens(Dataset[dict[str, Tensor]]):
     """A data set over a split of prepared data, with rows of one length.
 
-    A sample has `inputs` and `targets`, int64 [S]; where documents are masked also `documents`, int32 [S]: 0, 1, ... along
+    A sample has `inputs` and `targets`, int64 [S]; if documents are masked also `documents`, int32 [S]: 0, 1, ... along
     the row, and one more for the padding. Padding has inputs of 0 and targets that the loss ignores.
 
     Args:
-        stream: the tokens.
-        rows: which of them each sample has.
+        stream: the tokens of the split.
+        rows: which of the tokens each sample has.
         seq_len: S; no sample is longer.
-        document_mask: give `documents`, and ignore targets in another document than their inputs.
-        num_bytes: of text that all targets stand for; None: not known.
+        document_mask: give samples `documents`, and ignore targets in another document than their inputs.
+        num_bytes: bytes of text that all targets stand for; None: not known.
     """
 
     def __init__(
@@ -66,35 +66,35 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One sample."""
+        """Return one sample, each name [S]."""
         return {name: rows[0] for name, rows in self.get_batch(np.array([index])).items()}
 
     def will_need(self, indices: NDArray[np.int64]) -> None:
-        """Have the samples `indices` [B] read ahead, once it is known where they lie. Raises as `get_batch`."""
-        pieces, _ = self._rows.pieces(indices)
+        """Ask the kernel to read the samples `indices` [B] ahead. Raises as `get_batch`."""
+        pieces = self._rows.coming(indices)
         self._stream.will_need(pieces["start"].tolist(), pieces["pairs"].tolist())
 
     def get_batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
-        """The samples `indices` [B] at once, each name [B, S].
+        """Return the samples `indices` [B] as one batch, each name [B, S].
 
         Raises:
             IndexError: an index is not in range(len(self)).
             ConfigError: the data is not what was prepared.
-            DataError: it cannot be read now.
+            DataError: the data cannot be read at the moment.
         """
         return next(iter(self._together(indices[None], empty))).batch()
 
     def get_batches(
         self, indices: NDArray[np.int64], *, empty: Callable[..., Tensor] = empty, **unused: Any
     ) -> Iterator[CompactRows]:
-        """Several batches of the samples `indices` [M, B], see `MapDataset`. Raises as `get_batch`."""
-        # Of different length, each batch has its own width.
+        """Yield several batches of the samples `indices` [M, B], see `MapDataset`. Raises as `get_batch`."""
+        # If samples differ in length, each batch has its own width.
         at_once = 1 if hasattr(self, "lengths") else batches_at_once(indices.shape[1], self.seq_len)
         for first in range(0, len(indices), at_once):
             yield from self._together(indices[first : first + at_once], empty)
 
     def _together(self, indices: NDArray[np.int64], empty: Callable[..., Tensor]) -> Iterator[CompactRows]:
-        """The batches `indices` [M, B]."""
+        """Yield the batches `indices` [M, B], read together."""
         plan = self._plan(indices.reshape(-1))
         width = self._width(plan)
         tokens = empty((len(plan.lengths), width + 1), dtype=_DTYPES[self._stream.dtype.itemsize])
@@ -115,7 +115,10 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         return self.seq_len
 
     def _pieces(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Starts and pairs [P] of the samples' pieces, and how many each sample has [B]; all within the stream."""
+        """Return starts and pairs [P] of the samples' pieces, and the number of pieces of each sample [B].
+
+        All pieces are checked to be in the stream.
+        """
         if len(indices) and (indices.min() < 0 or indices.max() >= len(self)):
             raise IndexError(f"sample {indices} of a data set of {len(self)}")
         pieces, counts = self._rows.pieces(indices)
@@ -140,10 +143,13 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         return _Plan(starts, pairs, rows, columns, lengths)
 
     def _read(self, plan: _Plan, tokens: NDArray[Any]) -> list[Any]:
-        """Fill `tokens` [B, S + 1] with inputs and last target of each row, and return the last target of each piece."""
+        """Fill `tokens` [B, S + 1] with inputs and last target of each row.
+
+        Return the last target of each piece.
+        """
         rows, width = tokens.shape
         if len(plan.starts) > rows or plan.lengths.min(initial=width) < width - 1:
-            tokens[:] = 0  # what stands behind a row must be an id, too
+            tokens[:] = 0  # the padding of a row must be a valid id, too
         begins = plan.rows * width + plan.columns
         places = zip(begins.tolist(), (begins + plan.pairs + 1).tolist(), plan.starts.tolist(), strict=True)
         last_targets = self._stream.read_pieces(tokens.reshape(-1), places)
@@ -152,8 +158,11 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         return last_targets
 
     def _number(self, plan: _Plan, documents: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Fill in the number in its row of each token's document, [B, S]; return the places in the flat array of targets that
-        are in another document than their inputs, increasing."""
+        """Fill `documents` [B, S] with the number of each token's document in its row.
+
+        Returns:
+            Positions in the flat array of targets of those that are in another document than their inputs, increasing.
+        """
         width = documents.shape[1]
         begins = np.zeros_like(documents)
         begins[plan.rows, plan.columns] = 1
@@ -171,10 +180,13 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
 
 
 class DocumentTokens(PackedTokens):
-    """Samples of different length: a batch's rows are as long as its longest sample."""
+    """A data set whose samples differ in length: a batch's rows are as long as its longest sample."""
 
     def lengths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens of each of the samples `indices` [B] but for its padding, int64 [B]. Raises as `get_batch`."""
+        """Return the tokens of each of the samples `indices` [B] without its padding, int64 [B].
+
+        Raises as `get_batch`.
+        """
         return self._plan(indices).lengths
 
     def _width(self, plan: _Plan) -> int:

@@ -1,4 +1,6 @@
-"""The processes that fetch batches ahead: torch's workers, made to outlive the signals of a preemption and to leave when told.
+"""The processes that fetch batches ahead: torch's workers.
+
+They ignore the signals of a preemption and leave when the rank tells them.
 
 SLURM signals every process of a job step; only the ranks are to act on it.
 """
@@ -31,27 +33,29 @@ from slurmtrain.errors import SlurmtrainError, how_it_ended
 
 Jobs = TypeVar("Jobs", bound=Sized)
 Result = TypeVar("Result")
-# From some jobs to the result of each, in their order; with what makes the tensors that go into the results.
+# Computes the results of some jobs, in their order, with a function that makes the tensors of the results.
 Work = Callable[[Jobs, Callable[..., Tensor]], Iterable[Result]]
 
-CLOSE_GRACE_S = 2.0  # what a worker gets to leave by itself before it is killed
+CLOSE_GRACE_S = 2.0  # seconds for a worker to exit by itself before it is killed
 MOST_MESSAGES = 8  # under way to and from a worker
-MESSAGE_S = 5e-3  # of work in a message: sending one costs a tenth of a millisecond
+MESSAGE_S = 5e-3  # seconds of work per message: sending one costs a tenth of a millisecond
 MOST_JOBS = 32  # in a message, for this reason
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
 class Workers(Generic[Jobs, Result]):
-    """An iterator over the results of `work` for every job, in their order.
+    """An iterator over the results of `work` for every job, in the order of the jobs.
 
-    Jobs that take little time are sent several at a time, as many as the last ones let expect to be worth it.
+    Short jobs are sent several at a time; their number follows from how long the last ones took.
 
     Args:
-        work: called in a worker, with `Message.empty`. What it raises is raised here, after the results of the jobs before.
-        take: the next jobs, so many of them; called by this process, as results are asked for. Fewer are the last ones.
-        count: of workers.
-        ahead: jobs that are given to each worker, at least, before their results are wanted.
-        pin_memory: copy the tensors of results into page-locked memory, by a thread.
+        work: called in a worker, with `Message.empty`. Its errors are raised here, after the results of the jobs
+            before.
+        take: returns the next jobs, as many as asked for; called by this process as results are asked for. Fewer jobs
+            are the last ones.
+        count: number of workers.
+        ahead: least number of jobs that are given to each worker before their results are wanted.
+        pin_memory: copy the tensors of results into page-locked memory, in a thread.
     """
 
     def __init__(
@@ -70,8 +74,9 @@ class Workers(Generic[Jobs, Result]):
         messages = min(ahead, MOST_MESSAGES)
         self._least = self._jobs_each = -(-ahead // messages)
         loader: DataLoader[Any] = DataLoader(
-            # So many slots would do: the DataLoader sends a worker no message before the results of the one so many before it
-            # were taken and copied out. The one more is for a version that would send it a little earlier.
+            # `messages` slots would do: the DataLoader sends a worker a message only when the results of the one
+            # `messages` before it were taken and copied out. One more is for a version that would send it a little
+            # earlier.
             _Work(work, Slots(count, messages + 1)),
             batch_size=None,  # an "index" is a whole message
             sampler=self._to_send(take),
@@ -106,7 +111,11 @@ class Workers(Generic[Jobs, Result]):
         return self
 
     def __next__(self) -> Result:
-        """Raises SlurmtrainError: a worker has died."""
+        """Return the result of the next job, or raise its error.
+
+        Raises:
+            SlurmtrainError: a worker has died.
+        """
         while not self._received:
             self._receive()
         result = self._received.popleft()
@@ -135,7 +144,7 @@ class Workers(Generic[Jobs, Result]):
             yield some
 
     def close(self) -> None:
-        """Stop the workers. Takes about `CLOSE_GRACE_S` at most."""
+        """Stop the workers. Takes about `CLOSE_GRACE_S` seconds at most."""
         messages, processes = self._messages, self._processes
         self._messages, self._processes = None, []
         self._received.clear()
@@ -146,7 +155,7 @@ class Workers(Generic[Jobs, Result]):
         killer.daemon = True
         killer.start()
         try:
-            # torch raises here when a worker had to be killed, which is no news to us.
+            # torch raises here when a worker had to be killed, which is expected.
             with contextlib.suppress(RuntimeError):
                 if messages is not None:
                     messages._shutdown_workers()  # type: ignore[attr-defined]
@@ -158,18 +167,18 @@ class Workers(Generic[Jobs, Result]):
 
 
 def ignore_stop_signals(worker_id: int) -> None:
-    """What each worker does first: leave the stop signals to the ranks."""
+    """Ignore the stop signals in this worker, since only the ranks act on them."""
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
 
 
 class _Position(NamedTuple):
-    """Where this process reads in an open file.
+    """The position of this process in an open file.
 
     Attributes:
         file: device and inode.
-        flags: of the open file.
+        flags: flags of the open file.
         offset: bytes from its start.
     """
 
@@ -179,13 +188,13 @@ class _Position(NamedTuple):
 
 
 def _begin(worker_id: int, positions: Mapping[int, _Position]) -> None:
-    """Be the first that a worker does."""
+    """Prepare a worker: ignore stop signals, and give it its own positions in open files."""
     ignore_stop_signals(worker_id)
     _unshare(positions)
 
 
 def _read_positions() -> dict[int, _Position]:
-    """Return where this process is in each regular file that it has open for reading only, by descriptor."""
+    """Return this process's position in each regular file that it has open for reading only, by descriptor."""
     found = {}
     with contextlib.suppress(OSError):  # no /proc, and no way to open such a file again
         for descriptor in map(int, os.listdir("/proc/self/fd")):
@@ -200,12 +209,12 @@ def _read_positions() -> dict[int, _Position]:
 def _unshare(positions: Mapping[int, _Position]) -> None:
     """Give this process a position of its own in each of these files.
 
-    A descriptor that was open before the fork shares its position with the parent and all other workers: between the seek
-    and the read of one, another one seeks, and it reads some other sample. A data set opens files before the fork when it
-    does so where it is made, or where it is asked for its length.
+    A descriptor that was open before the fork shares its position with the parent and all other workers: if another
+    process seeks between the seek and the read of this one, this one reads some other sample. A data set opens files
+    before the fork if it opens them in its constructor, or when it is asked for its length.
     """
     for descriptor, position in positions.items():
-        with contextlib.suppress(OSError):  # then it stays shared: it may be open no more
+        with contextlib.suppress(OSError):  # the descriptor stays shared: it may be closed by now
             status = os.fstat(descriptor)
             if (status.st_dev, status.st_ino) != position.file:
                 continue
@@ -224,7 +233,10 @@ class _Work(Dataset[Any]):
         self._work, self._slots = work, slots
 
     def __getitem__(self, jobs: Sized) -> Packed:
-        """Their results, or the error of one instead of its own and all after it; last, the seconds that it took."""
+        """Return the results of the jobs, and last the seconds that they took.
+
+        An error stands for the result of its job and of all after it.
+        """
         worker = get_worker_info()
         assert worker is not None
         began, message = time.perf_counter(), self._slots.message(worker.id)
@@ -239,7 +251,12 @@ class _Work(Dataset[Any]):
 
 
 def _sendable(error: Exception, where: str) -> SlurmtrainError | ExceptionWrapper:
-    """Itself, or with its traceback as torch does it; a RuntimeError where another process cannot make one of its kind."""
+    """Return the error in a form that another process can raise.
+
+    It is the error itself if it is our own, else torch's wrapper with its traceback.
+
+    An error of a kind that another process cannot make becomes a RuntimeError.
+    """
     sent = error if isinstance(error, SlurmtrainError) else ExceptionWrapper(where=where)
     try:
         pickle.loads(pickle.dumps(sent))

@@ -1,4 +1,4 @@
-"""submit --after: what a job has to wait for until other runs have finished."""
+"""submit --after: make a job wait until other runs have finished."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from slurmtrain.runtime.slurm import SlurmClient
 
 
 def starting_after(config: Config, references: str, root: Path) -> Config:
-    """The config of a job that SLURM starts when these runs have finished.
+    """Return the config of a job that SLURM starts when these runs have finished.
 
     Args:
         references: runs as a person names them, separated by commas.
 
     Raises:
-        UsageError: one of them is not known, has failed, or is nothing that SLURM can wait for.
+        UsageError: a run is not known, has failed, or is nothing that SLURM can wait for.
     """
     return waiting_for_runs(config, find_runs(references, root), slurm_conf_of(config))
 
 
 def find_runs(references: str, root: Path) -> list[RunDir]:
-    """Runs as a person names them, separated by commas.
+    """Return the runs that a person names, separated by commas.
 
     Raises:
-        UsageError: one of them is not known, or there are none.
+        UsageError: a run is not known, or none is named.
     """
     run_dirs = [rundir.find(reference.strip(), root) for reference in references.split(",") if reference.strip()]
     if not run_dirs:
@@ -41,10 +41,10 @@ def find_runs(references: str, root: Path) -> list[RunDir]:
 
 
 def waiting_for_runs(config: Config, run_dirs: Sequence[RunDir], slurm_conf: str | None) -> Config:
-    """The config of a job on the cluster of `slurm_conf` that starts when these runs have finished.
+    """Return the config of a job on the cluster of `slurm_conf` that starts when these runs have finished.
 
     Raises:
-        UsageError: one of them has failed, or is nothing that SLURM can wait for.
+        UsageError: a run has failed, or is nothing that SLURM can wait for.
     """
     found = states(run_dirs)
     conditions = [_condition(run_dir, found[run_dir.id], slurm_conf) for run_dir in run_dirs]
@@ -52,24 +52,25 @@ def waiting_for_runs(config: Config, run_dirs: Sequence[RunDir], slurm_conf: str
 
 
 def check_again(references: str, root: Path, client: SlurmClient) -> None:
-    """When sbatch has taken the job: have all these runs still a chance to finish?
+    """Check, when sbatch has accepted the job, that all these runs can still finish.
 
-    A job that waits for one that has failed in between never starts; or at once, where SLURM has forgotten that one.
+    A job that waits for one that has failed in between never starts; or it starts at once, if SLURM has forgotten that
+    one.
 
     Raises:
-        UsageError: one has ended, and has not finished.
+        UsageError: a run has ended without having finished.
     """
     for run_dir in find_runs(references, root):
         if is_over(run_dir):
             now = state(run_dir)
             if now.word != "finished":
                 raise _will_not_finish(run_dir, now)
-            # `settle` has freed those who waited then; this job may have come too late for that.
+            # `settle` has freed the jobs that waited then; this job may have come too late for that.
             free_dependents(run_dir, now.attempts[-1], client)
 
 
 def with_dependency(config: Config, conditions: Sequence[str]) -> Config:
-    """The config with these conditions beside those that it has. All have to be met.
+    """Return the config with these dependencies added to its own. All have to be met.
 
     Raises:
         UsageError: one of several is a choice, which SLURM cannot combine with others.
@@ -89,7 +90,7 @@ def with_dependency(config: Config, conditions: Sequence[str]) -> Config:
 
 
 def _condition(run_dir: RunDir, now: RunState, here: str | None) -> str | None:
-    """The dependency that is met when this run has finished; None when it has."""
+    """Return the dependency that is met when this run has finished; None when it has."""
     if now.word == "finished":
         return None
     if not now.alive:

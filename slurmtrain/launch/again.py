@@ -1,8 +1,9 @@
-"""How a run goes on: its job is requeued, or it gets a further one: after a stop (requeue.mode=resubmit), all at once
-(chain), or by `resume`.
+"""Continue a run: its job is requeued, or the run gets a further job.
 
-No job is submitted twice: one that carries on after a stop has a token in its comment, by which it is looked for first.
-No two work at the same time: each waits for all before it.
+A further job is submitted after a stop (requeue.mode=resubmit), with all others at once (chain), or by `resume`.
+
+No job is submitted twice: a job that continues after a stop has a token in its comment, by which it is looked for
+first. No two jobs of a run work at the same time: each waits for all before it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TRIES_S = (
     1.0,
     4.0,
 )  # pauses between tries to submit; SLURM may kill the batch shell KillWait, 30 s, after its first TERM
-# While nobody answers there is nothing else to do, and nobody who would kill this job.
+# While SLURM does not answer there is nothing else to do, and nothing that would kill this job.
 UNREACHED_S = 600.0
 LONGEST_PAUSE_S = 15.0
 EXCLUDED_MAX = 8  # nodes that one run may leave out; so many bad ones are not the nodes' fault
@@ -40,9 +41,9 @@ class NotRequeued(ClusterError):
 
 
 def resume(run_dir: RunDir, client: SlurmClient) -> list[str]:
-    """Submit a run that has ended: one job, or a chain of them. Returns their ids.
+    """Submit a run that has ended, as one job or a chain of them, and return their ids.
 
-    A job that is in the queue for it already, and was never noted, is the first of them.
+    A job that is already in the queue for it, and was never noted, is the first of them.
 
     Raises:
         ClusterError: sbatch is missing or refused.
@@ -58,10 +59,10 @@ def resume(run_dir: RunDir, client: SlurmClient) -> list[str]:
 
 
 def submit_links(run_dir: RunDir, first: str, length: int, client: SlurmClient) -> list[str]:
-    """Submit the rest of the chain that begins with the job `first`. Returns all its jobs; with length 1, only the first.
+    """Submit the rest of the chain that begins with the job `first`, and return all its jobs; with length 1, only the first.
 
     Raises:
-        ClusterError: sbatch refused one; those before it are cancelled.
+        ClusterError: sbatch refused a job; those before it are cancelled.
     """
     links = [first]
     if length == 1:
@@ -70,8 +71,8 @@ def submit_links(run_dir: RunDir, first: str, length: int, client: SlurmClient) 
     run_dir.update_info(chain=links, chain_after=numbers[-1] if numbers else 0)
     try:
         while len(links) < length:
-            # For all before it: were it only the one before, somebody's scancel of that one would start this one beside
-            # those that still run.
+            # Each waits for all before it: if it waited only for the one before, a scancel of that one would start it
+            # beside those that still run.
             links.append(resubmit(run_dir, lambda script: waiting_for(script, links), link=len(links) + 1, of=length))
             run_dir.update_info(chain=links)
     except BaseException:
@@ -90,21 +91,22 @@ def requeue(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> str:
-    """After these attempts, whose ranks have all left: let SLURM start their job `job_id` again.
+    """Let SLURM start the job `job_id` of these attempts again, whose ranks have all exited.
 
-    Whether anybody has cancelled is looked at directly before and directly after, since `scontrol requeue` revives a
-    cancelled job. That it has worked is read from the job's count of restarts; where SLURM refuses, each run that is to go
-    on is submitted as a new job.
+    A cancellation is looked for directly before and directly after, since `scontrol requeue` revives a cancelled job.
+    Success is read from the job's count of restarts; if SLURM refuses, each run that is to continue is submitted as a
+    new job.
 
     Args:
-        runs: a run and its last attempt; several share one job (sweep.pack).
-        restart_count: of this life of the job.
-        delay_s: after which SLURM should start it; 0: SLURM's own time, about 121 s.
+        runs: runs with their last attempts; several share one job (sweep.pack).
+        restart_count: the restart count of the present start of the job.
+        delay_s: seconds after which SLURM should start it; 0: SLURM's own time, about 121 s.
 
-    Returns: what was done, as a sentence.
+    Returns:
+        What was done, as a sentence.
 
     Raises:
-        ClusterError: SLURM took neither. The attempts' records say so, and the runs can be resumed.
+        ClusterError: SLURM did neither. The attempts' records say so, and the runs can be resumed.
     """
     going_on = [run for run in runs if not _ended_by_cancel(*run)]
     if not going_on:
@@ -138,7 +140,7 @@ def requeue(
 def _requeue(
     job_id: str, client: SlurmClient, restart_count: int, sleep: Callable[[float], None], clock: Callable[[], float]
 ) -> bool:
-    """Requeue a job, and see that it is. False: it has been cancelled.
+    """Requeue a job and check that it is requeued; return False if it has been cancelled.
 
     Raises:
         NotRequeued: SLURM answers, and refuses.
@@ -153,7 +155,7 @@ def _requeue(
             if facts is None:
                 raise NotRequeued(f"SLURM does not know job {job_id} any more")
             if facts.restarts > restart_count:
-                return True  # by us, or by SLURM itself
+                return True  # requeued by us, or by SLURM itself
             if is_cancelled(facts, restart_count):
                 return False
             if refused:  # SLURM is there, and the job is not back in the queue
@@ -175,7 +177,7 @@ def _requeue(
 
 
 def leave_out(runs: Sequence[tuple[RunDir, int]], job_id: str, client: SlurmClient) -> str:
-    """Let the next start of a job, which is pending or on its way there, leave out nodes that were bad. Returns them."""
+    """Exclude bad nodes from the next start of a job that is pending or about to be, and return all excluded nodes."""
     facts = client.job(job_id)
     before, excluded = facts.excluded if facts is not None else "", ""
     for run_dir, number in runs:  # each of a pack has its own attempts, and may have met a bad node alone
@@ -193,12 +195,12 @@ def leave_out(runs: Sequence[tuple[RunDir, int]], job_id: str, client: SlurmClie
 
 
 def excluding(run_dir: RunDir, number: int, client: SlurmClient, before: str = "") -> str:
-    """The list of nodes that the start after attempt `number` should leave out; empty when there are none, or no others.
+    """Return the list of nodes that the start after attempt `number` should exclude; empty when there are none, or no new ones.
 
-    A job that may use none of the nodes that are left would wait for ever, so SLURM is asked first.
+    A job that may use none of the remaining nodes would wait for ever, so SLURM is asked first.
 
     Args:
-        before: nodes that are left out already.
+        before: nodes that are excluded already.
     """
     bad = attempts.bad_nodes_before(attempts.all_attempts(run_dir), number + 1)
     known = set(expand_nodelist(before)) if before else set()
@@ -208,7 +210,7 @@ def excluding(run_dir: RunDir, number: int, client: SlurmClient, before: str = "
     own = directive(script, "exclude") or ""
     nodes = ",".join(dict.fromkeys([*filter(None, [before or own]), *(node for node in bad if node not in known)]))
     try:
-        # What the script waits for may be long forgotten, and is none of this question.
+        # SLURM may have forgotten what the script waits for, which does not matter here.
         options = [f"--exclude={nodes}", *(["--dependency=singleton"] if directive(script, "dependency") else [])]
         code, words = client.test_only(run_dir.script, options) if len(bad) <= EXCLUDED_MAX else (1, "")
     except ClusterError as error:
@@ -225,13 +227,13 @@ def excluding(run_dir: RunDir, number: int, client: SlurmClient, before: str = "
 def submit_again(
     run_dir: RunDir, number: int, job_id: str, client: SlurmClient, sleep: Callable[[float], None] = time.sleep
 ) -> str | None:
-    """After attempt `number`, in job `job_id`, whose ranks have all left: hand the script to sbatch again.
+    """Submit the script again after attempt `number` in job `job_id`, whose ranks have all exited.
 
     Returns:
         The new job; None when the run was cancelled meanwhile.
 
     Raises:
-        ClusterError: SLURM took no new job. The attempt's record says so, and the run can be resumed.
+        ClusterError: SLURM accepted no new job. The attempt's record says so, and the run can be resumed.
     """
     if _ended_by_cancel(run_dir, number):
         return None
@@ -254,18 +256,21 @@ def submit_again(
 
 
 def token(run_dir: RunDir, number: int | None = None) -> str:
-    """Of the job that carries on after attempt `number`; without one, how all such tokens begin."""
+    """Return the token of the job that continues after attempt `number`; without a number, the prefix of all such tokens."""
     return f"{run_dir.id}:{'' if number is None else number}"
 
 
 def waiting_for(script: str, job_ids: Sequence[str]) -> list[str]:
-    """The option by which a job waits until these have ended, in whatever way, besides what its script says."""
+    """Return the option by which a job waits until these have ended, in whatever way, besides what its script waits for."""
     own = directive(script, "dependency")
     return [f"--dependency=afterany:{':'.join(job_ids)}{f',{own}' if own else ''}"]
 
 
 def _unnoted(run_dir: RunDir, client: SlurmClient) -> str | None:
-    """A job that was to carry on, whose submitter was killed before it could note it. A noted one may still be leaving."""
+    """Return a job that was to continue the run and whose submitter was killed before it could note it.
+
+    The result is None if there is none.
+    """
     known = run_dir.info()["job_ids"]
     return next(
         (job_id for job_id in client.find_by_comment(TOKEN_PREFIX + token(run_dir)) if job_id not in known), None
@@ -278,7 +283,7 @@ def _find_or_submit(
     mine = token(run_dir, number)
 
     def options(script: str) -> list[str]:
-        # SLURM starts it when this job is gone altogether, so that no rank that lingers meets its successor.
+        # SLURM starts it when this job is completely gone, so that no rank that lingers runs beside its successor.
         return [*waiting_for(script, [job_id]), *([f"--exclude={without}"] if without else [])]
 
     without = excluding(run_dir, number, client)
@@ -303,7 +308,7 @@ def _find_or_submit(
 
 
 def _pass_on_dependents(run_dir: RunDir, job_id: str, new: str, client: SlurmClient) -> None:
-    """Jobs submitted with --after this run wait for its success, which will be that of the new job."""
+    """Let jobs that were submitted with --after this run wait for the success of the new job."""
     try:
         moved = client.pass_on_dependents(job_id, new)
     except ClusterError as error:  # they show it as DependencyNeverSatisfied, and can be submitted again
@@ -314,7 +319,7 @@ def _pass_on_dependents(run_dir: RunDir, job_id: str, new: str, client: SlurmCli
 
 
 def _ended_by_cancel(run_dir: RunDir, number: int) -> bool:
-    """Whether a person has cancelled the run since attempt `number` was judged, whose record then says so."""
+    """Return whether a person has cancelled the run since attempt `number` was judged; if so, record it."""
     request = attempts.read_request(run_dir.request_file)  # `settle` has taken the one that it has seen
     if request is None or request.action not in ("cancel", "stop"):
         return False

@@ -1,6 +1,6 @@
-"""Which runs go into which array job: pure arithmetic, before anything is submitted.
+"""The distribution of runs to array jobs: pure arithmetic, before anything is submitted.
 
-An array has one script, so runs that ask for different resources need different arrays. MaxArraySize caps the *index*
+An array has one script, so runs that ask for different resources need different arrays. MaxArraySize limits the *index*
 (slurm.conf(5): the largest index is one less), so the second half of a long array has to begin at 0 again. One task of
 an array is one run, or a pack of runs that share it: the members 0 to pack - 1 are task 0, and so on.
 """
@@ -17,7 +17,7 @@ class Array:
 
     Attributes:
         members: numbers of the points, in the order of the array's tasks.
-        parallelism: how many of its tasks may run at the same time; None: as many as there is room for.
+        parallelism: number of its tasks that may run at the same time; None: no limit.
         after: number of the array that has to end before this one begins, so that the limit holds for both together.
     """
 
@@ -29,13 +29,13 @@ class Array:
 def plan_arrays(
     shapes: Sequence[Hashable], *, max_size: int | None = None, parallelism: int | None = None, pack: int = 1
 ) -> list[Array]:
-    """Arrays for points 0 to len(shapes) - 1.
+    """Return the arrays for points 0 to len(shapes) - 1.
 
     Args:
-        shapes: what a point asks for; points of one array have the same.
-        max_size: most tasks of an array.
-        parallelism: how many points may run at the same time, in all arrays together; at least one pack does.
-        pack: how many points share a task.
+        shapes: what each point asks for; points of one array have the same shape.
+        max_size: greatest number of tasks of an array.
+        parallelism: number of points that may run at the same time, in all arrays together; at least one pack does.
+        pack: number of points that share a task.
     """
     by_shape: dict[Hashable, list[int]] = {}
     for number, shape in enumerate(shapes):
@@ -53,17 +53,17 @@ def plan_arrays(
 
 
 def tasks_of(members: int, pack: int = 1) -> int:
-    """Tasks of an array with so many runs."""
+    """Return the number of tasks of an array with so many runs."""
     return -(-members // pack)
 
 
 def limits_of(members: Sequence[int], parallelism: int | None, *, pack: int = 1) -> list[int | None]:
-    """How many tasks of each array may run at the same time, so that all together run `parallelism` points.
+    """Return how many tasks of each array may run at the same time, so that all together run `parallelism` points.
 
-    Where that is less than one task for each array, the limits are those of one array after the other.
+    If that is less than one task for each array, the limits are those of one array after the other.
 
     Args:
-        members: runs of each array.
+        members: number of runs of each array.
     """
     if parallelism is None:
         return [None] * len(members)
@@ -75,10 +75,10 @@ def limits_of(members: Sequence[int], parallelism: int | None, *, pack: int = 1)
 
 
 def _share(total: int, sizes: Sequence[int]) -> list[int]:
-    """Parts of `total` in proportion to `sizes`: at least 1, at most the size, and together no more than `total`."""
+    """Divide `total` in proportion to `sizes`: each part is at least 1 and at most its size, and their sum at most `total`."""
     shares = [1] * len(sizes)
     for _ in range(min(total, sum(sizes)) - len(sizes)):
-        # The one that is furthest behind its proportion (Sainte-Lague).
+        # The array that is furthest behind its proportion gets the next task (Sainte-Lague).
         open_ones = [number for number, size in enumerate(sizes) if shares[number] < size]
         best = max(open_ones, key=lambda number: sizes[number] / (2 * shares[number] + 1))
         shares[best] += 1
@@ -86,6 +86,6 @@ def _share(total: int, sizes: Sequence[int]) -> list[int]:
 
 
 def array_option(size: int, parallelism: int | None = None) -> str | None:
-    """The value of sbatch's --array for so many tasks; None for a single job."""
+    """Return the value of sbatch's --array for so many tasks; None for a single job."""
     limit = f"%{parallelism}" if parallelism is not None and parallelism < size else ""
     return f"0-{size - 1}{limit}" if size > 1 else None

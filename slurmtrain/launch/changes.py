@@ -1,8 +1,8 @@
-"""`resume RUN --set key=value` and `--code`: go on with another config, or with the code as it is now.
+"""`resume RUN --set key=value` and `--code`: continue with another config, or with the code as it is now.
 
-What a run was before stays beside it: config.0001.yaml, job.0001.sbatch, code.0001; and run.json tells of each change. A
-change can be cut short at any moment: run.json names its number from before the first step to the last, which is one write
-of run.json, and `undo_unfinished` takes back one that was cut short.
+The former files stay beside the new ones: config.0001.yaml, job.0001.sbatch, code.0001; and run.json lists each change.
+A change can be cut short at any moment: run.json names its number from before the first step to the last, which is one
+write of run.json, and `undo_unfinished` undoes one that was cut short.
 """
 
 from __future__ import annotations
@@ -23,30 +23,31 @@ from slurmtrain.data.prepared_config import check_prepared
 from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.named_paths import check_named_paths, with_absolute_paths
+from slurmtrain.launch.program import check_in_snapshot
 from slurmtrain.launch.sbatch import render_script
 from slurmtrain.launch.snapshot import Snapshot, find_source, take_snapshot
 from slurmtrain.launch.submit import job_paths, steps_of
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.rundir import RunDir
 
-# Where a run lies and who runs it: decided when it was submitted.
+# The place of a run and who runs it are decided when it is submitted.
 FIXED = ("job.name", "job.runs_dir", "job.kind", "cluster.backend", "cluster.slurm_conf", "cluster.sandbox")
-# Of a run in a sweep, also what its array's script is made of, which is that of its first run, and the varied keys.
+# For a run of a sweep, also all groups that its array's script is made of, and the varied keys.
 OF_THE_SWEEP = ("cluster", "requeue", "hooks", "secrets", "job", "sweep")
-_FRESH = ".code-"  # and a process id: code that is being copied, or removed
+_FRESH = ".code-"  # followed by a process id: code that is being copied, or removed
 
 
 def change(run_dir: RunDir, overrides: Sequence[str], cwd: Path, *, code: bool = False) -> None:
-    """Change a run that has ended, before it is resumed. Nothing is changed when anything is wrong.
+    """Change a run that has ended, before it is resumed. Nothing is changed if anything is wrong.
 
     Args:
         overrides: fields of the config, `key=value` in Hydra's grammar.
         cwd: the folder of the command, to which paths in them are relative.
-        code: take a new snapshot, from where the run was submitted.
+        code: take a new snapshot, from the folder where the run was submitted.
 
     Raises:
         UsageError: an override cannot be read, or names what cannot be changed.
-        ConfigError: the config as changed cannot work, or there is no code where it was.
+        ConfigError: the changed config cannot work, or the folder of the code no longer exists.
     """
     config = load_frozen(run_dir.config_file, with_secrets=False)
     if overrides:
@@ -90,15 +91,17 @@ def change(run_dir: RunDir, overrides: Sequence[str], cwd: Path, *, code: bool =
 
 
 def _code_taken(info: Mapping[str, Any]) -> float:
-    """Return when the snapshot that the run has was complete, in unix seconds."""
+    """Return when the run's present snapshot was complete, in unix seconds."""
     return max([info["created"], *(each["time"] for each in info.get("changes", ()) if "code" in each)])
 
 
 def _take_along(run_dir: RunDir, fresh: Path, *, since: float) -> None:
-    """Link into a new snapshot what the program has written into the one before: checkpoints that it names relatively.
+    """Link into a new snapshot the files that the program has written into the one before.
 
-    Links, so that what the run was before stays whole. Making one changes a file's ctime, by which it is known again at
-    the next change; a file of the snapshot itself has had its own since before `since`.
+    Checkpoints that the program names relatively are such files.
+
+    They are links, so that the former snapshot stays whole. Making a link changes a file's ctime, by which it is
+    recognised at the next change; a file of the snapshot itself has had its own since before `since`.
     """
     for folder, _, names in os.walk(run_dir.code):
         if Path(folder).name == "__pycache__":
@@ -112,7 +115,10 @@ def _take_along(run_dir: RunDir, fresh: Path, *, since: float) -> None:
 
 
 def undo_unfinished(run_dir: RunDir) -> None:
-    """Make a run again what it was before a change that was cut short. Only who alone resumes the run may call this."""
+    """Restore the state of a run before a change that was cut short.
+
+    Called only by the process that has claimed the run.
+    """
     _remove_leftovers(run_dir)
     number = run_dir.info().get("changing")
     if number is None:
@@ -137,7 +143,7 @@ def _remove_leftovers(run_dir: RunDir) -> None:
 
 
 def _kept_code(run_dir: RunDir) -> Path | None:
-    """The code that was kept last, where a run has none although it runs from a snapshot."""
+    """Return the code that was kept last, if the run has none although it runs from a snapshot."""
     if os.path.lexists(run_dir.code) or run_dir.info().get("workdir", "/").startswith("/"):
         return None
     return max(
@@ -178,13 +184,13 @@ def changed(config: Config, overrides: Sequence[str], cwd: Path) -> Config:
 
 
 def check_of_one_run(overrides: Sequence[str], varied: Iterable[str]) -> None:
-    """Look whether overrides change a run of a sweep in nothing that the sweep has decided.
+    """Check that overrides of a run of a sweep change nothing that the sweep has decided.
 
     Args:
         varied: what distinguishes the run within its sweep, as "key=value".
 
     Raises:
-        UsageError: one does. `sweep retry` and the tables of the sweep would go by what it was before.
+        UsageError: one does. `sweep retry` and the tables of the sweep would still use the former value.
     """
     keys = [each.partition("=")[0].partition("@")[0].replace("/", ".") for each in varied]
     for word in overrides:
@@ -227,11 +233,14 @@ def _snapshot(config: Config, info: Mapping[str, Any], target: Path) -> Snapshot
     source = find_source(config.job, cwd, interpreter_of(config.cluster))
     if source.root is None:
         raise ConfigError(f"--code: {cwd} is in no git work tree any more", hint="job.snapshot=cwd copies a folder")
-    return take_snapshot(config.job, source, target)
+    snapshot = take_snapshot(config.job, source, target)
+    # `target` becomes RUN/code, with the files that the run itself has written beside its code.
+    check_in_snapshot(config, target / Path(snapshot.workdir).relative_to("code"), source, cwd)
+    return snapshot
 
 
 def _kept(path: Path, number: int) -> Path:
-    """The name under which what is at `path` stays when change `number` replaces it: config.0001.yaml, code.0001."""
+    """Return the name that the file at `path` gets when change `number` replaces it: config.0001.yaml, code.0001."""
     return path.with_name(f"{path.stem}.{number:04d}{path.suffix}")
 
 

@@ -1,7 +1,7 @@
-"""Who does what only one process may do at a time: claims as files, for several shells on several hosts.
+"""Claims: files by which only one process at a time does something, for several shells on several hosts.
 
-Claims of a folder are numbered and never taken away: the next one can be made when the last one's owner has given up or
-is dead, and of several that see that, one makes it.
+Claims of a folder are numbered and never removed: the next one can be made when the last one's owner has given it up or
+is dead, and of several processes that see that, one makes it.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from slurmtrain.rundir import read_json, write_json
 
 HEARTBEAT_S = 10.0
 CLAIM_LASTS_S = 60.0  # without a heartbeat, of a shell on another host, whose life cannot be seen from here
-POLL_S = 0.2  # of a claim on a shared file system: there is no event to await
+POLL_S = 0.2  # seconds between looks at a claim: a shared file system has no event to await
 
 Owner = dict[str, Any]
 """host, pid and born (see `process.born`) of whoever made a claim."""
 
 
 def claims(folder: Path) -> list[Path]:
-    """Those that were made, in their order. Only the owner of the last may be at it."""
+    """Return the claims that were made, in order. Only the owner of the last one may be at work."""
     return sorted(folder.glob("claim-*.json"))
 
 
 @contextlib.contextmanager
 def claimed(folder: Path, busy: Callable[[Owner], None]) -> Iterator[bool]:
-    """Be the one. Another process that is at it is waited for.
+    """Hold the claim of a folder; wait for another process that holds it.
 
     Args:
-        busy: told once of another one that lives; what it raises ends the wait.
+        busy: called once with another owner that is alive; an error that it raises ends the wait.
 
     Yields:
-        Whether somebody has had it before, and may have been cut short.
+        Whether another process held the claim before, and may have been cut short.
     """
     somebody_before = told = False
     watched = _Watched()
@@ -71,7 +71,10 @@ def claimed(folder: Path, busy: Callable[[Owner], None]) -> Iterator[bool]:
 
 
 class _Watched:
-    """Whether the owner of a claim lives. Where it is on another host, or not named, its heartbeats are all there is to see."""
+    """The observation of a claim's owner.
+
+    If it is on another host, or not named, its heartbeats are the only evidence.
+    """
 
     def __init__(self) -> None:
         self._last: tuple[Path, int] | None = None
@@ -79,7 +82,10 @@ class _Watched:
         self._since = time.monotonic()
 
     def lives(self, claim: Path, owner: Owner | None) -> bool | None:
-        """None: that cannot be said yet. A clock that is ahead makes a fresh claim look old, so an old one is watched."""
+        """Return whether the owner is alive; None: not known yet.
+
+        A clock that is ahead makes a new claim look old, so an old one is observed for a while.
+        """
         if owner is not None and owner["host"] == socket.gethostname():
             return _lives_here(owner)
         heard = (claim, _beaten(claim))
@@ -93,13 +99,16 @@ class _Watched:
 
 
 def _beaten(claim: Path) -> int:
-    """When its owner last gave a sign, in nanoseconds. Opened first: NFS would answer from its cache for a minute."""
+    """Return when the owner's last heartbeat was, in nanoseconds.
+
+    The file is opened, since NFS would answer from its cache.
+    """
     with claim.open("rb") as file:
         return os.fstat(file.fileno()).st_mtime_ns
 
 
 def _beat(claim: Path, over: threading.Event) -> None:
-    """Say that the owner lives, to those who cannot see its process."""
+    """Touch the claim at intervals until `over`, for processes that cannot see the owner's process."""
     while not over.wait(HEARTBEAT_S):
         with contextlib.suppress(OSError):  # the file system may be away for a while
             os.utime(claim)
@@ -110,7 +119,7 @@ def _given_up(claim: Path) -> bool:
 
 
 def _make(claim: Path) -> bool:
-    """Whole or not at all, and by one only (link(2)). Returns whether it was this one."""
+    """Make a claim atomically (link(2)), and return whether this process has made it, of all that tried."""
     temporary = claim.with_name(f".{claim.name}.{os.getpid()}.{secrets.token_hex(3)}")
     me = {"host": socket.gethostname(), "pid": os.getpid(), "born": process.born(os.getpid())}
     write_json(temporary, me)
@@ -126,7 +135,7 @@ def _make(claim: Path) -> bool:
 
 
 def is_claimed(folder: Path) -> bool:
-    """Somebody is at it, for all that can be seen from here."""
+    """Return whether some process holds the claim, as far as can be seen from here."""
     made = claims(folder)
     if not made or _given_up(made[-1]):
         return False
@@ -136,7 +145,7 @@ def is_claimed(folder: Path) -> bool:
 
 
 def _owner(claim: Path) -> Owner | None:
-    """Who has made a claim; None where it is torn, as a power cut can leave it."""
+    """Return the owner of a claim; None if its file is not complete, as after a power cut."""
     values = read_json(claim) or {}
     known = isinstance(values.get("host"), str) and is_count(values.get("pid")) and "born" in values
     return values if known else None

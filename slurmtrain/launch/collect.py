@@ -1,7 +1,7 @@
 """From a set of runs to one table: a row for every point, a column for every varied key and every metric.
 
-Read from each run's metrics.jsonl and evaluations.jsonl alone, while runs go on as well as afterwards. Knows nothing of how
-points are made or submitted, and nothing of how a table is shown or written (`table_files`, `plot`).
+It reads each run's metrics.jsonl and evaluations.jsonl alone, while runs go on as well as afterwards. It knows nothing
+of how points are made or submitted, and nothing of how a table is shown or written (`table_files`, `plot`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ LOSS_LIKE = re.compile(r"loss|perplexity|error|nll", re.IGNORECASE)  # low is go
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a set, or one that is still to be.
+    """One run of a set, or one that does not exist yet.
 
     Attributes:
-        number: its place in the set.
+        number: its number in the set.
         varied: the config keys in which the points differ, dotted, with this point's values.
-        run_dir: None before it was prepared.
+        run_dir: its run directory; None before it was prepared.
         state: one word, for a person.
     """
 
@@ -43,7 +43,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Goal:
-    """What makes one point better than another: the best value of this metric."""
+    """The metric by which points are compared, and which values of it are good."""
 
     metric: str
     mode: str  # "min" or "max"
@@ -53,7 +53,7 @@ class Goal:
         return f"best_{self.metric}"
 
     def best(self, values: Iterable[float]) -> float | None:
-        """The best of them; None when there is none. NaN and infinite values are never the best."""
+        """Return the best of the values; None when there is none. NaN and infinite values are never the best."""
         finite = [value for value in values if math.isfinite(value)]
         if not finite:
             return None
@@ -62,11 +62,13 @@ class Goal:
 
 @dataclass(frozen=True)
 class Table:
-    """Attributes:
-    columns: names, each once.
-    rows: a cell for every column; None where nothing is known.
-    varied: which of the columns are varied keys.
-    goal: what points are compared by, its column is there; None when no point has logged a metric.
+    """A table of points.
+
+    Attributes:
+        columns: names, each once.
+        rows: a cell for every column; None if nothing is known.
+        varied: the columns that are varied keys.
+        goal: the metric that points are compared by, which has a column; None when no point has logged a metric.
     """
 
     columns: tuple[str, ...]
@@ -80,18 +82,18 @@ class Table:
 
 
 def table_of(points: Sequence[Point], *, metric: str | None = None, mode: str | None = None) -> Table:
-    """The table of these points, in their order.
+    """Return the table of these points, in their order.
 
     Columns: point, run, state; the varied keys in the order of their first appearance; step, the last that was logged;
-    `best_<metric>` for one metric, its best value over the whole run; then every scalar metric by its own name, with the
-    value that was logged last. A point that never ran or logged nothing has a row with empty cells.
+    `best_<metric>` for one metric, its best value over the whole run; then every scalar metric by its own name, with
+    the value that was logged last. A point that never ran or logged nothing has a row with empty cells.
 
-    The one metric is `metric`; else checkpoint.best_metric of the runs' config; else, where that was never logged, "loss".
-    Which values of it are good is `mode`; else checkpoint.best_mode, if it is the config's metric; else "min", if its name
-    says that it is a loss or an error.
+    The one metric is `metric`; else checkpoint.best_metric of the runs' config; else, if that was never logged, "loss".
+    Which values of it are good is `mode`; else checkpoint.best_mode, if it is the config's metric; else "min", if its
+    name is that of a loss or an error.
 
     Raises:
-        UsageError: no run has logged `metric`; or nothing says which values of it are good.
+        UsageError: no run has logged `metric`; or it is not known which values of it are good.
     """
     candidates = _candidates(points, metric, mode)
     logs = [_read(point.run_dir, candidates) for point in points]
@@ -120,10 +122,10 @@ def table_of(points: Sequence[Point], *, metric: str | None = None, mode: str | 
 
 
 def as_it_counts(series: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    """(step, value) pairs of one metric in the order of the log, without those that were logged again.
+    """Return (step, value) pairs of one metric in the order of the log, without those that were logged again.
 
-    A resumed run does the steps after its checkpoint once more: what goes back to a step replaces all that was logged of
-    it and of later ones.
+    A resumed run repeats the steps after its checkpoint: a record of an earlier step replaces all records of that step
+    and of later ones.
     """
     kept: list[tuple[int, float]] = []
     for step, value in series:
@@ -134,16 +136,17 @@ def as_it_counts(series: Iterable[tuple[int, float]]) -> list[tuple[int, float]]
 
 
 def is_scalar(value: object) -> bool:
+    """Return whether a value is a number, NaN and the infinities included."""
     return isinstance(value, float) or records.is_number(value)
 
 
 @dataclass(frozen=True)
 class _Log:
-    """What the table needs of one run's log, so that a thousand logs need not be held at once."""
+    """The part of one run's log that the table needs, so that a thousand logs need not be held at once."""
 
     step: int | None
     last: dict[str, float]
-    best: dict[str, float | None]  # of the candidates
+    best: dict[str, float | None]  # best value of each candidate
 
 
 def _read(run_dir: RunDir | None, candidates: Sequence[Goal]) -> _Log:
@@ -152,7 +155,7 @@ def _read(run_dir: RunDir | None, candidates: Sequence[Goal]) -> _Log:
     try:
         logged = read_metrics(run_dir.metrics_file)
         evaluated = sorted(read_metrics(run_dir.evaluations_file), key=lambda record: record["step"])
-    except UnreadableRecord:  # its state says so, and the other points are worth their rows
+    except UnreadableRecord:  # the point's state says so, and the others get their rows
         return _Log(None, {}, {})
     last: dict[str, float] = {}
     seen, step = {"step"}, None
@@ -171,7 +174,7 @@ def _read(run_dir: RunDir | None, candidates: Sequence[Goal]) -> _Log:
 def _as_measured(
     evaluated: Iterable[Mapping[str, Any]], logged: Iterable[Mapping[str, Any]], name: str
 ) -> dict[int, float]:
-    """A metric by step: what jobs of their own have measured, and what the run itself has logged, which counts."""
+    """Return a metric by step: from evaluation jobs and from the run's own log, which takes precedence."""
     return dict(_series(evaluated, name)) | dict(as_it_counts(_series(logged, name)))
 
 
@@ -180,7 +183,7 @@ def _series(logged: Iterable[Mapping[str, Any]], name: str) -> Iterable[tuple[in
 
 
 def _candidates(points: Sequence[Point], metric: str | None, mode: str | None) -> list[Goal]:
-    """What the points may be compared by, the most wanted first."""
+    """Return the metrics that the points may be compared by, in order of preference."""
     configured = _configured(points)
     if metric is None:
         wanted, loss = Goal(configured.metric, mode or configured.mode), Goal("loss", mode or "min")
@@ -193,7 +196,10 @@ def _candidates(points: Sequence[Point], metric: str | None, mode: str | None) -
 
 
 def _configured(points: Sequence[Point]) -> Goal:
-    """What the config keeps checkpoints by. One is read for all: points that differ in this cannot be compared."""
+    """Return the metric by which the first config keeps checkpoints.
+
+    Runs with different metrics cannot be compared.
+    """
     for point in points:
         if point.run_dir is not None and os.path.isfile(point.run_dir.config_file):
             try:
@@ -205,7 +211,7 @@ def _configured(points: Sequence[Point]) -> Goal:
 
 
 def _cell(value: Any) -> Cell:
-    """A varied value: scalars are what they are, all else is its JSON, so that null is no empty cell."""
+    """Return a varied value as a cell: scalars unchanged, all else as JSON, so that null is no empty cell."""
     if isinstance(value, bool | int | float | str):
         return value
     return json.dumps(value, default=str)

@@ -1,6 +1,6 @@
-"""What differs between two runs: config, code, data, and the first steps where their logs and their weights part.
+"""Differences between two runs: config, code, data, and the first steps at which their logs and their weights differ.
 
-Pure but for reading their files.
+Everything is a pure function of the runs' files.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ class Parting:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Attributes:
-    config: (dotted key, value in a, value in b) of what differs; MISSING where there is no such key.
-    files: of the snapshots of the code, those that differ, by their path in it; None when one ran in place.
-    steps: that both have logged.
-    data: which samples they have seen.
-    weights: of the checkpoints that both have.
-    partings: by metric; a metric that never parts is not in it.
-    final: by metric, the last value of each; None where it was never logged.
+    """The differences between two runs, a and b.
+
+    Attributes:
+        config: (dotted key, value in a, value in b) of each difference; MISSING if there is no such key.
+        files: paths of files that differ between the snapshots of the code; None when one ran in place.
+        steps: steps that both have logged.
+        data: comparison of the samples that they have seen.
+        weights: comparison of the checkpoints that both have.
+        partings: by metric, the first difference; a metric that never differs is not in it.
+        final: by metric, the last value of each; None if it was never logged.
     """
 
     config: list[tuple[str, Any, Any]]
@@ -54,16 +56,18 @@ class Comparison:
 
     @property
     def parted(self) -> Parting | None:
-        """Where training parts: the earliest parting of a metric that does not measure speed."""
+        """The earliest difference in a metric that does not measure speed."""
         found = [parting for name, parting in self.partings.items() if not is_speed(name)]
         return min(found, key=lambda parting: parting.step, default=None)
 
 
 @dataclass(frozen=True)
 class Data:
-    """Attributes:
-    steps: at which both have logged the hash of the samples so far.
-    parts_at: the first of them at which it differs; None when it never does.
+    """The comparison of the samples that two runs have seen.
+
+    Attributes:
+        steps: steps at which both have logged the hash of the samples so far.
+        parts_at: the first of them at which it differs; None when it never does.
     """
 
     steps: list[int]
@@ -72,11 +76,13 @@ class Data:
 
 @dataclass(frozen=True)
 class Weights:
-    """Attributes:
-    steps: of the checkpoints that were compared, up to the first that differs.
-    parts_at: the first whose model differs; None when none does.
-    tensors: that differ there.
-    left: why there are checkpoints of the same step that were not compared; None when there are none.
+    """The comparison of the checkpoints of two runs.
+
+    Attributes:
+        steps: steps of the checkpoints that were compared, up to the first that differs.
+        parts_at: step of the first checkpoint whose model differs; None when none does.
+        tensors: names of the tensors that differ there.
+        left: why there are checkpoints of the same step that were not compared; None when there are none.
     """
 
     steps: list[int]
@@ -89,7 +95,7 @@ def compare(a: RunDir, b: RunDir, *, tolerance: float = 0.0, weights: bool = Fal
     """Compare two runs.
 
     Args:
-        tolerance: relative; values that differ by more part. 0: every bit counts.
+        tolerance: relative difference up to which values are equal; 0: every bit counts.
         weights: read the models of checkpoints however large they are.
 
     Raises:
@@ -138,12 +144,12 @@ def _compare_weights(a: RunDir, b: RunDir, at_most: float) -> Weights:
 
 
 def is_speed(name: str) -> bool:
-    """A metric with seconds in its unit: it tells of the machine, and is never the same twice."""
+    """Return whether a metric has seconds in its unit: it describes the machine, and is never the same twice."""
     return name.endswith("_s")
 
 
 def config_differences(a: Any, b: Any, where: str = "") -> list[tuple[str, Any, Any]]:
-    """(dotted key, a's value, b's value) of everything that differs, in a's order. Lists are compared as a whole."""
+    """Return (dotted key, a's value, b's value) of each difference, in a's order. Lists are compared as a whole."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return [
             difference
@@ -159,7 +165,7 @@ def config_differences(a: Any, b: Any, where: str = "") -> list[tuple[str, Any, 
 
 
 def code_differences(a: Path, b: Path) -> list[str]:
-    """Paths of files that differ between two snapshots, or are in one of them only."""
+    """Return the paths of files that differ between two snapshots, or are in one of them only."""
     left, right = _files(a), _files(b)
     both = left.keys() & right.keys()
     try:
@@ -172,7 +178,7 @@ def code_differences(a: Path, b: Path) -> list[str]:
 def partings(
     a: Mapping[int, Mapping[str, float]], b: Mapping[int, Mapping[str, float]], *, tolerance: float = 0.0
 ) -> dict[str, Parting]:
-    """By metric, the first step that both have with values that differ. Logs are values by step and name."""
+    """Return, by metric, the first step that both have with values that differ. Logs are values by step and name."""
     found: dict[str, Parting] = {}
     for step in sorted(a.keys() & b.keys()):
         for name in a[step].keys() & b[step].keys() - found.keys():
@@ -188,7 +194,7 @@ def _equal(a: float, b: float, tolerance: float) -> bool:
 
 
 def _by_step(records: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
-    """Scalars by step and name; of a step that was logged again, the latest."""
+    """Return scalars by step and name; if a step was logged again, the latest."""
     steps: dict[int, dict[str, float]] = {}
     for record in records:
         values = {name: value for name, value in record.items() if name != "step" and is_scalar(value)}
@@ -202,12 +208,12 @@ def _final(*logs: Mapping[int, Mapping[str, float]]) -> dict[str, tuple[float | 
 
 
 def _in_place(run_dir: RunDir) -> bool:
-    """It ran where it was submitted; the folder `code` has this package at most."""
+    """Return whether the run ran where it was submitted; then the folder `code` has at most this package."""
     return str(run_dir.info().get("workdir", "/")).startswith("/")
 
 
 def _files(tree: Path) -> dict[str, Path]:
-    """Files of a snapshot by their path within it. A snapshot is no link, and links in it are not followed."""
+    """Return the files of a snapshot by their path within it, ignoring links."""
     if tree.is_symlink():
         return {}
     found = (Path(folder) / name for folder, _, names in os.walk(tree) for name in names)
@@ -215,7 +221,7 @@ def _files(tree: Path) -> dict[str, Path]:
 
 
 def _config(run_dir: RunDir) -> Any:
-    """The frozen config as plain values: a run of another version of the schema can be compared, too."""
+    """Return the frozen config as plain values, so that runs of another version of the schema can be compared, too."""
     try:
         return run_dir.config_values()
     except UnreadableRecord as error:
@@ -223,5 +229,5 @@ def _config(run_dir: RunDir) -> Any:
 
 
 def _records(run_dir: RunDir) -> list[dict[str, Any]]:
-    # What the training itself has measured comes last, and counts.
+    # Metrics of the training itself come last, and take precedence.
     return [*read_metrics(run_dir.evaluations_file), *read_metrics(run_dir.metrics_file)]

@@ -1,4 +1,4 @@
-"""A sweep before it is made: all its points composed and validated, what each asks of the cluster, which are the same."""
+"""A sweep before it is created: all its points composed and validated, the resources of each, and which are the same."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from slurmtrain.rundir import RunDir
 
 
 def identity_of(config: Config) -> str:
-    """16 hex digits over what decides a result, whatever the order of keys.
+    """Return 16 hex digits over the values that decide a result, independent of the order of keys.
 
-    Where runs and code lie, who hears of their end and where secrets come from does not.
+    The places of runs and code, hooks, and the sources of secrets are left out.
     """
     values = to_values(config)
     del values["hooks"], values["secrets"]
@@ -37,16 +37,18 @@ def identity_of(config: Config) -> str:
 
 @dataclass
 class Draft:
-    """All points of a sweep that is to be made, composed and validated. Keeps text, not configs: there may be thousands.
+    """All points of a sweep that is to be created, composed and validated.
+
+    It keeps text, not configs: there may be thousands.
 
     Attributes:
         first: the first point's config; name and folder of the runs are the same for all.
-        frozen: configs by identity.
-        shapes: what they ask of the cluster, by identity.
-        steps: that they are to do, by identity.
-        identities: of every point, in order.
-        asking: a config of every shape.
-        search: of a sweep whose points are chosen on the way: what they are chosen by, as text.
+        frozen: configs as text, by identity.
+        shapes: what configs ask of the cluster, by identity.
+        steps: number of training steps, by identity.
+        identities: identity of every point, in order.
+        asking: a config for every shape.
+        search: for a sweep whose points are chosen by earlier results: what they are chosen by, as text.
     """
 
     first: Config
@@ -59,15 +61,15 @@ class Draft:
 
     @property
     def identity(self) -> str:
-        """8 hex digits, the same for the same points in any order, or for the same search."""
+        """Eight hex digits, the same for the same points in any order, or for the same search."""
         text = "\n".join(sorted(self.identities)) if self.search is None else self.search
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     def add(self, config: Config) -> str:
-        """Take in one more point. Returns the identity of its config.
+        """Add one more point, and return the identity of its config.
 
         Raises:
-            ConfigError: it does not fit to the others.
+            ConfigError: it cannot be in one sweep with the others.
         """
         first = self.first.job
         if (config.job.name, config.job.runs_dir) != (first.name, first.runs_dir):
@@ -90,14 +92,14 @@ class Draft:
         return f"{self.first.job.name}.sweep-{self.identity}"
 
     def run_ids(self, stamp: str) -> dict[str, str]:
-        """The run of every config, by identity: it has the number of the first point with that config."""
+        """Return the run id of every config, by identity: it has the number of the first point with that config."""
         found: dict[str, str] = {}
         for number, identity in enumerate(self.identities):
             found.setdefault(identity, f"{stamp}-{number:04d}")
         return found
 
     def arrays(self, max_array_size: int | None, parallelism: int | None) -> list[Array]:
-        """Which of the configs, in the order of `run_ids`, are in which array; with cluster=local there are none."""
+        """Return which of the configs, in the order of `run_ids`, are in which array; with cluster=local there are none."""
         if self.first.cluster.backend == "local":
             return []
         shapes = [self.shapes[identity] for identity in self.run_ids("")]
@@ -105,10 +107,10 @@ class Draft:
 
 
 def draft_of(configs: Iterable[Config], cwd: Path) -> Draft:
-    """Take in every point's config; whatever is wrong with one ends it before anything is made.
+    """Make a draft of every point's config; an error in one ends it before anything is created.
 
     Raises:
-        ConfigError: a point is wrong, or they do not belong together.
+        ConfigError: a point is wrong, or they cannot be in one sweep.
     """
     found: Draft | None = None
     for config in configs:
@@ -121,9 +123,10 @@ def draft_of(configs: Iterable[Config], cwd: Path) -> Draft:
 
 
 def check_belongs(config: Config, first: Config) -> None:
-    """
+    """Check that a config can be a point of a sweep with this first point.
+
     Raises:
-        ConfigError: it cannot be a point of any sweep, or not of one with this first point.
+        ConfigError: it cannot be a point of any sweep, or not of this one.
     """
     if _cluster_of(config) != _cluster_of(first):
         raise ConfigError("the points of a sweep are on different clusters", hint="submit a sweep for each")
@@ -148,7 +151,7 @@ def _cluster_of(config: Config) -> tuple[str | None, ...]:
 
 
 def _shape(config: Config) -> str:
-    """Whatever the script shows of a config."""
+    """Return a digest of everything in a config that the script shows."""
     values = to_values(config)
     parts = [values[key] for key in ("cluster", "requeue", "hooks", "secrets", "job")]
     text = json.dumps(parts, sort_keys=True)
@@ -156,7 +159,7 @@ def _shape(config: Config) -> str:
 
 
 def preview(draft: Draft, cwd: Path, parallelism: int | None = None, after: Sequence[RunDir] = ()) -> list[str]:
-    """The scripts that would be handed to sbatch, one an array. Nothing is made."""
+    """Return the scripts that would be passed to sbatch, one per array. Nothing is created."""
     job = draft.first.job
     runs = [Path(job.runs_dir) / draft.id / run_id for run_id in draft.run_ids(PLACEHOLDER_ID).values()]
     source = find_source(job, cwd, interpreter_of(draft.first.cluster))

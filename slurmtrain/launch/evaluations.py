@@ -1,8 +1,10 @@
-"""Evaluations of a run's checkpoints, each in a folder of the run's directory that is like a run's own: with a frozen config,
-a script, attempts, and in the end a result. It has the run's code.
+"""Evaluations of a run's checkpoints, each in a folder of the run's directory.
 
-The checkpoint and what was changed by hand are its name, so the same command means the same evaluation: one that is done is
-not made again, one that waits is not submitted twice.
+The folder is like a run's own: with a frozen config, a script, attempts, and in the end a result. It uses the run's
+code.
+
+Its name follows from the checkpoint and the overrides, so the same command means the same evaluation: one that is done
+is not made again, one that waits is not submitted twice.
 """
 
 from __future__ import annotations
@@ -31,13 +33,14 @@ from slurmtrain.launch.own_jobs import in_queue
 from slurmtrain.launch.sbatch import render_script
 from slurmtrain.launch.state import states
 from slurmtrain.launch.submit import job_paths, slurm_conf_of, submit
+from slurmtrain.modes import folder_mode
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.slurm import SlurmClient
 
 
 def checkpoint_of(run_dir: RunDir, step: int | None) -> Path:
-    """The checkpoint of a step, or the newest.
+    """Return the checkpoint of a step, or the newest.
 
     Raises:
         UsageError: there is none.
@@ -53,21 +56,22 @@ def checkpoint_of(run_dir: RunDir, step: int | None) -> Path:
 def prepare(
     run_dir: RunDir, checkpoint: Path, overrides: Sequence[str] = (), *, here: bool, again: bool = False
 ) -> RunDir:
-    """The folder of an evaluation, ready to be started or submitted; as it is when that is done already.
+    """Return the folder of an evaluation, ready to be started or submitted; unchanged if it is done or under way already.
 
     Args:
         overrides: key=value of eval, cluster and parallel.
-        again: not as it is when it is done, but anew.
+        here: evaluate on this machine.
+        again: evaluate anew even if it is done.
 
     Raises:
-        UsageError: one of them is of something else, or cannot be read.
-        ConfigError: they cannot work.
+        UsageError: an override is of another group, or cannot be read.
+        ConfigError: the overrides cannot work.
     """
     config = _config(run_dir, checkpoint, overrides, here=here)
     text = "\n".join(sorted(overrides))
     evaluation = run_dir.evaluation(step_of(checkpoint), hashlib.sha256(text.encode()).hexdigest()[:6] if text else "")
     with _alone(evaluation):
-        if again:  # what it gave stays in the run's evaluations.jsonl
+        if again:  # its result stays in the run's evaluations.jsonl
             evaluation.result_file.unlink(missing_ok=True)
         if not _is_done_or_under_way(evaluation):
             _write(evaluation, run_dir, config, overrides)
@@ -75,7 +79,7 @@ def prepare(
 
 
 def submit_once(evaluation: RunDir, say: Callable[[str], None] = lambda text: None) -> None:
-    """Submit what is prepared, unless it is in the queue or done.
+    """Submit a prepared evaluation, unless it is in the queue or done.
 
     Raises:
         ClusterError: sbatch is missing or refused.
@@ -92,11 +96,12 @@ def submit_once(evaluation: RunDir, say: Callable[[str], None] = lambda text: No
 
 
 def submit_due(run_dir: RunDir, say: Callable[[str], None]) -> None:
-    """Submit an evaluation for every checkpoint that the training holds for one, if it has had none; and let go those whose
-    evaluation has ended without being able to.
+    """Submit an evaluation for every checkpoint that the training holds for one and that has had none.
+
+    Checkpoints whose evaluation has ended without releasing them are released.
 
     Raises:
-        SlurmtrainError: one cannot be submitted. The next call tries again.
+        SlurmtrainError: an evaluation cannot be submitted. The next call tries again.
     """
     there = {step_of(path): path for path in committed(run_dir.checkpoints)}
     submitted = []
@@ -116,7 +121,7 @@ def submit_due(run_dir: RunDir, say: Callable[[str], None]) -> None:
 
 
 def cancel_all(run_dirs: Iterable[RunDir], client: SlurmClient) -> list[RunDir]:
-    """End the jobs that evaluate checkpoints of these runs, with one scancel. Returns which were there."""
+    """Cancel the jobs that evaluate checkpoints of these runs, with one scancel, and return the evaluations that had any."""
     evaluations = [evaluation for run_dir in run_dirs for evaluation in run_dir.all_evaluations()]
     found = states(evaluations)
     left = in_queue([each for each in evaluations if each.info_file.exists()], client)
@@ -144,7 +149,7 @@ def _submit_first(run_dir: RunDir, checkpoint: Path, say: Callable[[str], None])
     evaluation = run_dir.evaluation(step)
     try:
         with _alone(evaluation):
-            if _job_ids(evaluation):  # by another process, meanwhile
+            if _job_ids(evaluation):  # another process has submitted it meanwhile
                 return
             config = _config(run_dir, checkpoint, here=False)
             _write(evaluation, run_dir, config)
@@ -158,7 +163,7 @@ def _submit_first(run_dir: RunDir, checkpoint: Path, say: Callable[[str], None])
 
 
 def _is_cancelled(run_dir: RunDir) -> bool:
-    """The last that was asked of the run is to end."""
+    """Return whether the last request to the run was to end it."""
     ends = ("cancel asked", "the file stop was found")
     words = [event["event"] for event in run_dir.events() if event["event"] in (*ends, "submitted", "resume asked")]
     return bool(words) and words[-1] in ends
@@ -173,7 +178,7 @@ def _config(run_dir: RunDir, checkpoint: Path, overrides: Sequence[str] = (), *,
         )
     config = evaluation_config(trained, str(checkpoint), changes=_changes(overrides), here=here)
     validate(config)
-    if config.cluster.container.kind:  # which has the evaluation's folder only
+    if config.cluster.container.kind:  # the container has the evaluation's folder only
         mounts = [*config.cluster.container.mounts, f"{run_dir.path}:{run_dir.path}"]
         container = dataclasses.replace(config.cluster.container, mounts=mounts)
         config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, container=container))
@@ -181,7 +186,7 @@ def _config(run_dir: RunDir, checkpoint: Path, overrides: Sequence[str] = (), *,
 
 
 def _changes(overrides: Sequence[str]) -> dict[str, Any]:
-    """Overrides in Hydra's grammar as nested values."""
+    """Return overrides in Hydra's grammar as nested values."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -206,7 +211,7 @@ def _changes(overrides: Sequence[str]) -> dict[str, Any]:
 
 def _write(evaluation: RunDir, run_dir: RunDir, config: Config, overrides: Sequence[str] = ()) -> None:
     for folder in (evaluation.attempts, evaluation.checkpoints):
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=folder_mode(evaluation.path), exist_ok=True)
     with contextlib.suppress(FileExistsError):
         evaluation.code.symlink_to(os.path.relpath(run_dir.code, evaluation.path))
     trained = run_dir.info()
@@ -231,7 +236,7 @@ def _write(evaluation: RunDir, run_dir: RunDir, config: Config, overrides: Seque
 
 
 def _job_ids(evaluation: RunDir) -> list[str]:
-    """Those it was submitted as, prepared or not."""
+    """Return the job ids that an evaluation was submitted as; none if it was not prepared."""
     return list(evaluation.info()["job_ids"]) if os.path.lexists(evaluation.info_file) else []
 
 
@@ -243,7 +248,8 @@ def _is_done_or_under_way(evaluation: RunDir) -> bool:
 
 @contextlib.contextmanager
 def _alone(evaluation: RunDir) -> Iterator[None]:
-    """Be the only one who prepares or submits this evaluation."""
-    evaluation.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Claim the right to prepare or submit this evaluation."""
+    for folder in (evaluation.path.parent, evaluation.path):
+        folder.mkdir(mode=folder_mode(folder.parent), exist_ok=True)
     with claimed(evaluation.path, busy=lambda owner: None):
         yield

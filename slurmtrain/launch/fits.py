@@ -1,4 +1,4 @@
-"""Before it queues: does the model fit into the GPUs? Laid out by a child process, since torch takes seconds to import."""
+"""Check before a job is queued that the model fits into the GPUs, by a child process, since torch takes seconds to import."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, EnvironmentMismatch
 from slurmtrain.planner.fit import StageMemory, check_fits, check_host_memory, share_of_gpu
 
-DOUBTFUL = 0.5  # of a GPU's memory: what arithmetic finds to need less is not laid out, so that submit answers at once
+DOUBTFUL = 0.5  # share of a GPU's memory: a model estimated below it is not built, so that submit answers at once
 TIMEOUT_S = 120.0
 
 
 def check_memory(config: Config) -> list[str]:
-    """Refuse what cannot fit, where the config says how much memory a GPU has. Returns warnings.
+    """Raise if the model cannot fit, provided that the config says how much memory a GPU has; return warnings.
 
     Raises:
-        ConfigError: with the bytes, and what would fit.
+        ConfigError: the model cannot fit; the message gives the bytes, and changes with which it would fit.
     """
     check_host_memory(config, host_memory(), has_gpu=next(Path("/dev").glob("nvidia[0-9]*"), None) is not None)
     limit = config.cluster.gpu_memory_gb
@@ -49,11 +49,11 @@ def host_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys
 
 
 def laid_out(config: Config) -> list[StageMemory]:
-    """The dry run of the config's layout.
+    """Return the memory of each stage from a dry run of the config's layout.
 
     Raises:
-        ConfigError: the model is not made for such a layout.
-        EnvironmentMismatch: this machine cannot tell: it has no torch, or not the model's code.
+        ConfigError: the model does not support such a layout.
+        EnvironmentMismatch: this machine has no torch, or not the model's code, and so cannot tell.
     """
     try:
         done = subprocess.run(

@@ -1,8 +1,9 @@
-"""Handing a script to sbatch so that its job is there exactly once.
+"""Submit a script to sbatch so that its job exists exactly once.
 
-The controller may accept a job and fail to say so: then sbatch ends with an error, and a plain retry makes a double. So every
-submission has a token of its own in the job's comment, and before anything is submitted again SLURM is asked for it. One
-empty answer proves nothing; several do. It needs no accounting: slurmctld itself remembers a job for MinJobAge after its end.
+The controller may accept a job and fail to say so: then sbatch ends with an error, and a plain retry submits the job
+twice. So every submission has a token of its own in the job's comment, and before anything is submitted again SLURM is
+asked for it. One empty answer proves nothing; several do. It needs no accounting: slurmctld itself remembers a job for
+MinJobAge after its end.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from slurmtrain.launch.sbatch import directive, set_aside
 from slurmtrain.launch.tokens import TOKEN_PREFIX
 from slurmtrain.runtime.slurm import INSTALL_HINT, SlurmClient, submission_environment
 
-# What sbatch says, in the words of slurm_errno.c and sbatch.c (22.05 to 26.05). First what passes by itself, and before which
-# the request was not looked at: the controller was never reached, or has turned it away unread.
+# Messages of sbatch, in the words of slurm_errno.c and sbatch.c (22.05 to 26.05). First transient errors after which
+# the request was certainly not processed: the controller was never reached, or has refused it unread.
 NOT_THERE = (
     "unable to contact slurm controller (connect failure)",
     "connection refused",
@@ -37,7 +38,7 @@ NOT_THERE = (
     "rate limit exceeded",
     "in standby",
 )
-# After these the request had been sent, or was being sent: the job may be there. So it may after words in none of the lists.
+# After these the request had been sent, or was being sent: the job may exist, as after words in none of the lists.
 UNSURE = (
     "unable to contact slurm controller",  # send, receive and shutdown failure; 22.05 says it without a reason, too
     "message send failure",
@@ -58,7 +59,7 @@ UNSURE = (
     "connection timed out",
     "resource temporarily unavailable",
 )
-# slurmctld's answer to a request that it has read, and will not have.
+# Answers of slurmctld to a request that it has read and refuses.
 REFUSED = (
     *("invalid", "permission denied", "access denied", "not permitted", "no partition specified", "specification"),
     *(
@@ -94,16 +95,16 @@ NOT_NOW = (
 NO_SUCH_NODE = "requested node configuration is not available"  # or, to --test-only, none that is up now
 TIMED_OUT = 124  # timeout(1)
 LIMIT = ("submit limit", "submitjoblimit", "job limit", "maxjobcount", "max_job", "job/core submit")
-# What the accounting policy names where it is no limit on how many jobs there may be: such a job will never be taken.
+# Limits of the accounting policy other than the number of jobs: a job above them will never be accepted.
 OTHER_LIMIT = re.compile(r"\b(?:assoc|qos)\w*(?:limit|perjob|peruser|pernode|peraccount)\b", re.IGNORECASE)
 
 
 class NotSubmitted(ClusterError):
-    """The job is not there, for certain."""
+    """The job is certainly not in the queue."""
 
 
 class Refused(NotSubmitted):
-    """SLURM will not have it as it is."""
+    """SLURM does not accept the job as it is."""
 
 
 class SubmitLimit(NotSubmitted):
@@ -112,14 +113,14 @@ class SubmitLimit(NotSubmitted):
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to go on.
+    """The limits of how long to keep trying.
 
     Attributes:
-        tries: calls of sbatch at most; half as many while the controller cannot be reached at all.
-        first_delay_s: before the second call; doubled each time.
-        call_s: sbatch is given up after so long; whether the job is there is then found out.
-        confirmations: empty answers in a row after which a job is taken for not there.
-        confirm_every_s: between them. Together longer than slurmctld needs for a message that is on its way.
+        tries: greatest number of calls of sbatch; half as many while the controller cannot be reached at all.
+        first_delay_s: seconds before the second call; doubled each time.
+        call_s: seconds after which a call of sbatch is given up; whether the job exists is then found out.
+        confirmations: number of empty answers in a row after which a job counts as not existing.
+        confirm_every_s: seconds between them. Together longer than slurmctld needs for a message that is on its way.
     """
 
     tries: int = 6
@@ -142,19 +143,19 @@ def hand_over(
     say: Callable[[str], None] = lambda text: None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
-    """Submit `script`. Returns the job id, SLURM's for an array.
+    """Submit `script` and return the job id, for an array that of the array.
 
     Args:
         folder: where submitit keeps its files.
-        token: this submission's own; the same again finds the job that it has made.
-        options: further ones for sbatch; they overrule the script's.
-        looked_for_before: an earlier call with this token may have been cut short: look first.
-        finds_out: what to do when it stays unknown whether the job is there, as a hint.
-        say: told of what is waited for.
+        token: this submission's own; a call with the same token finds the job that the first has submitted.
+        options: further options of sbatch; they override the script's.
+        looked_for_before: an earlier call with this token may have been cut short, so look for its job first.
+        finds_out: hint on what to do if it stays unknown whether the job exists.
+        say: called with messages about what is waited for.
 
     Raises:
         NotSubmitted: sbatch refused, in its own words, or could not be reached; or no more jobs may be submitted now.
-        ClusterError: it is not known whether the job is there.
+        ClusterError: it is not known whether the job exists.
     """
     with_token = [comment_option(script, token), *options]
     aside = set_aside(script, os.environ)
@@ -192,16 +193,16 @@ def hand_over(
 
 
 def comment_option(script: str, token: str) -> str:
-    """The option that puts a token into the job's comment, behind the user's own."""
+    """Return the option that adds a token to the job's comment, after the user's own."""
     own = directive(script, "comment")
     return f"--comment={own} {TOKEN_PREFIX}{token}" if own else f"--comment={TOKEN_PREFIX}{token}"
 
 
 def export_option(config: Config) -> list[str]:
-    """The option by which sbatch exports the secrets where it is told to export less than everything (SBATCH_EXPORT).
+    """Return the option by which sbatch exports the secrets if SBATCH_EXPORT tells it not to export everything.
 
     Raises:
-        ConfigError: a secret is not there for the job to inherit, or its file is not.
+        ConfigError: the variable or file of a secret does not exist.
     """
     secrets.read(config.secrets)
     names = [name for name, source in config.secrets.items() if source == secrets.ENV]
@@ -213,12 +214,13 @@ def export_option(config: Config) -> list[str]:
 
 
 def check(script: Path, client: SlurmClient) -> None:
-    """Ask SLURM whether it would take this script, without submitting it.
+    """Ask SLURM whether it would accept this script, without submitting it.
 
-    What passes by itself, and a limit that is reached, are no fault of the script; who does not answer will be asked again.
+    Transient errors and limits that are reached are no fault of the script; if SLURM does not answer, it will be asked
+    again.
 
     Raises:
-        Refused: it would refuse; its own words are in the message.
+        Refused: SLURM would refuse; its own words are in the message.
     """
     try:
         code, words = client.test_only(script, without=list(set_aside(script.read_text(), os.environ)))
@@ -235,7 +237,7 @@ def check(script: Path, client: SlurmClient) -> None:
 
 
 class Passing(ClusterError):
-    """sbatch failed in a way that passes by itself.
+    """sbatch failed with a transient error.
 
     Attributes:
         may_be_there: the job may have been accepted all the same.
@@ -247,7 +249,7 @@ class Passing(ClusterError):
 
 
 class Unknown(Passing):
-    """sbatch failed with words that are in none of the lists: the job may be there; if it is not, it was refused."""
+    """sbatch failed with words that are in none of the lists: the job may exist; if it does not, it was refused."""
 
     def __init__(self, said: str):
         super().__init__(said, may_be_there=True)
@@ -259,10 +261,10 @@ class Unknown(Passing):
 def _look(
     token: str, client: SlurmClient, patience: Patience, sleep: Callable[[float], None], finds_out: str, said: str = ""
 ) -> str | None:
-    """The job with this token, or None when SLURM has said often enough that there is none.
+    """Return the job with this token, or None when SLURM has said often enough that there is none.
 
     Raises:
-        ClusterError: it cannot be asked.
+        ClusterError: SLURM cannot be asked.
     """
     answers = failures = 0
     while True:
@@ -286,7 +288,7 @@ def _look(
 def _wait_for_orphans(
     token: str, patience: Patience, say: Callable[[str], None], sleep: Callable[[float], None]
 ) -> None:
-    """A shell that was killed leaves its sbatch behind, which may still be heard. Only this host's can be seen."""
+    """Wait for an sbatch that a killed shell has left behind on this host, and whose job may still be accepted."""
     told = False
     for _ in range(2 * patience.call_s):
         if not _runs_somewhere(TOKEN_PREFIX + token):
@@ -310,23 +312,23 @@ def _runs_somewhere(word: str) -> bool:
 
 
 def sbatch(script: str, folder: Path, slurm_conf: str | None, options: Sequence[str], *, call_s: int = 90) -> str:
-    """One call of sbatch, through submitit, with our script and a clean environment. Returns the job id.
+    """Call sbatch once, through submitit, with our script and a clean environment, and return the job id.
 
     Args:
-        options: they overrule the script's own.
+        options: further options; they override the script's own.
 
     Raises:
-        Passing, SubmitLimit, ClusterError: as `refusal` says.
+        Passing, SubmitLimit, ClusterError: as `refusal` returns them.
     """
     from submitit.core.utils import FailedJobError
     from submitit.slurm.slurm import SlurmExecutor
 
     class ScriptExecutor(SlurmExecutor):
-        """submitit's submission, with the script from our one template instead of its own."""
+        """An executor of submitit that submits the script from our one template instead of its own."""
 
         @classmethod
         def affinity(cls) -> int:
-            return 2  # who calls us has looked for SLURM's commands; submitit would want srun on our own PATH
+            return 2  # the caller has looked for SLURM's commands; submitit would require srun on our own PATH
 
         def _make_submission_file_text(self, command: str, uid: str) -> str:
             return script
@@ -337,7 +339,7 @@ def sbatch(script: str, folder: Path, slurm_conf: str | None, options: Sequence[
             aside = set_aside(script, os.environ)
             hidden = [word for name in os.environ if name not in wanted or name in aside for word in ("-u", name)]
             settings = [f"{name}={value}" for name, value in wanted.items() if os.environ.get(name) != value]
-            # In the foreground: Ctrl-C has to reach it, or it goes on behind the back of whoever gave it up.
+            # Run in the foreground: Ctrl-C has to reach sbatch, or it would go on after the person has given up.
             sbatch = ["timeout", "--foreground", str(call_s), "sbatch", *options, str(submission_file_path)]
             return ["env", *hidden, *settings, *sbatch]
 
@@ -358,7 +360,10 @@ def _without_prefix(words: str) -> str:
 
 
 def refusal(words: str, code: int, call_s: int) -> ClusterError:
-    """Tell what sbatch's words and exit code mean: a limit, what passes by itself, a refusal with a hint, or `Unknown`."""
+    """Return the error that sbatch's words and exit code mean.
+
+    It is a limit, a transient error, a refusal with a hint, or `Unknown`.
+    """
     said = _without_prefix(words)
     low = said.lower()
     named = OTHER_LIMIT.findall(said)
@@ -377,14 +382,14 @@ def refusal(words: str, code: int, call_s: int) -> ClusterError:
         return Passing(said, may_be_there=False)
     if any(each in low for each in UNSURE):
         return Passing(said, may_be_there=True)
-    # Words of sbatch's own, about its options or its configuration, come before anything is sent.
+    # Errors of sbatch itself, about its options or its configuration, come before anything is sent.
     if before or any(each in low for each in REFUSED):
         return Refused(f"sbatch refused the job: {said}", hint=advice(said))
     return Unknown(said or f"exit code {code}, without a word")
 
 
 def advice(said: str) -> str:
-    """What to change, for what sbatch says most often."""
+    """Return what to change, for the most frequent messages of sbatch."""
     for words, hint in {
         "configuration source": INSTALL_HINT,  # there is neither a slurm.conf nor a controller that hands one out
         "account": "cluster.account; `sacctmgr show associations user=$USER` lists yours",

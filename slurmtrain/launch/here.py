@@ -1,7 +1,7 @@
-"""A sweep with cluster=local: its points as runs of this machine, so many at a time, in the foreground.
+"""A sweep with cluster=local: its points as runs of this machine, several at a time, in the foreground.
 
-Each is a `resume` in a process of its own, which starts what has not been started and continues what has. The sweep on
-disk is the same as on a cluster, without arrays.
+Each is a `resume` in a process of its own, which starts or continues the run. The sweep on disk is the same as on a
+cluster, without arrays.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Events = queue.SimpleQueue[int | str]
 
 @contextlib.contextmanager
 def alone(sweep: Sweep) -> Iterator[None]:
-    """Be the one process that waits for the points of a sweep: two would start the same run twice.
+    """Claim the right to wait for the points of a sweep: two processes would start the same run twice.
 
     Raises:
-        ClusterError: another one is at it.
+        ClusterError: another process has claimed it.
     """
 
     def refuse(owner: Owner) -> None:
@@ -45,11 +45,13 @@ def alone(sweep: Sweep) -> Iterator[None]:
 
 
 def run_here(sweep: Sweep, run_ids: Sequence[str], at_once: int, say: Callable[[str], None], *, show: bool) -> bool:
-    """Start or continue these runs. Returns False when a person stopped it: Ctrl-C, or TERM to this process. Within `alone`.
+    """Start or continue these runs; return False when a person stopped it: Ctrl-C, or TERM to this process.
+
+    Called within `alone`.
 
     Args:
-        at_once: how many run at the same time.
-        show: the output of the ranks goes to the terminal.
+        at_once: number of runs at the same time.
+        show: print the output of the ranks to the terminal.
     """
     names = {
         point.run_id: _name(point) for point in reversed(sweep.points())
@@ -96,7 +98,7 @@ def _start(run_dir: RunDir, events: Events, *, show: bool) -> subprocess.Popen[b
 
 
 def _leave_with_us() -> None:
-    """In the new process: told to stop when this one is killed."""
+    """Have the kernel send SIGTERM to the new process when its parent is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -1,9 +1,9 @@
-"""Hooks: a person's command that is told how an attempt has ended; see HooksConfig.
+"""Hooks: a person's command that is run with the facts of how an attempt has ended; see HooksConfig.
 
-It comes last, after the record and the requeue, and in a process of its own, so whatever it does changes nothing: neither
-the exit code nor what happens next. It runs once an attempt, and leaves none of its processes behind.
+It runs last, after the record and the requeue, and in a process of its own, so whatever it does changes nothing:
+neither the exit code nor what happens next. It runs once per attempt, and leaves none of its processes behind.
 
-Facts are in its environment (`variables`), and attempt.json is its standard input.
+The facts are in its environment (`variables`), and attempt.json is its standard input.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LINE_LIMIT = 1 << 20  # characters of output without a line's end
 
 
 def run_hook(run_dir: RunDir, number: int) -> None:
-    """Run the command that is meant for how attempt `number` has ended, if there is one and it has not run yet."""
+    """Run the hook for the outcome of attempt `number`, if there is one and it has not run yet."""
     config = load_frozen(run_dir.config_file, with_secrets=False)
     attempt = _judged(run_dir, number)
     name = hook_of(attempt)
@@ -57,7 +57,7 @@ def run_hook(run_dir: RunDir, number: int) -> None:
 
 
 def hook_of(attempt: Attempt) -> str | None:
-    """Which hook is meant, or None: nobody has judged the attempt, a person has ended the run and knows, or it goes on."""
+    """Return the name of the hook, or None: the attempt has no outcome yet, a person has ended the run, or it goes on."""
     if attempt.reason in (None, Reason.CANCELLED, Reason.SUPERSEDED):
         return None
     if attempt.reason == Reason.FINISHED:
@@ -68,7 +68,7 @@ def hook_of(attempt: Attempt) -> str | None:
 
 
 def variables(run_dir: RunDir, attempt: Attempt, name: str) -> dict[str, str]:
-    """What the command finds in its environment. Empty: not known."""
+    """Return the command's environment variables. An empty value: not known."""
     facts = {
         "EVENT": name.removeprefix("on_"),  # finish, failure or preemption
         "RUN_ID": run_dir.id,
@@ -86,12 +86,12 @@ def variables(run_dir: RunDir, attempt: Attempt, name: str) -> dict[str, str]:
 
 
 def _plain(text: str) -> str:
-    """As much of a text as a variable can hold."""
+    """Return as much of a text as a variable can hold."""
     return text[:TEXT_LIMIT].replace("\0", " ").encode(errors="replace").decode()
 
 
 def _judged(run_dir: RunDir, number: int) -> Attempt:
-    """The attempt's record; made up for one whose set-up has failed, which nobody settles."""
+    """Return the attempt's record, completed here for an attempt whose set-up has failed, which nobody settles."""
     attempt = attempts.read_attempt(run_dir, number)
     set_up = run_dir.attempt(number) / "setup-failed"
     if attempt.reason is None and set_up.exists():
@@ -101,8 +101,8 @@ def _judged(run_dir: RunDir, number: int) -> Attempt:
 
 
 def _run(command: str, hooks: HooksConfig, run_dir: RunDir, attempt: Attempt, log: IO[str]) -> str:
-    """Run it to its end or its time limit; returns how it ended. Its output is without secrets."""
-    become_subreaper()  # what it puts into the background stays below us
+    """Run the command to its end or its time limit, redact secrets in its output, and return how it ended."""
+    become_subreaper()  # its background processes stay below us
     began = time.monotonic()
     name = hook_of(attempt) or ""
     record = run_dir.attempt(attempt.number) / "attempt.json"
@@ -123,7 +123,7 @@ def _run(command: str, hooks: HooksConfig, run_dir: RunDir, attempt: Attempt, lo
     with contextlib.suppress(subprocess.TimeoutExpired):
         code = shell.wait(hooks.timeout_s)
     kill_trees(descendants([Process.mine()]))
-    copier.join(10.0)  # nobody is left to write, so it comes to the end
+    copier.join(10.0)  # no writer is left, so it reaches the end
     if code is None:
         return f"was killed after hooks.timeout_s={hooks.timeout_s}"
     return f"ended with exit code {code} after {time.monotonic() - began:.1f} s"

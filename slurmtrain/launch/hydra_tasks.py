@@ -1,11 +1,11 @@
 """`hydra/launcher=slurmtrain`: the jobs of any Hydra program's multirun as runs of ours.
 
-Each job is a run of job=command that calls the program's task function (`runtime/hydra_task.py`): submitted as an array,
-requeued when it is preempted, failed in SLURM when the function raises, seen by `status`, `logs` and `sweep`. What the
-function gives back, or raises, reaches the sweeper as from Hydra's own launcher.
+Each job is a run of job=command that calls the program's task function (`runtime/hydra_task.py`): submitted as an
+array, requeued when it is preempted, failed in SLURM when the function raises, and shown by `status`, `logs` and
+`sweep`. The function's return value or exception reaches the sweeper as from Hydra's own launcher.
 
-A shell that waits may die. Started again with the same hydra.sweep.dir, the program comes back to its jobs, those that
-have ended included; unless it had come to its end before, when its jobs are run anew as anybody would expect.
+A shell that waits may die. Started again with the same hydra.sweep.dir, the program finds its jobs again, also those
+that have ended; unless it had come to its end before, in which case its jobs are run anew.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Tasks:
     """The launcher, from one `setup` on.
 
     Args:
-        context, function, config: what Hydra gives to launchers.
-        cluster, overrides, config_dir: of ours, see `slurmtrain/hydra_plugin.py`.
+        context, function, config: the arguments that Hydra passes to launchers.
+        cluster, overrides, config_dir: the launcher's own settings, see `slurmtrain/hydra_plugin.py`.
     """
 
     def __init__(
@@ -73,7 +73,8 @@ class Tasks:
     ):
         self._context, self._function, self._config = context, function, config
         self._overrides = [f"cluster={cluster}", "job=command", "job.command=set-below", "job.snapshot=none"]
-        # A function that raises would raise again. One that gave back a result has finished, whoever told it to stop.
+        # A function that raises would raise again. One that returned a result has finished, even if it was told to
+        # stop.
         once = "requeue.max_attempts_without_progress=1"
         name = f"job.name={_name(config.hydra.job.name)}"
         self._overrides += [name, once, f"job.finished_when={RESULT}", *overrides]
@@ -111,7 +112,7 @@ class Tasks:
         for number, overrides in enumerate(job_overrides, first):
             digest = hashlib.sha256(json.dumps(list(overrides)).encode()).hexdigest()[:8]
             task = tasks / f"{number:04d}-{digest}.json"
-            if not task.exists():  # else it was asked for before the last shell died
+            if not task.exists():  # otherwise it was asked for before the last shell died
                 if not shared.exists():
                     temporary = shared.with_name(f".{shared.name}.{os.getpid()}")
                     temporary.write_bytes(pickled)
@@ -154,12 +155,15 @@ class Tasks:
         return opened
 
     def _end(self, sweep: Sweep) -> None:
-        """At the program's end: unless it was stopped while it waited, nobody will come back."""
+        """Mark the sweep as over at the program's end.
+
+        A program that was stopped while it waited may be started again, and marks nothing.
+        """
         if not self._cut_short and sweep.path.exists():
             (sweep.path / OVER).touch()
 
     def _run_config(self, task: Path) -> Config:
-        """Of the run that calls the task function."""
+        """Return the config of the run that calls the task function."""
         if self._base is None:
             with _beside_the_program():
                 self._base = compose(self._overrides, config_dir=self._config_dir)
@@ -180,7 +184,10 @@ class Tasks:
 
 
 def job_config(context: Any, config: DictConfig, overrides: Sequence[str], number: int) -> DictConfig:
-    """The config of one job of a multirun, as Hydra's own launcher makes it; hydra.job.id is its number until it runs."""
+    """Return the config of one job of a multirun, as Hydra's own launcher makes it.
+
+    Hydra.job.id is its number until it runs.
+    """
     from omegaconf import open_dict
 
     composed: DictConfig = context.config_loader.load_sweep_config(config, list(overrides))
@@ -191,7 +198,7 @@ def job_config(context: Any, config: DictConfig, overrides: Sequence[str], numbe
 
 
 def without_hydra(config: DictConfig) -> DictConfig:
-    """What a task function is called with."""
+    """Return the config that a task function is called with."""
     from omegaconf import OmegaConf
 
     return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
@@ -199,7 +206,7 @@ def without_hydra(config: DictConfig) -> DictConfig:
 
 @contextlib.contextmanager
 def _beside_the_program() -> Iterator[None]:
-    """Compose configs of ours within a Hydra program: its global state, and the names of its configs, stay what they are."""
+    """Compose configs of ours within a Hydra program, without changing its global state or the names of its configs."""
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
@@ -218,13 +225,13 @@ def _beside_the_program() -> Iterator[None]:
 
 
 def _name(task: str) -> str:
-    """job.name for a program's name."""
+    """Return a valid job.name for a program's name."""
     name = re.sub(r"[^A-Za-z0-9._+-]", "_", task).lstrip("._+-")[:64]
     return name if NAME.fullmatch(name) else "multirun"
 
 
 def _left_by(run_dir: RunDir, now: RunState) -> JobReturn | None:
-    """What the job has given back, or raised; None when it could not say, or another of its ranks failed."""
+    """Return the result or exception of the job; None when it left none, or another of its ranks failed."""
     from hydra.core.utils import JobStatus
 
     with contextlib.suppress(FileNotFoundError), (run_dir.path / RESULT).open("rb") as file:
@@ -235,7 +242,10 @@ def _left_by(run_dir: RunDir, now: RunState) -> JobReturn | None:
 
 
 def _failed(run_dir: RunDir, now: RunState, config: DictConfig) -> JobReturn:
-    """What is known of the end of a job that has left no word. Composing `config` takes a tenth of a second."""
+    """Return what is known of the end of a job that has left no result.
+
+    Composing `config` takes a tenth of a second.
+    """
     from hydra.core.utils import JobReturn, JobStatus
     from omegaconf import OmegaConf
 

@@ -1,7 +1,8 @@
-"""Where the ranks' interpreter imports a work tree from, so that a job imports the same files from its snapshot.
+"""The places from which the ranks' interpreter imports a work tree, so that a job imports the same files from its snapshot.
 
-An editable install makes Python look into the live work tree: by a line in a .pth file, which PYTHONPATH comes before, or
-by an import hook. Both are asked for here; `snapshot` maps what they name into the snapshot, or refuses.
+An editable install makes Python look into the live work tree: by a line in a .pth file, before which PYTHONPATH is
+searched, or by an import hook. The interpreter is asked for both here; `snapshot` maps what they name into the
+snapshot, or refuses.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import ConfigError
 
 ASK_S = 30  # an interpreter on a slow file system takes seconds to start
-# Run by the ranks' interpreter, whatever its version: prints its search path, and what its import hooks map to where.
+# Run by the ranks' interpreter, of any version: prints its search path, and the names that its import hooks map.
 # setuptools keeps the mapping beside its hook, `editables` in its class, scikit-build-core in its instance.
 QUESTION = """
 import json, sys
@@ -51,8 +52,8 @@ class Hook:
 
     Attributes:
         before: the hook is asked before PYTHONPATH is searched.
-        module: of the hook.
-        name: of the package or module, with dots.
+        module: module of the hook.
+        name: dotted name of the package or module.
         path: its folder or file.
     """
 
@@ -64,7 +65,7 @@ class Hook:
 
 @dataclass(frozen=True)
 class ImportPaths:
-    """What an interpreter looks for modules in: its search path, and what its hooks map."""
+    """The search path of an interpreter, and what its import hooks map."""
 
     path: tuple[str, ...] = ()
     hooks: tuple[Hook, ...] = ()
@@ -94,7 +95,7 @@ def _of_conda(name: str) -> str | None:
 
 
 def ask(interpreter: str) -> ImportPaths:
-    """Ask an interpreter where it looks for modules; nothing is known of one that does not answer."""
+    """Ask an interpreter where it looks for modules; the result is empty if it does not answer."""
     try:
         # In "/", so that no entry is relative to where this is asked.
         answer = subprocess.run(
@@ -117,7 +118,7 @@ def roots_below(root: Path, paths: ImportPaths) -> tuple[str, ...]:
         below = _below(root, entry)
         if below is None or _is_installation(below) or not os.path.isdir(entry):
             continue
-        if below.name.startswith("__editable__."):  # of links to the work tree's files, which git does not know
+        if below.name.startswith("__editable__."):  # links to the work tree's files, which git does not track
             raise _cannot_be_mapped(root, entry, "setuptools' editable_mode=strict")
         found.append(below)
     for hook in paths.hooks:
@@ -132,7 +133,7 @@ def roots_below(root: Path, paths: ImportPaths) -> tuple[str, ...]:
 
 
 def _below(root: Path, path: str) -> PurePath | None:
-    """The path relative to `root`, links resolved; None when it lies elsewhere."""
+    """Return the path relative to `root`, with links resolved; None when it lies elsewhere."""
     if not os.path.isabs(path):
         return None
     try:
@@ -142,13 +143,16 @@ def _below(root: Path, path: str) -> PurePath | None:
 
 
 def _is_installation(below: PurePath) -> bool:
-    """An environment inside the work tree holds copies of packages, not the project's own code."""
+    """Return whether a path is in an environment inside the work tree.
+
+    An environment holds copies of packages, not the project's own code.
+    """
     standard = os.path.basename(sysconfig.get_path("stdlib"))
     return any(part in ("site-packages", "dist-packages") for part in below.parts) or standard in below.parts
 
 
 def _parent_of(below: PurePath, name: str) -> PurePath | None:
-    """The folder from which `name` would be found where it is; None when its files have other names."""
+    """Return the folder from which `name` would be imported as the file `below`; None when its files have other names."""
     file = below.parent if below.name == "__init__.py" else below.with_suffix("") if below.suffix == ".py" else below
     parts = tuple(name.split("."))
     return PurePath(*file.parts[: -len(parts)]) if file.parts[-len(parts) :] == parts else None

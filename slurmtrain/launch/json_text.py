@@ -1,7 +1,8 @@
-"""JSON that every reader takes.
+"""JSON that every parser accepts.
 
 Python writes NaN and the infinities as words that JSON does not have. Here they are the strings "NaN", "Infinity" and
-"-Infinity", as in the JSON of protocol buffers: a loss that diverged stays apart from one that was never measured, null.
+"-Infinity", as in the JSON of protocol buffers: a loss that diverged is distinct from one that was never measured,
+null.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 
 def json_text(value: Any) -> str:
+    """Return a value as JSON text that every parser accepts."""
     text = json.dumps(_strict(value), indent=1, allow_nan=False, ensure_ascii=False, default=str) + "\n"
     return text.encode(errors="backslashreplace").decode()  # half of a pair of surrogates, which no UTF-8 can hold
 

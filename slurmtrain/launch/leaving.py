@@ -1,4 +1,4 @@
-"""After `preempt RUN`: how long leaving took, beside what SLURM gives a job that is really preempted."""
+"""`preempt RUN`: compare how long the run took to stop with the time that SLURM gives a job that is really preempted."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from slurmtrain.rundir import RunDir
 from slurmtrain.runtime.attempts import Attempt, read_attempt
 from slurmtrain.runtime.slurm import PreemptionTimes
 
-POLL_S = 0.2  # of a file on a shared file system
+POLL_S = 0.2  # seconds between looks at a file on a shared file system
 
 
 def time_to_leave(times: PreemptionTimes | None) -> float | None:
-    """Return the seconds from the announcement of a preemption to SIGKILL; None where SLURM does not say."""
+    """Return the seconds from the announcement of a preemption to SIGKILL; None if SLURM does not say."""
     if times is None or times.kill_wait_s is None:
         return None
     return (times.grace_s or 0.0) + times.kill_wait_s
@@ -27,7 +27,7 @@ def wait_until_left(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Attempt | None:
-    """Wait until all ranks of an attempt have left and it is judged. Returns its record; None when it took longer."""
+    """Wait until all ranks of an attempt have exited and it is judged, and return its record; None when it took longer."""
     deadline = clock() + within_s
     while (attempt := read_attempt(run_dir, number)).ended is None:
         if clock() > deadline:
@@ -37,18 +37,18 @@ def wait_until_left(
 
 
 def leaving_sentence(attempt: Attempt | None, asked: float, within_s: float, times: PreemptionTimes) -> str:
-    """Say how long leaving took, or that it did not end in time.
+    """Say how long the run took to stop, or that it did not stop in time.
 
     Args:
-        attempt: its record; None when it has not left.
-        asked: when it was told to, in unix seconds.
-        within_s: as of `time_to_leave`.
+        attempt: its record; None when it has not stopped.
+        asked: when it was told to stop, in unix seconds.
+        within_s: the result of `time_to_leave`.
     """
     whose = f"{times.grace_of} gives" if times.grace_s is not None else "SLURM's KillWait gives"
     if attempt is None or attempt.ended is None:
         return (
-            f"it has not left within the {within_s:.0f} s that {whose}: a preemption would have killed it, and it would go on "
-            "from its last checkpoint"
+            f"it has not stopped within the {within_s:.0f} s that {whose}: a preemption would have killed it, and it would "
+            "go on from its last checkpoint"
         )
     saved = f" after step {attempt.last_step}" if attempt.last_step is not None else ""
-    return f"it has left{saved}, {max(0.0, attempt.ended - asked):.1f} s after it was told; {whose} {within_s:.0f} s"
+    return f"it stopped{saved}, {max(0.0, attempt.ended - asked):.1f} s after it was told to stop; {whose} {within_s:.0f} s"

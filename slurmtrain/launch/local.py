@@ -1,7 +1,7 @@
 """cluster=local: the same job as processes of this machine, in the foreground.
 
-Does what srun and the batch script do on a cluster: one process a rank, all of them ended when one fails, an attempt
-settled after the last has left, and started again where the verdict says so.
+It does what srun and the batch script do on a cluster: it starts one process per rank, ends all of them when one fails,
+settles an attempt after the last rank has exited, and starts another one if the verdict says so.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from typing import BinaryIO
 from slurmtrain.config import secrets
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
 from slurmtrain.launch.import_paths import pythonpath_folders
 from slurmtrain.launch.plain_log import PlainLog
 from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime.environment import LAUNCHER_VARIABLE
-from slurmtrain.runtime.judge import Judgement, Reason, Verdict
+from slurmtrain.runtime.judge import Reason, Verdict, exit_code_of_run
 from slurmtrain.runtime.settle import run_hook_of, settle
 from slurmtrain.runtime.slurm import belongs_to_a_job
 
@@ -36,13 +35,13 @@ PR_SET_PDEATHSIG = 1
 
 
 def run_local(run_dir: RunDir, say: Callable[[str], None]) -> int:
-    """Run attempts until one is the last. Returns the exit code: 0 finished, 75 stopped, 78 config, else a crash."""
+    """Run attempts until one is the last, and return the exit code: 0 finished, 75 stopped, 78 config, else a crash."""
     config = load_frozen(run_dir.config_file)
     secrets.take(config.secrets)
     while True:
         attempt = LocalAttempt(run_dir, config)
         code = attempt.run()
-        if attempt.told_to_stop:  # by Ctrl-C or TERM to this process: nobody wants it to start again
+        if attempt.told_to_stop:  # Ctrl-C or TERM to this process: it must not start again
             config = dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode="off"))
         judgement = settle(run_dir, attempt.number, code, config, None)
         run_hook_of(run_dir, attempt.number, config)
@@ -51,23 +50,14 @@ def run_local(run_dir: RunDir, say: Callable[[str], None]) -> int:
             + ("" if judgement.verdict is not Verdict.END else f". {how_to_continue(run_dir.id, judgement.reason)}")
         )
         if judgement.verdict is not Verdict.REQUEUE:
-            return _exit_code(judgement, code)
+            return exit_code_of_run(judgement.verdict, judgement.reason, code)
 
 
 def how_to_continue(run_id: str, reason: str | None) -> str:
-    """Return what a person does to go on with a run that has ended; of one with a wrong config, more than to resume it."""
+    """Return what a person does to continue a run that has ended; if its config was wrong, that includes correcting it."""
     if reason == Reason.CONFIG:
         return f"When that is put right: resume {run_id} (--set KEY=VALUE changes its config), or submit again"
     return f"Continue with: resume {run_id}"
-
-
-def _exit_code(judgement: Judgement, code: int) -> int:
-    if judgement.verdict is Verdict.DONE:
-        return 0
-    if judgement.reason is Reason.CONFIG:
-        return EXIT_CONFIG
-    # After a crash of one rank the others may have saved and left with 75; it was a crash all the same.
-    return EXIT_REQUEUE if code == EXIT_REQUEUE and judgement.reason is not Reason.CRASH else 1
 
 
 class LocalAttempt:
@@ -82,7 +72,7 @@ class LocalAttempt:
         self._events: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
 
     def run(self) -> int:
-        """Returns the highest exit code of all ranks, as srun does; 128 + n for a rank killed by signal n."""
+        """Return the highest exit code of all ranks, as srun does; 128 + n for a rank killed by signal n."""
         handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             ranks = [self._start(rank) for rank in range(self._config.cluster.tasks_per_node)]
@@ -119,7 +109,7 @@ class LocalAttempt:
         for rank, process in enumerate(ranks):
             if rank not in codes:
                 with contextlib.suppress(ProcessLookupError):
-                    # As SLURM does: every process of the step, data workers too. Ctrl-C is for the rank alone.
+                    # SLURM also signals every process of the step, data workers included. Ctrl-C is for the rank alone.
                     os.kill(process.pid, number) if number == signal.SIGINT else os.killpg(process.pid, number)
 
     _copiers: list[threading.Thread]
@@ -170,11 +160,11 @@ class LocalAttempt:
 
 
 def waits_of_threads(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return how OpenMP's threads wait for each other on a machine that others use, too; nothing where `variables` say.
+    """Return variables by which OpenMP's threads wait in a way that suits a shared machine; none if `variables` decide it.
 
-    By default they spin, for milliseconds (libgomp) or 200 ms (libiomp), which takes the CPU from the very thread that they
-    wait for as soon as there are more threads than CPUs: two quick starts on two busy CPUs took four times the processor
-    time. A thousand turns, some microseconds, bridge what lies between two loops; then they sleep.
+    By default they spin, for milliseconds (libgomp) or 200 ms (libiomp), which takes the CPU from the very thread that
+    they wait for as soon as there are more threads than CPUs: two quick starts on two busy CPUs took four times the
+    processor time. A thousand turns, some microseconds, bridge the time between two loops; then they sleep.
     """
     if any(name in variables for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
         return {}
@@ -182,7 +172,7 @@ def waits_of_threads(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _terminal_like_ours() -> tuple[int, int]:
-    """A pseudo terminal of our size where we write to one, so that rank 0 draws its bar; else a pipe."""
+    """Return a pseudo terminal of our size if we write to one, so that rank 0 draws its bar; else a pipe."""
     if not sys.stdout.isatty():
         return os.pipe()
     import fcntl
@@ -196,7 +186,10 @@ def _terminal_like_ours() -> tuple[int, int]:
 
 
 def _copy(source: int, log: BinaryIO, show: bool) -> None:
-    """Copy a rank's output to its log, and rank 0's to the terminal, too. What it draws there is no text for a log."""
+    """Copy a rank's output to its log, and rank 0's also to the terminal.
+
+    Drawings on the terminal are left out of the log.
+    """
     plain = PlainLog() if os.isatty(source) else None
     with log:
         while True:
@@ -216,10 +209,10 @@ def _copy(source: int, log: BinaryIO, show: bool) -> None:
 
 
 def _prepare_rank() -> None:
-    """In the new process, before Python starts in it.
+    """Prepare the new process, before Python starts in it.
 
-    Signals wait until the rank has handlers. One whose launcher was killed saves and leaves, instead of training on
-    for nobody.
+    Signals are blocked until the rank has handlers. A rank whose launcher was killed gets SIGTERM, so that it saves and
+    exits instead of training on for nobody.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2})
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

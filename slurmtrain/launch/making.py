@@ -1,4 +1,7 @@
-"""Folders in the making: where nobody looks, under a name that tells who makes them; what a killed maker has left goes."""
+"""Folders while they are being made: hidden, under a name that identifies their maker.
+
+So those of makers that were killed can be removed.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from pathlib import Path
 from slurmtrain import process
 from slurmtrain.rundir import PREPARING
 
-LEFT_AFTER_S = 86400.0  # of a maker on another host, whose life cannot be seen from here
+LEFT_AFTER_S = 86400.0  # seconds after which a maker on another host, which cannot be seen from here, counts as dead
 MAKER = re.compile(r"\.by-\w+-(?P<pid>\d+)-(?P<born>\d+)-(?P<host>.+)$")
 
 
 def folder(runs: Path, name: str) -> Path:
-    """A path for something that will be, or has been, `name`."""
+    """Return a hidden path for something that will be, or has been, `name`."""
     pid = os.getpid()
     return runs / PREPARING / f"{name}.by-{secrets.token_hex(3)}-{pid}-{process.born(pid)}-{socket.gethostname()}"
 

@@ -1,4 +1,4 @@
-"""What a config names by a path: made absolute, and looked for on this machine before a job queues."""
+"""Paths in a config: made absolute, and checked on this machine before a job is queued."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from slurmtrain.launch.program import check_program
 from slurmtrain.paths import URL, absolute
 
 IMAGE_FILES = (".sif", ".sqsh", ".img", ".simg")
-OF_EACH_NODE = tuple(map(Path, ("/", "/tmp", "/var/tmp", "/dev/shm")))  # what lies there on this machine says nothing
+OF_EACH_NODE = tuple(map(Path, ("/", "/tmp", "/var/tmp", "/dev/shm")))  # each node has its own
 SOURCED = re.compile(r"^\s*(?:source|\.)\s+(.+?)\s*$")
 
 
 def with_absolute_paths(config: Config, cwd: Path) -> Config:
-    """Make what is relative to the folder `cwd` of the command absolute: the job, and every later one, runs elsewhere."""
+    """Make paths that are relative to `cwd`, the folder of the command, absolute: all jobs of the run run elsewhere."""
     checkpoint = dataclasses.replace(
         config.checkpoint,
         restore_from=_file_or_url(config.checkpoint.restore_from, cwd),
@@ -62,13 +62,13 @@ def _cluster(cluster: ClusterConfig, cwd: Path) -> ClusterConfig:
         slurm_conf=str(absolute(cluster.slurm_conf, cwd)) if cluster.slurm_conf else cluster.slurm_conf,
         venv=str(absolute(cluster.venv, cwd)) if cluster.venv else cluster.venv,
         conda_env=_program(cluster.conda_env, cwd),
-        # That of a container is a path inside of it.
+        # The interpreter of a container is a path inside of it.
         python=_program(cluster.python, cwd) if container.kind is None else cluster.python,
     )
 
 
 def _changes(cluster: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
-    """The same for eval.cluster, which says only what differs."""
+    """Make the paths in eval.cluster absolute, which has only the fields that differ."""
     fields = {field.name for field in dataclasses.fields(ClusterConfig)} - {"container"}
     known: dict[str, Any] = {
         name: value for name, value in cluster.items() if name in fields and isinstance(value, str)
@@ -86,12 +86,12 @@ def _changes(cluster: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
 
 
 def _program(name: str | None, cwd: Path) -> str | None:
-    """A program or environment is a path when it says so, else a name to be looked up where the job runs."""
+    """Make a program or environment absolute if it is a path; a name is looked up where the job runs."""
     return str(absolute(name, cwd)) if name and (os.sep in name or name.startswith("~")) else name
 
 
 def _image(image: str | None, cwd: Path) -> str | None:
-    """The image of a container is a file, or a reference to a registry."""
+    """Make the image of a container absolute if it is a file; it may also be a reference to a registry."""
     if not image or URL.match(image):
         return image
     is_file = image.startswith((".", "~")) or image.endswith(IMAGE_FILES) or (cwd / image).exists()
@@ -124,16 +124,17 @@ def _prepare(prepare: PrepareConfig, cwd: Path) -> PrepareConfig:
 
 
 def check_named_paths(config: Config, cwd: Path, *, later: bool = False) -> None:
-    """Look for what the config names by a path, where this machine sees the folder around it.
+    """Check that the paths in the config exist, if this machine sees the folder around them.
 
-    What lies in /tmp and the like is each node's own. In a container paths are its own, too.
+    Each node has its own /tmp and the like, and a container its own paths, so these are not checked.
 
     Args:
         cwd: the folder of the command.
-        later: the job waits for others, which may make what it reads.
+        later: the job waits for other jobs, which may still make its input.
 
     Raises:
-        ConfigError: something is missing; the first is named. Or SLURM cannot write below the folder of runs.
+        ConfigError: something is missing, and the message names the first; or SLURM cannot write below the folder of
+            runs.
     """
     runs = str(absolute(config.job.runs_dir, cwd))
     if config.cluster.backend == "slurm" and "\\" in runs:
@@ -158,7 +159,7 @@ def check_named_paths(config: Config, cwd: Path, *, later: bool = False) -> None
 
 
 def _check_is_a_checkpoint(config: Config) -> None:
-    """Raise ConfigError where checkpoint.restore_from is a folder that this machine sees, and no checkpoint."""
+    """Raise ConfigError if checkpoint.restore_from is a folder that this machine sees, and no checkpoint."""
     source = Path(config.checkpoint.restore_from or "")
     if not config.checkpoint.restore_from or not source.is_dir() or (source / MANIFEST).exists():
         return
@@ -170,7 +171,7 @@ def _check_is_a_checkpoint(config: Config) -> None:
 
 
 def _check_steps_are_left(config: Config) -> None:
-    """Raise ConfigError when the checkpoint to go on from has done all steps, as its name says; the job looks into it."""
+    """Raise ConfigError if the name of the checkpoint to continue from shows that all steps are done; the job looks into it."""
     source = Path(config.checkpoint.restore_from or "")
     if config.job.kind != "train" or config.checkpoint.restore_only or not FINAL_NAME.fullmatch(source.name):
         return
@@ -183,12 +184,12 @@ def _check_steps_are_left(config: Config) -> None:
 
 
 def _fixed_part(pattern: Path) -> Path:
-    """The folder of a pattern up to its first wildcard."""
+    """Return the folder of a pattern up to its first wildcard."""
     return next(parent for parent in pattern.parents if not glob.has_magic(str(parent)))
 
 
 def _named(config: Config, cwd: Path, *, later: bool) -> Iterator[tuple[str, Path, str]]:
-    """Field, path and kind of what has to be there when the job begins."""
+    """Yield field, path and kind of everything that must exist when the job begins."""
     cluster = config.cluster
     yield from _of_container(cluster.container)
     if cluster.venv and cluster.container.kind is None:
@@ -224,7 +225,7 @@ def _of_container(container: ContainerConfig) -> Iterator[tuple[str, Path, str]]
 
 
 def _sourced(line: str) -> str | None:
-    """The file of `source FILE`, where it is a plain path: only bash knows what others become."""
+    """Return the file of `source FILE` if it is a plain path: only bash knows what other words become."""
     found = SOURCED.match(line)
     try:
         words = shlex.split(found.group(1), comments=True) if found else []
@@ -235,7 +236,7 @@ def _sourced(line: str) -> str | None:
 
 
 def _texts(values: Mapping[str, Any]) -> Iterator[Path]:
-    """The patterns of all text files that a data config names."""
+    """Yield the patterns of all text files that a data config names."""
     paths = values.get("paths")
     if values.get("_target_") == prepared_config.TEXT_FILES and paths:
         yield from (Path(path) for path in ([paths] if isinstance(paths, str) else paths) if isinstance(path, str))

@@ -1,7 +1,7 @@
-"""A sweep whose points are chosen on the way, by what earlier ones have given: it is steered, and waits for its runs.
+"""A sweep whose points are chosen by earlier results: one process adds points to it, and waits for its runs.
 
-On disk it is a sweep like any other, and every verb takes it. One process at a time steers it. When that one dies, its
-jobs go on; the next one finds the points that it asks for again, with their results, and nothing is run twice.
+On disk it is a sweep like any other, and every verb accepts it. One process at a time controls it. When that one dies,
+its jobs go on; the next one finds the points that it asks for again, with their results, and nothing is run twice.
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ class Wanted:
 
 @dataclass(frozen=True)
 class OpenSweep:
-    """Attributes:
-    client: of the cluster; None: the runs are processes of this machine.
-    say: told what a person may want to know.
+    """An open sweep in the process that controls it.
+
+    Attributes:
+        client: client of the cluster; None: the runs are processes of this machine.
+        say: called with messages for a person.
     """
 
     sweep: Sweep
@@ -58,10 +60,12 @@ class OpenSweep:
     def run(
         self, wanted: Sequence[Wanted], on_end: Callable[[RunDir, RunState], None]
     ) -> list[tuple[RunDir, RunState]]:
-        """Submit what has not been, and wait until all have ended. In the order of `wanted`. Within `alone`.
+        """Submit points that are not submitted, and return all when they have ended, in the order of `wanted`.
+
+        Called within `alone`.
 
         Args:
-            on_end: called with every run when it has ended, those included that had ended before.
+            on_end: called with every run when it has ended, also with those that had ended before.
         """
         run_dirs = self._add(wanted)
         ended: dict[str, RunState] = {}
@@ -78,7 +82,10 @@ class OpenSweep:
         return [(run_dir, ended[run_dir.id]) for run_dir in run_dirs]
 
     def _add(self, wanted: Sequence[Wanted]) -> list[RunDir]:
-        """Each step may be cut short, and is done when the same points are asked for again."""
+        """Add the points that do not exist yet.
+
+        Each step may be cut short, and is done when the same points are asked for again.
+        """
         sweep, draft = self.sweep, self.draft
         points = {point.identity: point for point in sweep.points()}
         stamp = rundir.new_run_id()
@@ -110,7 +117,7 @@ class OpenSweep:
                 note_jobs(self.sweep, number)
             open_numbers = [number for number in numbers if self.sweep.job_id(number) is None]
             planned = {run_id for number in open_numbers for run_id in self.sweep.planned(number)}
-            # By its own record: a run that was removed is made anew, and the job that it once had is not its any more.
+            # A run that was removed is made anew, and the job that it once had is no longer its own.
             new = [run_id for run_id in shapes if run_id not in planned and not self._has_job(run_id)]
             size = self.client.max_array_size()
             limit, pack = self.sweep.info()["parallelism"], self.sweep.pack
@@ -123,10 +130,10 @@ class OpenSweep:
         return bool(self.sweep.run_dir(run_id).info()["job_ids"])
 
     def _ended(self, run_dirs: Sequence[RunDir]) -> Iterator[tuple[RunDir, RunState]]:
-        """Every run, as it ends."""
+        """Yield every run, as it ends."""
         if self.client is None:
             before = states(run_dirs)
-            # Stopped: with Ctrl-C in a shell that waited for it before this one.
+            # A stopped run was stopped with Ctrl-C in a shell that waited for it before this one.
             left = [
                 run_dir.id
                 for run_dir in dict.fromkeys(run_dirs)
@@ -157,7 +164,7 @@ class OpenSweep:
 
 
 def _remove_cut_line(path: Path) -> None:
-    """What a shell that was cut short, or had no room, has left behind the last whole line."""
+    """Remove what a shell that was cut short, or had no disk space, has left after the last whole line."""
     with path.open("rb+") as file:
         file.truncate(file.read().rfind(b"\n") + 1)
 
@@ -173,13 +180,13 @@ def open_sweep(
     ended: Callable[[Sweep], bool] = lambda sweep: False,
     say: Callable[[str], None],
 ) -> OpenSweep:
-    """The sweep of this search: the one that is there, or a new one.
+    """Return the sweep of this search: the one that exists, or a new one.
 
     Args:
-        draft: with a `search`, and no points.
-        after: runs that have to finish before any of a new one begins.
-        again: make another one.
-        ended: the one that is there is not to be continued.
+        draft: a draft with a `search`, and no points.
+        after: runs that have to finish before any of a new sweep begins.
+        again: make another sweep.
+        ended: returns whether the existing sweep is not to be continued.
 
     Raises:
         ConfigError: its points cannot be those of a sweep.
@@ -195,6 +202,7 @@ def open_sweep(
             parallelism=parallelism,
             after=after,
             again=found is not None,
+            say=say,
         )
     else:
         if found.points():

@@ -1,7 +1,7 @@
-"""Which jobs of a run SLURM still has: all that it was submitted as, not only the latest.
+"""The jobs of a run that SLURM still has: all that it was submitted as, not only the latest.
 
-A run can have several: the one that a requeue by hand has revived, the one that carries on after a stop and was never noted,
-the rest of a chain. Whoever ends a run, or starts it once more, has to know of all.
+A run can have several: one that a requeue by hand has revived, one that continues after a stop and was never noted, the
+rest of a chain. A command that ends a run, or starts it once more, has to know all of them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from slurmtrain.runtime.slurm import GONE, SlurmClient
 
 
 def in_queue(run_dirs: Sequence[RunDir], client: SlurmClient) -> dict[str, list[str]]:
-    """Find the jobs of each run that have not ended, by the run's id, in the order of their submission; two squeue calls.
+    """Return the jobs of each run that have not ended, by the run's id, in the order of their submission; two squeue calls.
 
-    A job that other runs share (sweep.pack) is none of them: it does not end with one run. Nor is one that has got the id of
-    an earlier job of the run, and names another run or sweep in its comment.
+    A job that other runs share (sweep.pack) is left out: it does not end with one run. So is a job that has the id of
+    an earlier job of the run, but names another run or sweep in its comment.
 
     Raises:
         ClusterError: squeue is missing, or the controller does not answer.
@@ -41,7 +41,7 @@ def in_queue(run_dirs: Sequence[RunDir], client: SlurmClient) -> dict[str, list[
 
 
 def _by_run(comments: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """The jobs that have a token in their comment, by the id of the run that it names."""
+    """Return the jobs that have a token in their comment, by the id of the run that it names."""
     found: dict[str, list[str]] = {}
     for job, words in comments.items():
         for run_id in named_in(words):

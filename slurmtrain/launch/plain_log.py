@@ -1,4 +1,4 @@
-"""Keep the log of a rank that draws on a terminal plain text: a bar that is drawn anew ten times a second is one line in it."""
+"""Keep the log of a rank that draws on a terminal plain text: a bar that is redrawn ten times a second is one line in it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable
 
-FRAME_EVERY_S = 10.0  # of a line that is drawn again in place, the log keeps one so often, and the last
+FRAME_EVERY_S = 10.0  # seconds between versions of a redrawn line that the log keeps, besides the last
 
 # ECMA-48: control sequences (ESC [ ...), strings (ESC ] ... BEL or ESC \), and other escapes of two characters.
 _CONTROL = re.compile(
@@ -16,23 +16,23 @@ _UNFINISHED = re.compile(rb"(?:\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*\x1b?)?|\r+)\
 
 
 class PlainLog:
-    """Turns what a program writes to a terminal into the lines that a person would have seen.
+    """A filter that turns what a program writes to a terminal into the lines that a person would have seen.
 
-    Colours and cursor movements are left out. Of a line that is overwritten in place, what stood there last is kept, and
+    Colours and cursor movements are left out. Of a line that is overwritten in place, the last version is kept, and
     before that one frame every `FRAME_EVERY_S` seconds.
 
     Args:
-        clock: seconds, monotonic.
+        clock: returns seconds, monotonic.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._kept = clock, clock()
-        self._line = b""  # as it stands on the terminal
+        self._line = b""  # the present line of the terminal
         self._rest = b""  # the beginning of a sequence whose end has not come yet
         self._overwrite = False  # the cursor is back at the beginning of the line
 
     def feed(self, data: bytes) -> bytes:
-        """Take what was written, and return what the log gets of it."""
+        """Take what was written, and return the part that belongs in the log."""
         data = self._rest + data
         kept: list[bytes] = []
         unfinished = _UNFINISHED.search(data)

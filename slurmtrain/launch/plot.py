@@ -1,6 +1,6 @@
-"""A picture of a table: what each point came to, over each varied key. One panel a key, the best point marked.
+"""A picture of a table: the result of each point over each varied key. One panel per key, the best point marked.
 
-What is drawn is decided first and can be tested as data (`panels`); drawing is by matplotlib, or in plain text.
+What is drawn is decided first and can be tested as data (`panels`); it is drawn by matplotlib, or in plain text.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from slurmtrain.launch.table_files import EXTRA_HINT, plain, short, write_whole
 
 SUFFIXES = ("png", "svg")
 DECADES = 100.0  # a linear axis shows nothing of the smaller values when they span more
-WIDTH, HEIGHT = 60, 9  # of a plain panel, in characters
+WIDTH, HEIGHT = 60, 9  # size of a plain panel in characters
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Attributes:
-    kind: "linear", "log" or "category".
-    names: of categories, in the order of their positions 0, 1, ...
+    """One axis of a panel.
+
+    Attributes:
+        kind: "linear", "log" or "category".
+        names: names of the categories, in the order of their positions 0, 1, ...
     """
 
     kind: str
     names: tuple[str, ...] = ()
 
     def fraction(self, value: float, values: Sequence[float]) -> float:
-        """Where a value lies between the least and the greatest of all, 0 to 1."""
+        """Return where a value lies between the least and the greatest of all, 0 to 1."""
         scale = math.log10 if self.kind == "log" else float
         low, high = scale(min(values)), scale(max(values))
         return 0.5 if low == high else (scale(value) - low) / (high - low)
@@ -42,8 +44,8 @@ class Panel:
     """One varied key.
 
     Attributes:
-        xs: its values; of categories, their positions.
-        ys: the metric.
+        xs: values of the key; for categories, their positions.
+        ys: values of the metric.
         best: index of the best point.
         left_out: number of points that have no finite value of the metric, or do not have the key.
     """
@@ -58,7 +60,7 @@ class Panel:
 
 
 def panels(table: Table) -> list[Panel]:
-    """What to draw: the goal's best value over every varied key.
+    """Return what to draw: the goal's best value over every varied key.
 
     Raises:
         UsageError: there is nothing to draw.
@@ -115,7 +117,8 @@ def draw(table: Table, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UsageError(
-            f"a picture needs matplotlib, which is not there ({error})", hint=f"{EXTRA_HINT}; --plot - draws with text"
+            f"a picture needs matplotlib, which cannot be imported ({error})",
+            hint=f"{EXTRA_HINT}; --plot - draws with text",
         ) from None
     assert table.goal is not None
     # A Figure of its own, without pyplot: no display is looked for.
@@ -140,7 +143,7 @@ def draw(table: Table, path: Path) -> None:
 
 
 def drawn_as_text(table: Table) -> str:
-    """The panels one below the other: `o` a point, `8` several, `*` the best."""
+    """Return the panels one below the other: `o` a point, `8` several, `*` the best."""
     return "\n".join(_text_panel(table, panel) for panel in panels(table))
 
 
@@ -167,13 +170,13 @@ def _text_panel(table: Table, panel: Panel) -> str:
 
 
 def _place(panel: Panel, x: float, y: float) -> tuple[int, int]:
-    """Row and column; the greatest value is in the first row."""
+    """Return row and column of a point; the greatest value is in the first row."""
     right, up = panel.x.fraction(x, panel.xs), panel.y.fraction(y, panel.ys)
     return round((1 - up) * (HEIGHT - 1)), round(right * (WIDTH - 1))
 
 
 def _spread(names: Sequence[str]) -> str:
-    """Names below their places, from the left to the right edge; only the outer ones where all have no room."""
+    """Return names below their positions, from the left to the right edge; only the outer ones if there is no room for all."""
     if len(names) == 1:
         return f"{names[0]:^{WIDTH}}"
     if sum(len(name) + 2 for name in names) > WIDTH:

@@ -1,4 +1,7 @@
-"""How far a run is: step, loss, speed and the time left. From the last lines of its metrics.jsonl; asks nobody."""
+"""The progress of a run: step, loss, speed and the time left.
+
+It is read from the last lines of its metrics.jsonl, without asking SLURM.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,17 @@ from slurmtrain.runtime import attempts
 
 @dataclass(frozen=True)
 class Progress:
-    """What is not known is None: a program of the user's own logs nothing, a run that waits has not logged yet.
+    """The progress of a run.
+
+    Unknown values are None: a program of the user's own logs nothing, a run that waits has not logged yet.
 
     Attributes:
-        step: steps done, as far as is known.
-        steps: that there are to be.
-        loss, valid_loss: in nats per token; what was logged last.
-        logged: when that was, in unix seconds.
-        tokens_per_s: over all ranks, while it runs.
-        step_time_s: of the last steps, pauses for evaluations and saves aside; while it runs.
+        step: number of steps done, as far as is known.
+        steps: number of steps of the whole run.
+        loss, valid_loss: values logged last, in nats per token.
+        logged: time of the last record, in unix seconds.
+        tokens_per_s: tokens of all ranks per second, while it runs.
+        step_time_s: seconds per step over the last steps, without pauses for evaluations and saves; while it runs.
     """
 
     step: int | None = None
@@ -38,24 +43,25 @@ class Progress:
 
     @property
     def left(self) -> int | None:
-        """Steps to do."""
+        """The number of steps left to do."""
         return None if self.steps is None else max(0, self.steps - (self.step or 0))
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds that it has to run, at the speed that it has."""
+        """The seconds left to run, at its present speed."""
         return None if self.step_time_s is None or self.left is None else _finite(self.left * self.step_time_s)
 
 
 def read_progress(run_dir: RunDir, steps: int | None, *, running_since: float | None) -> Progress:
-    """The progress of a run.
+    """Return the progress of a run.
 
     Args:
-        steps: that there are to be.
-        running_since: when the attempt that runs began; None when none does. A speed from before says nothing of now.
+        steps: number of steps of the whole run.
+        running_since: when the running attempt began; None when none runs, since an earlier speed says nothing about
+            now.
     """
     saved = None
-    with contextlib.suppress(PermissionError):  # somebody else's, who shows the run and not its checkpoints
+    with contextlib.suppress(PermissionError):  # a run of somebody else who shares the run but not its checkpoints
         saved = attempts.newest_checkpoint_step(run_dir)
     log = attempts.tail(run_dir.metrics_file)
     newest = _newest(log, "step")
@@ -79,7 +85,7 @@ def read_progress(run_dir: RunDir, steps: int | None, *, running_since: float | 
 
 
 def eta_of_all(waiting: Iterable[Progress], running: Collection[Progress]) -> float | None:
-    """Seconds until all of these have ended, if as many at once go on, each as fast: None while no speed is known."""
+    """Return the seconds until all of these have ended, if as many run at once, each as fast; None while no speed is known."""
     etas = [each.eta_s for each in running if each.eta_s is not None]
     speeds = [each.step_time_s for each in running if each.step_time_s is not None]
     if not etas:
@@ -98,7 +104,7 @@ class Lowest:
 
 
 def lowest(points: Iterable[tuple[int, Progress]]) -> Lowest | None:
-    """The point with the lowest validation loss that was logged last, or where none was, training loss."""
+    """Return the point with the lowest validation loss that was logged last, or if none was, with the lowest training loss."""
     found = list(points)
     for metric in ("valid_loss", "loss"):
         values = [(value, number) for number, each in found if (value := getattr(each, metric)) is not None]
@@ -109,7 +115,7 @@ def lowest(points: Iterable[tuple[int, Progress]]) -> Lowest | None:
 
 
 def roughly(seconds: float) -> str:
-    """A duration as a person says it: 40 s, 12 min, 2 h 10 min, 3 d 4 h."""
+    """Format a duration roughly: 40 s, 12 min, 2 h 10 min, 3 d 4 h."""
     minutes = round(seconds / 60)
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -123,7 +129,7 @@ def roughly(seconds: float) -> str:
 
 
 def at_about(moment: float, now: float) -> str:
-    """A moment to come: "in about 2 h 10 min (14:30)", with the day unless it is today. Both in unix seconds."""
+    """Format a future time: "in about 2 h 10 min (14:30)", with the day unless it is today. Both in unix seconds."""
     then = time.localtime(moment)
     same_day = then[:3] == time.localtime(now)[:3]
     return f"in about {roughly(moment - now)} ({time.strftime('%H:%M' if same_day else '%m-%d %H:%M', then)})"
@@ -134,7 +140,7 @@ def _newest(log: bytes, name: str) -> dict[str, Any]:
 
 
 def _furthest(run_dir: RunDir, name: str) -> dict[str, Any]:
-    """Of what jobs of their own have measured, which need not come in order."""
+    """Return the record of the furthest step among those of evaluation jobs, which need not come in order."""
     found = attempts.records_with(name, attempts.tail(run_dir.evaluations_file))
     return max((each for each in found if records.is_count(each.get("step", 0))), key=_step, default={})
 
@@ -144,7 +150,7 @@ def _step(record: dict[str, Any]) -> int:
 
 
 def _number(value: object) -> float | None:
-    """A value that was logged, NaN and infinite ones included: that a loss has diverged is worth to be seen."""
+    """Return a logged value if it is a number, also NaN and infinity: a person should see that a loss has diverged."""
     return value if isinstance(value, float) or records.is_number(value) else None  # type: ignore[return-value]
 
 

@@ -1,9 +1,9 @@
-"""Removing runs that have ended. Nobody ever sees a run half removed, and what may still be wanted stays.
+"""Remove runs that have ended. Nobody ever sees a run half removed, and everything that may still be wanted is kept.
 
 Promise: a run is removed only when its own files and SLURM say that it has ended, nothing has happened to it since they
-were asked, nobody reads its checkpoints, and no run that is still to come begins from them.
+were asked, nobody reads its checkpoints, and no run that is still to come starts from them.
 
-Deciding is apart from removing, so that a dry run shows the very same decisions.
+Deciding is separate from removing, so that a dry run shows the very same decisions.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ ENDED = ("finished", "stopped", "failed", "lost")  # the words of a state that n
 # A local run has no attempt for a moment after it was prepared, and looks lost; so does one between two attempts.
 QUIET_S = 600.0
 REMOVED = ".removed-"  # a hidden name, which `all_runs` does not look into
-KEPT = ("checkpoints", "config.yaml")  # by --keep-checkpoints: the weights, and what they are the weights of
+KEPT = ("checkpoints", "config.yaml")  # names that --keep-checkpoints keeps: the weights, and the config of their model
 
 
 @dataclass(frozen=True)
 class Removal:
-    """Attributes:
-    path: of the run, or of what is left of one.
-    what: why it may go.
-    size: bytes that are freed.
-    fingerprint: of what changes when something happens to the run.
-    keep: names in it that stay.
+    """A run to remove, or what is left of one.
+
+    Attributes:
+        path: its folder.
+        what: why it may be removed.
+        size: bytes that are freed.
+        fingerprint: facts that change when something happens to the run.
+        keep: names in it that are kept.
     """
 
     path: Path
@@ -52,10 +54,12 @@ class Removal:
 
 @dataclass(frozen=True)
 class Plan:
-    """Attributes:
-    removals: what goes.
-    stays: by run id, why one that was asked for stays.
-    states: of all of this user's runs, as they were found.
+    """The decision which runs to remove.
+
+    Attributes:
+        removals: folders to remove.
+        stays: by run id, why a requested run is kept.
+        states: state of each of this user's runs, as found.
     """
 
     removals: list[Removal]
@@ -71,12 +75,12 @@ def plan(
     older_than_s: float = 0.0,
     keep_checkpoints: bool = False,
 ) -> Plan:
-    """Decide which of this user's runs under `root` go. Changes nothing.
+    """Decide which of this user's runs under `root` to remove, without changing anything.
 
     Args:
         now: unix time.
         words: states to remove, of `ENDED`.
-        older_than_s: since their last change.
+        older_than_s: least number of seconds since their last change.
     """
     root = located(root)
     known = all_runs(root)
@@ -111,7 +115,7 @@ def plan(
 
 
 def _saves_by_itself(run: RunDir) -> bool:
-    """Return whether a program of the user's own ran, which has saved no checkpoint that is known as one."""
+    """Return whether a program of the user's own ran, and saved no checkpoint in our format."""
     return run.info().get("steps") is None and not committed(run.checkpoints)
 
 
@@ -127,7 +131,7 @@ def _reason_to_stay(
         return f"job {state.job_id} is in the queue once more, though the run has ended"
     if run.id in twice:
         return "there are two runs of this id, and their states cannot be told apart"
-    if state.word == "lost":  # which no file says: it is what is left when nobody knows of it
+    if state.word == "lost":  # no file says "lost": it is the state when nobody knows of the job
         if now - _changed(run) < QUIET_S:
             return f"it looks lost, but something happened to it {now - _changed(run):.0f} s ago: it may be starting"
         if run.info()["host"] != socket.gethostname():
@@ -143,7 +147,7 @@ def _reason_to_stay(
 
 
 def _sources(runs: Sequence[RunDir]) -> dict[Path, str]:
-    """Where runs that have not ended begin from (checkpoint.restore_from), with their ids."""
+    """Return the checkpoints that runs which have not ended start from (checkpoint.restore_from), with the runs' ids."""
     found = {}
     for run in runs:
         try:
@@ -157,7 +161,7 @@ def _sources(runs: Sequence[RunDir]) -> dict[Path, str]:
 
 
 def fingerprint(run: RunDir) -> tuple[object, ...]:
-    """What changes when a run is submitted, resumed, started or asked for something."""
+    """Return facts that change when a run is submitted, resumed, started or gets a request."""
     files = (run.info_file, run.events_file, run.request_file, run.attempts, run.checkpoints, run.evaluations)
     return (*(_stamp(path) for path in files), *(_stamp(run.attempt(number)) for number in run.attempt_numbers()))
 
@@ -171,7 +175,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 def _changed(run: RunDir) -> float:
-    """When something happened to the run last."""
+    """Return when something last happened to the run, in unix seconds."""
     times = [0.0]
     attempts = [run.attempt(number) for number in run.attempt_numbers()]
     for path in (run.info_file, run.events_file, run.metrics_file, run.attempts, run.checkpoints, *attempts):
@@ -181,10 +185,10 @@ def _changed(run: RunDir) -> float:
 
 
 def remove(removal: Removal, *, now: float) -> bool:
-    """Remove it: out of sight by renames first, then for good. False: something has happened to it since; it stays.
+    """Remove a run: rename it first, then delete it. Return False, and keep it, if something has happened to it since.
 
     Raises:
-        OSError: it could not be renamed. It is as it was; or, of a run whose checkpoints stay, no run any more.
+        OSError: it could not be renamed. It is unchanged; or, if its checkpoints are kept, it is no run any more.
     """
     path = removal.path
     if path.name.startswith(REMOVED):
@@ -204,6 +208,6 @@ def remove(removal: Removal, *, now: float) -> bool:
     else:
         path.rename(aside)
     (aside / run.info_file.name).unlink(missing_ok=True)
-    # What cannot be deleted right now, such as files still open over NFS, is for the next time.
+    # Files that cannot be deleted right now, such as those still open over NFS, are left for the next time.
     shutil.rmtree(aside, ignore_errors=True)
     return True

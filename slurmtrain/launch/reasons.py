@@ -1,7 +1,8 @@
-"""Why a job waits, or is held: SLURM's word for it, in words that say what to do.
+"""Why a job waits, or is held: SLURM's word for it, with an explanation and what to do.
 
-The words are those of SLURM's page "Job Reason Codes" (slurm.schedmd.com/job_reason_codes.html) and, with spaces in them, of
-slurmctld itself. Limits come in families: Assoc... of the account, QOS... of the QOS. What is in no row is shown as it is.
+The words are those of SLURM's page "Job Reason Codes" (slurm.schedmd.com/job_reason_codes.html) and, with spaces in
+them, of slurmctld itself. Limits come in families: Assoc... of the account, QOS... of the QOS. A word that is in no row
+is shown as it is.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ REASONS = (
     ("ReservationDeleted", "its reservation is gone", "`cancel {run}`; submit without cluster.reservation"),
     ("ReqResv|RequiresReservation", "its partition wants a reservation", "`cancel {run}`; set cluster.reservation"),
     ("DeadLine", "it cannot end before its deadline", "`cancel {run}`"),
-    # Who may run, and how much. Time that is counted is resources times minutes.
+    # Limits on who may run, and how much. Counted time is resources times minutes.
     ("InvalidAccount|AccountNotAllowed", "its account may not run there", "`cancel {run}`; set cluster.account"),
     ("InvalidQOS|QOSNotAllowed", "its QOS may not run there", "`cancel {run}`; set cluster.qos"),
     ("QOSUsageThreshold", "you have used too much for its QOS", "wait, or submit with another cluster.qos"),
@@ -95,12 +96,12 @@ OF_WHOM = {"Assoc": "account", "Association": "account", "QOS": "QOS"}
 
 
 def is_held(reason: str) -> bool:
-    """The job starts only when somebody releases it."""
+    """Return whether the job starts only when somebody releases it."""
     return re.search("[Hh]eld|Hold", reason) is not None  # QOSUsageThreshold is none of them
 
 
 def in_words(reason: str, run_id: str) -> str:
-    """What a reason means: "its begin time has not come (BeginTime); `requeue ID` starts it now"."""
+    """Explain a reason: "its begin time has not come (BeginTime); `requeue ID` starts it now"."""
     plain = reason.replace("_", " ")  # scontrol has no spaces in it
     for pattern, meaning, advice in REASONS:
         match = re.fullmatch(pattern, plain)

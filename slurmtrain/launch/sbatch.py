@@ -1,7 +1,7 @@
-"""The one source of the sbatch text: `render`, `submit --dry-run` and `submit` all print what `render_script` returns.
+"""The one source of the sbatch text: `render`, `submit --dry-run` and `submit` all use what `render_script` returns.
 
-Pure: a config and some paths in, text out. The template is jobs/job.sbatch.j2; its renders for the shipped clusters lie
-beside it as golden files.
+The text is a pure function of a config and some paths. The template is jobs/job.sbatch.j2; its renders for the shipped
+clusters lie beside it as golden files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slurmtrain.resources import shipped
 from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from slurmtrain.runtime.slurm import OF_QUERIES
 
-# Fields whose value says something even where the script has no line: no GPUs, no warning, a job by itself, no array.
+# Fields whose value matters even if the script has no line for it: no GPUs, no warning, a single job, no array.
 _ALWAYS_DECIDED = (
     "cluster.gpus_per_node",
     "cluster.cpus_per_task",
@@ -43,27 +43,28 @@ _OPTIONS_OF_VARIABLES = {
     "SBATCH_TIMELIMIT": "time",
     "SBATCH_WAIT4SWITCH": "switches",
 }
-# Which cluster is the person's to say, and what is exported is added to (see handover.export_option).
+# The person chooses the cluster, and exported variables are only added to (see handover.export_option).
 _LEFT_TO_THE_SHELL = ("SBATCH_CLUSTERS", "SBATCH_EXPORT")
 
 # A rank must survive the signals of a preemption before its handlers are there. Dispositions that are "ignored"
 # survive exec; `env --ignore-signal` would say the same, but needs coreutils 8.31.
 SHIELDED = """bash -c 'trap "" USR2 TERM; exec "$@"' rank"""
-CONTAINER_ENV = "--container-env="  # of pyxis: names of variables that the host decides, not the image
-OF_RANKS = (RUN_DIR_VARIABLE, ATTEMPT_VARIABLE, "OMP_NUM_THREADS", "PYTHONPATH")  # what the script sets for them
+CONTAINER_ENV = "--container-env="  # option of pyxis: names of variables that the host sets, not the image
+OF_RANKS = (RUN_DIR_VARIABLE, ATTEMPT_VARIABLE, "OMP_NUM_THREADS", "PYTHONPATH")  # set by the script
 
 
 @dataclass(frozen=True)
 class JobPaths:
-    """What the script needs to know of the file system.
+    """The paths that the script needs.
 
     Attributes:
         run_dirs: one run directory, or those of all array tasks.
-        workdir: where the ranks run, relative to each run directory ("code", "code/sub"), or absolute.
-        roots: folders of the snapshot that modules are imported from, besides its own, relative to it.
+        workdir: the working directory of the ranks, relative to each run directory ("code", "code/sub"), or absolute.
+        roots: folders of the snapshot that modules are imported from, besides the working directory, relative to the
+            snapshot.
         python: the interpreter that submits; the batch shell runs `settle` with it.
-        parallelism: how many tasks of an array may run at the same time; None: as many as there is room for.
-        pack: how many runs share a task.
+        parallelism: number of tasks of an array that may run at the same time; None: no limit.
+        pack: number of runs that share a task.
         submit_dir: the folder of the command, to which paths in set-up lines are relative in every job of the run.
     """
 
@@ -81,7 +82,7 @@ class JobPaths:
 
 
 def render_script(config: Config, paths: JobPaths) -> str:
-    """The text handed to sbatch."""
+    """Return the text that is passed to sbatch."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -117,12 +118,12 @@ def render_script(config: Config, paths: JobPaths) -> str:
 
 
 def _in_script(folder: str) -> str:
-    """A folder of each run, or an absolute one, as a word of the script."""
+    """Return a folder of each run, or an absolute one, as a word of the script."""
     return shlex.quote(folder) if folder.startswith("/") else '"$run_dir"/' + shlex.quote(folder)
 
 
 def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
-    """The #SBATCH lines, in the order in which a person reads them."""
+    """Return the #SBATCH lines, in the order in which a person reads them."""
     cluster = config.cluster
     gpus = f"{cluster.gpu_type}:{cluster.gpus_per_node}" if cluster.gpu_type else cluster.gpus_per_node
     log = "slurm-%A_%a.log" if paths.tasks > 1 else "slurm-%j.log"
@@ -158,19 +159,22 @@ def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
 
 
 def _no_pattern(path: Path) -> str:
-    """A folder for SLURM's file name patterns, which say %% for %. (`man sbatch`, filename pattern; seen on 22.05.)"""
+    """Escape a folder for SLURM's file name patterns, where %% means %.
+
+    (`man sbatch`, filename pattern; seen on 22.05.)
+    """
     return str(path).replace("%", "%%")
 
 
 def _dependency(config: Config) -> str | None:
-    """All that the job waits for. Commas: for each of them."""
+    """Return everything that the job waits for, separated by commas: all of it has to be met."""
     given = config.cluster.sbatch.get("dependency")
     conditions = [*(given if isinstance(given, list) else [given]), "singleton" if config.job.singleton else None]
     return ",".join(str(condition) for condition in conditions if condition) or None
 
 
 def directive(script: str, name: str) -> str | None:
-    """The value of an #SBATCH line of a script, or None when it has none."""
+    """Return the value of an #SBATCH line of a script, or None when it has none."""
     for line in script.splitlines():
         if line.startswith(f"#SBATCH --{name}="):
             return shlex.split(line)[1].partition("=")[2]
@@ -178,10 +182,11 @@ def directive(script: str, name: str) -> str | None:
 
 
 def set_aside(script: str, variables: Mapping[str, str]) -> dict[str, str]:
-    """Find the variables that would overrule the script, and name what decides in their place.
+    """Return the variables that would override the script, each with what decides in its place.
 
-    As "SBATCH_TIMELIMIT" -> "cluster.time_limit_min". sbatch takes options from the environment before those of the script.
-    What the script has no line for, such as an account where the config names none, is left to the person's variables.
+    For instance "SBATCH_TIMELIMIT" -> "cluster.time_limit_min": sbatch prefers options from the environment to those of
+    the script. Options that the script has no line for, such as an account if the config names none, are left to the
+    person's variables.
     """
     lines = {match[1]: match[2] for match in re.finditer(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script, re.MULTILINE)}
     fields = {SBATCH_OPTIONS.get(option) or f"cluster.sbatch.{option}" for option in lines}
@@ -205,7 +210,10 @@ def set_aside(script: str, variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_past(script: str) -> str:
-    """The script of a run that is submitted once more: what it waited for at first is over, and may be forgotten."""
+    """Return the script of a run that is submitted once more, without what it first waited for.
+
+    SLURM may have forgotten those jobs.
+    """
     waits = directive(script, "dependency")
     if waits is None:
         return script
@@ -216,7 +224,7 @@ def without_past(script: str) -> str:
 
 
 def _quote_secret(value: str) -> str:
-    """A quoted value, in which `${oc.env:X}` becomes "$X": the job inherits the secret, and the script never holds it."""
+    """Quote a value, in which `${oc.env:X}` becomes "$X": the job inherits the secret, and the script never holds it."""
     literals_and_names = SECRET_REFERENCE.split(value)
     words = [
         f'"${{{part}}}"' if index % 2 else shlex.quote(part)
@@ -235,12 +243,12 @@ def _directive(name: str, value: object) -> str:
 
 
 def _gigabytes(amount: int | None) -> str | None:
-    """`man sbatch`: --mem=0, without a unit, is all the memory of each node."""
+    """Format an amount of memory. `man sbatch`: --mem=0, without a unit, is all the memory of each node."""
     return None if amount is None else f"{amount}G" if amount else "0"
 
 
 def setup_lines(cluster: ClusterConfig) -> list[str]:
-    """Modules, then the user's lines, then the environment to activate: each may need the one before."""
+    """Return the lines for modules, then the user's lines, then the environment to activate: each may need the one before."""
     lines = [f"module load {shlex.quote(module)}" for module in cluster.modules] + list(cluster.setup)
     if cluster.venv:
         lines.append(f"source {shlex.quote(cluster.venv + '/bin/activate')}")
@@ -250,10 +258,10 @@ def setup_lines(cluster: ClusterConfig) -> list[str]:
 
 
 def srun_words(cluster: ClusterConfig, paths: JobPaths, variables: Sequence[str] = ()) -> list[str]:
-    """The srun line, a word or a pair of words an element.
+    """Return the srun line, with a word or a pair of words per element.
 
     Args:
-        variables: names of what the script sets for the ranks.
+        variables: names of the variables that the script sets for the ranks.
     """
     container = cluster.container
     logs = "${attempt_dir//%/%%}" if any("%" in str(run_dir) for run_dir in paths.run_dirs) else "$attempt_dir"
@@ -271,10 +279,10 @@ def srun_words(cluster: ClusterConfig, paths: JobPaths, variables: Sequence[str]
         mounts.append(shlex.quote(f"{paths.workdir}:{paths.workdir}"))
     if container.kind == "pyxis":
         words += [f"--container-image={shlex.quote(str(container.image))}", "--container-mounts=" + ",".join(mounts)]
-        words.append('--container-workdir="$PWD"')  # else the image's own
+        words.append('--container-workdir="$PWD"')  # otherwise the image's own
         own = [word for word in container.args if word.startswith(CONTAINER_ENV)]
         names = [*variables, *(name for word in own for name in word.removeprefix(CONTAINER_ENV).split(","))]
-        # Without it, what the image sets wins: its PYTHONPATH, say, and the ranks would not run the snapshot.
+        # Without it, the image's variables win: its PYTHONPATH, say, and the ranks would not run the snapshot.
         words += [CONTAINER_ENV + ",".join(dict.fromkeys(filter(None, names)))] if names else []
         words += [shlex.quote(word) for word in container.args if word not in own]
     words += [shlex.quote(word) for word in cluster.srun_args]
@@ -286,7 +294,10 @@ def srun_words(cluster: ClusterConfig, paths: JobPaths, variables: Sequence[str]
 
 
 def rank_python(cluster: ClusterConfig, paths: JobPaths) -> str:
-    """The interpreter of the ranks: the config's, the activated environment's, the container's, or the submitting one."""
+    """Return the interpreter of the ranks.
+
+    It is the config's, the activated environment's, the container's, or the submitting one.
+    """
     if cluster.python:
         return shlex.quote(cluster.python)
     if cluster.venv or cluster.conda_env or cluster.container.kind:

@@ -1,8 +1,8 @@
 """`-m hydra/sweeper=... submit`: Hydra's sweepers that choose values by results, such as Optuna's, over runs of ours.
 
-The sweeper asks a launcher for the results of some points; `Search` is the half of that launcher that knows what a run
-is. What a point gives back is the number that `sweep collect` shows as its best: the best value of
-checkpoint.best_metric. A run that fails is a job that failed, with the run's own words.
+The sweeper asks a launcher for the results of some points; `Search` is the part of that launcher that knows runs. The
+result of a point is the number that `sweep collect` shows as its best: the best value of checkpoint.best_metric. A run
+that fails is a job that failed, with the run's own words.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from slurmtrain.config.schema import Config
 
-OF_ITS_LENGTH = ("n_trials", "n_jobs", "max_failure_rate")  # of Optuna's: with more trials, a search goes on
+OF_ITS_LENGTH = ("n_trials", "n_jobs", "max_failure_rate")  # settings of Optuna's: with more trials, a search continues
 LAUNCHER = "hydra/launcher=slurmtrain_search"
 
 
@@ -45,12 +45,12 @@ class RunFailed(ClusterError):
 
 
 class Search:
-    """What is given to Hydra as the task function.
+    """The task function that is passed to Hydra.
 
     Args:
-        overrides: of the command line.
+        overrides: overrides of the command line.
         searched: the keys whose values the sweeper chooses.
-        say: told of every run that has ended.
+        say: called with a message about every run that has ended.
     """
 
     def __init__(self, composer: Composer, open_sweep: OpenSweep, searched: Sequence[str], say: Callable[[str], None]):
@@ -65,9 +65,9 @@ class Search:
         """Let the sweeper choose until it is done.
 
         Raises:
-            RunFailed: more points failed than it accepts.
+            RunFailed: more points failed than the sweeper accepts.
             ClusterError: a job cannot be submitted.
-            UsageError: the sweeper itself refuses what it was told.
+            UsageError: the sweeper itself refuses its settings.
         """
         from hydra.core.global_hydra import GlobalHydra
 
@@ -79,17 +79,17 @@ class Search:
             hydra.multirun(primary.name, self, words)
 
     def launch(self, jobs: Sequence[tuple[Sequence[str], Any]]) -> list[JobReturn]:
-        """The results of some points, in their order, when all have ended.
+        """Return the results of some points, in their order, when all have ended.
 
         Args:
-            jobs: of each its overrides, and its config as Hydra composes it for a job of a multirun.
+            jobs: overrides of each point, and its config as Hydra composes it for a job of a multirun.
         """
         wanted: list[Wanted] = []
         refused: dict[int, SlurmtrainError] = {}
         for position, (overrides, _) in enumerate(jobs):
             try:
                 config = self._checked(overrides)
-            except SlurmtrainError as error:  # of this combination of values: others may do
+            except SlurmtrainError as error:  # other combinations of values may be valid
                 refused[position] = error
             else:
                 wanted.append(Wanted(values_of(overrides, self._searched), config))
@@ -97,7 +97,7 @@ class Search:
         return [_job_return(job, refused.get(position) or next(ended)) for position, job in enumerate(jobs)]
 
     def _checked(self, overrides: Sequence[str]) -> Config:
-        """A point's config, of which nothing is known that would make its job fail."""
+        """Return a point's config after all checks that find what would make its job fail."""
         config = self._composer.compose(overrides)
         validate(config)
         check_fits(config)
@@ -122,7 +122,7 @@ class Search:
 
 @contextlib.contextmanager
 def _explaining_sweeper() -> Iterator[None]:
-    """One sentence for what a sweeper raises by itself; what passes through our half of the launcher is ours."""
+    """Raise errors of a sweeper itself as one sentence; errors of our part of the launcher pass unchanged."""
     try:
         yield
     except Exception as error:
@@ -136,7 +136,11 @@ def _explaining_sweeper() -> Iterator[None]:
 
 
 def _result(run_dir: RunDir, now: RunState) -> tuple[collect.Goal, float]:
-    """Raises: RunFailed: it has not finished, or has logged no metric."""
+    """Return goal and best value of a run.
+
+    Raises:
+        RunFailed: it has not finished, or has logged no metric.
+    """
     if now.word != "finished":
         raise RunFailed(f"run {run_dir.id} {now.word}: {now.sentence}", hint=f"status {run_dir.id}")
     table = collect.table_of([collect.Point(0, {}, run_dir, now.word)])
@@ -149,7 +153,7 @@ def _result(run_dir: RunDir, now: RunState) -> tuple[collect.Goal, float]:
 
 
 def _job_return(job: tuple[Sequence[str], Any], outcome: SlurmtrainError | tuple[RunDir, RunState]) -> JobReturn:
-    """What Hydra gives for a job that has run."""
+    """Return what Hydra returns for a job that has run."""
     from hydra.core.utils import JobReturn, JobStatus
     from omegaconf import OmegaConf
 
@@ -169,13 +173,13 @@ def _job_return(job: tuple[Sequence[str], Any], outcome: SlurmtrainError | tuple
 
 
 def identity_text(base: Config, sweeper: Mapping[str, Any], choices: Mapping[str, str]) -> str:
-    """What makes a search the same: what is fixed, who chooses, and from what; not how long."""
+    """Return the identity of a search: the fixed values, the sweeper and its choices, but not how long it searches."""
     chooses = {key: value for key, value in sweeper.items() if key not in OF_ITS_LENGTH}
     return json.dumps([identity_of(base), chooses, choices], sort_keys=True)
 
 
 def seeds(sweeper: Mapping[str, Any], identity: str) -> Iterator[str]:
-    """Overrides that give a seed to whatever of a sweeper has none: only one that chooses the same again can be continued."""
+    """Yield overrides that seed every part of a sweeper without a seed: only a reproducible search can be continued."""
     seed = int(hashlib.sha256(identity.encode()).hexdigest()[:8], 16) >> 1
 
     def unseeded(part: Mapping[str, Any], path: str) -> Iterator[str]:

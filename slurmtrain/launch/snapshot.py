@@ -14,11 +14,12 @@ from slurmtrain import rundir
 from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.import_paths import ask, roots_below
+from slurmtrain.modes import folder_mode, forbid_others_to_write
 from slurmtrain.resources import PACKAGE, is_installed_copy, shipped
 from slurmtrain.rundir import RunDir
 
-# What makes git look elsewhere than around the current folder, as within a hook or `git rebase --exec`: those of
-# `git rev-parse --local-env-vars`, and two more.
+# Variables that make git look elsewhere than around the current folder, as within a hook or `git rebase --exec`: those
+# of `git rev-parse --local-env-vars`, and two more.
 OF_ANOTHER_REPOSITORY = frozenset(
     """GIT_ALTERNATE_OBJECT_DIRECTORIES GIT_CEILING_DIRECTORIES GIT_COMMON_DIR GIT_CONFIG GIT_CONFIG_COUNT
     GIT_CONFIG_PARAMETERS GIT_DIR GIT_GRAFT_FILE GIT_IMPLICIT_WORK_TREE GIT_INDEX_FILE GIT_INTERNAL_SUPER_PREFIX
@@ -29,13 +30,14 @@ OF_ANOTHER_REPOSITORY = frozenset(
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What was copied.
+    """The copy that was made.
 
     Attributes:
-        workdir: where the ranks run: "code", "code/sub" below the run directory, or an absolute path when run in place.
+        workdir: working directory of the ranks: "code", "code/sub" below the run directory, or an absolute path when
+            run in place.
         revision: git commit, or None outside of git.
-        dirty: the work tree differed from that commit.
-        roots: folders of the copy that the ranks import from, besides its own, relative to it.
+        dirty: whether the work tree differed from that commit.
+        roots: folders of the copy that the ranks import from, besides the working directory, relative to the copy.
     """
 
     workdir: str
@@ -50,7 +52,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Source:
-    """What would be copied, found out without copying: a dry run shows the same paths.
+    """The folders that would be copied, found without copying: a dry run shows the same paths.
 
     Attributes:
         root: the folder that is copied; None: run in place.
@@ -67,12 +69,13 @@ def find_source(job: JobConfig, cwd: Path, interpreter: str | None = None) -> So
     """Decide what the snapshot is made of: the git work tree around `cwd`, `cwd` itself, or nothing.
 
     Args:
-        interpreter: the ranks', which is asked where it imports the work tree from; None: it cannot be.
+        interpreter: the ranks' interpreter, which is asked where it imports the work tree from; None: it cannot be
+            asked.
 
     Raises:
         ConfigError: there is a `.git`, but git cannot read it; or code of the work tree is imported in a way that no
-            snapshot can stand in for. Running in place instead would break the promise that later edits change nothing,
-            without a word.
+            snapshot can replace. Running in place instead would silently break the promise that later edits change
+            nothing.
     """
     source = _find_folders(job, cwd)
     if source.root is None or interpreter is None:
@@ -101,7 +104,7 @@ def take_snapshot(job: JobConfig, source: Source, target: Path) -> Snapshot:
     Raises:
         ConfigError: it is larger than job.snapshot_max_mb (the message names the largest files), or git failed.
     """
-    target.mkdir(mode=0o700)
+    target.mkdir(mode=folder_mode(target.parent))
     revision, dirty = None, False
     if source.root is not None:
         runs = Path(job.runs_dir)
@@ -112,7 +115,7 @@ def take_snapshot(job: JobConfig, source: Source, target: Path) -> Snapshot:
             destination.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source.root / file, destination, follow_symlinks=False)
         if source.git:
-            # The one question that may fail: a work tree without a commit has no HEAD.
+            # The one git command that may fail: a work tree without a commit has no HEAD.
             revision = _run_git(source.root, "rev-parse", "--verify", "--quiet", "HEAD").stdout.strip() or None
             dirty = bool(_git(source.root, "status", "--porcelain"))
     (target.parent / source.workdir).mkdir(parents=True, exist_ok=True)  # a folder that git knows no files of
@@ -122,15 +125,17 @@ def take_snapshot(job: JobConfig, source: Source, target: Path) -> Snapshot:
         template = Path("jobs") / "job.sbatch.j2"  # a task of an array that is submitted again renders its own script
         (target / "slurmtrain" / "jobs").mkdir()
         shutil.copy2(shipped("jobs") / template.name, target / "slurmtrain" / template)
+    forbid_others_to_write(target)  # the modes of the files are those of the work tree
     return Snapshot(source.workdir, revision, dirty, source.roots)
 
 
 def _files_of(source: Source, runs: Path, target: Path) -> list[Path]:
-    """Files to copy, relative to the root.
+    """Return the files to copy, relative to the root.
 
     Args:
-        runs: the folder of all runs. Runs and sweeps in it are left out, other files are not: it may be the work tree itself.
-        target: where the copy goes.
+        runs: the folder of all runs. Runs and sweeps in it are left out, other files are not: it may be the work tree
+            itself.
+        target: the folder of the copy.
     """
     assert source.root is not None
     root = source.root.resolve()
@@ -157,7 +162,7 @@ def _files_of(source: Source, runs: Path, target: Path) -> list[Path]:
 
 
 def _files_in_git(root: Path) -> list[Path]:
-    """Tracked files, and untracked ones that are not ignored; those of submodules and of clones inside, too."""
+    """Return tracked files and untracked ones that are not ignored, also those of submodules and of clones inside."""
     listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     files: list[Path] = []
     for name in dict.fromkeys(listed.split("\0")):  # a file in conflict is listed once a side
@@ -189,7 +194,7 @@ def _check_size(files: list[Path], root: Path, max_mb: int) -> None:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """What git prints.
+    """Return the output of git.
 
     Raises:
         ConfigError: it failed.

@@ -1,4 +1,4 @@
-"""What a run is doing and what it will do next, from its own files and one look at the queue.
+"""The state of a run and what it will do next, from its own files and one look at the queue.
 
 The run's files come first: they are there without sacct, without history, and when SLURM's answer is late.
 """
@@ -40,20 +40,22 @@ LOCAL_START_S = 60.0  # a local attempt whose rank 0 has not said anything for l
 
 @dataclass(frozen=True)
 class RunState:
-    """Attributes:
-    word: one of "prepared", "waiting", "starting", "running", "suspended", "stopping", "requeued", "held", "unknown",
-        "finished", "stopped", "failed", "lost"; "unreadable" where the run's files cannot be used; of a sweep's point also
-        "removed".
-    sentence: why, and what comes next.
-    alive: SLURM or a local launcher still has it, or may have it for all that can be known here.
-    own_job: it was submitted as this job; False where somebody started the run inside of an allocation.
-    progress: how far it is.
-    packed: the job is that of other runs, too (sweep.pack).
-    doubt: why SLURM could not be asked, where it should have been.
-    following: jobs of its chain that wait for this one.
-    queued_again: it has ended, and SLURM has put its job into the queue once more; when that starts, it leaves at once.
-    reason: SLURM's word for why its job waits or is held.
-    expected_start: when SLURM expects to start it, in unix seconds; None while SLURM has not worked that out.
+    """The state of a run.
+
+    Attributes:
+        word: one of "prepared", "waiting", "starting", "running", "suspended", "stopping", "requeued", "held",
+            "unknown", "finished", "stopped", "failed", "lost"; "unreadable" if the run's files cannot be used; for a
+            sweep's point also "removed".
+        sentence: why, and what comes next.
+        alive: SLURM or a local launcher still has it, or may have it as far as can be known here.
+        own_job: it was submitted as this job; False if somebody started the run inside of an allocation.
+        progress: its progress.
+        packed: the job is that of other runs, too (sweep.pack).
+        doubt: why SLURM could not be asked, if it should have been.
+        following: jobs of its chain that wait for this one.
+        queued_again: it has ended, and SLURM has queued its job once more; when that starts, it exits at once.
+        reason: SLURM's word for why its job waits or is held.
+        expected_start: when SLURM expects to start it, in unix seconds; None while SLURM has not worked that out.
     """
 
     word: str
@@ -72,15 +74,15 @@ class RunState:
 
     @property
     def step(self) -> int | None:
-        """Steps done, as far as is known."""
+        """The number of steps done, as far as is known."""
         return self.progress.step
 
 
 def states(run_dirs: Iterable[RunDir]) -> dict[str, RunState]:
-    """State of every run, by id, with one squeue call for each cluster they are on, and each person they are of.
+    """Return the state of every run, by id, with one squeue call for each cluster and each user they belong to.
 
-    A job that should be there and is not is asked for again: a controller that has just been restarted answers with nothing.
-    A run whose files cannot be used is "unreadable", and its sentence says why.
+    If a job is missing that should be there, SLURM is asked again: a controller that has just been restarted answers
+    with nothing. A run whose files cannot be used is "unreadable", and its sentence says why.
     """
     found: dict[str, RunState] = {}
     records, me = [], _me()
@@ -110,7 +112,7 @@ def _unreadable(error: UnreadableRecord) -> RunState:
 
 
 def state(run_dir: RunDir) -> RunState:
-    """State of one run.
+    """Return the state of one run.
 
     Raises:
         UnreadableRecord: its files cannot be used.
@@ -122,12 +124,12 @@ def state(run_dir: RunDir) -> RunState:
 
 
 def is_over(run_dir: RunDir) -> bool:
-    """The run's own files say that it has ended. Asks nobody; what they do not say, `state` may know."""
+    """Return whether the run's own files say that it has ended. SLURM is not asked; `state` may know more."""
     return _read(run_dir, _me(), {}).over
 
 
 def process_lives(attempt: Attempt) -> bool | None:
-    """Whether rank 0 of an attempt lives; None when it is on another host and cannot be seen from here."""
+    """Return whether rank 0 of an attempt is alive; None when it is on another host and cannot be seen from here."""
     if attempt.pid is None:
         return False
     if attempt.host != socket.gethostname():
@@ -136,9 +138,11 @@ def process_lives(attempt: Attempt) -> bool | None:
 
 
 class _Owner(NamedTuple):
-    """Attributes:
-    slurm_conf: of the cluster; None: the machine's own.
-    user: who has submitted, where that is somebody else.
+    """The cluster and the user to ask SLURM about.
+
+    Attributes:
+        slurm_conf: path of the cluster's slurm.conf; None: the machine's own.
+        user: the user who submitted, if that is somebody else.
     """
 
     slurm_conf: str | None
@@ -147,15 +151,15 @@ class _Owner(NamedTuple):
 
 @dataclass(frozen=True)
 class _Record:
-    """What a run's own files say, read once.
+    """The facts in a run's own files, read once.
 
     Attributes:
-        job_id: its latest job, as far as is known; None before it was submitted, and outside of SLURM. Of a chain,
-            the one whose turn it is.
-        chain: the jobs of the chain, where the latest job is one of it.
-        following: those that wait for the latest job.
-        owner: by whom and where SLURM is asked about it.
-        distrust: why that cluster's slurm.conf is not used; None where it is.
+        job_id: its latest job, as far as is known; None before it was submitted, and outside of SLURM. In a chain, the
+            job whose turn it is.
+        chain: the jobs of the chain, if the latest job belongs to one.
+        following: jobs of the chain that wait for the latest job.
+        owner: the user and cluster to ask SLURM about it.
+        distrust: why that cluster's slurm.conf is not used; None if it is.
     """
 
     run_dir: RunDir
@@ -185,7 +189,10 @@ class _Record:
         return self.chain or ([self.job_id] if self.job_id is not None else [])
 
     def is_missing_from(self, queue: _Queue) -> bool:
-        """Nothing says that it has ended, and the queue has no job of it; unless that is known for certain."""
+        """Return whether the queue unexpectedly has no job of the run.
+
+        That is so if nothing says that the run has ended, and a missing job is not known to be right.
+        """
         if self.over or queue.of(self).jobs:
             return False
         try:
@@ -196,7 +203,7 @@ class _Record:
 
     @property
     def own_job(self) -> bool:
-        """It was submitted as this job, or its script was handed to sbatch: only that makes such a log."""
+        """Whether it was submitted as this job, or its script was passed to sbatch: only that makes such a log."""
         return self.job_id in self.info["job_ids"] or self._has_log(self.job_id)
 
     @property
@@ -205,7 +212,7 @@ class _Record:
 
     @property
     def has_begun(self) -> bool:
-        """The last attempt belongs to the latest job, or to one that it carries on from, rather than to one before."""
+        """Whether the last attempt belongs to the latest job, or to one that it continues, rather than to an earlier one."""
         if self.last is None or self.job_id is None:
             return self.last is not None
         if self.chain:
@@ -214,12 +221,12 @@ class _Record:
             return True
         if self.last.job_id is not None:
             return self.last.job_id == self.job_id
-        # Rank 0 never wrote down the job, so what tells is whether the job's script has run at all.
+        # Rank 0 never recorded the job, so the evidence is whether the job's script has run at all.
         return self.info["job_ids"] in ([], [self.job_id]) or self._has_log(self.job_id)
 
     @property
     def setup_failed(self) -> Path | None:
-        """What the set-up has said when it failed, where nobody could settle the attempt."""
+        """The file with the message of a set-up that failed, if nobody could settle the attempt; else None."""
         if self.last is None or self.last.verdict is not None:
             return None
         path = self.run_dir.attempt(self.last.number) / "setup-failed"
@@ -227,24 +234,24 @@ class _Record:
 
     @property
     def setting_up(self) -> bool:
-        """The last attempt has its folder, but rank 0 has not opened its record, nor has anybody closed it."""
+        """Whether the last attempt has its folder, but neither has rank 0 opened its record nor has anybody closed it."""
         last = self.last
         return last is not None and not last.started and last.verdict is None and self.setup_failed is None
 
     @property
     def waits(self) -> bool:
-        """No attempt is under way, as far as the run's files say."""
+        """Whether no attempt is under way, as far as the run's files say."""
         return self.last is None or not self.has_begun or self.last.verdict is not None
 
     @property
     def over(self) -> bool:
-        """The last attempt is the last there will be."""
+        """Whether the last attempt is the last there will be."""
         if self.last is None or not self.has_begun:
             return False
         return self.last.verdict in (Verdict.DONE, Verdict.END) or self.setup_failed is not None
 
     def cancelled(self, queued: str) -> bool:
-        """By scancel, while SLURM still remembers, or by `cancel RUN` after what the last attempt could know of."""
+        """Return whether the job was cancelled, by scancel or by `cancel RUN` after the last attempt could notice."""
         return queued == "CANCELLED" or attempts.cancelled_after(self.run_dir, self.last)
 
     def _has_log(self, job_id: str | None) -> bool:
@@ -258,9 +265,11 @@ def _me() -> str | None:
 
 
 def _read(run_dir: RunDir, me: str | None, known: dict[str, str | None]) -> _Record:
-    """Args:
-    me: the name of this user, where there is one.
-    known: as of `records.why_distrusted`.
+    """Read the record of a run.
+
+    Args:
+        me: the name of this user, if there is one.
+        known: as for `records.why_distrusted`.
     """
     check_parts(run_dir)
     info, tries = run_dir.info(whole=True), attempts.all_attempts(run_dir)
@@ -279,7 +288,7 @@ def _read(run_dir: RunDir, me: str | None, known: dict[str, str | None]) -> _Rec
 
 
 def _at_its_link(record: _Record, queue: _Queue) -> _Record:
-    """The record of a chain with the job whose turn it is: the first that is left, else the last that has run."""
+    """Return the record of a chain with the job whose turn it is: the first in the queue, else the last that has run."""
     if not record.chain:
         return record
     left = [link for link in record.chain if queue.job(link).state not in ("", *GONE)]
@@ -291,12 +300,12 @@ def _at_its_link(record: _Record, queue: _Queue) -> _Record:
 
 
 def _latest_job_id(run_dir: RunDir, submitted: list[str], tries: list[Attempt]) -> str | None:
-    """The last job: one that was submitted, one that an attempt knows of, or one that somebody handed to sbatch."""
+    """Return the last job: one that was submitted, one that an attempt names, or one that somebody passed to sbatch."""
     ran = [attempt.job_id for attempt in tries if attempt.job_id]
     opened = tries[-1].started if tries else 0.0
     if submitted and submitted[-1] not in ran:
         at = [float(event["time"]) for event in run_dir.events() if event["event"] == "submitted"] if opened else []
-        if not at or at[-1] > opened:  # else somebody started the run by hand since
+        if not at or at[-1] > opened:  # otherwise somebody started the run by hand since
             return submitted[-1]
     logs = []
     try:
@@ -321,11 +330,11 @@ class _Queue:
     doubt: str | None = None
 
     def job(self, job_id: str | None) -> QueuedJob:
-        """What it says of a job; of one that it does not know, an empty line."""
+        """Return the entry of a job; an empty one if it is not in the queue."""
         return self.jobs.get(job_id or "", QueuedJob())
 
     def of(self, record: _Record) -> _Queue:
-        """What it says of the jobs of one run: an id of a job that is gone may be that of another run's job by now."""
+        """Return the entries of the jobs of one run: the id of an old job may be that of another run's job by now."""
         jobs = {job_id: self.jobs[job_id] for job_id in record.possible_jobs if job_id in self.jobs}
         if any(job.comment for job in jobs.values()):
             names = names_of(record.run_dir)
@@ -334,6 +343,11 @@ class _Queue:
 
 
 def _confirmed_queue(owner: _Owner, records: list[_Record]) -> _Queue:
+    why_not = _why_conf_is_unusable(owner.slurm_conf)
+    if why_not is not None:
+        # The jobs of a sandbox here that is down are gone with it. Those of any other cluster may run: nobody can say.
+        known = all(record.over or _was_in_a_sandbox_here(record) for record in records)
+        return _Queue() if known else _Queue(doubt=why_not)
     job_ids = [job_id for record in records for job_id in record.possible_jobs]
     queue = _queue(owner, job_ids)
     for _ in range(CONFIRMATIONS - 1):
@@ -350,9 +364,26 @@ def _confirmed_queue(owner: _Owner, records: list[_Record]) -> _Queue:
     return queue
 
 
+def _why_conf_is_unusable(conf: str | None) -> str | None:
+    if conf is None:
+        return None
+    try:
+        os.stat(conf)
+    except (FileNotFoundError, NotADirectoryError):
+        return f"the run's slurm.conf is missing: {conf}"
+    except OSError as error:
+        return f"the run's slurm.conf cannot be read: {conf} ({error.strerror})"
+    return None
+
+
+def _was_in_a_sandbox_here(record: _Record) -> bool:
+    from slurmtrain.launch.sandbox.directory import user_directory
+
+    in_sandbox = Path(str(record.owner.slurm_conf)).parent.parent == user_directory()
+    return in_sandbox and record.info["host"] == socket.gethostname()
+
+
 def _queue(owner: _Owner, job_ids: list[str]) -> _Queue:
-    if owner.slurm_conf and not os.path.exists(owner.slurm_conf):
-        return _Queue()  # a sandbox that is down, and its jobs with it
     try:
         return _Queue(SlurmClient(owner.slurm_conf).queue(job_ids, owner.user))
     except ClusterError as error:  # the run's own files are all there is
@@ -388,13 +419,13 @@ def _state(record: _Record, queue: _Queue) -> RunState:
 
 
 def _expected_start(job: QueuedJob) -> float | None:
-    """One that has passed by is an estimate that nobody has made anew."""
+    """Return when SLURM expects to start the job; a time in the past is an outdated estimate, and gives None."""
     start = parse_time(job.start)
     return start if start is not None and start > time.time() else None
 
 
 def _without_slurm(record: _Record) -> tuple[str, str, bool]:
-    """A run on this machine, or on another one: its processes are all there is to look at."""
+    """Return word, sentence and `alive` of a run outside of SLURM, of which only the processes can be looked at."""
     last = record.last
     if last is None:
         return "prepared", _how_to_begin(record), False
@@ -420,13 +451,13 @@ def _how_to_begin(record: _Record) -> str:
     if record.local:
         return f"not started yet: `resume {record.id}` starts it"
     folder = record.run_dir.path.parent
-    if is_sweep(folder):  # its script, if there is one yet, is that of a whole array
+    if is_sweep(folder):  # its script, if it has one yet, is that of a whole array
         return f"not submitted yet: the command that made the sweep, or `sweep retry {folder.name}`, does it"
     return f"not submitted yet: sbatch {record.run_dir.script}"
 
 
 def _unasked(record: _Record) -> tuple[str, str, bool]:
-    """A run under SLURM, when SLURM does not answer: what has no end on record may be alive."""
+    """Return word, sentence and `alive` of a run when SLURM does not answer: a run without a recorded end may be alive."""
     last = record.last
     if record.over or ((record.waits or record.setting_up) and record.cancelled("")):
         return *_ended(record), False
@@ -442,7 +473,7 @@ def _unasked(record: _Record) -> tuple[str, str, bool]:
 
 
 def _asked(record: _Record, job: QueuedJob) -> tuple[str, str, bool]:
-    """A run under SLURM, with what squeue says of its job; an empty line when it has forgotten it."""
+    """Return word, sentence and `alive` of a run from squeue's entry of its job, which is empty when SLURM has forgotten it."""
     last, job_id, queued = record.last, record.job_id, job.state
     waits = record.waits or queued == "PENDING"
     if record.packed and (record.over or (waits and record.cancelled(""))):
@@ -485,7 +516,7 @@ def _queued_again(record: _Record) -> str:
 
 
 def _started_again(record: _Record, last: Attempt) -> str:
-    """What to add where SLURM has started the job again after the run had ended; nothing where it has not."""
+    """Return what to add if SLURM has started the job again after the run had ended; nothing if it has not."""
     if not last.started_again or record.chain or record.packed:
         return ""
     times = "once more" if last.started_again == 1 else f"{last.started_again} times more"
@@ -518,7 +549,7 @@ def _pending(record: _Record, queued: QueuedJob) -> tuple[str, str]:
 
 
 def _ended(record: _Record, queued: str = "") -> tuple[str, str]:
-    """Word and sentence for a run that nobody runs any more."""
+    """Return word and sentence for a run that nobody runs any more."""
     last = record.last
     resume = f"`resume {record.id}` continues it"
     if last is None or not record.has_begun:

@@ -1,4 +1,4 @@
-"""From a config to a job in the queue: prepare the run directory, hand the script to sbatch, remember the id."""
+"""From a config to a job in the queue: prepare the run directory, pass the script to sbatch, record the id."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLACEHOLDER_ID = "RUN_ID"  # stands for the run's id in a dry run, which creates
 
 
 def dry_run(config: Config, cwd: Path) -> str:
-    """The script that `submit` would hand to sbatch. Nothing is created."""
+    """Return the script that `submit` would pass to sbatch. Nothing is created."""
     config = with_absolute_paths(config, cwd)
     run_dir = Path(config.job.runs_dir) / config.job.name / PLACEHOLDER_ID
     source = find_source(config.job, cwd, interpreter_of(config.cluster))
@@ -43,17 +43,20 @@ def dry_run(config: Config, cwd: Path) -> str:
 
 
 @contextlib.contextmanager
-def preparing(config: Config, overrides: Sequence[str], cwd: Path) -> Iterator[RunDir]:
+def preparing(
+    config: Config, overrides: Sequence[str], cwd: Path, say: Callable[[str], None] = lambda text: None
+) -> Iterator[RunDir]:
     """Make the run directory: frozen config, snapshot of the code, script.
 
-    Removed again when the block fails, unless a job may be in the queue that wants it.
+    It is removed again if the block fails, unless a job that needs it may be in the queue.
     """
     config = with_absolute_paths(config, cwd)
     source = find_source(config.job, cwd, interpreter_of(config.cluster))
     run_dir = rundir.create(Path(config.job.runs_dir), config.job.name)
     try:
         snapshot = take_snapshot(config.job, source, run_dir.code)
-        check_in_snapshot(config, run_dir.path / snapshot.workdir)
+        for warning in check_in_snapshot(config, run_dir.path / snapshot.workdir, source, cwd):
+            say(f"warning: {warning}")
         _write(run_dir, config, overrides, snapshot, source, cwd)
         yield run_dir
     except BaseException as error:
@@ -67,10 +70,10 @@ def preparing(config: Config, overrides: Sequence[str], cwd: Path) -> Iterator[R
 
 
 def submit(run_dirs: Sequence[RunDir], config: Config, say: Callable[[str], None] = lambda text: None) -> str:
-    """Hand the script of these runs to sbatch: one job, or an array with one task a run.
+    """Pass the script of these runs to sbatch: one job, or an array with one task per run.
 
     Returns:
-        SLURM's job id; of an array, the array's.
+        SLURM's job id; for an array, that of the array.
 
     Raises:
         ClusterError: sbatch is missing or refused; its own words are in the message.
@@ -83,7 +86,7 @@ def submit(run_dirs: Sequence[RunDir], config: Config, say: Callable[[str], None
     if len(run_dirs) > 1:
         script = render_script(config, job_paths([run_dir.path for run_dir in run_dirs], first.info()))
         for run_dir in run_dirs:
-            run_dir.script.write_text(script)
+            rundir.write_text(run_dir.script, script)
     shared = len(run_dirs) > 1
     job_id = _hand_over(first.script.read_text(), first, slurm_conf, say, export_option(config), shared=shared)
     for index, run_dir in enumerate(run_dirs):
@@ -94,7 +97,7 @@ def submit(run_dirs: Sequence[RunDir], config: Config, say: Callable[[str], None
 
 
 def interrupted(run_dir: RunDir, client: SlurmClient) -> str:
-    """Say where a run stands whose submission a person has ended, and note its job if there is one."""
+    """Describe the state of a run whose submission a person has interrupted, and record its job if there is one."""
     tokens = _submitting(run_dir)
     if not tokens:
         return "nothing was submitted"
@@ -108,11 +111,12 @@ def interrupted(run_dir: RunDir, client: SlurmClient) -> str:
         return f"run {run_dir.id} was submitted all the same, as job {job_id}, and goes on; {steers}   {run_dir.path}"
     return (
         f"no job of run {run_dir.id} is in the queue yet; sbatch was at work, so look again: {steers}   resume {run_dir.id} "
-        f"submits it if it is not there   {run_dir.path}"
+        f"submits it if it has no job   {run_dir.path}"
     )
 
 
 def no_chain(what: str) -> ConfigError:
+    """Return the error for a chain that is asked for an array."""
     return ConfigError(
         f"requeue.mode=chain {what}: the tasks of an array cannot each wait for their own",
         hint="requeue=resubmit, or requeue=requeue where the cluster allows it",
@@ -126,12 +130,12 @@ def resubmit(
     token: str | None = None,
     **facts: object,
 ) -> str:
-    """Submit an existing run again, as one job, with the script it was first submitted with, but not what that waited for.
+    """Submit an existing run again, as one job, with the script it was first submitted with, but without its dependencies.
 
     Args:
-        options: further options for sbatch, given the script.
-        token: for a caller who looks for the job by it and tries again: sbatch is called once.
-        facts: for the record.
+        options: returns further options for sbatch, given the script.
+        token: token of a caller that looks for the job by it and tries again: sbatch is called once.
+        facts: facts for the record.
     """
     slurm_conf = run_dir.slurm_conf()
     check_slurm_is_here(slurm_conf)
@@ -147,13 +151,13 @@ def resubmit(
 
 
 def note(run_dir: RunDir, job_id: str, **facts: object) -> None:
-    """Write down that this job is the run's latest, and its alone."""
+    """Record that this job is the run's latest, and that no other run shares it."""
     run_dir.add_job(job_id, packed=False)
     run_dir.event("submitted", job_id=job_id, **facts)
 
 
 def check_slurm_is_here(slurm_conf: str | None) -> None:
-    """Raises: ClusterError: a command that submitting or the job needs is missing."""
+    """Raise ClusterError if a command that submitting or the job needs is missing."""
     path = clean_environment(os.environ, slurm_conf).get("PATH")
     for program in ("sbatch", "srun"):
         if shutil.which(program, path=path) is None:
@@ -163,8 +167,8 @@ def check_slurm_is_here(slurm_conf: str | None) -> None:
 def slurm_conf_of(config: Config) -> str | None:
     """Return the slurm.conf by which every verb has to ask for this config's jobs; None for the machine's own SLURM.
 
-    That of the shell does not count unless it is a sandbox's: inside a job of a cluster without configuration files on its
-    nodes, slurmd sets SLURM_CONF to a copy in its spool folder, which exists nowhere else.
+    That of the shell does not count unless it is a sandbox's: inside a job of a cluster without configuration files on
+    its nodes, slurmd sets SLURM_CONF to a copy in its spool folder, which exists nowhere else.
 
     Raises:
         ConfigError: cluster.slurm_conf is not a file.
@@ -198,10 +202,10 @@ def _hand_over(
     *,
     shared: bool = False,
 ) -> str:
-    """Submit a run for the first time, or once more. `options` overrule the script's own.
+    """Submit a run for the first time, or once more. `options` override the script's own.
 
     Args:
-        shared: the job is an array with tasks of other runs, too, so its token does not say that it is this run's alone.
+        shared: the job is an array with tasks of other runs, too, so its token does not name this run alone.
     """
     token = f"{run_dir.id}{'-array-' if shared else ':'}s{len(run_dir.info()['job_ids'])}"
     before = token in _submitting(run_dir)
@@ -219,7 +223,7 @@ def _hand_over(
 
 
 def _submitting(run_dir: RunDir) -> list[str]:
-    """Tokens of the submissions that were begun."""
+    """Return the tokens of the submissions that were begun."""
     return [str(event.get("token")) for event in run_dir.events() if event["event"] == SUBMITTING]
 
 
@@ -228,23 +232,22 @@ def _write(
 ) -> None:
     info = run_info(config, overrides, snapshot, source, cwd)
     rundir.write_json(run_dir.info_file, {"id": run_dir.id, **info})
-    run_dir.config_file.write_text(freeze(config))
-    run_dir.config_file.chmod(0o600)
-    run_dir.script.write_text(render_script(config, job_paths([run_dir.path], info)))
+    rundir.write_text(run_dir.config_file, freeze(config))
+    rundir.write_text(run_dir.script, render_script(config, job_paths([run_dir.path], info)))
 
 
 def job_paths(run_dirs: Sequence[Path], info: Mapping[str, Any]) -> JobPaths:
-    """Return what a script needs to know of runs, by what run.json or sweep.json says of them."""
+    """Return the paths that a script needs, from the contents of run.json or sweep.json."""
     submit_dir = Path(info["submit_dir"]) if info.get("submit_dir") else None
     roots = info.get("import_roots", ())
     return JobPaths(run_dirs, info["workdir"], sys.executable, roots=roots, submit_dir=submit_dir)
 
 
 def run_info(config: Config, overrides: Sequence[str], snapshot: Snapshot, source: Source, cwd: Path) -> dict[str, Any]:
-    """What run.json says of a run before it is submitted, its id aside.
+    """Return the contents of run.json for a run before it is submitted, without its id.
 
     Raises:
-        ConfigError: a secret is a part of where the run is.
+        ConfigError: a path of the run contains a secret.
     """
     info = {
         "name": config.job.name,
@@ -267,28 +270,31 @@ def run_info(config: Config, overrides: Sequence[str], snapshot: Snapshot, sourc
         if redacted(info[key]) != info[key]:
             raise ConfigError(
                 f"the value of a secret is a part of this run's {key}, {redacted(info[key])}, which is written down",
-                hint="what is no secret, such as a user's name, has no place in `secrets`",
+                hint="remove values that are not secret, such as a user's name, from `secrets`",
             )
     return info
 
 
 def steps_of(config: Config) -> int | None:
-    """Steps that the trainer is to do; None for a program of the user's own."""
+    """Return the number of steps that the trainer is to do; None for a program of the user's own."""
     return config.train.steps if config.job.kind == "train" else None
 
 
 def _slurm_conf_if_known(config: Config) -> str | None:
-    """For a run that is handed to sbatch by hand: `status`, `cancel` and `resume` must ask the same SLURM."""
+    """Return the slurm.conf for a run that is passed to sbatch by hand.
+
+    `status`, `cancel` and `resume` must ask the same SLURM.
+    """
     if config.cluster.backend == "local":
         return None
     try:
         return slurm_conf_of(config)
-    except ClusterError:  # its sandbox is not running yet; `submit` has asked before, and refuses
+    except ClusterError:  # its sandbox is not running yet, in which case `submit` has already refused
         return None
 
 
 def _alone(run_dir: RunDir, script: str) -> str:
-    """The script of a run that was one of several of an array or a pack, for that run by itself."""
+    """Return the script, for one run by itself, of a run that was one of several of an array or a pack."""
     if "\nrun_dirs=(" not in script:
         return script
     config = load_frozen(run_dir.config_file, with_secrets=False)  # a script on disk

@@ -7,9 +7,10 @@
       code/            the snapshot that all points run from
       <run id>/        a run directory like any other
 
-The identity is that of the points, so the same command means the same sweep, from whichever shell: what is missing is
-submitted, and nothing twice. Every step can be cut short at any moment and is taken up by the next command: the folder
-appears complete or not at all, an array has one claimant, and what a dead claimant has submitted is found by its token.
+The identity is that of the points, so the same command means the same sweep, from whichever shell: missing parts are
+submitted, and nothing twice. Every step can be cut short at any moment and is completed by the next command: the folder
+appears complete or not at all, an array has one claimant, and a job that a dead claimant has submitted is found by its
+token.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ class Point:
 
     Attributes:
         varied: what distinguishes it, by key, as text.
-        identity: of its config.
-        shape: of what it asks of the cluster; points that differ in it need different arrays.
-        run_id: of the run that computes it; points with the same config share one.
+        identity: identity of its config.
+        shape: digest of what it asks of the cluster; points that differ in it need different arrays.
+        run_id: id of the run that computes it; points with the same config share one.
     """
 
     number: int
@@ -80,7 +81,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Paths and small files of one sweep. Holds no state of its own."""
+    """The paths and small files of one sweep. Holds no state of its own."""
 
     path: Path
 
@@ -106,14 +107,14 @@ class Sweep:
 
     @property
     def cancelled_file(self) -> Path:
-        """There from `sweep cancel` to `sweep retry`: what has not been submitted is not."""
+        """The file that exists from `sweep cancel` to `sweep retry`: arrays that are not submitted then are not submitted."""
         return self.path / "cancelled"
 
     def array(self, number: int) -> Path:
         return self.arrays / f"{number:04d}"
 
     def info(self) -> dict[str, Any]:
-        """sweep.json.
+        """Return the contents of sweep.json.
 
         Raises:
             UsageError: this is not a sweep.
@@ -128,7 +129,7 @@ class Sweep:
         return info
 
     def points(self) -> list[Point]:
-        """All whose line is whole: a search adds to them, and may be cut short."""
+        """Return all points whose line is complete: a search adds lines, and may be cut short."""
         try:
             whole, _, _ = read_bytes(self.points_file, at_most=METRICS_BYTES).rpartition(b"\n")
         except OSError as error:
@@ -148,39 +149,39 @@ class Sweep:
         return RunDir(self.path / run_id)
 
     def run_dirs(self) -> dict[str, RunDir]:
-        """The runs of all points, by id; each once."""
+        """Return the runs of all points, by id; each once."""
         return {point.run_id: self.run_dir(point.run_id) for point in self.points()}
 
     def array_numbers(self) -> list[int]:
-        """From 0 on, without a gap."""
+        """Return the numbers of the arrays, from 0 on, without a gap."""
         return sorted(int(path.name) for path in self.arrays.iterdir() if path.name.isdigit())
 
     @property
     def pack(self) -> int:
-        """How many runs share a task of an array."""
+        """The number of runs that share a task of an array."""
         return int(self.info()["pack"])
 
     def members(self, number: int) -> list[str]:
-        """Run ids of an array, in the order of its tasks."""
+        """Return the run ids of an array, in the order of its tasks."""
         return list((read_json(self.array(number) / "plan.json") or {})["members"])
 
     def planned(self, number: int) -> list[str]:
-        """Run ids of an array, and of the part of it that is being made an array of its own (see `halve_array`)."""
+        """Return the run ids of an array, and of the part of it that is being made an array of its own (see `halve_array`)."""
         plan = read_json(self.array(number) / "plan.json") or {}
         return [*plan["members"], *plan.get("rest", [])]
 
     def part_of(self, number: int) -> int | None:
-        """The array of which this one was a part, until a limit was reached."""
+        """Return the array of which this one was a part until a limit was reached."""
         part_of: int | None = (read_json(self.array(number) / "plan.json") or {}).get("part_of")
         return part_of
 
     def lineage(self, number: int) -> tuple[int, ...]:
-        """The array, after those of which it was a part: parts come right behind what they are parts of."""
+        """Return the sort key by which an array comes right after the arrays of which it was a part."""
         part_of = self.part_of(number)
         return (number,) if part_of is None else (*self.lineage(part_of), number)
 
     def elements(self, number: int, job_id: str) -> dict[str, str]:
-        """The task of every run of an array, as SLURM names it, when the array is this job."""
+        """Return the task of every run of an array, as SLURM names it, when the array is this job."""
         members, pack = self.members(number), self.pack
         if tasks_of(len(members), pack) == 1:
             return dict.fromkeys(members, job_id)
@@ -191,12 +192,12 @@ class Sweep:
         return str(job["job_id"]) if job is not None else None
 
     def token(self, number: int) -> str:
-        """By which the job of an array is found."""
+        """Return the token by which the job of an array is found."""
         return f"sweep-{self.info()['token']}:{number:04d}"
 
 
 def note_jobs(sweep: Sweep, number: int) -> None:
-    """Tell every run of an array its job, if that has not been done to the end."""
+    """Record the job of an array in each of its runs, if that has not been completed."""
     path = sweep.array(number) / "job.json"
     job = read_json(path)
     if job is None or job.get("noted") or not is_mine(sweep.path):
@@ -212,7 +213,7 @@ def note_jobs(sweep: Sweep, number: int) -> None:
 
 
 def all_sweeps(runs: Path) -> list[Sweep]:
-    """Every sweep under `runs`, oldest first."""
+    """Return every sweep under `runs`, oldest first."""
     files = [file for file in runs.glob("*/sweep.json") if os.access(file, os.R_OK)]
     found = [Sweep(located(file.parent)) for file in files if not rundir.foreign_link(file.parent)]
     dated = []
@@ -225,7 +226,7 @@ def all_sweeps(runs: Path) -> list[Sweep]:
 
 
 def find(reference: str, runs: Path) -> Sweep:
-    """The sweep that a person means: its name, a part of it that no other has, a path, or "last".
+    """Return the sweep that a person means: its name, a part of it that no other has, a path, or "last".
 
     Raises:
         UsageError: none or several match.
@@ -259,15 +260,15 @@ def find(reference: str, runs: Path) -> Sweep:
 
 
 def states_of(sweep: Sweep) -> dict[str, RunState]:
-    """State of every run of the sweep, by run id; one squeue call."""
+    """Return the state of every run of the sweep, by run id; one squeue call."""
     ((_, now),) = states_of_all([sweep])
     return now
 
 
 def states_of_all(found: Sequence[Sweep]) -> list[tuple[Sweep, dict[str, RunState]]]:
-    """State of every run of each sweep; one squeue call for all."""
+    """Return the state of every run of each sweep; one squeue call for all."""
     for sweep in found:
-        with contextlib.suppress(PermissionError, UnreadableRecord):  # somebody else's
+        with contextlib.suppress(PermissionError, UnreadableRecord):  # it belongs to somebody else
             for number in sweep.array_numbers():
                 note_jobs(sweep, number)
     runs = [(sweep, sweep.run_dirs()) for sweep in found]
@@ -277,7 +278,7 @@ def states_of_all(found: Sequence[Sweep]) -> list[tuple[Sweep, dict[str, RunStat
 
 
 def check_not_cancelled(sweep: Sweep) -> None:
-    """Raises: ClusterError: the sweep was cancelled, and nobody has asked for it to go on."""
+    """Raise ClusterError if the sweep was cancelled, and nobody has asked for it to go on."""
     if sweep.cancelled_file.exists():
         raise ClusterError(
             f"sweep {sweep.id} was cancelled, so nothing of it is submitted",
@@ -286,7 +287,7 @@ def check_not_cancelled(sweep: Sweep) -> None:
 
 
 def check_not_planned(run_dir: RunDir) -> None:
-    """Raises: ClusterError: this run is in an array that is still to be submitted; alone it would be there twice."""
+    """Raise ClusterError if this run is in an array that is still to be submitted: submitted alone it would exist twice."""
     sweep = Sweep(run_dir.path.parent)
     for number in sweep.array_numbers():
         if sweep.job_id(number) is None and run_dir.id in sweep.planned(number):
@@ -296,10 +297,10 @@ def check_not_planned(run_dir: RunDir) -> None:
 
 
 def require_own(sweep: Sweep) -> None:
-    """Look whether a sweep is this user's, before its points are submitted or cancelled: their scripts would be run.
+    """Check that a sweep belongs to this user, before its points are submitted or cancelled: their scripts would be run.
 
     Raises:
-        UsageError: it is somebody else's.
+        UsageError: it belongs to somebody else.
     """
     for path in (sweep.path, sweep.info_file, sweep.points_file, sweep.arrays):
         if os.path.lexists(path) and not is_mine(path):
@@ -311,4 +312,5 @@ def require_own(sweep: Sweep) -> None:
 
 
 def client_of(sweep: Sweep) -> SlurmClient:
+    """Return a client of the cluster that a sweep is on."""
     return SlurmClient(rundir.trusted_slurm_conf(sweep.info()["slurm_conf"], named_by=sweep.info_file))

@@ -1,4 +1,4 @@
-"""Making the folder of a sweep, and adding to it: it appears complete or not at all, whoever else makes the same."""
+"""Create the folder of a sweep, and add to it: it appears complete or not at all, also if others create the same."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from slurmtrain.launch import making
 from slurmtrain.launch.arrays import Array, tasks_of
 from slurmtrain.launch.draft import Draft
 from slurmtrain.launch.import_paths import interpreter_of
+from slurmtrain.launch.program import check_in_snapshot
 from slurmtrain.launch.snapshot import find_source, take_snapshot
 from slurmtrain.launch.submit import run_info
 from slurmtrain.launch.sweep import Point, Sweep
+from slurmtrain.modes import file_mode, folder_mode
 from slurmtrain.records import is_mine
 from slurmtrain.rundir import RunDir, read_json, write_json
 
@@ -28,11 +30,11 @@ OF_THE_SWEEP = ("token", "parallelism", "pack", "after")  # in sweep.json; the r
 
 
 def find_same(draft: Draft) -> Sweep | None:
-    """The newest sweep with the same points, if there is one."""
+    """Return the newest sweep with the same points, if there is one."""
     runs = Path(draft.first.job.runs_dir)
     name = draft.id
     named = (runs / name, *runs.glob(f"{name}.[0-9]*"))
-    found = [path for path in named if is_mine(path) and rundir.is_sweep(path)]  # nobody goes on with somebody else's
+    found = [path for path in named if is_mine(path) and rundir.is_sweep(path)]  # those of other users do not count
     return Sweep(max(found, key=lambda path: int(path.name.removeprefix(name).lstrip(".") or 1))) if found else None
 
 
@@ -46,15 +48,18 @@ def make(
     parallelism: int | None = None,
     after: Sequence[RunDir] = (),
     again: bool = False,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Sweep:
-    """Make the sweep's folder, with a run directory for every point. Another shell may make the same: then it is its.
+    """Create the sweep's folder, with a run directory for every point.
+
+    If another shell creates the same first, return that one.
 
     Args:
-        varied: what distinguishes point i.
-        max_array_size: most tasks of an array.
-        parallelism: how many points may run at the same time.
+        varied: returns what distinguishes point i.
+        max_array_size: greatest number of tasks of an array.
+        parallelism: number of points that may run at the same time.
         after: runs that have to finish first.
-        again: beside one with the same points.
+        again: create it beside one with the same points.
 
     Raises:
         ConfigError: the folder cannot be made, or the snapshot is refused.
@@ -67,7 +72,7 @@ def make(
         rundir.make_folder(runs, rundir.PREPARING)
         making.remove_left_over(runs)
         temporary = Sweep(making.folder(runs, name))
-        temporary.path.mkdir(mode=0o700)
+        temporary.path.mkdir(mode=folder_mode(temporary.path.parent))
     except OSError as error:
         raise ConfigError(
             f"cannot make a folder under {runs}: {error.strerror}",
@@ -75,11 +80,17 @@ def make(
         ) from None
     try:
         snapshot = take_snapshot(job, source, temporary.code)
+        # Each config in `asking` may have another program. For a search only the first is known here.
+        programs = draft.asking.values() or [draft.first]
+        missed = [check_in_snapshot(each, temporary.path / snapshot.workdir, source, cwd) for each in programs]
+        for warning in dict.fromkeys(sentence for sentences in missed for sentence in sentences):
+            say(f"warning: {warning}")
         pack = draft.first.sweep.pack
         info = {**run_info(draft.first, overrides, snapshot, source, cwd), "packed": pack > 1}
         stamp = rundir.new_run_id()
         run_ids = draft.run_ids(stamp)
-        with temporary.points_file.open("x") as file:
+        temporary.points_file.touch(mode=file_mode(temporary.path), exist_ok=False)
+        with temporary.points_file.open("a") as file:
             for number, identity in enumerate(draft.identities):
                 run_id = run_ids[identity]
                 point = Point(number, varied(number), identity, draft.shapes[identity], run_id)
@@ -87,7 +98,7 @@ def make(
                 if run_id == f"{stamp}-{number:04d}":  # the first of those with this config
                     _make_run(temporary.run_dir(run_id), point, draft, info)
         ids = list(run_ids.values())
-        temporary.arrays.mkdir(mode=0o700)
+        temporary.arrays.mkdir(mode=folder_mode(temporary.path))
         for number, array in enumerate(draft.arrays(max_array_size, parallelism)):
             _make_array(temporary, number, [ids[member] for member in array.members], array)
         facts = {"parallelism": parallelism, "pack": pack, "after": [str(run_dir.path) for run_dir in after]}
@@ -125,16 +136,18 @@ def add_run(sweep: Sweep, point: Point, draft: Draft) -> None:
 
 
 def _make_run(run_dir: RunDir, point: Point, draft: Draft, info: dict[str, Any]) -> None:
-    """Args:
-    info: what run.json says of all runs of the sweep.
+    """Make the run directory of a point.
+
+    Args:
+        info: the contents of run.json that are the same for all runs of the sweep.
     """
-    run_dir.path.mkdir(mode=0o700)
+    run_dir.path.mkdir(mode=folder_mode(run_dir.path.parent))
     for folder in (run_dir.attempts, run_dir.checkpoints):
-        folder.mkdir(mode=0o700)
+        folder.mkdir(mode=folder_mode(run_dir.path))
     if not info["workdir"].startswith("/"):
         run_dir.code.symlink_to(Path("..") / "code")
+    run_dir.config_file.touch(mode=file_mode(run_dir.path))
     run_dir.config_file.write_text(draft.frozen[point.identity])
-    run_dir.config_file.chmod(0o600)
     varied = [f"{key}={value}" for key, value in point.varied.items()]
     its = {"varied": varied, "steps": draft.steps[point.identity]}
     write_json(run_dir.info_file, {"id": point.run_id, **info, **its}, durable=False)
@@ -143,7 +156,7 @@ def _make_run(run_dir: RunDir, point: Point, draft: Draft, info: dict[str, Any])
 def append_arrays(
     sweep: Sweep, first: int, run_ids: Sequence[str], arrays: Sequence[Array], part_of: int | None = None
 ) -> bool:
-    """Plan further arrays of these runs. False: somebody else has made arrays from number `first` on, these are not there.
+    """Add further arrays of these runs; return False if another process has added arrays from number `first` on.
 
     Args:
         part_of: the array that these runs have been in.
@@ -167,15 +180,19 @@ def append_arrays(
 
 def _make_array(sweep: Sweep, number: int, run_ids: Sequence[str], array: Array, part_of: int | None = None) -> None:
     path = sweep.array(number)
-    path.mkdir(parents=True, mode=0o700)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=folder_mode(path.parent))
     plan = {"members": list(run_ids), "parallelism": array.parallelism, "after": array.after, "part_of": part_of}
     write_json(path / "plan.json", plan, durable=False)
 
 
 def halve_array(sweep: Sweep, number: int) -> bool:
-    """Make two arrays of one that is not submitted. Returns False for one that has a single task. Within its claim.
+    """Make two arrays of one that is not submitted; return False for one that has a single task.
 
-    A process that is cut short in between leaves the second half in the plan, as "rest"; `finish_halving` goes on from there.
+    Called within its claim.
+
+    A process that is cut short in between leaves the second half in the plan, as "rest"; `finish_halving` goes on from
+    there.
     """
     path = sweep.array(number) / "plan.json"
     plan = read_json(path) or {}
@@ -197,7 +214,7 @@ def halve_array(sweep: Sweep, number: int) -> bool:
 
 
 def finish_halving(sweep: Sweep, number: int) -> None:
-    """Make an array of the second half of one that was halved, if that has not been done. Within its claim."""
+    """Make an array of the second half of one that was halved, if that has not been done. Called within its claim."""
     path = sweep.array(number) / "plan.json"
     plan = read_json(path) or {}
     rest, share = plan.pop("rest", None), plan.pop("rest_parallelism", None)
@@ -206,7 +223,7 @@ def finish_halving(sweep: Sweep, number: int) -> None:
     numbers = sweep.array_numbers()
     while not any(sweep.part_of(each) == number and sweep.members(each) == rest for each in numbers):
         first = len(numbers)
-        # With no share of the limit for itself it comes after the first half. `after` counts from the first that is added.
+        # An array without a share of the limit comes after the first half. `after` counts from the first that is added.
         after = number if share == 0 else plan["after"]
         array = Array(tuple(range(len(rest))), share or plan["parallelism"], None if after is None else after - first)
         append_arrays(sweep, first, rest, [array], part_of=number)

@@ -1,4 +1,4 @@
-"""From the arrays of a sweep to jobs, each submitted once, whatever is killed, refused or answered late; retry and cancel."""
+"""From the arrays of a sweep to jobs, each submitted once, despite kills, refusals and late answers; retry and cancel."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ RETRIED = ("failed", "lost", "stopped")
 
 @dataclass(frozen=True)
 class Submission:
-    """Attributes:
-    submitted: job ids of arrays that were submitted now.
-    found: job ids of those that were there.
-    waiting: runs that could not be submitted, because of `limit`.
+    """The result of submitting a sweep.
+
+    Attributes:
+        submitted: job ids of arrays that were submitted now.
+        found: job ids of arrays that had been submitted before.
+        waiting: number of runs that could not be submitted, because of `limit`.
     """
 
     submitted: list[str]
@@ -49,10 +51,10 @@ class Submission:
 
 
 def check_arrays(sweep: Sweep, client: SlurmClient) -> None:
-    """Ask SLURM whether it would take every array that has not been submitted.
+    """Ask SLURM whether it would accept every array that has not been submitted.
 
     Raises:
-        Refused: it would not. A sweep that nobody has begun to submit is gone again.
+        Refused: it would not. A sweep that nobody has begun to submit is removed again.
     """
     numbers = sweep.array_numbers()
     for number in [each for each in numbers if sweep.job_id(each) is None]:
@@ -69,7 +71,7 @@ def check_arrays(sweep: Sweep, client: SlurmClient) -> None:
 
 
 def remove(sweep: Sweep) -> None:
-    """Out of sight first, so that nobody finds half of it."""
+    """Remove a sweep. It is renamed first, so that nobody finds half of it."""
     gone = making.folder(sweep.path.parent, sweep.id)
     sweep.path.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
@@ -82,14 +84,15 @@ def submit_arrays(
     patience: Patience = Patience(),  # noqa: B008 (it is frozen)
     say: Callable[[str], None] = lambda text: None,
 ) -> Submission:
-    """Submit every array that has not been. Several shells may do it at the same time.
+    """Submit every array that has not been submitted. Several shells may do it at the same time.
 
-    One that is above a limit on jobs is halved until a part fits; the next command goes on from there. SLURM is asked first
-    whether it would take all of them, so that no half of a sweep waits for a cure of the other.
+    One that is above a limit on jobs is halved until a part fits; the next command goes on from there. SLURM is asked
+    first whether it would accept all of them, so that no half of a sweep is submitted while the other needs a
+    correction.
 
     Raises:
-        ClusterError: the sweep was cancelled; or sbatch refused, or it is not known whether a job is there, and what was
-            submitted stays.
+        ClusterError: the sweep was cancelled; or sbatch refused, or it is not known whether a job exists. Arrays that
+            were submitted stay.
     """
     check_not_cancelled(sweep)
     check_arrays(sweep, client)
@@ -111,7 +114,7 @@ def submit_arrays(
 def _submit_array(
     sweep: Sweep, number: int, client: SlurmClient, patience: Patience, say: Callable[[str], None]
 ) -> tuple[str, bool]:
-    """Its job id, and whether it was submitted here and now."""
+    """Return the job id of an array, and whether it was submitted by this call."""
     job_id = sweep.job_id(number)
     if job_id is None:
 
@@ -177,20 +180,23 @@ def _write_job(sweep: Sweep, number: int, job_id: str) -> None:
 
 
 def _link_script(script: Path, run_dir: RunDir) -> None:
-    """The run's script is that of its array; a link, since thousands may share a long one."""
+    """Link the array's script into a run's directory, since thousands of runs may share a long one."""
     if not run_dir.path.exists():  # removed by `runs prune`
         return
     link = run_dir.path / f".{run_dir.script.name}.{os.getpid()}.{secrets.token_hex(3)}"
     try:
         os.link(script, link)
     except OSError:  # not every file system can
-        link.write_text(script.read_text())
+        rundir.write_text(link, script.read_text())
     link.replace(run_dir.script)
     link.unlink(missing_ok=True)  # a rename to another link of the same file does nothing (rename(2))
 
 
 def _job_of_attempts(sweep: Sweep, number: int) -> str | None:
-    """The job of an array whose submitter was killed, by what its tasks have left: SLURM soon forgets what has ended."""
+    """Return the job of an array whose submitter was killed, from what its tasks have left.
+
+    SLURM soon forgets jobs that ended.
+    """
     known = {sweep.job_id(each) for each in sweep.array_numbers()}
     elements = sweep.elements(number, "")
     for run_id, suffix in elements.items():
@@ -209,7 +215,7 @@ def _job_of_attempts(sweep: Sweep, number: int) -> str | None:
 
 
 def _script(sweep: Sweep, number: int) -> str:
-    """What is handed to sbatch for an array; it waits for what has been submitted and not finished by now."""
+    """Return the script of an array; it waits for arrays before it that are submitted and have not finished."""
     plan = read_json(sweep.array(number) / "plan.json") or {}
     run_dirs = [sweep.run_dir(run_id) for run_id in plan["members"]]
     config = load_frozen(run_dirs[0].config_file, with_secrets=False)
@@ -228,17 +234,18 @@ def _script(sweep: Sweep, number: int) -> str:
 
 
 def _is_over(sweep: Sweep, number: int) -> bool:
-    """All runs of an array have ended. SLURM may have forgotten it, and then refuse to wait for it."""
+    """Return whether all runs of an array have ended. SLURM may have forgotten it, and then refuse to wait for it."""
     run_dirs = [sweep.run_dir(run_id) for run_id in sweep.members(number)]
     return all(is_over(run_dir) for run_dir in run_dirs if run_dir.info_file.exists())
 
 
 def add_retry(sweep: Sweep) -> list[str]:
-    """Plan an array of the runs that have ended without a result. Returns their ids; it is submitted by `submit_arrays`.
+    """Plan an array of the runs that have ended without a result, and return their ids; `submit_arrays` submits it.
 
-    A sweep that was cancelled goes on. Two who retry at the same moment get different runs: the second finds them planned.
+    A sweep that was cancelled goes on. Two who retry at the same moment get different runs: the second finds them
+    planned.
     """
-    with claimed(sweep.arrays, busy=lambda owner: None):  # nobody resumes one of them by itself meanwhile
+    with claimed(sweep.arrays, busy=lambda owner: None):  # no other process resumes one of them meanwhile
         return _plan_retry(sweep)
 
 
@@ -266,9 +273,10 @@ def _plan_retry(sweep: Sweep) -> list[str]:
 
 
 def cancel(sweep: Sweep, client: SlurmClient) -> int:
-    """End all runs of the sweep that have not ended, with one scancel. Returns how many there were.
+    """End all runs of the sweep that have not ended, with one scancel, and return how many there were.
 
-    What has not been submitted will not be, neither by a shell that is at it nor by the same command, until `retry`.
+    Arrays that are not submitted will not be, neither by a shell that is submitting nor by the same command, until
+    `retry`.
     """
     sweep.cancelled_file.touch()
     for number in sweep.array_numbers():
@@ -277,7 +285,7 @@ def cancel(sweep: Sweep, client: SlurmClient) -> int:
             if found:
                 _write_job(sweep, number, found[0])
     now = states_of(sweep)
-    # What somebody runs by hand in an allocation of his is not ours to cancel.
+    # A run that somebody started by hand in an allocation is not ours to cancel.
     alive = {run_id: state.job_id for run_id, state in now.items() if state.alive and state.own_job and state.job_id}
     for run_id in alive:
         attempts.write_request(sweep.run_dir(run_id), "cancel")
@@ -292,7 +300,7 @@ def cancel(sweep: Sweep, client: SlurmClient) -> int:
 
 
 def check_submitted(submission: Submission) -> None:
-    """Raises: ClusterError: a limit kept runs out of the queue."""
+    """Raise ClusterError if a limit kept runs out of the queue."""
     if submission.limit is not None:
         raise ClusterError(
             f"{submission.waiting} runs could not be submitted: {submission.limit.message}", hint=submission.limit.hint

@@ -1,4 +1,4 @@
-"""A table as CSV, Markdown, JSON or Parquet, and into a file that is whole or not there."""
+"""A table as CSV, Markdown, JSON or Parquet, written to a file atomically."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ EXTRA_HINT = "pip install 'slurmtrain[sweeps]'"
 
 
 def format_of(path: Path) -> str:
-    """The format that a file's name asks for.
+    """Return the format that a file's name asks for.
 
     Raises:
-        UsageError: it asks for none that is known.
+        UsageError: the name has no known suffix.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(
@@ -35,19 +35,19 @@ def format_of(path: Path) -> str:
 
 
 def table_bytes(table: Table, kind: str) -> bytes:
-    """The content of a file of that format.
+    """Return the content of a file of that format.
 
     Raises:
-        UsageError: Parquet, and pyarrow is not installed.
+        UsageError: Parquet is wanted, and pyarrow is not installed.
     """
     if kind == "parquet":
         return _parquet(table)
     text = {"csv": _csv, "markdown": _markdown, "json": _json}[kind](table)
-    return text.encode("utf-8", errors="backslashreplace")  # what is no Unicode can stand in a path
+    return text.encode("utf-8", errors="backslashreplace")  # a path may hold bytes that are no Unicode
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file in one step: a reader sees the old or the new one, never half of it.
+    """Write a file atomically: a reader sees the old or the new one, never half of it.
 
     Raises:
         UsageError: it cannot be written.
@@ -72,14 +72,14 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def short(cell: Cell) -> str:
-    """A cell for a person: five digits of a number, nothing for what is not known."""
+    """Format a cell for a person: five digits of a number, nothing for an unknown value."""
     if isinstance(cell, float):
         return f"{cell:.5g}"
     return plain(cell)
 
 
 def plain(cell: Cell) -> str:
-    """A cell with all its digits: reading them gives the same bits. Not known: nothing."""
+    """Format a cell with all its digits: reading them gives the same bits. An unknown value is empty."""
     if cell is None:
         return ""
     if isinstance(cell, bool):
@@ -88,7 +88,10 @@ def plain(cell: Cell) -> str:
 
 
 def _csv(table: Table) -> str:
-    """RFC 4180, with a header: CRLF, quotes where they are needed. NaN is `nan`, the infinities `inf` and `-inf`."""
+    """Format the table by RFC 4180, with a header: CRLF, quotes if needed.
+
+    NaN is `nan`, the infinities `inf` and `-inf`.
+    """
     out = io.StringIO()
     writer = csv.writer(out)
     writer.writerow(table.columns)
@@ -97,7 +100,7 @@ def _csv(table: Table) -> str:
 
 
 def _markdown(table: Table) -> str:
-    """GitHub's tables: one line a row, whatever is in a cell."""
+    """Format the table as GitHub does: one line per row, whatever is in a cell."""
     head = [_escape(name) for name in table.columns]
     rows = [[_escape(short(cell)) for cell in row] for row in table.rows]
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
@@ -108,7 +111,7 @@ def _escape(cell: str) -> str:
 
 
 def _json(table: Table) -> str:
-    """One object a row, by column. Not known is null, not a number is "NaN"."""
+    """Format one object per row, by column. An unknown value is null, not a number is "NaN"."""
     return json_text([dict(zip(table.columns, row, strict=True)) for row in table.rows])
 
 
@@ -117,7 +120,9 @@ def _parquet(table: Table) -> bytes:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise UsageError(f"writing Parquet needs pyarrow, which is not there ({error})", hint=EXTRA_HINT) from None
+        raise UsageError(
+            f"writing Parquet needs pyarrow, which cannot be imported ({error})", hint=EXTRA_HINT
+        ) from None
     types = {"bool": pyarrow.bool_(), "int": pyarrow.int64(), "float": pyarrow.float64(), "text": pyarrow.string()}
     arrays = []
     for name in table.columns:
@@ -131,7 +136,7 @@ def _parquet(table: Table) -> bytes:
 
 
 def column_kind(cells: Sequence[Cell]) -> str:
-    """The one type that holds all cells of a column: "bool", "int", "float" or "text"."""
+    """Return the one type that holds all cells of a column: "bool", "int", "float" or "text"."""
     known = [cell for cell in cells if cell is not None]
     integers = [cell for cell in known if isinstance(cell, int) and not isinstance(cell, bool)]
     if len(integers) == len(known) and known:

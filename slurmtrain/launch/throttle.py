@@ -1,4 +1,4 @@
-"""--array-parallelism for a sweep that is there already: its arrays in the queue get the limit, and those still to come."""
+"""--array-parallelism for an existing sweep: its arrays in the queue get the limit, and those still to be submitted."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from slurmtrain.runtime.slurm import SlurmClient
 
 
 def throttle(sweep: Sweep, parallelism: int, client: SlurmClient | None) -> None:
-    """Let so many points run at the same time from now on. What runs already runs on.
+    """Let this many points run at the same time from now on. Runs that are running go on.
 
     Args:
-        client: None for a sweep that is run here, which has no arrays.
+        client: None for a sweep that is run on this machine, which has no arrays.
 
     Raises:
         UsageError: it is less than one for each array that is in the queue beside others.

@@ -1,7 +1,7 @@
-"""Can the early warning work? Its lead against the time limit, and against what a step and a save have taken before.
+"""Check that the early warning can work: its lead against the time limit, and against the measured time of a step and a save.
 
-A plan that cannot work is refused before anything is queued. What still works, only less well, is a warning.
-`check` is pure; `measured_before` reads what earlier runs of the same experiment have left.
+A plan that cannot work is refused before anything is queued. A plan that works less well gives a warning. `check` is
+pure; `measured_before` reads what earlier runs of the same experiment have left.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.slurm import PreemptionTimes, SlurmClient
 
-ROOM = 1.25  # what is advised: so much more than has been measured, since no step and no save is like the other
+ROOM = 1.25  # factor of the advice over the measurement, since steps and saves vary
 RUNS_LOOKED_AT = 200  # the newest; reading so many run.json takes about 10 ms
-RUNS_REMEMBERED = 3  # of those, the newest that have measured both
-SAVES_REMEMBERED = 3  # as slow as the slowest of the last: a shared file system has bad days
+RUNS_REMEMBERED = 3  # the newest runs that have measured both
+SAVES_REMEMBERED = 3  # the slowest of the last counts: a shared file system has slow days
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What earlier runs of the same experiment took, on as many ranks. Seconds.
+    """The times of earlier runs of the same experiment on as many ranks, in seconds.
 
     Attributes:
-        step_s: a step, its mean over a window; the median of such.
-        save_s: a save, from its begin to its commit; the slowest of the last.
-        start_s: from the start of the ranks to the first step.
+        step_s: seconds of a step: the median of means over a window.
+        save_s: seconds of a save, from its beginning to its commit: the slowest of the last ones.
+        start_s: seconds from the start of the ranks to the first step.
         run_id: the newest of these runs.
     """
 
@@ -46,14 +46,14 @@ class Measured:
 
     @property
     def stop_s(self) -> float:
-        """From the warning, which may come at the begin of a step, to the commit."""
+        """The seconds from the warning, which may come at the beginning of a step, to the commit."""
         return self.step_s + self.save_s
 
 
 def look_ahead(config: Config, runs_dir: Path, client: SlurmClient) -> list[str]:
-    """Check the plan of a job that is about to be submitted. Returns warnings.
+    """Check the plan of a job that is about to be submitted, and return warnings.
 
-    SLURM is asked only where there is something to compare with its answer.
+    SLURM is asked only if there is something to compare with its answer.
 
     Raises:
         ConfigError: the plan cannot work.
@@ -66,13 +66,13 @@ def look_ahead(config: Config, runs_dir: Path, client: SlurmClient) -> list[str]
 
 
 def check(cluster: ClusterConfig, measured: Measured | None, times: PreemptionTimes | None) -> list[str]:
-    """Refuse a plan that cannot work. Returns warnings.
+    """Raise for a plan that cannot work, and return warnings.
 
     Args:
-        times: how long a preempted job lives on; None where SLURM has not said.
+        times: how long a preempted job lives on; None if SLURM has not said.
 
     Raises:
-        ConfigError: with the number that would work.
+        ConfigError: the plan cannot work; the message gives the number that would.
     """
     lead_s, limit_s = cluster.signal_lead_s, cluster.time_limit_min * 60
     if lead_s and measured is not None and lead_s < measured.stop_s:
@@ -104,7 +104,7 @@ def check(cluster: ClusterConfig, measured: Measured | None, times: PreemptionTi
 
 
 def measured_before(config: Config, run_dirs: Iterable[RunDir]) -> Measured | None:
-    """What the newest of these runs have measured that had the same config hash and as many ranks. None: nothing.
+    """Return the measurements of the newest of these runs with the same config hash and as many ranks; None: there are none.
 
     Args:
         run_dirs: oldest first.
@@ -130,7 +130,7 @@ def measured_before(config: Config, run_dirs: Iterable[RunDir]) -> Measured | No
 
 
 def _measured(run_dir: RunDir, world_size: int) -> Measured | None:
-    """One run's: steps from its metrics, saves from its events, the start from its attempts."""
+    """Return one run's measurements: steps from its metrics, saves from its events, the start from its attempts."""
     tries = [attempt for attempt in attempts.all_attempts(run_dir) if attempt.stepping is not None]
     if not tries or any(attempt.world_size != world_size for attempt in tries):
         return None

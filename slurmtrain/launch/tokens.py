@@ -1,7 +1,7 @@
-"""Tell whose a job is by the token in its comment.
+"""Find out whose a job is by the token in its comment.
 
-SLURM gives the same id twice: its ids begin anew on a cluster that is set up again, as a sandbox is, and after MaxJobId.
-What a run noted long ago may be another run's job by now.
+SLURM uses the same id twice: its ids begin anew on a cluster that is set up again, as a sandbox is, and after MaxJobId.
+A job id that a run noted long ago may be another run's job by now.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TOKEN_PREFIX = "slurmtrain:"
 
 
 def named_in(comment: Sequence[str]) -> list[str]:
-    """Return who the words of a comment say has submitted the job: the id of a run, or "sweep-" and the token of a sweep."""
+    """Return the submitters that the words of a comment name: the id of a run, or "sweep-" and the token of a sweep."""
     tokens = [word.removeprefix(TOKEN_PREFIX) for word in comment if word.startswith(TOKEN_PREFIX)]
     return [name for name, colon, _ in (token.rpartition(":") for token in tokens) if colon]
 
@@ -33,6 +33,6 @@ def names_of(run_dir: RunDir) -> list[str]:
 
 
 def is_anothers(comment: Sequence[str], names: Collection[str]) -> bool:
-    """Whether a comment says that the job is that of another run or sweep. One without a token says nothing."""
+    """Return whether a comment names another run or sweep as the submitter; False for a comment without a token."""
     named = named_in(comment)
     return bool(named) and not any(name in names for name in named)

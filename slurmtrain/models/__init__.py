@@ -1,4 +1,4 @@
-"""Models: what is trained. Plain `nn.Module`s that know nothing of ranks; `parallel/` lays them over a mesh."""
+"""Models: plain `nn.Module`s that know nothing of ranks; `parallel/` distributes them over a mesh."""
 
 from slurmtrain.models.decoder import Decoder
 from slurmtrain.models.initial import Normal, initialize

@@ -1,11 +1,11 @@
-"""Attention: softmax(q k^T / sqrt(D)) v over what each token may look at.
+"""Attention: softmax(q k^T / sqrt(D)) v over the tokens that each token may attend to.
 
-A token looks at itself and at those before it, for which kernels need no mask. In a row packed with several documents it
-looks at those of its own document only, for which there is a mask, made once for all layers: a dense one; or on a GPU, where
-S x S elements are too many, one of blocks, which lets FlexAttention (Dong et al. 2024, arXiv:2412.05496) pass over the blocks
-between documents.
+A token attends to itself and to those before it, for which kernels need no mask. In a row packed with several documents
+it attends to those of its own document only, by a mask that is made once for all layers: a dense one; or on a GPU,
+where S x S elements are too many, one of blocks, which lets FlexAttention (Dong et al. 2024, arXiv:2412.05496) skip the
+blocks between documents.
 
-Letters of axes as in `decoder.py`, and T: the whole sequence, where S is a rank's stretch of it.
+Letters of axes are those of `decoder.py`, and T: the whole sequence, where S is a rank's part of it.
 """
 
 from __future__ import annotations
@@ -26,34 +26,35 @@ BLOCK = 128  # tokens; of a row that is no longer than this, no block can be pas
 
 
 class CausalAttention:
-    """Attention over sequences that this rank has whole. A subclass reaches further."""
+    """Causal attention over sequences that this rank holds in full; subclasses attend to other ranks' parts of a sequence."""
 
     def mask(self, documents_BT: Tensor, positions_S: Tensor) -> Mask:
-        """What to give to each call where rows are packed.
+        """Return the mask to pass to each call when rows are packed with several documents.
 
         Args:
             documents_BT: int [B, T], the document of its row that each token of the whole sequence belongs to.
-            positions_S: int64 [S], where this rank's tokens stand in it.
+            positions_S: int64 [S], the positions of this rank's tokens in the sequence.
         """
         return document_mask(documents_BT, positions_S)
 
     def __call__(
         self, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, dropout: float, mask: Mask | None = None
     ) -> Tensor:
-        """[B, S, H, D].
+        """Return the attention's output [B, S, H, D].
 
         Args:
+            q_BSHD, k_BSKD, v_BSKD: queries, keys and values.
             dropout: probability of dropping a weight.
-            mask: from `mask`; None: each row is one document.
+            mask: the result of `mask`; None: each row is one document.
         """
         return attention(q_BSHD, k_BSKD, v_BSKD, dropout, mask)
 
 
 def attention(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, dropout: float, mask: Mask | None) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v over what `mask` lets through; None: the positions up to each one's own. [B, S, H, D].
+    """Return softmax(q k^T / sqrt(D)) v over what `mask` lets through, [B, S, H, D]; mask None: plain causal attention.
 
     Raises:
-        ConfigError: dropout, which the kernels for blocks do not have.
+        ConfigError: dropout is wanted with a mask of blocks, whose kernels do not have it.
     """
     q_BHSD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BSHD, k_BTKD, v_BTKD))
     shared = q_BSHD.shape[2] != k_BTKD.shape[2]
@@ -72,19 +73,22 @@ def attention(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, dropout: float, ma
 
 
 def positions_in_documents(documents_BT: Tensor) -> Tensor:
-    """int64 [B, T]: how many tokens of its document stand before each; `documents_BT` does not decrease along a row."""
+    """Return the number of tokens of its document before each token, int64 [B, T].
+
+    `documents_BT` must not decrease along a row.
+    """
     first_BT = torch.searchsorted(documents_BT, documents_BT)
     return torch.arange(documents_BT.shape[1], device=documents_BT.device) - first_BT
 
 
 def document_mask(documents_BT: Tensor, positions_S: Tensor) -> Mask:
-    """What the tokens at `positions_S` look at: those of their own document up to themselves."""
+    """Return the mask with which the tokens at `positions_S` attend to the tokens of their own document up to themselves."""
     blocks = documents_BT.is_cuda and documents_BT.shape[1] > BLOCK
     return (block_mask if blocks else dense_mask)(documents_BT, positions_S)
 
 
 def dense_mask(documents_BT: Tensor, positions_S: Tensor) -> Tensor:
-    """bool [B, 1, S, T]."""
+    """Return `document_mask` as bool [B, 1, S, T]."""
     (rows, length), device = documents_BT.shape, documents_BT.device
     row_B111 = torch.arange(rows, device=device)[:, None, None, None]
     query_S1 = torch.arange(len(positions_S), device=device)[:, None]
@@ -92,7 +96,7 @@ def dense_mask(documents_BT: Tensor, positions_S: Tensor) -> Tensor:
 
 
 def block_mask(documents_BT: Tensor, positions_S: Tensor) -> BlockMask:
-    """The same in blocks, compiled so that it is never dense on the way."""
+    """Return `document_mask` in blocks, compiled so that no dense mask is made on the way."""
     (rows, length), device = documents_BT.shape, documents_BT.device
     mask: BlockMask = _compiled(create_block_mask)(
         _looks_at(documents_BT, positions_S), rows, None, len(positions_S), length, device=device, BLOCK_SIZE=BLOCK
@@ -101,7 +105,7 @@ def block_mask(documents_BT: Tensor, positions_S: Tensor) -> BlockMask:
 
 
 def _looks_at(documents_BT: Tensor, positions_S: Tensor) -> Callable[[Any, Any, Any, Any], Tensor]:
-    """(row, head, query, key) -> bool."""
+    """Return the mask as a function (row, head, query, key) -> bool, as FlexAttention takes it."""
     documents_BS = documents_BT[:, positions_S]
     return lambda row, head, query, key: (
         (documents_BT[row, key] == documents_BS[row, query]) & (key <= positions_S[query])

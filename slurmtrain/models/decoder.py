@@ -33,8 +33,8 @@ INIT_STD = 0.02  # GPT-2 (Radford et al. 2019)
 class Decoder(nn.Module):
     """The language model: tokens in, the logits of each next token out.
 
-    A stage of a pipeline is a Decoder without some of its `blocks`, and with None for `embedding`, `norm` or `output`. What
-    stays keeps its name.
+    A stage of a pipeline is a Decoder with some of the `blocks` only, and with None for `embedding`, `norm` or `output`
+    where another stage has them. Its parameters keep the names that they have in the whole model.
 
     Args:
         vocab_size: number of distinct tokens, V.
@@ -48,17 +48,17 @@ class Decoder(nn.Module):
         max_seq_len: longest sequence accepted, in tokens.
         rope_theta: base of the rotary frequencies.
         rope_scaling: the fields of `RopeScaling`, None for none.
-        norm_eps: added to the mean square in RMSNorm.
+        norm_eps: number added to the mean square in RMSNorm.
         qkv_bias: queries, keys and values have a bias, as in Qwen2 (arXiv:2407.10671).
         qk_norm: RMSNorm over each head of queries and keys, as in Qwen3 (arXiv:2505.09388).
         tie_embeddings: use the embedding matrix as the output projection too (Press & Wolf 2017, arXiv:1608.05859).
         dropout: probability of dropping, after the embedding, in attention and before each residual sum.
 
     Raises:
-        ConfigError: sizes that do not fit together.
+        ConfigError: the sizes do not fit together.
     """
 
-    parallel_units = ("Block",)  # what is gathered, compiled and computed again at a time
+    parallel_units = ("Block",)  # the modules that are gathered, compiled and recomputed one at a time
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Decoder(nn.Module):
         scaling = None if rope_scaling is None else RopeScaling(**rope_scaling)
         self.embedding = Embedding(vocab_size, width)
         self.dropout = nn.Dropout(dropout)
-        # Named by their number, which a list would give anew to the blocks of a pipeline's stage.
+        # A dict keyed by number, since a list would number the blocks of a pipeline's stage anew.
         self.blocks = nn.ModuleDict(
             {
                 str(layer): Block(
@@ -137,15 +137,16 @@ class Decoder(nn.Module):
         self.output = None if tie_embeddings else Linear(width, vocab_size)
 
     def forward(self, tokens_BS: Tensor, positions_S: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """Logits [B, S, V] of the token that follows each of `tokens_BS` (int64 [B, S]).
+        """Return the logits [B, S, V] of the token that follows each of `tokens_BS` (int64 [B, S]).
 
-        A stage of a pipeline takes the residual stream [B, S, W] of the one before in place of tokens, and returns it
-        where it has no `norm`.
+        A stage of a pipeline takes the residual stream [B, S, W] of the stage before in place of tokens, and returns
+        the residual stream if it has no `norm`.
 
         Args:
-            positions_S: int64 [S], where these tokens stand in the sequence; None: at 0 ... S - 1.
-            documents: int [B, T], for rows packed with several documents: which one each token of the whole sequence belongs
-                to, 0, 1, 2, ... along a row. Each is then computed as if it were alone. None: a row is one document.
+            positions_S: int64 [S], positions of these tokens in the sequence; None: 0 ... S - 1.
+            documents: int [B, T], for rows packed with several documents: which one each token of the whole sequence
+                belongs to, 0, 1, 2, ... along a row. Each document is then computed as if it were alone. None: a row is
+                one document.
 
         Raises:
             ConfigError: S exceeds `max_seq_len`.
@@ -170,32 +171,35 @@ class Decoder(nn.Module):
         return F.linear(x_BSW, self.embedding.weight) if self.output is None else self.output(x_BSW)
 
     def _mask(self, documents_BT: Tensor, positions_S: Tensor) -> Mask:
-        """As the attention of the blocks takes it, which is the same in all."""
+        """Return the mask in the form that the blocks' attention takes, which is the same in all blocks."""
         block: Any = next(iter(self.blocks.values()))
         mask: Mask = block.attention.attend.mask(documents_BT, positions_S)
         return mask
 
     def initialize(self, seed: int) -> None:
-        """Draw all parameters; see `models.initial`. For a model, or a part of one, built on the meta device and laid out."""
+        """Draw all parameters; see `models.initial`.
+
+        Called on a model built on the meta device, or a part of one, once it is distributed.
+        """
         initialize(self, seed)
 
     def num_parameters(self) -> int:
-        """Number of parameters, a tied matrix counted once."""
+        """Return the number of parameters; a tied matrix counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Floating-point operations of one token's forward and backward pass, 6 N + 12 L H D S.
+        """Return the floating-point operations of one token's forward and backward pass, 6 N + 12 L H D S.
 
-        Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B, where D is Q. N counts the parameters that are
-        multiplied: an untied input embedding is looked up and left out. As there, attention counts as if it were not
-        causal and recomputed activations do not count.
+        The formula is that of Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B, where D is Q. N counts the
+        parameters that are multiplied: an untied input embedding is looked up and left out. As there, attention counts
+        as if it were not causal and recomputed activations do not count.
         """
         multiplied = self.num_parameters() - (0 if self.output is None else self.vocab_size * self.width)
         return 6 * multiplied + 12 * self.layers * self.heads * self.head_dim * seq_len
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
     def __init__(
         self,
@@ -211,7 +215,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BSW: Tensor, positions: Tensor, mask: Mask | None = None) -> Tensor:
-        """One layer: [B, S, W] -> [B, S, W]."""
+        """Apply one layer: [B, S, W] -> [B, S, W]."""
         x_BSW = x_BSW + self.dropout(self.attention(self.attention_norm(x_BSW), positions, mask))
         return x_BSW + self.dropout(self.feed_forward(self.feed_forward_norm(x_BSW)))
 
@@ -220,7 +224,8 @@ class Attention(nn.Module):
     """Causal self-attention in which H/K query heads share a key/value head (Ainslie et al. 2023, arXiv:2305.13245).
 
     Attributes:
-        attend: the attention itself, which another one can replace (over a sequence that is cut among ranks).
+        attend: the attention itself, which context parallelism replaces by one over a sequence that is divided among
+            ranks.
     """
 
     def __init__(
@@ -249,11 +254,11 @@ class Attention(nn.Module):
         self.attend = CausalAttention()
 
     def forward(self, x_BSW: Tensor, positions: Tensor, mask: Mask | None = None) -> Tensor:
-        """[B, S, W] -> [B, S, W].
+        """Apply self-attention: [B, S, W] -> [B, S, W].
 
         Args:
-            positions: int64 [S] or [B, S], for the rotation.
-            mask: None: causal.
+            positions: int64 [S] or [B, S], positions for the rotary embedding.
+            mask: the attention's own mask; None: plain causal attention.
         """
         # -1 heads, not a stored number: under tensor parallelism each rank holds only some of them.
         q_BSHD = self.query(x_BSW).unflatten(-1, (-1, self.head_dim))
@@ -268,7 +273,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202): down(silu(gate(x)) * up(x))."""
+    """The SwiGLU feed-forward (Shazeer 2020, arXiv:2002.05202): down(silu(gate(x)) * up(x))."""
 
     def __init__(self, width: int, ffn_width: int, residual_std: float):
         super().__init__()
@@ -277,12 +282,12 @@ class FeedForward(nn.Module):
         self.down = Linear(ffn_width, width, std=residual_std)
 
     def forward(self, x_BSW: Tensor) -> Tensor:
-        """[B, S, W] -> [B, S, W]."""
+        """Apply the feed-forward: [B, S, W] -> [B, S, W]."""
         return self.down(F.silu(self.gate(x_BSW)) * self.up(x_BSW))
 
 
 class Linear(nn.Linear):
-    """y = W x + b; W ~ normal(0, std), b starts at zero, or is not there."""
+    """A linear layer y = W x + b with W ~ normal(0, std); b starts at zero, or does not exist."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False, std: float = INIT_STD):
         self.std = std  # before super().__init__, which calls reset_parameters
@@ -298,7 +303,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """One vector per token, ~ normal(0, 0.02)."""
+    """An embedding of one vector per token, ~ normal(0, 0.02)."""
 
     def initial(self) -> dict[str, Normal]:
         return {"weight": Normal(std=INIT_STD)}
@@ -308,12 +313,12 @@ class Embedding(nn.Embedding):
 
 
 def _draw(weight: Tensor, std: float) -> None:
-    if not weight.is_meta:  # where drawing nothing would take longer than building all the rest
+    if not weight.is_meta:  # on the meta device, drawing would only take time
         nn.init.normal_(weight, std=std)
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / sqrt(mean(x^2) + eps) * g (Zhang & Sennrich 2019, arXiv:1910.07467); g starts at one."""
+    """The norm x / sqrt(mean(x^2) + eps) * g (Zhang & Sennrich 2019, arXiv:1910.07467); g starts at one."""
 
     def initial(self) -> dict[str, Normal]:
         return {"weight": Normal(mean=1.0)}
@@ -321,11 +326,12 @@ class RMSNorm(nn.RMSNorm):
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's way to longer sequences: slow rotations become slower still, fast ones stay.
+    """Llama 3.1's scaling of rotary frequencies for longer sequences: slow rotations become slower still, fast ones stay.
 
-    A rotation that turns more than `high_freq_factor` times within `original_seq_len` tokens keeps its frequency, one that
-    turns less than `low_freq_factor` times is slowed down by `factor`; between them, both are mixed. As in Meta's
-    `apply_scaling` (github.com/meta-llama/llama-models, models/llama3/model.py) and Hugging Face's rope type "llama3".
+    A rotation that turns more than `high_freq_factor` times within `original_seq_len` tokens keeps its frequency, one
+    that turns less than `low_freq_factor` times is slowed down by `factor`; between them, both are interpolated. It is
+    Meta's `apply_scaling` (github.com/meta-llama/llama-models, models/llama3/model.py) and Hugging Face's rope type
+    "llama3".
     """
 
     factor: float
@@ -341,7 +347,7 @@ class RopeScaling:
             )
 
     def __call__(self, frequencies_D: Tensor) -> Tensor:
-        """Radians per token -> radians per token, whatever the shape."""
+        """Scale frequencies in radians per token, of any shape."""
         turns_D = self.original_seq_len / (2 * math.pi / frequencies_D)
         kept_D = ((turns_D - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
         return (1 - kept_D) * frequencies_D / self.factor + kept_D * frequencies_D
@@ -350,10 +356,10 @@ class RopeScaling:
 def rotary_angles(
     positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [..., S, D], of the angles position * theta^(-2i/D), for `positions` [..., S].
+    """Return cos and sin, float32 [..., S, D], of the angles position * theta^(-2i/D), for `positions` [..., S].
 
-    Su et al. 2021, arXiv:2104.09864, equation 15. Pair i is made of the components i and i + D/2, as in Hugging
-    Face's Llama, so each angle stands twice in a row.
+    Su et al. 2021, arXiv:2104.09864, equation 15. Pair i is made of the components i and i + D/2, as in Hugging Face's
+    Llama, so each angle is repeated along D.
     """
     exponent_D = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     frequencies_D = 1.0 / theta**exponent_D
@@ -365,7 +371,7 @@ def rotary_angles(
 
 
 def rotate(x_BSHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x_i, x_{i + D/2}) by its angle, in float32; returns the dtype of `x_BSHD` [B, S, H, D]."""
+    """Turn each pair (x_i, x_{i + D/2}) by its angle, in float32, and return the dtype of `x_BSHD` [B, S, H, D]."""
     first, second = x_BSHD.float().chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return (x_BSHD.float() * cos[..., None, :] + turned * sin[..., None, :]).type_as(x_BSHD)
@@ -387,7 +393,7 @@ def _check_groups(heads: int, kv_heads: int) -> None:
 
 
 def _split(width: int, heads: int) -> int:
-    """The head dimension that makes `heads` heads as wide as the residual stream."""
+    """Return the head dimension with which `heads` heads are together as wide as the residual stream."""
     if width % heads:
         fitting = [n for n in range(1, width + 1) if width % n == 0 and (width // n) % 2 == 0] or [1]
         near = min(fitting, key=lambda n: abs(n - heads))

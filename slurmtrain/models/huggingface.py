@@ -12,14 +12,15 @@ from slurmtrain.errors import ConfigError
 
 
 class HuggingFace(nn.Module):
-    """Tokens in, logits out, in float32 parameters; nothing is downloaded.
+    """A causal language model: tokens in, logits out, in float32 parameters; nothing is downloaded.
 
     Args:
-        config: fields of the model's configuration, `model_type` among them: its weights are drawn.
-        path: a folder that `save_pretrained` has written, or a snapshot of one from the hub: its weights are read.
+        config: fields of the model's configuration, `model_type` among them; the weights are drawn at random.
+        path: a folder that `save_pretrained` has written, or a snapshot of one from the hub, whose weights are read.
 
     Raises:
-        ConfigError: transformers is not installed, not one of both is given, or it names no model.
+        ConfigError: transformers is not installed, not exactly one of `config` and `path` is given, or it names no
+            model.
     """
 
     def __init__(self, *, config: Mapping[str, Any] | None = None, path: str | None = None):
@@ -40,7 +41,7 @@ class HuggingFace(nn.Module):
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Logits [B, S, V] of the token that follows each of `tokens_BS` (int64 [B, S])."""
+        """Return the logits [B, S, V] of the token that follows each of `tokens_BS` (int64 [B, S])."""
         logits_BSV: Tensor = self.model(tokens_BS, use_cache=False).logits
         return logits_BSV
 

@@ -1,12 +1,13 @@
 """Initial parameters that do not depend on the layout: the same seed gives the same bits on one rank and on any mesh.
 
-A parameter is cut into tiles, a fixed grid over its global shape. Each tile has a stream of random numbers of its own, found by
-(seed, the parameter's name, the tile's number) in a counter-based generator: Philox (Salmon et al. 2011, "Parallel random
-numbers: as easy as 1, 2, 3"). So a rank draws the tiles that its part of the parameter touches and nothing else,
-in any order and by any number of threads. Numbers are drawn on the CPU also for a GPU, whose own generator would give others.
+A parameter is cut into tiles, a fixed grid over its global shape. Each tile has a stream of random numbers of its own,
+determined by (seed, the parameter's name, the tile's number) in a counter-based generator: Philox (Salmon et al. 2011,
+"Parallel random numbers: as easy as 1, 2, 3"). So a rank draws the tiles that its part of the parameter touches and
+nothing else, in any order and by any number of threads. Numbers are drawn on the CPU also for a GPU, whose own
+generator would give others.
 
-torch's CPU generator would not do: it takes 32 bits of a seed, too few for the tiles of a large model to have streams of
-their own, and what it makes of them differs with the vector unit.
+torch's CPU generator would not do: it takes 32 bits of a seed, too few for the tiles of a large model to have streams
+of their own, and what it makes of them differs with the vector unit.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from slurmtrain.errors import ConfigError
 
 # A rank draws whole tiles, so they are small; below this, setting up the generator would cost more than drawing.
 TILE = (32, 1024)
-# What torch puts into the names of a module's parameters when it wraps the module.
+# The prefixes that torch adds to the names of a module's parameters when it wraps the module.
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @dataclass(frozen=True)
 class Normal:
-    """How a parameter starts: mean + std * a standard normal number; without `std`, at a constant."""
+    """The initial distribution of a parameter: mean + std * a standard normal number; a constant if `std` is 0."""
 
     mean: float = 0.0
     std: float = 0.0
@@ -43,10 +44,10 @@ class Normal:
 def initialize(model: nn.Module, seed: int) -> None:
     """Draw all parameters of `model`, whole or sharded (DTensor), or of a stage of it with the names of the whole.
 
-    Every module that has parameters says by a method `initial()` how each of them starts: a `Normal` by its name.
+    Every module with parameters has a method `initial()` that returns the `Normal` of each of them by its name.
 
     Raises:
-        ConfigError: a module does not say so, or has buffers.
+        ConfigError: a module has no such method, or has buffers.
     """
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for path, module in model.named_modules():
@@ -94,12 +95,12 @@ def _fill(parameter: nn.Parameter, start: Normal, key: int, pool: ThreadPoolExec
 
 
 def _key(seed: int, name: str) -> int:
-    """128 bits."""
+    """Return a key of 128 bits for a parameter."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest(), "little")
 
 
 def _tiles(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, Box]]:
-    """The tiles of a tensor of this shape that `box` touches, each with its number among all."""
+    """Yield the tiles of a tensor of this shape that `box` touches, each with its number among all tiles."""
     extents = (*(1 for _ in shape[:-2]), *TILE[-len(shape) :])
     touched = [
         range(first // extent, -(-(first + size) // extent))
@@ -114,7 +115,7 @@ def _tiles(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, Box]]:
 
 
 def _overlap(box: Box, tile: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """What both have in common, as an index into `box` and as one into `tile`."""
+    """Return what two boxes have in common, as an index into `box` and as an index into `tile`."""
     here, there = [], []
     for begin, size, first, extent in zip(box.start, box.size, tile.start, tile.size, strict=True):
         low, high = max(begin, first), min(begin + size, first + extent)

@@ -1,4 +1,4 @@
-"""What a run shows of itself: metrics on disk, curves in TensorBoard, progress for a person, speed."""
+"""The output of a run: metrics on disk, curves in TensorBoard, progress for a person, speed."""
 
 from slurmtrain.observe.metrics import MetricsLog, read_metrics
 from slurmtrain.observe.progress import Progress

@@ -1,4 +1,4 @@
-"""A line that tells a person how far something is: drawn again and again on a terminal, written now and then to a log file."""
+"""A progress line for a person: redrawn in place on a terminal, written now and then to a log file."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ LINE_EVERY_S = 10.0  # between plain lines: a log of a day stays below 10,000 li
 
 
 class Display(Protocol):
-    """What both kinds offer."""
+    """The interface of both kinds of progress line."""
 
     def begin(self, line: str, done: float, total: float) -> None:
-        """Show where it begins, before there is any progress to show."""
+        """Show the starting point, before there is any progress to show."""
 
     def show(self, line: str, done: float, total: float) -> None:
-        """Show how far it is, in words and, for a bar, as `done` of `total`."""
+        """Show the progress, in words and, for a bar, as `done` of `total`."""
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
@@ -27,7 +27,7 @@ class Display(Protocol):
 
 
 def display(stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> Display:
-    """The kind that suits `stream` (default: stdout)."""
+    """Return the kind of display that suits `stream` (default: stdout)."""
     stream = stream or sys.stdout
     return _Bar(stream) if stream.isatty() else _Lines(stream, clock)
 
@@ -56,7 +56,7 @@ class _Lines:
 
 
 class _Bar:
-    """A line behind a bar, drawn again in place by rich; what is said stands above it, without markup or colours of rich's."""
+    """A line behind a bar, redrawn in place by rich; messages are printed above it, without rich's markup or colours."""
 
     def __init__(self, stream: TextIO):
         from rich.console import Console

@@ -20,14 +20,14 @@ Value = float | int | str | bool | None
 
 
 class MetricsLog:
-    """Appends records; each is in the file when `write` returns.
+    """A metrics file to which records are appended; each is in the file when `write` returns.
 
     Args:
         path: the file; its folder is made if need be.
         resume_step: the step of the checkpoint that this attempt continues from. Records of later steps, and a last
             line torn by a kill, are dropped. -1 starts from nothing.
-        keep: of the others, those for which this is false are dropped, too.
-        settled_step: of records up to this step all are kept; what lies before them in the file is not read.
+        keep: called with each other record; those for which it returns false are dropped, too.
+        settled_step: all records up to this step are kept, and the part of the file that holds only them is not read.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a metrics file, in order; none when there is no file. Safe while the run goes on.
+    """Return all whole records of a metrics file, in order; none when there is no file. Safe while the run goes on.
 
     Raises:
         UnreadableRecord: it is not a regular file, too large, or cannot be read.
@@ -82,7 +82,10 @@ def _is_record(value: object) -> bool:
 
 
 def _drop(path: Path, wanted: Callable[[dict[str, Any]], bool], settled_step: int) -> None:
-    """Leave only the wanted records in the file. Of a long one only the end is read, and usually cut off."""
+    """Keep only the wanted records in the file.
+
+    Only the end of a long file is read, and it is usually truncated in place.
+    """
     if not path.exists():
         return
     with path.open("r+b") as file:
@@ -97,7 +100,7 @@ def _drop(path: Path, wanted: Callable[[dict[str, Any]], bool], settled_step: in
             return
         file.seek(0)
         before = file.read(begin)
-    # By way of a second file, so that a kill in the middle loses nothing of what was recorded.
+    # A second file is written and renamed, so that a kill in the middle loses no record.
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("wb") as file:
         file.write(before + kept)
@@ -112,9 +115,12 @@ def _drop(path: Path, wanted: Callable[[dict[str, Any]], bool], settled_step: in
 
 
 def _settled_bytes(file: BinaryIO, size: int, settled_step: int) -> int:
-    """Where the part ends that need not be read: before it lies a block of whole records, none of a later step.
+    """Return the size of the first part of the file that need not be read.
 
-    Steps grow along the file; a whole block, since a rank that was cut off may have added some lines of its own.
+    That part ends with a block of whole records, none of a later step.
+
+    Steps grow along the file; a whole block is checked, since a rank that was cut off may have added some lines of its
+    own.
     """
     end = size
     while end > BLOCK_BYTES:

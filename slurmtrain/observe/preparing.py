@@ -1,4 +1,4 @@
-"""How far `prepare` is, for a person."""
+"""The progress of `prepare`, for a person."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from slurmtrain.observe.progress import format_count, format_duration
 
 
 class Preparing:
-    """Bytes, documents and the time left. `stream` and `clock`: see `display`."""
+    """A progress line of bytes, documents and the time left. `stream` and `clock`: see `display`."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
         self._clock, self._began = clock, clock()
         self._display = display(stream, clock)
 
     def show(self, tally: Tally) -> None:
-        """It is so far."""
+        """Show the progress."""
         self._display.show(describe(tally, self._clock() - self._began), tally.size, tally.total)
 
     def say(self, text: str) -> None:
@@ -32,7 +32,7 @@ class Preparing:
 
 
 def describe(tally: Tally, seconds: float) -> str:
-    """A tally in words, `seconds` after its first: 120.0/800.0 MB  5.1 MB/s  12.3k documents  2 bad  eta 2:13."""
+    """Describe a tally, `seconds` after its first: 120.0/800.0 MB  5.1 MB/s  12.3k documents  2 bad  eta 2:13."""
     words = [f"{tally.size / 1e6:.1f}/{tally.total / 1e6:.1f} MB"]
     speed = (tally.size - tally.before) / seconds if seconds > 0 else 0.0
     if speed:

@@ -1,4 +1,4 @@
-"""How far a run is, for a person."""
+"""The progress of a run, for a person."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from slurmtrain.observe.display import display
 
 
 class Progress:
-    """Steps, metrics and the time left, from the mean pace since this attempt began, pauses included.
+    """A progress line of steps, metrics and the time left.
+
+    The time is estimated from the mean pace since this attempt began, pauses included.
 
     Args:
         total: steps of the run.
-        initial: how many were done before this attempt.
+        initial: steps that were done before this attempt.
         stream, clock: see `display`.
     """
 
@@ -26,7 +28,10 @@ class Progress:
         self._display.begin(f"step {initial}/{total}  waiting for the first step", initial, total)
 
     def update(self, step: int, **metrics: float) -> None:
-        """`step` steps are done. `metrics` are numbers; loss, lr and tokens_per_s have a format of their own."""
+        """Show that `step` steps are done.
+
+        `metrics` are numbers; loss, lr and tokens_per_s have formats of their own.
+        """
         pace = (self._clock() - self._began) / max(step - self._initial, 1)
         eta = f"eta {format_duration(pace * max(self._total - step, 0))}"
         line = "  ".join([f"step {step}/{self._total}", *format_metrics(metrics), eta])
@@ -42,22 +47,22 @@ class Progress:
 
 
 def format_metrics(metrics: dict[str, Any]) -> list[str]:
-    """Each metric as a person reads it: `loss 2.31`, `lr 3.0e-4`, `12.3k tok/s`."""
+    """Format each metric for a person: `loss 2.31`, `lr 3.0e-4`, `12.3k tok/s`."""
     return [
         _FORMATS.get(name, lambda value, name=name: f"{name} {value:.4g}")(value) for name, value in metrics.items()
     ]
 
 
 def format_count(value: float) -> str:
-    """A number of tokens with its size: 950, 12.3k, 4.0M, 1.2G."""
+    """Format a number of tokens: 950, 12.3k, 4.0M, 1.2G."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size * 0.9995:  # what would round to 1000.0 belongs to the next letter
+        if value >= size * 0.9995:  # a value that would round to 1000.0 gets the next letter
             return f"{value / size:.1f}{letter}"
     return f"{value:.0f}"
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as a clock: 1:02, 2:03:04, 3-04:05:06 (days as SLURM writes them)."""
+    """Format seconds as a clock: 1:02, 2:03:04, 3-04:05:06 (days as SLURM writes them)."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

@@ -1,4 +1,4 @@
-"""One place where a run's numbers go in: the metrics file, TensorBoard and the progress line at once."""
+"""The one place to which a run's numbers go: it writes the metrics file, TensorBoard and the progress line."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from slurmtrain.observe.tensorboard import TensorBoardLog
 
 
 class Reporter:
-    """What rank 0 shows. Other ranks have a `SilentReporter`."""
+    """The output of rank 0. Other ranks have a `SilentReporter`."""
 
     def __init__(
         self, *, metrics_file: Path, tensorboard: Path | None, total_steps: int, resume_step: int, evaluated_at: int
     ):
-        # An evaluation, which has no training loss, that no checkpoint knows of is made again.
+        # A record without a training loss is of an evaluation: one after the last checkpoint is made again.
         self._metrics = MetricsLog(
             metrics_file,
             resume_step,
@@ -26,7 +26,7 @@ class Reporter:
         self._progress = Progress(total_steps, resume_step)
 
     def log(self, step: int, **values: float | str | None) -> None:
-        """Record one step's numbers and move the progress on."""
+        """Record one step's numbers, and update the progress line."""
         self._metrics.write(step, **values)
         if self._tensorboard is not None:
             self._tensorboard.write(step, **values)
@@ -34,7 +34,7 @@ class Reporter:
         self._progress.update(step, **shown)
 
     def record(self, step: int, **values: float) -> None:
-        """Record numbers without moving the progress: an evaluation."""
+        """Record the numbers of an evaluation, without updating the progress line."""
         self._metrics.write(step, **values)
         if self._tensorboard is not None:
             self._tensorboard.write(step, **values)
@@ -50,7 +50,7 @@ class Reporter:
 
 
 class SilentReporter(Reporter):
-    """For all ranks but 0: nothing is written, nothing is shown."""
+    """The reporter of all ranks but 0: it writes and shows nothing."""
 
     def __init__(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""The metrics once more for TensorBoard, where it is installed."""
+"""The same metrics as TensorBoard events, if TensorBoard is installed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 class TensorBoardLog:
-    """Writes scalars as TensorBoard events; without the `tensorboard` package it says so once and does nothing.
+    """A writer of scalars as TensorBoard events; without the `tensorboard` package it prints one message and does nothing.
 
     Args:
-        directory: where the event files go.
+        directory: folder of the event files.
         resume_step: the step of the checkpoint that this attempt continues from; TensorBoard hides what earlier
             attempts logged for later steps. None: it hides nothing.
     """
@@ -40,6 +40,6 @@ class TensorBoardLog:
                 self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Write what is buffered, and close."""
         if self._writer is not None:
             self._writer.close()

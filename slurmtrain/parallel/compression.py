@@ -1,4 +1,4 @@
-"""Gradient compression: what whole replicas (DDP) send each other, in fewer bytes. FSDP2 has its own `reduce_dtype`."""
+"""Gradient compression: replicas (DDP) exchange gradients in fewer bytes. FSDP2 has its own `reduce_dtype`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def compress(
     model: nn.parallel.DistributedDataParallel, parallel: ParallelConfig, group: dist.ProcessGroup
 ) -> PowerSGD | None:
-    """Make `model` send its gradients as `parallel.gradient_compression` says. Returns what has a state of its own."""
+    """Make `model` exchange its gradients as `parallel.gradient_compression` says.
+
+    Returns:
+        The compression if it has a state to save, else None.
+    """
     how = parallel.gradient_compression
     if how == "powersgd":
         return PowerSGD(model, group, rank=parallel.powersgd_rank, start_step=parallel.powersgd_start_step)
@@ -27,12 +31,12 @@ def compress(
 
 
 def _in_dtype(dtype: torch.dtype) -> Any:
-    """A hook of DDP that adds up a bucket's gradients in `dtype`.
+    """Return a communication hook of DDP that adds up a bucket's gradients in `dtype`.
 
-    As torch's `bf16_compress_hook`, which DDP refuses without CUDA.
+    torch's own `bf16_compress_hook` does the same, but DDP refuses it without CUDA.
     """
 
-    # DDP compares annotations with types, and here they are texts.
+    # DDP compares annotations with types, and the postponed ones of this module are strings.
     def hook(group, bucket):  # type: ignore[no-untyped-def]
         buffer = bucket.buffer()
         small = buffer.to(dtype).div_(group.size())
@@ -43,10 +47,13 @@ def _in_dtype(dtype: torch.dtype) -> Any:
 
 
 class PowerSGD:
-    """Gradients as products of two thin matrices (Vogels et al. 2019, arXiv:1905.13727); torch's hook, with a state to save.
+    """Compression of gradients to products of two thin matrices, by torch's hook, with a state to save.
 
-    What a step leaves out is added to the gradients of the next one, so each rank's state is its own and belongs into the
-    checkpoint. After a change of the number of ranks, or of what is compressed, it starts empty on all of them.
+    The method is that of Vogels et al. 2019, arXiv:1905.13727.
+
+    What a step leaves out is added to the gradients of the next one, so each rank has a state of its own, which belongs
+    in the checkpoint. After a change of the number of ranks, or of what is compressed, the state starts empty on all
+    ranks.
     """
 
     def __init__(
@@ -58,11 +65,11 @@ class PowerSGD:
         model.register_comm_hook(self._hook, powerSGD_hook)
 
     def begin(self, step: int) -> None:
-        """Steps are counted from `step` on: the same for all ranks, also for those that have restored nothing."""
+        """Count steps from `step` on, so that all ranks agree, including those that have restored no state."""
         self._hook.iter = step
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies: the next backward pass writes into the state, and a checkpoint may still be on its way."""
+        """Return copies of the state: the next backward pass writes into it while a checkpoint may still be being written."""
         hook = self._hook
         memory = {"error": hook.error_dict, "p": hook.p_memory_dict, "q": hook.q_memory_dict}
         return {

@@ -1,11 +1,11 @@
-"""Context parallelism: the ranks of a group share every sequence; each has a stretch of it.
+"""Context parallelism: the ranks of a group share every sequence; each has a contiguous part of it.
 
-All but attention works on single positions. Attention here replaces a Decoder's `attend` by one of two exact ways to see the
-rest of the sequence:
+Everything but attention works on single positions. Attention replaces a Decoder's `attend` by one of two exact ways to
+see the rest of the sequence:
 
     all_gather   keys and values of all ranks are gathered (Llama 3, arXiv:2407.21783, section 3.3.2); any number of heads
-    ulysses      stretches with all heads are exchanged for whole sequences with some heads, and back (Jacobs et al. 2023,
-                 arXiv:2309.14509); less to send, and the causal kernel can be used, but heads have to divide
+    ulysses      parts of sequences with all heads are exchanged for whole sequences with some heads, and back (Jacobs et
+                 al. 2023, arXiv:2309.14509); less to send, and the causal kernel can be used, but heads have to divide
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from slurmtrain.models.attention import CausalAttention, Mask, attention, docume
 
 
 def share_sequences(model: nn.Module, group: dist.ProcessGroup, method: str) -> None:
-    """Let the attention of `model` reach over all ranks of `group`.
+    """Replace the attention of `model` by one that reaches over all ranks of `group`.
 
     Raises:
-        ConfigError: it has no module with an `attend` to replace.
+        ConfigError: the model has no module with an `attend` to replace.
     """
     attentions = [module for module in model.modules() if hasattr(module, "attend")]
     if not attentions:
@@ -80,7 +80,7 @@ class ExchangedAttention(CausalAttention):
 
 
 class _AllGather(torch.autograd.Function):
-    """x of all ranks, in their order, along another first axis."""
+    """An autograd function that gathers x of all ranks, in their order, along a new first axis."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -97,7 +97,10 @@ class _AllGather(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Rank i gets x[i] of every rank, in the order of ranks. Its own inverse, and so its own gradient."""
+    """An autograd function that gives rank i x[i] of every rank, in the order of ranks.
+
+    It is its own inverse and so its own gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -24,7 +24,7 @@ def replicate(model: nn.Module, device: torch.device, group: dist.ProcessGroup |
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Within it, backward only accumulates: all but the last micro batch of a step need no communication."""
+    """Return a context in which backward only accumulates: all micro batches of a step but the last need no communication."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         context: AbstractContextManager[None] = model.no_sync()
         return context
@@ -36,8 +36,8 @@ def settle_buckets(model: nn.Module, backward: Callable[[], None]) -> None:
 
     DDP reduces in one bucket during its first backward and regroups by arrival order afterwards. A sum over ranks is
     rounded according to its place in a bucket, so the first step after a restart would differ in its last bits from the
-    same step of a run that was never interrupted. One backward that is thrown away makes all real steps alike; random
-    state and buffers are left as they were.
+    same step of a run that was never interrupted. One backward whose gradients are discarded makes all real steps
+    alike; random state and buffers are left as they were.
 
     Args:
         backward: one forward and backward pass through `model` on any batch of the usual shape.
@@ -47,7 +47,7 @@ def settle_buckets(model: nn.Module, backward: Callable[[], None]) -> None:
 
 
 def without_trace(model: nn.Module, backward: Callable[[], None]) -> None:
-    """Call `backward`, and leave gradients, buffers and random state as they were before."""
+    """Call `backward`, then clear gradients and restore buffers and random state."""
     buffers = [buffer.clone() for buffer in model.buffers()]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):

@@ -1,4 +1,4 @@
-"""The norm of all gradients, and clipping by it, wherever their parts lie."""
+"""The norm of all gradients, and clipping by it, for any distribution of the parameters."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ def clip_gradients(
     group: dist.ProcessGroup | None,
     shared: Sequence[nn.Parameter] = (),
 ) -> Tensor:
-    """Scale all gradients so that their norm is at most `limit`; 0: as they are. Returns the norm before, a scalar.
+    """Scale all gradients so that their norm is at most `limit`, and return the norm before, a scalar.
 
-    `nn.utils.clip_grad_norm_` adds up the parts of DTensors on one mesh; pipeline stages have none in common. Here every rank
-    adds up its own part, an element that n ranks hold counting 1/n on each, and one sum over all ranks does for any layout.
+    `nn.utils.clip_grad_norm_` adds up the parts of DTensors on one mesh; pipeline stages have no mesh in common. Here
+    every rank adds up its own part, where an element that n ranks hold counts 1/n on each, and one sum over all ranks
+    does for any layout.
 
     Args:
         parameters: DTensors.
+        limit: the greatest norm; 0: gradients are not scaled.
         group: all ranks; None for a single one.
-        shared: those of `parameters` that another stage of the pipeline has, too, with the same gradient.
+        shared: those of `parameters` that another stage of the pipeline also has, with the same gradient.
     """
     gradients = [parameter.grad for parameter in parameters if isinstance(parameter.grad, DTensor)]
     twice = {id(parameter.grad) for parameter in shared}
@@ -33,7 +35,7 @@ def clip_gradients(
     by_holders: dict[int, list[Tensor]] = {}
     for gradient, norm in zip(gradients, torch._foreach_norm(local), strict=True):
         by_holders.setdefault(_holders(gradient) * (2 if id(gradient) in twice else 1), []).append(norm)
-    # Without a tensor from the host, whose copy would wait until the GPU has finished its backward pass.
+    # No tensor comes from the host, since its copy would wait until the GPU has finished its backward pass.
     parts = [torch.stack(norms).double().square().sum() / holders for holders, norms in by_holders.items()]
     total = torch.stack(parts).sum()
     if group is not None:
@@ -45,6 +47,6 @@ def clip_gradients(
 
 
 def _holders(tensor: DTensor) -> int:
-    """Ranks of its mesh that hold the same elements."""
+    """Return the number of ranks of the tensor's mesh that hold the same elements."""
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return math.prod(size for placement, size in sizes if placement.is_replicate())

@@ -1,4 +1,4 @@
-"""How a model is laid over the ranks, in the one order in which the parts fit together."""
+"""Distribute a model over the ranks, in the one order in which the kinds of parallelism fit together."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Laid:
-    """A model on its ranks.
+    """A model distributed over its ranks.
 
     Attributes:
-        model: what this rank holds of it, to be optimised and saved; parameters have the names of the whole model.
-        stages: what is called: the model, or its pipeline stages on this rank.
-        numbers: theirs; `stage_count` is of all stages.
+        model: the part of the model that this rank holds, optimises and saves; parameters have the names of the whole
+            model.
+        stages: the modules that are called: the model, or its pipeline stages on this rank.
+        numbers: the stages' numbers among all stages.
+        stage_count: number of all stages of the pipeline.
         layout, at: the layout, and this rank's coordinates in it.
-        mesh: None for plain replicas.
-        compression: of gradients, where it has a state to save.
-        shared: parameters that another stage has, too, at the other end of the pipeline: those of a tied embedding.
+        mesh: the device mesh; None for plain replicas.
+        compression: the compression of gradients, if it has a state to save.
+        shared: parameters that the stage at the other end of the pipeline also has: those of a tied embedding.
     """
 
     model: nn.Module
@@ -52,7 +54,7 @@ class Laid:
 
     @property
     def speaks(self) -> bool:
-        """This rank's samples count. Others with the same ones, sharing model or sequences, say nothing."""
+        """Whether this rank counts its samples, as the first of the ranks that share the same samples."""
         return all(self.at[axis] == 0 for axis in ("pp", "cp", "tp"))
 
     def group(self, axis: str) -> dist.ProcessGroup:
@@ -70,15 +72,18 @@ def lay(
     group: dist.ProcessGroup | None,
     fill: Callable[[nn.Module], nn.Module],
 ) -> Laid:
-    """Stages -> tensors and sequences -> activation checkpointing -> compilation -> sharding; or plain replicas.
+    """Distribute `model` over the ranks.
+
+    The order is: pipeline stages -> tensors and sequences -> activation checkpointing -> compilation -> sharding. If
+    the layout needs none of them, the model is wrapped as a plain replica.
 
     Args:
-        model: whole, the same on all ranks, or on the meta device.
+        model: the whole model, the same on all ranks, or on the meta device.
         group: all ranks; None for a single one.
-        fill: brings what this rank holds to its device, with its initial values.
+        fill: moves the part that this rank holds to its device and gives it its initial values.
 
     Raises:
-        ConfigError: the model is not made for such a layout.
+        ConfigError: the model does not support such a layout.
     """
     if not layout.uses_fsdp(parallel):
         prepare_units(model, parallel)
@@ -116,7 +121,10 @@ def lay(
 
 
 def _compressed(model: nn.Module, parallel: ParallelConfig, group: dist.ProcessGroup | None) -> PowerSGD | None:
-    """Gradients of replicas go through fewer bytes, where that is asked for. Returns what has a state of its own."""
+    """Compress the gradients of replicas if the config asks for it.
+
+    Return the compression if it has a state to save.
+    """
     if group is None or parallel.gradient_compression == "none":
         return None
     from slurmtrain.parallel.compression import compress

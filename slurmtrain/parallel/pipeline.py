@@ -1,15 +1,15 @@
 """Pipeline parallelism: the model is cut into stages, and a step's micro batches go through them one after another.
 
-A stage is the model without the parts that other stages have; what it has keeps its name, so a checkpoint does not know of
-stages. A model of your own says how it is cut by a method
+A stage is the model without the parts that other stages have; its parts keep their names, so a checkpoint does not
+depend on stages. A model of your own defines how it is cut by a method
 
-    pipeline_part(numbers: Sequence[int], of: int) -> Module     what stages `numbers` have, of `of` stages
+    pipeline_part(numbers: Sequence[int], of: int) -> Module     the part that stages `numbers` of `of` stages have
 
-A parameter may be in the first and in the last stage, as the matrix of a tied embedding: each has a copy, and the gradients of
-both are added up, so that they stay the same to the last bit.
+A parameter may be in the first and in the last stage, as the matrix of a tied embedding: each has a copy, and the
+gradients of both are added up, so that they stay the same to the last bit.
 
-The schedules are torch's (torch.distributed.pipelining): GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019), interleaved
-1F1B (Narayanan et al. 2021), zero bubble (Qi et al. 2024, arXiv:2401.10241).
+The schedules are torch's (torch.distributed.pipelining): GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019),
+interleaved 1F1B (Narayanan et al. 2021), zero bubble (Qi et al. 2024, arXiv:2401.10241).
 """
 
 from __future__ import annotations
@@ -41,16 +41,18 @@ _TORCH_NAMES = {
 
 
 def stage_numbers(rank: int, ranks: int, schedule: str) -> tuple[list[int], int]:
-    """The stages of a pipeline's `rank` of `ranks`, and how many there are in all."""
+    """Return the numbers of the stages that rank `rank` of `ranks` ranks of a pipeline has, and the number of all stages."""
     stages = ranks * STAGES_PER_RANK[schedule]
     return list(range(rank, stages, ranks)), stages
 
 
 def part(model: nn.Module, numbers: Sequence[int], of: int) -> nn.Module:
-    """What stages `numbers` of `of` have of `model`: another module that holds the same submodules under the same names.
+    """Return the part of `model` that stages `numbers` of `of` have.
+
+    It is another module with the same submodules under the same names.
 
     Raises:
-        ConfigError: nobody has said how the model is cut.
+        ConfigError: the model does not define how it is cut.
     """
     cut = getattr(model, "pipeline_part", None)
     if cut is not None:
@@ -74,14 +76,14 @@ def part(model: nn.Module, numbers: Sequence[int], of: int) -> nn.Module:
 
 
 def _copy(model: Decoder) -> Decoder:
-    """The same submodules; names and hooks of its own."""
+    """Return a copy of `model` with the same submodules, but with names and hooks of its own."""
     result = object.__new__(type(model))
     result.__dict__ = {name: copy.copy(value) for name, value in model.__dict__.items()}
     return result
 
 
 def shared_by_ends(model: nn.Module, of: int) -> list[str]:
-    """Names of the parameters of `model` that the first and the last of `of` stages both have.
+    """Return the names of the parameters of `model` that the first and the last of `of` stages both have.
 
     Raises:
         ConfigError: other stages share one, or those two have it under different names.
@@ -109,11 +111,11 @@ class Pipeline:
     """This rank's stages and the schedule by which they work.
 
     Args:
-        stages: this rank's, with their numbers.
-        count: of all stages.
-        micro_batches: of a step.
-        shared: parameters that the other end of the pipeline has, too.
-        loss: of one micro batch's logits and targets; called where the last stage is.
+        stages: this rank's stages, with their numbers.
+        count: number of all stages.
+        micro_batches: number of micro batches of a step.
+        shared: parameters that the other end of the pipeline also has.
+        loss: returns the loss of one micro batch's logits and targets; called on the rank of the last stage.
     """
 
     def __init__(
@@ -146,10 +148,10 @@ class Pipeline:
         self._losses: list[Tensor] = []
 
     def train(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> list[Tensor]:
-        """Forward and backward of a whole step [micro batches x B, S]; the losses, where the last stage is.
+        """Run forward and backward of a whole step [micro batches x B, S], and return the losses on the rank of the last stage.
 
         Args:
-            more: what every stage is called with, beside the output of the one before it.
+            more: further arguments of every stage, beside the output of the one before it.
         """
         losses = self._run(self._schedule.step, inputs, targets, more)
         for parameter in self._shared:
@@ -158,13 +160,16 @@ class Pipeline:
         return losses
 
     def evaluate(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> list[Tensor]:
-        """As `train`, but forward only."""
+        """Run the forward pass only; otherwise as `train`."""
         losses = self._run(self._schedule.eval, inputs, targets, more)
         reshard(self._stages)
         return losses
 
     def _add_up_ends(self, gradient: Tensor) -> None:
-        """Both ends add two numbers, which gives the same bits in either order."""
+        """Add the gradient of the pipeline's other end.
+
+        Both ends add the same two numbers, so they get the same bits.
+        """
         peer = self._group.size() - 1 if self._first else 0
         theirs = torch.empty_like(gradient)
         exchange = [

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from slurmtrain.config.schema import ParallelConfig
 from slurmtrain.parallel.units import units
 
-# What is kept by "selective": the results of the units' expensive operations. All else is cheap to compute again.
+# The results that "selective" keeps: those of expensive operations. All others are cheap to compute again.
 _KEPT = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -24,7 +24,7 @@ _KEPT = (
 
 
 def prepare_units(model: nn.Module, parallel: ParallelConfig) -> None:
-    """Activation checkpointing and compilation."""
+    """Apply activation checkpointing and compilation to the units of `model`, as `parallel` says."""
     if parallel.activation_checkpointing == "none" and not parallel.compile:
         return
     for unit in units(model, parallel.units):
@@ -35,7 +35,10 @@ def prepare_units(model: nn.Module, parallel: ParallelConfig) -> None:
 
 
 def recompute(unit: nn.Module, which: str) -> None:
-    """Free the activations inside of `unit` after its forward pass, all ("full") or the cheap ones ("selective")."""
+    """Free the activations inside `unit` after its forward pass.
+
+    Free all of them ("full") or those that are cheap to recompute ("selective").
+    """
     again = functools.partial(checkpoint, unit.forward, use_reentrant=False)
     if which == "selective":
         again = functools.partial(again, context_fn=functools.partial(create_selective_checkpoint_contexts, _policy))
@@ -57,8 +60,9 @@ def compile_unit(unit: nn.Module) -> None:
 
 
 def _arrived(value: Any) -> Any:
-    """A plain tensor for one that is still on its way from other ranks.
+    """Return `value` as a plain tensor, waiting for one that is still being received from other ranks.
 
-    The result of a DTensor's collective is a subclass of Tensor through which compiled code passes no gradient back (2.13).
+    The result of a DTensor's collective is a subclass of Tensor through which compiled code passes no gradient back
+    (2.13).
     """
     return value.clone() if isinstance(value, Tensor) and type(value) is not Tensor else value

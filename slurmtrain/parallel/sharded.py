@@ -1,4 +1,4 @@
-"""A model that is shared among ranks: the mesh, and what is done to each stage, in the order in which it fits together."""
+"""A model that is sharded among ranks: the device mesh, and the kinds of parallelism applied to each stage in their order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def shard_stages(
     device: torch.device,
     mesh: DeviceMesh,
 ) -> None:
-    """Tensors and sequences -> activation checkpointing -> compilation -> sharding, in place."""
+    """Apply tensor and context parallelism -> activation checkpointing -> compilation -> sharding to each stage, in place."""
     sequences = sequence_group(layout, device) if layout.cp > 1 else None
     for stage in stages:
         if layout.tp > 1:
@@ -40,7 +40,7 @@ def shard_stages(
 
 
 def reshard(stages: Sequence[nn.Module]) -> None:
-    """Free what a forward pass has gathered and no backward pass follows that would do it."""
+    """Free the parameters that a forward pass has gathered, if no backward pass follows that would free them."""
     for stage in stages:
         for module in stage.modules():
             if isinstance(module, FSDPModule):
@@ -48,9 +48,10 @@ def reshard(stages: Sequence[nn.Module]) -> None:
 
 
 def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """The axes that are in use, and always `dp_shard`. Called by all ranks together.
+    """Return a mesh of the axes that are larger than 1, and always `dp_shard`. Called by all ranks together.
 
-    Ranks that share sequences hold the same parameters and see other tokens, as shards do; they are shards here.
+    Ranks that share sequences hold the same parameters and see other tokens, as shards do, so they count as shards
+    here.
     """
     if not dist.is_initialized():  # a single rank, whose sharding is a formality
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -66,22 +67,25 @@ def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The part over which gradients are added up: [replicas,] shards."""
+    """Return the part of the mesh over which gradients are added up: [replicas,] shards."""
     replicas = "dp_replicate" in (mesh.mesh_dim_names or ())
     return mesh["dp_replicate", "dp_shard"] if replicas else mesh["dp_shard"]
 
 
 def sequence_group(layout: Layout, device: torch.device) -> dist.ProcessGroup:
-    """The ranks that share sequences with this one: the axis `cp`, which is a part of `dp_shard` in the mesh."""
+    """Return the group of the ranks that share sequences with this one.
+
+    It is the axis `cp`, which is a part of `dp_shard` in the mesh.
+    """
     shape = (layout.world_size // (layout.cp * layout.tp), layout.cp, layout.tp)
     return init_device_mesh(device.type, shape, mesh_dim_names=("others", "cp", "tp")).get_group("cp")
 
 
 def _shard(stage: nn.Module, parallel: ParallelConfig, mesh: DeviceMesh, *, keep: bool) -> None:
-    """FSDP2, or HSDP on a mesh of two axes. Also for replicas of one shard, so that all layouts go one way.
+    """Apply FSDP2, or HSDP on a mesh of two axes; also to replicas of one shard, so that all layouts are treated alike.
 
     Args:
-        keep: gathered parameters stay until the last micro batch has gone through: stages would gather them for each.
+        keep: keep gathered parameters until the last micro batch is through, since stages would gather them for each.
     """
     free = parallel.reshard_after_forward if parallel.reshard_after_forward is not None else not keep
     precision = MixedPrecisionPolicy(
@@ -90,15 +94,16 @@ def _shard(stage: nn.Module, parallel: ParallelConfig, mesh: DeviceMesh, *, keep
     )
     for unit in units(stage, parallel.units):
         fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=free)
-    # What is left is used first in the forward pass and last, so that freeing it between would be for nothing.
+    # The other parameters are used at the beginning and at the end of the forward pass, so they are not freed in
+    # between.
     fully_shard(stage, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
 
 
 def _tell_positions(stage: nn.Module, parallel: ParallelConfig, layout: Layout, stretch: int) -> None:
-    """Where the shape of its input does not say at which positions of the sequence a stage works, tell it."""
+    """Pass a stage its positions in the sequence, if they do not follow from the shape of its input."""
     if layout.cp == 1 and (layout.pp == 1 or layout.tp == 1 or not parallel.sequence_parallel):
         return
-    cut = layout.tp if parallel.sequence_parallel else 1  # of the residual stream, which comes from the stage before
+    cut = layout.tp if parallel.sequence_parallel else 1  # parts of the stream from the stage before
 
     def tell(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         length = args[0].shape[1] * (cut if args[0].is_floating_point() else 1)

@@ -1,12 +1,13 @@
-"""Tensor parallelism: every matrix is shared by the ranks of a group, in columns and then in rows (Shoeybi et al. 2019,
-arXiv:1909.08053), and so are, with sequence parallelism, the activations between them, along the sequence (Korthikanti et al.
-2022, arXiv:2205.05198).
+"""Tensor parallelism: every matrix is divided among the ranks of a group, by columns and then by rows.
 
-A plan says for each module how. The Decoder's is here; a model of your own brings one by a method
+The method is that of Shoeybi et al. 2019, arXiv:1909.08053. With sequence parallelism, the activations between the
+matrices are divided, too, along the sequence (Korthikanti et al. 2022, arXiv:2205.05198).
+
+A plan names the style of each module. The Decoder's plan is here; a model of your own provides one by a method
 
     tensor_plan(sequence_parallel: bool) -> {name of a module: torch's ParallelStyle}
 
-whose output layer leaves the logits cut along the vocabulary (`ColwiseParallel(output_layouts=Shard(-1))`).
+whose output layer leaves the logits divided along the vocabulary (`ColwiseParallel(output_layouts=Shard(-1))`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def share_matrices(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: boo
     """Turn the parameters of `model`, the same on all ranks, into DTensors on `mesh`, by its plan.
 
     Raises:
-        ConfigError: it has no plan, or its plan leaves parameters out.
+        ConfigError: the model has no plan, or its plan leaves parameters out.
     """
     parallelize_module(model, mesh, plan_of(model, sequence_parallel=sequence_parallel))
     left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
@@ -45,6 +46,11 @@ def share_matrices(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: boo
 
 
 def plan_of(model: nn.Module, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    """Return the plan of a model: its own, or that of the Decoder.
+
+    Raises:
+        ConfigError: the model has none.
+    """
     own = getattr(model, "tensor_plan", None)
     if own is not None:
         plan: dict[str, ParallelStyle] = own(sequence_parallel)
@@ -81,11 +87,11 @@ def plan_of(model: nn.Module, *, sequence_parallel: bool) -> dict[str, ParallelS
 
 
 class Replicated(ParallelStyle):
-    """Every rank has all parameters of the module, and applies them to its own part of the activations.
+    """A style in which every rank has all parameters of the module, and applies them to its own part of the activations.
 
     Args:
-        placement: how the input lies, and the output.
-        output: None: the output is a rank's own part; else a DTensor that lies so.
+        placement: placement of the input, and of the output.
+        output: placement of the output as a DTensor; None: the output is a rank's own part.
     """
 
     def __init__(self, placement: Placement, output: Placement | None = None):

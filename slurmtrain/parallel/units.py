@@ -1,7 +1,7 @@
-"""Units: the modules whose parameters FSDP2 gathers together, and that are compiled and computed again one by one.
+"""Units: the modules whose parameters FSDP2 gathers together, and that are compiled and recomputed one by one.
 
-A model names them by its attribute `parallel_units`, a tuple of class names; a config by `parallel.units`. Where neither does,
-they follow from the sizes.
+A model names them by its attribute `parallel_units`, a tuple of class names; a config by `parallel.units`. If neither
+does, they follow from the sizes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LARGEST, SMALLEST = 0.25, 0.002
 
 
 def units(model: nn.Module, class_names: Sequence[str] = ()) -> list[nn.Module]:
-    """The units of `model`, in order; none contains another, and none shares a parameter with what is outside.
+    """Return the units of `model`, in order; none contains another, and none shares a parameter with a module outside it.
 
     Raises:
         ConfigError: no module is of such a class.
@@ -37,9 +37,9 @@ def units(model: nn.Module, class_names: Sequence[str] = ()) -> list[nn.Module]:
 
 
 def _by_size(model: nn.Module) -> Iterator[nn.Module]:
-    """From the top down, the first modules that are small enough.
+    """Yield the first modules, from the top down, that are small enough.
 
-    No embedding: its matrix may be used for the output, too, when its own forward pass is long over.
+    No embedding is a unit: its matrix may be used for the output, too, long after its own forward pass.
     """
     total = _size(model)
     uses: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Loss and best guess where the vocabulary is cut among ranks: none of them ever has all logits of a token."""
+"""Loss and most probable token when the vocabulary is divided among ranks: no rank ever has all logits of a token."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 
 def vocabulary_loss_sum(logits_BSV: Tensor, targets_BS: Tensor, group: dist.ProcessGroup, ignored: int) -> Tensor:
-    """Sum of the cross-entropies of `targets_BS`, in nats, of logits whose vocabulary is cut among the ranks of `group`.
+    """Return the sum of the cross-entropies, in nats, of logits whose vocabulary is divided among ranks.
 
     Args:
         logits_BSV: this rank's part, [B, S, V / ranks], in the order of ranks.
-        ignored: targets that do not count.
+        ignored: value of targets that do not count.
     """
     return _VocabularyLossSum.apply(_local(logits_BSV).flatten(0, -2).float(), targets_BS.flatten(), group, ignored)
 
 
 def vocabulary_argmax(logits_BSV: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The token with the highest logit, int64 [B, S]; of equals the first, as by torch.argmax of all logits."""
+    """Return the token with the highest logit, int64 [B, S]; of equal ones the first, as torch.argmax of all logits would."""
     own_BSV = _local(logits_BSV)
     highest_BS, guess_BS = own_BSV.max(dim=-1)
     whole_BS = highest_BS.clone()
@@ -32,7 +32,7 @@ def vocabulary_argmax(logits_BSV: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def whole_vocabulary(logits_BSV: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All logits [B, S, V], on every rank of `group`."""
+    """Return all logits [B, S, V], on every rank of `group`."""
     own_BSV = _local(logits_BSV).contiguous()
     parts = [torch.empty_like(own_BSV) for _ in range(group.size())]
     dist.all_gather(parts, own_BSV, group)
@@ -47,11 +47,11 @@ def _local(logits_BSV: Tensor) -> Tensor:
 
 
 class _VocabularyLossSum(torch.autograd.Function):
-    """log(sum(exp(logits))) - logits[target], of which every rank has some terms."""
+    """An autograd function of log(sum(exp(logits))) - logits[target], of which every rank has some terms."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGroup, ignored: int) -> Tensor:
-        own = targets_N - group.rank() * logits_NV.shape[1]  # where a target stands in this rank's part
+        own = targets_N - group.rank() * logits_NV.shape[1]  # position of the target in this rank's part
         here_N = (own >= 0) & (own < logits_NV.shape[1]) & (targets_N != ignored)
         place_N1 = torch.where(here_N, own, 0)[:, None]
         highest_N = logits_NV.amax(dim=1)
@@ -66,7 +66,7 @@ class _VocabularyLossSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        """softmax - 1 at the target, for this rank's part."""
+        """Return softmax - 1 at the target, for this rank's part."""
         softmax_NV, place_N1, here_N, counts_N = ctx.saved_tensors
         result = softmax_NV.scatter_add(1, place_N1, -here_N[:, None].to(softmax_NV.dtype))
         return result * (counts_N[:, None] * gradient), None, None, None

@@ -1,1 +1,4 @@
-"""Planning: what a run will need, by arithmetic alone, before anything is submitted. Knows neither torch nor SLURM."""
+"""Planning: the memory that a run will need, by arithmetic alone, before anything is submitted.
+
+Imports neither torch nor SLURM's parts.
+"""

@@ -1,6 +1,7 @@
-"""Does it fit? A config's bytes on each GPU, before anything is submitted, and what would fit instead.
+"""Estimate a config's bytes on each GPU before anything is submitted, and find changes with which it would fit.
 
-By arithmetic, so that hundreds of layouts can be gone through on a login node. `runtime/dry.py` lays out the real model.
+Estimates are arithmetic, so that hundreds of layouts can be tried on a login node. `runtime/dry.py` builds the real
+model.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from slurmtrain.planner.shape import DecoderShape
 GIB = 2**30
 DECODER = "slurmtrain.models.Decoder"
 CHECKPOINTING = ("none", "selective", "full")  # each keeps less than the one before, and takes longer
-# What slows training down least; all that a proposal may change.
+# The keys that a proposal may change; those that slow training down least come first.
 CHEAPEST_FIRST = "dp_shard dp_replicate micro_batch_size activation_checkpointing tp cp pp nodes".split()
-NODE_DOUBLINGS = 5  # so many times more are tried where nothing else helps
+NODE_DOUBLINGS = 5  # doublings of the nodes that are tried if nothing else helps
 PROPOSALS = 3
-ROOM = 0.9  # of a GPU's memory that a proposal may take: CUDA, NCCL and the allocator want some, too
+ROOM = 0.9  # share of a GPU's memory that a proposal may take: CUDA, NCCL and the allocator need some
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes on the first rank of a pipeline's stage; the others of the stage have as much, or less where cuts are uneven.
+    """Bytes on the first rank of a pipeline's stage; the other ranks of the stage have as much, or less where cuts are uneven.
 
     Attributes:
-        gathered, activations: estimates, see `RankMemory`; None: not known of this model.
+        gathered, activations: estimates, see `RankMemory`; None: not known for this model.
     """
 
     stage: int
@@ -53,16 +54,16 @@ class StageMemory:
 
     @property
     def kept(self) -> int:
-        """From step to step; this is exact."""
+        """The bytes that are kept from step to step; they are exact."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        """Of all that is known."""
+        """The bytes of everything that is known."""
         return self.kept + (self.gathered or 0) + (self.activations or 0)
 
     def __str__(self) -> str:
-        """As in "21.3 GB (parameters 4.0, gradients 4.0, optimiser 8.0, gathered 1.2, activations 4.1)"."""
+        """Return a text such as "21.3 GB (parameters 4.0, gradients 4.0, optimiser 8.0, gathered 1.2, activations 4.1)"."""
         parts = {
             "parameters": self.parameters,
             "gradients": self.gradients,
@@ -75,12 +76,16 @@ class StageMemory:
 
 
 def in_gb(count: float) -> str:
-    """Bytes as 2^30 of them, as nvidia-smi and SLURM count."""
+    """Format bytes in units of 2^30, as nvidia-smi and SLURM count."""
     return f"{count / GIB:.1f}"
 
 
 def memory_of(config: Config, layout: Layout) -> list[StageMemory] | None:
-    """By arithmetic; None where the model is not our decoder, or one that cannot be, which it says itself when it is built."""
+    """Estimate the memory of each stage by arithmetic.
+
+    Returns:
+        None if the model is not our decoder, or if its sizes are not valid, which it reports itself when it is built.
+    """
     if config.job.kind != "train" or config.model.get("_target_") != DECODER or not _has_sizes(config.model):
         return None
     parallel, reshard = config.parallel, config.parallel.reshard_after_forward
@@ -120,21 +125,21 @@ def _has_sizes(model: dict[str, Any]) -> bool:
 
 
 def share_of_gpu(config: Config) -> float | None:
-    """How much of its GPU's memory the fullest rank takes, by arithmetic; None: not known."""
+    """Return the share of its GPU's memory that the fullest rank takes, by arithmetic; None: not known."""
     limit = config.cluster.gpu_memory_gb
     stages = memory_of(config, layout_of(config)) if limit is not None else None
     return max(stage.total for stage in stages) / (limit * GIB) if stages and limit is not None else None
 
 
 def check_host_memory(config: Config, memory: int | None, *, has_gpu: bool) -> None:
-    """Compare what a job on CPUs keeps with the memory that it has, where that is known: it would swap, or be killed.
+    """Compare what a job on CPUs keeps in memory with the memory that it has, if that is known: it would swap, or be killed.
 
     Args:
         memory: bytes of this machine, for cluster.backend=local; None: not known.
-        has_gpu: this machine has one.
+        has_gpu: whether this machine has a GPU.
 
     Raises:
-        ConfigError: parameters, gradients and optimiser state alone are more.
+        ConfigError: parameters, gradients and optimiser state alone take more.
     """
     cluster, limit, whose = config.cluster, memory, "this machine has"
     if cluster.backend == "slurm":
@@ -154,13 +159,13 @@ def check_host_memory(config: Config, memory: int | None, *, has_gpu: bool) -> N
 
 
 def check_fits(config: Config, stages: list[StageMemory] | None = None) -> None:
-    """Compare with `cluster.gpu_memory_gb`, where that is set.
+    """Compare the memory of each stage with `cluster.gpu_memory_gb`, if that is set.
 
     Args:
-        stages: of the model as it is laid out; None: by arithmetic, if it can be known.
+        stages: memory of the model as it was built; None: an estimate by arithmetic, if possible.
 
     Raises:
-        ConfigError: it cannot fit; with the bytes, and what would fit.
+        ConfigError: the model cannot fit; the message gives the bytes, and changes with which it would fit.
     """
     limit = config.cluster.gpu_memory_gb
     if limit is None:
@@ -182,10 +187,10 @@ def check_fits(config: Config, stages: list[StageMemory] | None = None) -> None:
 
 
 def changes_that_fit(config: Config, limit: float) -> list[str]:
-    """Up to three sets of overrides with which it fits: those that change least, none beside a part of itself.
+    """Return up to three sets of overrides with which the model fits: those that change least, none of which contains another.
 
-    They leave the results as they are: other layouts, activation checkpointing, smaller micro batches. Where none helps, more
-    nodes.
+    They leave the results as they are: other layouts, activation checkpointing, smaller micro batches. If none of them
+    helps, they also use more nodes.
 
     Args:
         limit: bytes on a GPU.
@@ -194,7 +199,7 @@ def changes_that_fit(config: Config, limit: float) -> list[str]:
         nodes = config.cluster.nodes * 2**doublings
         larger = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, nodes=nodes))
         more = [f"cluster.nodes={nodes}"] if doublings else []
-        found: dict[frozenset[str], str] = {}  # what is changed -> how
+        found: dict[frozenset[str], str] = {}  # changed keys -> overrides
         for words, total in sorted(_fitting(larger, limit, more), key=lambda change: _cost(change[0])):
             keys = frozenset(_keys(words))
             if keys and not any(other <= keys for other in found):
@@ -213,10 +218,13 @@ def _keys(words: list[str]) -> list[str]:
 
 
 def _fitting(config: Config, limit: float, more: list[str]) -> Iterator[tuple[list[str], float]]:
-    """For every layout that can be, the nearest first: the least further change with which it fits; and the bytes then."""
+    """Yield, for every possible layout, the least set of overrides with which it fits, and the bytes then.
+
+    The layouts nearest to the config's come first.
+    """
     for layout in nearest_layouts(config):
         ways = sorted(_ways(config, layout), key=lambda way: (len(way[1]), way[0]))
-        if _most(ways[-1][2], layout) > limit:  # of the most frugal way
+        if _most(ways[-1][2], layout) > limit:  # the change that needs least memory
             continue
         for _, further, changed in ways:
             if (total := _most(changed, layout)) <= limit:
@@ -229,7 +237,7 @@ def _most(config: Config, layout: Layout) -> float:
 
 
 def _ways(config: Config, layout: Layout) -> Iterator[tuple[int, list[str], Config]]:
-    """What can be changed within a layout: how much of a change it is, the overrides, the config."""
+    """Yield the changes that are possible within a layout: the size of the change, the overrides, and the changed config."""
     kinds = CHECKPOINTING[CHECKPOINTING.index(config.parallel.activation_checkpointing) :]
     for (slower, kind), (halvings, size) in itertools.product(enumerate(kinds), enumerate(_sizes(config, layout))):
         parallel = dataclasses.replace(config.parallel, activation_checkpointing=kind)
@@ -240,7 +248,7 @@ def _ways(config: Config, layout: Layout) -> Iterator[tuple[int, list[str], Conf
 
 
 def _sizes(config: Config, layout: Layout) -> list[int]:
-    """The micro batch, halved until it is a single sequence; each divides the one before."""
+    """Return the micro batch size and its halves down to a single sequence; each divides the one before."""
     sizes = [micro_batch_size(config, layout)]
     while sizes[-1] > 1:
         sizes.append(sizes[-1] // 2 if sizes[-1] % 2 == 0 else 1)
@@ -248,9 +256,12 @@ def _sizes(config: Config, layout: Layout) -> list[int]:
 
 
 def in_flight(schedule: str, pp: int, micro_batches: int) -> tuple[float, ...]:
-    """Micro batches whose activations each rank of a pipeline keeps at once (Narayanan et al. 2021, section 2.2).
+    """Return the number of micro batches whose activations each rank of a pipeline keeps at once.
 
-    With two stages a rank, each keeps half of a micro batch's. Zero bubble keeps them until the weights' gradients are done.
+    See Narayanan et al. 2021, section 2.2.
+
+    With two stages a rank, each keeps half of a micro batch's. Zero bubble keeps them until the weights' gradients are
+    done.
     """
     if schedule == "gpipe":
         return (micro_batches,) * pp

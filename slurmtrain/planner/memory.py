@@ -1,10 +1,10 @@
-"""What a decoder takes of each GPU's memory under a layout, by arithmetic.
+"""The memory that a decoder takes on each GPU under a layout, by arithmetic.
 
 Parameters, gradients and optimiser state are exact: the cuts of tensor parallelism and FSDP, to the last element.
-Activations and what is gathered for the moment are estimates. They count the tensors that autograd keeps, as Korthikanti et
-al. 2022 do ("Reducing activation recomputation in large transformer models", arXiv:2205.05198, section 4), for this decoder
-instead of GPT: SwiGLU, shared key/value heads, no dropout, and attention that keeps no S x S matrix (Dao et al. 2022,
-arXiv:2205.14135).
+Activations and temporarily gathered parameters are estimates. They count the tensors that autograd keeps, as
+Korthikanti et al. 2022 do ("Reducing activation recomputation in large transformer models", arXiv:2205.05198, section
+4), for this decoder instead of GPT: SwiGLU, shared key/value heads, no dropout, and attention that keeps no S x S
+matrix (Dao et al. 2022, arXiv:2205.14135).
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ LOSS_BYTES = 4  # the loss is computed in float32
 
 @dataclass(frozen=True)
 class Work:
-    """How a rank works on its part.
+    """The settings that decide how much memory a rank needs for its part of the model.
 
     Attributes:
-        micro_batch_size: sequences at a time.
+        micro_batch_size: sequences of a micro batch.
         seq_len: tokens of a whole sequence.
-        parameter_bytes: of an element of parameters, gradients and optimiser state.
-        compute_bytes: of an element of activations and of the parameters that are computed with.
-        checkpointing: activations that are computed again in the backward pass: none; all but what matrix products and
-            attention gave ("selective"); all but a block's input ("full").
-        reshard_after_forward: FSDP gathers a block's parameters twice a step and keeps them for as long as it needs them;
-            otherwise they stay gathered from the forward to the backward pass, or that part of them that is this rank's in a
-            group of so many.
-        in_flight: micro batches whose activations each stage of a pipeline keeps at once; None: as many as in 1F1B, one for
-            itself and one for each stage after it (Narayanan et al. 2021, arXiv:2104.04473).
+        parameter_bytes: bytes of an element of parameters, gradients and optimiser state.
+        compute_bytes: bytes of an element of activations and of the parameters that are computed with.
+        checkpointing: activations that are computed again in the backward pass: none; all but the results of matrix
+            products and attention ("selective"); all but a block's input ("full").
+        reshard_after_forward: True: FSDP gathers a block's parameters twice a step and keeps them only while it needs
+            them. False: they stay gathered from the forward to the backward pass. A number: this rank's part in a group
+            of this size stays.
+        in_flight: number of micro batches whose activations each stage of a pipeline keeps at once; None: as many as in
+            1F1B, one for itself and one for each stage after it (Narayanan et al. 2021, arXiv:2104.04473).
         fsdp: parameters are gathered into copies to compute with, also from a single shard; plain replicas need none.
         whole_gradients: gradients of all blocks stay whole over the micro batches of a step, as torch's pipelines leave
-            them, before they are summed up and cut; otherwise one block's do for a moment.
-        reduce_bytes: of an element of them.
+            them, before they are summed up and cut; otherwise those of one block do for a moment.
+        reduce_bytes: bytes of an element of these gradients.
     """
 
     micro_batch_size: int
@@ -61,10 +61,10 @@ class RankMemory:
     """Bytes on the rank of a stage that has most.
 
     Attributes:
-        layers: of this stage.
-        elements: of the parameters that it holds.
+        layers: number of layers of this stage.
+        elements: number of elements of the parameters that the rank holds.
         gathered: parameters that FSDP has gathered for the moment, and gradients that it has not yet cut (estimate).
-        activations: estimate.
+        activations: tensors that autograd keeps (estimate).
     """
 
     layers: int
@@ -83,10 +83,10 @@ class RankMemory:
 def memory_per_rank(
     shape: DecoderShape, work: Work, *, dp_shard: int = 1, tp: int = 1, pp: int = 1, cp: int = 1
 ) -> list[RankMemory]:
-    """One entry for each stage of the pipeline. `dp_replicate` does not matter: replicas are alike.
+    """Return one entry for each stage of the pipeline. `dp_replicate` does not matter: replicas are alike.
 
-    FSDP cuts over `dp_shard * cp` ranks, since those of context parallelism have the same parameters. Tensor parallelism
-    includes sequence parallelism.
+    FSDP cuts over `dp_shard * cp` ranks, since those of context parallelism have the same parameters. Tensor
+    parallelism includes sequence parallelism.
     """
     found = []
     for stage, layers in enumerate(layers_of_stages(shape.layers, pp)):
@@ -111,7 +111,7 @@ def memory_per_rank(
 
 
 def layers_of_stages(layers: int, pp: int) -> list[int]:
-    """As even as can be, the first stages having one more."""
+    """Return the number of layers of each stage, as even as possible, with one more in the first stages."""
     return [layers // pp + (stage < layers % pp) for stage in range(pp)]
 
 
@@ -120,9 +120,10 @@ def _elements(parameters: list[Parameter], tp: int, shard: int) -> int:
 
 
 def _gathered(shape: DecoderShape, work: Work, layers: int, ends: list[Parameter], tp: int) -> int:
-    """The copies that FSDP computes with: the ends all the time, of the blocks the present and the next one, or all.
+    """Return the bytes of gathered parameters and of gradients that are not yet cut.
 
-    And gradients before they are summed up and cut: of one block, or all.
+    FSDP keeps gathered copies of the parameters outside the blocks all the time, and those of the present and the next
+    block, or of all. Gradients before they are summed up and cut are those of one block, or of all.
     """
     block, beside = _elements(shape.block(), tp, 1), _elements(ends, tp, 1)
     near = min(2, layers)
@@ -132,10 +133,10 @@ def _gathered(shape: DecoderShape, work: Work, layers: int, ends: list[Parameter
 
 
 def _kept_of_block(shape: DecoderShape, work: Work, tp: int) -> int:
-    """Bytes of one token in one block.
+    """Return the bytes of activations kept for one token in one block.
 
-    All is cut for `tp` ranks but what goes into the projections, which was gathered, and what comes out of them at a branch's
-    end, which is not yet summed up.
+    All activations are divided among `tp` ranks except the inputs of projections, which were gathered, and the outputs
+    at a branch's end, which are not yet summed up.
     """
     streams = shape.width / tp
     heads = (2 * shape.query_width + 2 * shape.kv_width) / tp  # q, k, v and what attention makes of them
@@ -152,9 +153,12 @@ def _kept_of_block(shape: DecoderShape, work: Work, tp: int) -> int:
 
 
 def _kept_beside_blocks(shape: DecoderShape, work: Work, tp: int, *, last: bool) -> int:
-    """Bytes of one token: a block that is computed again, and at the end the logits, which weigh most.
+    """Return the bytes of activations kept for one token outside the blocks.
 
-    Logarithms of probabilities and their gradients in the loss's type, the gradients once more as they go back.
+    They are those of a block that is computed again, and in the last stage those of the logits, which weigh most.
+
+    The logits count as log-probabilities and their gradients in the loss's type, and the gradients once more as they go
+    back.
     """
     again = 0
     if work.checkpointing != "none":

@@ -1,6 +1,7 @@
-"""The shape of a decoder: every parameter of it, by arithmetic. `models/decoder.py` builds it.
+"""The shape of every parameter of a decoder, by arithmetic. `models/decoder.py` builds it.
 
-Letters as there: W width, H query heads, K key/value heads, D head_dim, F feed-forward width, V vocabulary.
+The letters are those of that module: W width, H query heads, K key/value heads, D head_dim, F feed-forward width, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ FFN_MULTIPLE = 16  # matrix units like widths that are multiples of 16
 
 
 def default_ffn_width(width: int) -> int:
-    """8/3 of `width`, rounded up to a multiple of 16."""
+    """Return 8/3 of `width`, rounded up to a multiple of 16."""
     return -(-(8 * width) // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter.
+    """The shape of one parameter.
 
     Attributes:
-        shape: of all of it.
+        shape: shape of the whole parameter.
         tp_dim: the dimension that tensor parallelism cuts; None: every rank has it whole.
     """
 
@@ -31,7 +32,10 @@ class Parameter:
     tp_dim: int | None = 0
 
     def per_rank(self, tp: int, shard: int) -> int:
-        """Elements on the rank that has most: first cut for `tp` ranks, then by rows for the `shard` ranks of FSDP."""
+        """Return the elements on the rank that has most.
+
+        A parameter is first cut for `tp` ranks, then by rows for the `shard` ranks of FSDP.
+        """
         sizes = list(self.shape)
         if self.tp_dim is not None:
             sizes[self.tp_dim] = math.ceil(sizes[self.tp_dim] / tp)
@@ -56,7 +60,7 @@ class DecoderShape:
 
     @classmethod
     def of(cls, model: Mapping[str, Any]) -> DecoderShape:
-        """From the config group `model`, whose nulls mean what `Decoder` says they do."""
+        """Return the sizes of the config group `model`, whose nulls have the meaning that `Decoder` gives them."""
         return cls(
             vocab_size=model["vocab_size"],
             width=model["width"],
@@ -79,7 +83,7 @@ class DecoderShape:
         return self.kv_heads * self.head_dim
 
     def block(self) -> list[Parameter]:
-        """The parameters of one layer."""
+        """Return the parameters of one layer."""
         width, ffn = self.width, self.ffn_width
         into_heads = [self.query_width, self.kv_width, self.kv_width]
         parameters = [Parameter((rows, width)) for rows in [*into_heads, ffn, ffn]]
@@ -92,7 +96,7 @@ class DecoderShape:
         return parameters
 
     def ends(self, *, first: bool, last: bool) -> list[Parameter]:
-        """What stands before and after the layers; a stage of a pipeline that is not the `first` or the `last` lacks it.
+        """Return the parameters before and after the layers, which only the `first` and the `last` stage of a pipeline have.
 
         A tied matrix is needed at both ends, and counts once where one rank has both.
         """
@@ -101,6 +105,6 @@ class DecoderShape:
         return [Parameter((self.vocab_size, self.width))] * matrices + norm
 
     def num_parameters(self) -> int:
-        """Of the whole model, a tied matrix counted once."""
+        """Return the number of parameters of the whole model; a tied matrix counts once."""
         parameters = self.block() * self.layers + self.ends(first=True, last=True)
         return sum(math.prod(parameter.shape) for parameter in parameters)

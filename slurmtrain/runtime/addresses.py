@@ -1,4 +1,4 @@
-"""Where a rank can be reached: names, addresses, network interfaces. Needs no torch."""
+"""The ways to reach a rank: names, addresses, network interfaces. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slurmtrain.runtime.environment import Environment
 
 
 def machine() -> str:
-    """Identity of this machine and network namespace: who shares it reaches rank 0 through the loopback."""
+    """Return the identity of this machine and network namespace: ranks that share it reach rank 0 through the loopback."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
@@ -22,7 +22,7 @@ def machine() -> str:
 
 
 def own_addresses(environment: Environment, interface: str) -> list[str]:
-    """Names and addresses under which other nodes may reach this one, the likeliest first."""
+    """Return names and addresses under which other nodes may reach this one, the likeliest first."""
     candidates: list[str] = []
     if interface not in ("auto", "none"):
         address = interface_addresses().get(interface)
@@ -44,13 +44,13 @@ def own_addresses(environment: Environment, interface: str) -> list[str]:
 def listening_address(environment: Environment, interface: str) -> str:
     """Return the one IPv4 address of this node on which rank 0 listens for the others.
 
-    The loopback where all ranks are here; else that of the interface that was named; else the one by which this node is
-    known, or on which srun has started here; else that of its only network that is up; else the one from which the other
-    nodes are reached.
+    It is the loopback if all ranks are on this node; else the address of the configured interface; else the one to
+    which this node's name resolves, or on which srun has started here; else that of its only network that is up; else
+    the one from which the other nodes are reached.
 
     Raises:
-        EnvironmentMismatch: there are several, and nothing says which it is. Listening on all of them would let in whoever
-            is on the others.
+        EnvironmentMismatch: there are several, and nothing says which it is. Listening on all of them would let in
+            whoever is on the others.
     """
     if environment.local_world_size == environment.world_size:
         return "127.0.0.1"
@@ -92,7 +92,7 @@ def _is_down(interface: str) -> bool:
 
 
 def interface_addresses() -> dict[str, str]:
-    """IPv4 address of every network interface that has one (SIOCGIFADDR, `man 7 netdevice`)."""
+    """Return the IPv4 address of every network interface that has one (SIOCGIFADDR, `man 7 netdevice`)."""
     addresses: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -105,7 +105,7 @@ def interface_addresses() -> dict[str, str]:
 
 
 def interface_towards(address: str) -> str | None:
-    """The interface that has `address`, or through which it is reached; None when that cannot be told."""
+    """Return the interface that has `address`, or through which it is reached; None if it is not known."""
     by_address = {own: name for name, own in interface_addresses().items()}
     if address in by_address:
         return by_address[address]
@@ -118,7 +118,7 @@ def interface_towards(address: str) -> str | None:
 
 
 def address_of(host: str) -> str:
-    """IPv4 address of a host name, or the name itself when it does not resolve."""
+    """Return the IPv4 address of a host name, or the name itself when it does not resolve."""
     try:
         return socket.gethostbyname(host)
     except OSError:
@@ -126,7 +126,7 @@ def address_of(host: str) -> str:
 
 
 def free_port() -> int:
-    """A port that is free now. Only for programs that must be told a number; ours bind first and publish then."""
+    """Return a port that is free now, for programs that must be given a number; our own bind first and publish then."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]

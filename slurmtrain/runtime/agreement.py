@@ -1,8 +1,8 @@
-"""All ranks stop, save, and give up after the same step, whichever of them was told to.
+"""Agreement of all ranks to stop, save, or give up after the same step, whichever of them was told to.
 
 A signal reaches ranks at different moments of different steps, or one rank only, and clocks differ. A maximum over the
-ranks' flags, once a step, makes it one decision. It runs on a CPU group of its own while the step goes on, so it costs no
-GPU time and cannot meet the gradients' collectives.
+ranks' flags, once a step, makes it one decision. It runs on a CPU group of its own while the step goes on, so it costs
+no GPU time and is not mixed with the gradients' collectives.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slurmtrain.runtime.signals import StopSignals
 
 
 class Agreed(NamedTuple):
-    """What holds for all ranks after this step: give up; or else, stop; or else, save."""
+    """The decision of all ranks after this step: give up; or else, stop; or else, save."""
 
     stop: bool
     save: bool
@@ -25,10 +25,10 @@ class Agreed(NamedTuple):
 
 
 class StopAgreement:
-    """Implements training's `StopCheck` over all ranks of `group` (gloo), or for a single process.
+    """Training's `StopCheck` over all ranks of `group` (gloo), or for a single process.
 
     Args:
-        take_save: whether somebody has asked this rank for a checkpoint since the last step.
+        take_save: returns whether this rank was asked for a checkpoint since the last step.
     """
 
     def __init__(
@@ -39,11 +39,12 @@ class StopAgreement:
         self._work: dist.Work | None = None
 
     def begin(self, *, save: bool | None = None, give_up: bool = False) -> None:
-        """Hand in this rank's flags; returns at once.
+        """Pass in this rank's flags, and return at once.
 
         Args:
-            save: this rank wants a checkpoint; None: this is no moment for one, and who has asked for one is heard later.
-            give_up: this rank sees no sense in going on.
+            save: this rank wants a checkpoint; None: no checkpoint can be written now, and a request for one is kept
+                for later.
+            give_up: this rank cannot usefully go on.
         """
         wanted = save is not None and (self._take_save() or save)
         self._flags[0], self._flags[1], self._flags[2] = self._signals.requested, wanted, give_up
@@ -51,7 +52,7 @@ class StopAgreement:
             self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def finish(self) -> Agreed:
-        """Wait for the others' flags: true on all ranks when they are on one."""
+        """Wait for the others' flags: a flag is true on all ranks when it is true on one."""
         if self._work is not None:
             self._work.wait()
             self._work = None

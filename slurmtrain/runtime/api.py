@@ -60,11 +60,11 @@ from slurmtrain.runtime.world import World, join  # noqa: E402
 
 @dataclass(frozen=True)
 class Run:
-    """What `init` found out.
+    """The facts that `init` has found.
 
     Attributes:
-        rank, world_size, local_rank: of this process.
-        device: where this rank's model belongs.
+        rank, world_size, local_rank: numbers of this process and of all.
+        device: the device for this rank's model.
         directory: the run directory, or the working directory for a script that was not submitted.
     """
 
@@ -82,18 +82,19 @@ _checkpointers: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
 def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
-    """Find this rank, meet the others, make torch's default process group (when there are several), watch for signals.
+    """Find this rank, meet the others, make torch's default process group (if there are several), and handle stop signals.
 
-    Call it as early as you can: signals are seen from here on, not from `import slurmtrain` on, which loads nothing. A rank
-    that a signal ends sooner is still requeued where it was submitted (`job=command`): the process around it sees to that.
+    Call it as early as you can: signals are handled from here on, not from `import slurmtrain` on, which loads nothing.
+    If a signal ends a rank sooner, the job is still requeued if it was submitted (`job=command`): the process around
+    the script does that.
 
     Args:
-        device: "auto" (as the job's train.device says: a GPU where the job has asked for some or one is visible), "cpu" or
+        device: "auto" (as the job's train.device says: a GPU if the job has asked for some or one is visible), "cpu" or
             "cuda".
-        rendezvous_timeout_s: how long to wait for the other ranks, unless the job's config says otherwise.
+        rendezvous_timeout_s: seconds to wait for the other ranks, unless the job's config sets them.
 
     Raises:
-        EnvironmentMismatch, RendezvousError: as one sentence; the process ends with the right exit code.
+        EnvironmentMismatch, RendezvousError: shown as one sentence; the process ends with the right exit code.
     """
     global _world, _place, _agreement
     sys.excepthook = _record_and_show
@@ -117,9 +118,9 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
 
 
 def should_stop() -> bool:
-    """Was any rank told to stop? The same answer on all ranks; call it once a step, on every rank.
+    """Return whether any rank was told to stop: the same answer on all ranks. Call it once a step, on every rank.
 
-    Costs one small all-reduce on the CPU.
+    It costs one small all-reduce on the CPU.
     """
     agreement = _initialised()[1]
     agreement.begin()
@@ -127,7 +128,7 @@ def should_stop() -> bool:
 
 
 def exit_for_requeue() -> NoReturn:
-    """Leave after a save: all ranks together, with the exit code (75) that makes the job start again.
+    """Exit after a save: all ranks together, with the exit code (75) that makes the job start again.
 
     Raises:
         CheckpointError: the last save failed, so there is less to continue from than it would seem.
@@ -142,11 +143,11 @@ def exit_for_requeue() -> NoReturn:
 
 
 class Checkpointer(BaseCheckpointer):
-    """Checkpoints of this run, in its run directory; see `slurmtrain.checkpoint.Checkpointer` for what it promises.
+    """The checkpoints of this run, in its run directory; see `slurmtrain.checkpoint.Checkpointer` for what it promises.
 
     Args:
-        directory: another place; default: the run's, or ./checkpoints for a script that was not submitted.
-        keep: which complete checkpoints stay, for instance slurmtrain.Keep(last=3, every=1000).
+        directory: another directory; default: the run's, or ./checkpoints for a script that was not submitted.
+        keep: which complete checkpoints to keep, for instance slurmtrain.Keep(last=3, every=1000).
         options: verify, asynchronous, max_failures, on_replica_drift, config.
     """
 
@@ -192,10 +193,11 @@ def _initialised() -> tuple[World, StopAgreement]:
 
 
 def _let_go() -> None:
-    """At the end of the script: end our gloo groups, and with them their threads, while the interpreter still works.
+    """End our gloo groups, and with them their threads, at the end of the script, while the interpreter still works.
 
-    A thread of gloo gives back a finished collective's tensors a little after the script has gone on, and needs the
-    interpreter for it. One that is gone by then ends the process with SIGABRT: a finished job would look like a crash.
+    A thread of gloo frees a finished collective's tensors a little after the script has gone on, and needs the
+    interpreter for it. If the interpreter is gone by then, the process ends with SIGABRT: a finished job would look
+    like a crash.
     """
     global _world, _agreement
     lost = [checkpointer.lost for checkpointer in list(_checkpointers) if checkpointer.lost is not None]
@@ -218,7 +220,7 @@ def _let_go() -> None:
 
 
 def _record_and_show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """An uncaught error: left in the attempt's record; ours as one sentence, the user's with its traceback."""
+    """Record an uncaught error in the attempt, and show ours as one sentence, the user's with its traceback."""
     expected = isinstance(error, SlurmtrainError)
     if expected:
         print(f"slurmtrain: error: {error}", file=sys.stderr, flush=True)

@@ -1,7 +1,8 @@
-"""The ledger of attempts: one folder and one attempt.json for every life of a job.
+"""The record of attempts: one folder and one attempt.json for every start of a job.
 
-Rank 0 writes it while the job runs, `settle` completes it after the last rank has left, and the next attempt closes one
-that nobody could complete, because its node was gone. Readers: `status`, and the budget that ends a crash loop.
+Rank 0 writes it while the job runs, `settle` completes it after the last rank has exited, and the next attempt closes
+one that nobody could complete, because its node was gone. It is read by `status`, and by the budget that ends a crash
+loop.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from slurmtrain.rundir import RunDir, read_json, write_json
 from slurmtrain.runtime.judge import Verdict
 from slurmtrain.runtime.slurm import JobFacts, parse_time
 
-TAIL_BYTES = 65536  # of the metrics of a run, of the log of a job
-LOG_BYTES = 16 << 20  # of srun's own words: what it says of killed tasks stands at the end
+TAIL_BYTES = 65536  # read from the end of a run's metrics, or of a job's log
+LOG_BYTES = 16 << 20  # read from the end of srun's log, where it reports killed tasks
 
-# What the fields of attempt.json may be, by their annotation; and those of stop.json.
+# The kinds of values of the fields of attempt.json, by their annotation; and those of stop.json.
 _KINDS = {
     "str": TEXT,
     "int": COUNT,
@@ -46,26 +47,28 @@ STOP_RECORD = "stop.json"  # in an attempt's folder
 
 @dataclass
 class Attempt:
-    """attempt.json. Times are unix seconds.
+    """The contents of attempt.json. Times are unix seconds.
 
     Attributes:
-        step_id: the step of srun that its ranks are, with the job's own id, as in "17.0"; None outside of SLURM.
+        step_id: the srun step of its ranks, with the job's own id, as in "17.0"; None outside of SLURM.
         first_step: steps done when it began; None until it has restored.
         last_step: steps done when it ended, as far as is known.
-        committed_before, committed_step: the newest checkpoint when it began, and when it ended.
-        reported_before, reported_step: the furthest step that a program of the user's own had reported when it began, and when
-            it ended; None where it reports none.
-        marked_before, marked: when the newest file of job.progress_file had last been changed, likewise; unix seconds.
-        stalled: it used up a budget: its own fault, and no progress.
+        committed_before, committed_step: step of the newest checkpoint when it began, and when it ended.
+        reported_before, reported_step: the furthest step that a program of the user's own had reported when it began,
+            and when it ended; None if it reports none.
+        marked_before, marked: when the newest file of job.progress_file had last been changed, when it began and when
+            it ended.
+        stalled: it used up a budget: its end was its own fault, and it made no progress.
         unseen: that budget is the one of long attempts, of a program that reports no progress.
-        lasted: it was such a long attempt: it may have got on, and the count of short ones begins afresh.
-        bad_nodes: nodes that it could not even start on; the next start leaves them out.
+        lasted: it was such a long attempt: it may have made progress, and the count of short ones begins anew.
+        bad_nodes: nodes that it could not even start on; the next start excludes them.
         said: rank 0's last word: "finished" or "stopped".
-        program_code: with what a program of the user's own ended on rank 0; minus the signal's number when one killed it.
+        program_code: exit code of a program of the user's own on rank 0; minus the signal's number when one killed it.
         stepping: when it began to train; None until then.
         start_up_s: seconds of each stage from the start of rank 0's process until then.
         cause, cause_time: what told the ranks to stop, and when.
-        started_again: how often SLURM has started its job again although the run had ended with it; each left at once.
+        started_again: how often SLURM has started its job again although the run had ended with it; each exited at
+            once.
     """
 
     number: int
@@ -106,14 +109,21 @@ class Attempt:
 
     @property
     def progressed(self) -> bool:
-        """A checkpoint newer than the one it started from, or what a program of the user's own shows in its place."""
+        """Whether it committed a checkpoint newer than the one it started from, or showed other progress.
+
+        A program of the user's own may show progress by other means.
+        """
         reported = self.reported_step is not None and self.reported_step > (self.reported_before or 0)
         marked = self.marked is not None and self.marked > (self.marked_before or 0.0)
         return (self.committed_step or 0) > (self.committed_before or 0) or reported or marked
 
 
 def _kind(annotation: str) -> Kind:
-    """Raises: KeyError: no kind of value is known for it."""
+    """Return the kind of values that an annotation allows.
+
+    Raises:
+        KeyError: no kind is known for it.
+    """
     first, *others = (_KINDS[part] for part in annotation.split(" | "))
     return functools.reduce(operator.or_, others, first)
 
@@ -122,10 +132,10 @@ _FIELDS = {name: _kind(str(each.type)) for name, each in Attempt.__dataclass_fie
 
 
 def read_attempt(run_dir: RunDir, number: int) -> Attempt:
-    """The record of an attempt; an empty one when it died before it could write any.
+    """Return the record of an attempt; an empty one when it died before it could write any.
 
     Raises:
-        UnreadableRecord: what is there cannot be used.
+        UnreadableRecord: its files cannot be used.
     """
     folder = run_dir.attempt(number)
     path = folder / "attempt.json"
@@ -144,17 +154,19 @@ def read_attempt(run_dir: RunDir, number: int) -> Attempt:
 
 
 def write_attempt(run_dir: RunDir, attempt: Attempt) -> None:
+    """Write the record of an attempt."""
     write_json(run_dir.attempt(attempt.number) / "attempt.json", asdict(attempt))
 
 
 def all_attempts(run_dir: RunDir) -> list[Attempt]:
+    """Return the records of all attempts, in order."""
     return [read_attempt(run_dir, number) for number in run_dir.attempt_numbers()]
 
 
 def stalled_before(attempts: list[Attempt], number: int) -> int:
-    """Attempts directly before `number` that used up the budget.
+    """Return the number of attempts directly before `number` that used up the budget.
 
-    Progress starts the count afresh, and so do a long attempt of a program that reports none, and a person who resumed a
+    Progress starts the count anew, and so do a long attempt of a program that reports none, and a person who resumed a
     run that had ended. An attempt that ended for another reason does not count.
     """
     count = 0
@@ -176,7 +188,7 @@ def unseen_before(attempts: list[Attempt], number: int) -> int:
 
 
 def bad_nodes_before(attempts: list[Attempt], number: int) -> list[str]:
-    """Nodes that attempts before `number` could not start on, since the last progress."""
+    """Return the nodes that attempts before `number` could not start on, since the last progress."""
     found: dict[str, None] = {}
     for attempt in reversed([attempt for attempt in attempts if attempt.number < number]):
         if attempt.progressed or attempt.verdict in (Verdict.DONE, Verdict.END):
@@ -186,7 +198,7 @@ def bad_nodes_before(attempts: list[Attempt], number: int) -> list[str]:
 
 
 def furthest_reported(run_dir: RunDir) -> int | None:
-    """Return the furthest step in the last part of metrics.jsonl, or in the record of an attempt; None where there is none.
+    """Return the furthest step in the last part of metrics.jsonl, or in the record of an attempt; None if there is none.
 
     A program that is started from scratch reports its first steps once more: they are no progress.
     """
@@ -206,11 +218,12 @@ def newest_change(run_dir: RunDir, pattern: str | None) -> float | None:
 
 
 def newest_checkpoint_step(run_dir: RunDir) -> int | None:
+    """Return the step of the run's newest committed checkpoint; None if there is none."""
     return newest_committed_step(run_dir.checkpoints)
 
 
 def last_logged_step(run_dir: RunDir) -> int | None:
-    """The last step in metrics.jsonl: where a crashed attempt had got to, up to train.log_every."""
+    """Return the last step in metrics.jsonl: the progress of a crashed attempt, to within train.log_every."""
     for record in records_with("step", tail(run_dir.metrics_file)):
         if records.is_count(record["step"]):
             return int(record["step"])
@@ -218,7 +231,7 @@ def last_logged_step(run_dir: RunDir) -> int | None:
 
 
 def tail(path: Path) -> bytes:
-    """The last part of a file that a long run makes long, and that takes time to read. Its first line may be cut.
+    """Return the last part of a file that may be long. Its first line may be cut.
 
     Raises:
         UnreadableRecord: it is not a regular file, or cannot be read.
@@ -227,11 +240,14 @@ def tail(path: Path) -> bytes:
 
 
 def records_with(name: str, log: bytes) -> Iterator[dict[str, Any]]:
-    """The records that have a value of this name, newest first. No other line is parsed, nor is any that nobody asks for."""
+    """Yield the records that have a value of this name, newest first.
+
+    Other lines are not parsed, nor are records not asked for.
+    """
     found = len(log)
     while (found := log.rfind(f'"{name}":'.encode(), 0, found)) >= 0:
         begin, end = log.rfind(b"\n", 0, found) + 1, log.find(b"\n", found)
-        # None of the first, cut, and of the last, not written to its end.
+        # The first line may be cut, and the last not written to its end: both are left out.
         record = records.parse(log[begin : end if end >= 0 else None])
         if isinstance(record, dict) and name in record:
             yield record
@@ -240,7 +256,7 @@ def records_with(name: str, log: bytes) -> Iterator[dict[str, Any]]:
 def record_stop(
     attempt_dir: Path, *, cause: str, cause_time: float, seconds_left: float | None, facts: JobFacts | None
 ) -> None:
-    """Why the ranks were told to stop, written at once by a thread of rank 0: the grace time may be too short for more."""
+    """Record why the ranks were told to stop, at once, in a thread of rank 0: the grace time may be too short for more."""
     record = {
         "cause": cause,
         "time": cause_time,
@@ -260,10 +276,10 @@ def record_failure(
     superseded: bool = False,
     on_any_node: bool = False,
 ) -> None:
-    """Leave a rank's last words. Each rank writes its own file, so nothing has to be agreed on in the error path.
+    """Record a rank's failure. Each rank writes its own file, so nothing has to be agreed on in the error path.
 
     Args:
-        because_of_peer: another rank had gone, whose failure came first.
+        because_of_peer: another rank had exited, and its failure came first.
         superseded: a newer incarnation of the run is at work, and this one may not commit any more.
         on_any_node: it is the same on every node, such as a checkpoint that does not fit the config.
     """
@@ -278,10 +294,10 @@ def record_failure(
 
 @dataclass(frozen=True)
 class Failure:
-    """What the earliest rank that failed has said.
+    """The failure of the first rank that failed.
 
     Attributes:
-        node: where it was, by SLURM's name; None where nobody knows.
+        node: the rank's node, by SLURM's name; None if it is not known.
         superseded: a newer incarnation of the run is at work.
         on_any_node: it is the same on every node.
     """
@@ -294,7 +310,7 @@ class Failure:
 
 
 def first_failure(attempt_dir: Path, *, because_of_peer: bool = False) -> Failure | None:
-    """Read the words of the earliest rank that failed: by itself, or because a peer was gone."""
+    """Return the record of the first rank that failed: by itself, or because another rank had exited."""
     found = [record for path in attempt_dir.glob("failed-*.json") if (record := read_json(path))]
     chosen = [record for record in found if bool(record.get("because_of_peer")) == because_of_peer]
     if not chosen:
@@ -310,7 +326,7 @@ def first_failure(attempt_dir: Path, *, because_of_peer: bool = False) -> Failur
 
 
 def failed_set_up(attempt_dir: Path) -> str | None:
-    """What the batch script has said of a set-up that failed, before any rank was started."""
+    """Return the batch script's message about a set-up that failed before any rank was started; None if there is none."""
     try:
         return (attempt_dir / "setup-failed").read_text(errors="replace").strip()
     except OSError:
@@ -318,7 +334,7 @@ def failed_set_up(attempt_dir: Path) -> str | None:
 
 
 def claimed_by(attempt_dir: Path) -> tuple[str | None, int]:
-    """Job and restart count of the batch script that has claimed an attempt; no job where none has."""
+    """Return job and restart count of the batch script that has claimed an attempt; the job is None if none has."""
     try:
         job_id, restart_count = (attempt_dir / "job").read_text().split()
         return job_id, int(restart_count)
@@ -327,13 +343,13 @@ def claimed_by(attempt_dir: Path) -> tuple[str | None, int]:
 
 
 def came_to_an_end(run_dir: RunDir, last: Attempt) -> bool:
-    """Whether the run ended for good with its last attempt: by its verdict, or in a set-up that nobody could settle."""
+    """Return whether the run ended for good with its last attempt: by its verdict, or in a set-up that nobody could settle."""
     unsettled = last.verdict is None and failed_set_up(run_dir.attempt(last.number)) is not None
     return last.verdict == Verdict.END or unsettled
 
 
 def killed_tasks(attempt_dir: Path) -> str | None:
-    """srun's own words on a task that was killed: that rank could not leave a record."""
+    """Return srun's own words on a task that was killed, since that rank could not leave a record."""
     try:
         text = records.read_tail(attempt_dir / "srun.log", LOG_BYTES).decode(errors="replace")
     except UnreadableRecord:
@@ -347,10 +363,10 @@ def killed_tasks(attempt_dir: Path) -> str | None:
 
 
 def cancelled_due_to(log: Path, since: float) -> str | None:
-    """SLURM's word for why it ended a job: "PREEMPTION", "JOB REQUEUE", "TIME LIMIT", "NODE FAILURE"; None when it gave none.
+    """Return SLURM's reason for ending a job: "PREEMPTION", "JOB REQUEUE", "TIME LIMIT", "NODE FAILURE"; None if it gave none.
 
     Args:
-        log: of the job, into which its slurmstepd writes so on the node; with the lines of earlier starts.
+        log: log of the job, to which slurmstepd writes the reason on the node; it also has the lines of earlier starts.
         since: unix seconds; earlier lines are of an earlier attempt.
     """
     words = re.findall(
@@ -362,24 +378,24 @@ def cancelled_due_to(log: Path, since: float) -> str | None:
 
 @dataclass(frozen=True)
 class Request:
-    """What a person asked of a run, and when, in unix seconds."""
+    """A person's request to a run, and its time in unix seconds."""
 
     action: str
     time: float
 
 
 def read_request(path: Path) -> Request | None:
-    """What a request says; None when nothing was asked, or what is there is no request."""
+    """Return a request; None when there is none, or the file is no request."""
     values = read_json(path) or {}
     action, time = values.get("action"), values.get("time", 0.0)
     return Request(action, float(time)) if isinstance(action, str) and records.is_time(time) else None
 
 
 def take_request(run_dir: RunDir, attempt: Attempt) -> str | None:
-    """Take what a person asked of this attempt, not of an earlier one: "cancel", "stop", "preempt" or "requeue".
+    """Take the request to this attempt, but not to an earlier one: "cancel", "stop", "preempt" or "requeue".
 
-    The file moves into the attempt's folder in one step, so that a request that is found in the run's folder afterwards
-    has come too late for this attempt, and was not seen by whoever judged it.
+    The file is moved into the attempt's folder atomically, so that a request that is found in the run's folder
+    afterwards has come too late for this attempt, and was not seen when the attempt was judged.
     """
     taken = run_dir.attempt(attempt.number) / "request.json"
     try:
@@ -393,11 +409,15 @@ def take_request(run_dir: RunDir, attempt: Attempt) -> str | None:
 
 
 def cancelled_after(run_dir: RunDir, last: Attempt | None) -> bool:
-    """Whether `cancel RUN`, or the file `stop`, has come after what the judge of its last attempt could know of."""
+    """Return whether `cancel RUN`, or the file `stop`, came after the last attempt was judged.
+
+    For an attempt that was not judged, return whether it came after its beginning.
+    """
     request = read_request(run_dir.request_file)
-    since = last.started if last is not None else 0.0  # what was judged is not there any more
+    since = last.started if last is not None else 0.0  # requests that were judged have been moved away
     return request is not None and request.action in ("cancel", "stop") and request.time >= since
 
 
 def write_request(run_dir: RunDir, action: str) -> None:
+    """Write a person's request to the run."""
     write_json(run_dir.request_file, {"action": action, "time": time.time(), "by": os.environ.get("USER", "")})

@@ -1,4 +1,4 @@
-"""What a job asks before it claims an attempt: is there anything left to do for the run?
+"""The question that a job asks before it claims an attempt: is there anything left to do for the run?
 
 There may be nothing, because SLURM starts a job again
 
@@ -21,12 +21,12 @@ from slurmtrain.runtime.slurm import SlurmClient
 
 
 def ended_before(run_dir: RunDir, job_id: str | None, restart_count: int) -> Verdict | None:
-    """Return DONE or END where a job that starts has nothing left to do for a run, else None.
+    """Return DONE or END if a job that starts has nothing left to do for a run, else None.
 
     A run that waits, or that has ended while others of its job go on, can have been cancelled, or given another job.
 
     Args:
-        job_id: the job that starts; of an array, the task.
+        job_id: the job that starts; for an array, the task.
         restart_count: how often SLURM has started it before.
     """
     numbers = run_dir.attempt_numbers()
@@ -44,10 +44,11 @@ def ended_before(run_dir: RunDir, job_id: str | None, restart_count: int) -> Ver
 
 
 def budget_used_up(run_dir: RunDir, config: Config, client: SlurmClient | None) -> Verdict | None:
-    """Complete the records of lost attempts; return DONE or END, once it is on record, where the run is over with that.
+    """Complete the records of lost attempts, and return DONE or END, once it is recorded, if the run is over with that.
 
-    It had finished, or a person had cancelled it, and whoever was to record that was killed; or the lost attempts have used
-    up the budget: a run that takes its node down leaves nobody who could count, and would go from node to node.
+    It had finished, or a person had cancelled it, and the process that was to record that was killed; or the lost
+    attempts have used up the budget: a run that takes its node down leaves no process that could count, and would go
+    from node to node.
 
     Args:
         client: None outside of SLURM.
@@ -74,12 +75,12 @@ def budget_used_up(run_dir: RunDir, config: Config, client: SlurmClient | None) 
 
 
 def _is_evaluated_anew(run_dir: RunDir) -> bool:
-    """Whether this is an evaluation whose result somebody has taken away, for it to be measured again."""
+    """Return whether this is an evaluation whose result was removed so that it is measured again."""
     return run_dir.evaluated_run is not None and not run_dir.result_file.exists()
 
 
 def _is_of_this_life(run_dir: RunDir, last: Attempt) -> bool:
-    """Whether an attempt was of the job that starts, or of its chain: else a person has resumed the run since."""
+    """Return whether an attempt belongs to the job that starts, or to its chain; if not, a person has resumed the run since."""
     info = run_dir.info()
     if chain.links(info):
         return last.number > int(info.get("chain_after") or 0)
@@ -88,13 +89,13 @@ def _is_of_this_life(run_dir: RunDir, last: Attempt) -> bool:
 
 
 def _is_superseded(run_dir: RunDir, job_id: str | None) -> bool:
-    """Whether this job was told before that a newer one is at work for the run."""
+    """Return whether this job was told before that a newer one is at work for the run."""
     mine = [attempt for attempt in attempts.all_attempts(run_dir) if job_id is not None and attempt.job_id == job_id]
     return bool(mine) and mine[-1].reason == Reason.SUPERSEDED
 
 
 def record_leaving(run_dir: RunDir, job_id: str | None) -> None:
-    """Note in the last attempt that a start of its job had nothing left to do, for `status` to tell."""
+    """Record in the last attempt, for `status`, that a start of its job had nothing left to do."""
     run_dir.event("left at once", job_id=job_id)
     last = attempts.read_attempt(run_dir, run_dir.attempt_numbers()[-1])
     if last.job_id == job_id:

@@ -1,7 +1,7 @@
-"""requeue.mode=chain: jobs submitted at once, of which each waits for all before it and goes on where they stopped.
+"""requeue.mode=chain: jobs submitted at once, each of which waits for all before it and continues where they stopped.
 
-run.json names them: `chain`, their ids in order, and `chain_after`, the number of the last attempt before them. A job of
-the chain is called a link.
+run.json names them: `chain`, their ids in order, and `chain_after`, the number of the last attempt before them. A job
+of the chain is called a link.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from slurmtrain.runtime.slurm import GONE, SlurmClient
 
 
 def links(info: dict[str, Any]) -> list[str]:
-    """The chain's jobs; none for a run that has no chain."""
+    """Return the chain's jobs; none for a run that has no chain."""
     return [str(job_id) for job_id in info.get("chain") or []]
 
 
 def links_after(info: dict[str, Any], job_id: str | None) -> list[str]:
-    """The jobs that wait for this one."""
+    """Return the jobs of the chain that wait for this one."""
     chain = links(info)
     return chain[chain.index(job_id) + 1 :] if job_id in chain else []
 
 
 def waiting_after(run_dir: RunDir, job_id: str | None, client: SlurmClient) -> list[str]:
-    """Those of them that are still in the queue; all of them where SLURM cannot be asked."""
+    """Return the jobs after this one that are still in the queue; all of them if SLURM cannot be asked."""
     later = links_after(run_dir.info(), job_id)
     try:
         found = client.queue(later)
@@ -37,7 +37,7 @@ def waiting_after(run_dir: RunDir, job_id: str | None, client: SlurmClient) -> l
 
 
 def cancel_rest(run_dir: RunDir, job_id: str | None, client: SlurmClient) -> None:
-    """The run has ended: take the jobs after this one out of the queue.
+    """Take the jobs after this one out of the queue, since the run has ended.
 
     Raises:
         ClusterError: SLURM refused; each of them would find out by itself when it starts.
@@ -49,7 +49,10 @@ def cancel_rest(run_dir: RunDir, job_id: str | None, client: SlurmClient) -> Non
 
 
 def ended_before(run_dir: RunDir) -> Verdict | None:
-    """Whether there is nothing left to do for a link that starts: the run is DONE, or the link before came to its END."""
+    """Return DONE or END if there is nothing left to do for a link that starts.
+
+    The run is done then, or the link before has ended it.
+    """
     numbers = run_dir.attempt_numbers()
     if not numbers:
         return None

@@ -1,8 +1,8 @@
 """job=command: any program on every rank, with the same attempts, signals, requeue and status as our own trainer.
 
-This process stands between SLURM and the program: it survives the signals, gives ranks and addresses in the variables
-that torch.distributed's env:// reads, waits for all that the program has started, and turns the program's end into the
-contract's exit codes. Imports no torch.
+This process stands between SLURM and the program: it survives the signals, sets the variables that torch.distributed's
+env:// reads to ranks and addresses, waits for all processes that the program has started, and turns the program's end
+into the exit codes of our contract. Imports no torch.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ from slurmtrain.runtime.published import Pauses, Published
 from slurmtrain.runtime.signals import StopSignals
 from slurmtrain.runtime.watch import Watch
 
-# Of the signal itself, or as a shell reports it.
+# Exit codes of a program that died of a stop signal, directly or as a shell reports it.
 DIED_OF_A_STOP = {sign for number in (signal.SIGTERM, signal.SIGUSR2) for sign in (-number, 128 + number)}
 SIGNAL_LAG_S = 1.0
 MASTER = "master.json"  # rank 0's address, in the attempt's folder
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh")
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
-POLL_S = 0.05  # of a file on a shared file system: there is no event to await
-LISTINGS_PER_S = 500  # of all ranks together, while they wait for each other
+POLL_S = 0.05  # seconds between looks at a file: a shared file system has no event to await
+LISTINGS_PER_S = 500  # directory listings per second of all ranks together, while they wait for each other
 SAVING_S = 600.0  # how long a child may go on after a stop, where nobody knows when SLURM ends the job
 MARGIN_S = 2.0  # before that end: what the way out takes
 
 
 def run_command(config: Config, environment: Environment, where: Place, stop: StopSignals, watch: Watch | None) -> int:
-    """Run job.command as this rank's program; returns the exit code for this rank.
+    """Run job.command as this rank's program, and return the exit code for this rank.
 
-    0 finished; 75 it ended after a stop signal, or said 75 itself; 78 it said so; anything else is a crash. Returns when
-    no process that the program has started is left, and, unless it has failed, when those of the other ranks have ended.
+    0: finished; 75: it ended after a stop signal, or exited with 75 itself; 78: it exited with 78; anything else is a
+    crash. It returns when no process that the program has started is left, and, unless it has failed, when those of the
+    other ranks have ended.
 
     Args:
         watch: rank 0's; None on the others.
@@ -111,7 +112,7 @@ def run_command(config: Config, environment: Environment, where: Place, stop: St
 
 @dataclass(frozen=True)
 class FinishedWhen:
-    """job.finished_when: an exit code, or a file. One of the two is None."""
+    """The value of job.finished_when: an exit code, or a file. One of the two is None."""
 
     code: int | None
     file: Path | None
@@ -123,20 +124,20 @@ class FinishedWhen:
         return cls(int(text), None) if text.isdigit() else cls(None, Path(text))
 
     def is_there(self, where: Place) -> bool:
-        """Return whether the file is there: in the run directory, or in the folder in which the program runs."""
+        """Return whether the file exists: in the run directory, or in the folder in which the program runs."""
         return self.file is not None and any((folder / self.file).exists() for folder in where.run_dir.program_folders)
 
 
 def contract_code(code: int, *, told: bool, rule: FinishedWhen | None, there: bool) -> int:
-    """What the end of a program means in the contract's exit codes.
+    """Return the exit code of our contract for the end of a program.
 
-    Exit code 0 says that it has finished, unless it was told to stop before: many programs that trap the signal save and
-    exit with 0. One that had finished all the same says so again, at once, when it is started again.
+    Exit code 0 means that it has finished, unless it was told to stop before: many programs that trap the signal save
+    and exit with 0. If one had finished all the same, it exits with 0 at once when it is started again.
 
     Args:
         code: the program's own; minus the signal's number when one has killed it.
         told: this rank was told to stop before the program ended.
-        there: the file that `rule` names is there.
+        there: the file that `rule` names exists.
     """
     if rule is not None and rule.code is not None:
         if code == rule.code:
@@ -151,7 +152,7 @@ def contract_code(code: int, *, told: bool, rule: FinishedWhen | None, there: bo
 
 
 def _wait_for_descendants(config: Config, code: int, where: Place, environment: Environment, stop: StopSignals) -> None:
-    """Until nobody whom the program has started is left; whoever stays too long is ended, and named."""
+    """Wait until no process that the program has started is left; end and name those that stay too long."""
     ended = time.time()
 
     def until() -> float:
@@ -168,7 +169,7 @@ def _wait_for_descendants(config: Config, code: int, where: Place, environment: 
 
 
 def _end_of_grace(where: Place, stop: StopSignals) -> float:
-    """Until when a child may save after a stop, in unix seconds: as far as rank 0 has heard, SLURM ends the job then."""
+    """Return until when a child may save after a stop, in unix seconds: the end of the job, as far as rank 0 knows it."""
     assert stop.first is not None
     told = stop.first.time + SAVING_S
     facts = (read_json(where.attempt_dir / attempts.STOP_RECORD) or {}).get("facts") or {}
@@ -177,10 +178,11 @@ def _end_of_grace(where: Place, stop: StopSignals) -> float:
 
 
 def _wait_for_ranks(attempt_dir: Path, environment: Environment) -> None:
-    """Until the programs of all ranks have ended, or one has failed.
+    """Wait until the programs of all ranks have ended, or one has failed.
 
-    srun ends all others when one leaves with another code than 0, and some time after one has left with 0: a rank that
-    has ended well must not cost those that still save theirs. The pauses grow with the wait, and with the number of ranks.
+    srun ends all others when one exits with another code than 0, and some time after one has exited with 0: a rank that
+    has ended well must not cost those that still save their state. The pauses grow with the wait, and with the number
+    of ranks.
     """
     if environment.world_size == 1:
         return
@@ -205,7 +207,7 @@ def _wait_for_ranks(attempt_dir: Path, environment: Environment) -> None:
 
 
 def rank_variables(config: Config, environment: Environment, where: Place) -> dict[str, str]:
-    """What the program is told: torch.distributed's env:// variables, and ours."""
+    """Return the variables of the program: those of torch.distributed's env://, and ours."""
     variables = {
         "RANK": str(environment.rank),
         "WORLD_SIZE": str(environment.world_size),
@@ -224,13 +226,13 @@ def rank_variables(config: Config, environment: Environment, where: Place) -> di
 
 
 def with_variables(words: Sequence[str], given: Mapping[str, str], environment: Mapping[str, str]) -> list[str]:
-    """Replace `$NAME` and `${NAME}` in a program's words, of the variables that nobody can know before the rank runs.
+    """Replace `$NAME` and `${NAME}` in a program's words for the variables that are only known when the rank runs.
 
-    Words after the name of a shell are left to that shell. Every other `$` is what it was, since no shell runs.
+    Words after the name of a shell are left to that shell. Every other `$` is unchanged, since no shell runs.
 
     Args:
-        given: what this rank is told; all of it may be replaced.
-        environment: of this process; its SLURM_* and MASTER_* may be replaced.
+        given: variables of this rank, all of which may be replaced.
+        environment: variables of this process; its SLURM_* and MASTER_* may be replaced.
     """
     known = {name: value for name, value in environment.items() if name.startswith(("SLURM_", "MASTER_"))} | dict(given)
     shell = next((place for place, word in enumerate(words) if os.path.basename(word) in SHELLS), len(words))
@@ -242,7 +244,7 @@ def with_variables(words: Sequence[str], given: Mapping[str, str], environment: 
 
 
 def _master(environment: Environment, directory: Path, cluster: ClusterConfig) -> tuple[str, int]:
-    """Rank 0's address, for programs that rendezvous by themselves: published by rank 0, read by the others."""
+    """Return rank 0's address, for programs that rendezvous by themselves: published by rank 0, read by the others."""
     published = directory / MASTER
     address_of_rank_0 = Published(published, environment)
     if environment.rank == 0:
@@ -267,7 +269,7 @@ def _master(environment: Environment, directory: Path, cluster: ClusterConfig) -
 
 
 def _reachable(address: dict[str, object]) -> str:
-    """The first of the published names that resolves here."""
+    """Return the first of the published names that resolves here."""
     hosts = address["hosts"]
     assert isinstance(hosts, list)
     for host in hosts:
@@ -286,11 +288,11 @@ def _default_signals() -> None:
 
 
 def _pass_on(stop: StopSignals, source: str) -> None:
-    """Tell the program of a stop that nobody else tells it of.
+    """Tell the program of a stop if nothing else does.
 
-    srun signals all processes of the step, and cluster=local all of the rank's process group: a second TERM would be
-    "now, at once" to some programs. Ctrl-C and what somebody sends to this process by hand reaches it alone, and what
-    the clock says or SLURM answers is no signal at all.
+    srun signals all processes of the step, and cluster=local all of the rank's process group: a second TERM would mean
+    "now, at once" to some programs. Ctrl-C and signals that somebody sends to this process by hand reach it alone, and
+    a stop by the clock or by SLURM's answer is no signal at all.
     """
     stop.wait()
     assert stop.first is not None

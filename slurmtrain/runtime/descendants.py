@@ -1,8 +1,8 @@
-"""The processes below a program: who is left when it has ended, and the wait until nobody is.
+"""The processes below a program: which are left when it has ended, and the wait until none is.
 
 A wrapper (`bash wrap.sh`, torchrun) may die of a stop signal while its child still saves. The kernel is asked to give
-such orphans to this process (PR_SET_CHILD_SUBREAPER), so that they stay visible, and within reach of SLURM's signals
-where it follows the tree of processes.
+such orphans to this process (PR_SET_CHILD_SUBREAPER), so that they stay visible, and within reach of SLURM's signals if
+it follows the tree of processes.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ KILL_AFTER_S = 5.0  # from TERM to KILL of what is left behind
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every orphan below this process, and collect those that have ended.
+    """Become the parent of every orphan below this process, and reap those that have ended.
 
-    Where the kernel refuses, orphans are lost to sight as before, which costs their wait and nothing else.
+    If the kernel refuses, orphans are not seen, and so not waited for; nothing else changes.
     """
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     threading.Thread(target=_collect, name="collect-orphans", daemon=True).start()
 
 
 def alive() -> dict[int, str]:
-    """The processes below this one that have not ended: pid -> command line."""
+    """Return the processes below this one that have not ended: pid -> command line."""
     known = process.stats()
     below: dict[int, str] = {}
     reached = {os.getpid()}
@@ -45,7 +45,7 @@ def alive() -> dict[int, str]:
 
 
 def send(number: int, pids: Collection[int]) -> None:
-    """Send a signal to each of these processes that is still there."""
+    """Send a signal to each of these processes that still exists."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
@@ -55,10 +55,10 @@ def wait_until_gone(until: Callable[[], float]) -> list[str]:
     """Block until no process is left below this one; end those that stay longer than allowed.
 
     Args:
-        until: until when they may stay, in unix seconds; asked again and again, since a stop may come meanwhile.
+        until: returns until when they may stay, in unix seconds; called repeatedly, since a stop may come meanwhile.
 
     Returns:
-        What was left behind and has been ended, as "pid command line"; nothing when all left by themselves.
+        The processes that were left and have been ended, as "pid command line"; none when all ended by themselves.
     """
     began = time.monotonic()
     while left := alive():
@@ -75,8 +75,11 @@ def wait_until_gone(until: Callable[[], float]) -> list[str]:
 
 
 def _collect() -> None:
-    """Reap adopted orphans that have ended. One that is a zombie in two looks has no other waiter: children that this
-    process has started itself are waited for by whoever started them."""
+    """Reap adopted orphans that have ended.
+
+    One that is a zombie in two looks has no other waiter: children that this process has started itself are waited for
+    by the code that started them.
+    """
     before: set[int] = set()
     while True:
         time.sleep(COLLECT_EVERY_S)

@@ -1,9 +1,10 @@
 """The dry run of a layout: the real model on the real mesh, on one process, without GPUs, other ranks or memory.
 
-torch's fake process group stands for all ranks, and tensors on the meta device have shapes but no elements. What training
-does is done here, too, up to the first step: build, lay, make the optimiser and let it make its state.
+torch's fake process group stands for all ranks, and tensors on the meta device have shapes but no elements. The steps
+of training are done here, too, up to the first step: build, distribute, make the optimiser and let it make its state.
 
-`python -m slurmtrain.runtime.dry` takes a config's values as JSON and prints the answer, for a caller that imports no torch.
+`python -m slurmtrain.runtime.dry` takes a config's values as JSON and prints the answer, for a caller that imports no
+torch.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from slurmtrain.training.optim import build_optimizer
 
 
 def lay_out(config: Config) -> list[StageMemory]:
-    """The first rank of each stage of the pipeline.
+    """Return the memory of the first rank of each stage of the pipeline.
 
     Raises:
-        ConfigError: the model is not made for such a layout.
+        ConfigError: the model does not support such a layout.
         EnvironmentMismatch: the model cannot be built here.
     """
     layout = layout_of(config)
@@ -60,13 +61,13 @@ def lay_out(config: Config) -> list[StageMemory]:
 
 
 def _laid(config: Config, layout: Layout, rank: int) -> nn.Module:
-    """What `rank` holds of the model."""
+    """Return the part of the model that `rank` holds."""
     model = _build(config)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
         return lay(
             model,
-            dataclasses.replace(config.parallel, compile=False),  # which would change no size
+            dataclasses.replace(config.parallel, compile=False),  # compilation would change no size
             layout,
             rank=rank,
             device=torch.device("cpu"),
@@ -78,7 +79,7 @@ def _laid(config: Config, layout: Layout, rank: int) -> nn.Module:
 
 
 def _build(config: Config) -> nn.Module:
-    """On the meta device, also a model that is otherwise built whole."""
+    """Build the model on the meta device, even one that is otherwise built whole."""
     try:
         with torch.device("meta"):
             model: nn.Module = build("model", config.model)
@@ -88,7 +89,7 @@ def _build(config: Config) -> nn.Module:
 
 
 def _optimizer_state(parameters: nn.ParameterList, config: Config) -> list[Tensor]:
-    """What the optimiser keeps after a step. On pieces of parameters: DTensors are slow at it, and it is the same."""
+    """Return what the optimiser keeps after a step, computed on pieces of parameters since DTensors are slow at it."""
     optimizer = build_optimizer(parameters, config.optim)
     for group in optimizer.param_groups:
         group["fused"] = False  # there is no such kernel for the meta device
@@ -107,6 +108,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def main() -> int:
+    """Read a config from stdin and print the answer as JSON."""
     answer: dict[str, Any]
     try:
         answer = {"stages": [dataclasses.asdict(stage) for stage in lay_out(to_config(json.load(sys.stdin)))]}

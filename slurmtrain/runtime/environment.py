@@ -1,6 +1,7 @@
-"""Who am I: rank, world size and nodes, from SLURM's step, from torchrun, or alone.
+"""The identity of this rank: rank, world size and nodes, from SLURM's step, from torchrun, or as a single process.
 
-The first thing a rank finds out, and the only owner of these facts. Pure but for `detect`'s default argument.
+It is the first thing that a rank finds out, and this is the only source of these facts. Pure but for `detect`'s default
+argument.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ class Environment:
 
     Attributes:
         source: "slurm", "torchrun", "local" or "single".
-        rank, world_size: of all ranks.
+        rank, world_size: among all ranks.
         local_rank, local_world_size: among the ranks of this node.
         node_rank: index of this node in `nodes`.
         nodes: names of all nodes, as SLURM has them.
         tasks_per_node: ranks on each of `nodes`.
-        job_id: SLURM's, or None. For an array task, its own raw id.
-        step_id: SLURM's step, or None: two steps of one job are two worlds.
+        job_id: SLURM's job id, or None. For an array task, its own raw id.
+        step_id: SLURM's step id, or None: two steps of one job are two worlds.
         restart_count: how often SLURM has requeued this job.
     """
 
@@ -56,7 +57,7 @@ class Environment:
         return len(self.nodes) == 1
 
     def expected_node(self, rank: int) -> str:
-        """The node on which SLURM's default (block) distribution puts `rank`."""
+        """Return the node on which SLURM's default (block) distribution puts `rank`."""
         first = 0
         for node, tasks in zip(self.nodes, self.tasks_per_node, strict=True):
             if rank < first + tasks:
@@ -68,11 +69,11 @@ class Environment:
     def detect(cls, variables: Mapping[str, str] = os.environ, *, terminal: bool | None = None) -> Environment:
         """Read the environment.
 
-        torchrun's variables win, since it may itself run under srun. SLURM counts only inside a step that srun
-        started: a shell of salloc, a batch script or `srun --pty` has job variables, too, and is one process.
+        torchrun's variables have precedence, since it may itself run under srun. SLURM counts only inside a step that
+        srun started: a shell of salloc, a batch script or `srun --pty` has job variables, too, and is one process.
 
         Raises:
-            EnvironmentMismatch: variables that contradict each other or cannot be read.
+            EnvironmentMismatch: variables contradict each other or cannot be read.
         """
         if "TORCHELASTIC_RUN_ID" in variables or variables.get(LAUNCHER_VARIABLE) == "local":
             return cls._from_torchrun(variables)
@@ -89,7 +90,7 @@ class Environment:
         nodes = max(1, world_size // local_world_size)
         node_rank = _number(variables, "GROUP_RANK") if "GROUP_RANK" in variables else rank // local_world_size
         local = variables.get(LAUNCHER_VARIABLE) == "local"
-        # Of the other nodes torchrun tells the number, not the names.
+        # torchrun gives the number of the other nodes, not their names.
         names = [socket.gethostname() if index == node_rank else f"node{index}" for index in range(nodes)]
         return cls(
             source="local" if local else "torchrun",
@@ -141,10 +142,10 @@ class Environment:
 
 
 def in_slurm_step(variables: Mapping[str, str] = os.environ, *, terminal: bool | None = None) -> bool:
-    """True for a task that srun started to run a program, not a shell for a person.
+    """Return whether this is a task that srun started to run a program, not a shell for a person.
 
     Args:
-        terminal: standard input is one; None: look.
+        terminal: whether standard input is a terminal; None: find out.
     """
     if terminal is None:
         terminal = sys.stdin is not None and sys.stdin.isatty()
@@ -156,10 +157,10 @@ def in_slurm_step(variables: Mapping[str, str] = os.environ, *, terminal: bool |
 
 
 def check_world_size(environment: Environment, *, nodes: int, tasks_per_node: int) -> None:
-    """Compare what runs with what was configured.
+    """Compare the ranks that run with those that were configured.
 
     Raises:
-        EnvironmentMismatch: naming both.
+        EnvironmentMismatch: they differ; the message names both.
     """
     expected = nodes * tasks_per_node
     if environment.world_size != expected:
@@ -171,8 +172,10 @@ def check_world_size(environment: Environment, *, nodes: int, tasks_per_node: in
 
 
 def no_gpu(environment: Environment, asked: str, why: str = "") -> EnvironmentMismatch:
-    """Return the error of a rank that sees no GPU although the job has `asked` for some. Training would not be stopped by
-    that, but would crawl on the CPU and end well."""
+    """Return the error of a rank that sees no GPU although the job has `asked` for some.
+
+    Without this error, training would run very slowly on the CPU and end well.
+    """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     because = f", with CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None else ""
     return EnvironmentMismatch(
@@ -188,9 +191,9 @@ def check_gpu_files(
     variables: Mapping[str, str] = os.environ,
     devices: Path = Path("/dev"),
 ) -> None:
-    """Look whether this node can have a GPU at all, for a program that looks for them by itself and may go on without.
+    """Check that this node can have a GPU at all, for a program that looks for GPUs by itself and may go on without.
 
-    Only what is certain is refused: all GPUs hidden by CUDA_VISIBLE_DEVICES, or no device file of any kind of GPU.
+    Only certain cases are refused: all GPUs hidden by CUDA_VISIBLE_DEVICES, or no device file of any kind of GPU.
 
     Raises:
         EnvironmentMismatch: it cannot.

@@ -1,4 +1,4 @@
-"""What every rank of an evaluation runs: the weights of one checkpoint, measured on all sets; the result for all to see."""
+"""The program of every rank of an evaluation: measure the weights of one checkpoint on all sets, and publish the result."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from slurmtrain.training.seeds import seed_everything
 
 
 def evaluate_checkpoint(config: Config, world: World, where: Place, stop: StopAgreement, timeline: Timeline) -> bool:
-    """Evaluate checkpoint.restore_from. False: told to stop before it was done.
+    """Evaluate checkpoint.restore_from, and return False if a stop was requested before it was done.
 
     Raises:
         ConfigError: model, data or metrics cannot be built from the config, or there is nothing to measure.
-        CheckpointError: the checkpoint is not there, is damaged, or is of another model.
+        CheckpointError: the checkpoint does not exist, is damaged, or is of another model.
     """
     rank, run_dir = world.environment.rank, where.run_dir
     if world.tell("done" if rank == 0 and run_dir.result_file.exists() else "") == "":
@@ -63,7 +63,7 @@ def _measure(
         )
     evaluator.prepare()
     timeline.mark("model and data")
-    # Whatever it was trained by is no matter for what the weights are, and nothing is resumed, as it would say.
+    # The settings of its training do not matter for the weights, and nothing is resumed.
     checkpointer = Checkpointer(
         where.run_dir.checkpoints, group=world.saving, verify=config.checkpoint.verify, say=lambda text: None
     )
@@ -78,7 +78,7 @@ def _measure(
 
 
 def _publish(run_dir: RunDir, config: Config) -> None:
-    """Once, whatever attempt comes this far: a line for the run, a point for TensorBoard, and the checkpoint is let go."""
+    """Write a line for the run and a point for TensorBoard, once over all attempts, and release the checkpoint."""
     run, result = run_dir.evaluated_run, read_json(run_dir.result_file)
     assert run is not None and result is not None
     name, step, measured = run_dir.path.name, result["step"], result["metrics"]

@@ -1,8 +1,9 @@
-"""Jobs that evaluate a run's checkpoints (eval.mode=job), as the training's rank 0 sees to them.
+"""Jobs that evaluate a run's checkpoints (eval.mode=job), as requested by the training's rank 0.
 
-A checkpoint that is to be evaluated is held, so that it is not removed before. When it is committed, a process of its own
-submits the job: `python -m slurmtrain evaluate RUN --due`, which submits whatever is held and not submitted yet, each once.
-So one that was killed half-way, or was refused by SLURM, is made up for by the next; at the latest that of the next attempt.
+A checkpoint that is to be evaluated is held, so that it is not removed before. When it is committed, a process of its
+own submits the job: `python -m slurmtrain evaluate RUN --due`, which submits every held checkpoint that is not
+submitted yet, once. So a submission that was killed half-way, or was refused by SLURM, is repeated by the next; at the
+latest by the next attempt's.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ import time
 
 from slurmtrain.checkpoint import retention
 from slurmtrain.checkpoint.commit import committed, step_of
+from slurmtrain.modes import folder_mode
 from slurmtrain.rundir import RunDir, read_json
 from slurmtrain.runtime.slurm import belongs_to_a_job
 
 CLOSE_WAITS_S = 120.0  # a sbatch that is given up after 90 s, and the look whether its job is there
-# What a rank has set for itself, and a job submitted from here would inherit.
+# Variables that a rank has set for itself, and that a job submitted from here would inherit.
 OF_RANKS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class EvaluationJobs:
-    """Implements training's protocol on rank 0. `committed` is called by the thread that writes checkpoints."""
+    """Training's protocol for evaluation by jobs, on rank 0.
+
+    `committed` is called by the thread that writes checkpoints.
+    """
 
     def __init__(self, run_dir: RunDir):
         self._run_dir = run_dir
@@ -43,9 +48,9 @@ class EvaluationJobs:
             self._submit()
 
     def close(self, *, finished: bool) -> None:
-        """Wait until all is submitted, but not for ever: the training's GPUs are idle meanwhile.
+        """Wait until everything is submitted, but not for ever: the training's GPUs are idle meanwhile.
 
-        A run that stops has no time to; its next attempt makes up for it.
+        A run that stops has no time for that; its next attempt submits the rest.
         """
         if not finished:
             return
@@ -58,13 +63,16 @@ class EvaluationJobs:
         steps = self._due()
         if steps:
             print(
-                f"slurmtrain: SLURM has taken no job within {CLOSE_WAITS_S:g} s for the evaluation of step "
+                f"slurmtrain: SLURM has accepted no job within {CLOSE_WAITS_S:g} s for the evaluation of step "
                 f"{', '.join(map(str, steps))}; evaluate {self._run_dir.path} --due submits what is missing",
                 file=sys.stderr,
             )
 
     def _due(self) -> list[int]:
-        """Steps of checkpoints that are there and whose evaluation is not submitted yet, as far as can be seen at a glance."""
+        """Return the steps of checkpoints that exist and whose evaluation is not submitted yet.
+
+        Only files that can be read quickly are looked at.
+        """
         there = {step_of(path) for path in committed(self._run_dir.checkpoints)}
         return [
             step
@@ -73,12 +81,12 @@ class EvaluationJobs:
         ]
 
     def _submit(self) -> None:
-        """Returns at once."""
+        """Start a process that submits what is due, and return at once."""
         words = [sys.executable, "-m", "slurmtrain", "evaluate", str(self._run_dir.path), "--due"]
         variables = {
             name: value for name, value in os.environ.items() if not belongs_to_a_job(name) and name not in OF_RANKS
         }
-        self._run_dir.evaluations.mkdir(mode=0o700, exist_ok=True)
+        self._run_dir.evaluations.mkdir(mode=folder_mode(self._run_dir.path), exist_ok=True)
         with self._lock, (self._run_dir.evaluations / "submitting.log").open("ab") as log:
             self._submitting = [process for process in self._submitting if process.poll() is None]
             # Not to the rank's own log: SLURM waits until nobody has that open any more.
@@ -87,7 +95,7 @@ class EvaluationJobs:
 
 
 class NoJobs:
-    """On the other ranks."""
+    """The protocol on all ranks but 0, which does nothing."""
 
     def ask(self, step: int) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Loaded by multiprocessing's fork server, and by nothing else: a preemption's TERM must not end it.
+"""A module that only multiprocessing's fork server loads, so that a preemption's TERM does not end the server.
 
 Data workers that are started by "forkserver" live as long as the server; the TERM goes to every process of the job.
 """
@@ -11,7 +11,7 @@ import signal
 
 def _shield() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # What it starts decides for itself: `terminate()` works on a child as always.
+    # Its children decide for themselves: `terminate()` works on a child as always.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 

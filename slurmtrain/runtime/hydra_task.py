@@ -1,7 +1,7 @@
 """One job of a Hydra program's multirun, inside of a run: `python -m slurmtrain.runtime.hydra_task TASK`.
 
-Calls the program's task function as Hydra's own launcher would, and leaves what it gave back for the shell that waits.
-Every rank calls it; rank 0 alone writes Hydra's folder and the result. Imports no torch; the function may.
+It calls the program's task function as Hydra's own launcher would, and leaves its return value for the shell that
+waits. Every rank calls it; rank 0 alone writes Hydra's folder and the result. Imports no torch; the function may.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ RESULT = "result.pkl"  # in the run's directory
 
 
 def main(task_file: Path) -> int:
-    """Returns 0, or 1 when the function raised."""
+    """Run the task; return 0, or 1 when the function raised."""
     import cloudpickle
 
     task = json.loads(task_file.read_text())
-    sys.path += [folder for folder in task["path"] if folder not in sys.path]  # where the function's modules are
+    sys.path += [folder for folder in task["path"] if folder not in sys.path]  # the folders of the function's modules
     run_dir, rank = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ.get("RANK", "0"))
     secrets.take(load_frozen(run_dir.config_file, with_secrets=False).secrets)
     if rank == 0:
-        (run_dir.path / RESULT).unlink(missing_ok=True)  # of an attempt in which another rank failed
+        (run_dir.path / RESULT).unlink(missing_ok=True)  # left by an attempt in which another rank failed
     with open(task["shared"], "rb") as file:
         shared = cloudpickle.load(file)
     returned = _run(shared, task, rank)
@@ -82,7 +82,10 @@ def _exception_of(returned: JobReturn) -> Exception | None:
 
 
 def _pickled(returned: JobReturn) -> bytes:
-    """What cannot be pickled, or not be read again, or would put a secret on disk, is replaced by an error that says so."""
+    """Pickle the result.
+
+    One that cannot be pickled or read back, or that contains a secret, is replaced by an error that says so.
+    """
     import cloudpickle
     from hydra.core.utils import JobStatus
 

@@ -1,9 +1,9 @@
-"""Why did this attempt end, and what next: a pure function from evidence to a judgement.
+"""Why an attempt ended, and what happens next: a pure function from evidence to a judgement.
 
-It runs after every rank has left, in the batch shell (through `settle`) or in the foreground of cluster=local. Facts
-about SLURM below were observed with 22.05 (tests/slurm shows them again):
+It is called after every rank has exited, in the batch shell (through `settle`) or in the foreground of cluster=local.
+Facts about SLURM below were observed with 22.05 (tests/slurm shows them again):
 
-- A preempted job that leaves within its grace time is not requeued by SLURM (before 24.05): we must.
+- A preempted job that exits within its grace time is not requeued by SLURM (before 24.05): we must.
 - While COMPLETING, SLURM has decided already. `Restarts` one higher than ours: it will start the job again (somebody's
   `scontrol requeue`, the end of a preemption's grace, a dead node). Unchanged: it will not (scancel, the time limit, or,
   where it was submitted with --no-requeue, a dead node, which the field Reason tells).
@@ -19,14 +19,14 @@ from slurmtrain.runtime.slurm import JobFacts
 
 
 class Reason(StrEnum):
-    """Why an attempt ended."""
+    """The reason why an attempt ended."""
 
     FINISHED = "finished"
     TIME_LIMIT = "time limit"
     PREEMPTED = "preempted"
     CANCELLED = "cancelled"
     NODE_FAILURE = "node failure"
-    REQUEUED = "requeued"  # by somebody's scontrol requeue
+    REQUEUED = "requeued"  # somebody used scontrol requeue
     ASKED = "asked"  # a person's signal, `preempt RUN` or `requeue RUN`
     CONFIG = "config"
     BAD_NODE = "bad node"  # it could not start there, though an earlier attempt has trained elsewhere
@@ -35,45 +35,62 @@ class Reason(StrEnum):
 
 
 class Verdict(StrEnum):
-    """What happens next."""
+    """The decision what happens next to a run."""
 
     DONE = "done"
-    REQUEUE = "requeue"  # by us
-    RESUBMIT = "resubmit"  # by us, as a new job
+    REQUEUE = "requeue"  # we requeue the job
+    RESUBMIT = "resubmit"  # we submit a new job
     NEXT = "next"  # the next job of the chain goes on
     RESTARTING = "restarting"  # SLURM does it already
     END = "end"
 
 
+def exit_code_of_run(verdict: str | None, reason: str | None, code: int | None) -> int:
+    """Return with what a command leaves that has waited for the end of a run, given how the last attempt has ended.
+
+    Args:
+        code: the highest exit code of the attempt's ranks.
+
+    Returns: 0 it has finished, 75 it has stopped and can be resumed, 78 the config or the environment is wrong, else 1.
+    """
+    if verdict == Verdict.DONE:
+        return 0
+    if reason == Reason.CONFIG:
+        return EXIT_CONFIG
+    # After a crash of one rank the others may have saved and exited with 75; the attempt still crashed.
+    return EXIT_REQUEUE if code == EXIT_REQUEUE and reason != Reason.CRASH else 1
+
+
 @dataclass(frozen=True)
 class Evidence:
-    """All that is known when the last rank has left.
+    """All facts that are known when the last rank has exited.
 
     Attributes:
-        exit_code: of srun, the highest of all ranks; 128 + n for a rank killed by signal n.
+        exit_code: exit code of srun, the highest of all ranks; 128 + n for a rank killed by signal n.
         said: rank 0's last word: "finished", "stopped", or None when it had none.
         cause: what told the ranks to stop: a signal's name, "deadline", ...; None when nothing did.
-        seconds_left: from the stop request to the time limit; None when unknown.
+        seconds_left: seconds from the stop request to the time limit; None when unknown.
         failure: (exit code, sentence) of the first rank that failed by itself.
-        set_up: what the set-up has said that failed before any rank was started.
+        set_up: message of a set-up that failed before any rank was started.
         on_any_node: that failure is the same on every node: a checkpoint that does not fit the config.
-        failed_on: the node where either was; None where nobody knows.
-        superseded: where a newer attempt has taken the run over: "attempt 3 in job 12 goes on with this run".
+        failed_on: the node of that failure; None if it is not known.
+        superseded: if a newer attempt has taken the run over: "attempt 3 in job 12 goes on with this run".
         trained: this attempt has begun to train.
-        trained_before: so has an earlier one, with the same config and code.
-        program_code: with what a program of the user's own ended on rank 0; None for other kinds of jobs.
+        trained_before: an earlier attempt has begun to train with the same config and code.
+        program_code: exit code of a program of the user's own on rank 0; None for other kinds of jobs.
         finished_when: job.finished_when.
         killed: srun's words on tasks that were killed, e.g. "n1: task 3: Killed".
-        request: what a person asked of this attempt: "cancel", "stop" (by the file), "preempt", "requeue".
+        request: what a person requested of this attempt: "cancel", "stop" (by the file), "preempt", "requeue".
         facts: what SLURM says of the job; None outside of SLURM.
-        preempted_when_told: what SLURM said of it as the attempt was told to stop; a requeue may have wiped that out since.
+        preempted_when_told: SLURM said that it preempts the job when the attempt was told to stop; a requeue may have
+            cleared that since.
         restart_count: SLURM_RESTART_COUNT of this attempt.
-        progressed: a checkpoint was committed that is newer than what the attempt started from, or a program of the user's own
-            shows that it got on.
-        progress_visible: False for a program that reports none: no news is not bad news there.
-        lasted_s: from its begin to its end, or to the last thing that it wrote.
-        stalled_before: attempts directly before this one that stalled, too.
-        unseen_before: long attempts before this one that show no progress.
+        progressed: a checkpoint was committed that is newer than the one the attempt started from, or a program of the
+            user's own shows progress.
+        progress_visible: False for a program that reports none, where the absence of progress proves nothing.
+        lasted_s: seconds from its beginning to its end, or to the last thing that it wrote.
+        stalled_before: number of attempts directly before this one that also stalled.
+        unseen_before: number of long attempts before this one that show no progress.
     """
 
     exit_code: int
@@ -109,8 +126,8 @@ class Policy:
         mode: requeue.mode.
         links_left: jobs of the chain that still wait for this one.
         max_unseen_attempts: requeue.max_unseen_attempts.
-        long_attempt_s: an attempt that lasted so long may have got on where no progress is visible.
-        signal_lead_s: how long before the time limit the early warning was asked for.
+        long_attempt_s: seconds after which an attempt may have made progress that is not visible.
+        signal_lead_s: seconds before the time limit at which the early warning was requested.
     """
 
     mode: str = "requeue"
@@ -124,11 +141,13 @@ class Policy:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Attributes:
-    stalled: nobody told it to stop, and it has nothing to show for itself: the attempt uses up the budget.
-    unseen: the same of a long attempt, of a program that reports no progress: it uses up another budget.
-    lasted: it was a long attempt of such a program, whoever's fault its end was.
-    bad_node: where it could not start; the next start should leave that node out.
+    """The outcome of an attempt, and what happens next.
+
+    Attributes:
+        stalled: nobody told it to stop, and it shows no progress: the attempt uses up the budget.
+        unseen: the same for a long attempt of a program that reports no progress: it uses up another budget.
+        lasted: it was a long attempt of such a program, whatever the cause of its end.
+        bad_node: the node on which it could not start; the next start should exclude it.
     """
 
     reason: Reason
@@ -141,7 +160,7 @@ class Judgement:
 
 
 def judge(evidence: Evidence, policy: Policy) -> Judgement:
-    """Say why the attempt ended and what to do next."""
+    """Decide why the attempt ended and what to do next."""
     reason, sentence = _reason(evidence, policy)
     if reason is Reason.FINISHED:
         return Judgement(reason, Verdict.DONE, sentence)
@@ -166,9 +185,10 @@ def judge(evidence: Evidence, policy: Policy) -> Judgement:
 
 
 def is_cancelled(facts: JobFacts, restart_count: int) -> bool:
-    """Whether SLURM has ended the job for good, as scancel does, so that a requeue would bring it back.
+    """Return whether SLURM has ended the job for good, as scancel does, so that a requeue would bring it back.
 
-    Neither has it been preempted, nor reached its time limit, nor lost its node, after which SLURM lets us requeue it.
+    The job has then neither been preempted, nor reached its time limit, nor lost its node, after which SLURM lets us
+    requeue it.
     """
     if facts.preempted or facts.restarts > restart_count or facts.reason in ("NodeDown", "TimeLimit"):
         return False
@@ -183,7 +203,7 @@ _NEXT_STEPS = {
 
 
 def judge_abandoned(evidence: Evidence, policy: Policy) -> Judgement:
-    """For an attempt that nobody settled: its batch shell is gone, and the job has started again already.
+    """Judge an attempt that nobody settled: its batch shell is gone, and the job has started again already.
 
     A run that had finished, or that a person has cancelled, has nothing left to do all the same.
     """
@@ -200,14 +220,15 @@ def judge_abandoned(evidence: Evidence, policy: Policy) -> Judgement:
     elif evidence.said == "stopped" or evidence.cause is not None:
         reason, sentence = _why_told(evidence, policy)
     else:
-        # Whatever ended it may be the run itself, which would take one node down after the other: it uses the budget.
+        # The run itself may have ended it, and would take one node down after the other, so the attempt uses the
+        # budget.
         reason, sentence = Reason.NODE_FAILURE, "ended without a word: its node failed, or it was killed"
     judged = _with_effort(Judgement(reason, Verdict.RESTARTING, sentence), evidence, policy)
     return replace(judged, sentence=f"{judged.sentence}; it was started again")
 
 
 def _doubt(evidence: Evidence) -> str:
-    """Why a program that ended with exit code 0 is not taken for finished; nothing where it did not."""
+    """Say why a program that ended with exit code 0 does not count as finished; return nothing if it did not."""
     if evidence.program_code != 0 or evidence.said == "finished" or evidence.failure is not None:
         return ""
     if evidence.finished_when is None:
@@ -218,10 +239,10 @@ def _doubt(evidence: Evidence) -> str:
 
 
 def _with_effort(judged: Judgement, evidence: Evidence, policy: Policy) -> Judgement:
-    """Say whether the attempt uses up a budget, and of a long one that shows no progress say that, too.
+    """Add whether the attempt uses up a budget; for a long one that shows no progress, also say so in the sentence.
 
-    Where progress is not visible a long attempt may have got on, one that reached its time limit included. It is no
-    crash loop, but a program that begins from scratch each time looks the same: it may do so a number of times.
+    If progress is not visible, a long attempt may have made some, also one that reached its time limit. It is no crash
+    loop, but a program that starts from scratch each time looks the same, so the number of such attempts is limited.
     """
     long = not evidence.progress_visible and evidence.lasted_s >= policy.long_attempt_s
     if evidence.progressed or not _own_fault(judged.reason, evidence):
@@ -237,9 +258,11 @@ _HOW_TO_REPORT = "`slurmtrain progress STEP` or job.progress_file would"
 
 
 def _own_fault(reason: Reason, evidence: Evidence) -> bool:
-    """A crash, a time limit, or a program that ends early without having been told to by anybody who is known.
+    """Return whether the end is the run's own fault.
 
-    A node that fails, or where the run cannot start, too: the run itself may take its nodes down.
+    It is for a crash, a time limit, or a program that ends early although nobody told it to.
+
+    A node that fails, or on which the run cannot start, counts, too: the run itself may take its nodes down.
     """
     known = evidence.request is not None or (evidence.cause is not None and evidence.program_code != 0)
     always = (Reason.CRASH, Reason.TIME_LIMIT, Reason.NODE_FAILURE, Reason.BAD_NODE)
@@ -247,7 +270,7 @@ def _own_fault(reason: Reason, evidence: Evidence) -> bool:
 
 
 def budget_spent(judged: Judgement, evidence: Evidence, policy: Policy) -> str | None:
-    """Why this attempt is the last, or None while there may be others."""
+    """Say why this attempt is the last, or return None while there may be others."""
     if judged.unseen and evidence.unseen_before + 1 >= policy.max_unseen_attempts:
         each = f"{policy.max_unseen_attempts} long attempts and nothing that shows progress ({_HOW_TO_REPORT})"
         return f"{each}: giving up (requeue.max_unseen_attempts)"
@@ -306,7 +329,7 @@ def _finished(evidence: Evidence) -> str:
 
 
 def _told_by_slurm(evidence: Evidence) -> tuple[Reason, str] | None:
-    """What SLURM's own record says, where it says anything."""
+    """Return reason and sentence from SLURM's own record; None if it says nothing."""
     facts = evidence.facts
     if evidence.preempted_when_told or (facts is not None and facts.preempted):
         return Reason.PREEMPTED, "preempted"
@@ -320,7 +343,7 @@ def _told_by_slurm(evidence: Evidence) -> tuple[Reason, str] | None:
         if evidence.killed is not None or (evidence.said is None and evidence.cause is None):
             return Reason.NODE_FAILURE, "a node failed"
         return Reason.REQUEUED, "requeued by SLURM or by `scontrol requeue`"
-    if facts.reason == "NodeDown" or facts.state == "NODE_FAIL":  # of a job that SLURM may not start again
+    if facts.reason == "NodeDown" or facts.state == "NODE_FAIL":  # SLURM may not start this job again
         return Reason.NODE_FAILURE, "a node failed"
     if facts.reason == "TimeLimit" or facts.state == "TIMEOUT":
         return Reason.TIME_LIMIT, "the time limit was reached before a checkpoint was saved"
@@ -332,7 +355,7 @@ def _slurm_restarts(evidence: Evidence) -> bool:
 
 
 def _why_told(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
-    """Nothing in SLURM's record: the clock and the signal have to tell."""
+    """Return reason and sentence from the clock and the signal, when SLURM's record says nothing."""
     if evidence.request in ("preempt", "requeue"):
         return Reason.ASKED, f"asked by `{evidence.request} RUN`"
     near_limit = evidence.seconds_left is not None and evidence.seconds_left <= policy.signal_lead_s + policy.early_s

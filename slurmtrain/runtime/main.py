@@ -1,11 +1,12 @@
-"""What every rank of a training job runs: from its environment to its exit code.
+"""The program of every rank of a training job: from its environment to its exit code.
 
-Reads top-down as the life of a rank. The signals are armed before torch is imported, which is why torch and everything
-that needs it are imported inside functions here.
+It reads top-down as the life of a rank. Signal handlers are installed before torch is imported, which is why torch and
+everything that needs it are imported inside functions here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def run_submitted(run_dir: RunDir) -> NoReturn:
-    """A rank of a run that has a run directory; its only argument."""
+    """Run a rank of a run that has a run directory."""
 
     def find() -> tuple[Config, Callable[[], RunDir]]:
         return load_frozen(run_dir.config_file), lambda: run_dir
@@ -43,20 +44,20 @@ def run_submitted(run_dir: RunDir) -> NoReturn:
 
 
 def run_by_hand(config: Config, create_run_dir: Callable[[], RunDir], *, strict: bool) -> NoReturn:
-    """A rank that srun, torchrun or a person started with overrides.
+    """Run a rank that srun, torchrun or a person started with overrides.
 
     Args:
         create_run_dir: called by rank 0 alone.
-        strict: nodes and tasks were given explicitly, so what runs has to match them.
+        strict: nodes and tasks were given explicitly, so the ranks that run have to match them.
     """
     _run(lambda: (config, create_run_dir), None, strict=strict)
 
 
 def _run(find: Callable[[], tuple[Config, Callable[[], RunDir]]], given: Place | None, *, strict: bool) -> NoReturn:
-    """The life of a rank: who am I, meet the others, train, leave with the right code.
+    """Run a rank from beginning to end: find its environment, meet the others, train, exit with the right code.
 
     Args:
-        find: reads the config, and gives what rank 0 calls for the run directory.
+        find: reads the config, and returns it with the function that rank 0 calls for the run directory.
         given: the place that a batch script has named; None: the ranks find out together.
     """
     stop = signals.arm()
@@ -110,7 +111,7 @@ def _run(find: Callable[[], tuple[Config, Callable[[], RunDir]]], given: Place |
 
 
 def _program(kind: str) -> Callable[[Config, Environment, Place, signals.StopSignals, Watch | None], int]:
-    """What a rank of a job of this kind does; it returns its exit code."""
+    """Return the function that a rank of a job of this kind runs, which returns its exit code."""
     if kind == "command":
         from slurmtrain.runtime.command import run_command
 
@@ -121,10 +122,10 @@ def _program(kind: str) -> Callable[[Config, Environment, Place, signals.StopSig
 
 
 def _begin(where: Place, environment: Environment, config: Config, stop: signals.StopSignals) -> Watch:
-    """Rank 0 opens the attempt's record and starts to watch the clock and SLURM."""
+    """Open the attempt's record on rank 0, and start to watch the clock and SLURM."""
     place.open_attempt(where, environment, config)
     client = SlurmClient() if environment.source == "slurm" else None
-    # A program of the user's own would not hear of a switch: nothing but a signal reaches it.
+    # A program of the user's own does not notice a switch: only a signal reaches it.
     run_dir = where.run_dir if config.job.kind != "command" else None
     return Watch(stop, where.attempt_dir, client, signal_lead_s=config.cluster.signal_lead_s, run_dir=run_dir)
 
@@ -137,7 +138,7 @@ def _join(
     stop: signals.StopSignals,
     timeline: Timeline,
 ) -> tuple[World, Place]:
-    """Meet the other ranks and learn where this attempt leaves its traces."""
+    """Meet the other ranks, and return the world and the place of this attempt."""
     from slurmtrain.runtime.world import join
 
     timeline.mark("interpreter and imports")
@@ -161,7 +162,7 @@ def _train(
     timeline: Timeline,
     watch: Watch | None,
 ) -> int:
-    """Train, and say what rank 0 has to say. Returns the exit code of this rank."""
+    """Train, record rank 0's outcome, and return the exit code of this rank."""
     from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.training_job import build_trainer
 
@@ -169,7 +170,13 @@ def _train(
     if config.job.kind == "evaluate":
         return _evaluate(config, world, where, agreement, timeline)
     trainer = build_trainer(config, world, where, agreement, timeline, watch)
-    outcome = trainer.fit()
+    try:
+        outcome = trainer.fit()
+    except BaseException:
+        if world.environment.rank == 0 and trainer.step:  # otherwise the last logged step would be all that is known
+            with contextlib.suppress(OSError, SlurmtrainError):  # a full disk must not hide what has happened
+                place.update_attempt(where, last_step=trainer.step)
+        raise
     if world.environment.rank == 0:
         said = "finished" if outcome.finished else "stopped"
         place.update_attempt(where, said=said, last_step=outcome.step)
@@ -188,7 +195,7 @@ def _train(
 
 
 def _evaluate(config: Config, world: World, where: Place, stop: StopAgreement, timeline: Timeline) -> int:
-    """Measure a checkpoint. Returns the exit code of this rank."""
+    """Measure a checkpoint, and return the exit code of this rank."""
     from slurmtrain.runtime.evaluate import evaluate_checkpoint
 
     done = evaluate_checkpoint(config, world, where, stop, timeline)
@@ -199,7 +206,7 @@ def _evaluate(config: Config, world: World, where: Place, stop: StopAgreement, t
 
 
 def _settle_by_hand(config: Config, environment: Environment, where: Place, code: int) -> None:
-    """Ranks started by hand have no batch script that judges the attempt, nor one that could start them again."""
+    """Settle an attempt of ranks started by hand: no batch script judges it, nor could one start them again."""
     if where.supervised or environment.rank != 0:
         return
     never = dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode="off"))
@@ -218,7 +225,7 @@ def _fail(
     superseded: bool = False,
     on_any_node: bool = False,
 ) -> NoReturn:
-    """Leave a record and go. No collectives: the other ranks may be gone, or wait for something else."""
+    """Record a failure and exit. No collectives are used: the other ranks may be gone, or wait for something else."""
     if where is not None:
         rank = environment.rank if environment else int(os.environ.get("SLURM_PROCID", os.environ.get("RANK", "0")))
         try:
@@ -249,13 +256,16 @@ def leave(code: int) -> NoReturn:
 
 
 def _stop_during_start() -> tuple[type[BaseException], ...]:
-    """The exception class, if its module was ever loaded: naming it here would import torch before the signals are armed."""
+    """Return the exception class StopDuringStart if its module was ever loaded.
+
+    Importing it here would import torch before signals are handled.
+    """
     module = sys.modules.get("slurmtrain.runtime.rendezvous")
     return (module.StopDuringStart,) if module is not None else ()
 
 
 def _lost_a_peer(error: BaseException) -> bool:
-    """True for the errors that gloo and NCCL raise when another rank has gone: somebody else's failure came first."""
+    """Return whether this is an error that gloo or NCCL raises when another rank has gone: that rank's failure came first."""
     return isinstance(error, RuntimeError) and any(
         words in str(error)
         for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")

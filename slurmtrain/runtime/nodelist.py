@@ -8,10 +8,10 @@ from slurmtrain.errors import EnvironmentMismatch
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """All host names of a node list, in its order; zero padding is kept, several brackets multiply left to right.
+    """Return all host names of a node list, in its order; zero padding is kept, several brackets multiply left to right.
 
     Raises:
-        EnvironmentMismatch: brackets that do not close, or a range that is none.
+        EnvironmentMismatch: brackets do not close, or a range is not valid.
     """
     hosts: list[str] = []
     for group in _split(text, text):
@@ -60,10 +60,10 @@ def _expand_range(inside: str, whole: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """SLURM_TASKS_PER_NODE and the like: `2(x3),1` -> [2, 2, 2, 1].
+    """Expand SLURM_TASKS_PER_NODE and the like: `2(x3),1` -> [2, 2, 2, 1].
 
     Raises:
-        EnvironmentMismatch: not of that form.
+        EnvironmentMismatch: it is not of that form.
     """
     counts: list[int] = []
     for part in text.split(","):

@@ -1,7 +1,8 @@
-"""The place where this attempt leaves its traces: which run, which attempt, and who keeps its record.
+"""The place of this attempt's files: which run, which attempt, and which process keeps its record.
 
-A job that was submitted is told both by its batch script. Ranks that somebody started by hand (srun, torchrun, plain
-python) have to find out together: they meet first, rank 0 makes the run directory or claims the next attempt, and tells.
+A submitted job is given run and attempt by its batch script. Ranks that somebody started by hand (srun, torchrun, plain
+python) find them out together: they meet first, rank 0 makes the run directory or claims the next attempt, and
+broadcasts both.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ from slurmtrain.runtime.slurm import SlurmClient
 
 @dataclass(frozen=True)
 class Place:
-    """Attributes:
-    supervised: somebody (the batch script, cluster=local) settles the attempt after the ranks have left; else rank 0 does.
+    """The run and the attempt of this process.
+
+    Attributes:
+        supervised: a launcher (the batch script, cluster=local) settles the attempt after the ranks have exited; else
+            rank 0 does.
     """
 
     run_dir: RunDir
@@ -45,13 +49,13 @@ class Place:
 
 
 def given_place(run_dir: RunDir) -> Place | None:
-    """The place that the batch script or cluster=local has named, or None for ranks started by hand."""
+    """Return the place that the batch script or cluster=local has named, or None for ranks started by hand."""
     number = os.environ.get(ATTEMPT_VARIABLE)
     return Place(run_dir, int(number), supervised=True) if number else None
 
 
 def meeting_directory(environment: Environment, runs_dir: Path) -> Path:
-    """Where ranks that were started by hand under SLURM publish rank 0's address: one folder a step and restart."""
+    """Return the folder where ranks started by hand under SLURM publish rank 0's address: one per step and restart."""
     path = runs_dir / ".meetings" / f"{environment.job_id}.{environment.step_id}.{environment.restart_count}"
     path.mkdir(parents=True, mode=0o700, exist_ok=True)
     return path
@@ -63,11 +67,11 @@ def agree_on_place(
     tell: Callable[[str | None], str],
     meeting: Path | None,
 ) -> Place:
-    """Let rank 0 find or create the run directory and claim an attempt, and tell the others.
+    """Let rank 0 find or create the run directory and claim an attempt, and broadcast both.
 
     Args:
         tell: broadcasts rank 0's text to all; called with None on the others.
-        meeting: removed afterwards.
+        meeting: folder to remove afterwards.
     """
     text = None
     if environment.rank == 0:
@@ -80,7 +84,9 @@ def agree_on_place(
 
 
 def alone(kind: str, environment: Environment, find_or_create: Callable[[], RunDir]) -> Place:
-    """For a job of a kind whose ranks do not meet, started by hand: nobody here could tell other ranks which attempt it is.
+    """Return the place of a job started by hand whose kind has ranks that do not meet.
+
+    None of its ranks could tell others the attempt.
 
     Raises:
         EnvironmentMismatch: there are other ranks.
@@ -94,7 +100,7 @@ def alone(kind: str, environment: Environment, find_or_create: Callable[[], RunD
 
 
 def open_attempt(place: Place, environment: Environment, config: Config) -> None:
-    """Rank 0 begins the record of this attempt, and closes those that ended without a word."""
+    """Begin the record of this attempt on rank 0, and close those of attempts that ended without one."""
     close_abandoned(place.run_dir, place.number, config, SlurmClient() if environment.source == "slurm" else None)
     attempt = Attempt(
         number=place.number,

@@ -1,7 +1,7 @@
 """job=prepare: `prepare` with the attempts, signals, requeue and status of every job. Imports no torch.
 
-Every task does its share of the units, none waits for another; rank 0 waits for all, since it writes the manifest, and the
-others wait for rank 0, since srun kills those that stay when others have left.
+Every task does its share of the units, and none waits for another during that. Rank 0 then waits for all, since it
+writes the manifest, and the others wait for rank 0, since srun kills tasks that stay when others have exited.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from slurmtrain.runtime.place import Place
 from slurmtrain.runtime.signals import StopSignals
 from slurmtrain.runtime.watch import Watch
 
-LOOK_EVERY_S = 1.0  # for what other tasks have done, on a file system that is shared: there is no event to await
+LOOK_EVERY_S = 1.0  # seconds between looks at other tasks' files: a shared file system has no event to await
 STOPPING = "stopping"  # in the attempt's folder: a task was told to stop, so all do
 PREPARED = "prepared"  # rank 0 needs nobody any more
 
 
 def run_prepare(config: Config, environment: Environment, where: Place, stop: StopSignals, watch: Watch | None) -> int:
-    """Do this task's share; returns its exit code, 0 or 75.
+    """Do this task's share, and return its exit code, 0 or 75.
 
     Args:
         watch: rank 0's; None on the others.
 
     Raises:
         ConfigError: an input, the tokenizer or the output is wrong, or too many records are bad.
-        DataError: what a retry may mend.
+        DataError: an error that a retry may mend.
     """
     stop_together(stop, where.attempt_dir)
     plan = make_plan(config.prepare)
@@ -77,22 +77,22 @@ def run_prepare(config: Config, environment: Environment, where: Place, stop: St
 
 
 def share_of(plan: Plan, config: Config, environment: Environment) -> Sequence[Unit]:
-    """What this task has to do of its part of the plan."""
+    """Return the units of this task in its part of the plan."""
     return _part(plan, config)[environment.rank :: environment.world_size]
 
 
 def workers_of(config: Config, environment: Environment) -> int:
-    """Processes of this task: as many as it has CPUs, unless the config says so."""
+    """Return the number of processes of this task: as many as it has CPUs, unless the config sets it."""
     if config.prepare.workers:
         return config.prepare.workers
     cpus = len(os.sched_getaffinity(0))
-    if environment.source == "slurm":  # which need not bind tasks to the CPUs that it gives them
+    if environment.source == "slurm":  # SLURM need not bind tasks to the CPUs that it gives them
         return min(cpus, int(os.environ.get("SLURM_CPUS_PER_TASK", cpus)))
     return max(1, cpus // environment.local_world_size)
 
 
 def summary(plan: Plan, manifest: Manifest | None) -> str:
-    """How it has ended, in a sentence."""
+    """Describe the result in a sentence."""
     if manifest is None:
         done = len(recorded(Task.of(plan)))
         return f"this part is done, {done} of {len(plan.units)} units in all; who does the last one writes the manifest"
@@ -110,7 +110,7 @@ def _part(plan: Plan, config: Config) -> Sequence[Unit]:
 
 
 class _Report:
-    """Rank 0's, of all tasks: units done in place of steps, for `status`."""
+    """Rank 0's report on all tasks: the number of units done in place of steps, for `status`."""
 
     def __init__(self, plan: Plan, config: Config, where: Place):
         self._task = Task.of(plan)
@@ -122,13 +122,13 @@ class _Report:
         self._began = self._due = time.monotonic()
 
     def update(self) -> None:
-        """Write down how many there are, now and then."""
+        """Record the number of units done, at intervals."""
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + LINE_EVERY_S
             self._write()
 
     def wait_for_all(self, stop: StopSignals) -> bool:
-        """Until all tasks have done their share; False when told to stop before."""
+        """Wait until all tasks have done their share; return False when a stop was requested before."""
         while self._count() < len(self._names):
             self.update()
             if stop.wait(LOOK_EVERY_S):
@@ -150,7 +150,7 @@ class _Report:
 
 
 def _wait_for(folder: Path, name: str, stop: StopSignals) -> bool:
-    """Until a file is there, which is looked for by listing; False when told to stop before."""
+    """Wait until a file exists, by listing its folder; return False when a stop was requested before."""
     while name not in os.listdir(folder):
         if stop.wait(LOOK_EVERY_S):
             return False
@@ -158,7 +158,7 @@ def _wait_for(folder: Path, name: str, stop: StopSignals) -> bool:
 
 
 def stop_together(stop: StopSignals, attempt_dir: Path) -> None:
-    """One task that is told to stop is enough: rank 0's watch knows the clock and the switches, others may have a signal."""
+    """Stop all tasks when one is told to stop: rank 0's watch knows the clock and the switches, others may have a signal."""
 
     def tell_and_hear() -> None:
         while not stop.wait(LOOK_EVERY_S):

@@ -1,9 +1,9 @@
-"""How ranks wait for what rank 0 writes into a shared folder: one process a node looks, less and less often.
+"""Wait for files that rank 0 writes into a shared folder: one process per node looks, less and less often.
 
-A shared file system has no event to await, and its metadata server is everybody's: were each of 1,024 ranks to look fifty
-times a second until rank 0 is there, that would be 50,000 directory reads a second. So the first rank of each node looks,
-and hands on what it finds through a file in the memory of that node. Where that does not reach another rank, as between
-containers, that rank looks by itself after a while, and seldom. Imports no torch.
+A shared file system has no event to await, and its metadata server serves everybody: if each of 1,024 ranks looked
+fifty times a second until rank 0 is there, that would be 50,000 directory reads a second. So the first rank of each
+node looks, and passes on what it finds through a file in the memory of that node. If that does not reach another rank,
+as between containers, that rank looks by itself after a while, and seldom. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from slurmtrain.runtime.environment import Environment
 
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 1.0
-BY_ITSELF_S = 5.0  # for so long a rank leaves it to the first of its node to look; then twice as long, and so on
+BY_ITSELF_S = 5.0  # seconds for which a rank leaves looking to the first one of its node; then doubled
 LONGEST_BY_ITSELF_S = 40.0
 
 
 class Pauses:
-    """Sleeps that grow from FIRST_PAUSE_S to `longest_s`, each by chance a little longer or shorter.
+    """Sleeps that grow from FIRST_PAUSE_S to `longest_s`, each randomly a little longer or shorter.
 
-    None is much longer than half of the time that was waited before, so nobody comes much too late.
+    None is much longer than half of the time that was waited before, so no rank is much too late.
     """
 
     def __init__(self, longest_s: float = LONGEST_PAUSE_S, sleep: Callable[[float], None] = time.sleep):
@@ -45,11 +45,11 @@ class Pauses:
 
 
 class Published:
-    """A JSON object that rank 0 publishes under `path`, and the others wait for.
+    """A JSON object that rank 0 publishes under `path`, and that the others wait for.
 
     Args:
-        path: in a folder that all ranks share and that belongs to this attempt alone.
-        clock: in seconds.
+        path: a file in a folder that all ranks share and that belongs to this attempt alone.
+        clock: returns seconds.
     """
 
     def __init__(self, path: Path, environment: Environment, clock: Callable[[], float] = time.monotonic):
@@ -65,7 +65,7 @@ class Published:
         self._by_itself_at = clock() + BY_ITSELF_S
 
     def look(self) -> dict[str, Any] | None:
-        """Return what rank 0 has published; None while nothing is known of it on this node."""
+        """Return what rank 0 has published; None while it is not known on this node."""
         if self._looks_for_all:
             found = self._look_in_folder()
             if found is not None and not self._alone and not self._handed_on:
@@ -81,9 +81,9 @@ class Published:
         return found
 
     def forget(self) -> None:
-        """Remove what was handed on, when all ranks of this node have it, or need it no more."""
+        """Remove the node's copy, when all ranks of this node have read it, or need it no more."""
         if self._looks_for_all and not self._alone:
-            with contextlib.suppress(OSError):  # anybody may put something there, and then only they can remove it
+            with contextlib.suppress(OSError):  # anybody may put a file there, which only they can remove
                 self._on_node.unlink()
 
     def _look_in_folder(self) -> dict[str, Any] | None:
@@ -101,7 +101,7 @@ class Published:
             return None
         with os.fdopen(descriptor) as file:
             facts = os.fstat(descriptor)
-            if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.getuid():  # anybody may write there
+            if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.getuid():  # anybody may write in that folder
                 return None
             try:
                 value = json.loads(file.read())

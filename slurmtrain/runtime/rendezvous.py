@@ -1,8 +1,8 @@
-"""How ranks find each other: rank 0 binds a port that is free, publishes where it is, the others read and connect.
+"""Rendezvous of the ranks: rank 0 binds a free port and publishes its address, the others read it and connect.
 
 A port computed from the job id collides when two steps share a node and lies in the range from which the kernel hands
-out ports; a host name taken from the node list need not resolve. A published address has neither problem. The file
-lies in the attempt's directory, so no rank of an older incarnation can be met by mistake; a token proves it.
+out ports; a host name taken from the node list need not resolve. A published address has neither problem. The file lies
+in the attempt's directory, so no rank of an older incarnation can be met by mistake; a token proves it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class StopDuringStart(Exception):
 
 @dataclass(frozen=True)
 class Meeting:
-    """The store through which all ranks of this attempt can talk.
+    """The store through which all ranks of this attempt can communicate.
 
     Attributes:
-        store: keys of this attempt only.
-        interface: the network interface that reaches the other ranks, or None when it could not be told.
+        store: the store, with keys of this attempt only.
+        interface: the network interface that reaches the other ranks, or None if it is not known.
     """
 
     store: dist.Store
@@ -60,14 +60,14 @@ def meet(
     """Bring all ranks together.
 
     Args:
-        directory: shared by all ranks and used by this attempt alone.
-        timeout_s: how long to wait for the last rank.
+        directory: a directory that all ranks share and this attempt alone uses.
+        timeout_s: seconds to wait for the last rank.
         stop_requested: polled while waiting.
-        interface: a name that rank 0 should be reached by, or "auto".
+        interface: name of the interface at which rank 0 should be reached, or "auto".
 
     Raises:
-        RendezvousError: somebody is missing: the message says which ranks on which nodes.
-        StopDuringStart: told to stop before everybody was there.
+        RendezvousError: ranks are missing; the message says which, and on which nodes.
+        StopDuringStart: a stop was requested before all ranks were there.
     """
     deadline = time.monotonic() + timeout_s
     if environment.source == "torchrun":
@@ -182,10 +182,10 @@ def _gather_presence(
 
 
 def _agree_on_interface(store: dist.Store, environment: Environment, via: str) -> str | None:
-    """The network interface by which this rank reaches the others, and they reach it.
+    """Return the network interface by which this rank reaches the others, and they reach it.
 
-    A rank beside rank 0 has met it through the loopback, where no other machine can follow. So rank 0 finds out by
-    which of its addresses the others came, and its neighbours use the same interface.
+    A rank on rank 0's machine has reached it through the loopback, which no other machine can use. So rank 0 finds out
+    through which of its addresses the others came, and the ranks beside it use the same interface.
     """
     if environment.rank == 0:
         known = [json.loads(store.get(f"here/{rank}")) for rank in range(environment.world_size)]
@@ -202,9 +202,9 @@ def _agree_on_interface(store: dist.Store, environment: Environment, via: str) -
 def _await_word(
     store: dist.Store, environment: Environment, deadline: float, stop_requested: Callable[[], bool]
 ) -> None:
-    """Wait for rank 0's word that everybody is there, or why not.
+    """Wait for rank 0's word that all ranks are there, or why not.
 
-    A rank that is told to stop passes that on instead of leaving: were it gone when rank 0 has just counted it, the
+    A rank that is told to stop passes that on instead of exiting: if it were gone when rank 0 has just counted it, the
     others would wait for it in their first collective.
     """
     pauses = Pauses(LONGEST_PAUSE_S)
@@ -214,7 +214,8 @@ def _await_word(
                 store.set("told to stop", "")
             if time.monotonic() > deadline + GRACE_S:
                 raise RendezvousError(
-                    f"rank 0 on {environment.expected_node(0)} fell silent after it had been reached", hint=MISSING_HINT
+                    f"rank 0 on {environment.expected_node(0)} stopped answering after it had been reached",
+                    hint=MISSING_HINT,
                 )
             pauses.pause()
         word = store.get("everybody").decode()
@@ -232,7 +233,7 @@ def _await_word(
 
 
 def _tell_and_linger(store: dist.Store, word: str, *, present: list[int]) -> None:
-    """Rank 0's word to those that are there. The store ends with this process, so they get the time to read it."""
+    """Publish rank 0's word, and give the ranks that are there time to read it, since the store ends with this process."""
     store.set("everybody", word)
     enough = time.monotonic() + GRACE_S
     heard = [f"heard/{rank}" for rank in present if rank != 0]

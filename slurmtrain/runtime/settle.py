@@ -1,7 +1,7 @@
-"""What happens after the last rank has left: gather the evidence, judge, complete the record, print the verdict.
+"""The steps after the last rank has exited: gather the evidence, judge, complete the record, print the verdict.
 
-Called by the batch script, outside of srun and of any container. It imports no torch and answers in a blink: in a
-preemption the grace time is still running.
+They are called by the batch script, outside of srun and of any container. This module imports no torch and is quick: in
+a preemption the grace time is still running.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def settle(run_dir: RunDir, number: int, exit_code: int, config: Config, client:
     """Judge attempt `number` and complete its record.
 
     Args:
-        exit_code: of srun, or the highest of the local ranks.
+        exit_code: exit code of srun, or the highest of the local ranks.
         client: None outside of SLURM.
     """
     attempt = attempts.read_attempt(run_dir, number)
@@ -56,7 +56,7 @@ def settle(run_dir: RunDir, number: int, exit_code: int, config: Config, client:
 
 
 def free_dependents(run_dir: RunDir, attempt: Attempt, client: SlurmClient) -> None:
-    """Let those who wait for the success of this attempt's job wait for it no more: the run has finished in it.
+    """Let jobs that wait for the success of this attempt's job wait for it no more, since the run has finished in it.
 
     They were submitted with --after this run. A job that was ever preempted may not end yet, or not as a success: see
     `slurm_versions.STARTS_PREEMPTED_JOBS_ONCE_MORE`.
@@ -68,7 +68,7 @@ def free_dependents(run_dir: RunDir, attempt: Attempt, client: SlurmClient) -> N
         return
     try:
         freed = client.free_dependents(job_id)
-    except ClusterError as error:  # where the job ends as PREEMPTED, they show it as DependencyNeverSatisfied
+    except ClusterError as error:  # if the job ends as PREEMPTED, they show DependencyNeverSatisfied
         print(f"slurmtrain: jobs that wait for this run may start late or never: {error.message}", file=sys.stderr)
         return
     if freed:
@@ -81,7 +81,7 @@ def own_restart_count() -> int:
 
 
 def run_hook_of(run_dir: RunDir, number: int, config: Config) -> None:
-    """Outside of a batch script: run the hook for how attempt `number` has ended, as the script would."""
+    """Run the hook for the outcome of attempt `number` outside of a batch script, as the script would."""
     hooks = config.hooks
     if hooks.on_finish or hooks.on_failure or hooks.on_preemption:
         words = ["hook", str(run_dir.path), "--attempt", str(number)]
@@ -91,7 +91,8 @@ def run_hook_of(run_dir: RunDir, number: int, config: Config) -> None:
 def close_abandoned(run_dir: RunDir, current: int, config: Config, client: SlurmClient | None) -> list[int]:
     """Complete the records of earlier attempts that nobody settled: their node is gone, or the batch shell died.
 
-    One that may still be at work is left alone: it has a record of its own to write. Return the numbers of the others.
+    An attempt that may still be at work is left alone: it has a record of its own to write. Return the numbers of the
+    others.
     """
     closed = []
     for number in reversed(run_dir.attempt_numbers()):
@@ -109,10 +110,10 @@ def close_abandoned(run_dir: RunDir, current: int, config: Config, client: Slurm
 
 
 def may_live(attempt: Attempt, directory: Path, client: SlurmClient | None) -> bool:
-    """Whether an attempt that nobody has settled may still be at work, as far as can be known here.
+    """Return whether an attempt that nobody has settled may still be at work, as far as can be known here.
 
-    An earlier life of this very job is over. Of another job, and of another step of this one, SLURM knows; of an attempt
-    outside of SLURM, this machine. When nobody can be asked, it may live.
+    An earlier start of this very job is over. SLURM knows about other jobs, and about other steps of this one; this
+    machine about an attempt outside of SLURM. If neither can be asked, it may be at work.
     """
     job_id, restart_count = attempt.job_id, attempt.restart_count
     if not attempt.started:
@@ -165,6 +166,7 @@ def _record(run_dir: RunDir, attempt: Attempt, judgement: Judgement) -> None:
 
 
 def policy(config: Config, links_left: int = 0) -> Policy:
+    """Return the part of the config that decides on an attempt."""
     mode = config.requeue.mode
     if config.cluster.backend == "local" and mode != "off":
         mode = "requeue"  # there is no queue: whoever started the ranks starts them again
@@ -179,16 +181,16 @@ def policy(config: Config, links_left: int = 0) -> Policy:
 
 
 def own_job_id() -> str | None:
-    """The id by which SLURM knows this very job or array task."""
+    """Return the id by which SLURM knows this very job or array task."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
 
 
 def _was_preempted(run_dir: RunDir, attempt: Attempt) -> bool:
-    """Whether SLURM has said that it preempts this attempt, to rank 0 or in the job's log.
+    """Return whether SLURM has said that it preempts this attempt, to rank 0 or in the job's log.
 
-    Without a GraceTime, which is SLURM's default, only the log says so: the job is requeued in the same moment, and with that
-    the time of its preemption is gone from what `scontrol show job` prints.
+    Without a GraceTime, which is SLURM's default, only the log says so: the job is requeued in the same moment, and
+    with that the time of its preemption is gone from what `scontrol show job` prints.
     """
     if attempt.facts is not None and JobFacts(**attempt.facts).preempted:
         return True
@@ -211,7 +213,7 @@ def _evidence(
     tries = attempts.all_attempts(run_dir)
     killed = attempts.killed_tasks(directory)
     failure = attempts.first_failure(directory)
-    if failure is None and killed is None:  # nobody saw the cause, only what it did to the others
+    if failure is None and killed is None:  # nobody saw the cause, only its effect on the other ranks
         failure = attempts.first_failure(directory, because_of_peer=True)
     set_up = attempts.failed_set_up(directory)
     node = failure.node if failure is not None else os.environ.get("SLURMD_NODENAME")
@@ -245,7 +247,7 @@ def _evidence(
 
 
 def spent_by(tries: list[Attempt], config: Config) -> str | None:
-    """Why the last of these attempts, which is judged, has used up a budget; None while there may be others."""
+    """Say why the last of these attempts, which is judged, has used up a budget; return None while there may be others."""
     last = tries[-1]
     if not last.stalled:
         return None
@@ -270,15 +272,15 @@ def _progress_is_visible(attempt: Attempt, config: Config) -> bool:
 
 
 def has_trained(attempt: Attempt) -> bool:
-    """Whether an attempt got past its start, so that its config and its environment were sound."""
+    """Return whether an attempt got past its start, so that its config and its environment were sound."""
     return attempt.stepping is not None or attempt.said is not None or attempt.progressed
 
 
 def _superseded_by(everything: list[Attempt], attempt: Attempt, failure: Failure | None) -> str | None:
-    """Say which newer attempt, of another job, has taken the run over from this one; None where none has.
+    """Say which newer attempt, of another job, has taken the run over from this one; None if none has.
 
-    One that failed for good, as on a node without a GPU, has left the run to this attempt, unless it has fenced it off by
-    then. One that finished the run, or that a person has cancelled, has ended it for both.
+    One that failed for good, as on a node without a GPU, has left the run to this attempt, unless it has fenced it off
+    by then. One that finished the run, or that a person has cancelled, has ended it for both.
     """
     fenced = failure is not None and failure.superseded
     newer = [each for each in everything if each.number > attempt.number and each.started]

@@ -1,10 +1,10 @@
-"""Stop signals: seen within milliseconds, acted on by nobody but the step loop.
+"""Stop signals: noticed within milliseconds, acted on only by the step loop.
 
 A Python signal handler runs only between bytecodes of the main thread: while that waits in a collective for a slow
 peer, a handler is seconds late. `signal.set_wakeup_fd` writes the signal's number from the C handler at once, and a
-thread reads it. Nothing else happens here: no exception is raised, nothing is saved, no process leaves.
+thread reads it. Nothing else happens here: no exception is raised, nothing is saved, no process exits.
 
-Arm this before torch is imported. Threads that exist already would not inherit the blocked mask.
+Call `arm` before torch is imported: threads that exist already would not inherit the blocked mask.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
 @dataclass(frozen=True)
 class StopRequest:
-    """Why this rank wants to stop, as far as it can know itself."""
+    """The reason why this rank wants to stop, as far as it can know itself."""
 
     cause: str  # a signal's name ("SIGTERM"), or "deadline", "requested", "job state ..."
     time: float  # unix time, seconds
 
 
 class StopSignals:
-    """The flag. Get the process's only instance from `arm`."""
+    """The flag that a stop was requested. Get the process's only instance from `arm`."""
 
     def __init__(self) -> None:
         self._first: StopRequest | None = None
@@ -48,13 +48,13 @@ class StopSignals:
         return self._first
 
     def request(self, cause: str) -> None:
-        """Ask to stop for another reason than a signal. The first cause is kept."""
+        """Request a stop for another reason than a signal. The first cause is kept."""
         if self._first is None:
             self._first = StopRequest(cause, time.time())
             self._event.set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until a stop is requested; True when it is."""
+        """Block until a stop is requested; return False if none was after `timeout_s` seconds."""
         return self._event.wait(timeout_s)
 
     def _install(self) -> None:
@@ -92,7 +92,7 @@ _armed: StopSignals | None = None
 
 
 def arm() -> StopSignals:
-    """Install the handlers, once a process; later calls return the same flag."""
+    """Install the handlers, once per process; later calls return the same flag."""
     global _armed
     if _armed is None:
         _armed = StopSignals()
@@ -101,13 +101,16 @@ def arm() -> StopSignals:
 
 
 def ignore_stop_signals() -> None:
-    """For the way out: a second signal during interpreter shutdown must not turn a clean exit into a kill."""
+    """Ignore stop signals from now on.
+
+    So a second one during interpreter shutdown does not turn a clean exit into a kill.
+    """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _seen_elsewhere(number: int, frame: object) -> None:
-    """The reader thread has it."""
+    """Do nothing, since the reader thread gets the signal."""
 
 
 def _disarm_child() -> None:

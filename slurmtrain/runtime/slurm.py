@@ -1,7 +1,9 @@
-"""A typed client for the few SLURM commands this package uses. Everything that runs `scontrol` and its kin is here.
+"""A typed client for the few SLURM commands that this package uses.
 
-Parsing is pure and tested with plain text; running takes the command runner as an argument. It lives on this floor,
-not among the launchers, because the job itself asks SLURM, too: why was I told to stop, when does my time end.
+Everything that runs `scontrol` and the like is here.
+
+Parsing is pure and tested with plain text; running takes the command runner as an argument. It is in this package, not
+among the launchers, because the job itself asks SLURM, too: why was it told to stop, when does its time end.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ GONE = (
 )
 # States of a job that has nodes, or leaves them.
 LIVE = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
-# What the commands take from the environment, by the getenv() calls of SLURM's sources (22.05 to 26.05). First where SLURM
-# is and who asks: it stays as the person has set it.
+# Variables that the commands read, by the getenv() calls of SLURM's sources (22.05 to 26.05). First those that say
+# where SLURM is and who asks: they stay as the person has set them.
 REACHED_BY = (
     "SLURM_CONF",
     "SLURM_CONF_SERVER",
@@ -49,9 +51,10 @@ REACHED_BY = (
     "SLURM_SACK_KEY",
     "SLURM_SACK_JWKS",
 )
-# Whatever else begins like this was set by SLURM for a job, or changes how answers look (SLURM_TIME_FORMAT, SLURM_BITSTR_LEN).
+# Other variables with these prefixes were set by SLURM for a job, or change the form of answers (SLURM_TIME_FORMAT,
+# ...).
 OF_JOBS = ("SLURM_", "SUBMITIT_", "SLURMTRAIN_", "PMI_", "PMIX_", "SRUN_")
-# Defaults of a person for the commands that ask and steer: which jobs they see, and how they print them.
+# A person's defaults for the commands that query and control jobs: which jobs they see, and how they print them.
 OF_QUERIES = ("SQUEUE_", "SCONTROL_", "SCANCEL_", "SINFO_", "SACCT_")
 AT_WORK = ("idle", "mixed", "allocated", "completing", "planned")  # states of nodes on which jobs can run now or soon
 PREFIX_FILE = "slurm-prefix"  # beside a slurm.conf: the prefix of the SLURM that it is for
@@ -60,7 +63,7 @@ INSTALL_HINT = "is this a login node? For a throwaway SLURM here: apt-get instal
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What `scontrol show job` says of one job. Times are unix seconds, or None.
+    """The output of `scontrol show job` for one job. Times are unix seconds, or None.
 
     Attributes:
         excluded: nodes that it must not get, as SLURM writes a list of them: "n[1-3,7]".
@@ -76,7 +79,7 @@ class JobFacts:
 
     @property
     def preempted(self) -> bool:
-        """SLURM has told this incarnation that it is being preempted."""
+        """Whether SLURM has announced that it preempts this start of the job."""
         return self.preempt_time is not None and (self.start_time is None or self.preempt_time >= self.start_time)
 
 
@@ -85,7 +88,7 @@ class QueuedJob:
     """A line of squeue: SLURM's words for state and reason, and when it began or is expected to, as SLURM writes it.
 
     Attributes:
-        comment: the words of the job's comment.
+        comment: words of the job's comment.
     """
 
     state: str = ""
@@ -96,12 +99,12 @@ class QueuedJob:
 
 @dataclass(frozen=True)
 class PreemptionTimes:
-    """How long a job lives on when it is preempted. Seconds, or None when it is not, or when nobody says.
+    """The times for which a job lives on when it is preempted, in seconds; None when it is not, or when they are not known.
 
     Attributes:
-        kill_wait_s: from SIGTERM at the end to SIGKILL, at the time limit, too.
-        grace_s: from the announcement to that SIGTERM.
-        grace_of: whose setting that is: "partition low", "QOS cheap".
+        kill_wait_s: seconds from SIGTERM at the end to SIGKILL, also at the time limit.
+        grace_s: seconds from the announcement to that SIGTERM.
+        grace_of: origin of that setting: "partition low", "QOS cheap".
     """
 
     kill_wait_s: float | None = None
@@ -110,12 +113,12 @@ class PreemptionTimes:
 
 
 def run_command(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """The runner that really runs something. 60 s: a controller that is slower is as good as not there."""
+    """Run a command. After 60 s a slow controller counts as one that does not answer."""
     return subprocess.run(command, env=dict(environment), capture_output=True, text=True, timeout=60, check=False)
 
 
 class SlurmClient:
-    """SLURM as seen from here.
+    """A client of one cluster.
 
     Args:
         slurm_conf: path of a slurm.conf other than the machine's own.
@@ -132,14 +135,14 @@ class SlurmClient:
         return shutil.which("scontrol", path=self._environment.get("PATH")) is not None
 
     def job(self, job_id: str) -> JobFacts | None:
-        """Facts of one job, or None when SLURM does not know it (any more) or cannot be asked."""
+        """Return the facts of one job, or None when SLURM does not know it (any more) or cannot be asked."""
         try:
             return self.look(job_id)
         except ClusterError:
             return None
 
     def look(self, job_id: str) -> JobFacts | None:
-        """Facts of one job, or None when SLURM says that it does not know it (any more).
+        """Return the facts of one job, or None when SLURM says that it does not know it (any more).
 
         Raises:
             ClusterError: SLURM cannot be asked.
@@ -152,7 +155,7 @@ class SlurmClient:
         raise ClusterError(f"`scontrol show job` failed: {_last_line(answer)}")
 
     def step_lives(self, step_id: str) -> bool:
-        """Whether a step of a job, as in "17.0", is still there.
+        """Return whether a step of a job, as in "17.0", still exists.
 
         Raises:
             ClusterError: SLURM cannot be asked.
@@ -166,7 +169,7 @@ class SlurmClient:
         """Put a job back into the queue, whatever its state: one that was cancelled comes back, too.
 
         Raises:
-            ClusterError: SLURM refused, or was not reached; whether it was done, the count of restarts says.
+            ClusterError: SLURM refused, or was not reached; the count of restarts shows whether it was done.
         """
         self._call(["scontrol", "requeue", job_id], before=SHIELD)
 
@@ -180,10 +183,10 @@ class SlurmClient:
         self._call(["scontrol", "update", f"JobId={job_id}", *changes], before=SHIELD)
 
     def queue(self, job_ids: Iterable[str], user: str | None = None) -> dict[str, QueuedJob]:
-        """Those of the jobs that are still in the queue, by id, with one squeue call for all.
+        """Return the jobs that are still in the queue, by id, with one squeue call for all.
 
         Args:
-            user: whose they are; None: this user's.
+            user: the user whose jobs they are; None: this user.
 
         Raises:
             ClusterError: squeue is missing, or the controller does not answer.
@@ -206,10 +209,12 @@ class SlurmClient:
         return found
 
     def find_by_comment(self, word: str, *, ended: bool = False) -> list[str]:
-        """The user's jobs whose comment has a word that is this, or begins with it where it ends with ":". An array is one.
+        """Return the user's jobs whose comment has `word`, or a word that begins with it if it ends with ":".
+
+        An array is one job.
 
         Args:
-            ended: those, too, that have ended, as long as slurmctld remembers them (MinJobAge).
+            ended: also return jobs that have ended, as long as slurmctld remembers them (MinJobAge).
 
         Raises:
             ClusterError: squeue is missing, or the controller does not answer.
@@ -220,10 +225,12 @@ class SlurmClient:
         return [job for job, words in jobs.items() if word in words]
 
     def comments(self, *, ended: bool = False) -> dict[str, list[str]]:
-        """The words of the comments of the user's jobs, by id, those without a comment left out. An array is one.
+        """Return the words of the comments of the user's jobs, by id, without jobs that have no comment.
+
+        An array is one job.
 
         Args:
-            ended: those, too, that have ended, as long as slurmctld remembers them (MinJobAge).
+            ended: also return jobs that have ended, as long as slurmctld remembers them (MinJobAge).
 
         Raises:
             ClusterError: squeue is missing, or the controller does not answer.
@@ -238,16 +245,16 @@ class SlurmClient:
         return found
 
     def configuration(self) -> dict[str, str]:
-        """slurm.conf as the controller sees it: "MaxArraySize" -> "1001"; empty when it cannot be asked."""
+        """Return slurm.conf as the controller sees it: "MaxArraySize" -> "1001"; empty when it cannot be asked."""
         return parse_show_config(self._glance(["scontrol", "show", "config"]) or "")
 
     def max_array_size(self) -> int | None:
-        """Most tasks of an array; None when it cannot be asked."""
+        """Return the greatest number of tasks of an array; None when it cannot be asked."""
         size = self.configuration().get("MaxArraySize", "")
         return int(size) or 1 if size.isdigit() else None  # 0: the cluster has no arrays
 
     def preemption_times(self, partition: str | None, qos: str | None) -> PreemptionTimes | None:
-        """What a job in this partition (None: the default one) and QOS has. None when SLURM cannot be asked."""
+        """Return the times of a job in this partition (None: the default one) and QOS; None when SLURM cannot be asked."""
         config = self.configuration()
         if not config:
             return None
@@ -259,12 +266,12 @@ class SlurmClient:
             return PreemptionTimes(kill_wait_s, grace_s, f"QOS {qos}")
         if by == "preempt/partition_prio":
             name, its = chosen_partition(self._glance(["scontrol", "show", "partition", "-o"]) or "", partition)
-            if its.get("PreemptMode") in ("REQUEUE", "CANCEL"):  # else it is suspended, or left alone
+            if its.get("PreemptMode") in ("REQUEUE", "CANCEL"):  # otherwise the job is suspended, or not preempted
                 return PreemptionTimes(kill_wait_s, parse_duration(its.get("GraceTime", "")), f"partition {name}")
         return PreemptionTimes(kill_wait_s)
 
     def _glance(self, command: Sequence[str]) -> str | None:
-        """The answer of a command that nothing depends on; None when there is none within two seconds."""
+        """Return the output of a command that nothing depends on; None when there is none within two seconds."""
         paths = [shutil.which(name, path=self._environment.get("PATH")) for name in (command[0], "timeout")]
         if None in paths:
             return None
@@ -275,11 +282,11 @@ class SlurmClient:
         return answer.stdout if answer.returncode == 0 else None
 
     def version(self) -> Version | None:
-        """The release that the controller runs, as in (24, 5); None when it cannot be asked."""
+        """Return the release that the controller runs, as in (24, 5); None when it cannot be asked."""
         return parse_version(self.configuration().get("SLURM_VERSION", ""))
 
     def pass_on_dependents(self, job_id: str, successor: str) -> list[str]:
-        """Let the user's jobs that wait for the success of this one wait for its successor instead. Returns them.
+        """Let the user's jobs that wait for the success of this one wait for its successor instead, and return them.
 
         To be called before the job has ended: after that they can never start.
 
@@ -289,7 +296,7 @@ class SlurmClient:
         return self._change_dependencies(lambda dependency: moved_dependency(dependency, job_id, successor))
 
     def free_dependents(self, job_id: str) -> list[str]:
-        """Let the user's jobs that wait for the success of this one wait for it no more. Returns them.
+        """Let the user's jobs that wait for the success of this one wait for it no more, and return them.
 
         To be called before the job has ended: after that they can never start.
 
@@ -312,10 +319,12 @@ class SlurmClient:
         return list(changed)
 
     def test_only(self, script: Path, options: Sequence[str] = (), *, without: Collection[str] = ()) -> tuple[int, str]:
-        """Exit code and words of `sbatch --test-only`: whether and when this script would start. Nothing is submitted.
+        """Return exit code and words of `sbatch --test-only`: whether and when this script would start.
+
+        Nothing is submitted.
 
         Args:
-            options: they overrule the script's own.
+            options: further options; they override the script's own.
             without: variables of this shell that sbatch is not to see.
 
         Raises:
@@ -327,7 +336,7 @@ class SlurmClient:
         return answer.returncode, (answer.stderr or answer.stdout).strip()
 
     def lacks_nodes(self, partition: str | None) -> bool:
-        """Some node of the partition (None: of any) is drained, down or reserved now, or that cannot be asked."""
+        """Return whether a node of the partition (None: of any) is drained, down or reserved now, or this cannot be asked."""
         where = [f"--partition={partition}"] if partition else []
         answer = self._glance(["sinfo", "--noheader", "--format=%a %T", *where])
         if answer is None:
@@ -340,13 +349,17 @@ class SlurmClient:
 
     def signal(self, job_id: str, name: str) -> None:
         """Send a signal to every rank of the job's steps."""
-        # Of an array with tasks that still wait, slurmctld (22.05) delivers it and calls the task "in transition", whereupon
-        # scancel sends it again and again for minutes. To the steps by themselves it goes once.
+        # For a task of an array with tasks that still wait, slurmctld (22.05) delivers the signal and reports the task
+        # as "in transition", whereupon scancel sends it again and again for minutes. Sent to the steps, it is delivered
+        # once.
         steps = self._steps(job_id) if "_" in job_id else []
         self._call(["scancel", f"--signal={name}", *(steps or [job_id])])
 
     def _steps(self, element: str) -> list[str]:
-        """The running steps of an array's task, by the id that it has of its own: "17.0". None where SLURM names none."""
+        """Return the running steps of an array's task, by the task's own job id: "17.0".
+
+        None are returned if SLURM names none.
+        """
         own = re.search(r"\bJobId=(\d+)", self._glance(["scontrol", "show", "job", "-o", element]) or "")
         if own is None:
             return []
@@ -357,11 +370,11 @@ class SlurmClient:
         self._call(["scontrol", "release", job_id])
 
     def start_now(self, job_id: str) -> None:
-        """Ask a pending job to start at once. SLURM holds a requeued one for about 121 s otherwise."""
+        """Ask SLURM to start a pending job at once. It holds a requeued one for about 121 s otherwise."""
         self._call(["scontrol", "update", f"JobId={job_id}", "StartTime=now"])
 
     def limit_array(self, job_id: str, tasks: int) -> None:
-        """Let so many tasks of an array run at the same time. It needs to have one that waits."""
+        """Let this many tasks of an array run at the same time. The array needs to have a task that waits."""
         self._call(["scontrol", "update", f"JobId={job_id}", f"ArrayTaskThrottle={tasks}"])
 
     def _call(self, command: Sequence[str], before: Sequence[str] = ()) -> str:
@@ -417,9 +430,11 @@ def parse_show_config(text: str) -> dict[str, str]:
 
 
 def chosen_partition(text: str, name: str | None) -> tuple[str, dict[str, str]]:
-    """Name and fields of one partition (None: the default one) in `scontrol show partition -o`; none when it is not there.
+    """Return name and fields of one partition (None: the default one) in `scontrol show partition -o`.
 
-    Of several names, separated by commas, the first: where the job will run is not known yet.
+    No fields if it is missing.
+
+    Of several names, separated by commas, the first counts: where the job will run is not known yet.
     """
     wanted = name.partition(",")[0] if name else None
     for line in text.splitlines():
@@ -430,9 +445,9 @@ def chosen_partition(text: str, name: str | None) -> tuple[str, dict[str, str]]:
 
 
 def moved_dependency(text: str, job_id: str, successor: str) -> str | None:
-    """A dependency as squeue prints it, with the job's success replaced by its successor's; None when it has none of it.
+    """Replace the job's success by its successor's in a dependency as squeue prints it; return None if it does not have it.
 
-    As in "afterok:12(unfulfilled),afterany:13(unfulfilled)": what is in brackets, SLURM does not take back.
+    As in "afterok:12(unfulfilled),afterany:13(unfulfilled)": SLURM does not accept the parts in brackets as input.
     """
     words = [re.sub(r"\(\w+\)", "", word) for word in re.split(r"([,?])", text)]
     changed = [f"afterok:{successor}" if word == f"afterok:{job_id}" else word for word in words]
@@ -440,9 +455,9 @@ def moved_dependency(text: str, job_id: str, successor: str) -> str | None:
 
 
 def met_dependency(text: str, job_id: str) -> str | None:
-    """A dependency as squeue prints it, without the job's success, which is certain; None when it has none of it.
+    """Remove the job's success, which is certain, from a dependency as squeue prints it; return None if it does not have it.
 
-    What is left may be empty: then nothing is waited for.
+    The result may be empty: then nothing is waited for.
     """
     words = [re.sub(r"\(\w+\)", "", word) for word in re.split("[,?]", text)]
     left = [word for word in words if word != f"afterok:{job_id}"]
@@ -452,7 +467,7 @@ def met_dependency(text: str, job_id: str) -> str | None:
 
 
 def parse_duration(text: str) -> float | None:
-    """Seconds, as SLURM writes them: "30 sec", "30", "00:00:30", "1-00:00:00"; None for what is no duration."""
+    """Return seconds from a duration as SLURM writes it: "30 sec", "30", "00:00:30", "1-00:00:00"; None if it is none."""
     match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):(\d+):)?(\d+)(?: sec)?", text.strip())
     if match is None:
         return None
@@ -461,7 +476,7 @@ def parse_duration(text: str) -> float | None:
 
 
 def parse_time(text: str) -> float | None:
-    """SLURM's local time stamps; "Unknown", "None" and "N/A" are None."""
+    """Return unix seconds from SLURM's local time stamps; "Unknown", "None" and "N/A" are None."""
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:
@@ -469,19 +484,21 @@ def parse_time(text: str) -> float | None:
 
 
 def clean_environment(variables: Mapping[str, str], slurm_conf: str | None = None) -> dict[str, str]:
-    """The environment for SLURM's commands: what says where SLURM is and who asks, but nothing that changes the answer.
+    """Return the environment for SLURM's commands.
 
-    A leftover SQUEUE_PARTITION would hide jobs that live, and SLURM_MEM_PER_NODE would change the job that is submitted.
+    It has the variables that say where SLURM is and who asks, but none that change the answer.
+
+    A leftover SQUEUE_PARTITION would hide jobs that run, and SLURM_MEM_PER_NODE would change the job that is submitted.
 
     Args:
-        slurm_conf: of the cluster to ask; None: the one that the variables say.
+        slurm_conf: slurm.conf of the cluster to ask; None: the one that the variables name.
     """
     kept = {name: value for name, value in variables.items() if not name.startswith(OF_QUERIES)}
     return submission_environment(kept, slurm_conf)
 
 
 def submission_environment(variables: Mapping[str, str], slurm_conf: str | None = None) -> dict[str, str]:
-    """The same for sbatch, which hands on to the job what it has itself: the person's defaults for queries stay."""
+    """Return the environment for sbatch, which passes its own on to the job: the person's defaults for queries stay in it."""
     kept = {name: value for name, value in variables.items() if not belongs_to_a_job(name)}
     if slurm_conf is not None and slurm_conf != variables.get("SLURM_CONF"):
         # Another cluster than the shell's: its controllers, its tokens and its names of clusters mean nothing there.
@@ -490,15 +507,16 @@ def submission_environment(variables: Mapping[str, str], slurm_conf: str | None 
     programs = programs_beside(kept.get("SLURM_CONF"))
     if programs is not None:
         kept["PATH"] = path_with(programs, kept.get("PATH"))
-    if "SBATCH_CLUSTERS" in kept:  # where sbatch sends the jobs, the others have to look for them
+    if "SBATCH_CLUSTERS" in kept:  # the other commands have to look for jobs where sbatch sends them
         kept.setdefault("SLURM_CLUSTERS", kept["SBATCH_CLUSTERS"])
     return kept
 
 
 def programs_beside(slurm_conf: str | None) -> str | None:
-    """Return the folder of the commands that belong to a slurm.conf, where a file beside it names their prefix.
+    """Return the folder of the commands that belong to a slurm.conf, if a file beside it names their prefix.
 
-    A sandbox of another SLURM than the one on PATH has such a file. One that somebody else may have written does not count.
+    A sandbox of another SLURM than the one on PATH has such a file. One that somebody else may have written does not
+    count.
     """
     if slurm_conf is None:
         return None
@@ -520,5 +538,5 @@ def path_with(folder: str, path: str | None) -> str:
 
 
 def belongs_to_a_job(name: str) -> bool:
-    """True for variables of the surrounding job, which a job submitted from inside it must not inherit."""
+    """Return whether a variable belongs to the surrounding job, so that a job submitted from inside it must not inherit it."""
     return name.startswith(OF_JOBS) and name not in (*REACHED_BY, "SLURMTRAIN_RUNS")

@@ -1,6 +1,6 @@
-"""What differs between versions of SLURM, as far as this package has to know: one row each, with the release that began it.
+"""Differences between versions of SLURM that this package has to know: one row each, with the release that began it.
 
-Nothing else compares versions. Each row was seen on the releases that stand with it, or read in SLURM's source.
+Nothing else compares versions. Each row was seen on the releases that it names, or read in SLURM's source.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ Version = tuple[int, int]  # (24, 5) is 24.05
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that SLURM does since a release.
+    """A behaviour of SLURM since a release.
 
     Attributes:
-        since: the first release that does it.
-        what: it does.
-        seen: on which releases it was seen, and on which older ones it was seen not to be so.
+        since: the first release with it.
+        what: description of the behaviour.
+        seen: releases on which it was seen, and older ones on which it was seen to be absent.
     """
 
     since: Version
@@ -26,14 +26,17 @@ class Difference:
     seen: str
 
     def applies_to(self, version: Version | None) -> bool:
-        """Whether a cluster of this version does it. None, which is not known, counts as a current one."""
+        """Return whether a cluster of this version has the behaviour.
+
+        An unknown version (None) counts as a current one.
+        """
         return version is None or version >= self.since
 
 
 PREEMPT_PARAMETERS = Difference(
     (23, 2),
-    "spells PreemptParameters=send_user_signal what was SlurmctldParameters=preempt_send_user_signal; neither takes the other",
-    "22.05.8 old; 23.11.11, 24.11.7, 25.05.9 new",
+    "documents PreemptParameters=send_user_signal for SlurmctldParameters=preempt_send_user_signal, which it still takes",
+    "22.05.8 knows the old one alone; 23.11.11, 24.11.7, 25.05.9 the new; 23.02 to 25.11 both by their source",
 )
 SLURMD_NEEDS_CGROUP = Difference(
     (23, 11),
@@ -49,7 +52,8 @@ STARTS_PREEMPTED_JOBS_ONCE_MORE = Difference(
     (24, 5),
     "marks a job when the grace time of a preemption begins, and takes the job's next end for that preemption. Neither "
     "`scontrol requeue` nor an exit code takes the mark off, only a requeue that slurmctld makes of such an end. So a job that "
-    "was requeued in its grace time is started once more after its end (PreemptMode=REQUEUE), or ends as PREEMPTED (CANCEL)",
+    "was requeued in its grace time is started once more after its end (PreemptMode=REQUEUE), or ends as PREEMPTED (CANCEL), "
+    "as does one with Requeue=0, whatever its exit code",
     "22.05.8, 23.11.11 not; 24.11.7, 25.05.9; 24.05 by its source (commit a689104d15)",
 )
 TIME_BEFORE_STEP_ERRORS = Difference(
@@ -60,6 +64,6 @@ TIME_BEFORE_STEP_ERRORS = Difference(
 
 
 def parse_version(text: str) -> Version | None:
-    """Return the release in "slurm-wlm 22.05.8", "slurm 24.11.0-0rc1" or "25.05.9"; None where there is none."""
+    """Return the release in "slurm-wlm 22.05.8", "slurm 24.11.0-0rc1" or "25.05.9"; None if there is none."""
     match = re.search(r"\b(\d+)\.(\d+)", text)
     return (int(match[1]), int(match[2])) if match else None

@@ -1,4 +1,4 @@
-"""Where the time of a start goes: from the interpreter's first instruction to the first step."""
+"""The stages of a start and their durations: from the interpreter's first instruction to the first step."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from slurmtrain import process
 
 
 class Timeline:
-    """Seconds between marks, the first one counted from the start of this process.
+    """The seconds between marks; the first interval begins with the start of this process.
 
     Attributes:
-        aloud: print what begins, for whoever follows the log and would see nothing for a minute.
+        aloud: print what begins, so that a person who follows the log sees progress.
     """
 
     aloud = False
@@ -22,19 +22,19 @@ class Timeline:
         self.seconds: dict[str, float] = {}
 
     def mark(self, name: str) -> None:
-        """The stage `name` ends now."""
+        """Record that the stage `name` ends now."""
         now = time.time()
         self.seconds[name] = round(now - self._last, 3)
         self._last = now
 
     def begin(self, what: str) -> None:
-        """Say that a stage begins: "loading PyTorch"."""
+        """Print that a stage begins: "loading PyTorch"."""
         if self.aloud:
             print(f"slurmtrain: {what} ...", flush=True)
 
 
 def process_age_s() -> float:
-    """Seconds since the kernel started this process (`man 5 proc`, starttime of /proc/pid/stat)."""
+    """Return the seconds since the kernel started this process (`man 5 proc`, starttime of /proc/pid/stat)."""
     this = process.stat("self")
     assert this is not None, "/proc is not mounted"
     started = this.start / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""From a config to a trainer: model, data, checkpoints and reports, put together for this rank."""
+"""From a config to a trainer: build model, data, checkpoints and reports for this rank."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ from slurmtrain.training.trainer import Ranks, Trainer
 def build_trainer(
     config: Config, world: World, where: Place, stop: StopAgreement, timeline: Timeline, watch: Watch | None = None
 ) -> Trainer:
-    """Everything that `fit` needs.
+    """Build everything that `fit` needs.
 
     Args:
-        watch: of rank 0.
+        watch: rank 0's; None on the others.
 
     Raises:
         ConfigError: model or data cannot be built from the config.
@@ -127,7 +127,10 @@ def build_trainer(
 
 
 def row_length_of(layout: Layout, parallel: ParallelConfig) -> RowLength:
-    """When samples differ in length: rows that ranks can share evenly; for stages and compiled code, all alike."""
+    """Return how long rows have to be when samples differ in length.
+
+    Ranks have to share a row evenly, and for stages and compiled code all rows are alike.
+    """
     return RowLength(multiple=layout.sequence_ranks(parallel), fixed=layout.pp > 1 or parallel.compile)
 
 
@@ -141,7 +144,10 @@ def _check_repetition(loader: BatchLoader, train: TrainConfig) -> None:
 
 
 def _bound(config: Config, source: Any) -> dict[str, Any]:
-    """What a checkpoint is bound to: with another model, order of samples or optimiser, its state means something else."""
+    """Return the config values that a checkpoint is bound to.
+
+    With another model, order of samples or optimiser, its state is invalid.
+    """
     train = config.train
     bound: dict[str, Any] = redacted(  # it is written beside the weights
         {
@@ -160,8 +166,8 @@ def _bound(config: Config, source: Any) -> dict[str, Any]:
     return bound
 
 
-# Fields that every checkpoint is bound to. One that came later counts where it is not what it was before it came: its
-# default; else an update of this package would part a run from its checkpoints.
+# Fields that every checkpoint is bound to. A field that was added later counts only if it differs from its default;
+# otherwise an update of this package would separate a run from its checkpoints.
 OPTIM_FIELDS = ("lr", "betas", "eps", "weight_decay", "warmup_steps", "min_lr_ratio", "grad_clip")
 
 
@@ -175,14 +181,17 @@ def _of_optimizer(optim: OptimConfig) -> dict[str, Any]:
 
 
 def _order_of_samples(train: TrainConfig, source: Any) -> dict[str, Any]:
-    """What else decides it, where it does: in another order some samples would come twice, and others never."""
+    """Return the further settings that decide the order of samples.
+
+    In another order some samples would come twice, and others never.
+    """
     if not train.shuffle:
         return {"shuffle": False}
     return {"length_sorted_steps": train.length_sorted_steps} if hasattr(source.train, "lengths") else {}
 
 
 def _cadence(config: Config, where: Place, step: int) -> Cadence:
-    """When saves are due in this attempt; for `auto`, by how often this run has failed so far."""
+    """Return the schedule of saves in this attempt; for `auto`, by how often this run has failed so far."""
     keeping = config.checkpoint
     mtbf_s = math.inf
     if keeping.auto:
@@ -199,7 +208,7 @@ def _cadence(config: Config, where: Place, step: int) -> Cadence:
 
 
 class _Record:
-    """What rank 0 writes down and shows about the training."""
+    """The record of the training that rank 0 writes and shows."""
 
     def __init__(
         self,
@@ -244,7 +253,7 @@ class _Record:
         )
 
     def on_ending(self, ending: Saved | CheckpointError) -> None:
-        """By the thread that writes checkpoints."""
+        """Record the end of a save. Called by the thread that writes checkpoints."""
         if isinstance(ending, CheckpointError):
             self._where.run_dir.event("checkpoint failed", attempt=self._where.number, error=ending.message)
             return
@@ -261,7 +270,7 @@ class _Record:
 
 
 def lay_model(config: Config, layout: Layout, world: World) -> tuple[Laid, int, int | None]:
-    """The model, laid over the ranks; how many parameters the whole has; and how many tokens it knows, if it says so."""
+    """Return the distributed model, the number of parameters of the whole model, and its vocabulary size, if it has one."""
     model = build_model(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     laid = lay(
@@ -279,7 +288,11 @@ def lay_model(config: Config, layout: Layout, world: World) -> tuple[Laid, int, 
 def build_evaluator(
     config: Config, laid: Laid, passes: Passes, source: Any, world: World, stop: StopAgreement
 ) -> Evaluator:
-    """Raises: ConfigError: a set or a metric cannot be built from the config."""
+    """Build the evaluator.
+
+    Raises:
+        ConfigError: a set or a metric cannot be built from the config.
+    """
     wanted = config.eval.metrics
     own = {name: build(f"eval.metrics.{name}", value) for name, value in wanted.items() if isinstance(value, dict)}
     measures = Measures(laid, [name for name, value in wanted.items() if value is True], own)
@@ -287,7 +300,7 @@ def build_evaluator(
 
 
 def _evaluation_sets(config: Config, source: Any) -> dict[str, MapDataset]:
-    """The data source's own, and those of eval.sets."""
+    """Return the data source's own evaluation sets, and those of eval.sets."""
     valid = getattr(source, "valid", None)
     found: dict[str, MapDataset] = {"valid": valid} if valid is not None else {}
     found |= getattr(source, "evals", None) or {}
@@ -301,7 +314,7 @@ def _evaluation_sets(config: Config, source: Any) -> dict[str, MapDataset]:
 
 
 def build_model(config: Config) -> nn.Module:
-    """The model: on the meta device, without any memory, if it has a method `initialize(seed)`; else whole.
+    """Build the model: on the meta device, without any memory, if it has a method `initialize(seed)`; else whole.
 
     Raises:
         ConfigError: it cannot be built from the config.
@@ -319,7 +332,7 @@ def build_model(config: Config) -> nn.Module:
 
 
 def fill(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
-    """Bring the model to `device`; one from the meta device gets its values there, each rank its own part of them."""
+    """Move the model to `device`; one on the meta device gets its values there, each rank its own part of them."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         return model.to(device)
     model.to_empty(device=device)

@@ -1,4 +1,7 @@
-"""Rank 0's watchman: a thread that knows the clock, SLURM's word and the switches, and writes down why a stop was asked for."""
+"""The watch of rank 0: a thread that watches the clock, SLURM's record and the switches.
+
+It records why a stop was requested.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,18 @@ from slurmtrain.runtime.slurm import JobFacts, SlurmClient
 RECORD_TIMEOUT_S = 5.0
 ANSWER_S = 5.0  # at most, when the clock says that it is time to stop
 ASK_EVERY_S = 1800.0  # SLURM, whether the job's time limit was changed: by one rank of each job
-LOOK_EVERY_S = 2.0  # for switches, on a file system that may be shared: there is no event to await
+LOOK_EVERY_S = 2.0  # seconds between looks for switches: a shared file system has no event to await
 
 
 class Watch:
-    """Watches over rank 0 until a stop is requested, then records it.
+    """The watch of rank 0 until a stop is requested, which it then records.
 
-    A signal that came before Python had handlers was ignored. What it meant is still on record, so SLURM is asked
-    once at the start; and should the early warning never come, the clock gives it. Somebody may have changed the time limit
-    by then: SLURM is asked again before the clock is believed, and now and then.
+    A signal that came before Python had handlers was ignored. SLURM still has its reason on record, so SLURM is asked
+    once at the start; and if the early warning never comes, the clock gives it. Somebody may have changed the time
+    limit by then: SLURM is asked again before the clock is believed, and at intervals.
 
     Args:
-        run_dir: whose switches are looked at; None: nobody's.
+        run_dir: the run whose switches are watched; None: no switches.
     """
 
     def __init__(
@@ -52,13 +55,17 @@ class Watch:
         self._thread.start()
 
     def wait_for_record(self) -> None:
-        """Before rank 0 leaves: give the record of a stop that was just requested the time to reach the disk."""
+        """Wait, before rank 0 exits, until the record of a stop that was just requested has reached the disk."""
         self._thread.join(timeout=RECORD_TIMEOUT_S)
 
     def plan_stop(self, step_s: float, save_s: float) -> None:
-        """Ask for a stop so early that the step that runs and a save are done before the time limit.
+        """Plan a stop so early that the current step and a save are done before the time limit.
 
-        Matters when they take longer than the early warning leaves them. Args: the longest measured, seconds.
+        It matters when they take longer than the early warning leaves them.
+
+        Args:
+            step_s: seconds of the longest step measured.
+            save_s: seconds of the longest save measured.
         """
         self._needs = (step_s, save_s)
         if self._planned is not None:
@@ -75,17 +82,17 @@ class Watch:
             self._signals.request("deadline")
 
     def _limit_has_moved(self) -> bool:
-        """Ask SLURM for the job's end, and plan anew when that is another one. False where nobody answers soon."""
+        """Ask SLURM for the job's end, and plan anew if it has changed. Return False if SLURM does not answer soon."""
         if self._client is None:
             return False
         client, answers = self._client, queue.SimpleQueue[JobFacts | None]()
-        # The time that an overloaded controller would take is the time that is left to save.
+        # Waiting for an overloaded controller would use up the time that is left to save.
         threading.Thread(target=lambda: answers.put(client.job(own_job_id() or "")), daemon=True).start()
         try:
             facts = answers.get(timeout=ANSWER_S)
         except queue.Empty:
             return False
-        if facts is None or facts.preempted:  # of a preemption the signal tells
+        if facts is None or facts.preempted:  # a preemption is announced by the signal
             return False
         before, now = self._end_time, facts.end_time
         if now is None and facts.state != "RUNNING":
@@ -99,12 +106,15 @@ class Watch:
         return moved
 
     def seconds_left(self) -> float | None:
-        """After a stop was requested: until SLURM kills the job, as far as it says; waits for its answer."""
+        """Return the seconds until SLURM kills the job after a stop was requested, waiting for its answer.
+
+        The result is None if they are not known.
+        """
         self._thread.join(timeout=RECORD_TIMEOUT_S)
         return None if self._end_time is None else self._end_time - time.time()
 
     def take_save(self) -> bool:
-        """Whether somebody has asked for a checkpoint since this was asked last."""
+        """Return whether a checkpoint has been requested since the last call."""
         if not self._save_asked.is_set():
             return False
         self._save_asked.clear()  # only what was seen: it may be asked for at any moment
@@ -136,7 +146,7 @@ class Watch:
 
     @property
     def _deadline(self) -> float | None:
-        """When the clock gives the warning: half of the lead before the end, in unix seconds.
+        """The time at which the clock gives the warning: half of the lead before the end, in unix seconds.
 
         SLURM's own signal, which may be up to 60 s early but never late, should come first.
         """
@@ -163,7 +173,7 @@ class Watch:
             self._signals.request("the file stop")
 
     def _take(self, switch: Path) -> bool:
-        """Whether it is there. It works once: the next life must not find it again."""
+        """Remove a switch and return whether it was there. It works once: the next attempt must not find it again."""
         try:
             owner = switch.stat().st_uid
             switch.unlink()
@@ -175,7 +185,7 @@ class Watch:
         return True
 
     def _ask_once(self) -> float | None:
-        """When the job's time ends. Requests a stop when SLURM has ended or preempted the job already."""
+        """Return when the job's time ends, and request a stop if SLURM has ended or preempted the job already."""
         if self._client is None:
             return None
         facts = self._client.job(own_job_id() or "")

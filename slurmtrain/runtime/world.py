@@ -1,4 +1,4 @@
-"""The ranks, together: device, process groups, and the way out."""
+"""The ranks together: device, process groups, and a common exit."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from slurmtrain.runtime.signals import StopSignals
 
 @dataclass(frozen=True)
 class World:
-    """What a rank shares with the others.
+    """The device of a rank, and what it shares with the others.
 
     Attributes:
         group: all ranks, for gradients (NCCL on GPUs, gloo on CPUs); None for a single rank.
         control: all ranks, gloo: flags and counts, on the CPU.
-        saving: all ranks, gloo: checkpoints only, so that they meet no other collective.
+        saving: all ranks, gloo: checkpoints only, separate from all other collectives.
     """
 
     environment: Environment
@@ -34,7 +34,7 @@ class World:
     saving: dist.ProcessGroup | None = None
 
     def tell(self, text: str | None) -> str:
-        """Rank 0's text, on all ranks."""
+        """Return rank 0's text on all ranks."""
         if self.control is None:
             assert text is not None
             return text
@@ -51,7 +51,7 @@ class World:
         return bytes(told.tolist()).decode(errors="surrogatepass")
 
     def leave_together(self) -> None:
-        """Wait until all ranks are here. The first to leave would otherwise look like a failure to the others."""
+        """Wait until all ranks are here. The first to exit would otherwise look like a failure to the others."""
         if self.control is not None:
             dist.barrier(group=self.control)
 
@@ -62,11 +62,11 @@ def join(
     """Find the device, meet the other ranks, and make the process groups.
 
     Args:
-        directory: where rank 0 publishes its address; not needed under torchrun or for a single rank.
+        directory: folder where rank 0 publishes its address; not needed under torchrun or for a single rank.
 
     Raises:
-        EnvironmentMismatch: a GPU was asked for that is not there.
-        RendezvousError: somebody is missing.
+        EnvironmentMismatch: a GPU was asked for that does not exist.
+        RendezvousError: a rank is missing.
     """
     own = choose_device(device, environment, gpus_per_node=cluster.gpus_per_node)
     if own.type == "cpu":
@@ -102,7 +102,10 @@ def join(
 
 
 def threads_of(setting: str, cpus: int) -> int:
-    """Return the threads that OMP_NUM_THREADS asks for: "4", or "4,2" with those of nested loops; else one a CPU."""
+    """Return the number of threads that OMP_NUM_THREADS asks for: "4", or "4,2" with those of nested loops.
+
+    Else one per CPU.
+    """
     first = setting.partition(",")[0].strip()
     return int(first) if first.isascii() and first.isdigit() and int(first) > 0 else cpus
 
@@ -110,14 +113,14 @@ def threads_of(setting: str, cpus: int) -> int:
 def choose_device(device: str, environment: Environment, *, gpus_per_node: int = 0) -> torch.device:
     """Choose this rank's device: "cpu", or GPU number 0 when one is visible, else the local rank's.
 
-    SLURM hands each task its own single GPU or all of the node's, depending on flags and version.
+    SLURM gives each task its own single GPU or all of the node's, depending on flags and version.
 
     Args:
-        device: "cpu", "cuda", or "auto": a GPU where the job has asked for some or one is visible, else the CPU.
-        gpus_per_node: what the job has asked for.
+        device: "cpu", "cuda", or "auto": a GPU if the job has asked for some or one is visible, else the CPU.
+        gpus_per_node: number of GPUs that the job has asked for.
 
     Raises:
-        EnvironmentMismatch: no GPU, or fewer than ranks on this node.
+        EnvironmentMismatch: there is no GPU, or there are fewer than ranks on this node.
     """
     if device == "cpu":
         return torch.device("cpu")

@@ -1,6 +1,7 @@
 """Evaluation: every sample of some held-out sets exactly once, over any number of ranks.
 
-Leaves no trace: the model is back in training mode and sharded as before, random states are untouched.
+Evaluation does not affect training: afterwards the model is in training mode and sharded as before, and random states
+are untouched.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from slurmtrain.training.stopping import StopCheck
 
 
 class Evaluator:
-    """Measures a laid model on named sets.
+    """An evaluation of a distributed model on named sets.
 
     Args:
-        sets: by name; what is measured is called <set>_<metric>. May be empty.
+        sets: data sets by name; a metric of a set is called <set>_<metric>. May be empty.
         counts: a gloo group of all ranks; None for a single one.
-        stop: asked in every round.
+        stop: asked in every round whether to stop.
 
     Raises:
         ConfigError: a set is empty.
@@ -55,7 +56,7 @@ class Evaluator:
                 )
 
     def prepare(self) -> None:
-        """Before the first evaluation; after the first training pass, if there is one.
+        """Set the model up for the length of the sets' samples, before the first evaluation but after the first training pass.
 
         Raises:
             ConfigError: sequences are too long for this layout.
@@ -64,7 +65,11 @@ class Evaluator:
             self._passes.expect(max(map(_longest, self.sets.values())))
 
     def check_best_metric(self, metric: str) -> None:
-        """Before anything is computed. Raises ConfigError: no evaluation can give it."""
+        """Check, before anything is computed, that an evaluation can give this metric.
+
+        Raises:
+            ConfigError: no evaluation can give it.
+        """
         names = [
             f"{name}_{measure}"
             for name, dataset in self.sets.items()
@@ -74,7 +79,7 @@ class Evaluator:
             raise not_measured(metric, names)
 
     def evaluate(self) -> dict[str, float] | None:
-        """Every metric of every set, the same on all ranks. None: told to stop before it was done."""
+        """Return every metric of every set, the same on all ranks; None when a stop was requested before it was done."""
         found: dict[str, float] = {}
         with self._evaluating():
             for name, dataset in self.sets.items():
@@ -86,7 +91,7 @@ class Evaluator:
         return found
 
     def _total(self, dataset: MapDataset) -> Tensor | None:
-        """All sums of a set, over all ranks; None when told to stop."""
+        """Return all sums of a set, over all ranks; None when a stop was requested."""
         rows, layout = self._passes.rows, self._laid.layout
         share = -(-len(dataset) // layout.dp)
         batches = eval_batches(dataset, rows, layout.dp_rank(self._laid.rank), layout.dp)
@@ -104,7 +109,10 @@ class Evaluator:
         return self._summed(own)
 
     def _summed(self, own: Tensor | None) -> Tensor:
-        """The sum over all ranks. Those that measured nothing, as all but the last stage, learn here how many sums it has."""
+        """Return the sum over all ranks.
+
+        Ranks that measured nothing, such as all but the last stage's, learn the number of sums here.
+        """
         if self._counts is None:
             assert own is not None
             return own
@@ -131,12 +139,13 @@ class Evaluator:
 
 
 def not_measured(metric: str, names: Collection[str]) -> ConfigError:
+    """Return the error for a metric that no evaluation gives."""
     hint = nearest(metric, names) if names else "there is no evaluation set: eval.sets.NAME._target_=..."
     return ConfigError(f"checkpoint.best_metric={metric} is not measured", hint=hint)
 
 
 def _longest(dataset: MapDataset) -> int:
-    """Tokens of the longest sample; asking each for its length is the last resort."""
+    """Return the tokens of the longest sample; a data set is only asked for each sample's length if it has no `seq_len`."""
     seq_len, lengths = getattr(dataset, "seq_len", None), getattr(dataset, "lengths", None)
     if seq_len is not None:
         return int(seq_len)

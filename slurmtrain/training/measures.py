@@ -1,14 +1,15 @@
-"""What is measured on held-out samples: sums over batches, and the numbers that come of them.
+"""Metrics on held-out samples: sums over batches, and the numbers computed from them.
 
 Sums are added up over all batches and ranks before anything is divided, so that every number is that of the whole set,
-however its samples fall on the ranks. A metric of your own is any object with
+regardless of how its samples are distributed over ranks. A metric of your own is any object with
 
     sums(logits, targets, batch) -> Tensor [K]   of a batch: logits [B, S, V]; targets int64 [B, S], of which -100 does not
                                                  count; and the batch itself, with all that the data set gives
     value(sums) -> float, or name -> float       of the sums over the whole set, float64 [K]
 
-named by its `_target_`: +eval.metrics.top5._target_=my_package.TopFive gives valid_top5. Whole numbers are added exactly,
-up to 2**53. With parallel.cp each rank shows it its stretch of every sequence; with pipelines, a micro batch at a time.
+named by its `_target_`: +eval.metrics.top5._target_=my_package.TopFive gives valid_top5. Whole numbers are added
+exactly, up to 2**53. With parallel.cp each rank calls it with its part of every sequence; with pipelines, with a micro
+batch at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from slurmtrain.training.passes import loss_sum
 
 
 class Metric(Protocol):
-    """See above."""
+    """A metric of the user's own, as described above."""
 
     def sums(self, logits: Tensor, targets: Tensor, batch: Batch) -> Tensor: ...
 
@@ -37,11 +38,11 @@ class Metric(Protocol):
 
 
 class Measures:
-    """All sums of a batch as one vector, float64 [K]: loss, tokens, correct guesses, then those of the user's metrics.
+    """All sums of a batch as one vector, float64 [K]: loss, tokens, correct guesses, then the sums of the user's metrics.
 
     Args:
-        built_in: of perplexity, bits_per_byte and accuracy, what is wanted besides the loss.
-        own: the user's, by name.
+        built_in: which of perplexity, bits_per_byte and accuracy are wanted besides the loss.
+        own: the user's metrics by name.
     """
 
     def __init__(self, laid: Laid, built_in: Sequence[str], own: Mapping[str, Metric]):
@@ -49,7 +50,10 @@ class Measures:
         self.sizes = [1, 1, 1, *(0 for _ in own)]  # how many sums each has; unknown until a batch was measured
 
     def __call__(self, logits: Tensor, targets: Tensor, batch: Batch) -> Tensor:
-        """The sums of a batch, [K], on its device. `logits` may be this rank's share of the vocabulary."""
+        """Return the sums of a batch, float64 [K], on its device.
+
+        `logits` may be this rank's share of the vocabulary.
+        """
         counts = targets != IGNORED_TARGET
         found = [loss_sum(self._laid, logits, targets), counts.sum(), self._correct(logits, targets, counts)]
         if self._own:
@@ -60,10 +64,10 @@ class Measures:
         return torch.cat(vectors)
 
     def values(self, total: Tensor, num_bytes: int | None) -> dict[str, float]:
-        """The numbers by name, of the sums over a whole set.
+        """Return the metrics by name, computed from the sums over a whole set.
 
         Args:
-            num_bytes: of text that its targets stand for; None: not known.
+            num_bytes: bytes of text that the set's targets stand for; None: not known.
         """
         loss, tokens, correct, *own = total.split(self.sizes)
         count = max(1, int(tokens.item()))
@@ -83,7 +87,10 @@ class Measures:
         return values
 
     def names(self, num_bytes: int | None) -> list[str]:
-        """Of the numbers; of a metric of the user's that gives several, what their names begin with, and a `_`.
+        """Return the names of the metrics.
+
+        A user's metric that gives several numbers is listed by its own name, which is followed by `_` in the name of
+        each number.
 
         Args:
             num_bytes: as in `values`.

@@ -1,7 +1,7 @@
-"""When loss or gradients are no numbers any more: count such steps without waiting for the device, and end the attempt.
+"""Steps whose loss or gradients are not finite: count them without waiting for the device, and end the attempt after too many.
 
-Parameters that were updated once by a gradient that is not finite stay so: no later step mends them, and a checkpoint of them
-is worth nothing. What to do instead of ending (leave the step out, go back to a checkpoint) is not decided here.
+Parameters that were updated once by a gradient that is not finite stay so: no later step mends them, and a checkpoint
+of them is useless. What to do instead of ending (skip the step, go back to a checkpoint) is not decided here.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from slurmtrain.errors import EXIT_CONFIG, SlurmtrainError
 
 
 class Diverged(SlurmtrainError):
-    """Loss, gradients or parameters are not finite. The same bits would do the same again: no retry without a change."""
+    """Loss, gradients or parameters are not finite.
+
+    A retry without a change would compute the same bits, so there is none.
+    """
 
     exit_code = EXIT_CONFIG
 
 
 @dataclass(frozen=True)
 class _Noted:
-    """Numbers of a step on their way from the device.
+    """The numbers of a step while they are copied from the device.
 
     Attributes:
         values: float32 [2] in host memory: sum of this rank's losses, and the norm of all gradients.
-        tokens: over all ranks.
-        copied: on a GPU, when they are there.
+        tokens: number of tokens of the step over all ranks.
+        copied: on a GPU, the event that marks the end of the copy.
     """
 
     step: int
@@ -40,16 +43,16 @@ class _Noted:
 
 
 class NonfiniteSteps:
-    """Counts the steps in a row whose loss or gradient norm is not finite, as this rank sees them.
+    """A count of the consecutive steps whose loss or gradient norm is not finite, as this rank sees them.
 
     Args:
-        limit: so many in a row are too many; 0: none are.
+        limit: this many consecutive steps are too many; 0: any number is allowed.
 
     Attributes:
-        in_a_row: up to the last step that was looked at.
-        first, last: steps of the present row.
-        loss: of the last one, this rank's part of the mean over all tokens, in nats.
-        norm: of its gradients.
+        in_a_row: number of consecutive steps up to the last one that was looked at.
+        first, last: first and last of these steps.
+        loss: loss of the last step, this rank's part of the mean over all tokens, in nats.
+        norm: gradient norm of the last step.
     """
 
     def __init__(self, limit: int):
@@ -59,7 +62,7 @@ class NonfiniteSteps:
         self._noted: _Noted | None = None
 
     def note(self, step: int, loss_sum: Tensor, norm: Tensor, tokens: int) -> None:
-        """Take the numbers of a step (scalars) from its device; nothing waits for them."""
+        """Copy the numbers of a step (scalars) from its device, without waiting for the copy."""
         values = torch.stack([loss_sum.detach().float(), norm.detach().float()])
         copied = None
         if values.is_cuda:
@@ -69,9 +72,10 @@ class NonfiniteSteps:
         self._noted = _Noted(step, values, tokens, copied)
 
     def look(self) -> bool:
-        """Return whether the row is too long, by the step that was noted last.
+        """Return whether there are too many consecutive steps, the one noted last included.
 
-        Called while the device works on the step after it, so that it has something to do while this waits.
+        It is called while the device works on the next step, so that the device has something to do while this function
+        waits.
         """
         noted, self._noted = self._noted, None
         if noted is not None:

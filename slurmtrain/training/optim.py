@@ -13,7 +13,7 @@ from slurmtrain.config.schema import OptimConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
-    """AdamW (Loshchilov & Hutter 2019) with decay on matrices only, fused into one kernel.
+    """Return AdamW (Loshchilov & Hutter 2019) with decay on matrices only, fused into one kernel.
 
     Norm gains and biases are one-dimensional and are not decayed.
     """
@@ -27,9 +27,10 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
 
 
 def learning_rate(step: int, *, total_steps: int, config: OptimConfig) -> float:
-    """The rate of step `step` (from 0): linear warm-up, then half a cosine down to lr * min_lr_ratio.
+    """Return the rate of step `step` (from 0): linear warm-up, then half a cosine down to lr * min_lr_ratio.
 
-    A function of the step alone, so that there is no state to save (cosine: Loshchilov & Hutter 2017, SGDR, eq. 5).
+    It is a function of the step alone, so that there is no state to save (cosine: Loshchilov & Hutter 2017, SGDR, eq.
+    5).
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -39,16 +40,20 @@ def learning_rate(step: int, *, total_steps: int, config: OptimConfig) -> float:
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    """Set the learning rate of all groups."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return what each group of parameters is set to: everything but the parameters."""
+    """Return the settings of each group of parameters: everything but the parameters."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def apply_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
-    """Set the groups to what `settings_of` has returned: a restored optimiser comes with those it was saved with."""
+    """Set the groups to what `settings_of` has returned.
+
+    Restoring an optimiser also restores the settings that it was saved with.
+    """
     for group, values in zip(optimizer.param_groups, settings, strict=True):
         group.update(values)

@@ -1,4 +1,4 @@
-"""How the micro batches of a step, or a batch to evaluate, go through a model: one after another, or as a pipeline."""
+"""The passes of a step's micro batches, or of a batch to evaluate, through a model: in sequence, or as a pipeline."""
 
 from __future__ import annotations
 
@@ -23,42 +23,49 @@ stretch, of the vocabulary its share."""
 
 
 class Passes(Protocol):
-    """Attributes:
-    rows: sequences of a batch to evaluate.
+    """The forward and backward passes of a model.
+
+    Attributes:
+        rows: number of sequences of a batch to evaluate.
     """
 
     rows: int
 
     def train(self, micro_batches: list[Batch], count: Callable[[], int]) -> Tensor:
-        """Forward and backward of a step.
+        """Run forward and backward of a step.
 
         Args:
-            count: tokens of the step over all ranks.
+            count: returns the number of tokens of the step over all ranks.
 
         Returns:
             The sum of this rank's losses, in nats; over all ranks they add up to that of the step.
         """
 
     def expect(self, length: int) -> None:
-        """Sequences to evaluate have up to so many tokens.
+        """Prepare for sequences to evaluate of up to `length` tokens.
 
         Raises:
             ConfigError: they are longer than what this model has been set up for.
         """
 
     def evaluate(self, batch: Batch, measure: Measure) -> Tensor | None:
-        """What `measure` says of a batch of up to `rows` sequences. None where another rank says it."""
+        """Return what `measure` returns for a batch of up to `rows` sequences; None if another rank measures it."""
 
 
 def passes_of(laid: Laid, micro_batches: int, micro_batch_size: int) -> Passes:
-    """Args: micro_batches: of a step."""
+    """Return the passes that the layout of `laid` needs.
+
+    Args:
+        micro_batches: number of micro batches of a step.
+        micro_batch_size: number of samples of a micro batch.
+    """
     if laid.layout.pp > 1:
         return _Pipelined(laid, micro_batches, micro_batch_size)
     return _Straight(laid, micro_batch_size)
 
 
 class _Straight:
-    """Every rank goes through the whole depth of the model."""
+    """Passes in which every rank computes the whole depth of the model."""
 
     def __init__(self, laid: Laid, micro_batch_size: int):
         self._laid, self._model = laid, laid.model
@@ -79,7 +86,7 @@ class _Straight:
         return total * _is_own(self._laid)
 
     def expect(self, length: int) -> None:
-        """Any length will do."""
+        """Accept any length."""
 
     def evaluate(self, batch: Batch, measure: Measure) -> Tensor | None:
         check_for_model(batch)
@@ -101,8 +108,11 @@ class _Straight:
         return logits
 
     def _communicate(self, last: bool) -> None:
-        """Gradients are scattered among shards after each micro batch, since whole ones would take the memory that sharding
-        saves; but they are added up over replicas only once."""
+        """Set which communication the next backward pass of a sharded model does.
+
+        Gradients are scattered among shards after each micro batch, since whole ones would take the memory that
+        sharding saves; but they are added up over replicas only after the last one.
+        """
         if self._laid.mesh is not None:
             model: Any = self._model  # an FSDPModule
             model.set_is_last_backward(last)
@@ -112,10 +122,10 @@ class _Straight:
 
 
 class _Pipelined:
-    """Every rank has stages of the model; micro batches move from rank to rank."""
+    """Passes in which every rank has stages of the model, and micro batches move from rank to rank."""
 
     def __init__(self, laid: Laid, micro_batches: int, micro_batch_size: int):
-        from slurmtrain.parallel.pipeline import Pipeline  # which takes half a second to import
+        from slurmtrain.parallel.pipeline import Pipeline  # takes half a second to import
 
         self._laid = laid
         self._micro_batch_size = micro_batch_size
@@ -175,19 +185,22 @@ class _Pipelined:
 
 
 def _scale(laid: Laid, count: Callable[[], int]) -> float:
-    """Gradients are averaged over the ranks that see other tokens; the mean wanted is over all tokens of the step."""
+    """Return the factor of the loss.
+
+    Gradients are averaged over the ranks that see other tokens, but the mean is over all tokens.
+    """
     return laid.layout.dp * laid.layout.cp / count()
 
 
 def _is_own(laid: Laid) -> bool:
-    """The ranks that share matrices all have the same loss; the first one's counts."""
+    """Return whether this rank's loss counts: ranks that share matrices all have the same loss, and the first one's counts."""
     return laid.at["tp"] == 0
 
 
 def _own(batch: Batch, laid: Laid) -> Batch:
-    """The batch on this rank's device; of everything with a value for each token [B, S, ...] its stretch.
+    """Return the batch on this rank's device, with this rank's part of every tensor that has a value per token [B, S, ...].
 
-    But all of `documents`: who looks at what depends on whole sequences.
+    `documents` stay whole, since which tokens attend to which depends on whole sequences.
     """
     length, cp = tokens_per_row(batch), laid.layout.cp
 
@@ -203,10 +216,10 @@ def _own(batch: Batch, laid: Laid) -> Batch:
 
 
 def _further_arguments(own: Batch, model: nn.Module) -> dict[str, Tensor]:
-    """What the model is called with beside its inputs.
+    """Return the arguments of the model besides its inputs.
 
     Raises:
-        ConfigError: it does not take them.
+        ConfigError: the model does not take them.
     """
     if "documents" not in own:
         return {}
@@ -222,7 +235,7 @@ def _further_arguments(own: Batch, model: nn.Module) -> dict[str, Tensor]:
 
 
 def loss_sum(laid: Laid, logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross-entropies, in nats, of logits [B, S, V] and targets [B, S]; or of [B, V] and [B]."""
+    """Return the sum of the cross-entropies, in nats, of logits [B, S, V] and targets [B, S]; or of [B, V] and [B]."""
     if laid.layout.tp > 1:
         return vocabulary_loss_sum(logits, targets, laid.group("tp"), IGNORED_TARGET)
     return (_compiled() if laid.parallel.compile else _cross_entropy_sum)(logits, targets)
@@ -236,11 +249,11 @@ def _cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 @functools.cache
 def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
-    """The logits are the largest of all activations; compiled, their float32 copies are never written down."""
+    """Return the compiled loss, which never writes float32 copies of the logits, the largest of all activations, to memory."""
     return torch.compile(_cross_entropy_sum)
 
 
 def _even(laid: Laid, length: int) -> int:
-    """The least length from `length` on that can be shared by the ranks of a sequence."""
+    """Return the least length from `length` on that the ranks of a sequence can share evenly."""
     sharing = laid.layout.sequence_ranks(laid.parallel)
     return -(-length // sharing) * sharing

@@ -1,4 +1,4 @@
-"""Seeds: the same everywhere for what must be alike, different per rank for what must differ."""
+"""Seeds: the same on all ranks for what must be alike, different per rank for what must differ."""
 
 from __future__ import annotations
 

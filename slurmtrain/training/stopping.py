@@ -1,4 +1,4 @@
-"""What training asks once a step, and evaluation once a round."""
+"""The question whether to stop or to save, which training asks once a step and evaluation once a round."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Answer(Protocol):
-    """What all ranks do after this step: give up; or else, stop; or else, save."""
+    """The decision of all ranks after a step: give up; or else, stop; or else, save."""
 
     @property
     def give_up(self) -> bool: ...
@@ -19,10 +19,10 @@ class Answer(Protocol):
 
 
 class StopCheck(Protocol):
-    """How all ranks learn in the same step that one of them was told to stop, or that it is time to save."""
+    """The check by which all ranks learn in the same step that one of them was told to stop, or that it is time to save."""
 
     def begin(self, *, save: bool | None = None, give_up: bool = False) -> None:
-        """Start to ask; returns at once. save=None: this is no moment for a checkpoint."""
+        """Start to ask, and return at once. save=None: no checkpoint can be written at this moment."""
 
     def finish(self) -> Answer:
-        """The answer, the same on all ranks."""
+        """Wait for the answer, which is the same on all ranks."""

@@ -1,7 +1,7 @@
 """The training loop: steps until done or told to stop.
 
-Knows no SLURM. Whether to stop is asked of a `StopCheck`; where a checkpoint goes is the checkpointer's business; what a
-person sees goes through the reporter.
+It knows nothing of SLURM. A `StopCheck` decides whether to stop, the checkpointer where a checkpoint goes, and the
+reporter what a person sees.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from slurmtrain.training.optim import (
 from slurmtrain.training.passes import Passes
 from slurmtrain.training.stopping import Answer, StopCheck
 
-WAITING_TOO_LONG = 0.1  # of a step's time, for data
+WAITING_TOO_LONG = 0.1  # share of a step's time spent waiting for data
 
 
 class EvaluationJobs(Protocol):
-    """Has checkpoints evaluated elsewhere (eval.mode=job), so that training goes on."""
+    """Evaluation of checkpoints by other jobs (eval.mode=job), so that training goes on."""
 
     def ask(self, step: int) -> None:
-        """For the checkpoint of this step, when it is committed."""
+        """Have the checkpoint of this step evaluated once it is committed."""
 
     def close(self, *, finished: bool) -> None:
-        """Training ends."""
+        """End with training: if all steps are done (`finished`), wait until every evaluation is submitted."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this rank stands, as far as training needs to know.
+    """This rank and its process groups, as far as training needs to know them.
 
     Attributes:
-        group: all ranks, for what lies where the model does; None for a single rank.
-        counts: a gloo group for small sums on the CPU; likewise.
+        group: all ranks, for tensors on the model's device; None for a single rank.
+        counts: a gloo group of all ranks for small sums on the CPU; None for a single rank.
     """
 
     rank: int = 0
@@ -69,12 +69,12 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How `fit` ended.
+    """The result of `fit`.
 
     Attributes:
-        finished: all steps are done; else it was told to stop and has saved.
+        finished: all steps are done; otherwise training was told to stop and has saved.
         step: steps done over all attempts.
-        first_step: where this attempt began.
+        first_step: step at which this attempt began.
         saved: the checkpoint written last, if any.
         valid_loss: nats per token of the last evaluation of this attempt.
     """
@@ -88,10 +88,10 @@ class Outcome:
 
 @dataclass
 class Counters:
-    """The part of the state that is the trainer's own.
+    """The trainer's own part of the state.
 
     Attributes:
-        data_hash: of all samples so far, see `data.proof`; None: not known.
+        data_hash: digest of all samples so far, see `data.proof`; None: not known.
     """
 
     step: int = 0
@@ -103,15 +103,15 @@ class Counters:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.evaluated_at = state["step"], state["evaluated_at"]
-        self.data_hash = state.get("data_hash")  # which earlier versions did not have, and half of one proves nothing
+        self.data_hash = state.get("data_hash")  # earlier versions did not have it, and half of a digest proves nothing
 
 
 class StepSums(NamedTuple):
-    """Over all ranks and micro batches of a step.
+    """Sums over all ranks and micro batches of a step.
 
     Attributes:
-        tokens: targets that are not ignored.
-        digest: of the samples.
+        tokens: number of targets that are not ignored.
+        digest: digest of the samples.
     """
 
     tokens: int
@@ -119,23 +119,23 @@ class StepSums(NamedTuple):
 
 
 class Trainer:
-    """One model, one data source, one optimiser, from the newest checkpoint to the last step.
+    """The training of one model on one data source with one optimiser, from the newest checkpoint to the last step.
 
     Args:
-        laid: the model, laid over the ranks; called with tokens [B, S], it gives logits [B, S, V].
+        laid: the distributed model; called with tokens [B, S], it returns logits [B, S, V].
         loader: this rank's micro batches.
-        passes: how they go through the model.
+        passes: runs micro batches through the model.
         evaluator: measures the held-out samples.
-        jobs: measures them elsewhere, in place of `evaluator`; None: nobody does.
+        jobs: has other jobs measure them in place of `evaluator`; None: `evaluator` measures them.
         baseline: (name, nats per token) of a simple model on the same text, shown beside every validation loss.
-        checkpointer: None: nothing is saved (benchmarks).
-        stop: asked once a step.
-        data_hash: what names the data; the hash of the samples begins with it.
+        checkpointer: saves and restores; None: nothing is saved (benchmarks).
+        stop: asked once a step whether to stop.
+        data_hash: name of the data, with which the digest of the samples begins.
         make_reporter: called with the step that the attempt starts from, and the last one that was evaluated.
-        make_cadence: called with the step that the attempt starts from; says when a save is due. None: by what
-            `checkpoint` says, without `auto`.
-        plan_stop: told, when they are measured, of the longest step and the longest save, in seconds.
-        grace_left: seconds until this job is killed, after it was told to stop; None when unknown.
+        make_cadence: called with the step that the attempt starts from; returns what decides when a save is due. None:
+            as `checkpoint` says, without `auto`.
+        plan_stop: called with the longest step and the longest save so far, in seconds, whenever they were measured.
+        grace_left: returns the seconds until this job is killed, after it was told to stop; None when unknown.
     """
 
     def __init__(
@@ -175,11 +175,16 @@ class Trainer:
         self._save_s: float | None = None  # the longest of this attempt
         self._step_s = 0.0
         self._said_waiting = False
-        self._measured: dict[str, float] = {}  # by the last evaluation of this attempt
+        self._measured: dict[str, float] = {}  # metrics of the last evaluation of this attempt
         self._asked_at: int | None = None  # the step whose checkpoint was asked to be evaluated last
         self._parameters = [parameter for parameter in laid.model.parameters() if parameter.requires_grad]
         self._nonfinite = NonfiniteSteps(train.max_nonfinite)
-        self._begins_finite = all_finite(self._parameters)  # else it is meant to be as it is
+        self._begins_finite = all_finite(self._parameters)  # parameters that begin non-finite are meant to be so
+
+    @property
+    def step(self) -> int:
+        """Steps done, by this attempt and those before it."""
+        return self._counters.step
 
     def fit(self) -> Outcome:
         """Restore, then step until done or told to stop; save on the way and at the end."""
@@ -191,19 +196,19 @@ class Trainer:
         self._reporter = self._make_reporter(first_step, self._counters.evaluated_at)
         self._cadence = self._make_cadence(first_step)
         self._throughput = Throughput()
-        # What is there by now stays. A full collection passes over all of it, a tenth of a second and more; each rank has its
-        # own time for that, and all others wait.
+        # The objects that exist by now stay. A full garbage collection would visit all of them, for a tenth of a second
+        # and more; each rank would do so at another time, and all others wait.
         gc.collect()
         gc.freeze()
         try:
             self._loader.start()  # before an evaluation opens files that the workers would then share
             if self._jobs is None:
                 self._evaluator.prepare()
-            # An evaluation that a stop cut short is made up for before anything else.
+            # An evaluation that a stop cut short is repeated first.
             stopping = self._check_stop_now() or (self._evaluation_due() and self._evaluate())
             while not stopping and self._counters.step < self._train.steps:
                 answer = self._train_step()
-                if answer.give_up:  # by the step before this one
+                if answer.give_up:  # decided after the step before this one
                     raise self._diverged()
                 last = self._counters.step >= self._train.steps
                 stopping = answer.stop and not last
@@ -231,7 +236,7 @@ class Trainer:
             self._loader.close()
 
     def _train_step(self) -> Answer:
-        """One optimiser step over the global batch; what is to be done after it."""
+        """Run one optimiser step over the global batch, and return what all ranks decide to do after it."""
         began = time.perf_counter()
         data = next(self._loader)
         data_wait_s = time.perf_counter() - began
@@ -281,7 +286,7 @@ class Trainer:
             )
 
     def _look_at_last_step(self) -> bool:
-        """Return whether too many steps in a row had no finite loss or gradient norm, the last one included."""
+        """Return whether too many steps in a row, the last one included, had no finite loss or gradient norm."""
         too_many = self._nonfinite.look()
         if self._nonfinite.in_a_row == 1:
             self._reporter.message(
@@ -291,7 +296,7 @@ class Trainer:
         return too_many
 
     def _is_finite(self) -> bool:
-        """Return whether the parameters are finite numbers on all ranks, which call it together before the state is kept."""
+        """Return whether the parameters are finite on all ranks, which call this together before they save."""
         finite = torch.tensor(int(not self._begins_finite or all_finite(self._parameters)))
         if self._ranks.counts is not None:
             dist.all_reduce(finite, dist.ReduceOp.MIN, self._ranks.counts)
@@ -316,7 +321,7 @@ class Trainer:
         )
 
     def _clip(self) -> Tensor:
-        """The norm of all gradients, which are scaled down to `optim.grad_clip` at most."""
+        """Scale the gradients so that their norm is at most `optim.grad_clip`, and return the norm before."""
         if self._laid.mesh is None:  # the same on all ranks
             return nn.utils.clip_grad_norm_(self._parameters, self._optim.grad_clip or math.inf)
         from slurmtrain.parallel.gradients import clip_gradients  # with DTensors, which take half a second to import
@@ -324,12 +329,12 @@ class Trainer:
         return clip_gradients(self._parameters, self._optim.grad_clip, self._ranks.group, self._laid.shared)
 
     def _begin_sums(self, data: Step) -> Callable[[], StepSums]:
-        """Add up over all ranks what this step is made of, while the first forward pass runs.
+        """Add up tokens and digest of this step over all ranks, while the first forward pass runs.
 
         Returns:
             A function that waits for the sums.
         """
-        speaks = self._laid.speaks  # else another rank has the same samples
+        speaks = self._laid.speaks  # otherwise another rank has the same samples
         sums = torch.tensor([data.targets, *data.digest], dtype=torch.int64) * speaks
         work = None
         if self._ranks.counts is not None:
@@ -346,16 +351,17 @@ class Trainer:
         return wait
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
-        """In float64, on the CPU."""
+        """Return the sum of `value` over all ranks, in float64 on the CPU."""
         total = value.double().cpu()
         if self._ranks.counts is not None:
             dist.all_reduce(total, group=self._ranks.counts)
         return total
 
     def _settle(self) -> None:
-        """Where the first backward pass does what later ones do not, let it be one that is thrown away.
+        """Run a backward pass and discard it, if the first one does what later ones do not.
 
-        DistributedDataParallel regroups its buckets; a pipeline finds out the shapes, for which stages draw random numbers.
+        DistributedDataParallel regroups its buckets; a pipeline finds out the shapes, for which stages draw random
+        numbers.
         """
 
         def backward(micro_batches: int) -> None:
@@ -371,7 +377,10 @@ class Trainer:
         return bool(self._evaluator.sets) and due and step > self._counters.evaluated_at
 
     def _evaluate(self) -> bool:
-        """Measure every held-out sample, or have it done. True: told to stop before it was done."""
+        """Measure every held-out sample, or have another job do it.
+
+        Return True when a stop was requested before it was done.
+        """
         step = self._counters.step
         if self._jobs is not None:
             self._counters.evaluated_at = self._asked_at = step
@@ -404,17 +413,17 @@ class Trainer:
             restored = self._checkpointer.restore(allow=self._checkpoint.allow, **self._state())
             if restored is None and self._checkpoint.restore_from:
                 restored = self._begin_from(self._checkpointer, self._checkpoint.restore_from)
-            # The config of this run says what they are, the checkpoint only what has been learnt.
+            # The config of this run decides the settings, the checkpoint only the learnt state.
             apply_settings(self._optimizer, settings)
         if self._laid.compression is not None:
             self._laid.compression.begin(self._counters.step)
         self._on_restore(restored)
 
     def _begin_from(self, checkpointer: Checkpointer, path: str) -> Restored | None:
-        """Go on from another run's checkpoint, or begin with its weights.
+        """Continue from another run's checkpoint, or start with its weights.
 
         Raises:
-            ConfigError: it has done all the steps that this run is to do.
+            ConfigError: that run has done all the steps that this run is to do.
         """
         allow = self._checkpoint.allow
         if self._checkpoint.restore_only == "model":
@@ -429,7 +438,7 @@ class Trainer:
         return restored
 
     def _save(self) -> None:
-        """Begin to save; training goes on."""
+        """Begin to save, and let training go on."""
         if self._checkpointer is None or self._checkpointer.last_step == self._counters.step:
             return
         if not self._is_finite():
@@ -444,7 +453,7 @@ class Trainer:
         self._throughput.start()
 
     def _measure_saves(self) -> None:
-        """When a save has been committed meanwhile: how long it took says how early a last one has to begin."""
+        """Note the duration of a save that has been committed meanwhile, which decides how early a last save has to begin."""
         if self._saving is not None and self._saving.done():
             if self._saving.error is None:
                 saved = self._saving.result()
@@ -454,7 +463,10 @@ class Trainer:
             self._saving = None
 
     def _save_last(self, stopping: bool) -> Saved | None:
-        """Save before leaving, and wait for the commit; with a save in flight, what is best for the time that is left."""
+        """Save before the process ends, and wait for the commit.
+
+        If a save is in flight, choose what is best for the time left.
+        """
         checkpointer = self._checkpointer
         if checkpointer is None:
             return None
@@ -464,7 +476,7 @@ class Trainer:
         if choice == "in flight":
             try:
                 return checkpointer.wait()
-            except CheckpointError:  # which has been told
+            except CheckpointError:  # the error has been reported
                 choice = "both"
         if choice == "new":
             checkpointer.discard()
@@ -472,13 +484,13 @@ class Trainer:
         return checkpointer.wait()
 
     def _drain(self) -> None:
-        """Something failed: let the save in flight end, which the next attempt would otherwise have to do without."""
+        """Wait after an error for the save in flight, without which the next attempt would have to repeat more steps."""
         if self._checkpointer is not None:
             with suppress(CheckpointError):
                 self._checkpointer.close(DRAIN_S)
 
     def _choose_last_save(self) -> str:
-        """Rank 0's choice, for all: clocks and the state of the save differ between ranks."""
+        """Return rank 0's choice on all ranks, since clocks and the state of the save differ between ranks."""
         assert self._checkpointer is not None
         choices = ("both", "new", "in flight")
         chosen = torch.zeros(1, dtype=torch.int64)

@@ -10,7 +10,8 @@ to round, and each ratio is one of two measurements of the same round. Wanted, e
     all time lost by it                                 <= 1 x the best of DCP
     durable write, digests and fsync included           >= 0.8 x dd with fsync, ahead of dcp.save + fsync
     verify, from the page cache                         >= 0.9 x SHA-256 of memory with as many threads
-    restore, everything verified                        >= 0.7 x plain reads of the same files
+    restore, everything verified                        >= 0.7 x plain reads of the same files, from the disk
+                                                        >= 0.7 x SHA-256 of memory by all cores, from the page cache
     flag of preemption to commit                        <= 1.3 x memcpy + dd
     planning for 4,096 ranks x 1,000 tensors            <= 5 s and 500 MB on rank 0
 
@@ -18,7 +19,9 @@ The replicated layout is what DDP has: every rank holds everything, ours stages 
 DCP stages everything on each of them and writes one half. In the sharded one (FSDP2) both stage what a rank holds.
 Memcpy and dd move what a rank of ours stages and writes. A stall is what `save` takes and what the optimiser's step behind it
 takes longer than usual: right behind it ("at once", where nothing hides the copying), or after forward and backward. "All time
-lost" counts what the background takes from the steps until it is over, too, where ours also reads back what it wrote. Needs
+lost" counts what the background takes from the steps until it is over, too, where ours also reads back what it wrote. "Of a
+save" are the parts of the call of `save` itself. From the page cache, a restore is bound by SHA-256, 1.5 to 2 GB/s of a core,
+and not by reading, which is shown all the same. Needs
 six times the state in memory (eight where it is replicated) and six times in free disk space.
 """
 
@@ -47,7 +50,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from slurmtrain.checkpoint import blocks, commit
+from slurmtrain.checkpoint import blocks, commit, staging
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from tests.bench import checkpoint_planning
 from tests.bench.checkpoint_reference import (
@@ -81,16 +84,21 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", default=MEASUREMENTS, choices=MEASUREMENTS, help="leave out the others")
     options, _ = parser.parse_known_args()
+    if set(options.only) - {"planning"}:
+        measure_layouts(options)
+    if "planning" in options.only:
+        checkpoint_planning.main()
+
+
+def measure_layouts(options: argparse.Namespace) -> None:
     check_memory(options.gb, 8 if "replicated" in options.layouts else 6)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the folder is removed
     # Not in memory, as /tmp may be.
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=os.environ.get("TMPDIR", ".")) as name:
         folder = Path(name).resolve()
         check_disk(folder, options.gb)
-        for layout in options.layouts if set(options.only) - {"planning"} else ():
+        for layout in options.layouts:
             run_ranks(layout, folder / layout, options)
-    if "planning" in options.only:
-        checkpoint_planning.main()
 
 
 def check_memory(gb: float, times: int) -> None:
@@ -204,6 +212,7 @@ class Bench:
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.checkpointer = Checkpointer(folder / "ours", group=dist.new_group(backend="gloo"), say=lambda text: None)
         self.dcp_group = dist.new_group(backend="gloo")
+        self.parts = Parts()
         self.source = folder / "source"
         self.sample = memoryview(os.urandom(256 << 20)) if rank == 0 else memoryview(b"")
         self.on_rank_0(lambda: make_source(self.source, self.own_bytes))
@@ -243,6 +252,10 @@ class Bench:
             for when, compute in (("at once", False), ("after compute", True)):
                 lost, lost_in_all = self.stall(save, usual, compute=compute)
                 self.note(f"{kind}, {when}", lost)
+                if kind == "ours" and not compute:
+                    self.note("of a save: fingerprints of replicas", self.parts.fingerprints_s)
+                    self.note("of a save: copy of the state", self.parts.stage_s - self.parts.fingerprints_s)
+                    self.note("of a save: everything else", save.stall_s - self.parts.stage_s)
                 self.note(f"{kind}, {when}: all time lost", lost_in_all)
             save.close()
 
@@ -250,6 +263,7 @@ class Bench:
         """Seconds that a save costs: by itself and in the optimiser's step behind it; and with all that its work in the
         background takes from steps until it is over."""
         directory = self.folder / "dcp"
+        self.parts.forget()
         dist.barrier()
         lost = timed(lambda: save.save(self.training.model, self.training.optimizer, directory))
         step = self.train_step(compute=compute, ready=save.before_optimizer_step)
@@ -374,13 +388,16 @@ class Bench:
             ("stall / better DCP async_save, kept buffers", of["ours, at once"], self.best(kept, "at once"), "<= 1"),
             ("stall / memcpy", of["ours, at once"], of["memcpy"], "<= 1.2"),
             ("stall after compute / memcpy", of["ours, after compute"], of["memcpy"], "<= 1.2"),
+            ("fingerprints of replicas / memcpy", of["of a save: fingerprints of replicas"], of["memcpy"], ""),
+            ("copy of the state / memcpy", of["of a save: copy of the state"], of["memcpy"], "<= 1.2"),
             ("all time lost / best DCP async_save", of[f"ours, {lost}"], self.best(plain + kept, lost), "<= 1"),
             ("write speed / dd", of["dd"], of["ours written"], ">= 0.8"),
             ("write speed with copying / dd", of["dd"], of["save and wait"], ""),
             ("write speed with copying / dcp.save + fsync", of["dcp.save + fsync"], of["save and wait"], ">= 1"),
             ("verify speed / SHA-256", of["SHA-256"], of["verify"], ">= 0.9"),
+            ("restore speed / SHA-256, warm", of["SHA-256"], of["restore, warm"], ">= 0.7"),
             ("restore speed / plain reads, cold", of["plain reads, cold"], of["restore, cold"], ">= 0.7"),
-            ("restore speed / plain reads, warm", of["plain reads, warm"], of["restore, warm"], ">= 0.7"),
+            ("restore speed / plain reads, warm", of["plain reads, warm"], of["restore, warm"], ""),
             ("preemption to commit / (memcpy + dd)", of["save and wait"], bound, "<= 1.3"),
         ):
             if not (numerator and denominator):  # not measured
@@ -399,6 +416,36 @@ class Bench:
         return f"{RANKS * self.own_bytes / 1e9 / statistics.median(self.seconds[name]):6.2f} GB/s"
 
 
+class Parts:
+    """Where the time of a save of ours goes before training goes on.
+
+    Attributes:
+        stage_s: seconds of the copy into host memory, with fingerprints.
+        fingerprints_s: of them, of what other ranks hold, too.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+        stage, fingerprint = staging.Staging.stage, staging.fingerprint
+
+        def timed_stage(*args: Any, **kwargs: Any) -> staging.Image:
+            began = time.perf_counter()
+            image = stage(*args, **kwargs)
+            self.stage_s += time.perf_counter() - began
+            return image
+
+        def timed_fingerprint(tensor: Tensor) -> Tensor:
+            began = time.perf_counter()
+            found = fingerprint(tensor)
+            self.fingerprints_s += time.perf_counter() - began
+            return found
+
+        staging.Staging.stage, staging.fingerprint = timed_stage, timed_fingerprint  # type: ignore[method-assign]
+
+    def forget(self) -> None:
+        self.stage_s = self.fingerprints_s = 0.0
+
+
 class OurAsync:
     """The same face as `DcpAsync`."""
 
@@ -409,6 +456,11 @@ class OurAsync:
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path | None = None) -> None:
         step = (self._checkpointer.last_step or 0) + 1
         self._saving = self._checkpointer.save(step, model=model, optimizer=optimizer)
+
+    @property
+    def stall_s(self) -> float:
+        """What the call of `save` took."""
+        return float(self._saving.stall_s)
 
     def before_optimizer_step(self) -> None:
         """A hook on the optimiser waits for what is still being copied."""

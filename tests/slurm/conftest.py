@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.launch.sandbox import Sandbox, SandboxSpec, default_directory, up
-from slurmtrain.runtime.slurm import SlurmClient
+from slurmtrain.runtime.slurm import PREFIX_FILE, SlurmClient
 from slurmtrain.runtime.slurm_versions import Difference
 
 Job = dict[str, str]
@@ -127,6 +127,9 @@ class Cluster:
 
 def _cluster(name: str, spec: SandboxSpec) -> Iterator[Cluster]:
     sandbox = up(spec, default_directory(f"{name}-{os.getpid()}"))
+    # PATH leads to its commands, whatever SLURM it is. Where this file names their prefix, they would come before the fronts
+    # that tests put on PATH.
+    sandbox.slurm_conf.with_name(PREFIX_FILE).unlink(missing_ok=True)
     try:
         cluster = Cluster(sandbox)
         yield cluster

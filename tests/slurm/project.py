@@ -112,7 +112,8 @@ class Run:
         self.wait_until(
             lambda: bool(self.attempts()) and self.attempts()[-1].verdict in ("done", "end"), "ended", timeout_s
         )
-        self.cluster.wait_for(self.job_id, {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"})
+        # PREEMPTED: from 24.05 on, whatever the script's exit code, where the job is not to be requeued.
+        self.cluster.wait_for(self.job_id, {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED"})
         return self.attempts()[-1]
 
     def wait_for_checkpoint(self) -> None:

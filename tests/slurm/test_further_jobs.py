@@ -174,10 +174,14 @@ def test_a_dead_node_is_survived_by_resubmit_where_the_batch_shell_lives_and_by_
     chained = project.submit(*SLOW, "requeue=chain", nodes="n3")
     for run in (resubmitted, chained):
         run.wait_for_checkpoint()
+        (run.run_dir.path / "hold").touch()  # one must not finish while the other is waited for
     dead = resubmitted.attempts()[0].nodes[1]
     cluster = project.cluster
     cluster.kill_node(dead)
     cluster.kill_node("n3")
+    for run in (resubmitted, chained):
+        run.go_on()
+        (run.run_dir.path / "hold").unlink()
     try:
         cluster.wait_for(jobs(chained)[0], "NODE_FAIL")
         cluster.start_node("n3")

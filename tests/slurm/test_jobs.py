@@ -42,7 +42,7 @@ def test_an_array_task_is_requeued_alone(project: Project, monkeypatch: pytest.M
     # The last one: its SLURM_JOB_ID is the array's own id, and requeueing that would requeue all of them.
     last = runs[-1]
     last.wait_for_step(5)
-    assert "s after it was told; partition low gives" in last.cli("preempt", last.run_dir.id)
+    assert "s after it was told to stop; partition low gives" in last.cli("preempt", last.run_dir.id)
     for run in runs:
         run.finish()
     assert [[attempt.reason for attempt in run.attempts()] for run in runs] == [

@@ -450,6 +450,8 @@ def test_an_sbatch_that_lies_refuses_and_dawdles_makes_no_double_and_loses_nothi
 ) -> None:
     faults = ["times-out-after-accepting", "refuses", "times-out-before", "answers-late"]
     sweep = sweeper.submit(f"train.seed=range({points})", LATER, PATH=sweeper.faulty_sbatch(*faults))
+    calls = (sweeper.path.parent / "front" / "calls").read_text().splitlines()
+    assert calls[: len(faults)] == faults
     sizes = [min(1001, points - begin) for begin in range(0, points, 1001)]
     assert sorted(sweeper.queue().values()) == sorted(sizes)
     jobs = [sweep.job_id(number) for number in sweep.array_numbers()]

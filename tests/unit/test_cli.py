@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +16,12 @@ import pytest
 import yaml
 
 from slurmtrain import __version__
-from slurmtrain.cli import main
+from slurmtrain.cli import arguments, main
 from slurmtrain.cli.arguments import normalise, parse
+from slurmtrain.cli.manual import topics
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.config.compose import config_groups
-from slurmtrain.resources import shipped
+from slurmtrain.resources import PACKAGE, shipped
 from tests.conftest import Cli, FakeSlurm
 
 VISIBLE_VERBS = [name for name, verb in VERBS.items() if not verb.hidden]
@@ -155,19 +158,61 @@ def test_an_own_cluster_is_among_the_nearest_names(project: Path, capsys: pytest
 def test_help_names_every_verb_and_every_option_of_every_group(cli: Cli) -> None:
     text = cli("--help").stdout
     for verb in VISIBLE_VERBS:
-        assert f"\n  {VERBS[verb].usage}\n" in text
+        assert re.search(rf"\n  {verb} +{re.escape(VERBS[verb].summary)}\n", text)
+    assert "python -m slurmtrain help [TOPIC]" in text
     for group, names in config_groups().items():
-        line = next(line for line in text.splitlines() if line.strip().startswith(f"{group}="))
-        assert set(names) <= set(line.split()[1:])
+        lines = text.partition(f"\n  {group}=")[2].partition("=")[0]
+        assert set(names) <= set(lines.split())
     assert cli("-h").stdout == text
 
 
 @pytest.mark.parametrize("verb", VISIBLE_VERBS)
-def test_every_verb_has_its_help(verb: str, cli: Cli) -> None:
-    shown = cli(verb, "--help")
-    assert shown.returncode == 0
-    assert verb in shown.stdout
-    assert shown.stderr == ""
+def test_the_help_of_every_verb_shows_its_usage_its_flags_and_examples_that_can_be_typed(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.suppress(SystemExit):  # of argparse
+        main([verb, "--help"])
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert shown.out.startswith("usage: python -m slurmtrain") and verb in shown.out.partition("\n\n")[0]
+    assert all(flag.help.split()[0] in shown.out for flag in VERBS[verb].options)
+    assert (VERBS[verb].examples and not VERBS[verb].topic) or VERBS[verb].topic in topics()
+    for example in VERBS[verb].examples:
+        line, _, what = example.partition("  # ")
+        assert re.search(rf"\n  python -m slurmtrain {re.escape(line)}( +# {re.escape(what)})?\n", shown.out + "\n")
+        assert arguments.find_verb(shlex.split(line)) in (verb, "submit")
+        assert not VERBS[verb].composes or parse(shlex.split(line)).verb == verb
+    assert max(map(len, shown.out.splitlines())) <= 140
+
+
+def test_help_lists_the_topics_of_the_manual_with_a_line_each(cli: Cli) -> None:
+    shown = cli("help").stdout
+    pages = {page.stem for page in (PACKAGE / "docs").glob("*.md")}
+    assert set(topics()) == pages
+    for name, subject in topics().items():
+        assert subject and re.search(rf"\n  {name} +{re.escape(subject)}\n", shown)
+
+
+def test_a_page_that_is_piped_is_the_markdown_itself(cli: Cli) -> None:
+    assert cli("help", "requeue").stdout == (PACKAGE / "docs" / "requeue.md").read_text()
+
+
+def test_a_page_on_a_terminal_is_rendered_through_the_pager(project: Path) -> None:
+    pager = project / "pager"
+    pager.write_text(f"#!/bin/sh\ncat > {project}/paged\n")
+    pager.chmod(0o755)
+    command = shlex.join([sys.executable, "-m", "slurmtrain", "help", "quickstart"])
+    environment = {**os.environ, "PAGER": str(pager), "TERM": "xterm", "PYTHONPATH": str(PACKAGE.parent)}
+    subprocess.run(
+        ["script", "-qec", command, "/dev/null"], env=environment, check=True, capture_output=True, timeout=60
+    )
+    paged = (project / "paged").read_text()
+    assert "\x1b[" in paged and "Quickstart" in paged and "\n# Quickstart" not in paged
+    assert "](" not in paged  # links are the commands that show a page
+
+
+def test_the_help_of_a_verb_is_found_by_help_too(cli: Cli) -> None:
+    assert cli("help", "layout").stdout == cli("layout", "--help").stdout
 
 
 def test_version(cli: Cli) -> None:
@@ -195,6 +240,7 @@ def test_the_console_script_is_the_same_thing(cli: Cli, project: Path) -> None:
         ("slurmtrain submit --dr", {"--dry-run"}),
         ("slurmtrain status ", {"last", "--json"}),
         ("slurmtrain sweep re", {"retry"}),
+        ("slurmtrain help che", {"checkpoints"}),
         ("slurmtrain checkpoints last ve", {"verify"}),
         ("slurmtrain cluster=a100x4 submit train.st", {"train.steps="}),
         ("slurmtrain su", {"submit"}),
@@ -263,6 +309,7 @@ def test_completion_for_bash_can_be_installed(cli: Cli) -> None:
         (["runs", "lst"], "invalid choice: 'lst'", "runs"),
         (["runs", "prune", "--dryrun"], "there is no option '--dryrun'", "--dry-run"),
         (["logs"], "required: RUN", "logs"),
+        (["help", "sekrets"], "there is no topic 'sekrets'", "did you mean secrets"),
         (["submit", "--config-name"], "--config-name needs a value", ""),
         (["submit", "model.layrs=3"], "model has no key 'layrs'", "did you mean layers?; +model.layrs=3 adds it"),
         (["submit", "model=tiny", "+model.a.b=1", "model.a.c=2"], "model.a has no key 'c'", "known are: b"),
@@ -310,7 +357,7 @@ def test_a_reader_that_leaves_early_is_no_error(cli: Cli, project: Path) -> None
 
 REPORT = """
 import sys
-from slurmtrain.cli import main
+from slurmtrain.cli import arguments, main
 try:
     code = main(sys.argv[2:])
 except SystemExit as end:
@@ -324,6 +371,8 @@ print("\\nHEAVY", code, ",".join(heavy))
     ("words", "not_imported"),
     [
         (["--help"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml"),
+        (["help"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml"),
+        (["help", "requeue"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml"),
         (["--version"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml"),
         (["submt"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml"),
         (["submit", "--dry-run", "cluster=a100x4"], "torch,numpy,submitit,rich"),

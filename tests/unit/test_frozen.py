@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from slurmtrain.cli import main
+from slurmtrain import rundir
+from slurmtrain.cli import main, runs
 from slurmtrain.config import migrations
 from slurmtrain.config.compose import compose, freeze, load_frozen
 from slurmtrain.config.migrations import SCHEMA_VERSION, migrate, version_of
@@ -25,6 +26,7 @@ from slurmtrain.launch.snapshot import Snapshot
 from slurmtrain.rundir import RunDir, write_json
 from slurmtrain.runtime.training_job import _of_optimizer
 from tests.conftest import Cli, FakeSlurm
+from tests.run_info import run_info
 
 FROZEN = Path(__file__).parent / "frozen"
 
@@ -139,6 +141,32 @@ def test_what_is_set_is_validated(tmp_path: Path) -> None:
         changed(compose(["cluster=local"]), ["optim.lr=high"], tmp_path)
     found = changed(compose(["cluster=local"]), ["optim.lr=1e-5", "+model.extra=1"], tmp_path)
     assert found.optim.lr == 1e-5 and found.model["extra"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "set_to"),
+    [
+        (["last", "--set", "a=1", "b.c=2", "+d=[3]"], ["a=1", "b.c=2", "+d=[3]"]),
+        (["--set", "a=1", "b=2", "last", "--code"], ["a=1", "b=2"]),
+        (["--set=a=1", "b=2", "last", "--set", "c=3"], ["a=1", "b=2", "c=3"]),
+        (["--set", "a=1", "runs/lr=1/last"], ["a=1"]),
+    ],
+)
+def test_several_values_may_follow_one_set(
+    words: list[str], set_to: list[str], project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(runs.rundir, "find", lambda reference, root: asked.append(reference) or made)
+    monkeypatch.setattr(runs, "_resume", lambda run, overrides, code: asked.append(overrides) or "resumed")
+    made = rundir.create(project / "runs", "train")
+    write_json(made.info_file, run_info())
+    assert main(["resume", *words]) == 0
+    assert asked == [next(word for word in words if word.endswith("last")), set_to]
+
+
+def test_a_value_without_set_is_told_how_to_write_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", "last", "optim.lr=1e-4"]) == 2
+    assert "hint: --set optim.lr=1e-4" in capsys.readouterr().err
 
 
 def test_a_fixed_bug_and_another_value_go_on_from_where_the_run_was(cli: Cli, project: Path) -> None:

@@ -38,7 +38,7 @@ def test_leaving_is_awaited_until_it_is_over_or_too_late(tmp_path: Path) -> None
     left = wait_until_left(run_dir, number, 50.0, clock=lambda: clock[0], sleep=sleep)
     assert left is not None and clock[0] < 9.0
     assert leaving_sentence(left, 105.0, 50.0, LOW) == (
-        "it has left after step 40, 7.5 s after it was told; partition low gives 50 s"
+        "it stopped after step 40, 7.5 s after it was told to stop; partition low gives 50 s"
     )
-    assert "has not left within the 50 s that partition low gives" in leaving_sentence(None, 105.0, 50.0, LOW)
+    assert "has not stopped within the 50 s that partition low gives" in leaving_sentence(None, 105.0, 50.0, LOW)
     assert "SLURM's KillWait gives" in leaving_sentence(None, 105.0, 30.0, PreemptionTimes(30.0))

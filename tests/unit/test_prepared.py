@@ -592,6 +592,35 @@ def test_reading_ahead_brings_the_pages_into_memory(tmp_path: Path) -> None:
     os.close(descriptor)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_samples_that_are_announced_are_looked_up_once(data: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[int] = []
+    read = rows.RowIndex._read_pieces
+
+    def counting(index: rows.RowIndex, indices: Any) -> Any:
+        looked_up.extend(indices.tolist())
+        return read(index, indices)
+
+    monkeypatch.setattr(rows.RowIndex, "_read_pieces", counting)
+    train = PreparedText(str(data), 6, packing="best_fit").train
+    loader = BatchLoader(train, seed=seed, global_batch_size=2, micro_batch_size=2, ahead=3)
+    steps = [next(loader) for _ in range(8)]  # across the end of an epoch
+    order = loader.order.at(np.arange(2 * (8 + 3)))
+    assert looked_up == order.tolist()
+    for step, indices in zip(steps, order.reshape(-1, 2), strict=False):
+        assert all(torch.equal(got, train.get_batch(indices)[name]) for name, got in step.micro_batches[0].items())
+
+
+def test_samples_of_which_some_were_announced_are_those_asked_for(data: Path) -> None:
+    train = PreparedText(str(data), 6, packing="best_fit").train
+    train.will_need(np.array([3, 1, 2]))
+    for indices in ([1, 2], [2, 3], [3, 1, 2], [], [0]):
+        fresh = PreparedText(str(data), 6, packing="best_fit").train.get_batch(np.array(indices, dtype=np.int64))
+        assert all(
+            torch.equal(got, fresh[name]) for name, got in train.get_batch(np.array(indices, dtype=np.int64)).items()
+        )
+
+
 def resident(mapped: mmap.mmap) -> list[bool]:
     """Of each page, whether it is in memory."""
     pages = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_CONFIG, ConfigError, exit_code_of
 from slurmtrain.launch.fits import host_memory
 from slurmtrain.launch.program import check_program, imports_of
 from slurmtrain.planner.fit import GIB, check_host_memory
-from slurmtrain.runtime.program import script_of
+from slurmtrain.runtime.program import module_of, paths_in, script_of
 from tests.conftest import Cli, FakeSlurm
 from tests.unit.test_snapshot import git
 
@@ -33,10 +34,48 @@ from tests.unit.test_snapshot import git
         ("my_program", None),
         ("python $SCRIPT", None),
         ("python", None),
+        ("python -Ximporttime train.py", "train.py"),
+        ("torchrun -m my.train x.py", None),
     ],
 )
 def test_the_script_that_a_command_runs(command: str, script: str | None) -> None:
     assert script_of(command) == script
+
+
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        ("python -m my.train --data -m", "my.train"),
+        ("/env/bin/python3.11 -u -X faulthandler -m my.train", "my.train"),
+        ("python -um my.train", "my.train"),
+        ("python -mmy.train", "my.train"),
+        ("python -Ximporttime -m my.train", "my.train"),
+        ("python train.py -m x", None),
+        ("python -c 'print(1)' -m x", None),
+        ("python -m $MODULE", None),
+        ("torchrun --nproc-per-node 2 -m my.train --config a.py", "my.train"),
+        ("torchrun train.py -m x", None),
+        ("my_program -m x", None),
+        ("'", None),
+    ],
+)
+def test_the_module_that_a_command_runs(command: str, module: str | None) -> None:
+    assert module_of(command) == module
+
+
+@pytest.mark.parametrize(
+    ("command", "paths"),
+    [
+        ("python train.py a.bin --data ./b.bin --out=c/d x=e", ["a.bin", "./b.bin", "c/d", "e"]),
+        ("python -m my.train a --data /abs ~/b $HOME/c '*.d' --e", ["a"]),
+        ("bash -c 'python train.py a.bin'", ["train.py", "a.bin"]),
+        ("bash -c 'cd data && python train.py a.bin'", []),
+        ("bash run.sh a.bin", ["a.bin"]),
+        ("'", []),
+    ],
+)
+def test_the_files_that_a_command_may_name(command: str, paths: list[str]) -> None:
+    assert [path for _, path in paths_in(command) if path not in ("--data", "python")] == paths
 
 
 def test_a_missing_script_is_said_before_the_queue(cli: Cli, project: Path, fake_slurm: FakeSlurm) -> None:
@@ -55,20 +94,84 @@ def test_a_program_that_cannot_be_executed_is_said_before_the_queue(tmp_path: Pa
     check_program(config, tmp_path)
 
 
-def test_a_script_that_git_ignores_would_not_be_there(cli: Cli, project: Path, fake_slurm: FakeSlurm) -> None:
+@pytest.fixture
+def ignoring(project: Path) -> Path:
+    """A git work tree in which git ignores one of each: a script, a module, a folder, and another file."""
     git("init", "-q", cwd=project)
-    (project / ".gitignore").write_text("mine.py\n")
-    (project / "mine.py").touch()
-    answer = cli("+cluster=a100x4", "job=command", "job.command=python mine.py", "submit")
-    assert answer.returncode == EXIT_CONFIG and "mine.py is not in the snapshot" in answer.stderr, answer.stderr
-    assert not fake_slurm.submitted
+    (project / ".gitignore").write_text("mine.py\ndata.bin\nout/\npackage/hidden.py\n")
+    for name in ("mine.py", "data.bin", "out/x", "seen.py", "seen.bin", "package/__init__.py", "package/hidden.py"):
+        (project / name).parent.mkdir(exist_ok=True)
+        (project / name).touch()
+    return project
+
+
+@pytest.mark.parametrize("sweep", [(), ("-m", "train.seed=1,2")], ids=["run", "sweep"])
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("python mine.py", "mine.py is not in the snapshot that the job would run, because git ignores it"),
+        ("python -m package.hidden", "the module package.hidden is not in the snapshot that the job would run"),
+        ("python -m package.gone", "there is no module package.gone in "),
+        ("python gone.py", "there is no gone.py in "),
+        (f"{sys.executable} -m not_installed_at_all.train", "needs not_installed_at_all, which "),
+    ],
+)
+def test_a_program_that_would_not_be_there_is_said_before_the_queue(
+    command: str,
+    told: str,
+    sweep: tuple[str, ...],
+    ignoring: Path,
+    fake_slurm: FakeSlurm,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*sweep, "+cluster=a100x4", "submit", "--", *command.split()]) == EXIT_CONFIG
+    assert told in capsys.readouterr().err
+    assert not fake_slurm.submitted and not list(ignoring.glob("runs/*/*"))
+
+
+def test_files_that_the_snapshot_does_not_have_are_named_before_the_queue(
+    ignoring: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--data",
+        "./data.bin",
+        "--also=data.bin",
+        "--out",
+        "out",
+        "--in",
+        "seen.bin",
+        str(ignoring / "data.bin"),
+        "3",
+    ]
+    for sweep in ([], ["-m", "train.seed=1,2"]):
+        assert main([*sweep, "+cluster=a100x4", "submit", "--", "python", "seen.py", *words]) == 0
+        warnings = [line for line in capsys.readouterr().err.splitlines() if "snapshot" in line]
+        assert len(warnings) == 3
+        assert warnings[0] == (
+            "slurmtrain: warning: ./data.bin is not in the snapshot that the job runs, because git ignores it, so "
+            f"`./data.bin` does not name it there; name it by its absolute path: {ignoring}/data.bin"
+        )
+        assert "so `--also=data.bin` does not name it there" in warnings[1] and "warning: out is not in" in warnings[2]
+
+
+def test_a_file_outside_of_the_work_tree_is_told_apart_from_an_ignored_one(
+    ignoring: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (ignoring.parent / "large.bin").touch()
+    (ignoring / "link.bin").symlink_to("../large.bin")
+    assert main(["+cluster=a100x4", "submit", "--", "python", "seen.py", "../large.bin", "link.bin"]) == 0
+    assert capsys.readouterr().err.count(f"because it lies outside of {ignoring}, so") == 2
+    assert main(["+cluster=a100x4", "job.snapshot=none", "submit", "--", "python", "mine.py", "link.bin"]) == 0
+    assert "snapshot" not in capsys.readouterr().err
 
 
 def command(words: str, *more: str) -> Config:
     return compose(["cluster=local", "job=command", f"job.command='{words}'", *more])
 
 
-def test_a_package_that_the_script_imports_and_nobody_has_installed_is_said_before_the_queue(tmp_path: Path) -> None:
+def test_a_package_that_the_script_imports_and_nobody_has_installed_is_said_before_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "train.py"
     (tmp_path / "helpers.py").touch()
     script.write_text("import os, torch, helpers\nfrom not_installed_at_all.deep import x\n")
@@ -80,6 +183,12 @@ def test_a_package_that_the_script_imports_and_nobody_has_installed_is_said_befo
     check_program(command(f"{sys.executable} train.py"), tmp_path)
     script.write_text("import sys\nsys.path.append('x')\nimport not_installed_at_all\n")
     assert not list(imports_of(script))
+    # As `PYTHONPATH=src python train.py` finds it: the job gets the variable, too.
+    (tmp_path / "src" / "not_installed_at_all").mkdir(parents=True)
+    script.write_text("import not_installed_at_all\n")
+    with monkeypatch.context() as shell:
+        shell.setenv("PYTHONPATH", "src")
+        check_program(command(f"{sys.executable} train.py"), tmp_path)
     script.write_text("import (\n")  # it says so itself
     assert not list(imports_of(script))
 

@@ -1,4 +1,4 @@
-"""The lines about data that README.md tells a person to type, typed as they stand."""
+"""The lines about data that the manual tells a person to type, typed as they stand."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ import zstandard
 from slurmtrain.data.manifest import read_manifest
 from tests.raw_text import json_lines, texts, write_tokenizer
 
-README = Path(__file__).parents[2] / "README.md"
+CLONE = Path(__file__).parents[2]
+MANUAL = CLONE / "slurmtrain" / "docs"
 
 
-def lines_of(heading: str, block: int) -> list[str]:
-    """Return the lines of one of the indented blocks below a heading."""
-    section = README.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+def lines_of(page: str, heading: str, block: int) -> list[str]:
+    """Return the lines of one of the indented blocks below a heading of a page of the manual."""
+    section = (MANUAL / f"{page}.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
     blocks = [part for part in section.split("\n\n") if part.strip("\n").startswith("    ")]
-    return [line.strip() for line in blocks[block].strip("\n").splitlines()]
+    return [line.strip() for line in blocks[block].strip("\n").replace("\\\n", "").splitlines()]
 
 
 def typed(lines: Sequence[str], folder: Path) -> str:
     """Type the lines in `folder`, one after another, and return all that they said."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(README.parent)}
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(CLONE)}
     command = ["bash", "-e", "-c", "\n".join(lines)]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -35,7 +36,7 @@ def typed(lines: Sequence[str], folder: Path) -> str:
 
 def test_the_first_lines_about_data_prepare_text_and_train_on_it(project: Path) -> None:
     (project / "raw.jsonl").write_bytes(json_lines(texts(200, seed=1)))
-    said = typed(lines_of("Prepare text once", 0), project)
+    said = typed(lines_of("data", "Prepare text once", 0), project)
     assert read_manifest(project / "tokens").dtype == "uint8"
     assert "step 20/20" in said and "slurmtrain: finished" in said
 
@@ -45,8 +46,8 @@ def test_the_lines_with_a_tokenizer_prepare_text_and_train_on_it(project: Path) 
         (project / folder).mkdir(parents=True)
     write_tokenizer(project / "models" / "tokenizer.json")
     (project / "data/raw/a.jsonl.zst").write_bytes(zstandard.compress(json_lines(texts(200, seed=1))))
-    prepare, _, _, verify = lines_of("Prepare text once", 1)
-    data = lines_of("Data, and what a run has seen", 0)[0].partition("#")[0]
+    prepare, _, _, verify = lines_of("data", "Prepare text once", 1)
+    data = lines_of("data", "Train on it", 0)[0].partition("#")[0]
     small = "experiment=smoke model.max_seq_len=4096 model.vocab_size=320 train.steps=2 train.global_batch_size=1"
     lines = [prepare, verify, f"python -m slurmtrain {small} {data} train"]
     said = typed([line.replace("/data/", "data/").replace("/models/", "models/") for line in lines], project)

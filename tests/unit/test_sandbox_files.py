@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from slurmtrain.cli import main
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.launch.sandbox import SandboxSpec
-from slurmtrain.launch.sandbox.files import find_programs, write_files
+from slurmtrain.launch.sandbox.files import find_programs, task_prolog_text, write_files
 from slurmtrain.launch.sandbox.spec import Site, slurm_conf
 from slurmtrain.runtime.slurm import PREFIX_FILE, clean_environment, programs_beside, submission_environment
 from slurmtrain.runtime.slurm_versions import Version
@@ -85,6 +86,22 @@ def test_the_commands_of_a_sandbox_are_those_of_its_own_slurm(tmp_path: Path, mo
     noted.symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").write_text("/opt/slurm\n")
     assert programs_beside(str(conf)) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "printed"),
+    [
+        ("/usr/bin:/bin", "export PATH=/opt/my slurm/bin:/usr/bin:/bin\n"),
+        (
+            "/front:/opt/my slurm/bin:/usr/bin:/bin",
+            "",
+        ),  # the person's order: a front for one of the commands stays before
+    ],
+)
+def test_a_task_finds_the_commands_of_its_own_slurm(path: str, printed: str) -> None:
+    script = task_prolog_text("/opt/my slurm/bin")
+    done = subprocess.run(["/bin/sh", "-c", script], env={"PATH": path}, capture_output=True, text=True, check=True)
+    assert done.stdout == printed
 
 
 def test_another_slurm_than_the_one_on_path_is_asked_for_by_its_prefix(

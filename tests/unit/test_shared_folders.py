@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from slurmtrain import records, rundir
+from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.cli import main
 from slurmtrain.errors import ClusterError, ConfigError, UnreadableRecord, UsageError
 from slurmtrain.launch import state
@@ -397,13 +400,81 @@ def test_in_a_teams_folder_each_adds_runs_reads_what_is_shared_and_changes_what_
         with pytest.raises(PermissionError):
             own.path.rename(team / "llama" / "mine-now")
         with pytest.raises(PermissionError):
-            os.listdir(own.path)
+            (own.path / "planted").touch()
+        assert {"attempts", "checkpoints", "run.json"} <= set(os.listdir(own.path))
 
     stranger.does(add_and_share, groups=[stranger.gid])
     assert main(["status", str(theirs)]) == 0
     assert main(["cancel", str(theirs)]) == 2
     assert [run.id for run in rundir.all_runs(team)] == [own.id, theirs.name]
     assert rundir.find("last", team).path == own.path
+
+
+def read_all(path: Path) -> None:
+    """Read each file below a folder. Raises: OSError: one of them, or a folder, cannot be read."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for folder, _, names in os.walk(path, onerror=refuse):
+        for name in names:
+            Path(folder, name).read_bytes()
+
+
+def test_in_a_teams_folder_the_team_reads_every_attempt_and_checkpoint_of_a_run_and_nobody_else_does(
+    shared: Path, stranger: Stranger, project: Path, capsys: Out
+) -> None:
+    team = shared / "team"
+    team.mkdir()
+    os.chown(team, -1, stranger.gid)
+    team.chmod(0o2770)
+    (project / "train.py").touch()
+    (project / "train.py").chmod(0o666)  # as a umask of 0 leaves it
+    words = ["+cluster=local", f"job.runs_dir={team}", "job.snapshot=cwd", "requeue.max_attempts_without_progress=2"]
+    assert main([*words, "submit", "--", "bash", "-c", "echo crash; exit 1"]) == 1
+    (run,) = rundir.all_runs(team)
+    assert run.attempt_numbers() == [1, 2]
+    script = golden_lines("# Claim the next attempt.", 'echo "$job')  # as the batch script begins one
+    subprocess.run(["bash", "-ec", f"run_dir={run.path}\n{script}"], check=True)
+    assert run.attempt_numbers() == [1, 2, 3]
+    incarnation = commit.claim(run.checkpoints, None)
+    saving = commit.begin(run.checkpoints, 1, incarnation)
+    with ThreadPoolExecutor(1) as pool:
+        blocks.write(saving / "rank-0.safetensors", memoryview(b"weights"), pool)
+    commit.write_synced(saving / "manifest.json", b"{}")
+    run.update_info(steps=3)
+
+    def look() -> None:
+        read_all(run.path)
+        assert main(["status", str(run.path)]) == 0
+        assert main(["logs", str(run.path), "--attempt", "2"]) == 0
+        for path in (run.path, run.attempt(3), saving):
+            with pytest.raises(PermissionError):
+                (path / "planted").touch()
+
+    stranger.does(look, groups=[stranger.gid])
+    assert "crash" in capsys.readouterr().out
+    assert not run.path.stat().st_mode & 0o027
+    for path in (run.code, run.code / "train.py", run.script, run.config_file, run.info_file, run.attempt(2), saving):
+        assert not path.stat().st_mode & 0o022, path
+
+
+def golden_lines(begin: str, end: str) -> str:
+    text = (Path(__file__).parents[2] / "jobs" / "golden" / "sandbox.sbatch").read_text()
+    return text[text.index(begin) : text.index(end)]
+
+
+def test_a_run_of_ones_own_is_private_whatever_the_umask(project: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        run = rundir.create(project / "runs", "train")
+        write_json(run.info_file, INFO)
+        run.event("submitted")
+        run.attempt(run.new_attempt())
+        modes = {path.stat().st_mode & 0o077 for path in [run.path, *run.path.rglob("*")]}
+    finally:
+        os.umask(before)
+    assert modes == {0}
 
 
 BAD = {

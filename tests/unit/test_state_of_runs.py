@@ -11,14 +11,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slurmtrain import records
 from slurmtrain.cli import logs, main
 from slurmtrain.config.compose import compose
-from slurmtrain.errors import EXIT_USAGE
+from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, EXIT_USAGE
 from slurmtrain.launch import state as state_module
+from slurmtrain.launch.sandbox import default_directory
 from slurmtrain.launch.state import RunState, is_over, state, states
 from slurmtrain.launch.submit import preparing
 from slurmtrain.rundir import RunDir, write_json
@@ -642,6 +644,28 @@ def test_a_run_that_says_it_is_over_is_followed_no_longer_whatever_its_job_does(
     assert asked(fake_slurm, but="") == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"verdict": "done", "reason": "finished", "exit_code": 0}, 0),
+        ({"verdict": "end", "reason": "config", "exit_code": 78}, EXIT_CONFIG),
+        ({"verdict": "end", "reason": "time limit", "exit_code": 75}, EXIT_REQUEUE),
+        ({"verdict": "end", "reason": "cancelled", "exit_code": 75}, EXIT_REQUEUE),
+        ({"verdict": "end", "reason": "crash", "exit_code": 75}, 1),
+        ({"verdict": "end", "reason": "crash", "exit_code": 137}, 1),
+        (None, 1),
+    ],
+)
+def test_submit_that_follows_leaves_with_the_runs_own_code(
+    fields: dict[str, Any] | None, code: int, make: Make, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(JOB)
+    if fields is not None:
+        ended(run, **fields)
+    monkeypatch.setattr(logs, "time", Clock())
+    assert logs.follow_to_the_end(run) == code
+
+
 def test_a_resumed_run_is_followed_into_its_next_attempt(
     make: Make, queue: Queue, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -736,6 +760,39 @@ def test_an_empty_answer_after_which_nobody_answers_leaves_it_open(
     run = make(JOB)
     attempt(run, job_id=JOB)
     fake_slurm.command("squeue", 'echo squeue >>"$here/asked"; [ "$(wc -l <"$here/asked")" = 1 ]')
+    assert said(state(run)) == ("unknown", True)
+
+
+def test_a_run_whose_slurm_conf_is_missing_may_be_alive_and_status_says_what_is_missing(
+    make: Make, queue: Queue, fake_slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, ended_run = make(JOB), make("4712")
+    conf = tmp_path / "unmounted" / "slurm.conf"
+    for each in (run, ended_run):
+        each.update_info(slurm_conf=str(conf))
+    ended(ended_run, "done", job_id="4712")
+    assert said(state(ended_run)) == ("finished", False) and state(ended_run).doubt is None
+    attempt(run, job_id=JOB)
+    assert said(state(run)) == ("unknown", True)
+    assert main(["status", run.id]) == 0
+    assert f"SLURM cannot be asked: the run's slurm.conf is missing: {conf}" in capsys.readouterr().out
+    assert main(["resume", run.id]) == 1 and fake_slurm.submitted == []
+    assert asked(fake_slurm, but="") == []  # another cluster's answer would say nothing
+    conf.parent.mkdir()
+    conf.touch()
+    queue({JOB: ("RUNNING", "None")})
+    assert said(state(run)) == ("running", True)
+
+
+def test_the_jobs_of_a_sandbox_that_is_down_are_gone_with_it(
+    make: Make, queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run = make(JOB)
+    run.update_info(slurm_conf=str(default_directory("default") / "slurm.conf"))
+    attempt(run, job_id=JOB)
+    assert said(state(run)) == ("lost", False)
+    run.update_info(host=ELSEWHERE)  # whose sandbox of that name is another one
     assert said(state(run)) == ("unknown", True)
 
 

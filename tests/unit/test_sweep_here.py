@@ -108,6 +108,15 @@ def test_a_dry_run_prints_the_script_of_every_array_and_leaves_nothing(
     assert list(project.iterdir()) == [] and fake_slurm.submitted == []
 
 
+@pytest.mark.parametrize("words", [["train.seed=1"], ["train.seed=1,2"]])
+def test_a_sweep_in_which_nothing_varies_is_told_to_be_one_run(
+    words: list[str], project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-m", "+cluster=a100x4", *words, "submit", "--dry-run"]) == 0
+    said = "nothing varies, so this is a sweep of one run; choices are written key=1,2" in capsys.readouterr().err
+    assert said == (words == ["train.seed=1"])
+
+
 def test_what_a_dry_run_prints_is_what_is_submitted(
     project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,11 +60,13 @@ def output(python: Path, cwd: Path, *words: str) -> str:
     return done.stdout
 
 
-def test_it_holds_the_configs_and_the_template_and_nothing_of_the_tests(wheel: Path) -> None:
+def test_it_holds_the_configs_the_template_and_the_manual_and_nothing_of_the_tests(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     clone = PACKAGE.parent
     for shipped in [*clone.glob("conf/**/*.yaml"), clone / "jobs" / "job.sbatch.j2"]:
         assert f"slurmtrain/{shipped.relative_to(clone)}" in names
+    pages = [str(page.relative_to(clone)) for page in (clone / "slurmtrain" / "docs").glob("*.md")]
+    assert pages and set(pages) <= names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"slurmtrain", "hydra_plugins"}
     assert [name for name in names if name.startswith("hydra_plugins")] == ["hydra_plugins/slurmtrain.py"]
     assert not [name for name in names if "test" in name or "__pycache__" in name]

@@ -1,6 +1,7 @@
 """prepare: raw text -> tokenised shards with a manifest, by any number of processes, tasks and attempts.
 
-Its way: inputs (sources.py) -> units of work, by names and sizes alone (plan.py) -> each read (reading.py), tokenised and
-written as one shard a split, with a record when it is done (unit.py), by a crew of processes (crew.py) -> when all records
-are there, the manifest (finish.py). So the data set does not depend on who did which unit, when, or how often it was killed.
+The inputs (sources.py) are cut into units of work by their names and sizes alone (plan.py). A pool of processes
+(crew.py) reads each unit (reading.py), tokenises it, writes it as one shard per split, and then writes a record that it
+is done (unit.py). When all records are there, the manifest is written (finish.py). So the data set does not depend on
+which process did which unit, when, or how often a process was killed.
 """

@@ -1,7 +1,7 @@
-"""The crew: processes that do units, each one after another, and the one that hands them out.
+"""A pool of processes that prepare units one after another, and the parent process that hands the units out.
 
-They are this process's children and end with it, however it ends; stop signals are for this process alone, which kills them:
-whole units stay, and what was begun is done again.
+The processes are children of the parent and end when it ends, for whatever reason. Stop signals reach the parent alone,
+which then kills the processes: finished units are kept, and units that were begun are done again.
 """
 
 from __future__ import annotations
@@ -31,22 +31,24 @@ HOPELESS = 100  # bad records before the first good one
 
 
 class Stop(Protocol):
-    """Whether somebody has told us to stop."""
+    """A request to stop that may come at any time."""
 
     @property
     def requested(self) -> bool: ...
 
     def wait(self) -> bool:
-        """Block until then."""
+        """Block until a stop is requested."""
 
 
 @dataclass
 class Tally:
-    """How far a share of the units is: what was done before, and what is being done.
+    """The progress of a share of the units: what was done before this process started, and what has been done since.
 
     Attributes:
+        units_done, units: number of units, finished and in all.
         size, total: bytes of the inputs, read and in all.
-        before: of `size`, what was done when this began.
+        before: the part of `size` that was done before this process started.
+        documents, bad: number of documents, and of records that could not be read.
     """
 
     units_done: int = 0
@@ -61,15 +63,15 @@ class Tally:
 def work(
     plan: Plan, units: Sequence[Unit], workers: int, stop: Stop, show: Callable[[Tally], None], *, max_bad_share: float
 ) -> bool:
-    """Do those of the units that are not done. Returns False when it was told to stop before.
+    """Prepare those of the units that are not done. Return False when a stop was requested before they were finished.
 
     Args:
-        workers: processes.
-        show: is called whenever there is something new.
+        workers: number of processes.
+        show: called with the progress whenever it changes.
 
     Raises:
-        ConfigError: an input has changed or is not of its format, or no record of many is any good.
-        DataError: a disk is full, an input has vanished, a process was killed.
+        ConfigError: an input has changed or is not of its format, or all of many records are bad.
+        DataError: a disk is full, an input has vanished, or a process was killed.
     """
     task = Task.of(plan)
     ledger = _Ledger(units, hopeless=max_bad_share < 1)
@@ -108,7 +110,10 @@ def work(
 
 
 def _when_told(stop: Stop) -> Connection:
-    """What can be read when a stop is requested: `wait` knows no events of threads."""
+    """Return a connection that becomes readable when a stop is requested.
+
+    `multiprocessing.connection.wait` takes no events of threads.
+    """
     reader, writer = Pipe(duplex=False)
 
     def tell() -> None:
@@ -121,7 +126,7 @@ def _when_told(stop: Stop) -> Connection:
 
 @dataclass
 class _Worker:
-    """A process of the crew, as the one that hands out sees it."""
+    """A process of the pool, as its parent sees it."""
 
     process: SpawnProcess
     connection: Connection
@@ -133,7 +138,11 @@ class _Worker:
             self.connection.send(unit)
 
     def hear(self) -> Progress | UnitRecord:
-        """What it says; raises what it raises."""
+        """Return the next message of the process, or raise the error that it reports.
+
+        Raises:
+            DataError: the process has died.
+        """
         assert self.unit is not None
         try:
             said = self.connection.recv()
@@ -151,7 +160,7 @@ class _Worker:
 
 
 class _Ledger:
-    """Counts what the crew says."""
+    """The counts of what the processes of the pool report."""
 
     def __init__(self, units: Sequence[Unit], *, hopeless: bool):
         self._hopeless = hopeless
@@ -159,12 +168,16 @@ class _Ledger:
         self._tally = Tally(units=len(units), total=sum(unit.size for unit in units))
 
     def was_done(self, unit: Unit, record: UnitRecord) -> None:
-        """Before this began."""
+        """Count a unit that was done before this process started."""
         self._add(unit, record)
         self._tally.before += unit.size
 
     def note(self, worker: _Worker, said: Progress | UnitRecord) -> None:
-        """Raises ConfigError when nothing but bad records has come so far."""
+        """Count what a process has reported.
+
+        Raises:
+            ConfigError: all of many records so far are bad.
+        """
         assert worker.unit is not None
         if isinstance(said, Progress):
             self._running[worker.unit.number] = said
@@ -195,11 +208,14 @@ class _Ledger:
 
 
 def _hire(task: Task) -> _Worker:
-    """Start a process. It inherits that stop signals are blocked, so that there is no moment at which they could reach it."""
+    """Start a process of the pool.
+
+    It inherits that stop signals are blocked, so that there is no moment at which they could reach it.
+    """
     context = get_context("spawn")
     ours, theirs = Pipe()
     process = context.Process(target=_serve, args=(theirs, task, os.getpid()), daemon=True)
-    resource_tracker.ensure_running()  # which, while it starts, would let the signals through again
+    resource_tracker.ensure_running()  # while it starts, it would let the signals through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         process.start()
@@ -210,7 +226,7 @@ def _hire(task: Task) -> _Worker:
 
 
 def _serve(connection: Connection, task: Task, parent: int) -> None:
-    """The life of a process of the crew."""
+    """Run a process of the pool: prepare each unit that comes over the connection."""
     _end_with(parent)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one CPU each; the crew is the parallelism
     try:
@@ -227,7 +243,7 @@ def _serve(connection: Connection, task: Task, parent: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Be killed when the process that hands out work ends, even by a kill of its own."""
+    """Have the kernel kill this process when the process `parent` ends, even when that one is killed itself."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was faster
         os._exit(1)

@@ -1,4 +1,7 @@
-"""The end of `prepare`: from the records of all units to bad.jsonl and the manifest. The same bytes, whoever does it."""
+"""The end of `prepare`: write bad.jsonl and the manifest from the records of all units.
+
+Any process writes the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ BAD_FILE = "bad.jsonl"
 
 
 def finish(plan: Plan, max_bad_share: float, say: Callable[[str], None]) -> Manifest | None:
-    """Write the manifest if all units are done; None when they are not.
+    """Write the manifest if all units are done, and return it; return None when some are not done.
 
     Raises:
         ConfigError: there are more bad records than allowed, or no documents.
@@ -31,7 +34,7 @@ def finish(plan: Plan, max_bad_share: float, say: Callable[[str], None]) -> Mani
 
 def _finish(plan: Plan, max_bad_share: float, say: Callable[[str], None]) -> Manifest | None:
     task = Task.of(plan)
-    # Of tasks on two nodes that end at once, the later one has to see the other's last record.
+    # If tasks on two nodes end at once, the later one has to see the other's last record.
     refresh(task.units_folder)
     if not {unit.name for unit in plan.units} <= recorded(task):
         return None
@@ -51,7 +54,7 @@ def _finish(plan: Plan, max_bad_share: float, say: Callable[[str], None]) -> Man
         replace_file(plan.output / facts.file, [content])
     manifest = Manifest(facts.dtype, facts, splits, tuple(_sources(plan, records)))
     manifest.write(plan.output)
-    remove_leftovers(task)  # of an attempt that was killed when the record was written already
+    remove_leftovers(task)  # left by an attempt that was killed after it had written the record
     return manifest
 
 
@@ -72,7 +75,7 @@ def _sources(plan: Plan, records: Sequence[UnitRecord]) -> Iterator[Source]:
 
 
 def _report_bad(plan: Plan, records: Sequence[UnitRecord], max_bad_share: float, say: Callable[[str], None]) -> None:
-    """Write bad.jsonl, tell the first ones, and raise when there are too many."""
+    """Write bad.jsonl, report the first bad records, and raise ConfigError when there are too many."""
     bad = sum(len(piece.bad) for record in records for piece in record.pieces)
     if not bad:
         return
@@ -98,7 +101,10 @@ def _report_bad(plan: Plan, records: Sequence[UnitRecord], max_bad_share: float,
 
 
 def _bad(plan: Plan, records: Sequence[UnitRecord]) -> Iterator[tuple[str, int, str]]:
-    """(input, line or row from 1 on, reason) of each, in order. A unit that began within a file could only count from there."""
+    """Yield (input, number of the line or row from 1 on, reason) of each bad record, in order.
+
+    A unit that began within a file counted its records from its own beginning; here they are counted from the file's.
+    """
     before: dict[str, int] = {}
     for unit, record in zip(plan.units, records, strict=True):
         for piece, found in zip(unit.pieces, record.pieces, strict=True):

@@ -1,7 +1,10 @@
-"""The plan: which part of which input becomes which shard. A pure function of the inputs' names and sizes and of the settings.
+"""The plan: which part of which input becomes which shard.
 
-The first process to come writes it into the output folder; all others, in this attempt and in later ones, must have the same
-one, or they would make shards of different data sets. Shares of the work (tasks, parts of an array) are no part of it.
+It is a pure function of the inputs' names and sizes and of the settings.
+
+The first process writes the plan into the output folder; all others, in this attempt and in later ones, must have the
+same plan, since otherwise they would make shards of different data sets. How the work is shared by tasks or parts of an
+array is no part of it.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ WORK_FOLDER = ".prepare"  # in the output: the plan, the units' records, tempora
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an input: the records that begin in bytes `start` up to but not including `end` of it."""
+    """A part of an input: the records that begin in its bytes from `start` up to but not including `end`."""
 
     source: Source
     start: int
@@ -41,7 +44,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Unit:
-    """What becomes one shard of each split, by one process."""
+    """The pieces that one process turns into one shard of each split."""
 
     number: int
     pieces: tuple[Piece, ...]
@@ -57,7 +60,12 @@ class Unit:
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the shards, inputs aside. `tokenizer` says how it is loaded, `facts` which one it has to be."""
+    """The settings that decide the shards, apart from the inputs.
+
+    Attributes:
+        tokenizer: how the tokenizer is loaded.
+        facts: the identity that the loaded tokenizer must have.
+    """
 
     text_field: str
     valid_fraction: float
@@ -68,9 +76,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Plan:
-    """Attributes:
-    output: the folder of the data set.
-    digest: of all that decides the shards; equal ones mean equal bytes.
+    """All units of a data set that is to be prepared.
+
+    Attributes:
+        output: the folder of the data set.
+        digest: digest of everything that decides the shards; equal digests mean equal bytes.
     """
 
     output: Path
@@ -85,24 +95,30 @@ class Plan:
 
     @property
     def units_folder(self) -> Path:
-        """Holds the records of units that are done."""
+        """The folder of the records of units that are done."""
         return self.work_folder / "units"
 
     @property
     def begun_folder(self) -> Path:
-        """Holds temporary files of units; apart from the records, since who begins a unit looks through it."""
+        """The folder of the temporary files of units.
+
+        It is apart from the records since every process that begins a unit lists it.
+        """
         return self.work_folder / "begun"
 
     def share(self, index: int, of: int) -> tuple[Unit, ...]:
-        """The units of one of `of` processes or tasks: every so many, so that each gets some of every input."""
+        """Return the units of process or task `index` of `of`.
+
+        Every `of`-th unit is one of them, so that each process gets some of every input.
+        """
         return self.units[index::of]
 
 
 def make_plan(config: PrepareConfig) -> Plan:
-    """Look at the inputs and cut them.
+    """Look at the inputs and cut them into units.
 
     Raises:
-        ConfigError: an input or the tokenizer is not there or not known.
+        ConfigError: an input or the tokenizer does not exist, or its format is not known.
     """
     assert config.output is not None
     output = Path(config.output)
@@ -118,10 +134,10 @@ def make_plan(config: PrepareConfig) -> Plan:
 
 
 def agree_on(plan: Plan) -> None:
-    """Write the plan into the output, or compare it with the one that is there.
+    """Write the plan into the output folder, or compare it with the one that is there.
 
     Raises:
-        ConfigError: another data set is prepared there, or inputs have changed since; it says what differs.
+        ConfigError: another data set is prepared there, or inputs have changed since; the message says what differs.
         DataError: the disk is full.
     """
     path = plan.work_folder / "plan.json"
@@ -146,7 +162,7 @@ def agree_on(plan: Plan) -> None:
 
 
 def _packages(sources: Sequence[Source]) -> dict[str, str]:
-    """Package -> the first file that needs it."""
+    """Return each Python package that the sources need, with the first file that needs it."""
     needs: dict[str, str] = {}
     for source in sources:
         package = {"parquet": "pyarrow", "hf": "pyarrow"}.get(source.format)
@@ -157,7 +173,7 @@ def _packages(sources: Sequence[Source]) -> dict[str, str]:
 
 
 def _grouped(sources: Sequence[Source], unit_bytes: int) -> Iterator[tuple[Piece, ...]]:
-    """Large files are cut evenly, small ones are taken together, always in the order of the sources."""
+    """Yield the pieces of each unit: large files are cut evenly, small ones are grouped, always in the order of the sources."""
     group: list[Piece] = []
     size = 0
     for piece in (piece for source in sources for piece in _cut(source, unit_bytes)):
@@ -177,7 +193,7 @@ def _cut(source: Source, unit_bytes: int) -> list[Piece]:
 
 
 def _facts(settings: Settings, sources: Sequence[Source]) -> dict[str, Any]:
-    """What decides the shards, under the names that a person gives it."""
+    """Return everything that decides the shards, under the names of the user's settings."""
     tokenizer = asdict(settings.facts)
     return {
         "prepare.text_field": settings.text_field,
@@ -201,7 +217,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write_once(path: Path, value: dict[str, Any]) -> dict[str, Any]:
-    """Write the file unless somebody else is first; returns what it holds then."""
+    """Write the file unless another process is first, and return what it then holds."""
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
     with open(temporary, "w") as file:
         json.dump(value, file, indent=1)
@@ -220,7 +236,7 @@ def _write_once(path: Path, value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _difference(there: dict[str, Any], mine: dict[str, Any]) -> str | None:
-    """The first thing that differs, in words."""
+    """Describe the first difference between two plans; return None when they are equal."""
     for name in ("inputs", "modified"):
         for source in sorted(there[name].keys() | mine[name].keys()):
             was, now = there[name].get(source), mine[name].get(source)

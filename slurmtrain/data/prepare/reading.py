@@ -1,7 +1,8 @@
-"""Reading: a piece of an input -> its records, one after another, each a document's text or what is wrong with it.
+"""Reading: a piece of an input -> its records, one after another, each a document's text or the reason why it is bad.
 
-What one record has wrong is no error: it is counted, and decided upon in the end. What keeps a whole file from being read
-is one, unless the file is packed: where the packing is torn, a record is bad, and the file ends.
+A bad record is no error: it is counted, and the end of `prepare` decides what to do about it. What keeps a whole file
+from being read is an error, except in a compressed file: where it is truncated or damaged, one bad record is counted
+and the file ends.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ from slurmtrain.errors import ConfigError
 
 BLOCK = 1 << 20
 LONGEST_LINE = 1 << 30  # bytes; whole files of one line, say a JSON array, need not fit into memory
-ROWS = 1024  # of a table that are looked at together
-ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream; without it, pyarrow takes one that is cut for a whole one
+ROWS = 1024  # number of rows of a table that are read in one go
+ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # end of a stream; without this check, pyarrow accepts a truncated stream
 
 
 @dataclass(frozen=True)
 class Bad:
-    """A record that is left out, and why."""
+    """A record that is left out, with the reason."""
 
     reason: str
 
 
-# A record's number in its piece, from 1 on, and its text; None: a blank line, which is none.
+# A record's number in its piece, from 1 on, and its text; None for a blank line, which is no record.
 Record = tuple[int, str | Bad | None]
 
 
 @dataclass
 class Reading:
-    """A piece that is being read.
+    """A piece of an input while it is being read.
 
     Attributes:
-        done: bytes of it that were read, for the progress.
+        done: bytes of the piece read so far, for the progress.
     """
 
     piece: Piece
@@ -51,11 +52,11 @@ class Reading:
     done: int = field(default=0, init=False)
 
     def records(self) -> Iterator[Record]:
-        """All records of the piece.
+        """Yield all records of the piece.
 
         Raises:
             ConfigError: the file has changed since the plan was made, or it is not of its format.
-            OSError: it cannot be read, or is no longer there.
+            OSError: the file cannot be read, or no longer exists.
         """
         source = self.piece.source
         before = _facts(source)
@@ -88,7 +89,7 @@ def _jsonl(reading: Reading) -> Iterator[Record]:
 
 
 def _lines(reading: Reading) -> Iterator[bytes | Bad]:
-    """The lines that begin in the piece."""
+    """Yield the lines that begin in the piece."""
     piece = reading.piece
     with _opened(reading) as file:
         position = piece.start
@@ -109,7 +110,7 @@ def _lines(reading: Reading) -> Iterator[bytes | Bad]:
 
 
 def _next_line(file: BinaryIO) -> tuple[bytes | Bad, int]:
-    """The next line, and how many bytes it takes; 0 at the end."""
+    """Return the next line and its size in bytes; the size is 0 at the end of the file."""
     line = part = file.readline(LONGEST_LINE)
     size = len(line)
     while len(part) == LONGEST_LINE and not part.endswith(b"\n"):
@@ -143,7 +144,10 @@ def _document(line: bytes, text_field: str) -> str | Bad | None:
 
 
 def _checked(text: str) -> str | Bad:
-    """JSON can spell halves of surrogate pairs, which are no Unicode text."""
+    """Return `text`, or a bad record if it holds half of a surrogate pair.
+
+    JSON can spell such a half, but it is no Unicode text.
+    """
     return text if text.isascii() or _encodable(text) else Bad("invalid Unicode (half of a surrogate pair)")
 
 
@@ -170,7 +174,7 @@ def _text(reading: Reading) -> Iterator[Record]:
 
 
 class _Torn(Exception):
-    """The packing of a file ends too early, or is damaged."""
+    """A compressed file ends too early, or is damaged."""
 
 
 def _opened(reading: Reading) -> BinaryIO:
@@ -180,10 +184,13 @@ def _opened(reading: Reading) -> BinaryIO:
 
 @dataclass(frozen=True)
 class _Unpacker:
-    """What unpacks one frame of a file, anew for each: gzip and zstd files may be several, end to end.
+    """The decompressor of one frame of a file; gzip and zstd files may be several frames, end to end, and each needs a new one.
 
     Attributes:
-        padding: what may stand after a frame without being another one.
+        name: name of the format, for messages.
+        begin: makes a decompressor.
+        error: exception that the decompressor raises for damaged content.
+        padding: byte that may follow a frame without beginning another one.
     """
 
     name: str
@@ -206,7 +213,10 @@ _UNPACKERS = {"gz": _gzip, "zst": _zstd}
 
 
 class _Unpacked(io.RawIOBase):
-    """A packed file's content. Written out, since the packages' own readers take a torn zstd file for a whole one."""
+    """The content of a compressed file as a stream.
+
+    The packages' own readers are not used since they accept a truncated zstd file.
+    """
 
     def __init__(self, file: io.FileIO, unpacker: _Unpacker, reading: Reading):
         self._file, self._unpacker, self._reading = file, unpacker, reading
@@ -270,7 +280,10 @@ def _parquet(reading: Reading) -> Iterator[Record]:
 
 
 def _row_groups(metadata: Any, piece: Piece) -> list[int]:
-    """Those that begin in the piece, if each took its share of the file: what the footer says of places is not reliable."""
+    """Return the row groups that belong to the piece, by each one's share of all bytes.
+
+    The offsets in the footer are not reliable.
+    """
     sizes = [metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups)]
     total, before, found = max(1, sum(sizes)), 0, []
     for index, size in enumerate(sizes):
@@ -316,7 +329,7 @@ def _check_column(path: Path, schema: Any, name: str) -> None:
 def _rows(column: Any, before: int, name: str) -> Iterator[Record]:
     if str(column.type).startswith("dictionary"):  # texts that come again are stored once, as numbers of a table
         column = column.dictionary_decode()
-    # As bytes: one row that is no UTF-8 would otherwise take all of them with it.
+    # Read as bytes: otherwise one row that is no UTF-8 would make all of them unreadable.
     rows = column.view("large_binary" if str(column.type) == "large_string" else "binary").to_pylist()
     for number, row in enumerate(rows, start=before + 1):
         try:
@@ -326,7 +339,7 @@ def _rows(column: Any, before: int, name: str) -> Iterator[Record]:
 
 
 def _unreadable(path: Path, format: str, error: Exception) -> Exception:
-    if isinstance(error, OSError) and error.errno is not None:  # of the file system; without a number it is pyarrow's
+    if isinstance(error, OSError) and error.errno is not None:  # one without a number is pyarrow's
         return error
     return ConfigError(f"{path} cannot be read as {format}: {' '.join(str(error).split())}")
 

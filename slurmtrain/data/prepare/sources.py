@@ -1,4 +1,4 @@
-"""The inputs of `prepare`: which files there are, what is in them, and how they are packed."""
+"""The inputs of `prepare`: which files there are, what is in them, and how they are compressed."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Source:
     """An input file.
 
     Attributes:
-        name: relative to the folder that all inputs have in common, with slashes.
+        name: path relative to the folder that all inputs have in common, with slashes.
         format: one of FORMATS.
-        packing: "gz", "zst" or None.
-        size: bytes.
-        modified: when, in nanoseconds.
+        packing: compression of the file: "gz", "zst" or None.
+        size: size of the file in bytes.
+        modified: time of the last change in nanoseconds.
     """
 
     name: str
@@ -43,21 +43,21 @@ class Source:
 
     @property
     def divisible(self) -> bool:
-        """Whether one can begin to read in the middle."""
+        """Whether reading may begin in the middle of the file."""
         return self.packing is None and self.format != "text"
 
     @property
     def group(self) -> str:
-        """Under which name the manifest counts it: text files by their folder, with a slash at the end."""
+        """The name under which the manifest counts the file: text files by their folder, with a slash at the end."""
         return self.name if self.format != "text" else self.name.rpartition("/")[0] + "/"
 
 
 def find_sources(inputs: Sequence[str], format: str, output: Path) -> list[Source]:
-    """The files that `inputs` name, each once, sorted by path: in which order the inputs are given does not matter.
+    """Return the files that `inputs` name, each once, sorted by path; the order of the inputs does not matter.
 
     Raises:
-        ConfigError: an input is not there or matches nothing, it is not known what is in a file, or the output is in a
-            folder that is an input.
+        ConfigError: an input does not exist or matches nothing, the format of a file is not known, or the output is in
+            a folder that is an input.
     """
     paths = sorted({path for given in inputs for path in _files_of(given, format, output)})
     root = Path(os.path.commonpath([path.parent for path in paths]))
@@ -87,7 +87,10 @@ def _files_of(given: str, format: str, output: Path) -> Iterator[Path]:
 
 
 def _files_in(path: Path, format: str) -> Iterator[Path]:
-    """A file itself; all files of a folder and those below it, hidden ones aside; the shards of a data set that was saved."""
+    """Yield a file itself, the shards of a saved data set, or all files in and below a folder.
+
+    Hidden files are left out.
+    """
     if not path.exists():
         raise ConfigError(f"prepare.inputs: there is no {path}")
     if path.is_file():
@@ -113,7 +116,10 @@ def _files_in(path: Path, format: str) -> Iterator[Path]:
 
 
 def _saved_shards(folder: Path) -> list[Path] | None:
-    """The Arrow files of a data set that `datasets` has saved (save_to_disk); None when it is none."""
+    """Return the Arrow files of a data set saved by the package `datasets` (save_to_disk).
+
+    The result is None when the folder is no such data set.
+    """
     try:
         state = json.loads((folder / "state.json").read_bytes())
         shards = [folder / each["filename"] for each in state["_data_files"]]

@@ -1,4 +1,4 @@
-"""What the file system refuses while data are prepared, in one sentence."""
+"""Errors of the file system while data is prepared, each in one sentence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AGAIN = "the same command again goes on where this one ended"
 
 @contextlib.contextmanager
 def in_a_sentence(output: Path) -> Iterator[None]:
-    """Raise what the file system refuses as a DataError. `output` is where most is written."""
+    """Raise errors of the file system as DataError. `output` is the folder that most is written to."""
     try:
         yield
     except FileNotFoundError as error:

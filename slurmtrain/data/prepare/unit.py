@@ -1,7 +1,7 @@
-"""One unit of work: its records are read, tokenised and written as one shard of each split; then a record says it is done.
+"""One unit of work: its records are read, tokenised and written as one shard per split; then a record says that it is done.
 
-A kill at any moment leaves temporary files, which whoever does the unit again removes, or shards without a record, which are
-written again, or all of it.
+A kill at any moment leaves temporary files, which the process that does the unit again removes, or shards without a
+record, which it writes again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SILENT_S = 600.0  # a process that has written nothing for so long is gone, if i
 
 @dataclass(frozen=True)
 class Task:
-    """What is the same for all units: the part of the plan that a process needs."""
+    """The part of the plan that a process needs, the same for all units."""
 
     output: Path
     units_folder: Path
@@ -52,13 +52,13 @@ class Task:
 
 @dataclass
 class PieceCounts:
-    """What was found in a piece of an input.
+    """The counts of a piece of an input.
 
     Attributes:
-        lines: numbers that were given to records: lines, rows, or 1.
-        records: of these, the ones that were not blank.
+        lines: number of the last record: lines or rows, or 1 for a text file.
+        records: records that were not blank.
         empty: records without text.
-        bad: (number in the piece, reason) of each that was left out.
+        bad: (number in the piece, reason) of each record that was left out.
     """
 
     lines: int = 0
@@ -69,11 +69,12 @@ class PieceCounts:
 
 @dataclass(frozen=True)
 class UnitRecord:
-    """What a unit has become.
+    """The result of a unit.
 
     Attributes:
-        plan: digest of the plan that it belongs to.
-        shards: by split; none for a split that got no documents.
+        plan: digest of the plan that the unit belongs to.
+        pieces: counts of each piece of the unit.
+        shards: shards by split, without splits that got no documents.
     """
 
     plan: str
@@ -83,12 +84,12 @@ class UnitRecord:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a unit is.
+    """The progress of a unit.
 
     Attributes:
         size: bytes of the inputs read.
-        documents, bad: found.
-        first_bad: what is wrong with the first bad record, and in which input.
+        documents, bad: number of documents, and of bad records.
+        first_bad: reason and input of the first bad record.
     """
 
     size: int
@@ -98,7 +99,12 @@ class Progress:
 
 
 def read_record(task: Task, unit: Unit) -> UnitRecord | None:
-    """The record of a unit that is done; None when it is not, or not of this plan, or a file is not there in full."""
+    """Return the record of a unit that is done.
+
+    Returns:
+        None when there is no record, it belongs to another plan, or one of its shards' files is missing or of another
+            size.
+    """
     try:
         value = json.loads(_record_file(task, unit).read_bytes())
         pieces = [PieceCounts(**{**each, "bad": [tuple(bad) for bad in each["bad"]]}) for each in value["pieces"]]
@@ -114,12 +120,15 @@ def read_record(task: Task, unit: Unit) -> UnitRecord | None:
 
 
 def recorded(task: Task) -> set[str]:
-    """Names of the units that have a record. By listing the folder: names looked up one by one may be remembered as missing."""
+    """Return the names of the units that have a record, by listing the folder.
+
+    A file system may cache that a single name is missing.
+    """
     return {name.removesuffix(".json") for name in os.listdir(task.units_folder) if name.endswith(".json")}
 
 
 def read_records(task: Task, units: Sequence[Unit]) -> Iterator[UnitRecord | None]:
-    """The records of many units, in their order. By threads: a unit takes several answers of a file server."""
+    """Yield the records of many units in their order, read by threads since each takes several round trips to a file server."""
     stretches = [units[begin : begin + STRETCH] for begin in range(0, len(units), STRETCH)]
     with ThreadPoolExecutor(READERS) as pool:
         for records in pool.map(lambda stretch: [read_record(task, unit) for unit in stretch], stretches):
@@ -127,14 +136,14 @@ def read_records(task: Task, units: Sequence[Unit]) -> Iterator[UnitRecord | Non
 
 
 def prepare_unit(task: Task, unit: Unit, tokenizer: Tokenizer, tell: Callable[[Progress], None]) -> UnitRecord:
-    """Do a unit, whether it was done or not.
+    """Prepare a unit, whether it was done before or not.
 
     Args:
-        tell: is called after each batch of documents.
+        tell: called with the progress after each batch of documents.
 
     Raises:
         ConfigError: an input has changed, or is not of its format.
-        OSError: an input cannot be read, or the output not be written.
+        OSError: an input cannot be read, or the output cannot be written.
     """
     temporary = _fresh_folder(task, unit)
     try:
@@ -161,23 +170,23 @@ def _record_file(task: Task, unit: Unit) -> Path:
 
 
 def _fresh_folder(task: Task, unit: Unit) -> Path:
-    """For temporary files. Its name is our own: a process of an older attempt, or of somebody else, may do the same unit."""
+    """Make a folder for temporary files, named after this process, since another attempt or user may be doing the same unit."""
     remove_leftovers(task, unit.name)
     folder = task.begun_folder / f"{unit.name}.{os.uname().nodename}-{os.getpid()}"
-    shutil.rmtree(folder, ignore_errors=True)  # of a process that had our number before us
+    shutil.rmtree(folder, ignore_errors=True)  # left by a process that had our pid before us
     folder.mkdir()
     return folder
 
 
 def remove_leftovers(task: Task, unit: str = "*") -> None:
-    """Remove the temporary files of processes that were killed. Those of one that goes on writing stay."""
+    """Remove the temporary files of processes that were killed, and keep those of processes that still write."""
     for left in task.begun_folder.glob(f"{unit}.*"):
         if not _is_written(left):
             shutil.rmtree(left, ignore_errors=True)
 
 
 def _is_written(folder: Path) -> bool:
-    """Whether the process that a temporary folder is named after may still be at work in it."""
+    """Return whether the process that a temporary folder is named after may still be writing to it."""
     host, _, pid = folder.name.partition(".")[2].rpartition("-")
     try:
         newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
@@ -196,14 +205,14 @@ class _Text:
 
 @dataclass(frozen=True)
 class _Document:
-    """A text's UTF-8 bytes and its ids."""
+    """The UTF-8 bytes of a text and its token ids."""
 
     text: bytes
     ids: Ids
 
 
 def _batches(unit: Unit, pieces: Sequence[PieceCounts], text_field: str) -> Iterator[tuple[list[_Text], int]]:
-    """The unit's texts, so many at a time, and how many bytes of the inputs have been read then. Counts on the way."""
+    """Yield the unit's texts in batches, each with the bytes of the inputs read so far, and update the counts on the way."""
     batch: list[_Text] = []
     length = before = 0
     for piece, counts in zip(unit.pieces, pieces, strict=True):
@@ -232,7 +241,7 @@ def _first_bad(unit: Unit, pieces: Sequence[PieceCounts]) -> str | None:
 
 
 def _tokenise(batch: Sequence[_Text], tokenizer: Tokenizer) -> list[_Document]:
-    """The documents of a batch, without those that have no tokens."""
+    """Return the documents of a batch, without those that have no tokens."""
     documents = []
     for each, ids in zip(batch, tokenizer.encode_batch([each.text for each in batch]), strict=True):
         if len(ids):
@@ -243,7 +252,7 @@ def _tokenise(batch: Sequence[_Text], tokenizer: Tokenizer) -> list[_Document]:
 
 
 def _by_split(documents: list[_Document], valid_fraction: float) -> dict[str, list[_Document]]:
-    """By a digest of the text: wherever a text stands, and however often, it is in the same split."""
+    """Return the documents of each split, chosen by a digest of the text, so that equal texts are always in the same split."""
     if not valid_fraction:
         return {"train": documents}
     limit = int(valid_fraction * 2**64)
@@ -258,7 +267,7 @@ def _by_split(documents: list[_Document], valid_fraction: float) -> dict[str, li
 
 
 class _ShardWriter:
-    """Writes the files of one shard, and digests what it writes. No files are made for a shard without documents."""
+    """The writer of the files of one shard, which also digests them. A shard without documents gets no files."""
 
     def __init__(self, folder: Path, split: str, name: str, facts: TokenizerFacts):
         self._folder, self._split, self._name = folder, split, name
@@ -288,7 +297,10 @@ class _ShardWriter:
         self._bytes += int(sizes.sum(dtype=np.int64))
 
     def close(self, output: Path) -> Shard | None:
-        """Put the files into their place in the data set; they are on the disk then."""
+        """Move the files to their place in the data set, where they are on the disk when this returns.
+
+        Return None for no documents.
+        """
         if not self._documents:
             return None
         folder = output / self._split
@@ -315,6 +327,6 @@ class _ShardWriter:
 
 
 def describe(pieces: Sequence[Piece]) -> str:
-    """The inputs of a unit, in few words."""
+    """Name the inputs of a unit, for messages."""
     more = f" and {len(pieces) - 1} more" if len(pieces) > 1 else ""
     return f"{pieces[0].source.path}{more}"

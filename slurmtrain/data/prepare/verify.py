@@ -1,4 +1,4 @@
-"""Whether a prepared data set is what its manifest says: every byte against its digest."""
+"""Check a prepared data set against its manifest: every byte of it against its digest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Expected:
 
 
 def verify(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """What is wrong, a sentence for each file; nothing when all is as it was written."""
+    """Yield a sentence for each file that is missing or differs from the manifest."""
     files = list(_files(folder, manifest))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # hashing leaves other threads alone
         yield from (problem for problem in pool.map(_problem, files) if problem is not None)

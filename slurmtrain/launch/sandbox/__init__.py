@@ -1,6 +1,6 @@
 """A real, throwaway SLURM on one machine: own daemons, own ports, own directory, no root, nothing in /etc.
 
-For users it is the place to try a requeue before the real cluster does it to them; for the test suite it is the fixture.
+Users can try a requeue in it before the real cluster requeues their job; the test suite uses it as its fixture.
 
     sandbox = up(SandboxSpec(nodes=4, gpus=4), default_directory("default"))
     subprocess.run(["srun", "-N2", "hostname"], env={**os.environ, **sandbox.env()})

@@ -1,4 +1,4 @@
-"""Up, down, and what can be done to a sandbox in between."""
+"""Start a sandbox, stop it, and control it in between."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _UP_TIMEOUT_S = 90.0  # usually 2 to 3 s
 
 @dataclass(frozen=True)
 class Sandbox:
-    """A sandbox that was started, by us or by somebody before us."""
+    """A sandbox that was started, by this process or by an earlier one."""
 
     directory: Path
     nodes: tuple[str, ...]
@@ -44,13 +44,13 @@ class Sandbox:
         return self.directory / "slurm.conf"
 
     def env(self) -> dict[str, str]:
-        """What a SLURM command needs in its environment to talk to this sandbox."""
+        """Return the environment variables by which a SLURM command talks to this sandbox."""
         programs = programs_beside(str(self.slurm_conf))
         path = {"PATH": path_with(programs, os.environ.get("PATH"))} if programs is not None else {}
         return {"SLURM_CONF": str(self.slurm_conf), **path}
 
     def run(self, command: Sequence[str], *, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-        """Run a SLURM command in this sandbox; the exit code is the caller's to look at."""
+        """Run a SLURM command in this sandbox; the caller checks the exit code."""
         return subprocess.run(
             list(command),
             env=clean_environment(os.environ, str(self.slurm_conf)),
@@ -61,7 +61,7 @@ class Sandbox:
         )
 
     def node_states(self) -> dict[str, str]:
-        """Each node's state as sinfo names it (`idle`, `mixed`, `down*`, ...); empty while slurmctld does not answer."""
+        """Return each node's state as sinfo names it (`idle`, `mixed`, `down*`, ...); empty while slurmctld does not answer."""
         try:
             done = self.run(["sinfo", "-h", "-N", "-p", "low", "-o", "%N %T"], timeout_s=5.0)
         except subprocess.TimeoutExpired:
@@ -69,10 +69,11 @@ class Sandbox:
         return dict(line.split() for line in done.stdout.splitlines()) if done.returncode == 0 else {}
 
     def kill_node(self, node: str, *, only_daemon: bool = False) -> None:
-        """Let a node lose power: its slurmd, slurmstepds and tasks are gone at one instant.
+        """Simulate the power failure of a node: its slurmd, slurmstepds and tasks end at one instant.
 
         Args:
-            only_daemon: kill slurmd and nothing else, as if the node were cut off: SLURM takes it for dead, its tasks run on.
+            only_daemon: kill slurmd and nothing else, as if the node were cut off: SLURM considers it dead, its tasks
+                run on.
         """
         self._request("kill", node, only_daemon=only_daemon)
 
@@ -86,7 +87,7 @@ class Sandbox:
         if supervisor := state.supervisor:
             supervisor.signal(signal.SIGTERM)
             wait_until(lambda: not supervisor.alive(), timeout_s=20.0)
-        kill_trees(state.processes)  # nobody is left, unless the supervisor was killed or hangs
+        kill_trees(state.processes)  # no process is left, unless the supervisor was killed or hangs
         if (self.directory / MARKER).exists():
             shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -111,11 +112,11 @@ def up(spec: SandboxSpec, directory: Path, prefix: Path | None = None) -> Sandbo
     """Start a sandbox and return once a job has run on all its nodes, and they are idle.
 
     Args:
-        prefix: of the SLURM to run; None: the one on PATH.
+        prefix: prefix of the SLURM to run; None: the one on PATH.
 
     Raises:
-        ClusterError: SLURM is not installed or cannot play several nodes, the place is taken, or a daemon failed (its log's
-            last lines are shown).
+        ClusterError: SLURM is not installed or cannot simulate several nodes, the place is taken, or a daemon failed
+            (its log's last lines are shown).
     """
     programs = find_programs(prefix.absolute() if prefix is not None else None)
     prefix = prefix.absolute() if prefix is not None else prefix_of(programs)
@@ -141,7 +142,7 @@ def up(spec: SandboxSpec, directory: Path, prefix: Path | None = None) -> Sandbo
 
 
 def find(name_or_directory: str | Path) -> Sandbox | None:
-    """The sandbox of that name, or in that directory, if any process of it is alive."""
+    """Return the sandbox of that name, or in that directory, if any process of it is alive."""
     is_name = isinstance(name_or_directory, str) and "/" not in name_or_directory
     directory = default_directory(str(name_or_directory)) if is_name else Path(name_or_directory).absolute()
     try:
@@ -162,14 +163,14 @@ class _Cell:
 
 @dataclass(frozen=True)
 class _State:
-    """What the supervisor has written down, as far as it came."""
+    """The facts that the supervisor has recorded so far."""
 
     supervisor: Process | None = None
     cells: tuple[_Cell, ...] = ()
 
     @property
     def processes(self) -> list[Process]:
-        """The roots: whatever else belongs to the sandbox is below one of them."""
+        """The root processes: all other processes of the sandbox are below one of them."""
         return [p for p in (self.supervisor, *(c.process for c in self.cells)) if p]
 
 
@@ -214,7 +215,7 @@ def _wait_until_idle(sandbox: Sandbox) -> None:
 
 
 def _refuse_one_node_a_machine(sandbox: Sandbox) -> None:
-    """Raises: ClusterError: this SLURM was built for one slurmd a machine, and leaves out every node but the first."""
+    """Raise ClusterError if this SLURM was built for one slurmd per machine, and leaves out every node but the first."""
     told = (_text(sandbox.directory / "log" / f"{name}.out") for name in ("slurmctld", sandbox.nodes[0]))
     if len(sandbox.nodes) > 1 and any("Duplicated NodeHostName" in text for text in told):
         raise ClusterError(
@@ -224,7 +225,7 @@ def _refuse_one_node_a_machine(sandbox: Sandbox) -> None:
 
 
 def _run_on_all_nodes(sandbox: Sandbox) -> None:
-    """Run one step over all nodes: one that is idle in SLURM's eyes may still be unable to run anything.
+    """Run one step over all nodes: a node that SLURM considers idle may still be unable to run anything.
 
     Raises:
         ClusterError: it did not run.
@@ -250,13 +251,13 @@ def _text(path: Path) -> str:
 
 
 def _failure(directory: Path, daemon: str, what: str) -> ClusterError:
-    """An error with the end of a daemon's log in it: the file itself is removed with the sandbox."""
+    """Return an error with the end of a daemon's log in it, since the file itself is removed with the sandbox."""
     lines = _text(directory / "log" / f"{daemon}.out").splitlines()[-8:]
     return ClusterError("\n  | ".join([f"{what}. The end of its log:", *(lines or ["(empty)"])]))
 
 
 def _clear_remains(directory: Path) -> None:
-    """Remove what a sandbox that was not taken down has left here: after a reboot, say."""
+    """Remove what a sandbox that was not stopped has left here: after a reboot, say."""
     kill_trees(_recorded(directory).processes)
     for entry in directory.iterdir():
         if entry.name != MARKER:

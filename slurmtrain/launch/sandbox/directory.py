@@ -1,4 +1,4 @@
-"""The place of a sandbox: a directory nobody else can have prepared, and ports nobody else will be given."""
+"""The directory and the ports of a sandbox: a directory nobody else can have prepared, and ports nobody else will be given."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MARKER = "this-is-a-sandbox"  # only a directory with this file in it is ever re
 PLAN, PROCESSES, SOCKET = "plan.json", "processes.json", "control.sock"  # between control.py and supervisor.py
 _PORTS = range(17000, 29000 - MAX_NODES, MAX_NODES + 1)  # all below the ephemeral range, which starts at 32768
 _LONGEST_SOCKET = "/spool/n00/n00_4294967295.4294967295.0"  # slurmstepd's, one for each step
-_SUN_PATH = 107  # what fits into sockaddr_un beside the final zero
+_SUN_PATH = 107  # longest path that fits into sockaddr_un beside the final zero
 
 
 def default_directory(name: str) -> Path:
-    """Where the sandbox called `name` lives, unless told otherwise: under this user's directory on the local disk."""
+    """Return the default directory of the sandbox called `name`: under this user's directory on the local disk."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}", name):
         raise UsageError(
             f"{name!r} cannot be the name of a sandbox.", hint="use up to 40 letters, digits, '.', '_' and '-'"
@@ -32,15 +32,16 @@ def default_directory(name: str) -> Path:
 
 
 def user_directory() -> Path:
+    """Return this user's directory for sandboxes on the local disk."""
     return Path(tempfile.gettempdir()) / f"slurmtrain-{os.getuid()}"
 
 
 def claim_directory(directory: Path) -> int:
-    """Create `directory` for us alone; of two who try, one succeeds.
+    """Create `directory` for this process alone; of two that try, one succeeds.
 
     Returns:
-        An open file whose lock says "somebody lives here". Processes of the sandbox inherit it, so that the claim ends
-        with the last of them and never later.
+        An open file whose lock marks the directory as in use. Processes of the sandbox inherit it, so that the claim
+            ends with the last of them and never later.
     """
     if len(str(directory) + _LONGEST_SOCKET) > _SUN_PATH:
         room = _SUN_PATH - len(_LONGEST_SOCKET)
@@ -70,10 +71,10 @@ def claim_directory(directory: Path) -> int:
 
 
 def _private_directory(path: Path) -> None:
-    """Make sure of a directory that is ours and closed to everybody else.
+    """Ensure that a directory is ours and closed to everybody else.
 
-    Munge's socket and slurm.conf lie below it. With them `srun` runs commands as the owner of the sandbox, so nobody else
-    may reach either.
+    Munge's socket and slurm.conf lie below it. With them `srun` runs commands as the owner of the sandbox, so nobody
+    else may reach either.
     """
     try:
         path.mkdir(mode=0o700)
@@ -92,7 +93,7 @@ def _private_directory(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Ports:
-    """A block of free ports, ours for as long as some process has `claim` open: a lock, so no claim outlives its owner."""
+    """A block of free ports, reserved while some process has `claim` open: a lock, so no claim outlives its owner."""
 
     first: int
     claim: int
@@ -102,8 +103,8 @@ def claim_ports(count: int, *, seed: str) -> Ports:
     """Find `count` ports in a row that are free and that no other sandbox of this user is about to use.
 
     Args:
-        seed: says where to begin looking. Sandboxes of other users cannot see our claims; starting at different places
-            keeps two that are started in the same instant apart.
+        seed: determines where the search begins. Sandboxes of other users cannot see our claims; starting at different
+            places keeps two that are started in the same instant apart.
     """
     claims = user_directory() / "ports"
     _private_directory(claims.parent)
@@ -125,9 +126,9 @@ def claim_ports(count: int, *, seed: str) -> Ports:
 
 
 def is_free(port: int) -> bool:
-    """Whether nobody on this machine listens on `port`."""
+    """Return whether nobody on this machine listens on `port`."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the daemons do: old connections do not count
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the daemons: ignore old connections
         try:
             probe.bind(("", port))
         except OSError:

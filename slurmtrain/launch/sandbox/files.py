@@ -1,4 +1,4 @@
-"""What a sandbox needs on disk before its first process: SLURM's programs, the configuration, munge's key, the plan."""
+"""The files that a sandbox needs before its first process: SLURM's programs, the configuration, munge's key, the plan."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _CLIENTS = ("sinfo", "squeue", "scontrol", "scancel", "sbatch", "srun")
 
 
 def find_programs(prefix: Path | None = None) -> dict[str, str]:
-    """Return the full paths of SLURM's programs. An ordinary user's PATH often lacks the directories where daemons are.
+    """Return the full paths of SLURM's programs. An ordinary user's PATH often lacks the directories of the daemons.
 
     Args:
-        prefix: where to take SLURM from, instead of PATH; munge comes from PATH all the same.
+        prefix: prefix of the SLURM to use, instead of PATH; munge comes from PATH all the same.
 
     Raises:
         ClusterError: some are missing.
@@ -51,7 +51,7 @@ def find_programs(prefix: Path | None = None) -> dict[str, str]:
 
 
 def prefix_of(programs: dict[str, str]) -> Path | None:
-    """Return the prefix of a SLURM that only this shell's PATH leads to; None for one that is where every login looks."""
+    """Return the prefix of a SLURM that only this shell's PATH leads to; None for one in a standard directory."""
     folder = Path(programs["srun"]).parent
     usual = str(folder) in ("/usr/bin", "/bin", "/usr/local/bin")
     return None if usual or not (folder.parent / "sbin" / "slurmctld").exists() else folder.parent
@@ -60,10 +60,10 @@ def prefix_of(programs: dict[str, str]) -> Path | None:
 def write_files(
     spec: SandboxSpec, directory: Path, first_port: int, programs: dict[str, str], prefix: Path | None = None
 ) -> None:
-    """Write all that the daemons will read: configuration, munge's key, and the plan for the supervisor.
+    """Write all files that the daemons will read: configuration, munge's key, and the plan for the supervisor.
 
     Args:
-        prefix: noted beside slurm.conf, so that every verb asks this sandbox with the commands of that SLURM.
+        prefix: recorded beside slurm.conf, so that every verb asks this sandbox with the commands of that SLURM.
     """
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
@@ -83,8 +83,8 @@ def write_files(
     if prefix is not None:
         texts[PREFIX_FILE] = f"{prefix}\n"
         # A job that was told to export nothing gets the PATH of a login, which has another SLURM or none.
-        path = f"export PATH={shlex.quote(f'{prefix}/bin')}"
-        texts["task-prolog"] = f'#!/bin/sh\necho {shlex.quote(path)}":$PATH"\n'
+        # One that leads there keeps its order: a front of the person's for one of the commands stays before it.
+        texts["task-prolog"] = task_prolog_text(f"{prefix}/bin")
     for name, text in texts.items():
         (directory / name).touch(0o600)
         (directory / name).write_text(text)
@@ -97,6 +97,17 @@ def write_files(
     key.write_bytes(secrets.token_bytes(128))
     path = os.environ["PATH"] if prefix is None else path_with(f"{prefix}/bin", os.environ["PATH"])
     (directory / PLAN).write_text(json.dumps(_plan(spec, directory, first_port, programs, path)))
+
+
+def task_prolog_text(programs: str) -> str:
+    """Return the script that adds the folder of SLURM's commands to a task's PATH, where it is not on it.
+
+    SLURM takes what is printed after "export NAME=" as it stands, without a shell's quotes.
+    """
+    folder = shlex.quote(programs)
+    return f"""#!/bin/sh
+case ":$PATH:" in *:{folder}:*) ;; *) printf 'export PATH=%s:%s\\n' {folder} "$PATH" ;; esac
+"""
 
 
 def _plan(

@@ -1,4 +1,4 @@
-"""Processes named so that a reused pid is never mistaken for them, and trees of them killed without one slipping away."""
+"""Processes identified so that a reused pid is never mistaken for them, and trees of them killed without losing one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Process:
         return this
 
     def alive(self) -> bool:
-        """Whether it still runs; a zombie does not."""
+        """Return whether the process still runs; a zombie does not."""
         stat = process.stat(self.pid)
         return stat is not None and stat.start == self.start and not stat.ended
 
@@ -46,7 +46,7 @@ class Process:
 
 
 def descendants(roots: Iterable[Process]) -> set[Process]:
-    """Everything below `roots`, without them, zombies included."""
+    """Return all processes below `roots`, without them, including zombies."""
     children: dict[int, list[Process]] = {}
     for pid, stat in process.stats().items():
         children.setdefault(stat.parent, []).append(Process(pid, stat.start))
@@ -60,9 +60,9 @@ def descendants(roots: Iterable[Process]) -> set[Process]:
 
 
 def kill_trees(roots: Iterable[Process]) -> None:
-    """SIGKILL `roots` and all below them, at one instant as seen from outside: like pulling a plug.
+    """Kill `roots` and all processes below them, at one instant as seen from outside.
 
-    Everybody is stopped first, again and again until nobody new turns up: a child forked between the look and the kill
+    All are stopped first, again and again until there are no new ones: a child forked between the look and the kill
     would lose its parent and with it the only trace to it.
     """
     doomed = {p for p in roots if p.alive()}
@@ -78,7 +78,7 @@ def kill_trees(roots: Iterable[Process]) -> None:
 
 
 def wait_until(done: Callable[[], bool], *, timeout_s: float, interval_s: float = 0.02) -> bool:
-    """Poll `done`; False when the time is up before it."""
+    """Poll `done`, and return False when the time is up before it is true."""
     deadline = time.monotonic() + timeout_s
     while not done():
         if time.monotonic() > deadline:
@@ -95,5 +95,5 @@ def become_subreaper() -> None:
 
 
 def set_name(name: str) -> None:
-    """What `ps -o comm` and `top` show for this process, instead of `python`."""
+    """Set the name that `ps -o comm` and `top` show for this process, instead of `python`."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)

@@ -1,4 +1,4 @@
-"""What a sandbox looks like to SLURM: a frozen description, and the configuration files it turns into. No effects here."""
+"""The size and behaviour of a sandbox: a frozen description, and the text of its configuration files, as pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slurmtrain.errors import UsageError
 from slurmtrain.runtime.slurm_versions import PREEMPT_PARAMETERS, Version
 
 MAX_NODES = 64  # all on one machine; also the size of a block of ports, see directory.py
-PREEMPT_MODES = {"requeue": "REQUEUE", "cancel": "CANCEL", "suspend": "SUSPEND,GANG"}  # as slurm.conf spells them
+PREEMPT_MODES = {"requeue": "REQUEUE", "cancel": "CANCEL", "suspend": "SUSPEND,GANG"}  # their spelling in slurm.conf
 GPU_DEVICES = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "kmsg"))
 """Stand-ins for GPUs. SLURM wants character devices that exist (for plain files it never sets CUDA_VISIBLE_DEVICES); it
 does not open them, and without a task/cgroup plugin it does not fence them off either."""
@@ -21,15 +21,16 @@ EPILOG = "epilog"  # in the sandbox's directory
 
 @dataclass(frozen=True)
 class SandboxSpec:
-    """Size and behaviour of a sandbox.
+    """The size and behaviour of a sandbox.
 
     Attributes:
-        gpus: per node; devices that exist only for SLURM, no program can compute on them.
-        memory_mb: per node; only book-keeping, nothing enforces it.
-        grace_s: GraceTime of partition `low`: first signal of a preemption to the second.
+        gpus: GPUs per node; devices that exist only for SLURM, no program can compute on them.
+        memory_mb: memory per node; only book-keeping, nothing enforces it.
+        grace_s: GraceTime of partition `low`: from the first signal of a preemption to the second.
         kill_wait_s: KillWait: from SIGTERM to SIGKILL. SLURM's default, and that of most clusters, is 30.
         slurmd_timeout_s: silence after which a node counts as down and its jobs are requeued (real clusters: 300).
-        preempt_mode: what happens to a job of partition `low` when its grace time is over: "requeue", "cancel" or "suspend".
+        preempt_mode: what happens to a job of partition `low` when its grace time is over: "requeue", "cancel" or
+            "suspend".
         user_signal: a preempted job gets the signal it asked for with `--signal` instead of SIGTERM.
         cred_expire_s: a requeued job starts again after this plus 1 s (real clusters: 120).
     """
@@ -73,18 +74,18 @@ class SandboxSpec:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a sandbox runs: all that its configuration needs to know besides the spec."""
+    """The machine-specific facts that a sandbox's configuration needs besides the spec."""
 
     directory: Path
     user: str
     host: str
-    first_port: int  # of slurmctld; the nodes' ports follow
+    first_port: int  # port of slurmctld; the nodes' ports follow
     slurm_version: Version
     task_prolog: Path | None = None  # tells each task where SLURM's commands are
 
 
 def slurm_conf(spec: SandboxSpec, site: Site) -> str:
-    """The text of slurm.conf. It stands for a plain cluster: two partitions, preemption, no accounting."""
+    """Return the text of slurm.conf for a plain cluster: two partitions, preemption, no accounting."""
     d = site.directory
     last = spec.nodes - 1
     nodes = "n0" if last == 0 else f"n[0-{last}]"
@@ -144,10 +145,10 @@ PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE
 
 
 def epilog(site: Site) -> str:
-    """The text of the script that each node runs at the end of a job: kill what the job has left there.
+    """Return the text of the script that each node runs at the end of a job: it kills processes that the job has left there.
 
-    Elsewhere cgroups see to that. Without them a process that has left the tree of its step would live on, and the drill
-    would hide that it is killed on a real cluster.
+    On real clusters, cgroups do that. Without them a process that has left the tree of its step would live on, and the
+    sandbox would hide that it is killed on a real cluster.
     """
     return f"""\
 #!/bin/bash
@@ -167,13 +168,12 @@ exit 0 # anything else would drain the node
 def _user_signal(spec: SandboxSpec, site: Site) -> str:
     if not spec.user_signal:
         return ""
-    # A release refuses to start with the other's spelling.
     current = PREEMPT_PARAMETERS.applies_to(site.slurm_version)
     return "PreemptParameters=send_user_signal\n" if current else "SlurmctldParameters=preempt_send_user_signal\n"
 
 
 def gres_conf(spec: SandboxSpec, devices: Sequence[str]) -> str:
-    """The text of gres.conf, the same for every node.
+    """Return the text of gres.conf, the same for every node.
 
     Args:
         devices: the character devices to use, at least `spec.gpus` of them.

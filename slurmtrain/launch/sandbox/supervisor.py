@@ -1,11 +1,11 @@
-"""The one process that owns a sandbox: starts the daemons of its plan, adopts whatever they leave behind, ends it all.
+"""The one process that owns a sandbox: it starts the daemons of its plan, adopts orphaned processes, and ends everything.
 
 It knows nothing of SLURM. Each daemon runs in a *cell*: a small process that is a child subreaper, so that everything a
 daemon ever starts (slurmd forks slurmstepd twice, to get rid of it) stays below that cell. A node's cell is the node:
 killing it and all below it is what a power failure does.
 
-SIGTERM makes it kill everything and remove the directory. It restarts nothing. Killed itself, it leaves `processes.json`
-behind, from which control.py finishes the job.
+On SIGTERM it kills everything and removes the directory. It restarts nothing. If it is killed itself, it leaves
+`processes.json` behind, from which control.py finishes the job.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from slurmtrain.launch.sandbox.processes import Process, become_subreaper, desce
 
 @dataclass(frozen=True)
 class Daemon:
-    """A program to run in the foreground, and the file or local port whose appearance says that it serves."""
+    """A program to run in the foreground, and the file or local port whose appearance shows that it is ready."""
 
     name: str
     argv: tuple[str, ...]
@@ -47,16 +47,18 @@ class Daemon:
 
 @dataclass
 class Cell:
-    """A subreaper process with one daemon in it, and what that daemon left behind."""
+    """A subreaper process with one daemon in it, and the processes that the daemon left behind."""
 
     name: str
     process: Process  # the cell itself
     daemon: Process
-    exit_status: int | None = None  # of the daemon, once nothing is left in the cell
+    exit_status: int | None = None  # exit status of the daemon, once nothing is left in the cell
 
 
 @dataclass
 class Supervisor:
+    """The supervisor process: it owns the daemons of a sandbox and all processes below them."""
+
     directory: Path
     daemons: dict[str, Daemon]
     env: dict[str, str]
@@ -78,7 +80,7 @@ class Supervisor:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _listen(self) -> None:
-        """Be reachable by signals and by the socket, with one select() for both."""
+        """Listen for signals and on the socket, with one select() for both."""
         self._stopping = False
         self._wakeup, self._wakeup_write = socket.socketpair()
         self._wakeup.setblocking(False)
@@ -104,7 +106,10 @@ class Supervisor:
         self._stopping = True
 
     def _start_all(self) -> None:
-        """Start the daemons in order, each when the one before serves. Whoever waits for us will see it if one does not."""
+        """Start the daemons in order, each when the one before is ready.
+
+        The process that waits for us sees if one is not.
+        """
         for daemon in self.daemons.values():
             cell = self._start(daemon)
             wait_until(partial(self._need_not_wait, daemon, cell), timeout_s=30.0)
@@ -139,7 +144,7 @@ class Supervisor:
         return cell
 
     def _reap(self) -> None:
-        """Collect the dead: cells, and the orphans of killed cells."""
+        """Reap dead processes: cells, and the orphans of killed cells."""
         changed = False
         while True:
             try:
@@ -156,21 +161,21 @@ class Supervisor:
             self._record()
 
     def _answer(self) -> None:
-        """One request, one line of JSON each way."""
+        """Answer one request; request and answer are one line of JSON each."""
         connection, _ = self._listener.accept()
-        connection.settimeout(10.0)  # who asks may be held up, and nobody else waits for long
+        connection.settimeout(10.0)  # a caller may be suspended, and others must not wait for long
         with connection, connection.makefile("rw") as stream:
             try:
                 request = json.loads(stream.readline())
                 error = self._do(request["op"], request["daemon"], request.get("only_daemon", False))
             except (OSError, ValueError, KeyError) as problem:
                 error = f"not understood: {problem!r}"
-            with contextlib.suppress(OSError):  # who asked may have gone
+            with contextlib.suppress(OSError):  # the caller may have exited
                 stream.write(json.dumps({"error": error}) + "\n")
                 stream.flush()
 
     def _do(self, operation: str, name: str, only_daemon: bool) -> str | None:
-        """Carry out a request; a sentence if it cannot be."""
+        """Carry out a request; return a sentence if that is not possible."""
         if name not in self.daemons:
             return f"there is no {name} here"
         cells = [c for c in self.cells if c.name == name]
@@ -217,7 +222,7 @@ class Supervisor:
 
 
 def _live_in_cell(daemon: Daemon, env: dict[str, str], directory: Path, announce: int) -> None:
-    """The life of a cell: start the daemon, tell its pid, then bury the dead until nobody is left."""
+    """Run a cell: start the daemon, report its pid, then reap dead processes until none is left."""
     for signum in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
         signal.signal(signum, signal.SIG_DFL)
     become_subreaper()
@@ -237,7 +242,8 @@ def _live_in_cell(daemon: Daemon, env: dict[str, str], directory: Path, announce
 
 
 def main(directory: Path) -> None:
-    # Twice away from who called us: `up` need not reap us, and its terminal's hang-up does not reach us.
+    # A double fork: `up` need not reap us, and its terminal's hang-up does not reach us.
+    """Start the supervisor of a sandbox as a daemon."""
     if os.fork() > 0:
         os._exit(0)
     os.setsid()

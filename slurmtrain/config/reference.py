@@ -1,0 +1,140 @@
+"""The page `config` of the manual, made from the schema: every field with its type, unit, default and comment.
+
+python -m slurmtrain.config.reference > slurmtrain/docs/config.md
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from slurmtrain.config import schema
+from slurmtrain.config.compose import compose, to_values
+
+COLUMNS = 120
+UNITS = {"_s": "seconds", "_min": "minutes", "_minutes": "minutes", "_hours": "hours", "_gb": "GB", "_mb": "MB"}
+DIFFERS = ("cluster", "model", "data")  # groups whose options have other defaults each
+
+HEAD = """\
+# Config: every field with its type, unit, default and meaning
+
+    python -m slurmtrain --cfg job                               # the composed config, with every field
+    python -m slurmtrain --cfg job +cluster=a100x4 train.steps=1000
+    python -m slurmtrain +cluster=a100x4 train.steps=1000 submit # set a field: group.field=value
+
+This page is made from `slurmtrain/config/schema.py`, which is the only list of fields that there is. The defaults are
+those of a command without overrides; for `cluster` they are those that a cluster's file begins with. `model` and `data`
+are open: they hold whatever their `_target_` takes. An unknown field is refused with exit code 2, before anything is
+submitted; a value of another type, and values that cannot work together, with 78.
+"""
+
+TAIL = """\
+## Limits
+
+Fields that only a cluster, a model or a data set can judge (a partition, say) are checked where they are used: `submit`
+repeats what sbatch says.
+"""
+
+
+class Field(NamedTuple):
+    """A field of the schema as a person reads it: `comment` is empty where its name says everything."""
+
+    name: str
+    type: str
+    default: str
+    comment: str
+
+
+def page() -> str:
+    """Return the page as Markdown."""
+    values = to_values(compose(["job.runs_dir=runs"]))  # which SLURMTRAIN_RUNS changes
+    nodes = ast.parse(_source()).body
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef) and node.decorator_list}
+    sections = [HEAD]
+    for group, type_, *_ in _fields(classes["Config"], {}):
+        if type_ not in classes:
+            continue
+        defaults = {} if group in DIFFERS else values[group]
+        text = "\n".join(_lines(f"{group}.", classes[type_], classes, defaults))
+        about = ast.get_docstring(classes[type_]) or ""
+        sections.append(f"## {group}\n\n{_escaped(about)}\n\n{text}\n" if about else f"## {group}\n\n{text}\n")
+    secrets = next(field for field in _fields(classes["Config"], {}) if field.name == "secrets")
+    sections.append("## secrets\n\n" + "\n".join(_bullet("secrets.NAME", secrets)) + "\n")
+    return "\n".join([*sections, TAIL])
+
+
+def _source() -> str:
+    return inspect.getsource(schema)
+
+
+def _lines(
+    prefix: str, owner: ast.ClassDef, classes: Mapping[str, ast.ClassDef], defaults: Mapping[str, Any]
+) -> Iterator[str]:
+    for field in _fields(owner, defaults):
+        if field.type in classes:
+            yield from _lines(f"{prefix}{field.name}.", classes[field.type], classes, {})
+        else:
+            yield from _bullet(prefix + field.name, field)
+
+
+def _bullet(key: str, field: Field) -> Iterator[str]:
+    unit = next((f", in {unit}" for end, unit in UNITS.items() if field.name.endswith(end)), "")
+    yield f"- `{key}`: {field.type}{unit}, default `{field.default}`"
+    yield from textwrap.wrap(_escaped(field.comment), COLUMNS, initial_indent="  ", subsequent_indent="  ")
+
+
+def _fields(owner: ast.ClassDef, defaults: Mapping[str, Any]) -> Iterator[Field]:
+    """Yield the fields of a class in the order of the source, each with the comment beside it or right above it."""
+    lines = _source().splitlines()
+    for node in owner.body:
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        assert node.end_lineno is not None
+        above: list[str] = []
+        row = node.lineno - 2
+        while lines[row].strip().startswith("#"):
+            above.insert(0, lines[row].strip().lstrip("# "))
+            row -= 1
+        beside = [_comment(line) for line in lines[node.lineno - 1 : node.end_lineno]]
+        name = node.target.id
+        default = _yaml(defaults[name]) if name in defaults else _default(node.value)
+        yield Field(name, ast.unparse(node.annotation), default, " ".join(part for part in [*above, *beside] if part))
+
+
+def _comment(line: str) -> str:
+    found = re.search(r"  # (.*)$", line)
+    return found.group(1) if found else ""
+
+
+def _default(value: ast.expr | None) -> str:
+    """Return a default of the schema as a person would write it in YAML."""
+    try:
+        return _yaml(ast.literal_eval(value)) if value is not None else "null"
+    except ValueError:  # default_factory=..., or a member of an enum
+        assert value is not None
+        if isinstance(value, ast.Attribute):
+            return value.attr.lower()
+        return "{}" if "dict" in ast.unparse(value) else "[]"
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_yaml(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_yaml, value)) + "]"
+    return (
+        {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else str(value)
+    )
+
+
+def _escaped(text: str) -> str:
+    """Return the text so that Markdown shows it as it is."""
+    return re.sub(r"(?<!`)(_target_|<[\w./]+>(?:/<[^>]+>)*)", r"`\1`", text)
+
+
+if __name__ == "__main__":
+    print(page(), end="")

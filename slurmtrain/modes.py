@@ -1,0 +1,42 @@
+"""Who may read what a run writes: its owner alone, or also the group of a team's folder.
+
+A team's folder has the setgid bit, and its group may read it (mode 2770 or 2750). What is made below inherits group and bit
+from the kernel, and its mode from here. So a run that was private when it was made stays so, and of a shared one everything
+can be read, the files of later attempts, too. A umask of 077 keeps all of it private. Nobody but the owner may write what a run
+is started from, whatever the umask: its script, config and code would be run as the owner. What a program of the user's own
+makes follows the umask, as elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+OF_A_TEAM = stat.S_ISGID | stat.S_IRGRP | stat.S_IXGRP
+
+
+def folder_mode(parent: Path) -> int:
+    """Return the mode with which to make a folder in `parent`, before the umask: 0750 in a team's folder, else 0700."""
+    return 0o750 if _is_of_a_team(parent) else 0o700
+
+
+def file_mode(parent: Path) -> int:
+    """Return the mode with which to make a file in `parent`, before the umask: 0640 in a team's folder, else 0600."""
+    return 0o640 if _is_of_a_team(parent) else 0o600
+
+
+def forbid_others_to_write(folder: Path) -> None:
+    """Take the right to write from all but the owner, of a folder and all below it. Links are not followed."""
+    for path, _, names in os.walk(folder):
+        for each in (path, *(os.path.join(path, name) for name in names)):
+            found = os.lstat(each)
+            if found.st_mode & 0o022 and not stat.S_ISLNK(found.st_mode):
+                os.chmod(each, stat.S_IMODE(found.st_mode) & ~0o022)
+
+
+def _is_of_a_team(folder: Path) -> bool:
+    try:
+        return os.stat(folder).st_mode & OF_A_TEAM == OF_A_TEAM
+    except OSError:
+        return False

@@ -1,0 +1,68 @@
+"""The manual: its pages are current, and can be read on a terminal."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from slurmtrain.cli.manual import WIDEST, topics
+from slurmtrain.config.reference import page
+from slurmtrain.resources import PACKAGE
+
+README = PACKAGE.parent / "README.md"
+CONTRIBUTING = PACKAGE.parent / ".github" / "CONTRIBUTING.md"
+PAGES = sorted((PACKAGE / "docs").glob("*.md"))
+
+
+def test_the_page_about_the_config_names_every_field_of_today() -> None:
+    written = (PACKAGE / "docs" / "config.md").read_text()
+    assert written == page(), "run: python -m slurmtrain.config.reference > slurmtrain/docs/config.md"
+
+
+def test_the_readme_links_every_page_of_the_manual_and_no_other() -> None:
+    linked = set(re.findall(r"\(slurmtrain/docs/([a-z-]+)\.md\)", README.read_text()))
+    assert linked == {page.stem for page in PAGES}
+
+
+def test_links_between_pages_lead_to_pages() -> None:
+    for path in PAGES:
+        for target in re.findall(r"\]\(([^)]+)\)", path.read_text()):
+            assert (path.parent / target.partition("#")[0]).is_file(), f"{path.name}: {target}"
+
+
+def test_every_page_has_a_title_begins_with_commands_and_ends_with_its_limits() -> None:
+    for path in PAGES:
+        text = path.read_text()
+        assert topics()[path.stem], path
+        if path.stem not in ("changelog", "troubleshooting"):
+            assert re.match(r"# [^\n]+\n\n    \S", text), f"{path.name} does not begin with commands"
+            assert re.findall(r"\n## ([^\n]+)", text)[-1] == "Limits", path.name
+
+
+def test_the_readme_is_short_and_no_line_is_longer_than_a_terminal_is_wide() -> None:
+    assert len(README.read_text().splitlines()) <= 150
+    for path in [README, CONTRIBUTING, *PAGES]:
+        assert [line for line in path.read_text().splitlines() if len(line) > WIDEST] == [], path.name
+
+
+def test_no_page_names_a_file_of_the_package_that_is_not_there() -> None:
+    for path in [README, CONTRIBUTING, *PAGES]:
+        for name in re.findall(r"`((?:slurmtrain|conf|jobs|tests)/[\w./*-]+)`", path.read_text()):
+            found = Path(PACKAGE.parent).glob(name.rstrip("/"))
+            assert any(found), f"{path.name}: {name}"
+
+
+def test_every_message_of_the_page_troubleshooting_is_one_of_the_package() -> None:
+    texts = [
+        node.value
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    messages = re.findall(r"^- `([^`]+)`", (PACKAGE / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(messages) > 20
+    unknown = [
+        part for message in messages for part in message.split(" ... ") if not any(part in text for text in texts)
+    ]
+    assert unknown == []
