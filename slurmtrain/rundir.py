@@ -147,7 +147,7 @@ class RunDir:
 
     @property
     def evaluated_run(self) -> RunDir | None:
-        """For an evaluation, the run whose checkpoint it evaluates; else None."""
+        """The run whose checkpoint an evaluation evaluates; None for a run."""
         return RunDir(self.path.parents[1]) if self._is_evaluation else None
 
     @cached_property

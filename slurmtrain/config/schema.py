@@ -17,9 +17,9 @@ from slurmtrain.rundir import runs_root
 class ContainerConfig:
     """The container that the ranks run in, if any."""
 
-    kind: str | None = None  # null, "pyxis" (flags on the srun line) or "apptainer" (wraps the task's command)
+    kind: str | None = None  # null: none; "pyxis" (flags on the srun line); "apptainer" (wraps the task's command)
     image: str | None = None  # an image that the runtime accepts: a .sqsh or .sif file, or a registry reference
-    mounts: list[str] = field(default_factory=list)  # host:container[:ro]; the run directory is always mounted
+    mounts: list[str] = field(default_factory=list)  # each host:container[:ro]; the run directory is always mounted
     args: list[str] = field(default_factory=list)  # further flags of the runtime, one word each, passed on unchanged
 
 
@@ -32,9 +32,9 @@ class ClusterConfig:
     tasks_per_node: int = 1  # ranks per node; one rank drives one GPU
     cpus_per_task: int = 1
     gpus_per_node: int = 0
-    gpu_type: str | None = None  # as in --gpus-per-node=TYPE:N, if the cluster has several types
+    gpu_type: str | None = None  # type of the GPUs, as in --gpus-per-node=TYPE:N, if the cluster has several
     gpu_memory_gb: float | None = None  # memory of one GPU; if set, a model that cannot fit is refused
-    mem_per_node_gb: int | None = None  # at most one of the three mem_* fields; 0 means all of the node's memory
+    mem_per_node_gb: int | None = None  # set at most one of the three mem_* fields; 0: all of the node's memory
     mem_per_cpu_gb: int | None = None
     mem_per_gpu_gb: int | None = None
     time_limit_min: int = 60
@@ -56,11 +56,11 @@ class ClusterConfig:
         default_factory=list
     )  # bash lines after the modules; one that fails ends the job (exit 78)
     venv: str | None = None  # a virtual environment to activate
-    conda_env: str | None = None  # or a conda environment, by name or path
+    conda_env: str | None = None  # a conda environment to activate instead, by name or path
     python: str | None = None  # interpreter of the ranks; null: the one that submits, or the container's `python`
     container: ContainerConfig = field(default_factory=ContainerConfig)
-    env: dict[str, str] = field(default_factory=dict)  # exported to every rank
-    network_interface: str = "auto"  # for NCCL and gloo: a name, "auto" (the one that reaches rank 0) or "none"
+    env: dict[str, str] = field(default_factory=dict)  # environment variables of every rank
+    network_interface: str = "auto"  # of NCCL and gloo: its name, "auto" (the one that reaches rank 0) or "none"
     rendezvous_timeout_s: int = 300  # how long ranks wait for each other at the start
     collective_timeout_s: int = 1800  # how long a collective may take before the job counts as hung
     slurm_conf: str | None = None  # a slurm.conf other than the machine's own
@@ -71,7 +71,7 @@ class ClusterConfig:
 class JobConfig:
     """The program to run, its name, and the copy of the code that it uses."""
 
-    name: str = "train"  # also the folder under runs_dir and the name in squeue
+    name: str = "train"  # name of the run's folder under runs_dir, and of the job in squeue
     kind: str = (
         "train"  # "train": the trainer of this package; "command": job.command on every rank; "prepare": text -> tokens
     )
@@ -88,7 +88,7 @@ class JobConfig:
     # A folder that login node and compute nodes share; relative to the folder in which submit is typed. Default: the
     # environment variable SLURMTRAIN_RUNS, else "runs".
     runs_dir: str = field(default_factory=lambda: str(runs_root()))
-    snapshot: str = "auto"  # "auto": the git work tree if there is one, else run in place; "cwd": this folder; "none"
+    snapshot: str = "auto"  # copy of the code: "auto": the git work tree, if there is one; "cwd": this folder; "none"
     snapshot_max_mb: int = 64  # a larger work tree is refused: data does not belong in the snapshot
     singleton: bool = False  # wait until no other job of this name and user exists (--dependency=singleton)
 
@@ -107,8 +107,8 @@ class ParallelConfig:
     cp: int = 1  # ranks that share every sequence (context parallel)
     ep: int = 1  # ranks that share the experts of a mixture; no model here has any
     sequence_parallel: bool = True  # with tp: also share the activations between the matrices, along the sequence
-    cp_method: str = "all_gather"  # "all_gather" of keys and values; "ulysses": trade sequence parts for heads and back
-    pp_schedule: str = "1f1b"  # or "gpipe"; with two stages a rank: "interleaved_1f1b", "zero_bubble"
+    cp_method: str = "all_gather"  # "all_gather": gather keys and values; "ulysses": trade parts of sequences for heads
+    pp_schedule: str = "1f1b"  # "1f1b" or "gpipe"; with two stages per rank: "interleaved_1f1b", "zero_bubble"
     units: list[str] = field(
         default_factory=list
     )  # class names of the modules that FSDP2 gathers one at a time; []: the model's own choice, or by size
@@ -123,7 +123,7 @@ class ParallelConfig:
     powersgd_rank: int = 4  # rank of the matrices that approximate a gradient: higher is more exact, and sends more
     powersgd_start_step: int = 100  # gradients of earlier steps are sent uncompressed
     activation_checkpointing: str = "none"  # "full": recompute blocks in backward; "selective": all but their matmuls
-    compile: bool = False  # torch.compile, block by block
+    compile: bool = False  # compile the model by torch.compile, block by block
 
 
 @dataclass
@@ -133,7 +133,7 @@ class OptimConfig:
     lr: float = 3e-3
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    weight_decay: float = 0.1  # on matrices only, not on norms and biases
+    weight_decay: float = 0.1  # applied to matrices only, not to norms and biases
     warmup_steps: int = 20
     min_lr_ratio: float = 0.1  # the cosine ends at lr * min_lr_ratio
     grad_clip: float = 1.0  # maximum global gradient norm; 0: no clipping
@@ -147,28 +147,28 @@ class TrainConfig:
     global_batch_size: int = 16  # sequences per step over all ranks; does not change with the number of nodes
     micro_batch_size: int | None = None  # sequences per forward pass of one rank; null: its whole share of the step
     seed: int = 1234
-    shuffle: bool = True  # another order each epoch; false: the data's own order
+    shuffle: bool = True  # visit the samples in another order each epoch; false: in the data's own order
     repeat: bool = True  # start another epoch when all samples were seen; false: refuse a run that would
     length_sorted_steps: int = 32  # for samples of different lengths: steps whose samples are sorted together
     data_workers: int = 0  # processes per rank that read ahead
     data_ahead: int = 2  # steps that data_workers read ahead, and that are announced to the file system
-    log_every: int = 10  # steps
+    log_every: int = 10  # steps between log lines
     eval_every: int = 100  # steps between evaluations; 0: at the end only; see `eval`
     max_nonfinite: int = 5  # this many steps in a row without a finite loss and gradient norm end the run; 0: never
     device: str = "auto"  # "auto": a GPU if cluster.gpus_per_node is set or one is visible; "cpu"; "cuda"
-    tensorboard: bool = True  # needs the extra `tensorboard`; a message says if it is missing
+    tensorboard: bool = True  # also write TensorBoard events; needs the extra `tensorboard`
 
 
 @dataclass
 class CheckpointConfig:
-    """When to save, what to keep, and what to verify.
+    """The rules for when to save, what to keep, and what to verify.
 
     A save is due at whichever of the three comes first; a stop and the end of training also save.
     """
 
-    every_steps: int = 50  # 0: not by steps
-    every_minutes: float = 0.0  # 0: not by time
-    auto: bool = False  # at the interval that loses the least time, by measured stall and failure rate (Daly 2006)
+    every_steps: int = 50  # save after every step that is a multiple of this; 0: not by steps
+    every_minutes: float = 0.0  # save when this much time has passed since the last save; 0: not by time
+    auto: bool = False  # save at the interval that loses the least time (Daly 2006), by measured stall and failures
     mtbf_hours: float | None = (
         None  # for auto: mean time between failures of this job; null: by nodes and observed failures
     )
@@ -176,7 +176,7 @@ class CheckpointConfig:
     keep_every: int = 0  # also keep those whose step is a multiple of this; 0: none for that reason
     keep_best: int = 0  # also keep this many of the best by best_metric; 0: none for that reason
     best_metric: str = "valid_loss"  # a metric of the evaluations; known for saved steps that are also evaluated
-    best_mode: str = "min"  # "min" or "max"
+    best_mode: str = "min"  # which values of best_metric are good: "min" or "max"
     asynchronous: bool = (
         True  # write while training goes on; false: wait for each commit, the first failure ends the attempt
     )
@@ -187,9 +187,10 @@ class CheckpointConfig:
     verify: str = "full"  # compare restored files with their digests: "full", "sampled" (a 16th) or "off" (sizes only)
     mirror: str | None = None  # URL of an object store's folder; copies go to <mirror>/<job.name>/<run id>
     restore_from: str | None = None  # path of a checkpoint to start from while this run has none of its own
-    # null: continue at its step, with its optimiser, schedule and position in the data. "model": only its weights, at step 0.
+    # null: continue at the checkpoint's step, with its optimiser, schedule and data. "model": only its weights, at step 0.
     restore_only: str | None = None
-    allow: list[str] = field(default_factory=list)  # what may differ from it: keys, shapes, dtypes, config, data
+    # What may differ from the checkpoint restore_from: keys, shapes, dtypes, config, data.
+    allow: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -205,14 +206,15 @@ class EvalConfig:
     metrics: dict[str, Any] = field(
         default_factory=lambda: {"perplexity": True, "bits_per_byte": True, "accuracy": False}
     )
-    # For evaluations outside the training's own job: fields that differ from the training's cluster and parallel.
-    cluster: dict[str, Any] = field(default_factory=dict)  # {}: one node, if the model's ranks fit on it
-    parallel: dict[str, Any] = field(default_factory=dict)  # {}: one copy of the model
+    # Fields of `cluster` that differ for evaluations outside the training's own job. {}: one node, if the model fits on it.
+    cluster: dict[str, Any] = field(default_factory=dict)
+    # Fields of `parallel` that differ for evaluations outside the training's own job. {}: one copy of the model.
+    parallel: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class RequeueConfig:
-    """What happens after a job has stopped early.
+    """The handling of a job that has stopped early.
 
     The modes are:
 
@@ -222,8 +224,8 @@ class RequeueConfig:
     "off": a stopped job stays stopped; `resume RUN` continues it.
     """
 
-    mode: str = "requeue"
-    chain_length: int = 4  # jobs of mode=chain; the run ends with the last of them, finished or not
+    mode: str = "requeue"  # "requeue", "resubmit", "chain" or "off"
+    chain_length: int = 4  # number of jobs of mode=chain; the run ends with the last of them, finished or not
     max_attempts_without_progress: int = (
         3  # the run ends after this many crashes or time limits in a row without progress
     )
@@ -240,12 +242,10 @@ class RequeueConfig:
 class HooksConfig:
     """Commands for bash: at most one after each attempt, on its first node, when all ranks have exited."""
 
-    on_finish: str | None = None  # the run has finished
-    on_failure: str | None = None  # a crash, a dead node, a wrong config, no progress; whether it is tried again or not
-    on_preemption: str | None = None  # stopped early by SLURM or on request; not by `cancel`, scancel or Ctrl-C
-    timeout_s: int = (
-        20  # after it, all processes of the hook are killed; SLURM kills a requeued job after KillWait, often 30 s
-    )
+    on_finish: str | None = None  # after the run has finished
+    on_failure: str | None = None  # after a crash, a dead node, a wrong config, no progress; also if tried again
+    on_preemption: str | None = None  # after an early stop by SLURM or on request; not by `cancel`, scancel or Ctrl-C
+    timeout_s: int = 20  # a hook is killed after this long; SLURM kills a requeued job after KillWait, often 30 s
 
 
 @dataclass
@@ -261,10 +261,10 @@ class PrepareConfig:
 
     inputs: list[str] = field(default_factory=list)  # files, glob patterns (also **), folders with all files in them
     output: str | None = None  # the folder of the prepared data set
-    format: str = "auto"  # by suffix, with or without .gz/.zst; or "jsonl", "parquet", "text", "hf" for all inputs
+    format: str = "auto"  # "auto": by suffix, with or without .gz/.zst; or "jsonl", "parquet", "text", "hf" for all
     text_field: str = "text"  # the field of a JSON line, or the column, that holds a document
     tokenizer: str = "bytes"  # "bytes", or the path of a tokenizer.json, or of tiktoken's ranks in a file NAME.tiktoken
-    tiktoken_pattern: str | None = None  # an encoding's name or a regular expression; null: by the file's name
+    tiktoken_pattern: str | None = None  # name of an encoding, or a regular expression; null: by the file's name
     bos: str | None = None  # token before each document: its id or text; null: none
     eos: str | None = (
         None  # token after each document, or "none"; null: the one that the tokenizer's file has (for bytes: 0)
@@ -280,7 +280,7 @@ class PrepareConfig:
     part: int = (
         0  # index of this part among `parts`: -m 'prepare.part=range(0,16)' prepare.parts=16 makes an array of 16
     )
-    parts: int = 1
+    parts: int = 1  # number of parts that share the work
 
 
 @dataclass
