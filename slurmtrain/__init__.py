@@ -6,7 +6,9 @@ The names below are the public interface for own training scripts. They are load
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # as type checkers read it; loading `typing` takes a while, in which Ctrl-C shows a traceback
+if TYPE_CHECKING:
+    from typing import Any
 
 __version__ = "0.1.0"
 

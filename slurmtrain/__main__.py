@@ -1,7 +1,19 @@
-"""The program of `python -m slurmtrain`."""
+"""The program of `python -m slurmtrain`, and of the command `slurmtrain`."""
 
 import sys
 
-from slurmtrain.cli import main
+from slurmtrain import interrupts
 
-sys.exit(main())
+
+def run() -> None:
+    """Run the command line of this process and exit. Ctrl-C during the imports, or after the verb, exits with 130."""
+    interrupts.leave_silently()
+    from slurmtrain.cli import main  # takes a while, in which somebody may think better of it
+
+    code = main()
+    interrupts.leave_silently()
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    run()

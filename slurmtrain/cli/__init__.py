@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from slurmtrain import interrupts
 from slurmtrain.cli import arguments
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.config.compose import SECRET_VARIABLE
@@ -44,7 +45,9 @@ def _run(words: list[str]) -> int:
     if verb is not None and not VERBS[verb].composes:
         rest = list(words)
         rest.remove(verb)
-        result: int = importlib.import_module(VERBS[verb].module).main(verb, rest)
+        module = importlib.import_module(VERBS[verb].module)
+        interrupts.raise_again()
+        result: int = module.main(verb, rest)
         return result
 
     parsed = arguments.parse(words)
@@ -65,6 +68,7 @@ def _run(words: list[str]) -> int:
     if any(option in parsed.options for option in HYDRA_ONLY):
         from slurmtrain.cli.hydra_options import run_hydra
 
+        interrupts.raise_again()
         return run_hydra(parsed)
     if parsed.verb is None:
         if parsed.positionals:
@@ -78,6 +82,9 @@ def _run(words: list[str]) -> int:
             raise UsageError(f"-m (--multirun) goes with submit, not with {parsed.verb}", hint="-m key=1,2 submit")
         from slurmtrain.cli import multirun
 
+        interrupts.raise_again()
         return multirun.submit(parsed)
-    code: int = importlib.import_module(VERBS[parsed.verb].module).main(parsed)
+    module = importlib.import_module(VERBS[parsed.verb].module)
+    interrupts.raise_again()
+    code: int = module.main(parsed)
     return code

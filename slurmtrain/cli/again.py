@@ -37,6 +37,8 @@ def _begin(run_dir: RunDir, job_id: str | None) -> int:
     restart_count = own_restart_count()
     in_chain = bool(chain.links(run_dir.info()))
     over = chain.ended_before(run_dir) if in_chain else begin.ended_before(run_dir, job_id, restart_count)
+    if over is None and not restart_count:
+        over = begin.scancelled_before(run_dir, job_id, SlurmClient())
     if over is None and (restart_count or in_chain):
         config = load_frozen(run_dir.config_file, with_secrets=False)
         over = begin.budget_used_up(run_dir, config, SlurmClient())

@@ -73,9 +73,10 @@ def _show(page: str) -> None:
         return
     from rich.console import Console
     from rich.markdown import Markdown
+    from rich.theme import Theme
 
     os.environ.setdefault("LESS", "FRX")  # as git does: show colours, and exit at once if the page fits the screen
-    console = Console()
+    console = Console(theme=Theme({"markdown.code": "bold cyan"}))  # rich's own is on black, also on white terminals
     console.width = min(console.width, WIDEST)
     with console.pager(styles=True):
         console.print(Markdown(_as_commands(page), code_theme="ansi_dark", hyperlinks=False))

@@ -17,14 +17,14 @@ from collections.abc import Callable, Sequence
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.errors import ClusterError, SlurmtrainError
 from slurmtrain.launch.handover import Passing
-from slurmtrain.launch.sbatch import directive
+from slurmtrain.launch.sbatch import EXCLUDED_MAX, directive
 from slurmtrain.launch.submit import note, resubmit
 from slurmtrain.launch.tokens import TOKEN_PREFIX
 from slurmtrain.rundir import RunDir
 from slurmtrain.runtime import attempts
 from slurmtrain.runtime.judge import Verdict, is_cancelled
 from slurmtrain.runtime.nodelist import expand_nodelist
-from slurmtrain.runtime.slurm import SlurmClient
+from slurmtrain.runtime.slurm import GONE, JobFacts, SlurmClient
 
 TRIES_S = (
     1.0,
@@ -33,7 +33,7 @@ TRIES_S = (
 # While SLURM does not answer there is nothing else to do, and nothing that would kill this job.
 UNREACHED_S = 600.0
 LONGEST_PAUSE_S = 15.0
-EXCLUDED_MAX = 8  # nodes that one run may leave out; so many bad ones are not the nodes' fault
+ENDED = (*GONE, "COMPLETING")
 
 
 class NotRequeued(ClusterError):
@@ -93,7 +93,8 @@ def requeue(
 ) -> str:
     """Let SLURM start the job `job_id` of these attempts again, whose ranks have all exited.
 
-    A cancellation is looked for directly before and directly after, since `scontrol requeue` revives a cancelled job.
+    `scontrol requeue` revives a cancelled job. So a request to cancel is looked for directly before and directly after, and
+    SLURM is told to requeue the job only while it runs, which a bare scancel ends: slurmctld does the one or the other.
     Success is read from the job's count of restarts; if SLURM refuses, each run that is to continue is submitted as a
     new job.
 
@@ -112,7 +113,8 @@ def requeue(
     if not going_on:
         return "cancelled: not requeued"
     try:
-        requeued = _requeue(job_id, client, restart_count, sleep, clock)
+        told = attempts.read_attempt(*going_on[0]).facts_when_told
+        requeued = _requeue(job_id, client, restart_count, told, sleep, clock)
     except NotRequeued as error:
         print(f"slurmtrain: {error.message}; submitting a new job instead", file=sys.stderr, flush=True)
         jobs = [submit_again(run_dir, number, job_id, client, sleep) for run_dir, number in going_on]
@@ -123,8 +125,9 @@ def requeue(
         raise
     if not requeued:
         for run_dir, number in going_on:
-            _end(run_dir, number, "cancelled by scancel before it was requeued")
-        return "cancelled by scancel: not requeued"
+            if not _ended_by_cancel(run_dir, number):  # our `cancel` calls scancel, too
+                _end(run_dir, number, "cancelled by scancel before it was requeued")
+        return "cancelled: not requeued"
     going_on = [run for run in going_on if not _ended_by_cancel(*run)]
     if not going_on:
         client.cancel(job_id)
@@ -138,9 +141,17 @@ def requeue(
 
 
 def _requeue(
-    job_id: str, client: SlurmClient, restart_count: int, sleep: Callable[[float], None], clock: Callable[[], float]
+    job_id: str,
+    client: SlurmClient,
+    restart_count: int,
+    told: JobFacts | None,
+    sleep: Callable[[float], None],
+    clock: Callable[[], float],
 ) -> bool:
     """Requeue a job and check that it is requeued; return False if it has been cancelled.
+
+    A job that SLURM has ended by then, at the time limit for example, is requeued as well, once it is known that scancel has
+    not ended it.
 
     Raises:
         NotRequeued: SLURM answers, and refuses.
@@ -156,7 +167,7 @@ def _requeue(
                 raise NotRequeued(f"SLURM does not know job {job_id} any more")
             if facts.restarts > restart_count:
                 return True  # requeued by us, or by SLURM itself
-            if is_cancelled(facts, restart_count):
+            if is_cancelled(facts, restart_count, told):
                 return False
             if refused:  # SLURM is there, and the job is not back in the queue
                 if not pauses:
@@ -164,7 +175,7 @@ def _requeue(
                 sleep(pauses.pop(0))
             refused = f"job {job_id} has no more restarts than before"
             try:
-                client.requeue(job_id)
+                client.requeue(job_id, ended=facts.state in ENDED)
             except ClusterError as error:
                 refused = error.message
         except NotRequeued:
@@ -246,6 +257,10 @@ def submit_again(
     if _ended_by_cancel(run_dir, number):  # while sbatch was at work
         client.cancel(new)
         return None
+    if _scancelled(run_dir, number, job_id, client):
+        _end(run_dir, number, "cancelled by scancel before it was submitted again")
+        client.cancel(new)
+        return None
     attempt = attempts.read_attempt(run_dir, number)
     if attempt.verdict != Verdict.RESUBMIT:  # it was to be requeued
         sentence = (attempt.sentence or "stopped").removesuffix("; it is requeued")
@@ -325,6 +340,12 @@ def _ended_by_cancel(run_dir: RunDir, number: int) -> bool:
         return False
     _end(run_dir, number, "cancelled by `cancel RUN`")
     return True
+
+
+def _scancelled(run_dir: RunDir, number: int, job_id: str, client: SlurmClient) -> bool:
+    """Return whether scancel has ended the job of an attempt. The next job finds a later scancel: see `begin`."""
+    attempt, facts = attempts.read_attempt(run_dir, number), client.job(job_id)
+    return facts is not None and is_cancelled(facts, attempt.restart_count, attempt.facts_when_told)
 
 
 def _end(run_dir: RunDir, number: int, why: str) -> None:

@@ -17,10 +17,12 @@ from slurmtrain.config.compose import SECRET_REFERENCE
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.secrets import path_of
 from slurmtrain.config.validate import SBATCH_OPTIONS
+from slurmtrain.errors import EnvironmentMismatch
 from slurmtrain.launch.arrays import array_option, tasks_of
 from slurmtrain.launch.import_paths import pythonpath_folders
 from slurmtrain.resources import shipped
 from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
+from slurmtrain.runtime.nodelist import expand_nodelist
 from slurmtrain.runtime.slurm import OF_QUERIES
 
 # Fields whose value matters even if the script has no line for it: no GPUs, no warning, a single job, no array.
@@ -45,6 +47,8 @@ _OPTIONS_OF_VARIABLES = {
 }
 # The person chooses the cluster, and exported variables are only added to (see handover.export_option).
 _LEFT_TO_THE_SHELL = ("SBATCH_CLUSTERS", "SBATCH_EXPORT")
+
+EXCLUDED_MAX = 8  # nodes that one run may leave out; so many bad ones are not the nodes' fault
 
 # A rank must survive the signals of a preemption before its handlers are there. Dispositions that are "ignored"
 # survive exec; `env --ignore-signal` would say the same, but needs coreutils 8.31.
@@ -114,7 +118,16 @@ def render_script(config: Config, paths: JobPaths) -> str:
         mode=config.requeue.mode,
         query_variables=" ".join(f'"${{!{prefix}@}}"' for prefix in OF_QUERIES),
         restart_delay_s=config.requeue.restart_delay_s,
+        excluded_max=EXCLUDED_MAX + _count_nodes(config.cluster.exclude),
     )
+
+
+def _count_nodes(nodelist: str | None) -> int:
+    """Count the nodes in a list that a person has given; a file of them, which only sbatch reads, counts as none."""
+    try:
+        return len(expand_nodelist(nodelist)) if nodelist else 0
+    except EnvironmentMismatch:
+        return 0
 
 
 def _in_script(folder: str) -> str:

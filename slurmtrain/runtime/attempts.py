@@ -108,6 +108,11 @@ class Attempt:
     started_again: int = 0
 
     @property
+    def facts_when_told(self) -> JobFacts | None:
+        """Facts that SLURM gave of its job when it was told to stop; None if it gave none."""
+        return None if self.facts is None else JobFacts(**self.facts)
+
+    @property
     def progressed(self) -> bool:
         """Whether it committed a checkpoint newer than the one it started from, or showed other progress.
 
@@ -336,10 +341,19 @@ def failed_set_up(attempt_dir: Path) -> str | None:
 def claimed_by(attempt_dir: Path) -> tuple[str | None, int]:
     """Return job and restart count of the batch script that has claimed an attempt; the job is None if none has."""
     try:
-        job_id, restart_count = (attempt_dir / "job").read_text().split()
+        job_id, restart_count, *_ = (attempt_dir / "job").read_text().split()
         return job_id, int(restart_count)
     except (OSError, ValueError):
         return None, 0
+
+
+def claimed_at(run_dir: RunDir, number: int) -> float | None:
+    """Return when an attempt was claimed by its batch script, or opened by rank 0, in unix seconds; None if not known."""
+    with contextlib.suppress(OSError, UnreadableRecord, ValueError, IndexError):
+        claimed = float(records.read_bytes(run_dir.attempt(number) / "job").split()[2])
+        if records.is_time(claimed):
+            return claimed
+    return read_attempt(run_dir, number).started or None
 
 
 def came_to_an_end(run_dir: RunDir, last: Attempt) -> bool:
@@ -378,17 +392,42 @@ def cancelled_due_to(log: Path, since: float) -> str | None:
 
 @dataclass(frozen=True)
 class Request:
-    """A person's request to a run, and its time in unix seconds."""
+    """A person's request to a run.
+
+    Attributes:
+        time: its time in unix seconds.
+        attempt: the number of the last attempt that was seen then; 0 before the first one.
+    """
 
     action: str
     time: float
+    attempt: int = 0
+
+    def is_for_later(self, run_dir: RunDir, number: int) -> bool:
+        """Return whether it came when an attempt after `number` had been claimed already."""
+        if self.attempt > number:
+            return True
+        later = next((each for each in run_dir.attempt_numbers() if each > number), None)
+        claimed = None if later is None else claimed_at(run_dir, later)
+        return claimed is not None and self.time >= claimed
+
+    def is_for(self, run_dir: RunDir, attempt: Attempt) -> bool:
+        """Return whether it was asked of this attempt, not of an earlier or a later one.
+
+        The clocks of two hosts may differ, and a shared file system may show an attempt late: number or time is enough.
+        """
+        if self.is_for_later(run_dir, attempt.number):
+            return False
+        return self.attempt == attempt.number or self.time >= (claimed_at(run_dir, attempt.number) or 0.0)
 
 
 def read_request(path: Path) -> Request | None:
     """Return a request; None when there is none, or the file is no request."""
     values = read_json(path) or {}
-    action, time = values.get("action"), values.get("time", 0.0)
-    return Request(action, float(time)) if isinstance(action, str) and records.is_time(time) else None
+    action, time, attempt = values.get("action"), values.get("time", 0.0), values.get("attempt", 0)
+    if not isinstance(action, str) or not records.is_time(time):
+        return None
+    return Request(action, float(time), int(attempt) if records.is_count(attempt) else 0)
 
 
 def take_request(run_dir: RunDir, attempt: Attempt) -> str | None:
@@ -398,6 +437,10 @@ def take_request(run_dir: RunDir, attempt: Attempt) -> str | None:
     afterwards has come too late for this attempt, and was not seen when the attempt was judged.
     """
     taken = run_dir.attempt(attempt.number) / "request.json"
+    found = read_request(run_dir.request_file)
+    if found is not None and found.is_for_later(run_dir, attempt.number):  # it stays, for that one
+        found = read_request(taken)
+        return found.action if found is not None and found.is_for(run_dir, attempt) else None
     try:
         run_dir.request_file.rename(taken)
     except FileNotFoundError:
@@ -405,19 +448,21 @@ def take_request(run_dir: RunDir, attempt: Attempt) -> str | None:
     except OSError:  # it is read where it is, and may be found once more
         taken = run_dir.request_file
     request = read_request(taken)
-    return request.action if request is not None and request.time >= attempt.started else None
+    return request.action if request is not None and request.is_for(run_dir, attempt) else None
 
 
 def cancelled_after(run_dir: RunDir, last: Attempt | None) -> bool:
     """Return whether `cancel RUN`, or the file `stop`, came after the last attempt was judged.
 
-    For an attempt that was not judged, return whether it came after its beginning.
+    For an attempt that was not judged, return whether it came after that attempt was claimed.
     """
-    request = read_request(run_dir.request_file)
-    since = last.started if last is not None else 0.0  # requests that were judged have been moved away
-    return request is not None and request.action in ("cancel", "stop") and request.time >= since
+    request = read_request(run_dir.request_file)  # requests that were judged have been moved away
+    if request is None or request.action not in ("cancel", "stop"):
+        return False
+    return last is None or request.is_for_later(run_dir, last.number) or request.is_for(run_dir, last)
 
 
 def write_request(run_dir: RunDir, action: str) -> None:
-    """Write a person's request to the run."""
-    write_json(run_dir.request_file, {"action": action, "time": time.time(), "by": os.environ.get("USER", "")})
+    """Write a person's request to the run, with the number of its last attempt."""
+    asked = {"action": action, "time": time.time(), "attempt": (run_dir.attempt_numbers() or [0])[-1]}
+    write_json(run_dir.request_file, {**asked, "by": os.environ.get("USER", "")})

@@ -67,7 +67,8 @@ class Evidence:
 
     Attributes:
         exit_code: exit code of srun, the highest of all ranks; 128 + n for a rank killed by signal n.
-        said: rank 0's last word: "finished", "stopped", or None when it had none.
+        said: rank 0's last word, for all ranks: "finished", "stopped", or None when it had none. srun may exit with 0 when it
+            has lost the ranks, so only the word proves the end. Our launcher writes it, whatever program it has started.
         cause: what told the ranks to stop: a signal's name, "deadline", ...; None when nothing did.
         seconds_left: seconds from the stop request to the time limit; None when unknown.
         failure: (exit code, sentence) of the first rank that failed by itself.
@@ -82,6 +83,7 @@ class Evidence:
         killed: srun's words on tasks that were killed, e.g. "n1: task 3: Killed".
         request: what a person requested of this attempt: "cancel", "stop" (by the file), "preempt", "requeue".
         facts: what SLURM says of the job; None outside of SLURM.
+        told: what SLURM said of the job when the attempt was told to stop; None if it said nothing.
         preempted_when_told: SLURM said that it preempts the job when the attempt was told to stop; a requeue may have
             cleared that since.
         restart_count: SLURM_RESTART_COUNT of this attempt.
@@ -109,6 +111,7 @@ class Evidence:
     killed: str | None = None
     request: str | None = None
     facts: JobFacts | None = None
+    told: JobFacts | None = None
     preempted_when_told: bool = False
     restart_count: int = 0
     progressed: bool = False
@@ -184,15 +187,27 @@ def judge(evidence: Evidence, policy: Policy) -> Judgement:
     return replace(judged, verdict=verdict, sentence=f"{judged.sentence}; {next_step}", bad_node=bad_node)
 
 
-def is_cancelled(facts: JobFacts, restart_count: int) -> bool:
+def is_cancelled(facts: JobFacts, restart_count: int, told: JobFacts | None = None) -> bool:
     """Return whether SLURM has ended the job for good, as scancel does, so that a requeue would bring it back.
 
     The job has then neither been preempted, nor reached its time limit, nor lost its node, after which SLURM lets us
-    requeue it.
+    requeue it. In the grace time of a preemption, COMPLETING says that the job has ended, and not why; the time of its end
+    tells.
+
+    Args:
+        told: what SLURM said of the job when the attempt was told to stop; None if it said nothing.
     """
-    if facts.preempted or facts.restarts > restart_count or facts.reason in ("NodeDown", "TimeLimit"):
+    if facts.restarts > restart_count or facts.reason in ("NodeDown", "TimeLimit"):
         return False
-    return facts.state in ("COMPLETING", "CANCELLED")
+    if facts.state != "COMPLETING" or not facts.preempted:
+        return facts.state in ("COMPLETING", "CANCELLED")
+    assert facts.preempt_time is not None
+    if facts.end_time is None:
+        return False
+    if told is not None and told.preempted and told.state == "RUNNING" and told.end_time is not None:
+        return facts.end_time < told.end_time  # which is that of the grace time: SLURM itself never ends it sooner
+    # At the end of a grace time slurmctld sets both anew. They differ by a second where the clock moves on in between.
+    return facts.end_time > facts.preempt_time + 2.0
 
 
 _NEXT_STEPS = {
@@ -285,9 +300,7 @@ def budget_spent(judged: Judgement, evidence: Evidence, policy: Policy) -> str |
 
 
 def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
-    unsaid_stop = evidence.said is None and evidence.cause is not None
-    vanished = evidence.said is None and evidence.killed is not None  # srun may say 0 when it has lost the ranks
-    if evidence.exit_code == 0 and evidence.said != "stopped" and not unsaid_stop and not vanished:
+    if evidence.exit_code == 0 and evidence.said == "finished":
         return Reason.FINISHED, _finished(evidence)
     if evidence.superseded is not None:
         return Reason.SUPERSEDED, f"superseded: {evidence.superseded}"
@@ -313,6 +326,8 @@ def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
         return _why_told(evidence, policy)
     if evidence.failure is None and evidence.exit_code == EXIT_CONFIG:
         return Reason.CONFIG, "the config or the environment is wrong (exit code 78)"
+    if evidence.failure is None and evidence.killed is None and evidence.exit_code == 0:
+        return Reason.CRASH, "ended without a word: exit code 0, and rank 0 has not said that it had finished"
     what = evidence.failure[1] if evidence.failure else evidence.killed or f"exit code {evidence.exit_code}"
     return Reason.CRASH, f"crashed: {what}"
 
@@ -331,7 +346,10 @@ def _finished(evidence: Evidence) -> str:
 def _told_by_slurm(evidence: Evidence) -> tuple[Reason, str] | None:
     """Return reason and sentence from SLURM's own record; None if it says nothing."""
     facts = evidence.facts
-    if evidence.preempted_when_told or (facts is not None and facts.preempted):
+    preempted = evidence.preempted_when_told or (facts is not None and facts.preempted)
+    if facts is not None and facts.preempted and is_cancelled(facts, evidence.restart_count, evidence.told):
+        return Reason.CANCELLED, "cancelled by scancel while it was being preempted"
+    if preempted:
         return Reason.PREEMPTED, "preempted"
     if facts is None:
         return None

@@ -24,6 +24,8 @@ from slurmtrain.runtime.attempts import Attempt, Failure
 from slurmtrain.runtime.judge import Evidence, Judgement, Policy, Reason, Verdict, budget_spent, judge, judge_abandoned
 from slurmtrain.runtime.slurm import LIVE, JobFacts, SlurmClient
 
+WORD_S = 3.0  # how long a shared file system may take to show here what rank 0 has written
+WORD_POLL_S = 0.2
 REPORTING = ("command", "prepare")  # kinds of jobs whose progress is what they report
 
 
@@ -34,7 +36,7 @@ def settle(run_dir: RunDir, number: int, exit_code: int, config: Config, client:
         exit_code: exit code of srun, or the highest of the local ranks.
         client: None outside of SLURM.
     """
-    attempt = attempts.read_attempt(run_dir, number)
+    attempt = _with_its_word(run_dir, number) if exit_code == 0 else attempts.read_attempt(run_dir, number)
     job_id = attempt.job_id or own_job_id()
     facts = client.job(job_id or "") if client is not None else None
     links_left = 0
@@ -53,6 +55,20 @@ def settle(run_dir: RunDir, number: int, exit_code: int, config: Config, client:
         checkpoint = Path(config.checkpoint.restore_from or "")
         retention.release(checkpoint.parent, step_of(checkpoint), run_dir.path.name)
     return judgement
+
+
+def _with_its_word(run_dir: RunDir, number: int) -> Attempt:
+    """Read the record of an attempt that ended with exit code 0, and wait a moment until rank 0's last word is in it.
+
+    A shared file system may show the word here a little later than it was written.
+    """
+    give_up = time.monotonic() + WORD_S
+    while True:
+        attempt = attempts.read_attempt(run_dir, number)
+        left = give_up - time.monotonic()
+        if attempt.said is not None or attempts.killed_tasks(run_dir.attempt(number)) is not None or left <= 0:
+            return attempt
+        time.sleep(min(WORD_POLL_S, left))
 
 
 def free_dependents(run_dir: RunDir, attempt: Attempt, client: SlurmClient) -> None:
@@ -125,6 +141,8 @@ def may_live(attempt: Attempt, directory: Path, client: SlurmClient | None) -> b
     own = job_id == own_job_id()
     if own and (restart_count < own_restart_count() or not attempt.started):
         return False
+    if own and attempt.step_id is not None and attempt.step_id == own_step_id():  # of an earlier job with the same id
+        return False
     if client is None:
         return True
     try:
@@ -186,13 +204,19 @@ def own_job_id() -> str | None:
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
 
 
+def own_step_id() -> str | None:
+    """Return the step that this process belongs to, as in "17.0"; None in the batch script and outside of SLURM."""
+    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
+    return f"{job}.{step}" if job and step else None
+
+
 def _was_preempted(run_dir: RunDir, attempt: Attempt) -> bool:
     """Return whether SLURM has said that it preempts this attempt, to rank 0 or in the job's log.
 
     Without a GraceTime, which is SLURM's default, only the log says so: the job is requeued in the same moment, and
     with that the time of its preemption is gone from what `scontrol show job` prints.
     """
-    if attempt.facts is not None and JobFacts(**attempt.facts).preempted:
+    if attempt.facts_when_told is not None and attempt.facts_when_told.preempted:
         return True
     log = run_dir.job_log(attempt.job_id or own_job_id() or "")
     before = attempts.read_attempt(run_dir, attempt.number - 1) if attempt.number > 1 else None
@@ -236,6 +260,7 @@ def _evidence(
         killed=killed,
         request=request,
         facts=facts,
+        told=attempt.facts_when_told,
         preempted_when_told=_was_preempted(run_dir, attempt),
         restart_count=own_restart_count(),
         progressed=attempt.progressed,

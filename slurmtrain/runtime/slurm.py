@@ -165,13 +165,18 @@ class SlurmClient:
             raise ClusterError(f"`scontrol show step` failed: {_last_line(answer)}")
         return f"StepId={step_id} " in f"{answer.stdout} "
 
-    def requeue(self, job_id: str) -> None:
-        """Put a job back into the queue, whatever its state: one that was cancelled comes back, too.
+    def requeue(self, job_id: str, *, ended: bool = False) -> None:
+        """Put a running job back into the queue. One that SLURM has ended by then, for scancel, say, stays as it is.
+
+        slurmctld looks at the job's state and requeues it in one step, so nobody's scancel can come in between.
+
+        Args:
+            ended: requeue it whatever its state: one that was cancelled comes back, too.
 
         Raises:
             ClusterError: SLURM refused, or was not reached; the count of restarts shows whether it was done.
         """
-        self._call(["scontrol", "requeue", job_id], before=SHIELD)
+        self._call(["scontrol", "requeue", *([] if ended else ["incomplete"]), job_id], before=SHIELD)
 
     def update_pending(self, job_id: str, **fields: str) -> None:
         """Change fields of a job that is in the queue or on its way back, by scontrol's names: StartTime="now+8".

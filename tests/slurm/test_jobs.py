@@ -174,6 +174,18 @@ def test_a_program_that_fails_is_a_crash_with_its_exit_code(project: Project) ->
     assert (run.run_dir.attempt(1) / "hook.log").read_text() == "failure 3\n"
 
 
+def test_a_job_whose_ranks_were_lost_without_a_word_has_not_finished(project: Project) -> None:
+    """srun has been seen to leave with 0 where it had lost its ranks; this one never starts any."""
+    lost = ["cluster.setup=['srun() { :; }']", "requeue.max_attempts_without_progress=1"]
+    run = project.submit("job=command", "job.command=true", *lost, *ONE, small=False)
+    last = run.wait_for_end()
+    assert (last.reason, last.verdict) == ("crash", "end") and "ended without a word" in (last.sentence or ""), (
+        run.logs()
+    )
+    assert "finished" not in run.status().partition("\n")[0]
+    assert run.cluster.job(run.job_id)["JobState"] == "FAILED"  # so none starts that waits for its success
+
+
 def test_an_own_loop_resumes_where_it_stopped(project: Project) -> None:
     example = (Path(__file__).parents[2] / "jobs" / "own_loop.py").read_text()
     (project.path / "own_loop.py").write_text(example)
@@ -233,7 +245,7 @@ def test_a_requeue_that_fails_loses_no_run(
 def test_a_run_that_is_cancelled_just_before_its_requeue_stays_cancelled(
     project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """`scontrol requeue` brings a cancelled job back: here the person comes between the last look and the requeue."""
+    """`scontrol requeue` can bring a cancelled job back: here the person comes between the last look and the requeue."""
     with_failing_requeue(tmp_path / "bin", monkeypatch, times=0)
     wrapper = tmp_path / "bin" / "scontrol"
     cancel = f'[ "$1" != requeue ] || ({PYTHON} -m slurmtrain cancel "$(dirname "$PWD")") >{tmp_path}/said 2>&1\nexec'
@@ -242,7 +254,35 @@ def test_a_run_that_is_cancelled_just_before_its_requeue_stays_cancelled(
     run.wait_until(lambda: bool(run.attempts()) and run.attempts()[-1].verdict == "end", "cancelled")
     run.cluster.wait_for(run.job_id, "CANCELLED")
     assert len(run.attempts()) == 1 and "cancelled by `cancel RUN`" in (run.attempts()[0].sentence or ""), run.logs()
-    assert int(run.cluster.job(run.job_id)["Restarts"]) == 1  # it had been brought back
+    assert int(run.cluster.job(run.job_id)["Restarts"]) == 0
+
+
+def test_a_bare_scancel_just_before_the_requeue_is_not_undone(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with_failing_requeue(tmp_path / "bin", monkeypatch, times=0)
+    wrapper = tmp_path / "bin" / "scontrol"
+    wrapper.write_text(wrapper.read_text().replace("exec", '[ "$1" != requeue ] || scancel "${!#}"\nexec'))
+    run = project.submit("job=command", two_lives(tmp_path), "requeue.restart_delay_s=1", *ONE, small=False)
+    run.cluster.wait_for(run.job_id, "CANCELLED")
+    (only,) = run.attempts()
+    assert only.verdict == "end" and "cancelled by scancel" in (only.sentence or ""), run.logs()
+    assert int(run.cluster.job(run.job_id)["Restarts"]) == 0
+
+
+def test_a_bare_scancel_in_the_grace_time_of_a_preemption_is_not_undone(project: Project, tmp_path: Path) -> None:
+    told, go = tmp_path / "told", tmp_path / "go"
+    (tmp_path / "program").write_text(f"trap 'touch {told}' TERM; until [ -e {go} ]; do sleep 0.1; done; exit 75")
+    run = project.submit("job=command", f"job.command='bash {tmp_path}/program'", *ONE, small=False)
+    run.wait_until(lambda: bool(run.attempts()) and bool(run.attempts()[0].nodes), "running")
+    run.cluster.submit_high(nodes=run.attempts()[0].nodes, seconds=0.1)
+    run.wait_until(told.exists, "told to stop")
+    run.cluster.run(["scancel", run.job_id])
+    go.touch()
+    run.cluster.wait_for(run.job_id, "CANCELLED")
+    (only,) = run.attempts()
+    assert (only.reason, only.verdict) == ("cancelled", "end"), run.logs()
+    assert int(run.cluster.job(run.job_id)["Restarts"]) == 0
 
 
 def test_a_run_leaves_out_a_node_on_which_its_set_up_fails_once_it_has_worked_elsewhere(
@@ -262,6 +302,31 @@ def test_a_run_leaves_out_a_node_on_which_its_set_up_fails_once_it_has_worked_el
     assert (bad.reason, bad.verdict, bad.bad_nodes) == ("bad node", "requeue", first.nodes), run.logs()
     assert last.reason == "finished" and last.nodes != first.nodes
     assert run.cluster.job(run.job_id)["ExcNodeList"] == first.nodes[0]
+
+
+def test_a_run_leaves_out_a_node_that_has_lost_its_run_directory(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "bin").mkdir()
+    wrapper = (
+        tmp_path / "bin" / "mkdir"
+    )  # the nodes of a sandbox share all folders: there, on that node, none can be made
+    wrapper.write_text(
+        f"""#!/bin/bash
+folder="${{!#}}"
+if [[ "$folder" = */attempts/0002 ]] && grep -q "\\"$SLURMD_NODENAME\\"" "${{folder%2}}1/attempt.json"; then exit 1; fi
+exec {shutil.which("mkdir")} "$@"
+"""
+    )
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{wrapper.parent}:{os.environ['PATH']}")
+    run = project.submit("job=command", two_lives(tmp_path), "requeue.restart_delay_s=1", *ONE, small=False)
+    last = run.wait_for_end()
+    first = run.attempts()[0]
+    assert (last.number, last.reason) == (2, "finished"), run.logs()
+    assert last.nodes != first.nodes
+    job = run.cluster.job(run.job_id)
+    assert (job["ExcNodeList"], job["Restarts"]) == (first.nodes[0], "2")
 
 
 def test_a_rendered_script_can_be_handed_to_sbatch(project: Project) -> None:

@@ -417,6 +417,30 @@ def test_an_attempt_that_a_newer_job_has_superseded_ends(run: RunDir) -> None:
     assert ended_before(run, "7", 1) == Verdict.END and ended_before(run, "8", 1) is None
 
 
+@pytest.mark.parametrize("reason", ["superseded", "config"])
+@pytest.mark.parametrize("again", [True, False])
+def test_what_an_earlier_job_with_the_same_id_was_told_ends_no_later_one(run: RunDir, reason: str, again: bool) -> None:
+    """SLURM's ids begin anew on a cluster that is set up again."""
+    write_json(run.info_file, {"job_ids": ["7"]})
+    run.event("submitted", job_id="7")
+    begin(run, job_id="7", reason=reason, verdict=Verdict.END)
+    run.event("attempt ended", attempt=1)
+    if again:
+        run.event("submitted", job_id="7")
+        assert ended_before(run, "7", 0) is None
+    assert ended_before(run, "7", 1) == (None if again else Verdict.END)
+
+
+def test_a_step_of_an_earlier_job_with_the_same_id_is_not_taken_for_ones_own(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(run, job_id="7", step_id="7.0")
+    begin(run, job_id="7", step_id="7.0")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert close_abandoned(run, 2, Config(), Asked(step=True)) == [1]
+
+
 @pytest.mark.parametrize("opened", [True, False])
 def test_a_crash_before_the_first_step_is_no_progress_whatever_was_saved_before(run: RunDir, opened: bool) -> None:
     commit(run, 30)
@@ -521,6 +545,26 @@ def test_a_request_is_for_the_attempt_that_was_running_then(run: RunDir) -> None
     assert attempts.take_request(run, later) is None
 
 
+@pytest.mark.parametrize("listing", ["as it is", "late"])
+def test_a_cancel_that_is_typed_while_the_next_attempt_sets_itself_up_is_for_that_one(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, listing: str
+) -> None:
+    """A login node may see a new attempt late."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    begin(run, job_id="7", started=time.time() - 60)
+    (run.attempt(run.new_attempt()) / "job").write_text(f"7 1 {time.time():.9f}\n")
+    with monkeypatch.context() as seen:
+        if listing == "late":
+            seen.setattr(RunDir, "attempt_numbers", lambda self: [1])
+        attempts.write_request(run, "cancel")
+    attempts.write_attempt(run, Attempt(2, job_id="7", restart_count=1, started=time.time() + 1))
+    close_abandoned(run, 2, Config(), None)
+    assert attempts.read_attempt(run, 1).reason == Reason.NODE_FAILURE
+    judgement = settle(run, 2, 143, Config(), SlurmSays(None))
+    assert (judgement.reason, judgement.verdict) == (Reason.CANCELLED, Verdict.END)
+
+
 def test_a_cancel_that_comes_while_an_attempt_is_judged_is_not_used_up_by_it(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -555,6 +599,29 @@ def test_settling_completes_the_record_and_uses_the_request_up(run: RunDir) -> N
     assert attempt.progressed and attempt.last_step == 30 and attempt.ended is not None
     assert not run.request_file.exists()
     assert run.events()[-1]["verdict"] == "requeue"
+
+
+def test_an_attempt_without_a_last_word_has_not_finished_whatever_srun_says(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that is lost in an odd way leaves srun with exit code 0 and nothing in its log."""
+    monkeypatch.setattr(settle_module, "WORD_S", 0.0)
+    config = Config(requeue=RequeueConfig(max_attempts_without_progress=2))
+    for number, verdict in ((1, Verdict.REQUEUE), (2, Verdict.END)):
+        begin(run, job_id="7")
+        judgement = settle(run, number, 0, config, SlurmSays(JobFacts("RUNNING")))
+        assert (judgement.reason, judgement.verdict) == (Reason.CRASH, verdict)
+        assert "ended without a word" in judgement.sentence
+    assert "2 attempts in a row" in judgement.sentence
+
+
+def test_a_last_word_that_a_shared_file_system_shows_late_is_heard(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = begin(run, job_id="7")
+    monkeypatch.setattr(settle_module.time, "sleep", lambda _: attempts.write_attempt(run, attempt))
+    attempt.said = "finished"
+    assert settle(run, 1, 0, Config(), None).verdict == Verdict.DONE
 
 
 def test_a_crash_loop_ends_and_a_checkpoint_resets_it(run: RunDir) -> None:

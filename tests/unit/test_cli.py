@@ -230,6 +230,41 @@ def test_the_console_script_is_the_same_thing(cli: Cli, project: Path) -> None:
         assert same[0] == same[1]
 
 
+# Ctrl-C when a module begins to load, or at the end of the interpreter.
+INTERRUPTED = """
+import atexit, os, runpy, signal, sys
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == {at!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+if {at!r} == "exit":
+    atexit.register(os.kill, os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+sys.argv = ["slurmtrain", *{words!r}]
+runpy.run_module("slurmtrain", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "at"),
+    [
+        (["--help"], "slurmtrain.cli"),
+        (["--help"], "slurmtrain.config.schema"),
+        (["--help"], "slurmtrain.cli.help"),
+        (["--help"], "exit"),
+        (["status"], "slurmtrain.launch.state"),
+        (["submit", "--dry-run"], "jinja2"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_ctrl_c_while_a_verb_loads_is_silent(words: list[str], at: str, project: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED.format(at=at, words=words)], cwd=project, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 @pytest.mark.parametrize(
     ("line", "offered"),
     [

@@ -22,7 +22,7 @@ from slurmtrain.runtime import attempts, chain
 from slurmtrain.runtime.attempts import Attempt, write_request
 from slurmtrain.runtime.begin import ended_before
 from slurmtrain.runtime.judge import Verdict
-from slurmtrain.runtime.slurm import SlurmClient
+from slurmtrain.runtime.slurm import JobFacts, SlurmClient
 from tests.conftest import FakeSlurm
 from tests.unit.test_sbatch import run_script, script_for
 
@@ -209,7 +209,7 @@ def test_jobs_that_wait_for_the_run_are_passed_on_to_its_next_job(
     slurm.command("squeue", 'case "$*" in *%E*) echo "55|afterok:100(unfulfilled)"; echo "56|(null)";; esac')
     slurm.command("scontrol", 'echo "$*" >>"$here/updates"')
     assert again.submit_again(run, 1, "100", SlurmClient(), no_sleep) == "101"
-    assert lines(slurm, "updates") == ["update JobId=55 Dependency=afterok:101"]
+    assert lines(slurm, "updates")[-1] == "update JobId=55 Dependency=afterok:101"
     slurm.command("scontrol", "exit 1")
     assert again.submit_again(run, 1, "100", SlurmClient(), no_sleep) == "102"
     assert "may never start" in capsys.readouterr().err
@@ -232,9 +232,12 @@ class Requeued:
             'echo "$*" >>"$here/calls"; n=$(cat "$here/refuse")\n'
             'if [ "$1" = requeue ] && [ "$n" -gt 0 ]; then echo $((n - 1)) >"$here/refuse"\n'
             f'  echo "{words}" >&2; exit 1; fi\n'
-            'if [ "$1" = requeue ]; then echo 1 >"$here/restarts"; bash "$here/meanwhile" 2>/dev/null; fi\n'
+            'if [ "$1" = requeue ]; then bash "$here/before" 2>/dev/null\n'
+            '  if [ "$2" != incomplete ] || [ "$(cat "$here/state")" = RUNNING ]; then echo 1 >"$here/restarts"; fi\n'
+            '  bash "$here/meanwhile" 2>/dev/null; fi\n'
             'if [ "$1" = show ]; then\n'
-            '  echo "JobId=100 JobState=$(cat "$here/state") Reason=None Restarts=$(cat "$here/restarts")"\n'
+            '  echo "JobId=100 JobState=$(cat "$here/state") Reason=None Restarts=$(cat "$here/restarts") '
+            '$(cat "$here/times" 2>/dev/null)"\n'
             "fi; exit 0",
         )
 
@@ -258,14 +261,14 @@ class Requeued:
 def test_a_stopped_run_is_requeued_seen_to_be_and_started_soon(make: Make, slurm: FakeSlurm) -> None:
     job = Requeued(slurm, make)
     assert job.go_on() == "job 100 is requeued"
-    assert job.changes == ["requeue 100", "update JobId=100 StartTime=now+8"]
+    assert job.changes == ["requeue incomplete 100", "update JobId=100 StartTime=now+8"]
     assert (job.pauses, job.last.verdict, slurm.submitted) == ([], "requeue", [])
 
 
 def test_a_requeue_that_fails_is_tried_again(make: Make, slurm: FakeSlurm) -> None:
     job = Requeued(slurm, make, refuse=2)
     assert job.go_on() == "job 100 is requeued"
-    assert job.changes[:3] == ["requeue 100"] * 3 and job.pauses == list(again.TRIES_S)
+    assert job.changes[:3] == ["requeue incomplete 100"] * 3 and job.pauses == list(again.TRIES_S)
     assert (job.last.verdict, slurm.submitted) == ("requeue", [])
 
 
@@ -274,13 +277,13 @@ def test_a_requeue_that_worked_without_an_answer_is_not_done_twice(make: Make, s
     body = (slurm.directory / "scontrol").read_text().replace(">&2; exit 1", '>&2; echo 1 >"$here/restarts"; exit 1')
     (slurm.directory / "scontrol").write_text(body)
     assert job.go_on() == "job 100 is requeued"
-    assert job.changes[0] == "requeue 100" and "requeue 100" not in job.changes[1:]
+    assert job.changes[0] == "requeue incomplete 100" and "requeue incomplete 100" not in job.changes[1:]
 
 
 def test_where_slurm_refuses_to_requeue_the_run_gets_a_new_job(make: Make, slurm: FakeSlurm) -> None:
     job = Requeued(slurm, make, refuse=99, words="Requested operation is presently disabled")
     assert job.go_on() == "submitted again as job 101"
-    assert job.changes == ["requeue 100"] * 3 and len(slurm.submitted) == 1
+    assert job.changes == ["requeue incomplete 100"] * 3 and len(slurm.submitted) == 1
     assert f"--comment=slurmtrain:{job.run.id}:1 --dependency=afterany:100" in lines(slurm, "options")[0]
     assert (job.last.verdict, job.last.sentence) == ("resubmit", "preempted; it is submitted again")
     assert ended_before(job.run, "100", 1) == Verdict.END  # should the requeue have worked all the same
@@ -321,7 +324,7 @@ def test_a_cancelled_run_stays_cancelled(make: Make, slurm: FakeSlurm, when: str
     else:
         job.file("meanwhile", f'echo \'{{"action": "cancel"}}\' >{job.run.request_file}')
     assert job.go_on().startswith("cancelled")
-    assert ("requeue 100" in job.changes) == (when == "meanwhile")
+    assert ("requeue incomplete 100" in job.changes) == (when == "meanwhile")
     assert lines(slurm, "cancelled") == (["100"] if when == "meanwhile" else [])
     assert (job.last.verdict, job.last.sentence) == ("end", "preempted; cancelled by `cancel RUN`")
 
@@ -329,8 +332,85 @@ def test_a_cancelled_run_stays_cancelled(make: Make, slurm: FakeSlurm, when: str
 def test_a_job_that_scancel_has_ended_meanwhile_is_not_requeued(make: Make, slurm: FakeSlurm) -> None:
     job = Requeued(slurm, make)
     job.file("state", "COMPLETING")
-    assert "scancel" in job.go_on()
-    assert job.changes == [] and job.last.verdict == "end"
+    assert job.go_on() == "cancelled: not requeued"
+    assert job.changes == [] and job.last.verdict == "end" and "scancel" in (job.last.sentence or "")
+
+
+def test_a_scancel_between_the_last_look_and_the_requeue_wins(make: Make, slurm: FakeSlurm) -> None:
+    job = Requeued(slurm, make)
+    job.file("before", f"echo COMPLETING >{slurm.directory}/state")
+    assert job.go_on() == "cancelled: not requeued"
+    assert job.changes == ["requeue incomplete 100"] and (slurm.directory / "restarts").read_text() == "0"
+    assert (job.last.verdict, job.last.sentence) == ("end", "preempted; cancelled by scancel before it was requeued")
+
+
+def test_a_job_whose_time_is_up_between_the_last_look_and_the_requeue_is_requeued_all_the_same(
+    make: Make, slurm: FakeSlurm
+) -> None:
+    job = Requeued(slurm, make)
+    job.file("before", f"echo COMPLETING >{slurm.directory}/state; echo Reason=TimeLimit >{slurm.directory}/times")
+    text = (slurm.directory / "scontrol").read_text().replace("Reason=None ", "")
+    (slurm.directory / "scontrol").write_text(text)
+    assert job.go_on() == "job 100 is requeued"
+    assert job.changes[:2] == ["requeue incomplete 100", "requeue 100"]
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize(("ended", "cancelled"), [("12:00:05", True), ("12:00:10", False)])
+def test_a_scancel_in_the_grace_time_of_a_preemption_is_told_from_its_end(
+    make: Make, slurm: FakeSlurm, told: bool, ended: str, cancelled: bool
+) -> None:
+    """PreemptMode=CANCEL, where SLURM itself does not requeue; at the end of a grace it sets the time of preemption anew."""
+    job, day = Requeued(slurm, make), "2026-11-22T"
+    if told:
+        began, over = (time.mktime((2026, 11, 22, 12, 0, second, 0, 0, -1)) for second in (0, 10))
+        facts = JobFacts("RUNNING", start_time=began - 60, preempt_time=began, end_time=over)
+        attempts.record_stop(job.run.attempt(1), cause="SIGTERM", cause_time=began, seconds_left=10.0, facts=facts)
+    job.file("state", "COMPLETING")
+    preempted = "12:00:00" if cancelled else ended
+    job.file("times", f"StartTime={day}11:59:00 EndTime={day}{ended} PreemptTime={day}{preempted}")
+    assert (job.go_on() == "cancelled: not requeued") == cancelled
+    assert ("requeue 100" in job.changes) == (not cancelled)
+
+
+def test_a_scancel_before_the_next_job_is_submitted_wins(make: Make, slurm: FakeSlurm) -> None:
+    run = make("requeue=resubmit", job_ids=("100",))
+    stopped(run, "resubmit", sentence="preempted; it is submitted again")
+    slurm.command("scontrol", 'echo "JobId=100 JobState=COMPLETING Reason=None Restarts=0"')
+    assert again.submit_again(run, 1, "100", SlurmClient(), no_sleep) is None
+    assert lines(slurm, "cancelled") == ["101"]
+    last = attempts.read_attempt(run, 1)
+    assert last.verdict == "end" and "cancelled by scancel" in (last.sentence or "")
+
+
+@pytest.mark.parametrize("mode", ["resubmit", "chain"])
+@pytest.mark.parametrize(
+    ("state_before", "resumed", "over"),
+    [("CANCELLED", False, True), ("PREEMPTED", False, False), ("TIMEOUT", False, False), ("CANCELLED", True, False)],
+)
+def test_a_scancel_of_the_job_before_ends_the_one_that_was_to_go_on_when_it_starts(
+    make: Make,
+    slurm: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    mode: str,
+    state_before: str,
+    resumed: bool,
+    over: bool,
+) -> None:
+    """It came after that job had handed over. Whoever resumes the run since wants it to go on."""
+    run = make(f"requeue={mode}", job_ids=("100",))
+    stopped(run, {"resubmit": "resubmit", "chain": "next"}[mode], sentence="preempted; it goes on")
+    run.add_job("101")
+    run.event("submitted", job_id="101", **({} if resumed or mode == "chain" else {"after_attempt": 1}))
+    if mode == "chain":
+        run.update_info(chain=["101"] if resumed else ["100", "101"], chain_after=1 if resumed else 0)
+    slurm.command("scontrol", f'echo "JobId=100 JobState={state_before} Reason=None Restarts=0"')
+    monkeypatch.setenv("SLURM_JOB_ID", "101")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    assert main(["begin", str(run.path)]) == 0
+    assert capsys.readouterr().out.strip() == ("end" if over else "")
+    assert ("cancelled by scancel" in (attempts.read_attempt(run, 1).sentence or "")) == over
 
 
 def test_a_node_that_was_bad_is_left_out_unless_no_other_is_left(

@@ -20,6 +20,11 @@ REQUEUED = JobFacts("COMPLETING", "None", restarts=1, start_time=1000.0)
 TIMED_OUT = JobFacts("COMPLETING", "TimeLimit", start_time=1000.0)
 PREEMPTED_LAST_TIME = JobFacts("RUNNING", "None", restarts=1, start_time=2000.0, preempt_time=1500.0)
 
+# With PreemptMode=CANCEL, too. At the end of a grace time both its times are set anew.
+IN_GRACE = JobFacts("RUNNING", "None", start_time=1000.0, preempt_time=1500.0, end_time=1510.0)
+CANCELLED_IN_GRACE = JobFacts("COMPLETING", "None", start_time=1000.0, preempt_time=1500.0, end_time=1504.0)
+GRACE_IS_OVER = JobFacts("COMPLETING", "None", start_time=1000.0, preempt_time=1510.0, end_time=1511.0)
+
 STOPPED = {"exit_code": 75, "said": "stopped", "progressed": True}
 SLURM_TERM = {**STOPPED, "cause": "SIGTERM"}
 EARLY = {**STOPPED, "cause": "SIGUSR2", "seconds_left": 150.0}
@@ -29,7 +34,14 @@ KILLED = {"exit_code": 137, "killed": "n1: task 3: Killed"}
 ROWS = [
     # how it ended, evidence, reason, verdict, a part of the sentence
     ("finished", {"exit_code": 0, "said": "finished", "facts": RUNNING}, "finished", "done", "finished"),
-    ("a command that says nothing", {"exit_code": 0}, "finished", "done", "finished"),
+    ("srun says 0, and no rank has said anything", {"exit_code": 0}, "crash", "requeue", "ended without a word"),
+    (
+        "srun says 0, and no rank has said anything, cancelled",
+        {"exit_code": 0, "facts": CANCELLED},
+        "cancelled",
+        "end",
+        "scancel",
+    ),
     (
         "finished while being preempted",
         {"exit_code": 0, "said": "finished", "facts": PREEMPTED},
@@ -86,6 +98,20 @@ ROWS = [
     ),
     ("scancel, saved in time", {**SLURM_TERM, "facts": CANCELLED}, "cancelled", "end", "scancel"),
     ("scancel, killed", {**KILLED, "facts": CANCELLED}, "cancelled", "end", "scancel"),
+    (
+        "scancel in the grace time of a preemption",
+        {**SLURM_TERM, "facts": CANCELLED_IN_GRACE, "told": IN_GRACE, "preempted_when_told": True},
+        "cancelled",
+        "end",
+        "scancel",
+    ),
+    (
+        "preempted, grace time over, where SLURM cancels",
+        {**KILLED, "cause": "SIGTERM", "facts": GRACE_IS_OVER, "told": IN_GRACE, "preempted_when_told": True},
+        "preempted",
+        "requeue",
+        "preempted",
+    ),
     ("`cancel RUN`", {**SLURM_TERM, "facts": CANCELLED, "request": "cancel"}, "cancelled", "end", "`cancel RUN`"),
     ("`cancel RUN` of a local run", {**SLURM_TERM, "request": "cancel"}, "cancelled", "end", "`cancel RUN`"),
     (
@@ -440,6 +466,8 @@ def test_a_node_that_fails_under_a_run_without_progress_uses_up_the_budget(evide
         (REQUEUED, False),
         (TIMED_OUT, False),
         (NODE_DOWN, False),
+        (CANCELLED_IN_GRACE, True),
+        (GRACE_IS_OVER, False),
     ],
 )
 def test_a_requeue_would_revive_what_scancel_has_ended(facts: JobFacts, cancelled: bool) -> None:
@@ -483,5 +511,5 @@ def test_promises_that_hold_for_every_evidence(evidence: Evidence, budget: int, 
         assert evidence.request != "cancel"
     if evidence.request == "cancel" or evidence.failure == (78, "rank 1: y"):
         assert judgement.verdict in (Verdict.END, Verdict.DONE)
-    if evidence.exit_code != 0:
-        assert judgement.reason is not Reason.FINISHED
+    finished = evidence.exit_code == 0 and evidence.said == "finished"
+    assert (judgement.reason is Reason.FINISHED) == finished

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
+import shlex
 from pathlib import Path
 
+import pytest
+
+from slurmtrain.cli import main, sandbox
+from slurmtrain.cli.arguments import find_verb, parse
 from slurmtrain.cli.manual import WIDEST, topics
+from slurmtrain.cli.verbs import VERBS
+from slurmtrain.config.compose import compose
 from slurmtrain.config.reference import page
 from slurmtrain.resources import PACKAGE
 
@@ -66,3 +74,48 @@ def test_every_message_of_the_page_troubleshooting_is_one_of_the_package() -> No
         part for message in messages for part in message.split(" ... ") if not any(part in text for text in texts)
     ]
     assert unknown == []
+
+
+def shown_commands() -> list[list[str]]:
+    """The words behind `python -m slurmtrain` of every command that the README, CONTRIBUTING or a page shows."""
+    found = []
+    for path in [README, CONTRIBUTING, *PAGES]:
+        text = path.read_text().replace("\\\n", "")
+        for line in re.findall(r"^    (?:\$ )?python -m slurmtrain (.*)$", text, re.MULTILINE):
+            words = shlex.split(line, comments=True)
+            if "..." not in " ".join(words):
+                found.append(words)
+    return found
+
+
+def test_every_command_that_a_page_shows_is_understood(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text in {
+        "cluster/mine": "nodes: 1\n",
+        "model/mine": "_target_: a.B\n",
+        "data/mine": "_target_: a.B\n",
+    }.items():
+        (project / "my_conf" / name).parent.mkdir(parents=True)
+        (project / "my_conf" / f"{name}.yaml").write_text(text)
+    commands = shown_commands()
+    assert len(commands) > 60
+    composed: set[tuple[str, ...]] = set()
+    for words in commands:
+        verb = find_verb(words)
+        if verb == "sandbox":  # which would start one
+            sandbox._parser().parse_args(words[1:])
+        elif verb is not None and not VERBS[verb].composes:
+            with contextlib.suppress(SystemExit):
+                main(words)
+            said = capsys.readouterr().err
+            assert not re.search("there is no (option|verb|topic)|invalid choice|usage:", said), (words, said)
+        else:
+            parsed = parse(words)
+            assert verb or {"--cfg", "--help", "--version"} & {*parsed.options}, words
+            assert not parsed.positionals or verb in ("prepare", "train"), words
+            if "--multirun" in parsed.options:  # whose values are choices, which only a sweep composes
+                continue
+            own = {"config_dir": "my_conf"} if {"=mine"} & {word[-5:] for word in words} else {}
+            overrides = tuple(word for word in parsed.overrides if not word.startswith("+secrets."))
+            if overrides not in composed:
+                compose(overrides, **own)
+            composed.add(overrides)

@@ -76,6 +76,15 @@ def test_a_program_that_saves_and_exits_0_when_told_to_stop_has_not_finished(pro
     assert again.returncode == 0 and "finished" in again.stdout, again.stdout + again.stderr
 
 
+def test_a_program_that_leaves_at_once_or_becomes_another_one_has_finished_all_the_same(project: Path) -> None:
+    """The word that a rank has finished is given by whoever has started the program, so it may end in any way."""
+    (project / "exec.sh").write_text(f"exec {sys.executable} -c 'import os; os._exit(0)'")
+    code, said = ended(start(project, "bash exec.sh", "requeue=off"))
+    assert code == 0, said
+    (attempt,) = attempts.all_attempts(the_run(project))
+    assert (attempt.said, attempt.verdict) == ("finished", "done")
+
+
 def test_a_child_that_still_saves_when_its_parent_has_died_of_the_signal_is_waited_for(project: Path) -> None:
     (project / "save.sh").write_text(
         "trap 'sleep 1.5; date +%s.%N >saved; exit 0' TERM; touch ready; while sleep 0.05; do :; done"

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -434,9 +435,18 @@ def test_without_a_requeue_the_script_ends_with_the_ranks_code(code: int, run_di
     done = run_script(
         script_for(run_dir), tmp_path, srun=f"exit {code}", settle='echo "$@" >"$here/../settled"; echo end'
     )
-    assert done.returncode == code
+    assert done.returncode == (code or 1)  # 0 of srun, which may have lost its ranks, is no success by itself
     assert (tmp_path / "settled").read_text() == f"-m slurmtrain settle {run_dir} --attempt 1 --exit-code {code}\n"
     assert scontrol_calls(tmp_path) == []
+
+
+@pytest.mark.parametrize("mode", ["requeue", "resubmit", "chain", "off"])
+@pytest.mark.parametrize(("word", "code"), [("done", 0), ("end", 1), ("next", 1), ("", 0)])
+def test_a_job_is_a_success_to_those_who_wait_for_it_only_if_its_run_has_finished(
+    run_dir: Path, tmp_path: Path, mode: str, word: str, code: int
+) -> None:
+    script = script_for(run_dir, config=compose(["cluster=a100x4", f"requeue.mode={mode}"]))
+    assert run_script(script, tmp_path, srun="exit 0", settle=f'[ "$3" != settle ] || echo {word}').returncode == code
 
 
 def test_the_verdict_requeue_lets_the_run_go_on(run_dir: Path, tmp_path: Path) -> None:
@@ -447,7 +457,7 @@ def test_the_verdict_requeue_lets_the_run_go_on(run_dir: Path, tmp_path: Path) -
 
 def test_where_our_own_python_fails_the_job_is_requeued_all_the_same(run_dir: Path, tmp_path: Path) -> None:
     done = run_script(script_for(run_dir), tmp_path, srun="exit 75", settle="echo requeue", again="exit 1")
-    assert (done.returncode, scontrol_calls(tmp_path)) == (75, ["requeue 77"]), done.stderr
+    assert (done.returncode, scontrol_calls(tmp_path)) == (75, ["requeue incomplete 77"]), done.stderr
 
 
 @pytest.mark.parametrize(("word", "code"), [("done", 0), ("end", 1)])
@@ -537,6 +547,58 @@ def test_a_run_directory_that_is_not_mounted_ends_the_job_with_78(tmp_path: Path
     done = run_script(script_for(tmp_path / "gone"), tmp_path, srun="exit 0")
     assert done.returncode == 78
     assert "cannot create" in done.stderr and "is its file system mounted" in done.stderr
+
+
+OTHER_NODES = ("n[1-7]", "n[1-8]")
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "changes"),
+    [
+        ({}, 75, ["requeue incomplete 77", "update jobid=77 excnodelist=n9 starttime=now+{delay}"]),
+        ({"restarts": 0}, 78, []),  # the config names a folder that no node has, for all that is known
+        ({"state": "COMPLETING"}, 78, []),  # cancelled, say, which a requeue would revive
+        ({"test_only": 1}, 78, []),  # no node would be left
+        (
+            {"excluded": OTHER_NODES[0]},
+            75,
+            ["requeue incomplete 77", "update jobid=77 excnodelist=n[1-7],n9 starttime=now+{delay}"],
+        ),
+        ({"excluded": OTHER_NODES[1]}, 78, []),  # so many are not the nodes' fault
+        ({"update": "exit 1"}, 75, ["requeue incomplete 77", "hold 77"]),  # or it would come back to this node for ever
+    ],
+)
+def test_a_restarted_job_on_a_node_without_the_run_directory_starts_elsewhere_and_not_for_ever(
+    case: dict[str, Any], code: int, changes: list[str], tmp_path: Path
+) -> None:
+    fake = FakeSlurm(tmp_path / "slurm")
+    fake.directory.mkdir()
+    fake.command("sleep", "exit 0")
+    fake.command("sbatch", f"exit {case.get('test_only', 0)}")
+    excluded = case.get("excluded", "(null)")
+    fake.command(
+        "scontrol",
+        f"""case "$*" in
+  "show job"*) echo "JobId=77 ExcNodeList={excluded} Restarts=1" ;;
+  "show hostnames"*) seq 1 {8 if excluded == OTHER_NODES[1] else 7} ;;
+  update*) {case.get("update", 'echo "$*" >>"$here/changes"')} ;;
+  *) echo "$*" >>"$here/changes" ;;
+esac""",
+    )
+    config = Config()
+    script = script_for(tmp_path / "gone", config=config)
+    done = run_script(
+        f"PATH={fake.directory}:$PATH\n{script}",
+        tmp_path,
+        srun="exit 0",
+        squeue=f"echo {case.get('state', 'RUNNING')}",
+        SLURM_RESTART_COUNT=str(case.get("restarts", 1)),
+        SLURMD_NODENAME="n9",
+    )
+    made = fake.directory / "changes"
+    found = made.read_text().splitlines() if made.exists() else []
+    assert found == [each.format(delay=config.requeue.restart_delay_s) for each in changes], done.stderr
+    assert done.returncode == code and "is its file system mounted" in done.stderr
 
 
 def test_a_set_up_line_that_fails_ends_the_job_with_78_and_says_which(run_dir: Path, tmp_path: Path) -> None:
