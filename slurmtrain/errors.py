@@ -85,6 +85,16 @@ class Superseded(CheckpointError):
     """A newer incarnation of the run is at work: this one may not commit any more, and has nothing left to do."""
 
 
+class Discarded(CheckpointError):
+    """A save was given up on purpose."""
+
+
+class NotFinite(CheckpointError):
+    """Parameters are not finite, and are not saved: no later step mends them, and the same bits would do the same again."""
+
+    exit_code = EXIT_CONFIG
+
+
 class CheckpointMismatch(CheckpointError):
     """There are checkpoints, but none that this run may continue from: damaged, or of another model. No retry helps."""
 

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from slurmtrain.checkpoint import blocks, commit, drift, retention, state
 from slurmtrain.checkpoint.commit import Incarnation, Manifest
+from slurmtrain.checkpoint.finite import not_finite
 from slurmtrain.checkpoint.index_file import check_whole, read_index
 from slurmtrain.checkpoint.layout import Index
 from slurmtrain.checkpoint.plan import OWN, Plan, check_types, file_name, make_plan
@@ -39,13 +40,23 @@ from slurmtrain.checkpoint.restore import read_tensors
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.checkpoint.saving import Saved, Saving, Writer
 from slurmtrain.checkpoint.staging import Image, Staging
-from slurmtrain.checkpoint.writing import Bound, Discarded, Write
-from slurmtrain.errors import CheckpointError, CheckpointMismatch, LostPeers, Superseded, Unreadable, nearest
+from slurmtrain.checkpoint.writing import Bound, Write
+from slurmtrain.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    Discarded,
+    LostPeers,
+    NotFinite,
+    Superseded,
+    Unreadable,
+    nearest,
+)
 
 if TYPE_CHECKING:
     from slurmtrain.checkpoint.copying import Copying
 
 VERIFY = ("full", "sampled", "off")
+ON_REPLICA_DRIFT = ("refuse", "warn")
 
 
 @dataclass(frozen=True)
@@ -97,6 +108,8 @@ class Checkpointer:
             removed.
         asynchronous: write while training goes on. False: `save` returns after the commit, and raises if it failed.
         max_failures: this many failed saves in a row end the run; 0: any number of failures is only reported.
+        on_replica_drift: when ranks hold different values of what should be the same on all of them: "refuse" fails the
+            save; "warn" says so once, and of ranks that should hold the same the lowest always writes all of it, alone.
         mirror: URL of a folder of this run's own in an object store (fsspec's: s3://, gs://, file://). Committed
             checkpoints are copied there in the background, and fetched from there if the directory has none.
         say: prints one line about a restore, a damaged checkpoint or a failed save (rank 0 only).
@@ -120,12 +133,18 @@ class Checkpointer:
         verify: str = "full",
         asynchronous: bool = True,
         max_failures: int = 3,
+        on_replica_drift: str = "refuse",
         mirror: str | None = None,
         say: Callable[[str], None] | None = None,
         on_ending: Callable[[Saved | CheckpointError], None] = lambda ending: None,
     ):
         if verify not in VERIFY:
             raise CheckpointError(f"verify={verify!r} is not known", hint=nearest(str(verify), VERIFY))
+        if on_replica_drift not in ON_REPLICA_DRIFT:
+            raise CheckpointError(
+                f"on_replica_drift={on_replica_drift!r} is not known",
+                hint=nearest(str(on_replica_drift), ON_REPLICA_DRIFT),
+            )
         _check_ranks_of_job(group)
         self.directory = Path(directory)
         self._changed = frozenset(changed)
@@ -133,6 +152,7 @@ class Checkpointer:
         values = _as_json(config or {})
         self._keep, self._verify = keep, verify
         self._asynchronous, self._max_failures = asynchronous, max_failures
+        self._on_replica_drift = on_replica_drift
         self._say = say or (lambda text: print(f"slurmtrain: {text}", file=sys.stderr, flush=True))
         self._on_ending = on_ending
         self._random = state.RandomState()
@@ -142,6 +162,7 @@ class Checkpointer:
         self._failures = 0
         self._turn = 0  # saves so far, the same on all ranks
         self._checked: tuple[Any, ...] | None = None  # the objects that were last found restorable
+        self._meant: set[str] = set()  # parameters that are not finite and have been so from the beginning
         self._told = False  # that something differs between ranks
         self._last_size = 0
         self.lost: CheckpointError | None = None  # why a save that a script had begun when it ended was lost
@@ -153,7 +174,9 @@ class Checkpointer:
         self._writers = self._ranks.own_group()
         self._on_this_host = self._ranks_of_this_host(hosts)
         label = f"pid {os.getpid()} on {socket.gethostname()}"
-        claimed = self._ranks.on_rank_0(lambda: commit.claim(self.directory, incarnation, label=label))
+        claimed = Incarnation.from_json(
+            self._ranks.on_rank_0(lambda: commit.claim(self.directory, incarnation, label=label).to_json())
+        )
         self._ranks.all_do(lambda: _refuse_a_second(self, incarnation))
         self._bound = Bound(self.directory, claimed, run_id, values)
         self._copying: Copying | None = None
@@ -183,8 +206,12 @@ class Checkpointer:
         a hook makes the next `optimizer.step()` wait for that; code that changes them by hand calls `wait_staged`
         before.
 
-        Ranks that hold the same tensors are compared. If they differ, the save fails and names them; buffers
-        (BatchNorm) and plain values that differ are reported once, and those of the lowest rank are saved.
+        Ranks that hold the same tensors are compared. If they differ, the save fails and names them (see
+        on_replica_drift); buffers (BatchNorm) and plain values that differ are reported once, and those of the lowest
+        rank are saved.
+
+        Parameters that are trained have to be finite, else the save fails (NotFinite) and the older checkpoints stay.
+        The copy is checked, in the background. What was not finite already when `restore` was called is not checked.
 
         Args:
             step: optimiser steps done.
@@ -231,7 +258,20 @@ class Checkpointer:
         self._turn += 1
         saving = self._saving = Saving(step, begun)
         self._discard.clear()
-        write = Write(self._writers, self._bound, step, plan, image, plain, optimizers, measured, self._discard)
+        write = Write(
+            self._writers,
+            self._bound,
+            step,
+            plan,
+            image,
+            plain,
+            optimizers,
+            measured,
+            self._discard,
+            finite=state.trained_parameters(objects).keys() - self._meant,
+            refuse_drift=self._on_replica_drift == "refuse",
+            tell=not self._told,
+        )
         saving.stall_s = time.monotonic() - begun
         self._writer.submit(
             saving,
@@ -342,7 +382,8 @@ class Checkpointer:
             raise  # no later save can be committed either
         except CheckpointError as error:
             if self._max_failures and self._failures >= self._max_failures:
-                raise CheckpointError(
+                kind = NotFinite if isinstance(error, NotFinite) else CheckpointError
+                raise kind(
                     f"{self._failures} saves in a row have failed, the last of step {step}: {error.message}",
                     hint=error.hint or "checkpoint.max_failures says how many are put up with",
                 ) from None
@@ -373,6 +414,7 @@ class Checkpointer:
             self._plan,
             of_first=lambda: state.buffers(objects),
             not_compared=lambda: state.broadcast_buffers(objects),
+            lowest_writes=self._on_replica_drift == "warn",
         )
 
     def _own(self, per_rank: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -457,12 +499,28 @@ class Checkpointer:
             with suppress(CheckpointError):  # the error has been reported
                 self.wait()
         self._writer.wait_idle()
+        begins = self._ranks.all_do(lambda: not_finite(state.trained_parameters(objects)))
+        restored = self._restore(path, allow, objects, per_rank, as_start=as_start)
+        # What was not finite before anything was trained is meant to be so, unless only the restore has filled it.
+        if self._ranks.maximum(int(bool(begins))):
+            self._meant |= begins & self._ranks.all_do(lambda: not_finite(state.trained_parameters(objects)))
+        return restored
+
+    def _restore(
+        self,
+        path: Path | str | None,
+        allow: Collection[str],
+        objects: Mapping[str, Any],
+        per_rank: Mapping[str, Any] | None,
+        *,
+        as_start: bool,
+    ) -> Restored | None:
         own = {} if as_start else self._own(per_rank)
         set_aside: list[str] = []
         fetched: dict[Path, str] = {}
         while True:
-            found = self._ranks.on_rank_0(partial(self._choose, path))
-            if found is None:
+            told = self._ranks.on_rank_0(partial(self._told_choice, path))
+            if told is None:
                 copy = self._copying.fetch(self._ranks) if self._copying is not None else None
                 if copy is not None:
                     fetched[copy[0]] = copy[1]
@@ -476,10 +534,10 @@ class Checkpointer:
                     )
                 self._reserve(objects, per_rank)
                 return None
-            chosen, texts, damage = found
+            chosen, text, digest, damage = Path(told[0]), *told[1:]
             manifest = None
             if not damage:
-                manifest = commit.parse_manifest(chosen, *texts)
+                manifest = commit.parse_manifest(chosen, text, digest)
                 with retention.reading(chosen):
                     damage = self._load(
                         chosen, manifest, objects, own, allow, asked_for=path is not None, as_start=as_start
@@ -521,6 +579,11 @@ class Checkpointer:
 
     def _damaged(self) -> list[str]:
         return commit.damaged(self.directory) + (self._copying.damaged() if self._copying is not None else [])
+
+    def _told_choice(self, asked: Path | str | None) -> list[Any] | None:
+        """Return what `_choose` says, on rank 0, as plain values: path, manifest, its digest, damage."""
+        found = self._choose(asked)
+        return None if found is None else [str(found[0]), *found[1], found[2]]
 
     def _choose(self, asked: Path | str | None) -> tuple[Path, tuple[bytes, str], list[str]] | None:
         """Choose, on rank 0, the checkpoint to read.
@@ -582,7 +645,7 @@ class Checkpointer:
         wanted = self._ranks.all_do(lambda: drift.names_of(objects))
         everywhere = wanted
         if self._ranks.maximum(int(bool(drift.of_modules(objects, index.facts) - wanted))):
-            everywhere = set().union(*self._ranks.gather(lambda: wanted))
+            everywhere = set().union(*self._ranks.gather(lambda: sorted(wanted)))
 
         def fitting() -> dict[str, Tensor]:
             saved, here = manifest.config, self._bound.config
@@ -650,7 +713,7 @@ class Checkpointer:
 
     def _agree_on_directory(self) -> list[str]:
         """Check that all ranks were given the same directory, and return the host of every rank."""
-        answers = self._ranks.gather(lambda: (str(self.directory.absolute()), socket.gethostname()))
+        answers = self._ranks.gather(lambda: [str(self.directory.absolute()), socket.gethostname()])
         first = answers[0][0]
         for rank, (directory, _) in enumerate(answers):
             if directory != first:

@@ -32,7 +32,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -67,6 +67,16 @@ class Incarnation:
 
     order: int
     label: str = ""
+
+    def to_json(self) -> list[Any]:
+        """Return it as ranks tell it to each other."""
+        return [self.order, self.label]
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Incarnation:
+        """Return the incarnation that another rank has told by `to_json`."""
+        order, label = values
+        return cls(int(order), str(label))
 
 
 @dataclass(frozen=True)
@@ -376,13 +386,16 @@ def remove(path: Path, order: int) -> None:
 # Reading.
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path, *, patient: bool = False) -> Manifest:
     """Read and check manifest.json against COMPLETE.
 
+    Args:
+        patient: see `blocks.find_damage`.
+
     Raises:
-        CheckpointError: manifest.json is missing, damaged, or of another format.
+        CheckpointError: manifest.json is missing, damaged, or of another format. Unreadable: see `blocks.patiently`.
     """
-    return parse_manifest(path, *read_manifest_bytes(path))
+    return parse_manifest(path, *read_manifest_bytes(path, patient=patient))
 
 
 def read_manifest_bytes(path: Path, *, patient: bool = False) -> tuple[bytes, str]:

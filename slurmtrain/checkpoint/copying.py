@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from slurmtrain.checkpoint import commit, retention
 from slurmtrain.checkpoint.mirror import Mirror, copy_name, share
@@ -100,7 +101,8 @@ class Copying:
         """
         directory, incarnation = self._bound.directory, self._bound.incarnation
 
-        def choose() -> tuple[str, tuple[bytes, str], Path] | None:
+        def choose() -> list[Any] | None:
+            """Return name, manifest, its digest, and where to write."""
             for name in reversed(self._mirror.committed()):
                 texts = self._mirror.manifest_bytes(name)
                 try:
@@ -111,22 +113,24 @@ class Copying:
                     continue
                 where = f"{self._mirror.url}/{name}"
                 self._bound.check_run(where, manifest, hint="give each run a mirror of its own")
-                return name, texts, commit.begin(directory, manifest.step, incarnation, size=manifest.size)
+                return [name, *texts, str(commit.begin(directory, manifest.step, incarnation, size=manifest.size))]
             return None
 
         chosen = ranks.on_rank_0(choose)
         if chosen is None:
             return None
-        name, texts, temporary = chosen
-        manifest = self._mirror.parse_manifest(name, *texts)
+        name, text, digest, temporary = *chosen[:3], Path(chosen[3])
+        manifest = self._mirror.parse_manifest(name, text, digest)
 
         def download() -> None:
             commit.wait_until_visible(temporary)
             self._mirror.download(name, temporary, share(manifest.sizes, self._ranks.rank, self._ranks.size))
 
         with commit.nothing_left(temporary, here=ranks.rank == 0):
-            final: Path = self._ranks.gather_on_rank_0(
-                download, lambda _: commit.publish(temporary, texts[0], manifest.step, incarnation)
+            final = Path(
+                self._ranks.gather_on_rank_0(
+                    download, lambda _: str(commit.publish(temporary, text, manifest.step, incarnation))
+                )
             )
         if ranks.rank == 0:
             self._say(f"{final.name} was fetched from {self._mirror.url}/{name}")

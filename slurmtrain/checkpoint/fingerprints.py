@@ -2,24 +2,31 @@
 
 They are made to tell two computations apart, not to withstand an attack: files on a disk are digested by `blocks`. None
 of them is kept.
+
+Ranks do not send each other all of their fingerprints, which would be hundreds of megabytes for rank 0 of thousands. Each sends
+one digest for each of its bundles: all that it compares with the same other ranks. Only of bundles that differ, and only from
+one rank of each kind, are the fingerprints asked for, to name the tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slurmtrain.checkpoint.layout import Box, Catalogue, Ints, share
+from slurmtrain.checkpoint.layout import Box, Ints, share
 
 WORD_BYTES = 8
 # A save compares one of this many parts of a large tensor in host memory, and each save another one: reading all of it
 # would take as long as the copy. A GPU reads a hundred times as fast as it copies to the host, and compares all.
 TURNS_ON_CPU = 8
 WHOLE, BUFFER = -1, -2  # instead of the number of a part
+BUNDLES_ASKED, STATES_ASKED = 8, 8  # to name what differs; it is no use to name more
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
@@ -51,6 +58,7 @@ class Replica:
     Attributes:
         name: name of the tensor.
         first: the lowest of these ranks, which distinguishes one group of replicas of a tensor from another.
+        group: a digest of which ranks these are; see `group_number`.
         index, holders: this rank's index among these ranks, and their number.
         box: the part of the global tensor.
         itemsize: bytes of an element.
@@ -59,6 +67,7 @@ class Replica:
 
     name: str
     first: int
+    group: int
     index: int
     holders: int
     box: Box
@@ -113,34 +122,88 @@ def _ranks(group: Sequence[int]) -> str:
 Key = tuple[str, int, int]  # name, `Replica.first`, number of the part
 
 
-def pack(values: Mapping[Key, int], catalogue: Catalogue) -> Ints:
-    """Return one rank's fingerprints as int64 [n, 4]: position of the name in its catalogue, first rank, part, value."""
-    position = {name: number for number, name in enumerate(catalogue)}
-    rows = [(position[name], first, part, value) for (name, first, part), value in values.items()]
-    return np.array(rows, dtype=np.int64).reshape(-1, 4)
+def group_number(ranks: Sequence[int]) -> int:
+    """Return a number (int64) for the group of these ranks."""
+    return _number(np.array(ranks, dtype="<i8").tobytes())
 
 
-def find_differing(everyone: Sequence[tuple[int, Ints]], catalogues: Sequence[Catalogue]) -> list[Differing]:
-    """Return the tensors whose replicas differ, each once.
+def _number(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+Bundles = dict[tuple[int, int], dict[str, int]]  # fingerprints by name, by group and number of the part
+
+
+def bundles_of(values: Mapping[Key, int], replicas: Iterable[Replica]) -> Bundles:
+    """Return one rank's fingerprints, those together that it compares with the same other ranks."""
+    groups = {(replica.name, replica.first): replica.group for replica in replicas}
+    found: Bundles = {}
+    for (name, first, part), value in values.items():
+        found.setdefault((groups[name, first], part), {})[name] = value
+    return found
+
+
+def digests_of(bundles: Bundles) -> Ints:
+    """Return int64 [bundles, 3]: group, part, and a digest of all fingerprints."""
+    rows = [
+        (group, part, _number(json.dumps(sorted(values.items())).encode())) for (group, part), values in bundles.items()
+    ]
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What some ranks should hold alike and do not.
+
+    Attributes:
+        ranks: those together that agree with each other, the lowest first.
+    """
+
+    group: int
+    part: int
+    ranks: tuple[tuple[int, ...], ...]
+
+    @property
+    def asked(self) -> list[int]:
+        """Ranks that say which tensors differ: one for each state, of the first few."""
+        return [alike[0] for alike in self.ranks[:STATES_ASKED]]
+
+
+def find_differing(everyone: Sequence[Ints]) -> list[Bundle]:
+    """Return the bundles that differ between ranks: of parameters first.
 
     Args:
-        everyone: for every rank, the number of its catalogue and its `pack`.
+        everyone: of every rank its `digests_of`.
     """
-    names = list({name: None for catalogue in catalogues for name in catalogue})
-    number = {name: index for index, name in enumerate(names)}
-    positions = [np.array([number[name] for name in catalogue], dtype=np.int64) for catalogue in catalogues]
-    # The key of a comparison, in one number: 16 million tensors, a million ranks, as many parts.
-    keys = [(positions[own][rows[:, 0]] << 40) | (rows[:, 1] << 20) | (rows[:, 2] - BUFFER) for own, rows in everyone]
-    ranks = np.repeat(np.arange(len(everyone)), [len(rows) for _, rows in everyone])
-    key = np.concatenate([np.empty(0, dtype=np.int64), *keys])
-    value = np.concatenate([np.empty(0, dtype=np.int64), *(rows[:, 3] for _, rows in everyone)])
-    order = np.argsort(key)
-    key, value, ranks = key[order], value[order], ranks[order]
-    found: dict[str, Differing] = {}
-    for at in np.flatnonzero((key[1:] == key[:-1]) & (value[1:] != value[:-1])).tolist():
-        name = names[key[at] >> 40]
-        if name not in found:
-            alike = slice(*np.searchsorted(key, [key[at], key[at] + 1]))
-            groups = [tuple(sorted(ranks[alike][value[alike] == one].tolist())) for one in np.unique(value[alike])]
-            found[name] = Differing(name, tuple(sorted(groups)), buffer=bool(key[at] & 0xFFFFF == 0))
-    return list(found.values())
+    ranks = np.repeat(np.arange(len(everyone)), [len(rows) for rows in everyone])
+    rows = np.concatenate([np.empty((0, 3), dtype=np.int64), *everyone])
+    order = np.lexsort((ranks, rows[:, 2], rows[:, 1], rows[:, 0]))
+    rows, ranks = rows[order], ranks[order]
+    same = (rows[1:, :2] == rows[:-1, :2]).all(axis=1)
+    differing = np.unique(rows[1:][same & (rows[1:, 2] != rows[:-1, 2]), :2], axis=0)
+    found = []
+    for group, part in differing.tolist():
+        here = np.flatnonzero((rows[:, 0] == group) & (rows[:, 1] == part))
+        alike: dict[int, list[int]] = {}
+        for digest, rank in zip(rows[here, 2].tolist(), ranks[here].tolist(), strict=True):
+            alike.setdefault(digest, []).append(rank)
+        found.append(Bundle(group, part, tuple(sorted(map(tuple, alike.values())))))
+    return sorted(found, key=lambda bundle: (bundle.part == BUFFER, bundle.part, bundle.ranks))
+
+
+def name_differing(bundle: Bundle, told: Sequence[Mapping[str, int]]) -> list[Differing]:
+    """Return the tensors that differ within a bundle.
+
+    Args:
+        told: the fingerprints of each of the ranks that were `asked`.
+    """
+    found = []
+    for name in dict.fromkeys(name for values in told for name in values):
+        alike: dict[int, list[int]] = {}
+        for values, ranks in zip(told, bundle.ranks, strict=False):
+            if name in values:
+                alike.setdefault(values[name], []).extend(ranks)
+        if len(alike) > 1:
+            groups = sorted(tuple(sorted(ranks)) for ranks in alike.values())
+            found.append(Differing(name, tuple(groups), buffer=bundle.part == BUFFER))
+    return found

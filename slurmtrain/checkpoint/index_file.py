@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.checkpoint.commit import Manifest
 from slurmtrain.checkpoint.layout import DTYPE_BYTES, Index, check_coverage
-from slurmtrain.errors import CheckpointError
+from slurmtrain.errors import CheckpointError, Unreadable
 
 HEADER_BYTES = 1 << 30  # more than that of a million tensors
 
@@ -58,10 +59,16 @@ def check_whole(path: Path, manifest: Manifest, index: Index) -> None:
 
 
 def find_disagreement(path: Path, manifest: Manifest) -> list[str]:
-    """Describe what would not be restored, or be restored wrongly, from files whose digests are right: one sentence each."""
+    """Describe what would not be restored, or be restored wrongly, from files whose digests are right: one sentence each.
+
+    Raises:
+        Unreadable: the storage fails, and after all retries still does.
+    """
     try:
-        index = read_index(path, manifest)
+        index = read_index(path, manifest, patient=True)
         check_whole(path, manifest, index)
+    except Unreadable:
+        raise
     except CheckpointError as error:
         return [error.message.removeprefix(f"{path} is damaged: ")]
     for catalogue in index.catalogues:
@@ -73,8 +80,9 @@ def find_disagreement(path: Path, manifest: Manifest) -> list[str]:
     disagreement = []
     for name in sorted(index.tables):
         try:
-            _check_header(path / name, index, name)
-            json.loads(_own_state(path / name, *index.own_state(name)))
+            file = path / name
+            blocks.patiently(partial(_check_header, file, index, name), file)
+            json.loads(blocks.patiently(partial(_own_state, file, *index.own_state(name)), file))
         except OSError as error:
             disagreement.append(blocks.cannot_be_read(name, error))
         except (ValueError, RecursionError) as error:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slurmtrain.checkpoint.fingerprints import Replica
+from slurmtrain.checkpoint.fingerprints import Replica, group_number
 from slurmtrain.checkpoint.layout import Box, Catalogue, FileTable, TensorFacts, piece_name, share, table_of
 from slurmtrain.checkpoint.ranks import Ranks
 from slurmtrain.errors import CheckpointError
@@ -220,6 +220,7 @@ def make_plan(
     *,
     of_first: Callable[[], Collection[str]] = frozenset,
     not_compared: Callable[[], Collection[str]] = frozenset,
+    lowest_writes: bool = False,
 ) -> Plan:
     """Make the plan for `tensors`, by all ranks together, or return `known` if it is still valid on all of them.
 
@@ -228,6 +229,7 @@ def make_plan(
         of_first: returns the names of tensors that are no exact replicas (buffers): the first rank that has one writes
             it.
         not_compared: returns the names of tensors that are meant to differ between ranks.
+        lowest_writes: of ranks that hold the same, the lowest writes all of it, so that what is saved is what one rank had.
 
     Raises:
         CheckpointError: on every rank: a tensor cannot be saved, or differs in shape or type on another rank.
@@ -245,19 +247,21 @@ def make_plan(
     assert not isinstance(tensors, CheckpointError)
     text = ""
 
-    def describe() -> bytes:
+    def describe() -> str:
         nonlocal text
         text = _describe(tensors)
-        return hashlib.sha256(text.encode()).digest()
+        return hashlib.sha256(text.encode()).hexdigest()
 
-    members: dict[bytes, list[int]] = {}
+    members: dict[str, list[int]] = {}
     for rank, digest in enumerate(ranks.gather(describe)):
         members.setdefault(digest, []).append(rank)
     # Mostly there is one description, at most a few (pipeline stages): each is told by one of those that have it.
     texts = [ranks.tell(text, source=owners[0]) for owners in members.values()]
     number = next(index for index, owners in enumerate(members.values()) if ranks.rank in owners)
     described = list(zip(texts, members.values(), strict=True))
-    return ranks.all_do(lambda: _make(tensors, number, described, ranks, signature, of_first(), not_compared()))
+    return ranks.all_do(
+        lambda: _make(tensors, number, described, ranks, signature, of_first(), not_compared(), lowest_writes)
+    )
 
 
 def _raise(found: object) -> None:
@@ -275,13 +279,21 @@ def _signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
 def _describe(tensors: Mapping[str, Tensor]) -> str:
     """Return this rank's catalogue and layouts, as text that is the same on ranks that hold the same."""
     layouts: list[Layout] = []
+    # Of layouts, by mesh and placements: comparing meshes of thousands of ranks for every tensor takes long.
+    numbers: dict[tuple[int, Any], int] = {}
     entries = []
     for name, tensor in sorted(tensors.items()):
         box_of(name, tensor)
-        layout = layout_of(tensor)
-        if layout is not None and layout not in layouts:
-            layouts.append(layout)
-        number = layouts.index(layout) if layout is not None else None
+        number = None
+        if is_dtensor(tensor):
+            known = (id(tensor.device_mesh), tensor.placements)  # type: ignore[attr-defined]
+            if known not in numbers:
+                layout = layout_of(tensor)
+                assert layout is not None
+                if layout not in layouts:
+                    layouts.append(layout)
+                numbers[known] = layouts.index(layout)
+            number = numbers[known]
         entries.append([name, list(tensor.shape), dtype_name(tensor.dtype), tensor.itemsize, number])
     return json.dumps([layouts, entries], separators=(",", ":"))
 
@@ -294,6 +306,7 @@ def _make(
     signature: tuple[Any, ...],
     of_first: Collection[str],
     not_compared: Collection[str],
+    lowest_writes: bool,
 ) -> Plan:
     """Make a plan from the descriptions of all ranks.
 
@@ -302,16 +315,27 @@ def _make(
     """
     catalogues: list[Catalogue] = []
     holders: dict[str, list[int]] = {}
-    layouts: dict[str, list[Layout]] = {}
+    different: list[Layout] = []
+    layouts: dict[str, list[int]] = {}  # places among the `different` ones
     for text, members in texts:
         meshes, entries = json.loads(text)
+        different += [found for mesh in meshes if (found := tuple(mesh)) not in different]
+        places = [different.index(tuple(mesh)) for mesh in meshes]
         catalogue = {}
         for name, shape, dtype, itemsize, layout in entries:
             catalogue[name] = TensorFacts(tuple(shape), dtype, itemsize, own=name.startswith(OWN))
             holders.setdefault(name, []).extend(members)
-            if layout is not None and (found := tuple(meshes[layout])) not in layouts.setdefault(name, []):
-                layouts[name].append(found)
+            if layout is not None and places[layout] not in layouts.setdefault(name, []):
+                layouts[name].append(places[layout])
         catalogues.append(catalogue)
+
+    groups: dict[tuple[int, ...], list[int]] = {}  # what ranks hold the same, by layouts
+
+    def holding_the_same(name: str) -> list[int]:
+        known = tuple(layouts[name])
+        if known not in groups:
+            groups[known] = replicas(ranks.global_rank, [different[place] for place in known])
+        return groups[known]
 
     written: list[tuple[str, Box, Box]] = []
     replicated: list[Replica] = []
@@ -320,14 +344,17 @@ def _make(
         if name.startswith(OWN):
             group = [ranks.rank]
         elif is_dtensor(tensor):
-            group = replicas(ranks.global_rank, layouts[name])
+            group = holding_the_same(name)
         else:
             group = sorted(holders[name])
         index = group.index(ranks.global_rank if is_dtensor(tensor) and not name.startswith(OWN) else ranks.rank)
         if len(group) > 1 and box.numel and name not in not_compared:
-            replicated.append(Replica(name, group[0], index, len(group), box, tensor.itemsize, buffer=name in of_first))
+            number_of = group_number(group)
+            replicated.append(
+                Replica(name, group[0], number_of, index, len(group), box, tensor.itemsize, buffer=name in of_first)
+            )
         part: Box | None = box
-        if name not in of_first:
+        if name not in of_first and not lowest_writes:
             part = share(box, tensor.itemsize, name, index, len(group))
         elif index > 0:
             part = None

@@ -9,27 +9,32 @@ import errno
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from slurmtrain.checkpoint.messages import LONGEST, decode, decode_failure, encode, encode_failure
 from slurmtrain.errors import CheckpointError, LostPeers
 
 T = TypeVar("T")
 
 
 _EXPECTED = (OSError, MemoryError, RuntimeError)
-Failure = tuple[type[CheckpointError], str, str | None]
+Answer = list[Any]  # result, and the failure as `messages.encode_failure` gives it, or None
+FINE: Answer = [None, None]  # said by an empty message
 
 
 class Ranks:
     """The ranks of a gloo group, or a single process (`group` None). Every method is called by all of them together.
 
-    Ranks exchange pairs (result, failure), so that an error on one rank becomes a CheckpointError on all.
+    Ranks exchange pairs (result, failure), so that an error on one rank becomes a CheckpointError on all. Results are None,
+    bool, int, float, str, bytes, or lists and dicts (by str) of them: see `messages`. A value of another type is turned
+    into these, and back, by the caller.
     """
 
     def __init__(self, group: dist.ProcessGroup | None):
@@ -82,47 +87,73 @@ class Ranks:
         prefix = f"rank {self.rank}: " if self.size > 1 else ""
         return CheckpointError(prefix + sentence, hint=_hint(error))
 
-    def _attempt(self, work: Callable[[], T]) -> tuple[T | None, Failure | None]:
+    def _attempt(self, work: Callable[[], T]) -> Answer:
         try:
-            return work(), None
+            return [work(), None]
         except Exception as error:
             if self.size == 1 and not isinstance(error, (CheckpointError, *_EXPECTED)):
                 raise
-            told = self.explain(error)
-            return None, (type(told), told.message, told.hint)
+            return [None, encode_failure(self.explain(error))]
 
     def on_rank_0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its result on every rank."""
-        answer = [self._attempt(work) if self.rank == 0 else None]
+        answer = self._attempt(work) if self.rank == 0 else FINE
         if self.group is not None:
-            with _lost_peers():
-                dist.broadcast_object_list(answer, group=self.group, group_src=0)
-        return _results(answer)[0]
+            answer = self._broadcast(answer, 0)
+        result: T = _results([answer])[0]
+        return result
 
     def gather(self, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank and return all results on each, in the order of ranks."""
-        answer = self._attempt(work)
-        answers: list[Any] = [answer]
+        answers = [self._attempt(work)]
         if self.group is not None:
-            answers = [None] * self.size
-            with _lost_peers():
-                dist.all_gather_object(answers, answer, group=self.group)
+            own, longest = self._agree_on_length(_encode(answers[0]))
+            rows = torch.zeros(self.size, longest, dtype=torch.uint8, device="cpu")
+            if longest:
+                with _lost_peers():
+                    dist.all_gather(list(rows), own, group=self.group)
+            answers = _decode_all(rows)
         return _results(answers)
 
     def gather_on_rank_0(self, work: Callable[[], T], then: Callable[[list[T]], Any]) -> Any:
-        """Run `work` on every rank, then `then` on rank 0 with all results, and return its result on every rank."""
+        """Run `work` on every rank, then `then` on rank 0 with all results, and return its result on every rank.
+
+        Rank 0's own answer is not sent: it may be much longer than the others'.
+        """
         answer = self._attempt(work)
-        answers: list[Any] | None = [answer]
+        rows = torch.empty(1, 0, dtype=torch.uint8, device="cpu")
         if self.group is not None:
-            answers = [None] * self.size if self.rank == 0 else None
+            own, longest = self._agree_on_length(b"" if self.rank == 0 else _encode(answer))
+            if self.rank == 0:
+                rows = torch.zeros(self.size, longest, dtype=torch.uint8, device="cpu")
+            if longest:
+                with _lost_peers():
+                    dist.gather(own, list(rows) if self.rank == 0 else None, group=self.group, group_dst=0)
+        return self.on_rank_0(lambda: then(_results([answer, *_decode_all(rows[1:])])))
+
+    def _agree_on_length(self, message: bytes) -> tuple[Tensor, int]:
+        """Return this rank's message, padded to the length of the longest of all ranks, and that length."""
+        length = torch.tensor([len(message)], dtype=torch.int64, device="cpu")
+        with _lost_peers():
+            dist.all_reduce(length, op=dist.ReduceOp.MAX, group=self.group)
+        longest = _checked(int(length.item()))
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
+        if message:
+            padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        return padded, longest
+
+    def _broadcast(self, answer: Answer, source: int) -> Answer:
+        message = _encode(answer) if self.rank == source else b""
+        length = torch.tensor([len(message)], dtype=torch.int64, device="cpu")
+        with _lost_peers():
+            dist.broadcast(length, group=self.group, group_src=source)
+        data = torch.zeros(_checked(int(length.item())), dtype=torch.uint8, device="cpu")
+        if message:
+            data = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        if data.numel():
             with _lost_peers():
-                dist.gather_object(answer, answers, group=self.group, group_dst=0)
-
-        def with_all() -> Any:
-            assert answers is not None
-            return then(_results(answers))
-
-        return self.on_rank_0(with_all)
+                dist.broadcast(data, group=self.group, group_src=source)
+        return answer if self.rank == source else _decode(data)
 
     def maximum(self, number: int) -> int:
         """Return the largest of all ranks' numbers, by the cheapest collective: four bytes."""
@@ -136,17 +167,15 @@ class Ranks:
     def all_do(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank and return each rank's own result, unless it failed on any rank."""
         result: list[T] = []
-        self.gather(lambda: result.append(work()))
+        self.gather(lambda: result.append(work()))  # which is None: nothing is sent where all is well
         return result[0]
 
     def tell(self, value: T, source: int) -> T:
         """Return the value of rank `source` on all ranks."""
         if self.group is None:
             return value
-        box = [value]
-        with _lost_peers():
-            dist.broadcast_object_list(box, group=self.group, group_src=source)
-        return box[0]
+        told: T = self._broadcast([value, None] if self.rank == source else FINE, source)[0]
+        return told
 
 
 def _sentence(error: BaseException) -> str:
@@ -162,13 +191,43 @@ def _hint(error: BaseException) -> str | None:
     return None
 
 
-def _results(answers: list[Any]) -> list[Any]:
+def _encode(answer: Answer) -> bytes:
+    return b"" if answer == FINE else encode(answer)
+
+
+def _decode(data: Tensor) -> Answer:
+    """Return the answer in a message.
+
+    Args:
+        data: uint8 [bytes], the message and padding; nothing, or zeros alone, is the empty message.
+    """
+    if data.numel() == 0 or int(data[0]) == 0:
+        return FINE
+    answer = decode(data.numpy().data)
+    if not isinstance(answer, list) or len(answer) != 2:
+        raise CheckpointError(f"a rank has sent {str(answer)[:100]}, which is no answer")
+    return answer
+
+
+def _decode_all(rows: Tensor) -> list[Answer]:
+    return [_decode(row) for row in rows]
+
+
+def _checked(length: int) -> int:
+    if not 0 <= length <= LONGEST:
+        raise CheckpointError(
+            f"a rank speaks of a message of {length} bytes", hint="do all ranks run the same version of slurmtrain?"
+        )
+    return length
+
+
+def _results(answers: Sequence[Answer]) -> list[Any]:
     failures = [failure for _, failure in answers if failure is not None]
     if failures:
-        kind, message, hint = failures[0]
+        error = decode_failure(failures[0])
         if len(failures) > 1:
-            message += f" (and {len(failures) - 1} more ranks)"
-        raise kind(message, hint=hint)
+            error = type(error)(f"{error.message} (and {len(failures) - 1} more ranks)", hint=error.hint)
+        raise error
     return [result for result, _ in answers]
 
 

@@ -122,6 +122,16 @@ def need_of(ranges: Sequence[tuple[str, int, int]]) -> Need:
     return need
 
 
+def need_to_json(need: Need) -> dict[str, list[list[int]]]:
+    """Return `need` as ranks tell it to each other: by file, the numbers of its blocks, and the bytes of each."""
+    return {file: [list(numbers), list(numbers.values())] for file, numbers in need.items()}
+
+
+def need_from_json(values: Mapping[str, Sequence[Sequence[int]]]) -> Need:
+    """Return the need that another rank has told by `need_to_json`."""
+    return {file: dict(zip(numbers, counts, strict=True)) for file, (numbers, counts) in values.items()}
+
+
 def share_out(needs: Sequence[Need], rank: int) -> Blocks:
     """Return the blocks that `rank` reads for its host.
 
@@ -407,7 +417,10 @@ def read_tensors(
     if own_file is not None:
         ranges.append((own_file, own_begin, own_begin + own_bytes))
 
-    share = share_out(on_this_host.gather(lambda: need_of(ranges)), on_this_host.rank) if mode != "off" else {}
+    share: Blocks = {}
+    if mode != "off":
+        told = on_this_host.gather(lambda: need_to_json(need_of(ranges)))
+        share = share_out([need_from_json(values) for values in told], on_this_host.rank)
     straight = []
     for span in spans if mode == "full" else ():
         if span.name not in live and span.end - span.begin >= STRAIGHT_BYTES:

@@ -92,10 +92,10 @@ class Keep:
 
 @dataclass(frozen=True)
 class Kept:
-    """A committed checkpoint: its step, and the metrics that were saved with it."""
+    """A committed checkpoint: its step, and the metrics that were saved with it; None: they cannot be read, so it stays."""
 
     step: int
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float] | None
 
 
 def surplus(checkpoints: Sequence[Kept], keep: Keep, *, in_use: Collection[int] = ()) -> list[int]:
@@ -105,7 +105,8 @@ def surplus(checkpoints: Sequence[Kept], keep: Keep, *, in_use: Collection[int] 
     removed together. They are never all removed: `keep.last` is at least 2.
     """
     steps = sorted({checkpoint.step for checkpoint in checkpoints})
-    stay = {*steps[-keep.last :], *_best(checkpoints, keep), *in_use}
+    unknown = [checkpoint.step for checkpoint in checkpoints if checkpoint.metrics is None]
+    stay = {*steps[-keep.last :], *_best(checkpoints, keep), *unknown, *in_use}
     if keep.every > 0:
         stay.update(step for step in steps if step % keep.every == 0)
     return [step for step in steps if step not in stay]
@@ -119,7 +120,7 @@ def _best(checkpoints: Sequence[Kept], keep: Keep) -> list[int]:
     sign = 1 if keep.mode == "min" else -1
     losses: dict[int, float] = {}
     for checkpoint in checkpoints:
-        value = checkpoint.metrics.get(keep.metric)
+        value = (checkpoint.metrics or {}).get(keep.metric)
         if isinstance(value, int | float) and math.isfinite(value):  # JSON may hold null for what is not a number
             losses[checkpoint.step] = min(sign * value, losses.get(checkpoint.step, math.inf))
     return sorted(losses, key=lambda step: (losses[step], -step))[: keep.best]
@@ -293,8 +294,9 @@ def prune(directory: Path, keep: Keep, order: int, *, spare: Collection[int] = (
     return [path.name for path in gone]
 
 
-def _metrics(path: Path) -> Mapping[str, float]:
+def _metrics(path: Path) -> Mapping[str, float] | None:
+    """None: not known, of a manifest that cannot be read or is damaged. It may be the best."""
     try:
-        return read_manifest(path).metrics
-    except CheckpointError:
-        return {}
+        return read_manifest(path, patient=True).metrics
+    except (CheckpointError, OSError):
+        return None

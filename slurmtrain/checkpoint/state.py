@@ -126,6 +126,18 @@ def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
     return names
 
 
+def trained_parameters(objects: Mapping[str, Any]) -> dict[str, nn.Parameter]:
+    """Return the parameters of the given modules that can be trained, by name."""
+    return {
+        f"{key}.{clean(name)}": parameter
+        for key, value in objects.items()
+        if isinstance(value, nn.Module)
+        for clean in (Names(unwrap(value)),)
+        for name, parameter in unwrap(value).named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
+    }
+
+
 def _flatten_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors, and {"param_groups": ..., "state": everything that is no tensor, by parameter}."""
     tensors: dict[str, Tensor] = {}

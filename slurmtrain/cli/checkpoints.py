@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from slurmtrain.checkpoint.retention import Keep, Kept
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.as_json import print_json
 from slurmtrain.cli.columns import print_table
-from slurmtrain.errors import CheckpointError, SlurmtrainError, UnreadableRecord, UsageError, nearest
+from slurmtrain.errors import CheckpointError, SlurmtrainError, Unreadable, UnreadableRecord, UsageError, nearest
 from slurmtrain.records import printable
 from slurmtrain.rundir import RunDir, disk_usage
 
@@ -52,7 +53,9 @@ class Place:
     chosen: Path | None = None
 
     def committed(self) -> list[Path]:
-        return commit.committed(self.directory) if self.chosen is None else [self.chosen]
+        if self.chosen is not None:
+            return [self.chosen]
+        return blocks.patiently(partial(commit.committed, self.directory), self.directory)
 
 
 def main(verb: str, words: list[str]) -> int:
@@ -274,8 +277,14 @@ def _verify(place: Place, options: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
     for path in paths:
         began = time.monotonic()
-        with retention.reading(path):
-            size, files, damage = _compare(path)
+        try:
+            with retention.reading(path):
+                size, files, damage = _compare(path)
+        except Unreadable as error:  # nothing is known about this one; the others may lie elsewhere
+            found.append({"step": _step(path), "path": str(path), "sound": None, "damage": [], "unread": error.message})
+            if not options.json:
+                print(printable(f"{path.name}: NOT READ: {error.message}: that says nothing about the checkpoint"))
+            continue
         seconds = time.monotonic() - began
         found.append({"step": _step(path), "path": str(path), "sound": not damage, "damage": damage})
         if options.json:
@@ -295,14 +304,20 @@ def _verify(place: Place, options: argparse.Namespace) -> int:
 
 
 def _compare(path: Path) -> tuple[int, int, list[str]]:
-    """Return bytes and number of files, and everything that is wrong with their contents."""
+    """Return bytes and number of files, and everything that is wrong with their contents.
+
+    Raises:
+        Unreadable: the storage fails, and after all retries still does.
+    """
     try:
-        manifest = commit.read_manifest(path)
+        manifest = commit.read_manifest(path, patient=True)
+    except Unreadable:
+        raise
     except CheckpointError as error:
         return 0, 0, [error.message.removeprefix(f"{path}: ")]
     files = sorted(manifest.files.items())
     with blocks.threads() as pool, _progress(path.name, manifest.size) as progress:
-        damage = blocks.find_damage(path, files, pool, mapped=True, progress=progress)
+        damage = blocks.find_damage(path, files, pool, mapped=True, patient=True, progress=progress)
     if not damage:
         from slurmtrain.checkpoint.index_file import find_disagreement  # numpy, which other actions do not need
 
@@ -466,8 +481,8 @@ def _surplus(found: Sequence[Path], keep: Keep, *, asked: bool) -> list[Removal]
         else:
             kept.append(Kept(_step(path), manifest.metrics))
             paths.append(path)
-    if asked and keep.best and kept and not any(keep.metric in one.metrics for one in kept):
-        known = {name for one in kept for name in one.metrics}
+    if asked and keep.best and kept and not any(keep.metric in (one.metrics or ()) for one in kept):
+        known = {name for one in kept for name in one.metrics or ()}
         raise UsageError(
             f"no checkpoint was saved with the metric {keep.metric!r}",
             hint=nearest(keep.metric, known) if known else "none has any metrics",

@@ -36,7 +36,7 @@ from slurmtrain.launch.state import WAITING, RunState, process_lives, state, sta
 from slurmtrain.paths import current_folder
 from slurmtrain.records import printable
 from slurmtrain.rundir import RunDir
-from slurmtrain.runtime.attempts import Attempt, write_request
+from slurmtrain.runtime.attempts import Attempt, reopen, write_request
 from slurmtrain.runtime.slurm import SlurmClient
 
 HEADER = ("run", "name", "state", *PROGRESS, "attempts", "")
@@ -505,13 +505,10 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
             f"run {run_dir.id} has ended in its latest job, but an earlier one, {left[0]}, is still in the queue",
             hint=f"cancel {run_dir.id} takes it out",
         )
-    if now.word == "finished" and (overrides or code):
-        raise UsageError(
-            f"run {run_dir.id} is finished, so nothing of it is changed",
-            hint="to train on, submit a run with more train.steps and checkpoint.restore_from=CHECKPOINT "
-            f"(`checkpoints {run_dir.id}` lists them)",
-        )
-    if now.word == "finished":
+    finished = now.word == "finished"
+    if finished and (overrides or code):
+        _check_lengthened(run_dir, now, overrides)
+    elif finished:
         return f"run {run_dir.id} is finished: there is nothing to resume"
     if rundir.is_sweep(run_dir.path.parent):
         from slurmtrain.launch.sweep import check_not_planned
@@ -522,6 +519,8 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
     undo_unfinished(run_dir)
     if overrides or code:
         change(run_dir, overrides, current_folder(), code=code)
+    if finished:
+        reopen(run_dir, now.attempts[-1], run_dir.info()["steps"])
     run_dir.request_file.unlink(missing_ok=True)
     run_dir.event("resume asked")
     if run_dir.info()["backend"] == "local":
@@ -538,6 +537,30 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
         print(f"slurmtrain: {interrupted(run_dir, _client(run_dir))}", file=sys.stderr, flush=True)
         raise
     return f"run {run_dir.id} is submitted again as job {', then '.join(job_ids)}"
+
+
+def _check_lengthened(run_dir: RunDir, now: RunState, overrides: Sequence[str]) -> None:
+    """Look whether a finished run of the trainer is given more steps: then its last checkpoint is one on the way to them.
+
+    Raises:
+        UsageError: it is not, or the run is one of a sweep, whose results are in already.
+    """
+    from slurmtrain.config.compose import load_frozen
+    from slurmtrain.launch.changes import changed
+
+    config = load_frozen(run_dir.config_file, with_secrets=False)
+    done = now.attempts[-1].last_step
+    more = (
+        config.job.kind == "train"
+        and done is not None
+        and changed(config, overrides, current_folder()).train.steps > done
+    )
+    if not more or rundir.is_sweep(run_dir.path.parent):
+        raise UsageError(
+            f"run {run_dir.id} is finished, so nothing of it is changed, unless it trains on: --set train.steps=MORE",
+            hint="that is for runs of the trainer by themselves; of others, submit a run with more train.steps and "
+            f"checkpoint.restore_from=CHECKPOINT (`checkpoints {run_dir.id}` lists them)",
+        )
 
 
 def _way_out(run_dir: RunDir, now: RunState) -> str:

@@ -181,6 +181,9 @@ class CheckpointConfig:
         True  # write while training goes on; false: wait for each commit, the first failure ends the attempt
     )
     max_failures: int = 3  # this many failed saves in a row end the attempt; 0: train on without
+    # what a save does when ranks differ that should hold the same (as on GPUs of several models): "refuse": it fails and names
+    # them; "warn": it reports this once and saves what the lowest rank holds, which then writes all of it
+    on_replica_drift: str = "refuse"
     verify: str = "full"  # compare restored files with their digests: "full", "sampled" (a 16th) or "off" (sizes only)
     mirror: str | None = None  # URL of an object store's folder; copies go to <mirror>/<job.name>/<run id>
     restore_from: str | None = None  # path of a checkpoint to start from while this run has none of its own

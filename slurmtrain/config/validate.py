@@ -369,6 +369,7 @@ def _check_ranges(config: Config) -> None:
     for name in ("every_minutes", "keep_every", "keep_best", "max_failures"):
         _at_least(f"checkpoint.{name}", getattr(config.checkpoint, name), 0)
     _one_of("checkpoint.verify", config.checkpoint.verify, ("full", "sampled", "off"))
+    _one_of("checkpoint.on_replica_drift", config.checkpoint.on_replica_drift, ("refuse", "warn"))
     _one_of("checkpoint.best_mode", config.checkpoint.best_mode, ("min", "max"))
     if config.checkpoint.restore_only is not None:
         _one_of("checkpoint.restore_only", config.checkpoint.restore_only, ("model",))

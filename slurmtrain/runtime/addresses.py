@@ -41,20 +41,54 @@ def own_addresses(environment: Environment, interface: str) -> list[str]:
     return list(dict.fromkeys(candidates))
 
 
-def listening_address(environment: Environment, interface: str) -> str | None:
-    """Return the one IPv4 address of this node on which rank 0 listens for the others; None if it is not known.
+def listening_address(environment: Environment, interface: str) -> str:
+    """Return the one IPv4 address of this node on which rank 0 listens for the others.
 
     It is the loopback if all ranks are on this node; else the address of the configured interface; else the one to
-    which this node's name resolves; else that of its only network.
+    which this node's name resolves, or on which srun has started here; else that of its only network that is up; else
+    the one from which the other nodes are reached.
+
+    Raises:
+        EnvironmentMismatch: there are several, and nothing says which it is. Listening on all of them would let in
+            whoever is on the others.
     """
     if environment.local_world_size == environment.world_size:
         return "127.0.0.1"
     if interface not in ("auto", "none"):
         return own_addresses(environment, interface)[0]
-    known = {address for name, address in interface_addresses().items() if name != "lo"}
-    names = (os.environ.get("MASTER_ADDR"), environment.node, socket.getfqdn(), socket.gethostname())
-    by_name = [address for host in names if host and (address := address_of(host)) in known]
-    return by_name[0] if by_name else next(iter(known)) if len(known) == 1 else None
+    known = {name: address for name, address in interface_addresses().items() if name != "lo"}
+    variables = os.environ
+    names = (variables.get("MASTER_ADDR"), environment.node, socket.getfqdn(), socket.gethostname())
+    for host in (*names, variables.get("SLURM_LAUNCH_NODE_IPADDR")):
+        if host and (address := address_of(host)) in known.values():
+            return address
+    up = {name: address for name, address in known.items() if not _is_down(name)}
+    if len(up) == 1:
+        return next(iter(up.values()))
+    for node in environment.nodes:
+        # A name that does not resolve leads nowhere; one that leads to the loopback is this node's own.
+        towards = interface_towards(address_of(node)) if node != environment.node else None
+        if towards in up:
+            return up[towards]
+    networks = ", ".join(f"{name} ({address})" for name, address in sorted(up.items()))
+    raise EnvironmentMismatch(
+        f"rank 0 on {environment.node} cannot know which of its networks the other ranks use: "
+        + (
+            f"it has {networks}, and neither its own name nor those of the other nodes"
+            if up
+            else "it has none that is up,"
+        )
+        + (" resolve to an address of one" if up else " but the loopback"),
+        hint="cluster.network_interface=NAME names the one" if up else "see `ip address` there",
+    )
+
+
+def _is_down(interface: str) -> bool:
+    """Return whether the kernel says that nothing can be reached by an interface, as of Docker's bridge without containers."""
+    try:
+        return Path(f"/sys/class/net/{interface}/operstate").read_text().strip() == "down"
+    except OSError:
+        return False
 
 
 def interface_addresses() -> dict[str, str]:

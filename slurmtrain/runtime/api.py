@@ -148,7 +148,7 @@ class Checkpointer(BaseCheckpointer):
     Args:
         directory: another directory; default: the run's, or ./checkpoints for a script that was not submitted.
         keep: which complete checkpoints to keep, for instance slurmtrain.Keep(last=3, every=1000).
-        options: verify, asynchronous, max_failures, config.
+        options: verify, asynchronous, max_failures, on_replica_drift, config.
     """
 
     def __init__(self, directory: Path | str | None = None, *, keep: Keep = Keep(), **options: Any):  # noqa: B008

@@ -24,7 +24,7 @@ from slurmtrain.checkpoint.commit import newest_committed_step
 from slurmtrain.errors import UnreadableRecord
 from slurmtrain.records import COUNT, FLAG, LATEST, NOTHING, NUMBER, NUMBERS, OBJECT, TEXT, TEXTS, TIME, Kind, is_number
 from slurmtrain.rundir import RunDir, read_json, write_json
-from slurmtrain.runtime.judge import Verdict
+from slurmtrain.runtime.judge import Reason, Verdict
 from slurmtrain.runtime.slurm import JobFacts, parse_time
 
 TAIL_BYTES = 65536  # read from the end of a run's metrics, or of a job's log
@@ -161,6 +161,14 @@ def read_attempt(run_dir: RunDir, number: int) -> Attempt:
 def write_attempt(run_dir: RunDir, attempt: Attempt) -> None:
     """Write the record of an attempt."""
     write_json(run_dir.attempt(attempt.number) / "attempt.json", asdict(attempt))
+
+
+def reopen(run_dir: RunDir, attempt: Attempt, steps: int) -> None:
+    """Record that the attempt with which a run had finished is not its end any more: it is to do more steps."""
+    attempt.verdict, attempt.reason = Verdict.END, Reason.ASKED
+    attempt.sentence = f"finished after {attempt.last_step} steps, and was then given {steps}"
+    write_attempt(run_dir, attempt)
+    run_dir.event("lengthened", attempt=attempt.number, steps=steps)
 
 
 def all_attempts(run_dir: RunDir) -> list[Attempt]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from slurmtrain.errors import RendezvousError
 from slurmtrain.rundir import write_json
-from slurmtrain.runtime.addresses import address_of, interface_towards, listening_address, machine, own_addresses
+from slurmtrain.runtime.addresses import address_of, interface_towards, listening_address, machine
 from slurmtrain.runtime.environment import Environment
 from slurmtrain.runtime.published import Pauses, Published
 
@@ -91,20 +91,17 @@ def meet(
 
 
 def _publish(environment: Environment, directory: Path, interface: str, timeout_s: float) -> dist.Store:
-    hosts, listens = own_addresses(environment, interface), listening_address(environment, interface)
-    timeout = timedelta(seconds=timeout_s)
-    if listens is None:  # several networks, and nothing says which is that of the ranks: on all of them
-        store = dist.TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
-    else:
-        with socket.socket() as listener:
-            listener.bind((listens, 0))
-            port = listener.getsockname()[1]
-            descriptor = listener.detach()  # the store's from now on
-        store = dist.TCPStore(listens, port, None, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
+    listens, timeout = listening_address(environment, interface), timedelta(seconds=timeout_s)
+    with socket.socket() as listener:
+        listener.bind((listens, 0))
+        port = listener.getsockname()[1]
+        descriptor = listener.detach()  # the store's from now on
+    # Given a port alone it would listen on every network of this node.
+    store = dist.TCPStore(listens, port, None, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
     token = secrets.token_hex(8)
     store.set("token", token)
-    address = {"hosts": [listens] if listens else hosts, "here": listens or "127.0.0.1", "port": store.port}
-    write_json(directory / "rendezvous.json", {**address, "machine": machine(), "token": token})
+    address = {"hosts": [listens], "here": listens, "port": store.port, "machine": machine(), "token": token}
+    write_json(directory / "rendezvous.json", address)
     return store
 
 

@@ -98,6 +98,7 @@ def build_trainer(
         verify=keeping.verify,
         asynchronous=keeping.asynchronous,
         max_failures=keeping.max_failures,
+        on_replica_drift=keeping.on_replica_drift,
         mirror=f"{keeping.mirror.rstrip('/')}/{config.job.name}/{where.run_dir.id}" if keeping.mirror else None,
         on_ending=record.on_ending if record else lambda ending: None,
     )

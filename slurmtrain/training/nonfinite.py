@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from slurmtrain.checkpoint.plan import local
+from slurmtrain.checkpoint.finite import not_finite
 from slurmtrain.errors import EXIT_CONFIG, SlurmtrainError
 
 
@@ -91,14 +91,4 @@ class NonfiniteSteps:
 
 def all_finite(parameters: Sequence[nn.Parameter]) -> bool:
     """Return whether every element of this rank's part of the parameters is a finite number."""
-    parts = [local(parameter.detach()) for parameter in parameters if parameter.is_floating_point()]
-    parts = [part for part in parts if part.numel()]
-    # The sum of squares is the fastest on every device; where it is too large for its type, the largest element tells.
-    return _norms_are_finite(parts, 2) or _norms_are_finite(parts, math.inf)
-
-
-def _norms_are_finite(tensors: list[Tensor], order: float) -> bool:
-    if not tensors:
-        return True
-    norms = torch._foreach_norm(tensors, order)
-    return bool(torch.stack([norm.float() for norm in norms]).isfinite().all())
+    return not not_finite({str(number): parameter for number, parameter in enumerate(parameters)})

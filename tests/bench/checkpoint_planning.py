@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,8 +26,10 @@ from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.checkpoint.blocks import DIGEST_BYTES, FileRecord
 from slurmtrain.checkpoint.commit import Incarnation, Manifest
 from slurmtrain.checkpoint.layout import FileTable, Index, check_coverage
+from slurmtrain.checkpoint.messages import decode, encode
 from slurmtrain.checkpoint.plan import Plan, make_plan
 from slurmtrain.checkpoint.ranks import Ranks
+from slurmtrain.checkpoint.writing import Part
 
 T = TypeVar("T")
 RANKS, TENSORS, BLOCKS = 4096, 1000, 100
@@ -85,11 +86,8 @@ class OneOfMany(Ranks):
         return value
 
 
-Message = tuple[str, FileRecord, bytes, bytes]  # name of the file, its record, digests of its blocks, its table
-
-
 def received(plan: Plan) -> Tensor:
-    """All ranks' messages as `gather_object` receives them: pickled, one row each."""
+    """All ranks' messages as rank 0 receives them: uint8 [ranks, longest], padded."""
     own = plan.table(own_bytes=3000)
     rows = []
     for rank in range(RANKS):
@@ -97,13 +95,10 @@ def received(plan: Plan) -> Tensor:
         shifted[:, 0, 0] += rank
         table = FileTable(own.catalogue, own.data_start, own.tensors, shifted, own.own_bytes)
         digests = os.urandom(BLOCKS * DIGEST_BYTES)
-        message: Message = (
-            f"rank{rank:05d}.safetensors",
-            FileRecord(10**9, blocks.root(digests)),
-            digests,
-            table.pack(),
-        )
-        rows.append(pickle.dumps(message))
+        record = FileRecord(10**9, blocks.root(digests))
+        none = np.empty((0, 4), dtype=np.int64)
+        part = Part(1, f"rank{rank:05d}.safetensors", record, digests, table.pack(), None, {"model": 7}, 0, none)
+        rows.append(encode([part.to_json(), None]))
     longest = max(len(row) for row in rows)
     both = np.zeros((RANKS, longest), dtype=np.uint8)
     for row, data in enumerate(rows):
@@ -113,12 +108,12 @@ def received(plan: Plan) -> Tensor:
 
 def commit_all(plan: Plan, messages: Tensor, folder: Path) -> int:
     """From the messages to the commit; the size of what is written."""
-    handed_in: list[Message] = [pickle.loads(row.numpy().tobytes()) for row in messages]
-    check_coverage(plan.catalogues, (table for *_, table in handed_in))
+    handed_in = [Part.from_json(decode(row.numpy().data)[0]) for row in messages]
+    check_coverage(plan.catalogues, (part.table for part in handed_in))
     index = Index(
         plan.catalogues,
-        {name: table for name, _, _, table in handed_in},
-        {name: digests for name, _, digests, _ in handed_in},
+        {part.name: part.table for part in handed_in},
+        {part.name: part.digests for part in handed_in},
     )
     commit.claim(folder, Incarnation(1, "bench"))
     temporary = commit.begin(folder, 1, Incarnation(1, "bench"))
@@ -136,7 +131,7 @@ def commit_all(plan: Plan, messages: Tensor, folder: Path) -> int:
         incarnation_label="bench",
         world_size=RANKS,
         torch_version=torch.__version__,
-        files={commit.INDEX: record, **{name: handed for name, handed, *_ in handed_in}},
+        files={commit.INDEX: record, **{part.name: part.record for part in handed_in}},
         tensors={key: {"shape": fact.shape, "dtype": fact.dtype} for key, fact in index.facts.items()},
         state={},
     )

@@ -98,8 +98,26 @@ def save_replicas(world: World, root: Path) -> dict[str, Any]:
         zero.step()
         save("ZeRO", 17, norm=ddp, optimizer=zero)
         answers["FSDP1"] = save_fsdp1(checkpointer)
+    answers["warned"] = save_drifted(world, root / "warned")
     answers["averages"] = averages_go_on(world, root / "averages")
     return answers
+
+
+def save_drifted(world: World, root: Path) -> dict[str, Any]:
+    """What is said of replicas that differ with on_replica_drift=warn, and whether rank 0's come back everywhere."""
+    said: list[str] = []
+    rank = world.environment.rank
+    with closing(Checkpointer(root, group=world.saving, say=said.append, on_replica_drift="warn")) as checkpointer:
+        model = nn.ModuleDict({"small": model_of(), "large": model_of(1024)})
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        for step in (1, 2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(rank * 1e-6)
+            checkpointer.save(step, model=model).result(60)
+        told = list(said)
+        assert checkpointer.restore(model=model)
+    return {"said": told, "rank 0's": all(torch.equal(before[name], one) for name, one in model.named_parameters())}
 
 
 def save_fsdp1(checkpointer: Checkpointer) -> str:
@@ -176,6 +194,15 @@ def test_buffers_that_differ_are_told_once_and_those_of_ddp_are_not(answers: lis
         "norm.running_mean is another one on rank 0 than on rank 1 (and 1 more): that of the lowest"
     )
     assert first["of DDP"] == []
+
+
+def test_replicas_that_have_drifted_are_saved_as_rank_0_has_them_when_that_is_asked_for(
+    answers: list[dict[str, Any]],
+) -> None:
+    for each in answers:
+        assert each["warned"]["rank 0's"]
+    (sentence,) = answers[0]["warned"]["said"]
+    assert "is another one on rank 0 than on rank 1 (and 1 more): that of the lowest rank is saved" in sentence
 
 
 def test_plain_values_that_differ_are_told(answers: list[dict[str, Any]]) -> None:

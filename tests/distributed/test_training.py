@@ -357,6 +357,17 @@ def test_ctrl_c_saves_and_ends_and_resume_finishes_with_the_same_bits(
     assert_same_bits(resumed, undisturbed(2))
 
 
+def test_a_finished_run_that_is_given_more_steps_trains_on_to_them(project: Project) -> None:
+    first = project.submit("train.steps=6", "train.eval_every=0").finish()
+    resumed = project.resume("--set", "train.steps=9").finish()
+    assert resumed.run_dir == first.run_dir
+    assert [(attempt.first_step, attempt.last_step) for attempt in resumed.attempts()] == [(0, 6), (6, 9)]
+    assert resumed.run_dir.info()["steps"] == 9 and resumed.run_dir.info()["changes"][0]["set"] == ["train.steps=9"]
+    assert [record["step"] for record in resumed.losses() if "loss" in record] == list(range(1, 10))
+    status = " ".join(project.cli("status", "last").stdout.split())
+    assert "finished after 6 steps, and was then given 9" in status and ": finished" in status
+
+
 def test_a_run_that_diverged_trains_on_from_its_checkpoint_with_the_smaller_lr_that_it_is_given(
     project: Project,
 ) -> None:

@@ -9,14 +9,16 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
+OTHERS = ("10.78.0.1", "10.79.0.1")  # of networks that do not connect the two
+LISTENS = "01004D0A"  # 10.77.0.1, as the kernel writes it
 RANK = """
-import os, sys
+import json, os, sys
 from pathlib import Path
 from slurmtrain.runtime import signals
 from slurmtrain.runtime.environment import Environment
@@ -33,13 +35,21 @@ cluster = ClusterConfig(rendezvous_timeout_s=120, collective_timeout_s=120, netw
 join(cluster, "cpu", environment, Path(sys.argv[4]), signals.arm())
 total = torch.ones(1)
 dist.all_reduce(total)
-print(os.environ["GLOO_SOCKET_IFNAME"], os.environ.get("NCCL_SOCKET_IFNAME"), int(total))
+port = json.loads((Path(sys.argv[4]) / "rendezvous.json").read_text())["port"]
+listening = []
+for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+    for line in Path(table).read_text().splitlines()[1:]:
+        address, state = line.split()[1], line.split()[3]
+        if state == "0A" and int(address.rpartition(":")[2], 16) == port:
+            listening.append(address.rpartition(":")[0])
+dist.barrier()
+print(os.environ["GLOO_SOCKET_IFNAME"], os.environ.get("NCCL_SOCKET_IFNAME"), int(total), *listening)
 """
 
 
 @pytest.fixture
 def machines() -> Iterator[tuple[str, str]]:
-    """Two namespaces and a veth pair: `left0` in one, `right0` in the other."""
+    """Two namespaces, a veth pair (`left0` in one, `right0` in the other), and a network of its own in each."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and iproute2")
     names = (f"slurmtrain-a{os.getpid()}", f"slurmtrain-b{os.getpid()}")
@@ -51,17 +61,51 @@ def machines() -> Iterator[tuple[str, str]]:
         for name, link, address in zip(names, ("left0", "right0"), ADDRESSES, strict=True):
             _ip("-n", name, "address", "add", f"{address}/24", "dev", link)
             _ip("-n", name, "link", "set", link, "up")
+        for name, address in zip(names, OTHERS, strict=True):
+            _ip("-n", name, "link", "add", "other0", "type", "veth", "peer", "name", "end0")
+            _ip("-n", name, "address", "add", f"{address}/24", "dev", "other0")
+            for link in ("other0", "end0"):
+                _ip("-n", name, "link", "set", link, "up")
         yield names
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-@pytest.mark.parametrize("nodes", ["n0,n1", ",".join(ADDRESSES)], ids=["names that do not resolve", "names that do"])
-def test_ranks_of_two_machines_use_the_interfaces_that_connect_them(
-    machines: tuple[str, str], nodes: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("nodes", "launched_from"),
+    [("n0,n1", ADDRESSES[0]), (",".join(ADDRESSES), ADDRESSES[0]), (f"n0,{ADDRESSES[1]}", "10.9.9.9")],
+    ids=["names that do not resolve", "names that do", "only the other's name does"],
+)
+def test_ranks_of_two_machines_meet_by_the_network_that_connects_them_and_by_no_other(
+    machines: tuple[str, str], nodes: str, launched_from: str, tmp_path: Path
 ) -> None:
-    variables = {**os.environ, "SLURM_LAUNCH_NODE_IPADDR": ADDRESSES[0]}
+    said = meet(machines, nodes, launched_from, tmp_path)
+    assert [line for line, _ in said] == [f"left0 =left0 4 {LISTENS}"] * 2 + ["right0 =right0 4"] * 2, said
+
+
+def test_where_nothing_says_which_network_it_is_rank_0_asks_for_its_name_and_listens_on_none(
+    machines: tuple[str, str], tmp_path: Path
+) -> None:
+    said = meet(machines, "n0,n1", "10.9.9.9", tmp_path, only=[0])
+    assert (
+        "rank 0 on n0 cannot know which of its networks the other ranks use: it has left0 (10.77.0.1), other0"
+        in said[0][1]
+    )
+    assert "cluster.network_interface=NAME" in said[0][1]
+    assert not (tmp_path / "rendezvous.json").exists()
+
+
+def meet(
+    machines: tuple[str, str],
+    nodes: str,
+    launched_from: str,
+    directory: Path,
+    only: Sequence[int] = range(4),
+) -> list[tuple[str, str]]:
+    """What each rank says, and its errors."""
+    variables = {**os.environ, "SLURM_LAUNCH_NODE_IPADDR": launched_from}
+    variables.pop("MASTER_ADDR", None)
     ranks = [
         subprocess.Popen(
             [
@@ -75,22 +119,21 @@ def test_ranks_of_two_machines_use_the_interfaces_that_connect_them(
                 str(rank),
                 nodes,
                 "auto",
-                tmp_path,
+                directory,
             ],
             env=variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(4)
+        for rank in only
     ]
     try:
         outputs = [rank.communicate(timeout=240) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    said = [out.strip() for out, _ in outputs]
-    assert said == ["left0 =left0 4"] * 2 + ["right0 =right0 4"] * 2, "\n".join(error for _, error in outputs)
+    return [(out.strip(), error) for out, error in outputs]
 
 
 def _ip(*words: str) -> None:

@@ -73,6 +73,11 @@ def test_a_diverged_loss_is_never_the_best(mode: str, bad: float) -> None:
     assert surplus(checkpoints, Keep(best=3, mode=mode)) == [10, 30]
 
 
+def test_one_whose_metrics_cannot_be_read_stays() -> None:
+    """It may be the best; only what is known to be worse goes."""
+    assert surplus([Kept(10, None), Kept(20, {"valid_loss": 1.0}), *kept(30, 40, 50)], Keep(best=1)) == [30]
+
+
 def test_one_without_the_metric_is_not_among_the_best() -> None:
     null: dict[str, float] = {"valid_loss": None}  # type: ignore[dict-item]  # what JSON makes of NaN elsewhere
     checkpoints = [Kept(10, null), Kept(20, {"accuracy": 1.0}), *kept(30, 40)]

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import threading
 import time
@@ -22,12 +23,13 @@ from slurmtrain.checkpoint import blocks
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.commit import Incarnation, committed, read_manifest, step_of
 from slurmtrain.checkpoint.fingerprints import fingerprint
+from slurmtrain.checkpoint.finite import bytes_are_finite
 from slurmtrain.checkpoint.plan import make_plan
 from slurmtrain.checkpoint.ranks import Ranks
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.checkpoint.saving import Saved, Saving
 from slurmtrain.checkpoint.staging import Staging
-from slurmtrain.errors import CheckpointError
+from slurmtrain.errors import EXIT_CONFIG, CheckpointError, NotFinite
 
 PATIENCE_S = 60.0  # for what must happen
 GRACE_S = 0.3  # for what must not
@@ -560,3 +562,72 @@ def test_a_step_may_be_a_number_of_numpys(training: Callable[..., Training]) -> 
     run = training()
     run.save(np.int64(5)).result(PATIENCE_S)  # type: ignore[arg-type]
     assert run.steps == [5]
+
+
+def test_weights_that_are_no_numbers_replace_no_sound_checkpoint_and_end_the_run(
+    training: Callable[..., Training],
+) -> None:
+    run = training(keep=Keep(last=2))
+    for step in (1, 2, 3):
+        run.save(step).result(PATIENCE_S)
+    with torch.no_grad():
+        run.model[0].weight[3, 5] = math.nan
+    for step in (4, 5, 6):
+        run.save(step)
+    with pytest.raises(NotFinite, match=r"^3 saves in a row have failed, .* model\.0\.weight is not finite") as caught:
+        run.save(7)
+    assert caught.value.exit_code == EXIT_CONFIG
+    assert run.steps == [2, 3]
+    assert "the save of step 4 failed, older checkpoints are as they were: model.0.weight is not finite" in run.said[0]
+
+
+def test_weights_that_are_numbers_again_are_saved(training: Callable[..., Training]) -> None:
+    run = training()
+    before = run.model[0].bias.detach().clone()
+    for step, bias in enumerate((before, torch.full_like(before, -math.inf), before), start=1):
+        with torch.no_grad():
+            run.model[0].bias.copy_(bias)
+        if step == 2:
+            with pytest.raises(NotFinite):
+                run.save(step).result(PATIENCE_S)
+        else:
+            run.save(step).result(PATIENCE_S)
+    assert run.steps == [1, 3]
+
+
+def test_what_is_meant_to_be_infinite_is_saved(training: Callable[..., Training]) -> None:
+    run = training()
+    run.model.register_buffer("mask", torch.full((4, 4), -math.inf))
+    run.model.register_parameter("frozen", nn.Parameter(torch.tensor([math.inf]), requires_grad=False))
+    run.save(1).result(PATIENCE_S)
+    bound = run.model.bound = nn.Parameter(torch.tensor([math.inf]))
+    assert run.checkpointer.restore(model=run.model, optimizer=run.optimizer, allow=["keys"])
+    run.save(2).result(PATIENCE_S)  # it was so before anything was trained
+    assert math.isinf(bound.item()) and run.steps == [1, 2]
+
+
+def test_nothing_is_meant_to_be_infinite_that_a_restore_has_filled(training: Callable[..., Training]) -> None:
+    run = training()
+    run.save(1).result(PATIENCE_S)
+    with torch.no_grad():
+        run.model[0].weight.fill_(math.nan)  # as memory may be that nothing was written to yet
+    assert run.checkpointer.restore(model=run.model, optimizer=run.optimizer)
+    run.save(2).result(PATIENCE_S)
+    with torch.no_grad():
+        run.model[0].weight.fill_(math.nan)
+    with pytest.raises(NotFinite):
+        run.save(3).result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_any_element_that_is_not_finite_is_found(dtype: torch.dtype) -> None:
+    tensor = torch.randn(300_000).to(dtype)
+    tensor[5] = torch.finfo(dtype).max
+    tensor[6] = torch.finfo(dtype).smallest_normal / 2
+    assert bytes_are_finite(tensor.view(torch.uint8).numpy().data, dtype)
+    for place in (0, 131_072, 299_999):
+        for bad in (math.nan, math.inf, -math.inf):
+            other = tensor.clone()
+            other[place] = bad
+            assert not bytes_are_finite(other.view(torch.uint8).numpy().data, dtype)
+    assert bytes_are_finite(memoryview(b""), dtype)

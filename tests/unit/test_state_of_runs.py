@@ -830,11 +830,23 @@ def test_status_opens_each_file_of_an_ended_run_once(
     assert len(set(opened)) == len(opened) and {run.info_file for run in runs} < set(opened)
 
 
+def test_the_job_of_a_finished_run_that_is_given_more_steps_has_something_left_to_do(make: Make, queue: Queue) -> None:
+    run = make("1")
+    ended(run, "done", reason="finished", last_step=500, job_id="1")
+    assert main(["resume", run.id, "--set", "train.steps=900"]) == 0
+    assert run.info()["job_ids"] == ["1", JOB] and run.info()["steps"] == 900
+    queue({JOB: ("PENDING", "Priority")})
+    assert begin.ended_before(run, JOB, 0) is None and begin.ended_before(run, "1", 1) == Verdict.END
+    now = state(run)
+    assert said(now) == ("waiting", True)
+    assert now.attempts[0].sentence == "finished after 500 steps, and was then given 900"
+
+
 def test_a_finished_run_is_not_changed_and_says_how_to_train_on(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     run = make(JOB)
-    ended(run, "done", reason="finished")
+    ended(run, "done", reason="finished", last_step=500)
     before = run.info_file.read_text()
-    for words in (["--set", "train.steps=900"], ["--code"]):
+    for words in (["--set", "train.steps=500"], ["--set", "optim.lr=1"], ["--code"]):
         assert main(["resume", run.id, *words]) == EXIT_USAGE
         told = capsys.readouterr().err
         assert "is finished, so nothing of it is changed" in told and "checkpoint.restore_from=CHECKPOINT" in told

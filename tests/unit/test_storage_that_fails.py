@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from torch import nn
 
 from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored
+from slurmtrain.checkpoint.retention import Keep, prune
+from slurmtrain.cli import main
 from slurmtrain.errors import Unreadable
 
 OUTAGES = [errno.EIO, errno.ETIMEDOUT, errno.ESHUTDOWN, errno.ESTALE]
@@ -135,3 +138,44 @@ def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
     assert torch.equal(model.weight, other.weight)
     for one, two in zip(optimizers[0].state.values(), optimizers[1].state.values(), strict=True):
         assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("function", ["preadv", "open", "stat"])
+def test_verify_asks_again_as_a_restore_does(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], function: str
+) -> None:
+    monkeypatch.setattr(blocks, "digest_mapped", blocks.digest_block)
+    outage = Outage(monkeypatch, function, errno.EIO, calls=2)
+    assert main(["checkpoints", str(directory), "verify"]) == 0
+    said = capsys.readouterr().out
+    assert (said.count(": sound"), outage.left) == (2, 0), said
+
+
+def test_verify_calls_nothing_damaged_that_it_could_not_read(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(blocks, "RETRY_S", 0.2)
+    monkeypatch.setattr(blocks, "digest_mapped", blocks.digest_block)
+    Outage(monkeypatch, "preadv", errno.EIO, calls=float("inf"))
+    assert main(["checkpoints", str(directory), "verify"]) == 1
+    said = capsys.readouterr().out
+    assert "DAMAGED" not in said
+    assert [line.partition(":")[0] for line in said.splitlines() if "NOT READ" in line] == names(directory)
+    assert main(["checkpoints", str(directory), "verify", "--json"]) == 1
+    assert [each["sound"] for each in json.loads(capsys.readouterr().out)] == [None, None]
+
+
+def test_the_best_stays_when_its_metrics_cannot_be_read_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = Keep(last=2, best=1)
+    with closing(Checkpointer(tmp_path, keep=keep, say=lambda text: None)) as checkpointer:
+        for step, loss in ((1, 0.5), (2, 2.0), (3, 2.0)):
+            checkpointer.save(step, model=nn.Linear(2, 2), metrics={"valid_loss": loss}).result()
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks, "RETRY_S", 0.2)
+        Outage(patch, "open", errno.EIO, calls=float("inf"))
+        assert prune(tmp_path, keep, 1) == []
+    Outage(monkeypatch, "open", errno.EIO, calls=2)
+    assert prune(tmp_path, keep, 1) == []
+    assert names(tmp_path) == ["checkpoint_0000001", "checkpoint_0000002", "checkpoint_0000003"]
