@@ -82,8 +82,8 @@ state = {
     "scheduler": scheduler,
 }
 # More than two ranks: the same bits after a restart.
-slurmtrain.settle_buckets(generator, lambda: generator(noise()).sum().backward())
-slurmtrain.settle_buckets(discriminator, lambda: discriminator(ring()).sum().backward())
+slurmtrain.warm_up_ddp_buckets(generator, lambda: generator(noise()).sum().backward())
+slurmtrain.warm_up_ddp_buckets(discriminator, lambda: discriminator(ring()).sum().backward())
 restored = checkpointer.restore(**state)
 for step in range(restored.step if restored else 0, options.steps):
     losses = teach_discriminator(), teach_generator()

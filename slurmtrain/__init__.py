@@ -14,8 +14,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from slurmtrain.checkpoint.retention import Keep as Keep
-    from slurmtrain.data.workers import ignore_stop_signals as ignore_stop_signals
-    from slurmtrain.parallel.ddp import settle_buckets as settle_buckets
+    from slurmtrain.data.loading.workers import ignore_stop_signals as ignore_stop_signals
+    from slurmtrain.parallel.ddp import warm_up_ddp_buckets as warm_up_ddp_buckets
     from slurmtrain.runtime.api import Checkpointer as Checkpointer
     from slurmtrain.runtime.api import exit_for_requeue as exit_for_requeue
     from slurmtrain.runtime.api import init as init
@@ -27,8 +27,8 @@ _PUBLIC = {
     "exit_for_requeue": "slurmtrain.runtime.api",
     "Checkpointer": "slurmtrain.runtime.api",
     "Keep": "slurmtrain.checkpoint.retention",
-    "settle_buckets": "slurmtrain.parallel.ddp",
-    "ignore_stop_signals": "slurmtrain.data.workers",
+    "warm_up_ddp_buckets": "slurmtrain.parallel.ddp",
+    "ignore_stop_signals": "slurmtrain.data.loading.workers",
 }
 __all__ = [
     "Checkpointer",
@@ -37,12 +37,16 @@ __all__ = [
     "exit_for_requeue",
     "ignore_stop_signals",
     "init",
-    "settle_buckets",
     "should_stop",
+    "warm_up_ddp_buckets",
 ]
 
 
+_EARLIER_NAMES = {"settle_buckets": "warm_up_ddp_buckets"}
+
+
 def __getattr__(name: str) -> Any:
+    name = _EARLIER_NAMES.get(name, name)
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

@@ -2,7 +2,7 @@
 
 import sys
 
-from slurmtrain import interrupts
+from slurmtrain.system import interrupts
 
 
 def run() -> None:

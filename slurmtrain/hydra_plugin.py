@@ -40,7 +40,7 @@ class SlurmtrainLauncher(Launcher):
         self._tasks: Any = None
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
-        from slurmtrain.launch.hydra_tasks import Tasks
+        from slurmtrain.sweep.hydra_launcher import Tasks
 
         self._tasks = Tasks(hydra_context, task_function, config, **self._settings)
 
@@ -55,7 +55,7 @@ class SearchLauncher(Launcher):
         self._context, self._search, self._config = hydra_context, task_function, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[Any]:
-        from slurmtrain.launch.hydra_tasks import job_config
+        from slurmtrain.sweep.hydra_launcher import job_config
 
         jobs = [
             (overrides, job_config(self._context, self._config, overrides, number))

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import os
-import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from slurmtrain import redaction
-from slurmtrain.runtime.slurm import belongs_to_a_job
-from tests.stranger import Stranger, a_stranger
+from slurmtrain.slurm.client import belongs_to_a_job
+from slurmtrain.system import redaction
+from tests.support.commands import Cli, FakeSlurm
+from tests.support.stranger import Stranger, a_stranger
 
 # A loaded machine is no failure.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
-
-Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,37 +38,6 @@ def stranger() -> Iterator[Stranger]:
     """Another user of this machine."""
     with a_stranger() as user:
         yield user
-
-
-@dataclass(frozen=True)
-class FakeSlurm:
-    """A folder, first on PATH, with an sbatch that keeps what it gets, and other commands that a test may script.
-
-    Attributes:
-        directory: the folder; what the commands note down lies beside them.
-    """
-
-    directory: Path
-
-    @property
-    def submitted(self) -> list[str]:
-        """The scripts that sbatch got, in order."""
-        return [path.read_text() for path in sorted(self.directory.glob("script-*"))]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The environment in which sbatch ran last."""
-        pairs = (self.directory / "environment").read_text().split("\0")
-        return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-
-    def command(self, name: str, body: str) -> None:
-        """Put a command there; `body` is bash, `$here` this folder."""
-        path = self.directory / name
-        path.write_text(f"#!/bin/bash\nhere={self.directory}\n{body}\n")
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
-
-    def refuse(self, words: str) -> None:
-        self.command("sbatch", f"echo '{words}' >&2; exit 1")
 
 
 @pytest.fixture

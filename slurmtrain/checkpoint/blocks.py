@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slurmtrain.errors import Unreadable
-from slurmtrain.modes import file_mode
+from slurmtrain.system.modes import file_mode
 
 A = TypeVar("A")
 T = TypeVar("T")

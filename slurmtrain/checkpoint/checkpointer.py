@@ -29,17 +29,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from slurmtrain.checkpoint import blocks, commit, drift, retention, state
+from slurmtrain.checkpoint import blocks, commit, compatibility, retention, state
 from slurmtrain.checkpoint.commit import Incarnation, Manifest
 from slurmtrain.checkpoint.finite import not_finite
 from slurmtrain.checkpoint.index_file import check_whole, read_index
-from slurmtrain.checkpoint.layout import Index
-from slurmtrain.checkpoint.plan import OWN, Plan, check_types, file_name, make_plan
-from slurmtrain.checkpoint.ranks import Ranks
+from slurmtrain.checkpoint.plan import OWN, SavePlan, check_types, file_name, make_plan
+from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.restore import read_tensors
 from slurmtrain.checkpoint.retention import Keep
-from slurmtrain.checkpoint.saving import Saved, Saving, Writer
+from slurmtrain.checkpoint.saving import PendingSave, SaveResult, Writer
 from slurmtrain.checkpoint.staging import Image, Staging
+from slurmtrain.checkpoint.tensor_index import Index
 from slurmtrain.checkpoint.writing import Bound, Write
 from slurmtrain.errors import (
     CheckpointError,
@@ -136,7 +136,7 @@ class Checkpointer:
         on_replica_drift: str = "refuse",
         mirror: str | None = None,
         say: Callable[[str], None] | None = None,
-        on_ending: Callable[[Saved | CheckpointError], None] = lambda ending: None,
+        on_ending: Callable[[SaveResult | CheckpointError], None] = lambda ending: None,
     ):
         if verify not in VERIFY:
             raise CheckpointError(f"verify={verify!r} is not known", hint=nearest(str(verify), VERIFY))
@@ -148,7 +148,7 @@ class Checkpointer:
         _check_ranks_of_job(group)
         self.directory = Path(directory)
         self._changed = frozenset(changed)
-        self._ranks = Ranks(group)
+        self._ranks = RankGroup(group)
         values = _as_json(config or {})
         self._keep, self._verify = keep, verify
         self._asynchronous, self._max_failures = asynchronous, max_failures
@@ -157,8 +157,8 @@ class Checkpointer:
         self._on_ending = on_ending
         self._random = state.RandomState()
         self._staging, self._writer = Staging(), Writer()
-        self._plan: Plan | None = None
-        self._saving: Saving | None = None
+        self._plan: SavePlan | None = None
+        self._saving: PendingSave | None = None
         self._failures = 0
         self._turn = 0  # saves so far, the same on all ranks
         self._checked: tuple[Any, ...] | None = None  # the objects that were last found restorable
@@ -198,7 +198,7 @@ class Checkpointer:
         per_rank: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
         **objects: Any,
-    ) -> Saving:
+    ) -> PendingSave:
         """Save `objects` as the state after `step` optimiser steps. All ranks call it together.
 
         It returns when training may go on; see `Saving.result` and `wait` for the commit. If another save is in flight,
@@ -256,7 +256,7 @@ class Checkpointer:
             image = self._ranks.explain(error)
 
         self._turn += 1
-        saving = self._saving = Saving(step, begun)
+        saving = self._saving = PendingSave(step, begun)
         self._discard.clear()
         write = Write(
             self._writers,
@@ -284,7 +284,7 @@ class Checkpointer:
             saving.stall_s = saved.stall_s if saved is not None else 0.0
         return saving
 
-    def wait(self, timeout_s: float | None = None) -> Saved | None:
+    def wait(self, timeout_s: float | None = None) -> SaveResult | None:
         """Wait for the commit of the save in flight, if there is one.
 
         Raises:
@@ -388,7 +388,7 @@ class Checkpointer:
                     hint=error.hint or "checkpoint.max_failures says how many are put up with",
                 ) from None
 
-    def _count(self, saving: Saving) -> None:
+    def _count(self, saving: PendingSave) -> None:
         """Count a save that has ended, once, as a success or as one more failure."""
         self._saving = None
         if saving.error is None:
@@ -407,7 +407,7 @@ class Checkpointer:
             state.check(objects, own)
             self._checked = found
 
-    def _make_plan(self, tensors: dict[str, Tensor] | CheckpointError, objects: Mapping[str, Any]) -> Plan:
+    def _make_plan(self, tensors: dict[str, Tensor] | CheckpointError, objects: Mapping[str, Any]) -> SavePlan:
         return make_plan(
             tensors,
             self._ranks,
@@ -425,18 +425,18 @@ class Checkpointer:
 
     # Called by the writing thread.
 
-    def _write(self, saving: Saving, write: Write) -> Saved:
+    def _write(self, saving: PendingSave, write: Write) -> SaveResult:
         path, size = write.write(self._last_size)
         if write.told and not self._told:
             self._told = True
             self._say(write.told)
         self._last_size = size
         seconds = time.monotonic() - saving.begun
-        return Saved(
+        return SaveResult(
             path, saving.step, seconds, saving.stall_s + write.waited_s if self._asynchronous else seconds, size
         )
 
-    def _afterwards(self, saving: Saving, write: Write) -> None:
+    def _afterwards(self, saving: PendingSave, write: Write) -> None:
         """Read back what was committed; if it is sound, remove checkpoints that are no longer kept."""
         path = saving.result().path
         try:
@@ -457,7 +457,7 @@ class Checkpointer:
             commit.check_fence(self.directory, self._bound.incarnation)
             retention.prune(self.directory, self._keep, self._bound.incarnation.order, spare=[saved])
 
-    def _ended(self, ending: Saved | CheckpointError, step: int) -> None:
+    def _ended(self, ending: SaveResult | CheckpointError, step: int) -> None:
         if isinstance(ending, Discarded):
             return
         if isinstance(ending, CheckpointError) and self._asynchronous and self._ranks.rank == 0:
@@ -494,7 +494,7 @@ class Checkpointer:
             CheckpointMismatch: there are checkpoints, but none fits or none is sound.
             CheckpointError: `path` is no checkpoint or is damaged.
         """
-        drift.check_allowed(allow)
+        compatibility.check_allowed(allow)
         if self._saving is not None:
             with suppress(CheckpointError):  # the error has been reported
                 self.wait()
@@ -642,25 +642,25 @@ class Checkpointer:
         index = self._ranks.all_do(lambda: self._read_index(path, manifest))
         own_file = file_name(self._ranks.rank)
         own_there = own_file in index.tables and not as_start
-        wanted = self._ranks.all_do(lambda: drift.names_of(objects))
+        wanted = self._ranks.all_do(lambda: compatibility.names_of(objects))
         everywhere = wanted
-        if self._ranks.maximum(int(bool(drift.of_modules(objects, index.facts) - wanted))):
+        if self._ranks.maximum(int(bool(compatibility.of_modules(objects, index.facts) - wanted))):
             everywhere = set().union(*self._ranks.gather(lambda: sorted(wanted)))
 
         def fitting() -> dict[str, Tensor]:
             saved, here = manifest.config, self._bound.config
             if as_start:
                 saved, here = ({key: config[key] for key in objects if key in config} for config in (saved, here))
-            drift.check_config(path, saved, here, allow, changed=self._changed, asked_for=asked_for)
+            compatibility.check_config(path, saved, here, allow, changed=self._changed, asked_for=asked_for)
             facts = index.facts
-            alone = drift.check_names(path, objects, wanted, everywhere, facts, manifest.state, allow)
+            alone = compatibility.check_names(path, objects, wanted, everywhere, facts, manifest.state, allow)
             useful = {name: fact for name, fact in facts.items() if name not in alone}
-            found = drift.check_tensors(path, objects, state.templates(objects, useful), facts, allow)
+            found = compatibility.check_tensors(path, objects, state.templates(objects, useful), facts, allow)
             if own_there:
                 mine = index.own_facts(own_file)
-                names = drift.names_of(own)
-                drift.check_names(path, own, names, names, mine, None, allow)
-                found.update(drift.check_tensors(path, own, state.templates(own, mine), mine, allow))
+                names = compatibility.names_of(own)
+                compatibility.check_names(path, own, names, names, mine, None, allow)
+                found.update(compatibility.check_tensors(path, own, state.templates(own, mine), mine, allow))
             return found
 
         targets = self._ranks.all_do(fitting)
@@ -670,7 +670,7 @@ class Checkpointer:
             manifest.files,
             targets,
             own_file if own_there else None,
-            live=wanted | drift.names_of(own),
+            live=wanted | compatibility.names_of(own),
             ranks=self._ranks,
             on_this_host=self._on_this_host,
             mode=self._verify,
@@ -732,7 +732,7 @@ class Checkpointer:
                 hint="checkpoints need a directory that all nodes share",
             )
 
-    def _ranks_of_this_host(self, hosts: list[str]) -> Ranks:
+    def _ranks_of_this_host(self, hosts: list[str]) -> RankGroup:
         own = socket.gethostname()
         if len(set(hosts)) == 1:
             return self._ranks

@@ -42,7 +42,7 @@ from typing import Any
 from slurmtrain.checkpoint import blocks
 from slurmtrain.checkpoint.blocks import FileRecord, refresh
 from slurmtrain.errors import CheckpointError, CheckpointMismatch, Superseded
-from slurmtrain.modes import file_mode, folder_mode
+from slurmtrain.system.modes import file_mode, folder_mode
 
 FORMAT = 2
 FINAL_NAME = re.compile(r"checkpoint_(\d{7,})(?:\.(\d+))?")

@@ -15,7 +15,7 @@ from typing import Any
 
 from slurmtrain.checkpoint import commit, retention
 from slurmtrain.checkpoint.mirror import Mirror, copy_name, share
-from slurmtrain.checkpoint.ranks import Ranks
+from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.checkpoint.saving import Writer
 from slurmtrain.checkpoint.writing import Bound
@@ -35,14 +35,14 @@ class Copying:
         CheckpointError: on every rank: there is no such store.
     """
 
-    def __init__(self, url: str, ranks: Ranks, bound: Bound, keep: Keep, say: Callable[[str], None]):
+    def __init__(self, url: str, ranks: RankGroup, bound: Bound, keep: Keep, say: Callable[[str], None]):
         self._mirror = ranks.all_do(lambda: Mirror(url))
         self._ranks, self._bound, self._keep, self._say = ranks.own_group(SLOWEST_S), bound, keep, say
         self._thread = Writer()
         self._leaving = threading.Event()
         self._left: tuple[Path, list[str]] | None = None  # came too soon after the one before
 
-    def offer(self, ranks: Ranks, path: Path, names: list[str]) -> None:
+    def offer(self, ranks: RankGroup, path: Path, names: list[str]) -> None:
         """Copy a committed checkpoint in the background, unless the one before is still being copied.
 
         Args:
@@ -79,7 +79,7 @@ class Copying:
         if self._leaving.is_set():
             raise CheckpointError("the run is being left")
 
-    def close(self, ranks: Ranks, grace_s: float | None) -> None:
+    def close(self, ranks: RankGroup, grace_s: float | None) -> None:
         """Wait for the copying to end.
 
         With grace_s=None, wait until the last checkpoint is copied, else give up what is not done in time.
@@ -93,7 +93,7 @@ class Copying:
         if self._thread.stop(grace_s):
             self._ranks.end()
 
-    def fetch(self, ranks: Ranks) -> tuple[Path, str] | None:
+    def fetch(self, ranks: RankGroup) -> tuple[Path, str] | None:
         """Commit the newest copy into the directory, which has no checkpoint, and return its path and its name in the store.
 
         Raises:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from slurmtrain.checkpoint import commit, retention
 from slurmtrain.checkpoint.index_file import read_index
-from slurmtrain.checkpoint.layout import Box, Index, Source, TensorFacts
+from slurmtrain.checkpoint.tensor_index import Box, BoxLocation, Index, TensorFacts
 from slurmtrain.errors import CheckpointError
 
 PIECE_BYTES = 64 * 2**20  # bytes of a tensor that are compared in one go
@@ -58,7 +58,7 @@ class _Saved:
     def tensors(self, of: str) -> dict[str, TensorFacts]:
         return {name: fact for name, fact in self.index.facts.items() if name.startswith(f"{of}.") and not fact.own}
 
-    def read(self, name: str, sources: Sequence[Source], box: Box, itemsize: int) -> NDArray[np.void]:
+    def read(self, name: str, sources: Sequence[BoxLocation], box: Box, itemsize: int) -> NDArray[np.void]:
         """Return the part `box` of a tensor, assembled from what the files hold of it."""
         result = np.empty(box.size, dtype=f"V{itemsize}")
         for source in sources:

@@ -27,10 +27,10 @@ from slurmtrain.checkpoint import blocks, commit, retention
 from slurmtrain.checkpoint.blocks import BLOCK_BYTES, DIGEST_BYTES
 from slurmtrain.checkpoint.commit import Manifest
 from slurmtrain.checkpoint.index_file import read_index
-from slurmtrain.checkpoint.layout import Box, Index, Source, TensorFacts, check_coverage
 from slurmtrain.checkpoint.memory import available_memory
 from slurmtrain.checkpoint.plan import SAFETENSORS_NAMES, check_types, dtype_name, dtype_of
 from slurmtrain.checkpoint.restore import need_of
+from slurmtrain.checkpoint.tensor_index import Box, BoxLocation, Index, TensorFacts, check_coverage
 from slurmtrain.errors import CheckpointError, UsageError, nearest
 
 SAFETENSORS, TORCH = (".safetensors",), (".pt", ".pth")
@@ -187,7 +187,7 @@ def _publish(temporary: Path, out: Path, *, force: bool) -> None:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ExportPiece:
     """A box of a tensor, in the bytes `begin` to `end` of a rank file."""
 
     entry: Entry
@@ -205,7 +205,7 @@ def _copy(
     progress: Callable[[int], None],
 ) -> None:
     found = index.find({name: Box.whole(entry.shape) for name, entry in entries.items()})
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[ExportPiece]] = {}
     for name, sources in found.items():
         for source in sources:
             piece = _piece(entries[name], source, manifest)
@@ -238,14 +238,14 @@ def _copy(
             stopped.set()  # leaving the pool waits for what is queued
 
 
-def _piece(entry: Entry, source: Source, manifest: Manifest) -> Piece:
+def _piece(entry: Entry, source: BoxLocation, manifest: Manifest) -> ExportPiece:
     end = source.offset + source.box.numel * entry.saved.itemsize
     record = manifest.files.get(source.file)
     if record is None or not 0 <= source.offset < end <= record.size or source.offset % entry.saved.itemsize:
         raise CheckpointError(
             f"{commit.INDEX} is damaged: it says that {entry.name} lies at byte {source.offset} of {source.file!r}"
         )
-    return Piece(entry, source.box, source.offset, end)
+    return ExportPiece(entry, source.box, source.offset, end)
 
 
 _local = threading.local()
@@ -271,7 +271,7 @@ def _read_block(path: Path, file: str, number: int, size: int, digests: bytes) -
     return data
 
 
-def _scatter(piece: Piece, data: memoryview, begin: int, output: Output) -> None:
+def _scatter(piece: ExportPiece, data: memoryview, begin: int, output: Output) -> None:
     """Write to `output` the part of `piece` that lies in the block `data`, which begins at byte `begin` of its file."""
     entry = piece.entry
     low, high = max(piece.begin, begin), min(piece.end, begin + len(data))

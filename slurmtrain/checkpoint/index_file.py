@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.checkpoint.commit import Manifest
-from slurmtrain.checkpoint.layout import DTYPE_BYTES, Index, check_coverage
+from slurmtrain.checkpoint.tensor_index import DTYPE_BYTES, Index, check_coverage
 from slurmtrain.errors import CheckpointError, Unreadable
 
 HEADER_BYTES = 1 << 30  # more than that of a million tensors

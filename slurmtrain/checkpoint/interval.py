@@ -131,7 +131,7 @@ class Interval:
             )
 
 
-class Cadence:
+class SaveSchedule:
     """The schedule of saves of one attempt, on one rank.
 
     Args:

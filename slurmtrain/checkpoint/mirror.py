@@ -43,7 +43,7 @@ from slurmtrain.checkpoint.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.commit import COMPLETE, MANIFEST, Manifest
 from slurmtrain.checkpoint.retention import Keep, Kept, surplus
 from slurmtrain.errors import CheckpointError
-from slurmtrain.modes import file_mode
+from slurmtrain.system.modes import file_mode
 
 T = TypeVar("T")
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from slurmtrain.checkpoint.fingerprints import Replica, group_number
-from slurmtrain.checkpoint.layout import Box, Catalogue, FileTable, TensorFacts, piece_name, share, table_of
-from slurmtrain.checkpoint.ranks import Ranks
+from slurmtrain.checkpoint.ranks import RankGroup
+from slurmtrain.checkpoint.tensor_index import Box, Catalogue, FileTable, TensorFacts, piece_name, share, table_of
 from slurmtrain.errors import CheckpointError
 
 OWN = "own/"  # begins the names of what each rank has for itself
@@ -137,7 +137,7 @@ def replicas(rank: int, layouts: Sequence[Layout]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A part of a tensor that this rank writes.
 
     Attributes:
@@ -155,7 +155,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """Everything that this rank writes, and what is known of the other ranks.
 
     Attributes:
@@ -173,7 +173,7 @@ class Plan:
     signature: tuple[Any, ...]
     catalogues: Sequence[Catalogue]
     number: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[TensorPiece]
     data_start: int
     data_end: int
     total_bytes: int
@@ -215,13 +215,13 @@ SAME, CHANGED, FAILED = 0, 1, 2
 
 def make_plan(
     tensors: Mapping[str, Tensor] | CheckpointError,
-    ranks: Ranks,
-    known: Plan | None,
+    ranks: RankGroup,
+    known: SavePlan | None,
     *,
     of_first: Callable[[], Collection[str]] = frozenset,
     not_compared: Callable[[], Collection[str]] = frozenset,
     lowest_writes: bool = False,
-) -> Plan:
+) -> SavePlan:
     """Make the plan for `tensors`, by all ranks together, or return `known` if it is still valid on all of them.
 
     Args:
@@ -302,12 +302,12 @@ def _make(
     tensors: Mapping[str, Tensor],
     number: int,
     texts: Sequence[tuple[str, Sequence[int]]],
-    ranks: Ranks,
+    ranks: RankGroup,
     signature: tuple[Any, ...],
     of_first: Collection[str],
     not_compared: Collection[str],
     lowest_writes: bool,
-) -> Plan:
+) -> SavePlan:
     """Make a plan from the descriptions of all ranks.
 
     Args:
@@ -365,14 +365,14 @@ def _make(
 
     spokesmen = frozenset(members[0] for _, members in texts)
 
-    def placed(data_start: int) -> Plan:
+    def placed(data_start: int) -> SavePlan:
         pieces, position = [], data_start
         for name, box, part in written:
             dtype = tensors[name].dtype
             end = position + part.numel * dtype.itemsize
-            pieces.append(Piece(name, part, _within(box, part), dtype, position, end))
+            pieces.append(TensorPiece(name, part, _within(box, part), dtype, position, end))
             position = end
-        return Plan(signature, catalogues, number, pieces, data_start, position, total, spokesmen, replicated)
+        return SavePlan(signature, catalogues, number, pieces, data_start, position, total, spokesmen, replicated)
 
     facts = {name: fact for catalogue in catalogues for name, fact in catalogue.items()}
     total = sum(fact.nbytes * (ranks.size if fact.own else 1) for fact in facts.values())

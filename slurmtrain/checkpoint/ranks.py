@@ -29,7 +29,7 @@ Answer = list[Any]  # result, and the failure as `messages.encode_failure` gives
 FINE: Answer = [None, None]  # said by an empty message
 
 
-class Ranks:
+class RankGroup:
     """The ranks of a gloo group, or a single process (`group` None). Every method is called by all of them together.
 
     Ranks exchange pairs (result, failure), so that an error on one rank becomes a CheckpointError on all. Results are None,
@@ -43,20 +43,20 @@ class Ranks:
         self.size = dist.get_world_size(group) if group is not None else 1
         self.global_rank = dist.get_rank() if group is not None else 0
 
-    def own_group(self, timeout_s: float | None = None) -> Ranks:
+    def own_group(self, timeout_s: float | None = None) -> RankGroup:
         """Return the same ranks on a process group of their own, whose messages are separate from those of this group.
 
         Args:
             timeout_s: seconds for which its ranks wait for each other; None: as long as those of this group.
         """
-        return Ranks(self._new_group(timeout_s=timeout_s)) if self.group is not None else Ranks(None)
+        return RankGroup(self._new_group(timeout_s=timeout_s)) if self.group is not None else RankGroup(None)
 
-    def subgroup(self, members: list[int]) -> Ranks:
+    def subgroup(self, members: list[int]) -> RankGroup:
         """Return a group of `members`, which only they have to call.
 
         With thousands of ranks, it would take minutes if all of them made every group.
         """
-        return Ranks(self._new_group(members, use_local_synchronization=True))
+        return RankGroup(self._new_group(members, use_local_synchronization=True))
 
     def _new_group(
         self, members: list[int] | None = None, *, timeout_s: float | None = None, **options: Any

@@ -25,10 +25,10 @@ from torch import Tensor
 from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.checkpoint.blocks import BLOCK_BYTES, DIGEST_BYTES, FileRecord
 from slurmtrain.checkpoint.index_file import read_index
-from slurmtrain.checkpoint.layout import Box, Index, Source
 from slurmtrain.checkpoint.plan import box_of, check_types, dtype_of, file_name, local
-from slurmtrain.checkpoint.ranks import Ranks
+from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.state import parse
+from slurmtrain.checkpoint.tensor_index import Box, BoxLocation, Index
 from slurmtrain.errors import CheckpointError
 
 SAMPLED_SHARE = 16  # one block in this many is compared
@@ -75,7 +75,7 @@ class Part:
         return Part(first, last, target)
 
 
-def spans_of(name: str, wanted: Box, dtype: torch.dtype, sources: Sequence[Source]) -> list[Span]:
+def spans_of(name: str, wanted: Box, dtype: torch.dtype, sources: Sequence[BoxLocation]) -> list[Span]:
     """Return the bytes to read to fill the box `wanted` of tensor `name`, which was saved as `dtype`."""
     spans = []
     itemsize = dtype.itemsize
@@ -383,8 +383,8 @@ def read_tensors(
     own_file: str | None,
     *,
     live: Collection[str],
-    ranks: Ranks,
-    on_this_host: Ranks,
+    ranks: RankGroup,
+    on_this_host: RankGroup,
     mode: str,
     buffer: Callable[[int], memoryview],
 ) -> tuple[list[str], Any]:
@@ -468,7 +468,7 @@ def load(path: Path, *, own_of: int | None = None) -> dict[str, Tensor]:
     own_file = file_name(own_of) if own_of is not None else None
     facts = index.facts if own_file is None else index.own_facts(own_file)
     tensors = {name: torch.empty(fact.shape, dtype=dtype_of(fact.dtype), device="cpu") for name, fact in facts.items()}
-    alone = Ranks(None)
+    alone = RankGroup(None)
     damage, _ = read_tensors(
         path,
         index,

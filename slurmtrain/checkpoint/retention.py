@@ -24,7 +24,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmtrain import process
 from slurmtrain.checkpoint.commit import (
     FINAL_NAME,
     TEMPORARY_NAME,
@@ -35,8 +34,9 @@ from slurmtrain.checkpoint.commit import (
     step_of,
 )
 from slurmtrain.errors import CheckpointError, UnreadableRecord
-from slurmtrain.modes import file_mode, folder_mode
-from slurmtrain.records import is_mine, read_text
+from slurmtrain.system import process
+from slurmtrain.system.modes import file_mode, folder_mode
+from slurmtrain.system.records import is_mine, read_text
 
 READERS = ".readers"
 HOLDS = ".held"

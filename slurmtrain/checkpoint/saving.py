@@ -18,7 +18,7 @@ DRAIN_S = 30.0  # how long whoever has failed waits for a save in flight
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveResult:
     """One committed checkpoint.
 
     Attributes:
@@ -34,7 +34,7 @@ class Saved:
     size: int = 0
 
 
-class Saving:
+class PendingSave:
     """A save that has begun. `result()` waits for the commit.
 
     Attributes:
@@ -47,14 +47,14 @@ class Saving:
         self.step, self.begun = step, begun
         self.stall_s = 0.0
         self._decided = threading.Event()
-        self._saved: Saved | None = None
+        self._saved: SaveResult | None = None
         self._error: CheckpointError | None = None
 
     def done(self) -> bool:
         """Return whether it is committed or has failed."""
         return self._decided.is_set()
 
-    def result(self, timeout_s: float | None = None) -> Saved:
+    def result(self, timeout_s: float | None = None) -> SaveResult:
         """Wait for the commit.
 
         Raises:
@@ -72,9 +72,9 @@ class Saving:
         """Wait until it is committed or has failed; return False if it is neither after `timeout_s` seconds."""
         return self._decided.wait(timeout_s)
 
-    def decide(self, ending: Saved | CheckpointError) -> None:
+    def decide(self, ending: SaveResult | CheckpointError) -> None:
         """Record how the save ended. Called by the writer."""
-        if isinstance(ending, Saved):
+        if isinstance(ending, SaveResult):
             self._saved = ending
         else:
             self._error = ending
@@ -108,9 +108,9 @@ class Writer:
 
     def submit(
         self,
-        saving: Saving,
-        write: Callable[[], Saved],
-        ended: Callable[[Saved | CheckpointError], None],
+        saving: PendingSave,
+        write: Callable[[], SaveResult],
+        ended: Callable[[SaveResult | CheckpointError], None],
         afterwards: Callable[[], None],
     ) -> None:
         """Write in the background, after the present work.
@@ -122,7 +122,7 @@ class Writer:
         """
 
         def work() -> None:
-            ending: Saved | CheckpointError
+            ending: SaveResult | CheckpointError
             try:
                 ending = write()
             except CheckpointError as error:
@@ -132,7 +132,7 @@ class Writer:
                 ending = CheckpointError(f"{type(error).__name__}: {error}")
             saving.decide(ending)
             _try(lambda: ended(ending))
-            if isinstance(ending, Saved):
+            if isinstance(ending, SaveResult):
                 _try(afterwards)
 
         self.run(work)

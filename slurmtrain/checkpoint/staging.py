@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from slurmtrain.checkpoint.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.fingerprints import TURNS_ON_CPU, Key, fingerprint
 from slurmtrain.checkpoint.memory import ask_for_huge_pages, available_memory
-from slurmtrain.checkpoint.plan import PAGE_BYTES, Plan, local
+from slurmtrain.checkpoint.plan import PAGE_BYTES, SavePlan, local
 from slurmtrain.errors import CheckpointError
 
 RESERVE_BYTES = 1 << 20  # the rank's own plain state may grow
@@ -39,7 +39,7 @@ class Image:
         waited_s: seconds for which `wait` held training up.
     """
 
-    def __init__(self, data: memoryview, plan: Plan, own: bytes):
+    def __init__(self, data: memoryview, plan: SavePlan, own: bytes):
         self.data, self.own_bytes = data, len(own)
         self.fingerprints: dict[Key, int] = {}
         self.waited_s = 0.0
@@ -131,7 +131,7 @@ class Staging:
 
     def stage(
         self,
-        plan: Plan,
+        plan: SavePlan,
         tensors: Mapping[str, Tensor],
         own: bytes,
         *,

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slurmtrain.checkpoint import restorable
-from slurmtrain.checkpoint.layout import TensorFacts
 from slurmtrain.checkpoint.memory import ask_for_huge_pages
 from slurmtrain.checkpoint.plan import dtype_of, local
 from slurmtrain.checkpoint.restorable import Names, entries, extra_owners, plain_optimizer, unwrap
+from slurmtrain.checkpoint.tensor_index import TensorFacts
 from slurmtrain.errors import CheckpointError, CheckpointMismatch
 
 

@@ -34,10 +34,10 @@ from slurmtrain.checkpoint.fingerprints import (
     name_differing,
 )
 from slurmtrain.checkpoint.finite import bytes_are_finite
-from slurmtrain.checkpoint.layout import Index, Ints, check_coverage
-from slurmtrain.checkpoint.plan import Piece, Plan, file_name
-from slurmtrain.checkpoint.ranks import Ranks
+from slurmtrain.checkpoint.plan import SavePlan, TensorPiece, file_name
+from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.staging import Image
+from slurmtrain.checkpoint.tensor_index import Index, Ints, check_coverage
 from slurmtrain.errors import CheckpointError, CheckpointMismatch, Discarded, NotFinite
 
 
@@ -125,10 +125,10 @@ class Write:
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: RankGroup,
         bound: Bound,
         step: int,
-        plan: Plan,
+        plan: SavePlan,
         image: Image | CheckpointError,
         plain: Mapping[str, Any],
         optimizers: Collection[str],
@@ -270,7 +270,7 @@ class Write:
     def _check_finite(self, image: Image, pool: ThreadPoolExecutor) -> None:
         """Check the copy that is written, while training goes on."""
 
-        def find(piece: Piece) -> bool:
+        def find(piece: TensorPiece) -> bool:
             return bytes_are_finite(image.data[piece.begin : piece.end], piece.dtype)
 
         pieces = [piece for piece in self._plan.pieces if piece.name in self._finite]

@@ -7,13 +7,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from slurmtrain import interrupts
 from slurmtrain.cli import arguments
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.config.compose import SECRET_VARIABLE
 from slurmtrain.errors import SlurmtrainError, UsageError
-from slurmtrain.records import printable
-from slurmtrain.redaction import hide, redact
+from slurmtrain.system import interrupts
+from slurmtrain.system.records import printable
+from slurmtrain.system.redaction import hide, redact
 
 HYDRA_ONLY = ("--cfg", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
 

@@ -19,16 +19,18 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurmtrain import records, rundir
 from slurmtrain.checkpoint import blocks, commit, retention
 from slurmtrain.checkpoint.commit import Manifest
 from slurmtrain.checkpoint.retention import Keep, Kept
 from slurmtrain.cli.arguments import Parser
-from slurmtrain.cli.as_json import print_json
 from slurmtrain.cli.columns import print_table
+from slurmtrain.cli.json_output import print_json
 from slurmtrain.errors import CheckpointError, SlurmtrainError, Unreadable, UnreadableRecord, UsageError, nearest
-from slurmtrain.records import printable
-from slurmtrain.rundir import RunDir, disk_usage
+from slurmtrain.runs import lookup, ownership
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system import records
+from slurmtrain.system.files import disk_usage
+from slurmtrain.system.records import printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -37,7 +39,7 @@ DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointTarget:
     """The checkpoints that a command is about.
 
     Attributes:
@@ -61,7 +63,7 @@ class Place:
 def main(verb: str, words: list[str]) -> int:
     """Run the verb and return its exit code."""
     options = _parser(verb).parse_args(words)
-    actions: dict[str, Callable[[Place, argparse.Namespace], int]] = {
+    actions: dict[str, Callable[[CheckpointTarget, argparse.Namespace], int]] = {
         "list": _list,
         "verify": _verify,
         "prune": _prune,
@@ -137,7 +139,7 @@ def _parser(verb: str) -> Parser:
     return parser
 
 
-def _find(reference: str) -> Place:
+def _find(reference: str) -> CheckpointTarget:
     """Return the checkpoints that a person means by RUN.
 
     Raises:
@@ -151,25 +153,25 @@ def _find(reference: str) -> Place:
     if is_dir and not (path / "run.json").is_file():
         path = path.resolve()
         if RunDir(path).exists():
-            return Place(RunDir(path).checkpoints, f"run {path.name}", run=RunDir(path))
+            return CheckpointTarget(RunDir(path).checkpoints, f"run {path.name}", run=RunDir(path))
         if (path / commit.MANIFEST).is_file() or (path / commit.COMPLETE).is_file() or _named(path):
-            return Place(path.parent, str(path), chosen=path)
+            return CheckpointTarget(path.parent, str(path), chosen=path)
         if (path / commit.CLAIMS).is_dir() or any(_named(entry) for entry in path.iterdir()):
-            return Place(path, str(path))
+            return CheckpointTarget(path, str(path))
         if os.sep in reference or reference in (".", ".."):
             raise UsageError(
                 f"{path} is neither a run nor a directory of checkpoints",
                 hint="checkpoints are folders called checkpoint_<step>",
             )
-    run = rundir.find(reference, rundir.runs_root())
-    return Place(run.checkpoints, f"run {run.id}", run=run)
+    run = lookup.find(reference, lookup.runs_root())
+    return CheckpointTarget(run.checkpoints, f"run {run.id}", run=run)
 
 
 def _named(path: Path) -> bool:
     return commit.FINAL_NAME.match(path.name) is not None
 
 
-def _of_step(place: Place, step: int | None) -> list[Path]:
+def _of_step(place: CheckpointTarget, step: int | None) -> list[Path]:
     """Return the committed checkpoints of a step, or all.
 
     Raises:
@@ -189,7 +191,7 @@ def _of_step(place: Place, step: int | None) -> list[Path]:
 # list
 
 
-def _list(place: Place, options: argparse.Namespace) -> int:
+def _list(place: CheckpointTarget, options: argparse.Namespace) -> int:
     """Print a row for everything that is there, by step. Sizes are compared, contents are not: that is `verify`."""
     now = time.time()
     paths = [place.chosen] if place.chosen else [path for path in _entries(place.directory) if _named(path)]
@@ -270,7 +272,7 @@ def _inspect(path: Path) -> tuple[Manifest | None, list[str]]:
 # verify
 
 
-def _verify(place: Place, options: argparse.Namespace) -> int:
+def _verify(place: CheckpointTarget, options: argparse.Namespace) -> int:
     """Compare every file with its digest. The exit code is 1 if anything is damaged."""
     aside = commit.damaged(place.directory) if place.chosen is None and options.step is None else []
     paths = _of_step(place, options.step) if not aside else place.committed()
@@ -355,7 +357,7 @@ class Removal:
     what: str
 
 
-def _prune(place: Place, options: argparse.Namespace) -> int:
+def _prune(place: CheckpointTarget, options: argparse.Namespace) -> int:
     """Remove checkpoints that are no longer wanted.
 
     The newest checkpoint is verified first: if it were damaged, an older one would be needed. A run that is running may
@@ -413,11 +415,11 @@ def _prune(place: Place, options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _require_own(place: Place) -> None:
+def _require_own(place: CheckpointTarget) -> None:
     """Raise UsageError if the checkpoints belong to another user, or are reached through a link in the run."""
     if place.run is not None:
-        rundir.require_own(place.run)
-        rundir.check_not_linked(place.run)
+        ownership.require_own(place.run)
+        ownership.check_not_linked(place.run)
     if place.directory.exists() and not records.is_mine(place.directory):
         raise UsageError(f"{place.directory} belongs to user {place.directory.lstat().st_uid}: only they may prune it")
 
@@ -427,7 +429,7 @@ def _by_options(options: argparse.Namespace) -> bool:
     return any(value is not None for value in (options.keep_last, options.keep_every, options.best))
 
 
-def _keep(place: Place, options: argparse.Namespace) -> Keep | None:
+def _keep(place: CheckpointTarget, options: argparse.Namespace) -> Keep | None:
     """Return what to keep, by the options or else by the run's config. None: checkpoints are not removed."""
     if options.best is None and (options.metric or options.mode):
         raise UsageError("--metric and --mode say which checkpoints are the best", hint="add --best N")
@@ -492,7 +494,7 @@ def _surplus(found: Sequence[Path], keep: Keep, *, asked: bool) -> list[Removal]
     return [Removal(path, "not kept") for path in paths if _step(path) in steps and not path.is_symlink()]
 
 
-def _check_newest(place: Place, found: Sequence[Path]) -> None:
+def _check_newest(place: CheckpointTarget, found: Sequence[Path]) -> None:
     """Raise CheckpointError unless the newest checkpoint is sound, so that nothing is removed."""
     if not found:
         raise CheckpointError(f"{place.name} has no sound checkpoint, so nothing was removed")
@@ -517,7 +519,7 @@ def _newest_order(directory: Path) -> int:
 # export
 
 
-def _export(place: Place, options: argparse.Namespace) -> int:
+def _export(place: CheckpointTarget, options: argparse.Namespace) -> int:
     path = _of_step(place, options.step)[-1]
     from slurmtrain.checkpoint.export import check_output, export
 

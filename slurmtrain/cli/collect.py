@@ -9,9 +9,9 @@ from pathlib import Path
 
 from slurmtrain.cli.columns import GAP, print_table, terminal_width
 from slurmtrain.errors import UsageError
-from slurmtrain.launch.collect import Table
-from slurmtrain.launch.table_files import FORMATS, format_of, short, table_bytes, write_whole
-from slurmtrain.records import printable
+from slurmtrain.report.collect import Table
+from slurmtrain.report.table_files import FORMATS, format_of, short, table_bytes, write_whole
+from slurmtrain.system.records import printable
 
 LEFT_OUT_FIRST = ("run", "step", "state")
 
@@ -54,7 +54,7 @@ def print_collected(table: Table, options: argparse.Namespace) -> None:
     elif options.plot is None:
         _print(table)
     if options.plot is not None:
-        from slurmtrain.launch import plot
+        from slurmtrain.report import plot
 
         if options.plot == "-":
             print(plot.drawn_as_text(table), end="")

@@ -8,8 +8,8 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from slurmtrain.launch.progress import roughly
-from slurmtrain.launch.state import WAITING, RunState
+from slurmtrain.report.progress import roughly
+from slurmtrain.report.status import WAITING, RunState
 
 GAP = 3  # between two columns
 LEAST_ROOM = 30  # least width of the last column beside the others
@@ -50,17 +50,17 @@ def progress_sentence(now: RunState, clock: float) -> str | None:
 
 def remark(now: RunState) -> str:
     """Return what there is to say beyond the word for its state."""
-    return now.sentence if now.sentence != now.word else ""
+    return now.explanation if now.explanation != now.status else ""
 
 
 def urgency(now: RunState) -> int:
     """Return the sort key by which runs that run come first, then those that wait, then those that have ended."""
-    return 2 if not now.alive else int(now.word in WAITING)
+    return 2 if not now.alive else int(now.status in WAITING)
 
 
 def counts(found: Iterable[RunState]) -> dict[str, int]:
     """Count the runs in each state, the most frequent first."""
-    return dict(Counter(now.word for now in found).most_common())
+    return dict(Counter(now.status for now in found).most_common())
 
 
 def summary(by_word: dict[str, int]) -> str:
@@ -70,7 +70,7 @@ def summary(by_word: dict[str, int]) -> str:
 
 def doubts(found: Iterable[RunState]) -> list[str]:
     """Return the reasons why SLURM could not be asked, each once."""
-    return list(dict.fromkeys(now.doubt for now in found if now.doubt))
+    return list(dict.fromkeys(now.slurm_error for now in found if now.slurm_error))
 
 
 def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:

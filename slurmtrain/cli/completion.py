@@ -61,11 +61,11 @@ def _words_of(verb: str) -> list[str]:
 
 def _newest(*, sweeps: bool) -> list[str]:
     """Return the names of the newest runs, or of the newest sweeps."""
-    from slurmtrain import rundir
+    from slurmtrain.runs import lookup
 
-    root = rundir.runs_root()
+    root = lookup.runs_root()
     if sweeps:
-        from slurmtrain.launch.sweep import all_sweeps
+        from slurmtrain.sweep.folder import all_sweeps
 
         return [sweep.id for sweep in all_sweeps(root)][-NEWEST:]
-    return [run.id for run in rundir.all_runs(root)][-NEWEST:]
+    return [run.id for run in lookup.all_runs(root)][-NEWEST:]

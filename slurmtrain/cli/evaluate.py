@@ -8,16 +8,16 @@ import sys
 import time
 from pathlib import Path
 
-from slurmtrain import rundir
 from slurmtrain.checkpoint.commit import step_of
 from slurmtrain.cli.arguments import Parser
-from slurmtrain.cli.as_json import print_json
 from slurmtrain.cli.columns import print_table
+from slurmtrain.cli.json_output import print_json
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.evaluations import checkpoint_of, prepare, submit_due, submit_once
 from slurmtrain.launch.local import run_local
-from slurmtrain.launch.state import state
-from slurmtrain.rundir import RunDir
+from slurmtrain.report.status import state
+from slurmtrain.runs import lookup, ownership
+from slurmtrain.runs.run_dir import RunDir
 
 
 def main(verb: str, words: list[str]) -> int:
@@ -33,8 +33,8 @@ def main(verb: str, words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the answer as JSON, for a program")
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
     options = parser.parse_args([word for word in words if word not in overrides])
-    run_dir = rundir.find(options.run, rundir.runs_root())
-    rundir.require_own(run_dir)
+    run_dir = lookup.find(options.run, lookup.runs_root())
+    ownership.require_own(run_dir)
     if options.due:
         submit_due(run_dir, _say)
         return 0
@@ -59,7 +59,7 @@ def _start(evaluation: RunDir, *, submit: bool) -> int:
     now = state(evaluation)
     if now.alive and not submit:
         raise UsageError(
-            f"{evaluation.path.name} of this run is {now.word}: {now.sentence}", hint=f"status {evaluation.path}"
+            f"{evaluation.path.name} of this run is {now.status}: {now.explanation}", hint=f"status {evaluation.path}"
         )
     if submit:
         submit_once(evaluation, _say)

@@ -6,20 +6,20 @@ from dataclasses import asdict
 from typing import Any
 
 from slurmtrain.cli.arguments import Arguments
-from slurmtrain.cli.as_json import print_json
+from slurmtrain.cli.json_output import print_json
 from slurmtrain.cli.runs import print_table
 from slurmtrain.cli.submit import compose_and_validate
-from slurmtrain.config.layout import AXES, Layout, layout_of
+from slurmtrain.config.parallel_dims import AXES, ParallelDims, parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import UsageError
-from slurmtrain.launch.fits import laid_out
+from slurmtrain.launch.memory_check import laid_out
 from slurmtrain.planner.fit import StageMemory, check_fits, in_gb, memory_of
 
 
 def main(arguments: Arguments) -> int:
     """Run the verb and return its exit code."""
     config = compose_and_validate(arguments)
-    layout, laid = layout_of(config), "--memory" in arguments.options
+    layout, laid = parallel_dims_of(config), "--memory" in arguments.options
     if laid and config.job.kind != "train":
         raise UsageError(f"--memory is of the trainer's model, and job.kind is {config.job.kind!r}", hint="job=train")
     stages = laid_out(config) if laid else memory_of(config, layout)
@@ -53,7 +53,7 @@ def _print_memory(config: Config, stages: list[StageMemory]) -> int:
     return 0
 
 
-def _place(layout: Layout, rank: int, tasks_per_node: int) -> dict[str, Any]:
+def _place(layout: ParallelDims, rank: int, tasks_per_node: int) -> dict[str, Any]:
     """Return a rank as `layout --json` prints it; each group has the ranks that differ on one axis only."""
     node, local_rank = divmod(rank, tasks_per_node)
     return {
@@ -65,7 +65,7 @@ def _place(layout: Layout, rank: int, tasks_per_node: int) -> dict[str, Any]:
     }
 
 
-def _print_table(layout: Layout, places: list[dict[str, Any]]) -> None:
+def _print_table(layout: ParallelDims, places: list[dict[str, Any]]) -> None:
     """Print a row for each rank: its coordinate on every axis that is in use, and the ranks it shares that axis with."""
     axes = [axis for axis, size in zip(AXES, layout.shape, strict=True) if size > 1]
     rows = [

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from slurmtrain import records, rundir
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.errors import UsageError
-from slurmtrain.launch.state import WAITING, is_over, state
-from slurmtrain.rundir import RunDir
-from slurmtrain.runtime.attempts import read_attempt
-from slurmtrain.runtime.judge import Verdict, exit_code_of_run
+from slurmtrain.report.status import WAITING, is_over, state
+from slurmtrain.runs import lookup
+from slurmtrain.runs.attempts import read_attempt
+from slurmtrain.runs.outcome import Verdict, exit_code_of_run
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system import records
 
 FOLLOW_POLL_S = 0.2  # seconds between looks at a log: a shared file system has no event to await
 ASK_EVERY_S = 5.0  # the controller belongs to everybody
@@ -39,7 +40,7 @@ def main(verb: str, words: list[str]) -> int:
     )
     parser.add_argument("--attempt", type=int, metavar="N", help="default: the latest")
     options = parser.parse_args(words)
-    run_dir = rundir.find(options.run, rundir.runs_root())
+    run_dir = lookup.find(options.run, lookup.runs_root())
     numbers, attempt = run_dir.attempt_numbers(), options.attempt
     if attempt is not None and attempt not in numbers:
         raise UsageError(
@@ -189,7 +190,7 @@ def lines_as_they_come(
         if not ended and time.monotonic() - asked >= ASK_EVERY_S:
             now = state(run_dir)
             ended, asked = not now.alive, time.monotonic()
-            if now.word in (*WAITING, "starting") and said != (said := f"{now.word}: {now.sentence}"):
+            if now.status in (*WAITING, "starting") and said != (said := f"{now.status}: {now.explanation}"):
                 say(said)
         time.sleep(FOLLOW_POLL_S)
 
@@ -205,8 +206,8 @@ def follow_to_the_end(run_dir: RunDir) -> int:
         print(f"\nthe job goes on; come back with: logs {run_dir.id} -f")
         return 130
     now = state(run_dir)
-    print(f"run {run_dir.id}: {now.word}: {now.sentence}")
-    if now.word == "finished" or not now.attempts:
-        return 0 if now.word == "finished" else 1
+    print(f"run {run_dir.id}: {now.status}: {now.explanation}")
+    if now.status == "finished" or not now.attempts:
+        return 0 if now.status == "finished" else 1
     last = now.attempts[-1]
     return exit_code_of_run(last.verdict, last.reason, last.exit_code) or 1

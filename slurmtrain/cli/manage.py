@@ -9,19 +9,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from slurmtrain import rundir
 from slurmtrain.cli.arguments import Parser
-from slurmtrain.cli.as_json import print_json, run_object
 from slurmtrain.cli.checkpoints import format_size
 from slurmtrain.cli.columns import print_table
+from slurmtrain.cli.json_output import print_json, run_object
 from slurmtrain.cli.runs import runs_or_refuse, say_doubts, say_unreadable
 from slurmtrain.errors import UsageError
-from slurmtrain.launch import compare, prune
-from slurmtrain.launch.compare import MISSING, Comparison
-from slurmtrain.launch.state import states
-from slurmtrain.launch.table_files import short
-from slurmtrain.records import printable
-from slurmtrain.rundir import RunDir
+from slurmtrain.report import compare, prune
+from slurmtrain.report.compare import MISSING, Comparison
+from slurmtrain.report.status import states
+from slurmtrain.report.table_files import short
+from slurmtrain.runs import lookup
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system import files
+from slurmtrain.system.records import printable
 
 FILES_SHOWN = 10
 
@@ -82,9 +83,9 @@ def _parser(verb: str) -> Parser:
 
 
 def _list(options: argparse.Namespace) -> int:
-    runs = runs_or_refuse(rundir.runs_root())
+    runs = runs_or_refuse(lookup.runs_root())
     found = states(runs)
-    sizes = {run.id: rundir.disk_usage(run.path) for run in runs} if options.size else {}
+    sizes = {run.id: files.disk_usage(run.path) for run in runs} if options.size else {}
     if options.json:
         size = {run_id: {"size_bytes": size} for run_id, size in sizes.items()}
         print_json([{**run_object(run, found[run.id]), **size.get(run.id, {})} for run in runs])
@@ -92,8 +93,8 @@ def _list(options: argparse.Namespace) -> int:
     rows = []
     for run in runs:
         now = found[run.id]
-        row = [run.id, run.path.parent.name, now.word, "?" if now.step is None else str(now.step)]
-        created = run.info()["created"] if now.word != "unreadable" else None
+        row = [run.id, run.path.parent.name, now.status, "?" if now.step is None else str(now.step)]
+        created = run.info()["created"] if now.status != "unreadable" else None
         row += [str(len(now.attempts)), _date(created)]
         rows.append(row + ([format_size(sizes[run.id])] if options.size else []))
     print_table(["run", "name", "state", "step", "attempts", "created", *(["size"] if options.size else [])], rows)
@@ -111,8 +112,8 @@ def _date(seconds: float | None) -> str:
 def _compare(options: argparse.Namespace) -> int:
     if not (math.isfinite(options.tolerance) and options.tolerance >= 0):
         raise UsageError(f"--tolerance {options.tolerance:g} is no tolerance", hint="0, or a small number such as 1e-6")
-    root = rundir.runs_root()
-    a, b = rundir.find(options.a, root), rundir.find(options.b, root)
+    root = lookup.runs_root()
+    a, b = lookup.find(options.a, root), lookup.find(options.b, root)
     found = compare.compare(a, b, tolerance=options.tolerance, weights=options.weights)
     if options.json:
         print_json(_comparison_object(a, b, found, options.tolerance))
@@ -262,9 +263,9 @@ def _prune(options: argparse.Namespace) -> int:
     days = options.older_than or 0.0
     if not (math.isfinite(days) and days >= 0):
         raise UsageError(f"--older-than {days:g} is no number of days", hint="such as 30, or 0.5 for twelve hours")
-    say_unreadable(rundir.runs_root())
+    say_unreadable(lookup.runs_root())
     decided = prune.plan(
-        rundir.runs_root(),
+        lookup.runs_root(),
         now=time.time(),
         words=options.state or prune.ENDED,
         older_than_s=days * 86400,

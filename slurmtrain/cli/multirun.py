@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from slurmtrain.cli.arguments import Arguments
-from slurmtrain.cli.as_json import print_json
 from slurmtrain.cli.columns import counts, summary
+from slurmtrain.cli.json_output import print_json
 from slurmtrain.cli.submit import awaited_runs, client_of, say, say_unless_awaited
 from slurmtrain.config.compose import Primary, search_folders
-from slurmtrain.config.points import Grid, check, composing, naming_point
 from slurmtrain.config.schema import Config
-from slurmtrain.data.prepared_config import check_prepared
+from slurmtrain.data.sources.config_check import check_prepared
 from slurmtrain.errors import EXIT_REQUEUE, UsageError
-from slurmtrain.launch import sweep as sweeps
-from slurmtrain.launch.draft import draft_of, preview
-from slurmtrain.launch.fits import check_memory
-from slurmtrain.launch.here import alone, run_here
+from slurmtrain.launch.memory_check import check_memory
 from slurmtrain.launch.named_paths import check_named_paths
-from slurmtrain.launch.sweep import Sweep
-from slurmtrain.launch.sweep_folder import find_same, make
-from slurmtrain.launch.sweep_jobs import check_submitted, submit_arrays
-from slurmtrain.launch.throttle import throttle
-from slurmtrain.paths import current_folder
 from slurmtrain.planner.fit import check_fits, share_of_gpu
-from slurmtrain.runtime.slurm import SlurmClient
+from slurmtrain.runs.sweep_dir import Sweep
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.sweep import folder as sweeps
+from slurmtrain.sweep.create import create_sweep, find_same
+from slurmtrain.sweep.jobs import check_submitted, submit_arrays
+from slurmtrain.sweep.local import alone, run_here
+from slurmtrain.sweep.plan import plan_sweep, preview
+from slurmtrain.sweep.points import Grid, check, composing, naming_point
+from slurmtrain.sweep.throttle import throttle
+from slurmtrain.system.paths import current_folder
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"  # Hydra's own: choices and nothing else
 
@@ -50,7 +50,7 @@ def submit(arguments: Arguments) -> int:
                 "nothing varies, so this is a sweep of one run; choices are written key=1,2, and a single run needs no -m"
             )
         dry = "--dry-run" in options
-        draft = draft_of(_fitting(check(composer, grid), grid, later="--after" in options, dry=dry), cwd)
+        draft = plan_sweep(_fitting(check(composer, grid), grid, later="--after" in options, dry=dry), cwd)
     after = awaited_runs(draft.first, options)
     if "--dry-run" in options:
         return _dry_run(grid, preview(draft, cwd, parallelism, after))
@@ -59,7 +59,7 @@ def submit(arguments: Arguments) -> int:
     sweep = None if "--again" in options else find_same(draft)
     there = sweep is not None
     if sweep is None:
-        sweep = make(
+        sweep = create_sweep(
             draft,
             grid.varied,
             arguments.overrides,
@@ -136,7 +136,7 @@ def run_on_this_machine(sweep: Sweep, at_once: int, *, as_json: bool) -> int:
         print(f"sweep {sweep.id} of {sweep.point_count()} points\n  {sweep.path}", flush=True)
     with alone(sweep):
         now = sweeps.states_of(sweep)
-        unfinished = [run_id for run_id, its in now.items() if its.word not in DONE_WITH and not its.alive]
+        unfinished = [run_id for run_id, its in now.items() if its.status not in DONE_WITH and not its.alive]
         to_the_end = run_here(sweep, unfinished, at_once, say, show=at_once == 1 and not as_json)
     states = counts(sweeps.states_of(sweep).values())
     if as_json:

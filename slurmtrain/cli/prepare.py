@@ -7,8 +7,8 @@ from pathlib import Path
 from slurmtrain.cli.arguments import Arguments
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_REQUEUE, UsageError
-from slurmtrain.paths import current_folder
-from slurmtrain.runtime import signals
+from slurmtrain.system import signals
+from slurmtrain.system.paths import current_folder
 
 
 def main(arguments: Arguments) -> int:
@@ -24,12 +24,12 @@ def main(arguments: Arguments) -> int:
 
 
 def _prepare(config: Config, stop: signals.StopSignals) -> int:
-    from slurmtrain.data.prepare.crew import work
     from slurmtrain.data.prepare.finish import finish
     from slurmtrain.data.prepare.plan import agree_on, make_plan
-    from slurmtrain.observe.preparing import Preparing
-    from slurmtrain.runtime.environment import Environment
-    from slurmtrain.runtime.prepare import share_of, summary, workers_of
+    from slurmtrain.data.prepare.worker_pool import work
+    from slurmtrain.observe.prepare_progress import Preparing
+    from slurmtrain.runtime.jobs.prepare import share_of, summary, workers_of
+    from slurmtrain.slurm.environment import Environment
 
     environment = Environment.detect()
     plan = make_plan(config.prepare)
@@ -55,7 +55,7 @@ def _prepare(config: Config, stop: signals.StopSignals) -> int:
 
 
 def _verify(arguments: Arguments) -> int:
-    from slurmtrain.data.manifest import read_manifest
+    from slurmtrain.data.format.manifest import read_manifest
     from slurmtrain.data.prepare.verify import verify
 
     word, *folders = arguments.positionals

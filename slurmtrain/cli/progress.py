@@ -9,9 +9,9 @@ from pathlib import Path
 
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.errors import UsageError
-from slurmtrain.records import append_line
-from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
-from slurmtrain.runtime import attempts
+from slurmtrain.runs import attempts
+from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from slurmtrain.system.records import append_line
 
 
 def main(verb: str, words: list[str]) -> int:

@@ -12,9 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from slurmtrain import rundir
 from slurmtrain.cli.arguments import Parser
-from slurmtrain.cli.as_json import evaluation_object, print_json, run_object
 from slurmtrain.cli.columns import (
     PROGRESS,
     counts,
@@ -29,15 +27,17 @@ from slurmtrain.cli.columns import (
     terminal_width,
     urgency,
 )
+from slurmtrain.cli.json_output import evaluation_object, print_json, run_object
 from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, watch
 from slurmtrain.errors import ClusterError, UnreadableRecord, UsageError
-from slurmtrain.launch.claims import Owner, claimed, is_claimed
-from slurmtrain.launch.state import WAITING, RunState, process_lives, state, states
-from slurmtrain.paths import current_folder
-from slurmtrain.records import printable
-from slurmtrain.rundir import RunDir
-from slurmtrain.runtime.attempts import Attempt, reopen, write_request
-from slurmtrain.runtime.slurm import SlurmClient
+from slurmtrain.report.status import WAITING, RunState, process_lives, state, states
+from slurmtrain.runs import lookup, ownership
+from slurmtrain.runs.attempts import Attempt, reopen, write_request
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.system.file_claims import Owner, claimed, is_claimed
+from slurmtrain.system.paths import current_folder
+from slurmtrain.system.records import printable
 
 HEADER = ("run", "name", "state", *PROGRESS, "attempts", "")
 OVERRIDE = re.compile(r"[+~]{0,2}\w[\w.@-]*=")  # not a path with a = in it
@@ -70,11 +70,11 @@ def main(verb: str, words: list[str]) -> int:
         )
         words = _with_each_set(words)
     options = parser.parse_args(words)
-    root = rundir.runs_root()
+    root = lookup.runs_root()
     if verb == "status":
         return _status(options, root)
-    run_dir = rundir.find(options.run, root)
-    rundir.require_own(run_dir)
+    run_dir = lookup.find(options.run, root)
+    ownership.require_own(run_dir)
     run_dir.info(whole=True)
     if verb == "resume" and options.json and run_dir.info()["backend"] == "local":
         raise UsageError(f"--json: run {run_dir.id} is resumed here, in the foreground, and shows its output")
@@ -115,7 +115,7 @@ def _with_each_set(words: Sequence[str]) -> list[str]:
 
 def _status(options: argparse.Namespace, root: Path) -> int:
     check_watch_options(options)
-    run_dir = rundir.find(options.run, root) if options.run is not None else None
+    run_dir = lookup.find(options.run, root) if options.run is not None else None
     if options.watch and run_dir is None:
         runs_or_refuse(root)
     if options.watch:
@@ -135,12 +135,12 @@ def _all(root: Path, *, as_json: bool) -> int:
 
 
 def _row(run: RunDir, now: RunState) -> list[str]:
-    return [run.id, run.path.parent.name, now.word, *progress_cells(now), str(len(now.attempts)), remark(now)]
+    return [run.id, run.path.parent.name, now.status, *progress_cells(now), str(len(now.attempts)), remark(now)]
 
 
 def _view(root: Path) -> View:
     """Return all runs, first those that run, then those that wait, then those that have ended; the newest of each first."""
-    runs = rundir.all_runs(root)
+    runs = lookup.all_runs(root)
     found = states(runs)
     runs.sort(key=lambda run: run.id, reverse=True)
     runs.sort(key=lambda run: urgency(found[run.id]))
@@ -155,16 +155,16 @@ def runs_or_refuse(root: Path) -> list[RunDir]:
     Raises:
         UsageError: there are none.
     """
-    runs = rundir.all_runs(root)
+    runs = lookup.all_runs(root)
     say_unreadable(root)
     if not runs:
-        raise rundir.nothing_under(root, "runs")
+        raise lookup.nothing_under(root, "runs")
     return runs
 
 
 def say_unreadable(root: Path) -> None:
     """Print how many folders are left out because they belong to another user."""
-    closed = rundir.unreadable(root)
+    closed = lookup.unreadable(root)
     if closed:
         what = "1 folder is" if len(closed) == 1 else f"{len(closed)} folders are"
         first = printable(str(closed[0]))
@@ -175,8 +175,8 @@ def _one(run_dir: RunDir, *, as_json: bool) -> int:
     evaluations = run_dir.all_evaluations()
     found = states([run_dir, *evaluations])
     now = found[run_dir.id]
-    if now.word == "unreadable":
-        raise UnreadableRecord(now.sentence)
+    if now.status == "unreadable":
+        raise UnreadableRecord(now.explanation)
     if as_json:
         objects = [evaluation_object(each, found[each.id]) for each in evaluations]
         print_json({**run_object(run_dir, now), "evaluations": objects})
@@ -200,10 +200,10 @@ def _tables(evaluations: Sequence[RunDir], found: Mapping[str, RunState], now: R
 
 
 def _evaluation_row(evaluation: RunDir, now: RunState) -> list[str]:
-    found = evaluation.measured() if now.word != "unreadable" else {}
+    found = evaluation.measured() if now.status != "unreadable" else {}
     losses = {name: value for name, value in found.items() if name.endswith("_loss")}
     measured = ", ".join(f"{name} {value:.4f}" for name, value in losses.items())
-    return [evaluation.path.name, now.job_id or "-", now.word, measured or "-", now.sentence]
+    return [evaluation.path.name, now.job_id or "-", now.status, measured or "-", now.explanation]
 
 
 def _view_of(run_dir: RunDir) -> View:
@@ -220,8 +220,8 @@ def _lines(run_dir: RunDir, now: RunState) -> list[str]:
     info, progress = run_dir.info(), progress_sentence(now, time.time())
     jobs = f" as job {', '.join(info['job_ids'])}" if info["job_ids"] else ""
     return [
-        f"run {run_dir.id} ({one_line(info['name'])}): {now.word}",
-        f"  {printable(now.sentence)}",
+        f"run {run_dir.id} ({one_line(info['name'])}): {now.status}",
+        f"  {printable(now.explanation)}",
         *([f"  {progress}"] if progress else []),
         f"  submitted {_time(info['created'])} by {one_line(info['user'])} on {one_line(info['host'])}{jobs}",
         f"  overrides: {one_line(' '.join(info['overrides'])) or 'none'}",
@@ -236,7 +236,7 @@ def say_doubts(found: Iterable[RunState]) -> None:
 
 
 def _attempt_row(attempt: Attempt, now: RunState) -> list[str]:
-    waits = now.word in WAITING
+    waits = now.status in WAITING
     current = attempt is now.attempts[-1] and now.alive and not waits and attempt.ended is None
     last = now.step if current else attempt.last_step
     end = attempt.ended or (time.time() if current else None)
@@ -248,7 +248,7 @@ def _attempt_row(attempt: Attempt, now: RunState) -> list[str]:
         f"{end - attempt.started:.0f} s" if end and attempt.started else "-",
         nodes or "-",
         f"{_number(attempt.first_step)}-{_number(last)}",
-        attempt.reason or (now.word if current else "?"),
+        attempt.reason or (now.status if current else "?"),
         attempt.sentence or "",
     ]
 
@@ -272,12 +272,12 @@ def _cancel_one(run_dir: RunDir) -> str:
     others = [job for job in _jobs_in_queue(run_dir, now) if job not in (now.job_id, *now.following)]
     if now.queued_again:
         _client(run_dir).cancel(_job_id(now), *others)
-        return f"run {run_dir.id} has ended: {now.word}; its job {now.job_id} is taken out of the queue"
+        return f"run {run_dir.id} has ended: {now.status}; its job {now.job_id} is taken out of the queue"
     if others and not (now.alive and now.own_job and not now.packed):
         with _asking(run_dir, "cancel"):
             _client(run_dir).cancel(*others)
     if not now.alive and not others:
-        return f"run {run_dir.id} is not running: {now.sentence}"
+        return f"run {run_dir.id} is not running: {now.explanation}"
     if not now.alive:
         pass
     elif _is_local(run_dir, now) or not now.own_job:
@@ -295,7 +295,7 @@ def _cancel_one(run_dir: RunDir) -> str:
 
 def _jobs_in_queue(run_dir: RunDir, now: RunState) -> list[str]:
     """Return all jobs of the run that SLURM still has; none if it has no jobs, or SLURM cannot be asked."""
-    if run_dir.info()["backend"] == "local" or now.doubt is not None:
+    if run_dir.info()["backend"] == "local" or now.slurm_error is not None:
         return []
     from slurmtrain.launch.own_jobs import in_queue
 
@@ -306,7 +306,7 @@ def _cancel_in_pack(run_dir: RunDir, now: RunState) -> None:
     """End this run, but not the others of its job. A run that waits is left out when the job starts (again)."""
     _refuse_while_setting_up(run_dir, now)
     with _asking(run_dir, "cancel"):
-        if now.word in ("running", "unknown"):
+        if now.status in ("running", "unknown"):
             _client(run_dir).signal(_step_id(now), "TERM")
 
 
@@ -314,24 +314,24 @@ def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> str:
     """Stop a running job for `preempt` or `requeue`, with the signal of a preemption or the early warning."""
     now = state(run_dir)
     if not now.alive:
-        raise ClusterError(f"run {run_dir.id} is not running: {now.sentence}", hint=f"resume {run_dir.id}")
-    if now.word in WAITING:
+        raise ClusterError(f"run {run_dir.id} is not running: {now.explanation}", hint=f"resume {run_dir.id}")
+    if now.status in WAITING:
         if action == "preempt":
             raise ClusterError(
-                f"run {run_dir.id} is not running but {now.word}", hint=f"requeue {run_dir.id} starts it now"
+                f"run {run_dir.id} is not running but {now.status}", hint=f"requeue {run_dir.id} starts it now"
             )
-        if now.word == "held":
+        if now.status == "held":
             _client(run_dir).release(_job_id(now))
         _client(run_dir).start_now(_job_id(now))
         return f"run {run_dir.id} is asked to start now"
     _refuse_while_setting_up(run_dir, now)
-    if now.word == "suspended":
+    if now.status == "suspended":
         raise ClusterError(
-            f"run {run_dir.id} is suspended, so it cannot save now: {now.sentence}",
+            f"run {run_dir.id} is suspended, so it cannot save now: {now.explanation}",
             hint=f"`cancel {run_dir.id}` ends it",
         )
-    if now.word == "stopping":
-        raise ClusterError(f"run {run_dir.id} is leaving already: {now.sentence}", hint=f"status {run_dir.id}")
+    if now.status == "stopping":
+        raise ClusterError(f"run {run_dir.id} is leaving already: {now.explanation}", hint=f"status {run_dir.id}")
     next_step, asked = _next_step(run_dir, now), time.time()
     if _is_local(run_dir, now) or not now.own_job:
         _signal_rank_0(run_dir, now, action, signal.SIGTERM if name == "TERM" else signal.SIGUSR2)
@@ -354,7 +354,7 @@ def _how_long_leaving_took(run_dir: RunDir, now: RunState, asked: float) -> list
     Return nothing if SLURM does not say how long a preempted job may take.
     """
     from slurmtrain.config.compose import load_frozen
-    from slurmtrain.launch.leaving import leaving_sentence, time_to_leave, wait_until_left
+    from slurmtrain.report.leaving_time import leaving_sentence, time_to_leave, wait_until_left
 
     cluster = load_frozen(run_dir.config_file, with_secrets=False).cluster
     times = _client(run_dir).preemption_times(cluster.partition, cluster.qos)
@@ -368,9 +368,9 @@ def _how_long_leaving_took(run_dir: RunDir, now: RunState, asked: float) -> list
 
 def _refuse_while_setting_up(run_dir: RunDir, now: RunState) -> None:
     """Raise ClusterError if a signal would reach nobody, or a shell that ignores it."""
-    if now.word == "starting":
+    if now.status == "starting":
         raise ClusterError(
-            f"run {run_dir.id} is still setting up: {now.sentence}",
+            f"run {run_dir.id} is still setting up: {now.explanation}",
             hint=f"try again when `status {run_dir.id}` shows steps",
         )
 
@@ -381,8 +381,8 @@ def _step_id(now: RunState) -> str:
     Raises:
         ClusterError: it cannot be known whether the run is running.
     """
-    if now.doubt is not None:
-        raise ClusterError(f"SLURM cannot be asked: {now.doubt}", hint="try again later")
+    if now.slurm_error is not None:
+        raise ClusterError(f"SLURM cannot be asked: {now.slurm_error}", hint="try again later")
     step_id = now.attempts[-1].step_id
     assert step_id is not None  # rank 0 writes it down before the run is called running
     return step_id
@@ -390,7 +390,7 @@ def _step_id(now: RunState) -> str:
 
 @contextlib.contextmanager
 def _asking(run_dir: RunDir, action: str) -> Iterator[None]:
-    """Leave the request for `settle` to find, and remove it again if it could not be passed on."""
+    """Leave the request for `finish-attempt` to find, and remove it again if it could not be passed on."""
     write_request(run_dir, action)
     try:
         yield
@@ -438,7 +438,7 @@ def _signal_rank_0(run_dir: RunDir, now: RunState, action: str, number: int) -> 
     last = now.attempts[-1] if now.attempts else None
     if last is None or last.pid is None or last.ended is not None:
         raise ClusterError(
-            f"run {run_dir.id} is still setting up: {now.sentence}",
+            f"run {run_dir.id} is still setting up: {now.explanation}",
             hint=f"try again when `status {run_dir.id}` shows steps",
         )
     if not process_lives(last):
@@ -487,7 +487,7 @@ def _alone(run_dir: RunDir) -> Iterator[None]:
 
 def _claimed_folder(run_dir: RunDir) -> Path:
     """Return the folder of the claim to resume the run: that of all runs of a sweep, which `sweep retry` resumes together."""
-    in_sweep = rundir.is_sweep(run_dir.path.parent) and run_dir.info()["backend"] == "slurm"
+    in_sweep = lookup.is_sweep(run_dir.path.parent) and run_dir.info()["backend"] == "slurm"
     return run_dir.path.parent / "arrays" if in_sweep else run_dir.path
 
 
@@ -495,8 +495,8 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
     now = state(run_dir)
     if now.alive:
         raise ClusterError(
-            f"run {run_dir.id} has not ended: {now.word}, {now.sentence}",
-            hint=_way_out(run_dir, now) if now.word == "unknown" else f"requeue {run_dir.id} restarts it",
+            f"run {run_dir.id} has not ended: {now.status}, {now.explanation}",
+            hint=_way_out(run_dir, now) if now.status == "unknown" else f"requeue {run_dir.id} restarts it",
         )
     before = [job for job in run_dir.info()["job_ids"] if job != now.job_id]
     left = [job for job in _jobs_in_queue(run_dir, now) if job in before]
@@ -505,13 +505,13 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
             f"run {run_dir.id} has ended in its latest job, but an earlier one, {left[0]}, is still in the queue",
             hint=f"cancel {run_dir.id} takes it out",
         )
-    finished = now.word == "finished"
+    finished = now.status == "finished"
     if finished and (overrides or code):
         _check_lengthened(run_dir, now, overrides)
     elif finished:
         return f"run {run_dir.id} is finished: there is nothing to resume"
-    if rundir.is_sweep(run_dir.path.parent):
-        from slurmtrain.launch.sweep import check_not_planned
+    if lookup.is_sweep(run_dir.path.parent):
+        from slurmtrain.sweep.folder import check_not_planned
 
         check_not_planned(run_dir)
     from slurmtrain.launch.changes import change, undo_unfinished
@@ -527,10 +527,10 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
         from slurmtrain.launch.local import run_local
 
         return run_local(run_dir, lambda text: print(f"slurmtrain: {text}", flush=True))
-    from slurmtrain.launch import again
+    from slurmtrain.launch import resubmit
 
     try:
-        job_ids = again.resume(run_dir, _client(run_dir))
+        job_ids = resubmit.resume(run_dir, _client(run_dir))
     except KeyboardInterrupt:
         from slurmtrain.launch.submit import interrupted
 
@@ -555,7 +555,7 @@ def _check_lengthened(run_dir: RunDir, now: RunState, overrides: Sequence[str]) 
         and done is not None
         and changed(config, overrides, current_folder()).train.steps > done
     )
-    if not more or rundir.is_sweep(run_dir.path.parent):
+    if not more or lookup.is_sweep(run_dir.path.parent):
         raise UsageError(
             f"run {run_dir.id} is finished, so nothing of it is changed, unless it trains on: --set train.steps=MORE",
             hint="that is for runs of the trainer by themselves; of others, submit a run with more train.steps and "

@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 from slurmtrain.cli.arguments import Parser
-from slurmtrain.cli.as_json import print_json
+from slurmtrain.cli.json_output import print_json
 from slurmtrain.errors import ClusterError
-from slurmtrain.launch.sandbox import Sandbox, SandboxSpec, default_directory, find, up
-from slurmtrain.launch.sandbox.spec import PREEMPT_MODES
-from slurmtrain.runtime.slurm import programs_beside
+from slurmtrain.sandbox import Sandbox, SandboxSpec, default_directory, find, up
+from slurmtrain.sandbox.spec import PREEMPT_MODES
+from slurmtrain.slurm.client import programs_beside
 
 PROG = "python -m slurmtrain sandbox"
 

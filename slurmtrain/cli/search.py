@@ -8,16 +8,16 @@ import sys
 from collections.abc import Iterator
 
 from slurmtrain.cli.arguments import Arguments
-from slurmtrain.cli.as_json import print_json
+from slurmtrain.cli.json_output import print_json
 from slurmtrain.cli.submit import awaited_runs, client_of, say, say_unless_awaited
-from slurmtrain.config.points import Composer
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import UsageError
-from slurmtrain.launch.draft import Draft
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.launch.open_sweep import open_sweep
-from slurmtrain.launch.search import RunFailed, Search, identity_text, seeds
-from slurmtrain.paths import current_folder
+from slurmtrain.sweep.adaptive import open_sweep
+from slurmtrain.sweep.plan import SweepPlan
+from slurmtrain.sweep.points import Composer
+from slurmtrain.sweep.search import RunFailed, Search, identity_text, seeds
+from slurmtrain.system.paths import current_folder
 
 
 def search(composer: Composer, arguments: Arguments, parallelism: int | None) -> int:
@@ -40,7 +40,7 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
     choices, sweeper = composer.choices(overrides), composer.sweeper(overrides)
     identity = identity_text(base, sweeper, choices)
     opened = open_sweep(
-        Draft(base, search=identity),
+        SweepPlan(base, search=identity),
         overrides,
         client,
         parallelism=parallelism,

@@ -8,28 +8,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurmtrain import rundir
 from slurmtrain.cli.arguments import Arguments
-from slurmtrain.cli.as_json import print_json
+from slurmtrain.cli.json_output import print_json
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
-from slurmtrain.data.prepared_config import check_prepared
+from slurmtrain.data.sources.config_check import check_prepared
 from slurmtrain.errors import UsageError
-from slurmtrain.launch.again import submit_links
-from slurmtrain.launch.fits import check_memory
-from slurmtrain.launch.handover import Refused
+from slurmtrain.launch.memory_check import check_memory
 from slurmtrain.launch.named_paths import check_named_paths
+from slurmtrain.launch.resubmit import submit_links
 from slurmtrain.launch.submit import check_slurm_is_here, dry_run, interrupted, preparing, slurm_conf_of, submit
-from slurmtrain.launch.timeplan import look_ahead
-from slurmtrain.paths import current_folder
+from slurmtrain.launch.submit_once import Refused
+from slurmtrain.launch.time_limit_check import look_ahead
 from slurmtrain.planner.fit import check_fits
-from slurmtrain.rundir import RunDir
-from slurmtrain.runtime.attempts import write_request
-from slurmtrain.runtime.slurm import SlurmClient
+from slurmtrain.runs import lookup
+from slurmtrain.runs.attempts import write_request
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.system.paths import current_folder
 
 if TYPE_CHECKING:
-    from slurmtrain.launch.sweep import Sweep
+    from slurmtrain.runs.sweep_dir import Sweep
 
 
 def main(arguments: Arguments) -> int:
@@ -76,23 +76,23 @@ def compose_and_validate(arguments: Arguments) -> Config:
 
 def starting_after(config: Config, runs: str) -> Config:
     """Return what `launch.after.starting_after` does; raise for cluster=local."""
-    from slurmtrain.launch import after
+    from slurmtrain.launch import dependencies
 
     if config.cluster.backend == "local":
         raise UsageError(
             "--after is for jobs of SLURM, and cluster=local has no queue", hint="submit when it has finished"
         )
-    return after.starting_after(config, runs, rundir.runs_root())
+    return dependencies.starting_after(config, runs, lookup.runs_root())
 
 
 def awaited_runs(config: Config, options: Mapping[str, str]) -> list[RunDir]:
     """Return the runs of --after. Errors in them are raised before anything is created."""
     if "--after" not in options:
         return []
-    from slurmtrain.launch import after
+    from slurmtrain.launch import dependencies
 
     starting_after(config, options["--after"])
-    return after.find_runs(options["--after"], rundir.runs_root())
+    return dependencies.find_runs(options["--after"], lookup.runs_root())
 
 
 def say_unless_awaited(after: Sequence[RunDir], sweep: Sweep) -> None:
@@ -111,10 +111,10 @@ def client_of(config: Config) -> SlurmClient:
 
 
 def _check_not_in_vain(run_dir: RunDir, runs: str, client: SlurmClient) -> None:
-    from slurmtrain.launch.after import check_again
+    from slurmtrain.launch.dependencies import check_again
 
     try:
-        check_again(runs, rundir.runs_root(), client)
+        check_again(runs, lookup.runs_root(), client)
     except UsageError:
         write_request(run_dir, "cancel")
         client.cancel(*reversed(run_dir.info()["job_ids"]))
@@ -138,7 +138,7 @@ def _submit(config: Config, arguments: Arguments) -> int:
         print_json({"run": run_dir.id, "path": str(run_dir.path), "job_ids": run_dir.info()["job_ids"]})
         return 0
     print(f"submitted run {run_dir.id} as job {job_id}\n  {run_dir.path}")
-    run = rundir.reference(run_dir)
+    run = lookup.reference(run_dir)
     print(f"  status {run}   logs {run} -f   cancel {run}" + ("   (or: last)" if run == run_dir.id else ""))
     if "--follow" not in arguments.options:
         return 0

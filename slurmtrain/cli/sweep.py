@@ -7,9 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from slurmtrain import rundir
 from slurmtrain.cli.arguments import Parser
-from slurmtrain.cli.as_json import point_object, print_json
 from slurmtrain.cli.collect import add_collect_options, print_collected
 from slurmtrain.cli.columns import (
     PROGRESS,
@@ -23,19 +21,22 @@ from slurmtrain.cli.columns import (
     terminal_width,
     urgency,
 )
+from slurmtrain.cli.json_output import point_object, print_json
 from slurmtrain.cli.multirun import run_on_this_machine
 from slurmtrain.cli.runs import say_doubts, say_unreadable
 from slurmtrain.cli.submit import say
 from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, watch
 from slurmtrain.errors import ClusterError, UsageError
-from slurmtrain.launch import collect, sweep_jobs
-from slurmtrain.launch import sweep as sweeps
-from slurmtrain.launch.claims import is_claimed
-from slurmtrain.launch.progress import eta_of_all, lowest, roughly
-from slurmtrain.launch.state import RunState
-from slurmtrain.launch.sweep import Point, Sweep
-from slurmtrain.launch.sweep_jobs import add_retry, check_submitted, submit_arrays
-from slurmtrain.rundir import RunDir
+from slurmtrain.report import collect
+from slurmtrain.report.progress import eta_of_all, lowest, roughly
+from slurmtrain.report.status import RunState
+from slurmtrain.runs import lookup
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.sweep_dir import Point, Sweep
+from slurmtrain.sweep import folder as sweeps
+from slurmtrain.sweep import jobs
+from slurmtrain.sweep.jobs import add_retry, check_submitted, submit_arrays
+from slurmtrain.system.file_claims import is_claimed
 
 
 def main(verb: str, words: list[str]) -> int:
@@ -59,7 +60,7 @@ def main(verb: str, words: list[str]) -> int:
         if name == "status":
             add_watch_options(action)
     options = parser.parse_args(words)
-    runs = rundir.runs_root()
+    runs = lookup.runs_root()
     if options.action == "list":
         return _list(runs, as_json=options.json)
     sweep = sweeps.find(options.sweep, runs)
@@ -135,7 +136,7 @@ def _row(point: Point, now: RunState) -> list[str]:
     return [
         str(point.number),
         *point.varied.values(),
-        now.word,
+        now.status,
         *progress_cells(now),
         attempts,
         point.run_id,
@@ -145,9 +146,9 @@ def _row(point: Point, now: RunState) -> list[str]:
 
 def _headline(sweep: Sweep, points: Sequence[Point], now: dict[str, RunState]) -> str:
     """Return the number of points in each state, the time left for all of them, and the best loss so far."""
-    running = [state.progress for state in now.values() if state.word == "running"]
+    running = [state.progress for state in now.values() if state.status == "running"]
     # Prepared runs are started later on this machine, or when there is room for more jobs.
-    waiting = [each for each in now.values() if each.word == "prepared" or (each.alive and each.word != "running")]
+    waiting = [each for each in now.values() if each.status == "prepared" or (each.alive and each.status != "running")]
     words = [f"{sweep.id}: {summary(counts(now.values())) or 'no points yet'}"]
     eta_s = eta_of_all([each.progress for each in waiting], running)
     if eta_s is not None:
@@ -163,7 +164,7 @@ def _headline(sweep: Sweep, points: Sequence[Point], now: dict[str, RunState]) -
 def _collect(sweep: Sweep, options: argparse.Namespace) -> int:
     now = sweeps.states_of(sweep)
     points = [
-        collect.Point(point.number, point.varied, _run_dir_of(sweep, point), now[point.run_id].word)
+        collect.Point(point.number, point.varied, _run_dir_of(sweep, point), now[point.run_id].status)
         for point in sweep.points()
     ]
     print_collected(collect.table_of(points, metric=options.metric, mode=options.mode), options)
@@ -196,7 +197,7 @@ def _cancel(sweep: Sweep, *, as_json: bool) -> int:
         raise ClusterError(
             f"{sweep.id} runs in the foreground, if at all", hint="Ctrl-C there; cancel RUN ends a single point"
         )
-    count = sweep_jobs.cancel(sweep, sweeps.client_of(sweep))
+    count = jobs.cancel(sweep, sweeps.client_of(sweep))
     if as_json:
         print_json({"sweep": sweep.id, "cancelled": count})
     else:

@@ -6,16 +6,17 @@ from pathlib import Path
 
 from slurmtrain.cli.arguments import Arguments
 from slurmtrain.errors import UsageError
-from slurmtrain.runtime import signals
-from slurmtrain.runtime.environment import Environment
+from slurmtrain.slurm.environment import Environment
+from slurmtrain.system import signals
 
 
 def main(arguments: Arguments) -> int:
     """Run this process as a rank of a training job; it does not return."""
     signals.arm()
-    from slurmtrain import rundir
-    from slurmtrain.paths import located
+
+    from slurmtrain.runs.run_dir import RunDir
     from slurmtrain.runtime import main as runtime
+    from slurmtrain.system.paths import located
 
     if arguments.positionals:
         if len(arguments.positionals) > 1 or arguments.overrides:
@@ -24,20 +25,20 @@ def main(arguments: Arguments) -> int:
                 hint="without a run directory, overrides are welcome: key=value train",
             )
         path = Path(arguments.positionals[0])
-        run_dir = rundir.RunDir(located(path))
+        run_dir = RunDir(located(path))
         run_dir.info()
         runtime.run_submitted(run_dir)
 
     from slurmtrain.cli.submit import compose_and_validate
     from slurmtrain.launch.submit import preparing
-    from slurmtrain.paths import current_folder
+    from slurmtrain.system.paths import current_folder
 
     explicit = any(word.split("=")[0] in ("cluster.nodes", "cluster.tasks_per_node") for word in arguments.overrides)
     if not explicit:
         arguments.overrides.extend(_overrides_from(Environment.detect(), arguments.overrides))
     config = compose_and_validate(arguments)
 
-    def create() -> rundir.RunDir:
+    def create() -> RunDir:
         with preparing(config, arguments.overrides, current_folder()) as run_dir:
             return run_dir
 

@@ -251,19 +251,30 @@ VERBS: dict[str, Verb] = {
         "Show a page of the manual, on a terminal in a pager; without TOPIC list the topics.",
         examples=("help requeue", "help troubleshooting | less"),
     ),
-    "settle": Verb(
-        "settle RUN_DIRECTORY ...", "for the batch script: judge an attempt", "slurmtrain.cli.settle", hidden=True
+    "finish-attempt": Verb(
+        "finish-attempt RUN_DIRECTORY ...",
+        "for the batch script: record how an attempt has ended, and say what comes next",
+        "slurmtrain.cli.batch.finish_attempt",
+        hidden=True,
     ),
     "hook": Verb(
         "hook RUN_DIRECTORY ...",
         "for the batch script: tell the person's command how an attempt has ended",
-        "slurmtrain.cli.hook",
+        "slurmtrain.cli.batch.hook",
         hidden=True,
     ),
-    "begin": Verb(
-        "begin RUN_DIRECTORY", "for the batch script: is there anything left to do", "slurmtrain.cli.again", hidden=True
+    "begin-attempt": Verb(
+        "begin-attempt RUN_DIRECTORY",
+        "for the batch script: is there anything left to do",
+        "slurmtrain.cli.batch.begin_attempt",
+        hidden=True,
     ),
-    "again": Verb(
-        "again RUN_DIRECTORY ...", "for the batch script: submit the next job", "slurmtrain.cli.again", hidden=True
+    "resubmit": Verb(
+        "resubmit RUN_DIRECTORY ...",
+        "for the batch script: submit the next job",
+        "slurmtrain.cli.batch.resubmit",
+        hidden=True,
     ),
 }
+# The batch scripts of runs that earlier versions have submitted call them by these names.
+VERBS |= {"settle": VERBS["finish-attempt"], "begin": VERBS["begin-attempt"], "again": VERBS["resubmit"]}

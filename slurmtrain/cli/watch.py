@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slurmtrain.errors import UsageError
-from slurmtrain.launch.progress import roughly
+from slurmtrain.report.progress import roughly
 
 if TYPE_CHECKING:
     from rich.console import Console

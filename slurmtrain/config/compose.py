@@ -25,8 +25,8 @@ from slurmtrain.config.keys import unknown_field
 from slurmtrain.config.migrations import header, migrate, version_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, nearest
-from slurmtrain.redaction import hide
 from slurmtrain.resources import shipped
+from slurmtrain.system.redaction import hide
 
 SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL)", re.IGNORECASE)
 # A narrower pattern, for actions that depend on a name alone: tokenizers have "token" in their names, too.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slurmtrain.config.compose import first_line, to_config, to_values
-from slurmtrain.config.layout import layout_of, micro_batch_size
+from slurmtrain.config.parallel_dims import micro_batch_size, parallel_dims_of
 from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig
 from slurmtrain.errors import ConfigError
 
@@ -95,14 +95,14 @@ def _here(config: Config) -> dict[str, Any]:
 
 def _ranks(config: Config) -> int:
     """Return the ranks of one copy of the model; if the training shards it, as many as a node has."""
-    layout = layout_of(config)
+    layout = parallel_dims_of(config)
     one = layout.tp * layout.pp * layout.cp
     return one * min(layout.dp_shard, max(1, config.cluster.tasks_per_node // one))
 
 
 def _one_copy(config: Config) -> dict[str, Any]:
     """Return `parallel` for one copy of the model; further ranks are further copies, or shards if the training has shards."""
-    layout = layout_of(config)
+    layout = parallel_dims_of(config)
     sharded = layout.dp_shard > 1
     values = dataclasses.asdict(config.parallel) | {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp}
     values |= {"dp_replicate": 1, "dp_shard": -1} if sharded else {"dp_replicate": -1, "dp_shard": 1}
@@ -111,7 +111,7 @@ def _one_copy(config: Config) -> dict[str, Any]:
 
 def _batches(config: Config, values: Mapping[str, Any]) -> dict[str, int]:
     """Return batch sizes with which forward passes are as large as the training's, which are known to fit."""
-    layout, parallel, cluster = layout_of(config), values["parallel"], values["cluster"]
+    layout, parallel, cluster = parallel_dims_of(config), values["parallel"], values["cluster"]
     micro = micro_batch_size(config, layout)
     passes = config.train.global_batch_size // (micro * layout.dp)
     sharing = parallel["tp"] * parallel["pp"] * parallel["cp"]

@@ -15,7 +15,7 @@ from typing import Any
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
 
-# Counted up whenever a field is renamed or removed, which tests/unit/frozen keeps an example of.
+# Counted up whenever a field is renamed or removed, which tests/unit/config/frozen keeps an example of.
 SCHEMA_VERSION = 1
 # By the version that changed it: the new name of a field, or None for one that was removed, as in "train.seed".
 CHANGED: dict[int, dict[str, str | None]] = {}

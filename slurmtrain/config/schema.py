@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from slurmtrain.rundir import runs_root
+from slurmtrain.runs.lookup import runs_root
 
 
 @dataclass
@@ -201,7 +201,7 @@ class EvalConfig:
     # Further sets by name, each a data config with its _target_: a data set, or a source, whose `valid` is used, else its
     # `train`. The data source's own sets are "valid" and those in its `evals`.
     sets: dict[str, Any] = field(default_factory=dict)
-    # Metrics besides the loss: true or false for those of slurmtrain.training.measures, or a config of your own with a
+    # Metrics besides the loss: true or false for those of slurmtrain.training.eval_metrics, or a config of your own with a
     # _target_.
     metrics: dict[str, Any] = field(
         default_factory=lambda: {"perplexity": True, "bits_per_byte": True, "accuracy": False}

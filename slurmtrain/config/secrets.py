@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.errors import ConfigError
-from slurmtrain.redaction import SHORTEST, hide, redact_output
-from slurmtrain.rundir import ATTEMPT_VARIABLE
+from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE
+from slurmtrain.system.redaction import SHORTEST, hide, redact_output
 
 ENV, FILE = "env", "file:"
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -12,7 +12,7 @@ import shlex
 
 from slurmtrain.config.compose import SECRET_REFERENCE, SECRET_VARIABLE
 from slurmtrain.config.evaluation import evaluation_config
-from slurmtrain.config.layout import STAGES_PER_RANK, Layout, layout_of, sequence_lengths
+from slurmtrain.config.parallel_dims import STAGES_PER_RANK, ParallelDims, parallel_dims_of, sequence_lengths
 from slurmtrain.config.schema import (
     ClusterConfig,
     Config,
@@ -70,7 +70,7 @@ def validate(config: Config) -> None:
     _check_strings(config.cluster)
     _check_parallel(config.parallel)
     _check_batch(config.train)
-    _check_compression(config.parallel, layout_of(config))
+    _check_compression(config.parallel, parallel_dims_of(config))
     _check_ranges(config)
     _check_hooks(config.hooks)
     _check_evaluation(config)
@@ -316,7 +316,7 @@ def _check_parallel(parallel: ParallelConfig) -> None:
         )
 
 
-def _check_compression(parallel: ParallelConfig, layout: Layout) -> None:
+def _check_compression(parallel: ParallelConfig, layout: ParallelDims) -> None:
     how = f"parallel.gradient_compression={parallel.gradient_compression}"
     _one_of("parallel.gradient_compression", parallel.gradient_compression, ("none", "bf16", "fp16", "powersgd"))
     if parallel.gradient_compression != "none" and layout.uses_fsdp(parallel):

@@ -9,28 +9,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slurmtrain.data.batches import IGNORED_TARGET as IGNORED_TARGET
-    from slurmtrain.data.batches import Batch as Batch
-    from slurmtrain.data.loader import BatchLoader as BatchLoader
-    from slurmtrain.data.loader import eval_batches as eval_batches
-    from slurmtrain.data.mixture import Mixture as Mixture
-    from slurmtrain.data.order import permute as permute
-    from slurmtrain.data.order import sample_ids as sample_ids
-    from slurmtrain.data.prepared import PreparedText as PreparedText
-    from slurmtrain.data.samples import MapDataset as MapDataset
-    from slurmtrain.data.text import ByteText as ByteText
-    from slurmtrain.data.text import ByteWindows as ByteWindows
-    from slurmtrain.data.text import StdlibText as StdlibText
-    from slurmtrain.data.text import TextFiles as TextFiles
+    from slurmtrain.data.loading.batches import IGNORED_TARGET as IGNORED_TARGET
+    from slurmtrain.data.loading.batches import Batch as Batch
+    from slurmtrain.data.loading.loader import BatchLoader as BatchLoader
+    from slurmtrain.data.loading.loader import eval_batches as eval_batches
+    from slurmtrain.data.loading.order import permute as permute
+    from slurmtrain.data.loading.order import sample_ids as sample_ids
+    from slurmtrain.data.loading.samples import MapDataset as MapDataset
+    from slurmtrain.data.sources.mixture import Mixture as Mixture
+    from slurmtrain.data.sources.prepared import PreparedText as PreparedText
+    from slurmtrain.data.sources.text import ByteText as ByteText
+    from slurmtrain.data.sources.text import ByteWindows as ByteWindows
+    from slurmtrain.data.sources.text import StdlibText as StdlibText
+    from slurmtrain.data.sources.text import TextFiles as TextFiles
 
 _HOMES = {
-    "batches": ("Batch", "IGNORED_TARGET"),
-    "loader": ("BatchLoader", "eval_batches"),
-    "mixture": ("Mixture",),
-    "order": ("permute", "sample_ids"),
-    "prepared": ("PreparedText",),
-    "samples": ("MapDataset",),
-    "text": ("ByteText", "ByteWindows", "StdlibText", "TextFiles"),
+    "loading.batches": ("Batch", "IGNORED_TARGET"),
+    "loading.loader": ("BatchLoader", "eval_batches"),
+    "sources.mixture": ("Mixture",),
+    "loading.order": ("permute", "sample_ids"),
+    "sources.prepared": ("PreparedText",),
+    "loading.samples": ("MapDataset",),
+    "sources.text": ("ByteText", "ByteWindows", "StdlibText", "TextFiles"),
 }
 _PUBLIC = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = sorted(_PUBLIC)

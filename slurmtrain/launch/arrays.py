@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from slurmtrain.runs.sweep_dir import tasks_of
+
 
 @dataclass(frozen=True)
 class Array:
@@ -50,11 +52,6 @@ def plan_arrays(
         Array(each, limit, None if together or number == 0 else number - 1)
         for number, (each, limit) in enumerate(zip(members, limits, strict=True))
     ]
-
-
-def tasks_of(members: int, pack: int = 1) -> int:
-    """Return the number of tasks of an array with so many runs."""
-    return -(-members // pack)
 
 
 def limits_of(members: Sequence[int], parallelism: int | None, *, pack: int = 1) -> list[int | None]:

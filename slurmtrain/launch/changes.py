@@ -15,20 +15,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurmtrain import rundir
 from slurmtrain.config.compose import config_hash, first_line, freeze, load_frozen, to_config, to_values
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
-from slurmtrain.data.prepared_config import check_prepared
+from slurmtrain.data.sources.config_check import check_prepared
 from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.named_paths import check_named_paths, with_absolute_paths
-from slurmtrain.launch.program import check_in_snapshot
-from slurmtrain.launch.sbatch import render_script
+from slurmtrain.launch.program_check import check_in_snapshot
+from slurmtrain.launch.script import render_script
 from slurmtrain.launch.snapshot import Snapshot, find_source, take_snapshot
 from slurmtrain.launch.submit import job_paths, steps_of
 from slurmtrain.planner.fit import check_fits
-from slurmtrain.rundir import RunDir
+from slurmtrain.runs import lookup
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system import files
 
 # The place of a run and who runs it are decided when it is submitted.
 FIXED = ("job.name", "job.runs_dir", "job.kind", "cluster.backend", "cluster.slurm_conf", "cluster.sandbox")
@@ -51,7 +52,7 @@ def change(run_dir: RunDir, overrides: Sequence[str], cwd: Path, *, code: bool =
     """
     config = load_frozen(run_dir.config_file, with_secrets=False)
     if overrides:
-        if rundir.is_sweep(run_dir.path.parent):
+        if lookup.is_sweep(run_dir.path.parent):
             check_of_one_run(overrides, run_dir.info().get("varied") or ())
         config = changed(config, overrides, cwd)
         check_fits(config)
@@ -76,8 +77,8 @@ def change(run_dir: RunDir, overrides: Sequence[str], cwd: Path, *, code: bool =
         if snapshot is not None:
             run_dir.code.rename(_kept(run_dir.code, number))
             fresh.rename(run_dir.code)
-        rundir.write_text(run_dir.config_file, freeze(config))
-        rundir.write_text(run_dir.script, script)
+        files.write_text(run_dir.config_file, freeze(config))
+        files.write_text(run_dir.script, script)
         run_dir.update_info(
             **new,
             overrides=[*info["overrides"], *overrides],

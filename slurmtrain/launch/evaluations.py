@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurmtrain import rundir
 from slurmtrain.checkpoint import retention
 from slurmtrain.checkpoint.commit import committed, step_of
 from slurmtrain.config.compose import config_hash, freeze, load_frozen
@@ -28,15 +27,16 @@ from slurmtrain.config.evaluation import CHANGEABLE, evaluation_config
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import SlurmtrainError, UsageError
-from slurmtrain.launch.claims import claimed
 from slurmtrain.launch.own_jobs import in_queue
-from slurmtrain.launch.sbatch import render_script
-from slurmtrain.launch.state import states
+from slurmtrain.launch.script import render_script
 from slurmtrain.launch.submit import job_paths, slurm_conf_of, submit
-from slurmtrain.modes import folder_mode
-from slurmtrain.rundir import RunDir
-from slurmtrain.runtime import attempts
-from slurmtrain.runtime.slurm import SlurmClient
+from slurmtrain.report.status import states
+from slurmtrain.runs import attempts
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.system import files
+from slurmtrain.system.file_claims import claimed
+from slurmtrain.system.modes import folder_mode
 
 
 def checkpoint_of(run_dir: RunDir, step: int | None) -> Path:
@@ -230,9 +230,9 @@ def _write(evaluation: RunDir, run_dir: RunDir, config: Config, overrides: Seque
         "slurm_conf": slurm_conf_of(config) if config.cluster.backend == "slurm" else None,
         "job_ids": _job_ids(evaluation),
     }
-    rundir.write_text(evaluation.config_file, freeze(config))
-    rundir.write_text(evaluation.script, render_script(config, job_paths([evaluation.path], trained)))
-    rundir.write_json(evaluation.info_file, info)
+    files.write_text(evaluation.config_file, freeze(config))
+    files.write_text(evaluation.script, render_script(config, job_paths([evaluation.path], trained)))
+    files.write_json(evaluation.info_file, info)
 
 
 def _job_ids(evaluation: RunDir) -> list[str]:

@@ -21,13 +21,13 @@ from slurmtrain.config import secrets
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.config.schema import HooksConfig
 from slurmtrain.errors import EXIT_CONFIG, ConfigError
-from slurmtrain.launch.sandbox.processes import Process, become_subreaper, descendants, kill_trees
-from slurmtrain.redaction import redact
-from slurmtrain.rundir import RunDir
-from slurmtrain.runtime import attempts
-from slurmtrain.runtime.attempts import Attempt
-from slurmtrain.runtime.judge import Reason, Verdict
-from slurmtrain.runtime.settle import own_job_id
+from slurmtrain.runs import attempts
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.outcome import Reason, Verdict
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runtime.finish_attempt import own_job_id
+from slurmtrain.system.process_tree import Process, become_subreaper, descendants, kill_trees
+from slurmtrain.system.redaction import redact
 
 TEXT_LIMIT = 8192  # characters of a variable; the kernel takes 128 KiB
 LINE_LIMIT = 1 << 20  # characters of output without a line's end
@@ -76,8 +76,8 @@ def variables(run_dir: RunDir, attempt: Attempt, name: str) -> dict[str, str]:
         "RUN_DIR": run_dir.path,
         "ATTEMPT": attempt.number,
         "JOB_ID": attempt.job_id or own_job_id(),
-        "REASON": attempt.reason,  # see judge.Reason
-        "NEXT": attempt.verdict,  # see judge.Verdict
+        "REASON": attempt.reason,  # see runs.outcome.Reason
+        "NEXT": attempt.verdict,  # see runs.outcome.Verdict
         "SENTENCE": attempt.sentence,
         "STEP": attempt.last_step,
         "EXIT_CODE": attempt.exit_code,

@@ -25,11 +25,11 @@ from slurmtrain.config.compose import load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.launch.import_paths import pythonpath_folders
 from slurmtrain.launch.plain_log import PlainLog
-from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
-from slurmtrain.runtime.environment import LAUNCHER_VARIABLE
-from slurmtrain.runtime.judge import Reason, Verdict, exit_code_of_run
-from slurmtrain.runtime.settle import run_hook_of, settle
-from slurmtrain.runtime.slurm import belongs_to_a_job
+from slurmtrain.runs.outcome import Reason, Verdict, exit_code_of_run
+from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from slurmtrain.runtime.finish_attempt import finish_attempt, run_hook_of
+from slurmtrain.slurm.client import belongs_to_a_job
+from slurmtrain.slurm.environment import LAUNCHER_VARIABLE
 
 PR_SET_PDEATHSIG = 1
 
@@ -43,7 +43,7 @@ def run_local(run_dir: RunDir, say: Callable[[str], None]) -> int:
         code = attempt.run()
         if attempt.told_to_stop:  # Ctrl-C or TERM to this process: it must not start again
             config = dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode="off"))
-        judgement = settle(run_dir, attempt.number, code, config, None)
+        judgement = finish_attempt(run_dir, attempt.number, code, config, None)
         run_hook_of(run_dir, attempt.number, config)
         say(
             judgement.sentence

@@ -13,10 +13,10 @@ from typing import Any
 
 from slurmtrain.checkpoint.commit import FINAL_NAME, MANIFEST, committed, step_of
 from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, PrepareConfig
-from slurmtrain.data import prepared_config
+from slurmtrain.data.sources import config_check
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.program import check_program
-from slurmtrain.paths import URL, absolute
+from slurmtrain.launch.program_check import check_program
+from slurmtrain.system.paths import URL, absolute
 
 IMAGE_FILES = (".sif", ".sqsh", ".img", ".simg")
 OF_EACH_NODE = tuple(map(Path, ("/", "/tmp", "/var/tmp", "/dev/shm")))  # each node has its own
@@ -34,11 +34,11 @@ def with_absolute_paths(config: Config, cwd: Path) -> Config:
         config,
         job=dataclasses.replace(config.job, runs_dir=str(absolute(config.job.runs_dir, cwd))),
         cluster=_cluster(config.cluster, cwd),
-        data=prepared_config.with_absolute_paths(config.data, cwd),
+        data=config_check.with_absolute_paths(config.data, cwd),
         model=_model(config.model, cwd),
         eval=dataclasses.replace(
             config.eval,
-            sets=prepared_config.with_absolute_paths(config.eval.sets, cwd),
+            sets=config_check.with_absolute_paths(config.eval.sets, cwd),
             cluster=_changes(config.eval.cluster, cwd),
         ),
         checkpoint=checkpoint,
@@ -106,7 +106,7 @@ def _mount(mount: str, cwd: Path) -> str:
 
 def _model(model: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
     path = model.get("path")
-    ours = model.get("_target_") == prepared_config.HUGGING_FACE and isinstance(path, str) and path
+    ours = model.get("_target_") == config_check.HUGGING_FACE and isinstance(path, str) and path
     return {**model, "path": str(absolute(str(path), cwd))} if ours else dict(model)
 
 
@@ -211,7 +211,7 @@ def _named(config: Config, cwd: Path, *, later: bool) -> Iterator[tuple[str, Pat
         yield "data.paths", path, "file"
     for path in _texts(config.eval.sets):
         yield "eval.sets", path, "file"
-    if config.model.get("_target_") == prepared_config.HUGGING_FACE and isinstance(config.model.get("path"), str):
+    if config.model.get("_target_") == config_check.HUGGING_FACE and isinstance(config.model.get("path"), str):
         yield "model.path", Path(config.model["path"]), "folder"
 
 
@@ -238,7 +238,7 @@ def _sourced(line: str) -> str | None:
 def _texts(values: Mapping[str, Any]) -> Iterator[Path]:
     """Yield the patterns of all text files that a data config names."""
     paths = values.get("paths")
-    if values.get("_target_") == prepared_config.TEXT_FILES and paths:
+    if values.get("_target_") == config_check.TEXT_FILES and paths:
         yield from (Path(path) for path in ([paths] if isinstance(paths, str) else paths) if isinstance(path, str))
     for value in values.values():
         if isinstance(value, Mapping):

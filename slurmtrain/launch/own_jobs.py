@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from slurmtrain.launch.sweep import Sweep
-from slurmtrain.launch.tokens import is_anothers, named_in, names_of
-from slurmtrain.rundir import RunDir, is_sweep
-from slurmtrain.runtime.slurm import GONE, SlurmClient
+from slurmtrain.runs.job_tokens import is_anothers, named_in, names_of
+from slurmtrain.runs.lookup import is_sweep
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.sweep_dir import Sweep
+from slurmtrain.slurm.client import GONE, SlurmClient
 
 
 def in_queue(run_dirs: Sequence[RunDir], client: SlurmClient) -> dict[str, list[str]]:

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmtrain import rundir
 from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.import_paths import ask, roots_below
-from slurmtrain.modes import folder_mode, forbid_others_to_write
 from slurmtrain.resources import PACKAGE, is_installed_copy, shipped
-from slurmtrain.rundir import RunDir
+from slurmtrain.runs import lookup
+from slurmtrain.runs.run_dir import PREPARING, RunDir
+from slurmtrain.system.modes import folder_mode, forbid_others_to_write
 
 # Variables that make git look elsewhere than around the current folder, as within a hook or `git rebase --exec`: those
 # of `git rev-parse --local-env-vars`, and two more.
@@ -51,7 +51,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Source:
+class CodeSource:
     """The folders that would be copied, found without copying: a dry run shows the same paths.
 
     Attributes:
@@ -65,7 +65,7 @@ class Source:
     roots: tuple[str, ...] = ()
 
 
-def find_source(job: JobConfig, cwd: Path, interpreter: str | None = None) -> Source:
+def find_source(job: JobConfig, cwd: Path, interpreter: str | None = None) -> CodeSource:
     """Decide what the snapshot is made of: the git work tree around `cwd`, `cwd` itself, or nothing.
 
     Args:
@@ -83,22 +83,22 @@ def find_source(job: JobConfig, cwd: Path, interpreter: str | None = None) -> So
     return dataclasses.replace(source, roots=roots_below(source.root, ask(interpreter)))
 
 
-def _find_folders(job: JobConfig, cwd: Path) -> Source:
+def _find_folders(job: JobConfig, cwd: Path) -> CodeSource:
     if job.snapshot == "auto":
         found = _run_git(cwd, "rev-parse", "--show-toplevel")
         if found.returncode == 0 and found.stdout.strip():
             root = Path(found.stdout.rstrip("\n"))
             below = cwd.resolve().relative_to(root.resolve())
-            return Source(root, "code" if below == Path(".") else f"code/{below}", git=True)
+            return CodeSource(root, "code" if below == Path(".") else f"code/{below}", git=True)
         here = cwd.resolve()
         if any((folder / ".git").exists() for folder in (here, *here.parents)):
             raise _git_failed(here, found)
     if job.snapshot == "cwd":
-        return Source(cwd, "code")
-    return Source(None, str(cwd))
+        return CodeSource(cwd, "code")
+    return CodeSource(None, str(cwd))
 
 
-def take_snapshot(job: JobConfig, source: Source, target: Path) -> Snapshot:
+def take_snapshot(job: JobConfig, source: CodeSource, target: Path) -> Snapshot:
     """Copy the code to `target`.
 
     Raises:
@@ -129,7 +129,7 @@ def take_snapshot(job: JobConfig, source: Source, target: Path) -> Snapshot:
     return Snapshot(source.workdir, revision, dirty, source.roots)
 
 
-def _files_of(source: Source, runs: Path, target: Path) -> list[Path]:
+def _files_of(source: CodeSource, runs: Path, target: Path) -> list[Path]:
     """Return the files to copy, relative to the root.
 
     Args:
@@ -149,7 +149,7 @@ def _files_of(source: Source, runs: Path, target: Path) -> list[Path]:
         if runs not in path.parents:
             return False
         name, *below = path.relative_to(runs).parts
-        if name == rundir.PREPARING or (below and is_one(runs / name, rundir.is_sweep)):
+        if name == PREPARING or (below and is_one(runs / name, lookup.is_sweep)):
             return True
         return len(below) > 1 and is_one(runs / name / below[0], lambda folder: RunDir(folder).exists())
 

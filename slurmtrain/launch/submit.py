@@ -13,20 +13,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurmtrain import __version__, rundir
+from slurmtrain import __version__
 from slurmtrain.config.compose import config_hash, freeze, load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError
-from slurmtrain.launch.handover import NotSubmitted, comment_option, export_option, hand_over, sbatch
 from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.launch.program import check_in_snapshot
-from slurmtrain.launch.sbatch import JobPaths, render_script, without_past
-from slurmtrain.launch.snapshot import Snapshot, Source, find_source, take_snapshot
-from slurmtrain.launch.tokens import TOKEN_PREFIX
-from slurmtrain.redaction import redacted
-from slurmtrain.rundir import RunDir
-from slurmtrain.runtime.slurm import INSTALL_HINT, SlurmClient, clean_environment
+from slurmtrain.launch.program_check import check_in_snapshot
+from slurmtrain.launch.script import JobPaths, render_script, without_past
+from slurmtrain.launch.snapshot import CodeSource, Snapshot, find_source, take_snapshot
+from slurmtrain.launch.submit_once import NotSubmitted, comment_option, export_option, hand_over, sbatch
+from slurmtrain.runs.create import create_run_dir
+from slurmtrain.runs.job_tokens import TOKEN_PREFIX
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.client import INSTALL_HINT, SlurmClient, clean_environment
+from slurmtrain.system import files
+from slurmtrain.system.redaction import redacted
 
 SUBMITTING = "submitting"  # the event before sbatch is called
 PLACEHOLDER_ID = "RUN_ID"  # stands for the run's id in a dry run, which creates nothing
@@ -52,7 +54,7 @@ def preparing(
     """
     config = with_absolute_paths(config, cwd)
     source = find_source(config.job, cwd, interpreter_of(config.cluster))
-    run_dir = rundir.create(Path(config.job.runs_dir), config.job.name)
+    run_dir = create_run_dir(Path(config.job.runs_dir), config.job.name)
     try:
         snapshot = take_snapshot(config.job, source, run_dir.code)
         for warning in check_in_snapshot(config, run_dir.path / snapshot.workdir, source, cwd):
@@ -86,7 +88,7 @@ def submit(run_dirs: Sequence[RunDir], config: Config, say: Callable[[str], None
     if len(run_dirs) > 1:
         script = render_script(config, job_paths([run_dir.path for run_dir in run_dirs], first.info()))
         for run_dir in run_dirs:
-            rundir.write_text(run_dir.script, script)
+            files.write_text(run_dir.script, script)
     shared = len(run_dirs) > 1
     job_id = _hand_over(first.script.read_text(), first, slurm_conf, say, export_option(config), shared=shared)
     for index, run_dir in enumerate(run_dirs):
@@ -179,7 +181,7 @@ def slurm_conf_of(config: Config) -> str | None:
         if not path.is_file():
             raise ConfigError(f"cluster.slurm_conf={path} is not a file", hint="null uses this machine's own SLURM")
         return str(path)
-    from slurmtrain.launch import sandbox
+    from slurmtrain import sandbox
 
     if config.cluster.sandbox is None:
         in_shell = os.environ.get("SLURM_CONF")
@@ -228,12 +230,12 @@ def _submitting(run_dir: RunDir) -> list[str]:
 
 
 def _write(
-    run_dir: RunDir, config: Config, overrides: Sequence[str], snapshot: Snapshot, source: Source, cwd: Path
+    run_dir: RunDir, config: Config, overrides: Sequence[str], snapshot: Snapshot, source: CodeSource, cwd: Path
 ) -> None:
     info = run_info(config, overrides, snapshot, source, cwd)
-    rundir.write_json(run_dir.info_file, {"id": run_dir.id, **info})
-    rundir.write_text(run_dir.config_file, freeze(config))
-    rundir.write_text(run_dir.script, render_script(config, job_paths([run_dir.path], info)))
+    files.write_json(run_dir.info_file, {"id": run_dir.id, **info})
+    files.write_text(run_dir.config_file, freeze(config))
+    files.write_text(run_dir.script, render_script(config, job_paths([run_dir.path], info)))
 
 
 def job_paths(run_dirs: Sequence[Path], info: Mapping[str, Any]) -> JobPaths:
@@ -243,7 +245,9 @@ def job_paths(run_dirs: Sequence[Path], info: Mapping[str, Any]) -> JobPaths:
     return JobPaths(run_dirs, info["workdir"], sys.executable, roots=roots, submit_dir=submit_dir)
 
 
-def run_info(config: Config, overrides: Sequence[str], snapshot: Snapshot, source: Source, cwd: Path) -> dict[str, Any]:
+def run_info(
+    config: Config, overrides: Sequence[str], snapshot: Snapshot, source: CodeSource, cwd: Path
+) -> dict[str, Any]:
     """Return the contents of run.json for a run before it is submitted, without its id.
 
     Raises:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from slurmtrain import records
+from slurmtrain.system import records
 
 BLOCK_BYTES = 1 << 18
 

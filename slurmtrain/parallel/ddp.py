@@ -31,7 +31,7 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def settle_buckets(model: nn.Module, backward: Callable[[], None]) -> None:
+def warm_up_ddp_buckets(model: nn.Module, backward: Callable[[], None]) -> None:
     """Let DDP reach its final buckets before the first step counts.
 
     DDP reduces in one bucket during its first backward and regroups by arrival order afterwards. A sum over ranks is

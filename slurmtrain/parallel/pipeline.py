@@ -26,7 +26,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from slurmtrain.config.layout import STAGES_PER_RANK
+from slurmtrain.config.parallel_dims import STAGES_PER_RANK
 from slurmtrain.errors import ConfigError
 from slurmtrain.models import Decoder
 from slurmtrain.parallel.sharded import reshard

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from slurmtrain.config.layout import Layout
+from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import ParallelConfig
 from slurmtrain.parallel.context import share_sequences
 from slurmtrain.parallel.recompute import prepare_units
@@ -22,7 +22,7 @@ from slurmtrain.parallel.units import units
 def shard_stages(
     stages: Sequence[nn.Module],
     parallel: ParallelConfig,
-    layout: Layout,
+    layout: ParallelDims,
     rank: int,
     device: torch.device,
     mesh: DeviceMesh,
@@ -47,7 +47,7 @@ def reshard(stages: Sequence[nn.Module]) -> None:
                 module.reshard()
 
 
-def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+def build_mesh(layout: ParallelDims, device: torch.device) -> DeviceMesh:
     """Return a mesh of the axes that are larger than 1, and always `dp_shard`. Called by all ranks together.
 
     Ranks that share sequences hold the same parameters and see other tokens, as shards do, so they count as shards
@@ -72,7 +72,7 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["dp_replicate", "dp_shard"] if replicas else mesh["dp_shard"]
 
 
-def sequence_group(layout: Layout, device: torch.device) -> dist.ProcessGroup:
+def sequence_group(layout: ParallelDims, device: torch.device) -> dist.ProcessGroup:
     """Return the group of the ranks that share sequences with this one.
 
     It is the axis `cp`, which is a part of `dp_shard` in the mesh.
@@ -99,7 +99,7 @@ def _shard(stage: nn.Module, parallel: ParallelConfig, mesh: DeviceMesh, *, keep
     fully_shard(stage, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
 
 
-def _tell_positions(stage: nn.Module, parallel: ParallelConfig, layout: Layout, stretch: int) -> None:
+def _tell_positions(stage: nn.Module, parallel: ParallelConfig, layout: ParallelDims, stretch: int) -> None:
     """Pass a stage its positions in the sequence, if they do not follow from the shape of its input."""
     if layout.cp == 1 and (layout.pp == 1 or layout.tp == 1 or not parallel.sequence_parallel):
         return

@@ -1,6 +1,6 @@
 """Estimate a config's bytes on each GPU before anything is submitted, and find changes with which it would fit.
 
-Estimates are arithmetic, so that hundreds of layouts can be tried on a login node. `runtime/dry.py` builds the real
+Estimates are arithmetic, so that hundreds of layouts can be tried on a login node. `runtime/jobs/dry_run.py` builds the real
 model.
 """
 
@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from slurmtrain.config.layout import (
-    Layout,
+from slurmtrain.config.parallel_dims import (
+    ParallelDims,
     as_overrides,
-    layout_of,
     micro_batch_size,
     nearest_layouts,
+    parallel_dims_of,
     sequence_lengths,
 )
 from slurmtrain.config.schema import Config
@@ -80,7 +80,7 @@ def in_gb(count: float) -> str:
     return f"{count / GIB:.1f}"
 
 
-def memory_of(config: Config, layout: Layout) -> list[StageMemory] | None:
+def memory_of(config: Config, layout: ParallelDims) -> list[StageMemory] | None:
     """Estimate the memory of each stage by arithmetic.
 
     Returns:
@@ -127,7 +127,7 @@ def _has_sizes(model: dict[str, Any]) -> bool:
 def share_of_gpu(config: Config) -> float | None:
     """Return the share of its GPU's memory that the fullest rank takes, by arithmetic; None: not known."""
     limit = config.cluster.gpu_memory_gb
-    stages = memory_of(config, layout_of(config)) if limit is not None else None
+    stages = memory_of(config, parallel_dims_of(config)) if limit is not None else None
     return max(stage.total for stage in stages) / (limit * GIB) if stages and limit is not None else None
 
 
@@ -148,7 +148,7 @@ def check_host_memory(config: Config, memory: int | None, *, has_gpu: bool) -> N
     on_gpu = config.train.device == "cuda" or (config.train.device == "auto" and (cluster.gpus_per_node or has_gpu))
     if limit is None or on_gpu:
         return
-    stages = memory_of(config, layout_of(config))
+    stages = memory_of(config, parallel_dims_of(config))
     kept = max((stage.kept for stage in stages), default=0) * cluster.tasks_per_node if stages else 0
     if kept > limit:
         raise ConfigError(
@@ -170,7 +170,7 @@ def check_fits(config: Config, stages: list[StageMemory] | None = None) -> None:
     limit = config.cluster.gpu_memory_gb
     if limit is None:
         return
-    layout = layout_of(config)
+    layout = parallel_dims_of(config)
     stages = stages or memory_of(config, layout)
     if stages is None:
         return
@@ -232,11 +232,11 @@ def _fitting(config: Config, limit: float, more: list[str]) -> Iterator[tuple[li
                 break
 
 
-def _most(config: Config, layout: Layout) -> float:
+def _most(config: Config, layout: ParallelDims) -> float:
     return max((stage.total for stage in memory_of(config, layout) or []), default=math.inf)
 
 
-def _ways(config: Config, layout: Layout) -> Iterator[tuple[int, list[str], Config]]:
+def _ways(config: Config, layout: ParallelDims) -> Iterator[tuple[int, list[str], Config]]:
     """Yield the changes that are possible within a layout: the size of the change, the overrides, and the changed config."""
     kinds = CHECKPOINTING[CHECKPOINTING.index(config.parallel.activation_checkpointing) :]
     for (slower, kind), (halvings, size) in itertools.product(enumerate(kinds), enumerate(_sizes(config, layout))):
@@ -247,7 +247,7 @@ def _ways(config: Config, layout: Layout) -> Iterator[tuple[int, list[str], Conf
         yield slower + halvings, words, dataclasses.replace(config, parallel=parallel, train=train)
 
 
-def _sizes(config: Config, layout: Layout) -> list[int]:
+def _sizes(config: Config, layout: ParallelDims) -> list[int]:
     """Return the micro batch size and its halves down to a single sequence; each divides the one before."""
     sizes = [micro_batch_size(config, layout)]
     while sizes[-1] > 1:

@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 
 from slurmtrain.errors import EnvironmentMismatch
-from slurmtrain.runtime.environment import Environment
+from slurmtrain.slurm.environment import Environment
 
 
 def machine() -> str:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from slurmtrain.runtime.signals import StopSignals
+from slurmtrain.system.signals import StopSignals
 
 
-class Agreed(NamedTuple):
+class AgreedDecision(NamedTuple):
     """The decision of all ranks after this step: give up; or else, stop; or else, save."""
 
     stop: bool
@@ -51,7 +51,7 @@ class StopAgreement:
         if self._group is not None:
             self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
-    def finish(self) -> Agreed:
+    def finish(self) -> AgreedDecision:
         """Wait for the others' flags: a flag is true on all ranks when it is true on one."""
         if self._work is not None:
             self._work.wait()
@@ -59,4 +59,4 @@ class StopAgreement:
         stop, save, give_up = self._flags.tolist()
         if stop:
             self._signals.request("another rank")
-        return Agreed(bool(stop), bool(save), bool(give_up))
+        return AgreedDecision(bool(stop), bool(save), bool(give_up))

@@ -27,7 +27,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from slurmtrain import rundir
 from slurmtrain.errors import (
     EXIT_REQUEUE,
     CheckpointError,
@@ -36,8 +35,10 @@ from slurmtrain.errors import (
     Superseded,
     exit_code_of,
 )
-from slurmtrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
-from slurmtrain.runtime import attempts, place, signals
+from slurmtrain.runs import attempts, lookup
+from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from slurmtrain.runtime import attempt_context
+from slurmtrain.system import signals
 
 _stop = signals.arm()  # before torch is imported, which takes seconds, where this module is what imports it
 
@@ -48,14 +49,14 @@ from slurmtrain.checkpoint.checkpointer import Checkpointer as BaseCheckpointer 
 from slurmtrain.checkpoint.checkpointer import Restored  # noqa: E402
 from slurmtrain.checkpoint.commit import Incarnation  # noqa: E402
 from slurmtrain.checkpoint.retention import Keep  # noqa: E402
-from slurmtrain.checkpoint.saving import DRAIN_S, Saved  # noqa: E402
+from slurmtrain.checkpoint.saving import DRAIN_S, SaveResult  # noqa: E402
 from slurmtrain.config import secrets  # noqa: E402
 from slurmtrain.config.compose import load_frozen  # noqa: E402
 from slurmtrain.config.schema import ClusterConfig  # noqa: E402
 from slurmtrain.runtime.agreement import StopAgreement  # noqa: E402
-from slurmtrain.runtime.environment import Environment  # noqa: E402
-from slurmtrain.runtime.place import Place  # noqa: E402
-from slurmtrain.runtime.world import World, join  # noqa: E402
+from slurmtrain.runtime.attempt_context import AttemptContext  # noqa: E402
+from slurmtrain.runtime.distributed_context import DistributedContext, join  # noqa: E402
+from slurmtrain.slurm.environment import Environment  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ class Run:
     directory: Path
 
 
-_world: World | None = None
-_place: Place | None = None
+_distributed: DistributedContext | None = None
+_context: AttemptContext | None = None
 _agreement: StopAgreement | None = None
 _checkpointers: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
@@ -96,25 +97,25 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
     Raises:
         EnvironmentMismatch, RendezvousError: shown as one sentence; the process ends with the right exit code.
     """
-    global _world, _place, _agreement
+    global _distributed, _context, _agreement
     sys.excepthook = _record_and_show
     environment = Environment.detect()
     cluster = ClusterConfig(rendezvous_timeout_s=rendezvous_timeout_s)
     directory = os.environ.get(RUN_DIR_VARIABLE)
     if directory and ATTEMPT_VARIABLE in os.environ:
-        _place = Place(RunDir(Path(directory)), int(os.environ[ATTEMPT_VARIABLE]), supervised=True)
-        config = load_frozen(_place.run_dir.config_file)
+        _context = AttemptContext(RunDir(Path(directory)), int(os.environ[ATTEMPT_VARIABLE]), supervised=True)
+        config = load_frozen(_context.run_dir.config_file)
         secrets.take(config.secrets)
         cluster = config.cluster
         device = config.train.device if device == "auto" else device
-    meeting = _place.attempt_dir if _place else None
+    meeting = _context.attempt_dir if _context else None
     if meeting is None and environment.source == "slurm" and environment.world_size > 1:
-        meeting = place.meeting_directory(environment, rundir.runs_root())
-    _world = join(cluster, device, environment, meeting, _stop)
-    _agreement = StopAgreement(_stop, _world.control)
+        meeting = attempt_context.meeting_directory(environment, lookup.runs_root())
+    _distributed = join(cluster, device, environment, meeting, _stop)
+    _agreement = StopAgreement(_stop, _distributed.control)
     atexit.register(_let_go)
-    run_path = _place.run_dir.path if _place else Path.cwd()
-    return Run(environment.rank, environment.world_size, environment.local_rank, _world.device, run_path)
+    run_path = _context.run_dir.path if _context else Path.cwd()
+    return Run(environment.rank, environment.world_size, environment.local_rank, _distributed.device, run_path)
 
 
 def should_stop() -> bool:
@@ -133,10 +134,10 @@ def exit_for_requeue() -> NoReturn:
     Raises:
         CheckpointError: the last save failed, so there is less to continue from than it would seem.
     """
-    world = _initialised()[0]
+    distributed = _initialised()[0]
     for checkpointer in list(_checkpointers):
         checkpointer.wait()
-    world.leave_together()
+    distributed.leave_together()
     from slurmtrain.runtime.main import leave
 
     leave(EXIT_REQUEUE)
@@ -152,16 +153,16 @@ class Checkpointer(BaseCheckpointer):
     """
 
     def __init__(self, directory: Path | str | None = None, *, keep: Keep = Keep(), **options: Any):  # noqa: B008
-        world = _initialised()[0]
+        distributed = _initialised()[0]
         incarnation, run_id = None, ""
-        if _place is not None:
-            incarnation = Incarnation(_place.number, _place.incarnation_label(world.environment))
-            run_id = _place.run_dir.id
+        if _context is not None:
+            incarnation = Incarnation(_context.number, _context.incarnation_label(distributed.environment))
+            run_id = _context.run_dir.id
         if directory is None:
-            directory = _place.run_dir.checkpoints if _place else Path("checkpoints")
+            directory = _context.run_dir.checkpoints if _context else Path("checkpoints")
         super().__init__(
             directory,
-            group=world.saving,
+            group=distributed.saving,
             incarnation=incarnation,
             run_id=run_id,
             keep=keep,
@@ -177,19 +178,19 @@ class Checkpointer(BaseCheckpointer):
 
 
 def _note(**changes: Any) -> None:
-    if _place is not None and _initialised()[0].environment.rank == 0:
-        place.update_attempt(_place, **changes)
+    if _context is not None and _initialised()[0].environment.rank == 0:
+        attempt_context.update_attempt(_context, **changes)
 
 
-def _note_saved(ending: Saved | CheckpointError) -> None:
-    if isinstance(ending, Saved):
+def _note_saved(ending: SaveResult | CheckpointError) -> None:
+    if isinstance(ending, SaveResult):
         _note(last_step=ending.step)
 
 
-def _initialised() -> tuple[World, StopAgreement]:
-    if _world is None or _agreement is None:
+def _initialised() -> tuple[DistributedContext, StopAgreement]:
+    if _distributed is None or _agreement is None:
         raise RuntimeError("call slurmtrain.init() first")
-    return _world, _agreement
+    return _distributed, _agreement
 
 
 def _let_go() -> None:
@@ -199,14 +200,14 @@ def _let_go() -> None:
     interpreter for it. If the interpreter is gone by then, the process ends with SIGABRT: a finished job would look
     like a crash.
     """
-    global _world, _agreement
+    global _distributed, _agreement
     lost = [checkpointer.lost for checkpointer in list(_checkpointers) if checkpointer.lost is not None]
-    world, _world, _agreement = _world, None, None
-    if lost and world is not None:
-        if _place is not None:
+    distributed, _distributed, _agreement = _distributed, None, None
+    if lost and distributed is not None:
+        if _context is not None:
             attempts.record_failure(
-                _place.attempt_dir,
-                world.environment.rank,
+                _context.attempt_dir,
+                distributed.environment.rank,
                 exit_code=lost[0].exit_code,
                 sentence=lost[0].message,
                 superseded=isinstance(lost[0], Superseded),
@@ -214,7 +215,7 @@ def _let_go() -> None:
         from slurmtrain.runtime.main import leave
 
         leave(lost[0].exit_code)
-    for group in (world.control, world.saving) if world is not None else ():
+    for group in (distributed.control, distributed.saving) if distributed is not None else ():
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
@@ -230,11 +231,11 @@ def _record_and_show(kind: type[BaseException], error: BaseException, trace: Tra
         with suppress(CheckpointError):
             checkpointer.close(DRAIN_S)
     code = exit_code_of(error)
-    if _place is not None:
+    if _context is not None:
         sentence = error.message if isinstance(error, SlurmtrainError) else f"{kind.__name__}: {error}"
         rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
         attempts.record_failure(
-            _place.attempt_dir,
+            _context.attempt_dir,
             rank,
             exit_code=code,
             sentence=sentence,

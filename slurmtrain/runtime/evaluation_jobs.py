@@ -16,9 +16,10 @@ import time
 
 from slurmtrain.checkpoint import retention
 from slurmtrain.checkpoint.commit import committed, step_of
-from slurmtrain.modes import folder_mode
-from slurmtrain.rundir import RunDir, read_json
-from slurmtrain.runtime.slurm import belongs_to_a_job
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.client import belongs_to_a_job
+from slurmtrain.system.files import read_json
+from slurmtrain.system.modes import folder_mode
 
 CLOSE_WAITS_S = 120.0  # a sbatch that is given up after 90 s, and the look whether its job is there
 # Variables that a rank has set for itself, and that a job submitted from here would inherit.

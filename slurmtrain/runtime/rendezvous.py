@@ -20,10 +20,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from slurmtrain.errors import RendezvousError
-from slurmtrain.rundir import write_json
 from slurmtrain.runtime.addresses import address_of, interface_towards, listening_address, machine
-from slurmtrain.runtime.environment import Environment
-from slurmtrain.runtime.published import Pauses, Published
+from slurmtrain.runtime.shared_file_wait import Pauses, Published
+from slurmtrain.slurm.environment import Environment
+from slurmtrain.system.files import write_json
 
 LONGEST_PAUSE_S = 0.5  # between two questions to the store, which lives in rank 0 and is asked by all
 GRACE_S = 10  # ranks leave after rank 0 did, so that they can repeat what it says; it waits no longer for them

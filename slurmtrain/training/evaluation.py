@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurmtrain.data.batches import blank
-from slurmtrain.data.loader import eval_batches
-from slurmtrain.data.samples import MapDataset, check_has_samples, fetch
+from slurmtrain.data.loading.batches import blank
+from slurmtrain.data.loading.loader import eval_batches
+from slurmtrain.data.loading.samples import MapDataset, check_has_samples, fetch
 from slurmtrain.errors import ConfigError, nearest
-from slurmtrain.parallel.lay import Laid
-from slurmtrain.training.measures import Measures
-from slurmtrain.training.passes import Passes
+from slurmtrain.parallel.parallelize import DistributedModel
+from slurmtrain.training.eval_metrics import Measures
+from slurmtrain.training.forward_backward import ForwardBackward
 from slurmtrain.training.stopping import StopCheck
 
 
@@ -38,15 +38,15 @@ class Evaluator:
 
     def __init__(
         self,
-        laid: Laid,
-        passes: Passes,
+        distributed_model: DistributedModel,
+        passes: ForwardBackward,
         sets: Mapping[str, MapDataset],
         measures: Measures,
         *,
         counts: dist.ProcessGroup | None,
         stop: StopCheck,
     ):
-        self._laid, self._passes, self.sets = laid, passes, sets
+        self._distributed_model, self._passes, self.sets = distributed_model, passes, sets
         self._measures, self._counts, self._stop = measures, counts, stop
         for name, dataset in sets.items():
             check_has_samples(dataset, f"the evaluation set {name!r}")
@@ -92,9 +92,9 @@ class Evaluator:
 
     def _total(self, dataset: MapDataset) -> Tensor | None:
         """Return all sums of a set, over all ranks; None when a stop was requested."""
-        rows, layout = self._passes.rows, self._laid.layout
+        rows, layout = self._passes.rows, self._distributed_model.layout
         share = -(-len(dataset) // layout.dp)
-        batches = eval_batches(dataset, rows, layout.dp_rank(self._laid.rank), layout.dp)
+        batches = eval_batches(dataset, rows, layout.dp_rank(self._distributed_model.rank), layout.dp)
         own: Tensor | None = None
         # The same number of rounds on all ranks, so that they can agree on stopping in each, and since a model that is
         # shared needs all ranks for a forward pass.
@@ -125,17 +125,17 @@ class Evaluator:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        device = self._laid.device
-        self._laid.model.eval()
+        device = self._distributed_model.device
+        self._distributed_model.model.eval()
         try:
             with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
                 yield
         finally:
-            self._laid.model.train()
-            if self._laid.mesh is not None:
+            self._distributed_model.model.train()
+            if self._distributed_model.mesh is not None:
                 from slurmtrain.parallel.sharded import reshard  # with FSDP, which takes half a second to import
 
-                reshard(self._laid.stages)
+                reshard(self._distributed_model.stages)
 
 
 def not_measured(metric: str, names: Collection[str]) -> ConfigError:

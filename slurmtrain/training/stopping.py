@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Answer(Protocol):
+class StepDecision(Protocol):
     """The decision of all ranks after a step: give up; or else, stop; or else, save."""
 
     @property
@@ -24,5 +24,5 @@ class StopCheck(Protocol):
     def begin(self, *, save: bool | None = None, give_up: bool = False) -> None:
         """Start to ask, and return at once. save=None: no checkpoint can be written at this moment."""
 
-    def finish(self) -> Answer:
+    def finish(self) -> StepDecision:
         """Wait for the answer, which is the same on all ranks."""

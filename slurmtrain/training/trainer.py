@@ -19,16 +19,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored
-from slurmtrain.checkpoint.interval import Cadence, Interval, choose_last_save
-from slurmtrain.checkpoint.saving import DRAIN_S, Saved, Saving
+from slurmtrain.checkpoint.interval import Interval, SaveSchedule, choose_last_save
+from slurmtrain.checkpoint.saving import DRAIN_S, PendingSave, SaveResult
 from slurmtrain.config.schema import CheckpointConfig, OptimConfig, TrainConfig
-from slurmtrain.data import proof
-from slurmtrain.data.loader import BatchLoader, Step
+from slurmtrain.data.loading import sample_digest
+from slurmtrain.data.loading.loader import BatchLoader, Step
 from slurmtrain.errors import CheckpointError, ConfigError
 from slurmtrain.observe import Reporter, Throughput
-from slurmtrain.parallel.ddp import settle_buckets, without_trace
-from slurmtrain.parallel.lay import Laid
+from slurmtrain.parallel.ddp import warm_up_ddp_buckets, without_trace
+from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.training.evaluation import Evaluator, not_measured
+from slurmtrain.training.forward_backward import ForwardBackward
 from slurmtrain.training.nonfinite import Diverged, NonfiniteSteps, all_finite
 from slurmtrain.training.optim import (
     apply_settings,
@@ -37,8 +38,7 @@ from slurmtrain.training.optim import (
     set_learning_rate,
     settings_of,
 )
-from slurmtrain.training.passes import Passes
-from slurmtrain.training.stopping import Answer, StopCheck
+from slurmtrain.training.stopping import StepDecision, StopCheck
 
 WAITING_TOO_LONG = 0.1  # share of a step's time spent waiting for data
 
@@ -54,7 +54,7 @@ class EvaluationJobs(Protocol):
 
 
 @dataclass(frozen=True)
-class Ranks:
+class TrainingRanks:
     """This rank and its process groups, as far as training needs to know them.
 
     Attributes:
@@ -82,7 +82,7 @@ class Outcome:
     finished: bool
     step: int
     first_step: int
-    saved: Saved | None
+    saved: SaveResult | None
     valid_loss: float | None
 
 
@@ -122,7 +122,7 @@ class Trainer:
     """The training of one model on one data source with one optimiser, from the newest checkpoint to the last step.
 
     Args:
-        laid: the distributed model; called with tokens [B, S], it returns logits [B, S, V].
+        distributed_model: the model on this rank; called with tokens [B, S], it returns logits [B, S, V].
         loader: this rank's micro batches.
         passes: runs micro batches through the model.
         evaluator: measures the held-out samples.
@@ -144,40 +144,45 @@ class Trainer:
         train: TrainConfig,
         optim: OptimConfig,
         checkpoint: CheckpointConfig,
-        laid: Laid,
+        distributed_model: DistributedModel,
         loader: BatchLoader,
-        passes: Passes,
+        passes: ForwardBackward,
         evaluator: Evaluator,
         jobs: EvaluationJobs | None = None,
         baseline: tuple[str, float] | None = None,
-        ranks: Ranks,
+        ranks: TrainingRanks,
         checkpointer: Checkpointer | None,
         stop: StopCheck,
         make_reporter: Callable[[int, int], Reporter],
         on_restore: Callable[[Restored | None], None] = lambda restored: None,
-        make_cadence: Callable[[int], Cadence] | None = None,
+        make_cadence: Callable[[int], SaveSchedule] | None = None,
         plan_stop: Callable[[float, float], None] = lambda step_s, save_s: None,
         grace_left: Callable[[], float | None] = lambda: None,
         data_hash: str = "",
     ):
         self._train, self._optim, self._checkpoint = train, optim, checkpoint
-        self._laid, self._model, self._loader, self._passes = laid, laid.model, loader, passes
+        self._distributed_model, self._model, self._loader, self._passes = (
+            distributed_model,
+            distributed_model.model,
+            loader,
+            passes,
+        )
         self._evaluator, self._jobs = evaluator, jobs
         self._ranks, self._checkpointer, self._stop = ranks, checkpointer, stop
         self._baseline = baseline
         self._make_reporter, self._on_restore = make_reporter, on_restore
         interval = Interval(checkpoint.every_steps, checkpoint.every_minutes)
-        self._make_cadence = make_cadence or (lambda step: Cadence(interval, now=time.monotonic(), step=step))
+        self._make_cadence = make_cadence or (lambda step: SaveSchedule(interval, now=time.monotonic(), step=step))
         self._plan_stop, self._grace_left = plan_stop, grace_left
-        self._optimizer = build_optimizer(laid.model, optim)
+        self._optimizer = build_optimizer(distributed_model.model, optim)
         self._counters = Counters(data_hash=data_hash)
-        self._saving: Saving | None = None
+        self._saving: PendingSave | None = None
         self._save_s: float | None = None  # the longest of this attempt
         self._step_s = 0.0
         self._said_waiting = False
         self._measured: dict[str, float] = {}  # metrics of the last evaluation of this attempt
         self._asked_at: int | None = None  # the step whose checkpoint was asked to be evaluated last
-        self._parameters = [parameter for parameter in laid.model.parameters() if parameter.requires_grad]
+        self._parameters = [parameter for parameter in distributed_model.model.parameters() if parameter.requires_grad]
         self._nonfinite = NonfiniteSteps(train.max_nonfinite)
         self._begins_finite = all_finite(self._parameters)  # parameters that begin non-finite are meant to be so
 
@@ -190,11 +195,11 @@ class Trainer:
         """Restore, then step until done or told to stop; save on the way and at the end."""
         if self._checkpoint.keep_best:
             self._evaluator.check_best_metric(self._checkpoint.best_metric)
-        self._settle()
+        self._warm_up()
         self._restore()
         first_step = self._counters.step
         self._reporter = self._make_reporter(first_step, self._counters.evaluated_at)
-        self._cadence = self._make_cadence(first_step)
+        self._save_schedule = self._make_cadence(first_step)
         self._throughput = Throughput()
         # The objects that exist by now stay. A full garbage collection would visit all of them, for a tenth of a second
         # and more; each rank would do so at another time, and all others wait.
@@ -235,7 +240,7 @@ class Trainer:
             self._reporter.close()
             self._loader.close()
 
-    def _train_step(self) -> Answer:
+    def _train_step(self) -> StepDecision:
         """Run one optimiser step over the global batch, and return what all ranks decide to do after it."""
         began = time.perf_counter()
         data = next(self._loader)
@@ -249,7 +254,7 @@ class Trainer:
 
         # Asked as late as possible, so that a signal in the middle of a step still stops after it, and answered while
         # the optimiser works.
-        due = self._cadence.due(self._counters.step + 1, time.monotonic())
+        due = self._save_schedule.due(self._counters.step + 1, time.monotonic())
         self._stop.begin(save=due, give_up=self._look_at_last_step())
         norm = self._clip()
         self._optimizer.step()
@@ -259,7 +264,7 @@ class Trainer:
         self._counters.step += 1
         self._nonfinite.note(self._counters.step, loss_sum, norm, tokens)
         if self._counters.data_hash is not None:
-            self._counters.data_hash = proof.chained(self._counters.data_hash, sums().digest)
+            self._counters.data_hash = sample_digest.chained(self._counters.data_hash, sums().digest)
         self._step_s = max(self._step_s, self._throughput.step(tokens, data_wait_s))
         if self._counters.step % self._train.log_every == 0 or self._counters.step == self._train.steps:
             total = self._sum_over_ranks(loss_sum)
@@ -322,11 +327,13 @@ class Trainer:
 
     def _clip(self) -> Tensor:
         """Scale the gradients so that their norm is at most `optim.grad_clip`, and return the norm before."""
-        if self._laid.mesh is None:  # the same on all ranks
+        if self._distributed_model.mesh is None:  # the same on all ranks
             return nn.utils.clip_grad_norm_(self._parameters, self._optim.grad_clip or math.inf)
         from slurmtrain.parallel.gradients import clip_gradients  # with DTensors, which take half a second to import
 
-        return clip_gradients(self._parameters, self._optim.grad_clip, self._ranks.group, self._laid.shared)
+        return clip_gradients(
+            self._parameters, self._optim.grad_clip, self._ranks.group, self._distributed_model.shared
+        )
 
     def _begin_sums(self, data: Step) -> Callable[[], StepSums]:
         """Add up tokens and digest of this step over all ranks, while the first forward pass runs.
@@ -334,7 +341,7 @@ class Trainer:
         Returns:
             A function that waits for the sums.
         """
-        speaks = self._laid.speaks  # otherwise another rank has the same samples
+        speaks = self._distributed_model.counts_samples  # otherwise another rank has the same samples
         sums = torch.tensor([data.targets, *data.digest], dtype=torch.int64) * speaks
         work = None
         if self._ranks.counts is not None:
@@ -357,7 +364,7 @@ class Trainer:
             dist.all_reduce(total, group=self._ranks.counts)
         return total
 
-    def _settle(self) -> None:
+    def _warm_up(self) -> None:
         """Run a backward pass and discard it, if the first one does what later ones do not.
 
         DistributedDataParallel regroups its buckets; a pipeline finds out the shapes, for which stages draw random
@@ -367,9 +374,9 @@ class Trainer:
         def backward(micro_batches: int) -> None:
             self._passes.train([self._loader.example()] * micro_batches, count=lambda: 1)
 
-        if self._laid.layout.pp > 1:
+        if self._distributed_model.layout.pp > 1:
             without_trace(self._model, lambda: backward(self._loader.accumulation_steps))
-        settle_buckets(self._model, lambda: backward(1))
+        warm_up_ddp_buckets(self._model, lambda: backward(1))
 
     def _evaluation_due(self) -> bool:
         step, every = self._counters.step, self._train.eval_every
@@ -415,8 +422,8 @@ class Trainer:
                 restored = self._begin_from(self._checkpointer, self._checkpoint.restore_from)
             # The config of this run decides the settings, the checkpoint only the learnt state.
             apply_settings(self._optimizer, settings)
-        if self._laid.compression is not None:
-            self._laid.compression.begin(self._counters.step)
+        if self._distributed_model.compression is not None:
+            self._distributed_model.compression.begin(self._counters.step)
         self._on_restore(restored)
 
     def _begin_from(self, checkpointer: Checkpointer, path: str) -> Restored | None:
@@ -443,13 +450,13 @@ class Trainer:
             return
         if not self._is_finite():
             self._reporter.message(f"step {self._counters.step} is not saved: its parameters are not finite")
-            self._cadence.saved(self._counters.step, time.monotonic(), None)
+            self._save_schedule.saved(self._counters.step, time.monotonic(), None)
             return
         metrics = self._measured if self._counters.evaluated_at == self._counters.step else None
         saving = self._checkpointer.save(self._counters.step, metrics=metrics, **self._state())
         self._measure_saves()  # the one before is decided by now
         self._saving = saving
-        self._cadence.saved(self._counters.step, time.monotonic(), None)
+        self._save_schedule.saved(self._counters.step, time.monotonic(), None)
         self._throughput.start()
 
     def _measure_saves(self) -> None:
@@ -457,12 +464,12 @@ class Trainer:
         if self._saving is not None and self._saving.done():
             if self._saving.error is None:
                 saved = self._saving.result()
-                self._cadence.measured(saved.stall_s)
+                self._save_schedule.measured(saved.stall_s)
                 self._save_s = max(self._save_s or 0.0, saved.seconds)
                 self._plan_stop(self._step_s, self._save_s)
             self._saving = None
 
-    def _save_last(self, stopping: bool) -> Saved | None:
+    def _save_last(self, stopping: bool) -> SaveResult | None:
         """Save before the process ends, and wait for the commit.
 
         If a save is in flight, choose what is best for the time left.
@@ -513,5 +520,7 @@ class Trainer:
             "optimizer": self._optimizer,
             "loader": self._loader,
             "trainer": self._counters,
-            "per_rank": {"compression": self._laid.compression} if self._laid.compression is not None else {},
+            "per_rank": {"compression": self._distributed_model.compression}
+            if self._distributed_model.compression is not None
+            else {},
         }

@@ -25,10 +25,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.checkpoint.blocks import DIGEST_BYTES, FileRecord
 from slurmtrain.checkpoint.commit import Incarnation, Manifest
-from slurmtrain.checkpoint.layout import FileTable, Index, check_coverage
 from slurmtrain.checkpoint.messages import decode, encode
-from slurmtrain.checkpoint.plan import Plan, make_plan
-from slurmtrain.checkpoint.ranks import Ranks
+from slurmtrain.checkpoint.plan import SavePlan, make_plan
+from slurmtrain.checkpoint.ranks import RankGroup
+from slurmtrain.checkpoint.tensor_index import FileTable, Index, check_coverage
 from slurmtrain.checkpoint.writing import Part
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ def measure() -> None:
     print(f"  together {seconds:.2f} s, at most {peak:.0f} MB   wanted <= {WANTED_S:g} s, {WANTED_MB:g} MB: {met}")
 
 
-class OneOfMany(Ranks):
+class OneOfMany(RankGroup):
     """Rank 0 of ranks that all say what it says."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class OneOfMany(Ranks):
         return value
 
 
-def received(plan: Plan) -> Tensor:
+def received(plan: SavePlan) -> Tensor:
     """All ranks' messages as rank 0 receives them: uint8 [ranks, longest], padded."""
     own = plan.table(own_bytes=3000)
     rows = []
@@ -106,7 +106,7 @@ def received(plan: Plan) -> Tensor:
     return torch.from_numpy(both)
 
 
-def commit_all(plan: Plan, messages: Tensor, folder: Path) -> int:
+def commit_all(plan: SavePlan, messages: Tensor, folder: Path) -> int:
     """From the messages to the commit; the size of what is written."""
     handed_in = [Part.from_json(decode(row.numpy().data)[0]) for row in messages]
     check_coverage(plan.catalogues, (part.table for part in handed_in))

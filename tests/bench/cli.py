@@ -38,7 +38,11 @@ def main() -> None:
                 "submit",
                 "--dry-run",
             ],
-            "slurmtrain settle (import only)": [sys.executable, "-c", "import slurmtrain.cli.settle"],
+            "slurmtrain finish-attempt (import only)": [
+                sys.executable,
+                "-c",
+                "import slurmtrain.cli.batch.finish_attempt",
+            ],
         }
         times: dict[str, list[float]] = {name: [] for name in commands}
         for round_number in range(ROUNDS + 1):

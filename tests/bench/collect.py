@@ -8,8 +8,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from slurmtrain.launch.collect import Point, table_of
-from slurmtrain.rundir import RunDir
+from slurmtrain.report.collect import Point, table_of
+from slurmtrain.runs.run_dir import RunDir
 
 RUNS, LINES, ROUNDS = 1000, 1000, 3
 RECORD = {"loss": 2.3456789, "grad_norm": 1.23456789, "lr": 3e-4, "tokens_per_s": 12345.678, "step_time_s": 0.123}

@@ -34,10 +34,10 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from slurmtrain.data import BatchLoader, Mixture, PreparedText
-from slurmtrain.data.manifest import KINDS, Manifest, Shard, Split, TokenizerFacts, shard_file
-from slurmtrain.data.packing import best_fit_rows
-from slurmtrain.data.reading import _opened
-from tests.prepared import write_shard
+from slurmtrain.data.format.manifest import KINDS, Manifest, Shard, Split, TokenizerFacts, shard_file
+from slurmtrain.data.format.packing import best_fit_rows
+from slurmtrain.data.format.reading import _opened
+from tests.support.prepared import write_shard
 
 TOKENS, BATCH, SEQUENCE, BATCHES = 1 << 26, 8, 2048, 1000
 VOCABULARY = 50_257

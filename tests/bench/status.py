@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from slurmtrain.cli import main as slurmtrain
-from slurmtrain.runtime.attempts import TAIL_BYTES, Attempt
+from slurmtrain.runs.attempts import TAIL_BYTES, Attempt
 
 RUNS, STEPS, LAST_BYTES, ROUNDS = 3000, 300, TAIL_BYTES, 5
 WANTED = 5.0

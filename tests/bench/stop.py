@@ -15,8 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.launch import sandbox
-from slurmtrain.rundir import RunDir, all_runs, read_json
+from slurmtrain import sandbox
+from slurmtrain.runs.lookup import all_runs
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system.files import read_json
 
 ROUNDS = 5
 

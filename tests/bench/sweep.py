@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from slurmtrain.launch.sandbox import SandboxSpec, up
+from slurmtrain.sandbox import SandboxSpec, up
 
 PEER = """
 import hydra

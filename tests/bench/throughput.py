@@ -46,20 +46,20 @@ from torch.distributed.tensor.parallel import (
 )
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.config.layout import Layout
+from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import CheckpointConfig, OptimConfig, ParallelConfig, TrainConfig
 from slurmtrain.data import BatchLoader, StdlibText
-from slurmtrain.data.loader import Step
+from slurmtrain.data.loading.loader import Step
 from slurmtrain.models import Decoder
 from slurmtrain.observe import Reporter, SilentReporter
-from slurmtrain.parallel.lay import lay
+from slurmtrain.parallel.parallelize import parallelize
 from slurmtrain.runtime.agreement import StopAgreement
-from slurmtrain.runtime.signals import arm
+from slurmtrain.system.signals import arm
+from slurmtrain.training.eval_metrics import Measures
 from slurmtrain.training.evaluation import Evaluator
-from slurmtrain.training.measures import Measures
+from slurmtrain.training.forward_backward import passes_of
 from slurmtrain.training.optim import build_optimizer
-from slurmtrain.training.passes import passes_of
-from slurmtrain.training.trainer import Ranks, Trainer
+from slurmtrain.training.trainer import Trainer, TrainingRanks
 from tests.bench.checkpoint_reference import DcpAsync
 
 L = TypeVar("L", bound=BatchLoader)
@@ -75,7 +75,7 @@ MODEL = {
     "max_seq_len": SEQUENCE,
     "tie_embeddings": False,
 }
-LAYOUTS = {"DDP": Layout(dp_replicate=RANKS), "FSDP2": Layout(dp_shard=RANKS), "TP": Layout(tp=RANKS)}
+LAYOUTS = {"DDP": ParallelDims(dp_replicate=RANKS), "FSDP2": ParallelDims(dp_shard=RANKS), "TP": ParallelDims(tp=RANKS)}
 AS_USED = "as used"
 
 
@@ -303,7 +303,7 @@ class Bench:
             trainer.fit()
         return Spent.now().since(loader.began)
 
-    def loader(self, kind: type[L], layout: Layout) -> L:
+    def loader(self, kind: type[L], layout: ParallelDims) -> L:
         return kind(
             self.text.train,
             seed=0,
@@ -315,7 +315,7 @@ class Bench:
 
     def trainer(self, name: str, loader: BatchLoader, **more: Any) -> Trainer:
         torch.manual_seed(0)
-        laid = lay(
+        distributed_model = parallelize(
             Decoder(**MODEL),
             ParallelConfig(),
             LAYOUTS[name],
@@ -324,17 +324,19 @@ class Bench:
             group=dist.group.WORLD,
             fill=lambda model: model,
         )
-        passes = passes_of(laid, 1, loader.micro_batch_size)
+        passes = passes_of(distributed_model, 1, loader.micro_batch_size)
         settings: dict[str, Any] = {"checkpointer": None, "make_reporter": lambda step, evaluated_at: SilentReporter()}
         return Trainer(
             train=TrainConfig(steps=self.steps, global_batch_size=BATCH, eval_every=0, log_every=10),
             optim=OptimConfig(warmup_steps=0),
             checkpoint=CheckpointConfig(every_steps=SAVE_EVERY),
-            laid=laid,
+            distributed_model=distributed_model,
             loader=loader,
             passes=passes,
-            evaluator=Evaluator(laid, passes, {}, Measures(laid, (), {}), counts=None, stop=self.stop),
-            ranks=Ranks(self.rank, dist.group.WORLD, self.control),
+            evaluator=Evaluator(
+                distributed_model, passes, {}, Measures(distributed_model, (), {}), counts=None, stop=self.stop
+            ),
+            ranks=TrainingRanks(self.rank, dist.group.WORLD, self.control),
             stop=self.stop,
             **settings | more,
         )

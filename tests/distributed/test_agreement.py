@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 
-from slurmtrain.runtime import signals
 from slurmtrain.runtime.agreement import StopAgreement
-from slurmtrain.runtime.world import World
-from tests.distributed.conftest import GlooRanks
+from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.system import signals
+from tests.support.gloo import GlooRanks
 
 
-def step_until_told(world: World, told_rank: int, told_at: int, between: bool) -> tuple[int, str]:
+def step_until_told(world: DistributedContext, told_rank: int, told_at: int, between: bool) -> tuple[int, str]:
     stop = signals.arm()
     agreement = StopAgreement(stop, world.control)
 

@@ -9,10 +9,10 @@ import torch
 
 from slurmtrain.checkpoint.commit import checkpoint_name
 from slurmtrain.errors import ConfigError
-from slurmtrain.rundir import RunDir
-from tests.distributed.conftest import GlooRanks
+from slurmtrain.runs.run_dir import RunDir
 from tests.distributed.test_training import StopAt, alone, fit, losses, trainer
-from tests.reading import checkpoint_tensors
+from tests.support.gloo import GlooRanks
+from tests.support.reading import checkpoint_tensors
 
 WORDS = ["train.eval_every=0", "checkpoint.every_steps=0", "model.dropout=0.1"]
 

@@ -11,11 +11,12 @@ from torch.distributed.tensor import DTensor
 from slurmtrain.checkpoint.checkpointer import Restored
 from slurmtrain.checkpoint.restore import load
 from slurmtrain.checkpoint.state import flatten
-from slurmtrain.runtime.world import World
-from tests.distributed.conftest import GlooRanks, assert_same_tensors
+from slurmtrain.runtime.distributed_context import DistributedContext
 from tests.distributed.test_training import RAGGED, TOLERANCE, StopAt, alone, fit, losses
 from tests.distributed.test_training import trainer as trainer_of
-from tests.reading import checkpoint_tensors
+from tests.support.gloo import GlooRanks
+from tests.support.local_runs import assert_same_tensors
+from tests.support.reading import checkpoint_tensors
 
 MODEL = [*RAGGED, "model.layers=4", "checkpoint.every_steps=0", "train.eval_every=0"]
 # Ranks, and the layout.
@@ -32,7 +33,9 @@ CHAIN = [
 STEPS_EACH = 2
 
 
-def on_one_layout(world: World, run_path: Path, overrides: list[str], attempt: int) -> tuple[list[str], str]:
+def on_one_layout(
+    world: DistributedContext, run_path: Path, overrides: list[str], attempt: int
+) -> tuple[list[str], str]:
     """Restore, a few steps, a save.
 
     Returns:
@@ -88,7 +91,7 @@ SAME_BITS = [
 ]
 
 
-def stopped_and_resumed(world: World, run_path: Path, overrides: list[str]) -> None:
+def stopped_and_resumed(world: DistributedContext, run_path: Path, overrides: list[str]) -> None:
     stop = StopAt(3) if world.environment.rank == 1 else None
     assert fit(world, run_path / "stopped", overrides, stop).step == 3
     assert fit(world, run_path / "stopped", overrides, attempt=2).first_step == 3

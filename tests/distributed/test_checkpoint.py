@@ -27,8 +27,8 @@ from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.data import BatchLoader
 from slurmtrain.errors import CheckpointError
 from slurmtrain.parallel.ddp import replicate
-from slurmtrain.runtime.world import World
-from tests.distributed.conftest import GlooRanks
+from slurmtrain.runtime.distributed_context import DistributedContext
+from tests.support.gloo import GlooRanks
 
 
 class Numbers:
@@ -44,7 +44,9 @@ class Numbers:
 class Rank:
     """A small training state of one rank."""
 
-    def __init__(self, world: World | None, directory: Path, incarnation: int = 1, *, seed: int = 0, **options: Any):
+    def __init__(
+        self, world: DistributedContext | None, directory: Path, incarnation: int = 1, *, seed: int = 0, **options: Any
+    ):
         self.rank = world.environment.rank if world else 0
         size = world.environment.world_size if world else 1
         torch.manual_seed(seed)
@@ -90,14 +92,14 @@ class Rank:
         return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()]).tolist()
 
 
-def save_and_go_on(world: World | None, directory: Path) -> list[float]:
+def save_and_go_on(world: DistributedContext | None, directory: Path) -> list[float]:
     rank = Rank(world, directory)
     rank.steps(3)
     rank.save(3)
     return [*rank.steps(3), *rank.weights(), random.random(), torch.rand(()).item()]
 
 
-def restore_and_go_on(world: World | None, directory: Path) -> list[float]:
+def restore_and_go_on(world: DistributedContext | None, directory: Path) -> list[float]:
     random.seed(99)
     rank = Rank(world, directory, incarnation=2, seed=5)
     assert rank.restore() == 3
@@ -117,7 +119,7 @@ def test_a_single_process_continues_with_the_same_bits(tmp_path: Path) -> None:
     assert restore_and_go_on(None, tmp_path) == expected
 
 
-def just_restore(world: World | None, directory: Path) -> tuple[int | None, list[float], float]:
+def just_restore(world: DistributedContext | None, directory: Path) -> tuple[int | None, list[float], float]:
     rank = Rank(world, directory, incarnation=2, seed=5)
     return rank.restore(), rank.weights(), torch.rand(()).item()
 
@@ -132,7 +134,7 @@ def test_another_number_of_ranks_reads_the_same_weights(gloo_ranks: GlooRanks, t
     assert len({drawn for _, _, drawn in three}) == 3
 
 
-def save_own(world: World, directory: Path) -> list[Any]:
+def save_own(world: DistributedContext, directory: Path) -> list[Any]:
     rank = Rank(world, directory)
     own = {"counter": Counter(rank.rank * 10)}
     rank.checkpointer.save(1, per_rank=own, model=rank.model).result()
@@ -159,7 +161,7 @@ def test_each_rank_gets_its_own_objects_back(gloo_ranks: GlooRanks, tmp_path: Pa
 # Damage. Two checkpoints are there; what is done to the newer one must make all ranks take the older.
 
 
-def save_two(world: World | None, directory: Path) -> list[float]:
+def save_two(world: DistributedContext | None, directory: Path) -> list[float]:
     """Saves step 1 and step 2; returns the weights of step 1."""
     rank = Rank(world, directory)
     rank.steps(1)
@@ -170,7 +172,7 @@ def save_two(world: World | None, directory: Path) -> list[float]:
     return weights
 
 
-def restore_and_tell(world: World | None, directory: Path) -> tuple[int | None, list[float], list[str]]:
+def restore_and_tell(world: DistributedContext | None, directory: Path) -> tuple[int | None, list[float], list[str]]:
     rank = Rank(world, directory, incarnation=2, seed=5)
     return rank.restore(), rank.weights(), rank.said
 
@@ -252,7 +254,7 @@ def test_without_complete_the_older_checkpoint_is_the_newest(
     assert [answer[:2] for answer in gloo_ranks(2, restore_and_tell, directory)] == [(1, weights)] * 2
 
 
-def refused(world: World | None, directory: Path) -> str:
+def refused(world: DistributedContext | None, directory: Path) -> str:
     try:
         return f"restored {Rank(world, directory, incarnation=2).restore()}"
     except CheckpointError as error:
@@ -293,7 +295,9 @@ def test_nothing_saved_is_a_fresh_start(tmp_path: Path) -> None:
 # Death and failure in the middle of a save.
 
 
-def die_in_second_save(world: World, directory: Path, module: str, function: str, call: int, rank_to_die: int) -> None:
+def die_in_second_save(
+    world: DistributedContext, directory: Path, module: str, function: str, call: int, rank_to_die: int
+) -> None:
     rank = Rank(world, directory)
     rank.steps(1)
     rank.save(1)
@@ -334,7 +338,7 @@ def test_a_kill_during_a_save_leaves_the_older_checkpoint_the_newest(
     assert not list(directory.glob("checkpoint_0000002*"))  # the next life has cleaned up
 
 
-def fail_on_one_rank(world: World, directory: Path, failing: int) -> tuple[str, list[str]]:
+def fail_on_one_rank(world: DistributedContext, directory: Path, failing: int) -> tuple[str, list[str]]:
     rank = Rank(world, directory)
     rank.steps(1)
     rank.save(1)
@@ -463,7 +467,7 @@ def test_an_object_that_was_not_saved_is_refused_by_name(tmp_path: Path) -> None
         Checkpointer(tmp_path).restore(model=model(), counter=Counter(1))
 
 
-def save_at_my_own_step(world: World, directory: Path) -> list[Any]:
+def save_at_my_own_step(world: DistributedContext, directory: Path) -> list[Any]:
     rank = Rank(world, directory)
     rank.save(1)
     try:
@@ -484,7 +488,7 @@ def nothing() -> None:
     """What a child process does that ends at once."""
 
 
-def children_end_while_saving(world: World, directory: Path) -> list[Any]:
+def children_end_while_saving(world: DistributedContext, directory: Path) -> list[Any]:
     rank = Rank(world, directory)
     saving = rank.checkpointer.save(1, **rank.objects)
     children = [multiprocessing.get_context("fork").Process(target=nothing) for _ in range(3)]

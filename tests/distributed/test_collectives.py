@@ -10,35 +10,37 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slurmtrain.config.layout import Layout
+from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import ParallelConfig
 from slurmtrain.models import Decoder
-from slurmtrain.parallel.lay import lay
-from slurmtrain.runtime.world import World
-from slurmtrain.training.passes import passes_of
-from tests.distributed.conftest import GlooRanks
+from slurmtrain.parallel.parallelize import parallelize
+from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.training.forward_backward import passes_of
+from tests.support.gloo import GlooRanks
 
 L = 2
 UNITS = L + 1
 
 
-def counts(world: World, layout: dict[str, int], options: dict[str, Any], micro_batches: int) -> dict[str, int]:
+def counts(
+    world: DistributedContext, layout: dict[str, int], options: dict[str, Any], micro_batches: int
+) -> dict[str, int]:
     """Of the second step: the first finds out shapes."""
     torch.manual_seed(0)
     model = Decoder(
         vocab_size=64, width=32, layers=L, heads=4, kv_heads=2, max_seq_len=16, tie_embeddings=layout.get("pp", 1) == 1
     )
-    laid = lay(
+    distributed_model = parallelize(
         model,
         ParallelConfig(**options),
-        Layout(**layout),
+        ParallelDims(**layout),
         rank=world.environment.rank,
         device=world.device,
         group=world.group,
         fill=lambda held: held,
     )
     tokens = torch.randint(64, (1, 16))
-    passes = passes_of(laid, micro_batches, 1)
+    passes = passes_of(distributed_model, micro_batches, 1)
     for _ in range(2):
         with Collectives() as seen:
             passes.train([{"inputs": tokens, "targets": tokens}] * micro_batches, count=lambda: 1)

@@ -8,15 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slurmtrain.config.layout import Layout
+from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import ParallelConfig
 from slurmtrain.models import Decoder
-from slurmtrain.parallel.lay import lay
-from slurmtrain.runtime.world import World
-from slurmtrain.training.passes import passes_of
-from tests.distributed.conftest import GlooRanks, assert_same_tensors
+from slurmtrain.parallel.parallelize import parallelize
+from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.training.forward_backward import passes_of
 from tests.distributed.test_training import SLOW_RATE, StopAt, fit, losses
-from tests.reading import checkpoint_tensors
+from tests.support.gloo import GlooRanks
+from tests.support.local_runs import assert_same_tensors
+from tests.support.reading import checkpoint_tensors
 
 WIDTH, VOCABULARY, FFN = 32, 64, 96
 MATRICES = [(VOCABULARY, WIDTH), *[(WIDTH, WIDTH)] * 4, *[(FFN, WIDTH)] * 3]  # a block, and a tied embedding
@@ -25,20 +26,20 @@ ELEMENTS = sum(n * m for n, m in MATRICES) + VECTORS
 REPLICAS = {"dp_replicate": 2}
 
 
-def bytes_sent(world: World, layout: dict[str, int], options: dict[str, str | int]) -> int:
+def bytes_sent(world: DistributedContext, layout: dict[str, int], options: dict[str, str | int]) -> int:
     """Among replicas, in the third step: DDP has its final buckets, PowerSGD has begun."""
     model = Decoder(vocab_size=VOCABULARY, width=WIDTH, layers=1, heads=2, ffn_width=FFN, max_seq_len=16)
-    laid = lay(
+    distributed_model = parallelize(
         model,
         ParallelConfig(**options),  # type: ignore[arg-type]
-        Layout(**layout),
+        ParallelDims(**layout),
         rank=world.environment.rank,
         device=world.device,
         group=world.group,
         fill=lambda held: held,
     )
     tokens = torch.randint(VOCABULARY, (1, 16))
-    passes = passes_of(laid, 2, 1)
+    passes = passes_of(distributed_model, 2, 1)
     sent, all_reduce = 0, dist.all_reduce
 
     def counting(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
@@ -70,7 +71,7 @@ def bytes_sent(world: World, layout: dict[str, int], options: dict[str, str | in
 def test_a_step_sends_so_many_bytes_once_for_all_its_micro_batches(
     gloo_ranks: GlooRanks, layout: dict[str, int], options: dict[str, str | int], expected: int
 ) -> None:
-    ranks = Layout(**layout).world_size
+    ranks = ParallelDims(**layout).world_size
     assert gloo_ranks(ranks, bytes_sent, layout, options) == [expected] * ranks
 
 
@@ -83,7 +84,7 @@ ROUNDINGS = 1 + 2**0.5
 BOUNDS = {"bf16": ROUNDINGS * 2**-9, "fp16": ROUNDINGS * 2**-11}
 
 
-def all_kinds(world: World, folder: Path) -> None:
+def all_kinds(world: DistributedContext, folder: Path) -> None:
     fit(world, folder / "none", SMALL)
     for how in BOUNDS:
         fit(world, folder / how, [*SMALL, f"parallel.gradient_compression={how}"])

@@ -18,19 +18,21 @@ from torch.distributed.tensor import DTensor
 
 from slurmtrain.checkpoint.commit import committed, read_manifest
 from slurmtrain.config.compose import compose
-from slurmtrain.config.layout import layout_of, micro_batch_size
+from slurmtrain.config.parallel_dims import micro_batch_size, parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.data import IGNORED_TARGET
-from slurmtrain.data.loader import Batch
+from slurmtrain.data.loading.loader import Batch
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe import read_metrics
-from slurmtrain.runtime import attempts, signals
+from slurmtrain.runs import attempts
 from slurmtrain.runtime.agreement import StopAgreement
-from slurmtrain.runtime.training_job import build, build_evaluator, build_model, fill, lay_model
-from slurmtrain.runtime.world import World
-from slurmtrain.training.passes import _Pipelined, passes_of
-from tests.distributed.conftest import SMALL, GlooRanks, Project, wait_until
+from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.runtime.jobs.train import build, build_evaluator, build_model, fill, lay_model
+from slurmtrain.system import signals
+from slurmtrain.training.forward_backward import _Pipelined, passes_of
 from tests.distributed.test_training import alone, fit, go_on, hold, losses
+from tests.support.gloo import GlooRanks, wait_until
+from tests.support.local_runs import SMALL, Project
 
 
 class Ragged:
@@ -117,11 +119,11 @@ def experiment(*overrides: str) -> Config:
     return compose([*SETTINGS, *overrides])
 
 
-def measure(world: World, overrides: list[str]) -> dict[str, float]:
+def measure(world: DistributedContext, overrides: list[str]) -> dict[str, float]:
     """The metrics of an untrained model. It is left as it was, also when one rank was told to stop in the middle."""
     torch.manual_seed(5)
     config = experiment(*overrides)
-    layout = layout_of(config)
+    layout = parallel_dims_of(config)
     laid, *_ = lay_model(config, layout, world)
     micro = micro_batch_size(config, layout)
     passes = passes_of(laid, config.train.global_batch_size // (micro * layout.dp), micro)

@@ -7,29 +7,29 @@ import math
 import pytest
 import torch
 
-from slurmtrain.config.layout import Layout
+from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import ParallelConfig
 from slurmtrain.models import Decoder
 from slurmtrain.parallel.gradients import clip_gradients
-from slurmtrain.parallel.lay import lay
-from slurmtrain.runtime.world import World
-from tests.distributed.conftest import GlooRanks
+from slurmtrain.parallel.parallelize import parallelize
+from slurmtrain.runtime.distributed_context import DistributedContext
+from tests.support.gloo import GlooRanks
 
 SIZES = {"vocab_size": 64, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "max_seq_len": 16}
 
 
-def norms(world: World, layout: dict[str, int]) -> list[float]:
+def norms(world: DistributedContext, layout: dict[str, int]) -> list[float]:
     """Of gradients that are all 2: as they are, when they are clipped, and afterwards."""
-    laid = lay(
+    distributed_model = parallelize(
         Decoder(**SIZES, tie_embeddings=False),
         ParallelConfig(),
-        Layout(**layout),
+        ParallelDims(**layout),
         rank=world.environment.rank,
         device=world.device,
         group=world.group,
         fill=lambda held: held,
     )
-    parameters = list(laid.model.parameters())
+    parameters = list(distributed_model.model.parameters())
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 2.0)
     return [float(clip_gradients(parameters, limit, world.group)) for limit in (0.0, 1e6, 3.0, 0.0)]

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from slurmtrain.models import Decoder
-from slurmtrain.runtime.world import World
-from tests.distributed.conftest import GlooRanks
+from slurmtrain.runtime.distributed_context import DistributedContext
+from tests.support.gloo import GlooRanks
 
 # Rows that four ranks do not divide, parts that end within a tile, and more than one tile along both dimensions.
 SIZES: dict[str, Any] = {
@@ -64,7 +64,7 @@ def fsdp_tp(model: nn.Module) -> None:
 LAYOUTS: list[Callable[[nn.Module], None]] = [fsdp, fsdp_by_columns, hsdp, fsdp_tp]
 
 
-def draw_in_all_layouts(world: World) -> dict[str, list[str]]:
+def draw_in_all_layouts(world: DistributedContext) -> dict[str, list[str]]:
     """By layout, the names of the parameters whose bits differ from those of one rank."""
     whole = Decoder(**SIZES)
     whole.initialize(9)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from slurmtrain.checkpoint import ranks
-from slurmtrain.checkpoint.ranks import Ranks
+from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.errors import CheckpointError, CheckpointMismatch, SlurmtrainError, Superseded
-from slurmtrain.runtime.world import World
-from tests.distributed.conftest import GlooRanks
+from slurmtrain.runtime.distributed_context import DistributedContext
+from tests.support.gloo import GlooRanks
 
 
 class Evil:
@@ -26,9 +26,9 @@ class Evil:
         return os.mkdir, (str(self.canary),)
 
 
-def talk(world: World, canary: Path) -> list[Any]:
+def talk(world: DistributedContext, canary: Path) -> list[Any]:
     """What this rank hears; of what fails, the error's type and message."""
-    told = Ranks(world.saving)
+    told = RankGroup(world.saving)
     rank = told.rank
     heard: list[Any] = []
 

@@ -14,12 +14,12 @@ from slurmtrain.checkpoint import commit
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.errors import CheckpointError, CheckpointMismatch
-from slurmtrain.runtime.world import World
-from tests.distributed.conftest import GlooRanks
+from slurmtrain.runtime.distributed_context import DistributedContext
+from tests.support.gloo import GlooRanks
 
 
 class Rank:
-    def __init__(self, world: World | None, directory: Path, url: str, *, run_id: str = "", seed: int = 1):
+    def __init__(self, world: DistributedContext | None, directory: Path, url: str, *, run_id: str = "", seed: int = 1):
         torch.manual_seed(seed)
         self.model = nn.Linear(300, 500)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
@@ -47,7 +47,7 @@ class Rank:
         return [self.model.weight.sum().item(), moments.sum().item()]
 
 
-def save_wipe_and_restore(world: World | None, folder: Path) -> tuple[Any, ...]:
+def save_wipe_and_restore(world: DistributedContext | None, folder: Path) -> tuple[Any, ...]:
     directory, url = folder / "checkpoints", f"file://{folder}/store"
     first = Rank(world, directory, url)
     for step in (1, 2, 3):

@@ -14,8 +14,9 @@ from slurmtrain.checkpoint.commit import committed, step_of
 from slurmtrain.errors import EXIT_CONFIG
 from slurmtrain.models import Decoder
 from slurmtrain.training.nonfinite import Diverged, NonfiniteSteps, all_finite
-from tests.distributed.conftest import GlooRanks, Project
 from tests.distributed.test_training import StopAt, alone, fit, losses
+from tests.support.gloo import GlooRanks
+from tests.support.local_runs import Project
 
 
 class Breaking(Decoder):

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from slurmtrain.errors import CheckpointMismatch, ConfigError
-from tests.distributed.conftest import GlooRanks, assert_same_tensors
 from tests.distributed.test_training import StopAt, alone, fit, losses
-from tests.reading import checkpoint_tensors
+from tests.support.gloo import GlooRanks
+from tests.support.local_runs import assert_same_tensors
+from tests.support.reading import checkpoint_tensors
 
 CLASSES = torch.randn(5, 12, generator=torch.Generator().manual_seed(0))
 

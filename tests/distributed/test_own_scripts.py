@@ -18,15 +18,10 @@ import pytest
 import torch
 
 from slurmtrain.checkpoint.commit import committed
-from tests.children import children
-from tests.distributed.conftest import (
-    LocalRun,
-    Project,
-    assert_same_tensors,
-    checkpoint_tensors,
-    clean_environment,
-    wait_until,
-)
+from tests.distributed.conftest import checkpoint_tensors
+from tests.support.children import children
+from tests.support.gloo import wait_until
+from tests.support.local_runs import LocalRun, Project, assert_same_tensors, clean_environment
 
 JOBS = Path(__file__).parents[2] / "jobs"
 STEPS = 60

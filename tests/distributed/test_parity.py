@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.conftest import GlooRanks
 from tests.parity.matrix import ROWS, compare, train_alone, train_rows
+from tests.support.gloo import GlooRanks
 
 
 @pytest.fixture(scope="module")

@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 
 from slurmtrain.errors import RendezvousError
-from slurmtrain.rundir import read_json, write_json
-from slurmtrain.runtime import signals
 from slurmtrain.runtime.addresses import machine
-from slurmtrain.runtime.environment import Environment
+from slurmtrain.runtime.distributed_context import DistributedContext, join
 from slurmtrain.runtime.rendezvous import StopDuringStart
-from slurmtrain.runtime.world import World, join
-from tests.distributed.conftest import GlooRanks, cluster_config, wait_until
+from slurmtrain.slurm.environment import Environment
+from slurmtrain.system import signals
+from slurmtrain.system.files import read_json, write_json
+from tests.support.gloo import GlooRanks, cluster_config, wait_until
 
 
-def sums(world: World) -> list[float]:
+def sums(world: DistributedContext) -> list[float]:
     """Each of the three groups adds up every rank's number."""
     answers = []
     for group in (world.group, world.control, world.saving):
@@ -35,8 +35,8 @@ def sums(world: World) -> list[float]:
     return answers
 
 
-def hear(world: World, word: str) -> str:
-    return world.tell(word if world.environment.rank == 0 else None)
+def hear(world: DistributedContext, word: str) -> str:
+    return world.broadcast_text(word if world.environment.rank == 0 else None)
 
 
 def try_to_join(directory: Path, timeout_s: int) -> tuple[str, float]:

@@ -18,8 +18,8 @@ from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.commit import committed
 from slurmtrain.errors import CheckpointError
 from slurmtrain.parallel.ddp import replicate
-from slurmtrain.runtime.world import World
-from tests.distributed.conftest import GlooRanks
+from slurmtrain.runtime.distributed_context import DistributedContext
+from tests.support.gloo import GlooRanks
 
 
 class Own:
@@ -55,7 +55,7 @@ def model_of(width: int = 4) -> nn.Module:
     return nn.Linear(width, width, bias=False)
 
 
-def save_replicas(world: World, root: Path) -> dict[str, Any]:
+def save_replicas(world: DistributedContext, root: Path) -> dict[str, Any]:
     """What came of each save, as this rank sees it."""
     rank = world.environment.rank
     said: list[str] = []
@@ -103,7 +103,7 @@ def save_replicas(world: World, root: Path) -> dict[str, Any]:
     return answers
 
 
-def save_drifted(world: World, root: Path) -> dict[str, Any]:
+def save_drifted(world: DistributedContext, root: Path) -> dict[str, Any]:
     """What is said of replicas that differ with on_replica_drift=warn, and whether rank 0's come back everywhere."""
     said: list[str] = []
     rank = world.environment.rank
@@ -127,7 +127,7 @@ def save_fsdp1(checkpointer: Checkpointer) -> str:
     return caught.value.message
 
 
-def averages_go_on(world: World, root: Path) -> bool:
+def averages_go_on(world: DistributedContext, root: Path) -> bool:
     """An average of sharded parameters gets sharded ones back."""
 
     def make() -> tuple[nn.Module, Average]:

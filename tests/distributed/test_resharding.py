@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.commit import committed, read_manifest
 from slurmtrain.parallel.ddp import replicate
-from slurmtrain.runtime.world import World
-from tests.distributed.conftest import GlooRanks
+from slurmtrain.runtime.distributed_context import DistributedContext
+from tests.support.gloo import GlooRanks
 
 # ------------------------------------------------------------------------------------------------------------- the model
 
@@ -62,15 +62,15 @@ def reference_model(seed: int) -> Model:
     return Model()
 
 
-def plain(model: Model, world: World) -> nn.Module:
+def plain(model: Model, world: DistributedContext) -> nn.Module:
     return replicate(model, torch.device("cpu"), world.group)
 
 
-def fsdp(model: Model, world: World) -> nn.Module:
+def fsdp(model: Model, world: DistributedContext) -> nn.Module:
     return shard(model, init_device_mesh("cpu", (world.environment.world_size,)))
 
 
-def hsdp(model: Model, world: World) -> nn.Module:
+def hsdp(model: Model, world: DistributedContext) -> nn.Module:
     return shard(model, init_device_mesh("cpu", (2, world.environment.world_size // 2), mesh_dim_names=("dp", "fsdp")))
 
 
@@ -87,17 +87,17 @@ def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
     return model
 
 
-def tp(model: Model, world: World) -> nn.Module:
+def tp(model: Model, world: DistributedContext) -> nn.Module:
     return tensor_parallel(model, init_device_mesh("cpu", (world.environment.world_size,)))
 
 
-def fsdp_tp(model: Model, world: World) -> nn.Module:
+def fsdp_tp(model: Model, world: DistributedContext) -> nn.Module:
     """Columns over pairs of ranks, rows of what they have over the others."""
     mesh = init_device_mesh("cpu", (world.environment.world_size // 2, 2), mesh_dim_names=("dp", "tp"))
     return shard(tensor_parallel(model, mesh["tp"]), mesh["dp"])
 
 
-def tp_replicas(model: Model, world: World) -> nn.Module:
+def tp_replicas(model: Model, world: DistributedContext) -> nn.Module:
     """Tensor parallel pairs that do not know of each other: each has a mesh of its own, over the same names."""
     rank = world.environment.rank
     pairs = [
@@ -106,7 +106,7 @@ def tp_replicas(model: Model, world: World) -> nn.Module:
     return tensor_parallel(model, pairs[rank // 2])
 
 
-LAYOUTS: Mapping[str, Callable[[Model, World], nn.Module]] = {
+LAYOUTS: Mapping[str, Callable[[Model, DistributedContext], nn.Module]] = {
     "plain": plain,
     "fsdp": fsdp,
     "hsdp": hsdp,
@@ -147,14 +147,14 @@ class Training:
         }
 
 
-def training(world: World, directory: Path, layout: str, *, seed: int) -> Training:
+def training(world: DistributedContext, directory: Path, layout: str, *, seed: int) -> Training:
     model = LAYOUTS[layout](reference_model(seed), world)
     checkpointer = Checkpointer(directory, group=world.saving, say=lambda text: None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     return Training(model, optimizer, checkpointer)
 
 
-def save_all(world: World, root: Path, layouts: list[str]) -> dict[str, Any]:
+def save_all(world: DistributedContext, root: Path, layouts: list[str]) -> dict[str, Any]:
     """Two steps in every layout, a save, and the loss of the step after."""
     losses = {}
     for layout in layouts:
@@ -172,7 +172,7 @@ def save_all(world: World, root: Path, layouts: list[str]) -> dict[str, Any]:
     return losses
 
 
-def restore_all(world: World, root: Path, into: list[tuple[str, str]]) -> dict[str, list[float]]:
+def restore_all(world: DistributedContext, root: Path, into: list[tuple[str, str]]) -> dict[str, list[float]]:
     """From the checkpoint of one layout into another: the same full tensors, and the loss goes on."""
     losses = {}
     for saved, layout in into:
@@ -247,14 +247,14 @@ def bits(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
     return str(whole.dtype), tuple(whole.shape), data
 
 
-def save_zoo(world: World, root: Path) -> None:
+def save_zoo(world: DistributedContext, root: Path) -> None:
     for sharded in (False, True):
         checkpointer = Checkpointer(root / str(sharded), group=world.saving, say=lambda text: None)
         checkpointer.save(1, zoo=Zoo(1, sharded=sharded)).result(60)
         checkpointer.close()
 
 
-def restore_zoo(world: World, root: Path) -> list[tuple[bool, bool, list[str]]]:
+def restore_zoo(world: DistributedContext, root: Path) -> list[tuple[bool, bool, list[str]]]:
     """The names of what differs, for every combination."""
     found = []
     for saved in (False, True):
@@ -286,7 +286,7 @@ class Sizes(nn.Module):
         self.small = nn.ParameterList(nn.Parameter(torch.zeros(64)) for _ in range(200))
 
 
-def save_sizes(world: World, root: Path) -> int:
+def save_sizes(world: DistributedContext, root: Path) -> int:
     expected = 0
     for layout in ("plain", "fsdp", "hsdp"):
         model: nn.Module = Sizes()
@@ -321,7 +321,7 @@ def value_of(name: str) -> float:
     return zlib.crc32(name.encode()) % 1000 / 1000
 
 
-def stage_of(world: World, stages: int, *, filled: bool) -> tuple[Stage, torch.optim.Optimizer]:
+def stage_of(world: DistributedContext, stages: int, *, filled: bool) -> tuple[Stage, torch.optim.Optimizer]:
     """Stage r % stages, of 4 layers; ranks of the same stage are replicas."""
     mine = world.environment.rank % stages
     per_stage = 4 // stages
@@ -337,14 +337,14 @@ def stage_of(world: World, stages: int, *, filled: bool) -> tuple[Stage, torch.o
     return model, optimizer
 
 
-def save_stages(world: World, root: Path, stages: int) -> None:
+def save_stages(world: DistributedContext, root: Path, stages: int) -> None:
     model, optimizer = stage_of(world, stages, filled=True)
     checkpointer = Checkpointer(root, group=world.saving, say=lambda text: None)
     checkpointer.save(1, model=model, optimizer=optimizer).result(60)
     checkpointer.close()
 
 
-def restore_stages(world: World, root: Path, stages: int) -> None:
+def restore_stages(world: DistributedContext, root: Path, stages: int) -> None:
     model, optimizer = stage_of(world, stages, filled=False)
     checkpointer = Checkpointer(root, group=world.saving, say=lambda text: None)
     assert checkpointer.restore(model=model, optimizer=optimizer) is not None
@@ -357,7 +357,7 @@ def restore_stages(world: World, root: Path, stages: int) -> None:
 # --------------------------------------------------------------------------------------------- what FSDP does to parameters
 
 
-def evaluate_then_save(world: World, root: Path) -> None:
+def evaluate_then_save(world: DistributedContext, root: Path) -> None:
     """After a forward pass without a backward pass FSDP's outermost parameters are whole on every rank."""
     run = training(world, root, "fsdp", seed=1)
     run.step()
@@ -373,7 +373,7 @@ def evaluate_then_save(world: World, root: Path) -> None:
     run.checkpointer.close()
 
 
-def change_by_hand(world: World, root: Path) -> None:
+def change_by_hand(world: DistributedContext, root: Path) -> None:
     """Right after the call: what is saved is what was there at the call."""
     run = training(world, root, "fsdp", seed=1)
     run.step()
@@ -392,7 +392,7 @@ def change_by_hand(world: World, root: Path) -> None:
 Case = tuple[Callable[..., Any], *tuple[Any, ...]]
 
 
-def one_after_another(world: World, root: Path, cases: Mapping[str, Case]) -> dict[str, Any]:
+def one_after_another(world: DistributedContext, root: Path, cases: Mapping[str, Case]) -> dict[str, Any]:
     """What each case returns, or its traceback. Ranks are started once for all of them: that is what takes the time."""
     answers: dict[str, Any] = {}
     for name, (function, *args) in cases.items():

@@ -18,16 +18,18 @@ import pytest
 from slurmtrain.checkpoint import blocks
 from slurmtrain.checkpoint.commit import INDEX, committed, read_manifest
 from slurmtrain.observe import read_metrics
-from slurmtrain.rundir import RunDir
-from slurmtrain.runtime import signals
-from slurmtrain.runtime.agreement import Agreed, StopAgreement
-from slurmtrain.runtime.place import Place
-from slurmtrain.runtime.timeline import Timeline
-from slurmtrain.runtime.training_job import build_trainer
-from slurmtrain.runtime.world import World
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runtime.agreement import AgreedDecision, StopAgreement
+from slurmtrain.runtime.attempt_context import AttemptContext
+from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.runtime.jobs.train import build_trainer
+from slurmtrain.runtime.startup_times import Timeline
+from slurmtrain.system import signals
 from slurmtrain.training.trainer import Outcome
-from tests.distributed.conftest import TIMING, GlooRanks, assert_same_tensors, checkpoint_tensors
+from tests.distributed.conftest import checkpoint_tensors
 from tests.distributed.test_training import experiment
+from tests.support.gloo import GlooRanks
+from tests.support.local_runs import TIMING, assert_same_tensors
 
 STEPS = 40
 OVERRIDES = [
@@ -93,7 +95,7 @@ class Grace:
 class Observed(StopAgreement):
     """Calls `hook` with the number of each step and round of evaluation before it, and takes its time for it."""
 
-    def __init__(self, world: World, hook: Callable[[int], None]):
+    def __init__(self, world: DistributedContext, hook: Callable[[int], None]):
         super().__init__(signals.arm(), world.control)
         self._hook, self._asked = hook, 0
 
@@ -102,15 +104,15 @@ class Observed(StopAgreement):
         self._asked += 1
         super().begin(save=save, give_up=give_up)
 
-    def finish(self) -> Agreed:
+    def finish(self) -> AgreedDecision:
         time.sleep(STEP_S)
         return super().finish()
 
 
-def attempt(world: World, run_path: Path, number: int, plan: Interruption | None) -> Outcome:
+def attempt(world: DistributedContext, run_path: Path, number: int, plan: Interruption | None) -> Outcome:
     """One life of the run on this rank, interrupted according to the plan."""
     run_path.mkdir(exist_ok=True)
-    where = Place(RunDir(run_path), number, supervised=True)
+    where = AttemptContext(RunDir(run_path), number, supervised=True)
     where.attempt_dir.mkdir(parents=True, exist_ok=True)
     stop, watch = StopAgreement(signals.arm(), world.control), Grace(None)
     if plan is not None:

@@ -21,13 +21,13 @@ from slurmtrain.checkpoint import commit
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.commit import committed
 from slurmtrain.checkpoint.retention import READERS, Keep
-from slurmtrain.checkpoint.saving import Saved
+from slurmtrain.checkpoint.saving import SaveResult
 from slurmtrain.errors import CheckpointError
 from slurmtrain.parallel.ddp import replicate
-from slurmtrain.runtime.world import World
-from tests.children import children
-from tests.descriptors import open_files
-from tests.distributed.conftest import GlooRanks
+from slurmtrain.runtime.distributed_context import DistributedContext
+from tests.support.children import children
+from tests.support.descriptors import open_files
+from tests.support.gloo import GlooRanks
 
 SAVES, WARM_UP, STEPS_A_SAVE = 300, 100, 2
 KEEP = Keep(last=3, every=200)
@@ -81,7 +81,7 @@ class Soaked:
 class Training:
     """A model that learns something, for as long as one likes."""
 
-    def __init__(self, world: World):
+    def __init__(self, world: DistributedContext):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
         self.model = replicate(model, torch.device("cpu"), world.group)
@@ -95,7 +95,7 @@ class Training:
         self.optimizer.zero_grad()
 
 
-def soak(world: World, directory: Path) -> Soaked:
+def soak(world: DistributedContext, directory: Path) -> Soaked:
     training = Training(world)
     for _ in range(5):
         training.step()  # torch starts its own threads with the first
@@ -105,8 +105,8 @@ def soak(world: World, directory: Path) -> Soaked:
     resident, blocks, committed, failed = array("q", bytes(8 * SAVES)), array("q"), array("q", bytes(8 * SAVES)), []
     overlapped = 0
 
-    def note(ending: Saved | CheckpointError) -> None:
-        if isinstance(ending, Saved):
+    def note(ending: SaveResult | CheckpointError) -> None:
+        if isinstance(ending, SaveResult):
             committed[ending.step - 1] += 1
         else:
             failed.append(ending.message)

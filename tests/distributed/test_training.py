@@ -23,23 +23,18 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
 from slurmtrain.data import IGNORED_TARGET, eval_batches
 from slurmtrain.observe import read_metrics
-from slurmtrain.rundir import RunDir, all_runs
-from slurmtrain.runtime import signals
+from slurmtrain.runs.lookup import all_runs
+from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.agreement import StopAgreement
-from slurmtrain.runtime.environment import Environment
-from slurmtrain.runtime.place import Place
-from slurmtrain.runtime.timeline import Timeline
-from slurmtrain.runtime.training_job import build, build_model, build_trainer, fill
-from slurmtrain.runtime.world import World
+from slurmtrain.runtime.attempt_context import AttemptContext
+from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.runtime.jobs.train import build, build_model, build_trainer, fill
+from slurmtrain.runtime.startup_times import Timeline
+from slurmtrain.slurm.environment import Environment
+from slurmtrain.system import signals
 from slurmtrain.training.trainer import Outcome, Trainer
-from tests.distributed.conftest import (
-    GlooRanks,
-    LocalRun,
-    Project,
-    assert_same_bits,
-    assert_steps_join,
-    wait_until,
-)
+from tests.support.gloo import GlooRanks, wait_until
+from tests.support.local_runs import LocalRun, Project, assert_same_bits, assert_steps_join
 
 # In one process group, without a command line: what the trainer computes.
 
@@ -48,21 +43,23 @@ def experiment(*overrides: str) -> Config:
     return compose(["experiment=smoke", "train.tensorboard=false", "train.log_every=1", *overrides])
 
 
-def trainer(world: World, run_path: Path, overrides: list[str], stop: Any = None, attempt: int = 1) -> Trainer:
+def trainer(
+    world: DistributedContext, run_path: Path, overrides: list[str], stop: Any = None, attempt: int = 1
+) -> Trainer:
     run_path.mkdir(exist_ok=True)
-    where = Place(RunDir(run_path), attempt, supervised=True)
+    where = AttemptContext(RunDir(run_path), attempt, supervised=True)
     where.attempt_dir.mkdir(parents=True, exist_ok=True)
     agreement = StopAgreement(stop or signals.StopSignals(), world.control)
     return build_trainer(experiment(*overrides), world, where, agreement, Timeline())
 
 
-def fit(world: World, run_path: Path, overrides: list[str], stop: Any = None, attempt: int = 1) -> Outcome:
+def fit(world: DistributedContext, run_path: Path, overrides: list[str], stop: Any = None, attempt: int = 1) -> Outcome:
     return trainer(world, run_path, overrides, stop, attempt).fit()
 
 
-def alone() -> World:
+def alone() -> DistributedContext:
     torch.set_num_threads(1)
-    return World(Environment(source="single"), torch.device("cpu"))
+    return DistributedContext(Environment(source="single"), torch.device("cpu"))
 
 
 def losses(run_path: Path, field: str = "loss") -> dict[int, float]:
@@ -179,7 +176,7 @@ class StopAt:
         pass
 
 
-def fit_stopped_at(world: World, run_path: Path, overrides: list[str], asked: int) -> tuple[bool, int]:
+def fit_stopped_at(world: DistributedContext, run_path: Path, overrides: list[str], asked: int) -> tuple[bool, int]:
     stop = StopAt(asked) if world.environment.rank == 1 else None
     outcome = fit(world, run_path, overrides, stop)
     return outcome.finished, outcome.step

@@ -20,10 +20,10 @@ LISTENS = "01004D0A"  # 10.77.0.1, as the kernel writes it
 RANK = """
 import json, os, sys
 from pathlib import Path
-from slurmtrain.runtime import signals
-from slurmtrain.runtime.environment import Environment
+from slurmtrain.system import signals
+from slurmtrain.slurm.environment import Environment
 from slurmtrain.config.schema import ClusterConfig
-from slurmtrain.runtime.world import join
+from slurmtrain.runtime.distributed_context import join
 import torch, torch.distributed as dist
 
 rank, nodes, interface = int(sys.argv[1]), tuple(sys.argv[2].split(",")), sys.argv[3]

@@ -16,8 +16,8 @@ from slurmtrain.checkpoint.commit import committed, read_manifest
 from slurmtrain.data import BatchLoader
 from slurmtrain.errors import CheckpointError
 from slurmtrain.parallel.ddp import replicate
-from slurmtrain.runtime.world import World
-from tests.distributed.conftest import GlooRanks
+from slurmtrain.runtime.distributed_context import DistributedContext
+from tests.support.gloo import GlooRanks
 
 
 class Numbers:
@@ -60,7 +60,7 @@ def curriculum_state(step: int) -> dict[str, Any]:
 class Pair:
     """A generator and a discriminator, say: two models, two optimisers, and what else belongs to the state of one rank."""
 
-    def __init__(self, world: World | None, directory: Path, *, seed: int, **options: Any):
+    def __init__(self, world: DistributedContext | None, directory: Path, *, seed: int, **options: Any):
         self.rank = world.environment.rank if world else 0
         size = world.environment.world_size if world else 1
         torch.manual_seed(seed)
@@ -150,7 +150,7 @@ def plain_value(value: Any) -> Any:
     return value
 
 
-def save_and_go_on(world: World | None, root: Path) -> dict[str, Any]:
+def save_and_go_on(world: DistributedContext | None, root: Path) -> dict[str, Any]:
     pair = Pair(world, root, seed=1)
     pair.steps(3)
     steps = [state["step"].item() for state in pair.first.state.values()]
@@ -171,7 +171,7 @@ def save_and_go_on(world: World | None, root: Path) -> dict[str, Any]:
     return answer
 
 
-def restore_and_go_on(world: World | None, root: Path) -> dict[str, Any]:
+def restore_and_go_on(world: DistributedContext | None, root: Path) -> dict[str, Any]:
     pair = Pair(world, root, seed=2)
     pair.steps(1)  # with a state of its own, which must not show through
     assert pair.restore().step == 3
@@ -183,7 +183,7 @@ def restore_and_go_on(world: World | None, root: Path) -> dict[str, Any]:
     return answer
 
 
-def restore_in_a_larger_world(world: World, root: Path) -> dict[str, Any]:
+def restore_in_a_larger_world(world: DistributedContext, root: Path) -> dict[str, Any]:
     """Ranks that were not there keep their own random state and objects."""
     pair = Pair(world, root, seed=2)
     untouched = pair.draws()
@@ -224,7 +224,7 @@ def test_ranks_go_on_with_the_same_bits_and_others_join_them(gloo_ranks: GlooRan
     assert all(set(answer["step"]) == {3.0} for answer in three)
 
 
-def save_what_cannot_be_saved(world: World, root: Path) -> list[str]:
+def save_what_cannot_be_saved(world: DistributedContext, root: Path) -> list[str]:
     """The messages of saves that cannot work, as this rank sees them."""
     pair = Pair(world, root, seed=1)
     wrong: list[Callable[[], Any]] = [

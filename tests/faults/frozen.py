@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from slurmtrain.checkpoint.commit import committed
 from slurmtrain.errors import CheckpointError
-from slurmtrain.process import stat
+from slurmtrain.system.process import stat
 from tests.faults.disks import LATER, attempt, calls_of_a_save, look
 from tests.faults.kills import NEWEST, OLDER, RANKS
 from tests.faults.layer import FileLayer

@@ -17,14 +17,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from slurmtrain import rundir
 from slurmtrain.cli import main
-from slurmtrain.launch import state
-from slurmtrain.rundir import RunDir
+from slurmtrain.report import status
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system import files
 from tests.faults.outcome import Outcome, Trial
 from tests.faults.processes import Lane
 from tests.faults.rows import row
-from tests.run_info import run_info
+from tests.support.run_info import run_info
 
 MUTATIONS_A_PROCESS = 100
 HANG_S = 20.0
@@ -57,7 +57,7 @@ def write_runs(root: Path) -> None:
         write_run(run, id=run_id, backend=backend, job_ids=["4711", "4712"] if backend == "slurm" else [])
         evaluation = run.evaluation(4)
         write_run(evaluation, id=evaluation.id, backend=backend, job_ids=["4713"])
-        rundir.write_json(evaluation.result_file, {"step": 4, "time": 1_700_000_400.0, "metrics": {"valid_loss": 2.0}})
+        files.write_json(evaluation.result_file, {"step": 4, "time": 1_700_000_400.0, "metrics": {"valid_loss": 2.0}})
 
 
 def write_run(run: RunDir, **facts: Any) -> None:
@@ -66,21 +66,21 @@ def write_run(run: RunDir, **facts: Any) -> None:
     code = {"revision": "0" * 40, "dirty": True}
     more = {"config_hash": "0", "steps": 9, "code": code, "workdir": "code", "submit_dir": "/", "chain_after": 0}
     chain = facts.get("job_ids") or None
-    rundir.write_json(run.info_file, run_info(**{**more, "chain": chain, "packed": False, **facts}))
+    files.write_json(run.info_file, run_info(**{**more, "chain": chain, "packed": False, **facts}))
     run.config_file.write_text("checkpoint: {restore_from: null, keep_last: 2, best_metric: loss, best_mode: min}\n")
     run.code.mkdir()
     (run.code / "train.py").write_text("print()\n")
     run.script.write_text("#!/bin/bash\n")
-    rundir.write_json(run.request_file, {"action": "cancel", "time": 1_700_000_100.0, "by": "me"})
+    files.write_json(run.request_file, {"action": "cancel", "time": 1_700_000_100.0, "by": "me"})
     (run.path / "slurm-4711.log").write_text("x\n")
     for number in (1, 2):
         attempt = run.attempt(number)
         attempt.mkdir()
         facts = {"number": number, "job_id": "4711", "nodes": ["n0"], "world_size": 2, "pid": 1, "host": "n0"}
         times = {"started": 1_700_000_000.0 + number, "stepping": 1_700_000_002.0, "first_step": 0, "last_step": 4}
-        rundir.write_json(attempt / "attempt.json", {**facts, **times, "start_up_s": {"torch": 1.0}, "stalled": False})
+        files.write_json(attempt / "attempt.json", {**facts, **times, "start_up_s": {"torch": 1.0}, "stalled": False})
         stop = {"cause": "TERM", "time": 1_700_000_050.0, "seconds_left": 3.0, "facts": {"state": "RUNNING"}}
-        rundir.write_json(attempt / "stop.json", stop)
+        files.write_json(attempt / "stop.json", stop)
         for rank in (0, 1):
             (attempt / f"rank-{rank}.log").write_text("line\nline\n")
     (run.attempt(2) / "setup-failed").write_text("no such module\n")
@@ -91,7 +91,7 @@ def write_run(run: RunDir, **facts: Any) -> None:
     run.evaluations_file.write_text('{"step": 4, "valid_loss": 2.5}\n')
     events = (
         {"time": 1_700_000_000.0, "event": name, "job_ids": ["1"], "job_id": "4711"}
-        for name in ("submitted", state.GONE_EVENT)
+        for name in ("submitted", status.GONE_EVENT)
     )
     run.events_file.write_text("".join(json.dumps(event) + "\n" for event in events))
     for step in (2, 4):
@@ -244,8 +244,8 @@ def answers(words: list[str]) -> str | None:
 def mutate_and_read(directory: Path, seeds: list[int]) -> list[tuple[str, str | None]]:
     """Mutate a run in each of these ways, in turn, and read it with every verb: what was done, and what was wrong."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    state.CONFIRM_EVERY_S = 0.0
-    state._queue = lambda owner, job_ids: state._Queue()  # SLURM has forgotten all jobs
+    status.CONFIRM_EVERY_S = 0.0
+    status._queue = lambda owner, job_ids: status._Queue()  # SLURM has forgotten all jobs
     os.environ["SLURMTRAIN_RUNS"] = str(directory / "runs")
     healthy = directory / "healthy"
     write_runs(healthy)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.children import children
+from tests.support.children import children
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, CLONE_NEWNS, MS_REC_PRIVATE = 1, 36, 0x20000, 0x4000 | 1 << 18
 LIBC = ctypes.CDLL(None, use_errno=True)

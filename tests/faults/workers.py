@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slurmtrain.checkpoint.commit import committed, step_of
-from tests.children import descendants
 from tests.faults.outcome import Outcome, Trial
 from tests.faults.processes import Child, Lane, Unexplained
 from tests.faults.rows import row
+from tests.support.children import descendants
 
 STEPS = 240  # many more than it takes to interrupt it
 PAUSE_S = 0.03

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-import slurmtrain.runtime.training_job  # noqa: F401  what ranks import, once
+import slurmtrain.runtime.jobs.train  # noqa: F401  what ranks import, once
 from tests.faults import modules
 from tests.faults.outcome import Outcome, Trial
 from tests.faults.processes import Lane, Unexplained

@@ -8,8 +8,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.distributed.conftest import GlooRanks
 from tests.parity.matrix import ROWS, compare, train_alone, train_rows
+from tests.support.gloo import GlooRanks
 
 
 def main(words: list[str]) -> int:

@@ -18,14 +18,14 @@ from torch import Tensor
 from slurmtrain.config.compose import compose
 from slurmtrain.data import IGNORED_TARGET
 from slurmtrain.observe import read_metrics
-from slurmtrain.rundir import RunDir
-from slurmtrain.runtime import signals
+from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.agreement import StopAgreement
-from slurmtrain.runtime.environment import Environment
-from slurmtrain.runtime.place import Place
-from slurmtrain.runtime.timeline import Timeline
-from slurmtrain.runtime.training_job import build_trainer
-from slurmtrain.runtime.world import World
+from slurmtrain.runtime.attempt_context import AttemptContext
+from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.runtime.jobs.train import build_trainer
+from slurmtrain.runtime.startup_times import Timeline
+from slurmtrain.slurm.environment import Environment
+from slurmtrain.system import signals
 
 STEPS = 5
 # Relative. Loss and gradient are sums over the n = 8 x 64 tokens of a step, whose terms another layout adds in another order:
@@ -215,10 +215,10 @@ class _Ragged:
         return sample
 
 
-def train_row(world: World, folder: Path, row: Row) -> None:
+def train_row(world: DistributedContext, folder: Path, row: Row) -> None:
     """On every rank of the row."""
     folder.mkdir(parents=True, exist_ok=True)
-    where = Place(RunDir(folder), 1, supervised=True)
+    where = AttemptContext(RunDir(folder), 1, supervised=True)
     where.attempt_dir.mkdir(parents=True, exist_ok=True)
     config = compose(
         [
@@ -234,7 +234,7 @@ def train_row(world: World, folder: Path, row: Row) -> None:
     build_trainer(config, world, where, StopAgreement(signals.StopSignals(), world.control), Timeline()).fit()
 
 
-def train_rows(world: World, folder: Path, rows: Sequence[Row]) -> None:
+def train_rows(world: DistributedContext, folder: Path, rows: Sequence[Row]) -> None:
     """One after another, on the ranks that they all have."""
     for row in rows:
         train_row(world, folder / row.name, row)
@@ -243,7 +243,9 @@ def train_rows(world: World, folder: Path, rows: Sequence[Row]) -> None:
 def train_alone(folder: Path, model: Sequence[str]) -> None:
     torch.set_num_threads(1)
     row = Row("alone", 1, (), tuple(model))
-    train_row(World(Environment(source="single"), torch.device("cpu")), folder / reference_name(model), row)
+    train_row(
+        DistributedContext(Environment(source="single"), torch.device("cpu")), folder / reference_name(model), row
+    )
 
 
 def reference_name(model: Sequence[str]) -> str:

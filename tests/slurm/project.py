@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from slurmtrain import process
 from slurmtrain.checkpoint.commit import committed
 from slurmtrain.observe import read_metrics
-from slurmtrain.rundir import RunDir
-from slurmtrain.runtime import attempts
-from slurmtrain.runtime.attempts import Attempt
-from tests.reading import checkpoint_tensors
-from tests.slurm.conftest import Cluster
+from slurmtrain.runs import attempts
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system import process
+from tests.support.reading import checkpoint_tensors
+from tests.support.slurm_cluster import Cluster
 
 # A model of the user's own. Its pause gives tests the time to interfere: in each training forward pass of the first ten of
 # an attempt, five times as long in later ones, so that who is held up for seconds is in time, too, and none when a file

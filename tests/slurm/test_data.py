@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from slurmtrain.checkpoint.commit import committed
-from tests.slurm.conftest import Cluster
 from tests.slurm.project import Project, Run, make_project
+from tests.support.slurm_cluster import Cluster
 
 STEPS = 30
 SHORT = [

@@ -9,9 +9,9 @@ import pytest
 
 from slurmtrain.checkpoint.commit import committed, step_of
 from slurmtrain.observe import read_metrics
-from slurmtrain.runtime import attempts
-from tests.slurm.conftest import Cluster
+from slurmtrain.runs import attempts
 from tests.slurm.project import Project, Run, events, make_project
+from tests.support.slurm_cluster import Cluster
 
 EVERY, STEPS = 4, 12
 SHORT = [f"train.steps={STEPS}", f"train.eval_every={EVERY}", "checkpoint.every_steps=2", "cluster.nodes=1"]

@@ -8,10 +8,10 @@ import pytest
 
 from slurmtrain.config.compose import compose
 from slurmtrain.launch.submit import preparing, submit
-from slurmtrain.rundir import RunDir
-from slurmtrain.runtime.slurm import PreemptionTimes, SlurmClient
-from tests.slurm.conftest import Cluster
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.client import PreemptionTimes, SlurmClient
 from tests.slurm.project import SMALL, Project, Run, assert_same_bits, assert_steps_join, events, make_project
+from tests.support.slurm_cluster import Cluster
 
 STEPS = 30
 TWO_RANKS = ["cluster.nodes=1", "cluster.tasks_per_node=2", f"train.steps={STEPS}"]

@@ -12,9 +12,10 @@ from hydra.core.singleton import Singleton
 from hydra.test_utils.launcher_common_tests import BatchedSweeperTestSuite, IntegrationTestSuite, LauncherTestSuite
 from hydra.version import VersionBase
 
-from slurmtrain.launch.sweep import Sweep, states_of
-from slurmtrain.runtime import attempts
-from tests.slurm.conftest import Cluster
+from slurmtrain.runs import attempts
+from slurmtrain.runs.sweep_dir import Sweep
+from slurmtrain.sweep.folder import states_of
+from tests.support.slurm_cluster import Cluster
 
 LOCAL = "hydra.launcher.cluster=local"
 
@@ -109,7 +110,7 @@ def test_a_program_comes_back_to_its_jobs_and_hears_what_they_raised(sandbox: Cl
     ranks = 2  # of the sandbox's config
     assert [call.read_text() for call in calls] == ["once\n" * ranks] * 3
     (sweep,) = map(Sweep, (tmp_path / "runs").glob("*.sweep-*"))
-    states = [state.word for state in states_of(sweep).values()]
+    states = [state.status for state in states_of(sweep).values()]
     assert states == ["finished", "failed", "finished"]
     failed = sweep.run_dir(sweep.points()[1].run_id)
     assert "ValueError: no luck with 2" in (attempts.all_attempts(failed)[-1].sentence or "")

@@ -14,10 +14,11 @@ import pytest
 from slurmtrain.checkpoint.commit import committed, step_of
 from slurmtrain.config.compose import compose
 from slurmtrain.launch.submit import preparing, submit
-from slurmtrain.rundir import RunDir, all_runs
-from slurmtrain.runtime.nodelist import expand_nodelist
-from tests.slurm.conftest import Cluster
+from slurmtrain.runs.lookup import all_runs
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.nodelist import expand_nodelist
 from tests.slurm.project import PACED_MODEL, SMALL, Project, Run, assert_steps_join, events, make_project
+from tests.support.slurm_cluster import Cluster
 
 ONE = ["cluster.nodes=1", "cluster.tasks_per_node=1"]
 PYTHON = sys.executable

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.slurm.conftest import Cluster
 from tests.slurm.project import Project, assert_same_bits, assert_steps_join, make_project
+from tests.support.slurm_cluster import Cluster
 
 STEPS = 12
 SHORT = [f"train.steps={STEPS}", "train.eval_every=6", "model.tie_embeddings=false"]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.runtime.slurm_versions import STARTS_PREEMPTED_JOBS_ONCE_MORE
-from tests.slurm.conftest import Cluster
+from slurmtrain.slurm.versions import STARTS_PREEMPTED_JOBS_ONCE_MORE
 from tests.slurm.project import Project, Run, make_project
+from tests.support.slurm_cluster import Cluster
 
 ONE = ["cluster.nodes=1", "cluster.tasks_per_node=1", "requeue.restart_delay_s=0"]
 # The first attempt goes on until it is stopped, any other ends well at once.

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.rundir import RunDir
-from tests.raw_text import content, hanging_disk, write_all_formats
-from tests.slurm.conftest import Cluster
+from slurmtrain.runs.run_dir import RunDir
 from tests.slurm.project import Project, Run, make_project
+from tests.support.raw_text import content, hanging_disk, write_all_formats
+from tests.support.slurm_cluster import Cluster
 
 
 @pytest.fixture(scope="module")

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slurmtrain import process, rundir
 from slurmtrain.cli import main
 from slurmtrain.cli import sandbox as cli
 from slurmtrain.errors import ClusterError, UsageError
-from slurmtrain.launch.sandbox import Sandbox, SandboxSpec, default_directory, find, up
-from slurmtrain.launch.sandbox.directory import claim_directory
-from slurmtrain.launch.sandbox.files import find_programs
-from slurmtrain.launch.sandbox.processes import Process, descendants, wait_until
-from slurmtrain.launch.state import is_over
+from slurmtrain.report.status import is_over
+from slurmtrain.runs import lookup
+from slurmtrain.sandbox import Sandbox, SandboxSpec, default_directory, find, up
+from slurmtrain.sandbox.directory import claim_directory
+from slurmtrain.sandbox.files import find_programs
+from slurmtrain.system import process
+from slurmtrain.system.process_tree import Process, descendants, wait_until
 
 if TYPE_CHECKING:
-    from conftest import Cluster
-
-    from tests.stranger import Stranger
+    from tests.support.slurm_cluster import Cluster
+    from tests.support.stranger import Stranger
 
 SMALL = SandboxSpec(nodes=1, cpus=2, kill_wait_s=10)
 
@@ -253,7 +253,7 @@ def test_it_runs_the_slurm_of_a_prefix_and_every_verb_asks_it_with_that_ones_com
         called.write_text("")
         job = ["cluster.nodes=1", "cluster.tasks_per_node=1", "job=command", "job.command='true'", "requeue=off"]
         assert main(["+cluster=sandbox", f"cluster.sandbox={name}", *job, "submit"]) == 0
-        (run,) = rundir.all_runs(tmp_path / "runs")
+        (run,) = lookup.all_runs(tmp_path / "runs")
         assert wait_until(lambda: is_over(run), timeout_s=120)
         assert main(["status", run.id]) == 0
         assert "finished" in capsys.readouterr().out

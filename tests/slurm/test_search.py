@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from slurmtrain.launch.sweep import Sweep
 from slurmtrain.observe import read_metrics
-from slurmtrain.runtime import attempts
-from slurmtrain.runtime.judge import Reason
-from tests.slurm.conftest import Cluster
+from slurmtrain.runs import attempts
+from slurmtrain.runs.outcome import Reason
+from slurmtrain.runs.sweep_dir import Sweep
+from tests.support.slurm_cluster import Cluster
 
 TRIALS = 12
 BEST = 0.3

@@ -19,13 +19,13 @@ from typing import Any
 
 import pytest
 
-from slurmtrain.launch.sweep import Sweep
-from slurmtrain.rundir import read_json, write_json
-from slurmtrain.runtime import attempts
-from slurmtrain.runtime.attempts import Attempt
-from slurmtrain.runtime.slurm_versions import STARTS_PREEMPTED_JOBS_ONCE_MORE
-from tests.slurm.conftest import Cluster
+from slurmtrain.runs import attempts
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.sweep_dir import Sweep
+from slurmtrain.slurm.versions import STARTS_PREEMPTED_JOBS_ONCE_MORE
+from slurmtrain.system.files import read_json, write_json
 from tests.slurm.project import SMALL, Project, Run, assert_same_bits, make_project
+from tests.support.slurm_cluster import Cluster
 
 # Raises for some seeds, until a file says that somebody has mended it.
 STUMBLING_MODEL = """

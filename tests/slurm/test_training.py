@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.process import lives
-from tests.children import children
-from tests.slurm.conftest import Cluster
+from slurmtrain.system.process import lives
 from tests.slurm.project import Project, Run, assert_same_bits, assert_steps_join, events, make_project
+from tests.support.children import children
+from tests.support.slurm_cluster import Cluster
 
 STEPS = 60
 LONG = [f"train.steps={STEPS}", "+model.pause_s=0.15"]

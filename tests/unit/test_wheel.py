@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.resources import PACKAGE
-from slurmtrain.runtime.slurm import belongs_to_a_job
+from slurmtrain.slurm.client import belongs_to_a_job
 
 Slurmtrain = Callable[..., str]
 

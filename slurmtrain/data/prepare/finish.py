@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from slurmtrain.checkpoint.commit import refresh
-from slurmtrain.data.manifest import Manifest, Source, Split, replace_file
-from slurmtrain.data.prepare.plan import Plan
-from slurmtrain.data.prepare.trouble import in_a_sentence
+from slurmtrain.data.format.manifest import InputRecord, Manifest, Split, replace_file
+from slurmtrain.data.format.tokenizers import load_tokenizer
+from slurmtrain.data.prepare.file_errors import in_a_sentence
+from slurmtrain.data.prepare.plan import PreparePlan
 from slurmtrain.data.prepare.unit import SPLITS, Task, UnitRecord, read_records, recorded, remove_leftovers
-from slurmtrain.data.tokenizers import load_tokenizer
 from slurmtrain.errors import ConfigError
 
 SHOWN = 20  # bad records that are told; all are in the file
 BAD_FILE = "bad.jsonl"
 
 
-def finish(plan: Plan, max_bad_share: float, say: Callable[[str], None]) -> Manifest | None:
+def finish(plan: PreparePlan, max_bad_share: float, say: Callable[[str], None]) -> Manifest | None:
     """Write the manifest if all units are done, and return it; return None when some are not done.
 
     Raises:
@@ -32,7 +32,7 @@ def finish(plan: Plan, max_bad_share: float, say: Callable[[str], None]) -> Mani
         return _finish(plan, max_bad_share, say)
 
 
-def _finish(plan: Plan, max_bad_share: float, say: Callable[[str], None]) -> Manifest | None:
+def _finish(plan: PreparePlan, max_bad_share: float, say: Callable[[str], None]) -> Manifest | None:
     task = Task.of(plan)
     # If tasks on two nodes end at once, the later one has to see the other's last record.
     refresh(task.units_folder)
@@ -62,7 +62,7 @@ def _split(records: Sequence[UnitRecord], name: str) -> Split:
     return Split(tuple(record.shards[name] for record in records if name in record.shards))
 
 
-def _sources(plan: Plan, records: Sequence[UnitRecord]) -> Iterator[Source]:
+def _sources(plan: PreparePlan, records: Sequence[UnitRecord]) -> Iterator[InputRecord]:
     counts: dict[str, list[int]] = {source.group: [0, 0, 0, 0] for source in plan.sources}
     for source in plan.sources:
         counts[source.group][0] += source.size
@@ -71,10 +71,12 @@ def _sources(plan: Plan, records: Sequence[UnitRecord]) -> Iterator[Source]:
             for place, count in enumerate((found.records, found.empty, len(found.bad)), start=1):
                 counts[piece.source.group][place] += count
     for name, (size, read, empty, bad) in counts.items():
-        yield Source(name, size, read, empty, bad)
+        yield InputRecord(name, size, read, empty, bad)
 
 
-def _report_bad(plan: Plan, records: Sequence[UnitRecord], max_bad_share: float, say: Callable[[str], None]) -> None:
+def _report_bad(
+    plan: PreparePlan, records: Sequence[UnitRecord], max_bad_share: float, say: Callable[[str], None]
+) -> None:
     """Write bad.jsonl, report the first bad records, and raise ConfigError when there are too many."""
     bad = sum(len(piece.bad) for record in records for piece in record.pieces)
     if not bad:
@@ -100,7 +102,7 @@ def _report_bad(plan: Plan, records: Sequence[UnitRecord], max_bad_share: float,
         )
 
 
-def _bad(plan: Plan, records: Sequence[UnitRecord]) -> Iterator[tuple[str, int, str]]:
+def _bad(plan: PreparePlan, records: Sequence[UnitRecord]) -> Iterator[tuple[str, int, str]]:
     """Yield (input, number of the line or row from 1 on, reason) of each bad record, in order.
 
     A unit that began within a file counted its records from its own beginning; here they are counted from the file's.

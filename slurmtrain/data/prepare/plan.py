@@ -20,20 +20,20 @@ from typing import Any
 
 from slurmtrain.checkpoint.commit import fsync_directory
 from slurmtrain.config.schema import PrepareConfig
-from slurmtrain.data.manifest import TokenizerFacts
-from slurmtrain.data.prepare.sources import Source, find_sources
-from slurmtrain.data.prepare.trouble import in_a_sentence
-from slurmtrain.data.tokenizers import TokenizerChoice, load_tokenizer, needed
+from slurmtrain.data.format.manifest import TokenizerFacts
+from slurmtrain.data.format.tokenizers import TokenizerChoice, load_tokenizer, needed
+from slurmtrain.data.prepare.file_errors import in_a_sentence
+from slurmtrain.data.prepare.sources import InputFile, find_sources
 from slurmtrain.errors import ConfigError
 
 WORK_FOLDER = ".prepare"  # in the output: the plan, the units' records, temporary files
 
 
 @dataclass(frozen=True)
-class Piece:
+class InputPiece:
     """A part of an input: the records that begin in its bytes from `start` up to but not including `end`."""
 
-    source: Source
+    source: InputFile
     start: int
     end: int
 
@@ -47,7 +47,7 @@ class Unit:
     """The pieces that one process turns into one shard of each split."""
 
     number: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[InputPiece, ...]
 
     @property
     def name(self) -> str:
@@ -75,7 +75,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PreparePlan:
     """All units of a data set that is to be prepared.
 
     Attributes:
@@ -85,7 +85,7 @@ class Plan:
 
     output: Path
     settings: Settings
-    sources: tuple[Source, ...]
+    sources: tuple[InputFile, ...]
     units: tuple[Unit, ...]
     digest: str
 
@@ -114,7 +114,7 @@ class Plan:
         return self.units[index::of]
 
 
-def make_plan(config: PrepareConfig) -> Plan:
+def make_plan(config: PrepareConfig) -> PreparePlan:
     """Look at the inputs and cut them into units.
 
     Raises:
@@ -130,10 +130,10 @@ def make_plan(config: PrepareConfig) -> Plan:
     unit_bytes = max(1, int(config.unit_mb * 1e6))
     settings = Settings(config.text_field, config.valid_fraction, unit_bytes, choice, tokenizer.facts)
     units = tuple(Unit(number, pieces) for number, pieces in enumerate(_grouped(sources, unit_bytes)))
-    return Plan(output, settings, tuple(sources), units, _digest(settings, sources))
+    return PreparePlan(output, settings, tuple(sources), units, _digest(settings, sources))
 
 
-def agree_on(plan: Plan) -> None:
+def agree_on(plan: PreparePlan) -> None:
     """Write the plan into the output folder, or compare it with the one that is there.
 
     Raises:
@@ -161,7 +161,7 @@ def agree_on(plan: Plan) -> None:
         )
 
 
-def _packages(sources: Sequence[Source]) -> dict[str, str]:
+def _packages(sources: Sequence[InputFile]) -> dict[str, str]:
     """Return each Python package that the sources need, with the first file that needs it."""
     needs: dict[str, str] = {}
     for source in sources:
@@ -172,9 +172,9 @@ def _packages(sources: Sequence[Source]) -> dict[str, str]:
     return needs
 
 
-def _grouped(sources: Sequence[Source], unit_bytes: int) -> Iterator[tuple[Piece, ...]]:
+def _grouped(sources: Sequence[InputFile], unit_bytes: int) -> Iterator[tuple[InputPiece, ...]]:
     """Yield the pieces of each unit: large files are cut evenly, small ones are grouped, always in the order of the sources."""
-    group: list[Piece] = []
+    group: list[InputPiece] = []
     size = 0
     for piece in (piece for source in sources for piece in _cut(source, unit_bytes)):
         if group and size + piece.size > unit_bytes:
@@ -186,13 +186,13 @@ def _grouped(sources: Sequence[Source], unit_bytes: int) -> Iterator[tuple[Piece
         yield tuple(group)
 
 
-def _cut(source: Source, unit_bytes: int) -> list[Piece]:
+def _cut(source: InputFile, unit_bytes: int) -> list[InputPiece]:
     count = max(1, round(source.size / unit_bytes)) if source.divisible else 1
     edges = [source.size * index // count for index in range(count + 1)]
-    return [Piece(source, start, end) for start, end in pairwise(edges)]
+    return [InputPiece(source, start, end) for start, end in pairwise(edges)]
 
 
-def _facts(settings: Settings, sources: Sequence[Source]) -> dict[str, Any]:
+def _facts(settings: Settings, sources: Sequence[InputFile]) -> dict[str, Any]:
     """Return everything that decides the shards, under the names of the user's settings."""
     tokenizer = asdict(settings.facts)
     return {
@@ -204,7 +204,7 @@ def _facts(settings: Settings, sources: Sequence[Source]) -> dict[str, Any]:
     }
 
 
-def _digest(settings: Settings, sources: Sequence[Source]) -> str:
+def _digest(settings: Settings, sources: Sequence[InputFile]) -> str:
     return hashlib.sha256(json.dumps(_facts(settings, sources), sort_keys=True).encode()).hexdigest()
 
 

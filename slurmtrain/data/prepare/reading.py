@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from slurmtrain.data.prepare.plan import Piece
-from slurmtrain.data.prepare.sources import Source
-from slurmtrain.data.tokenizers import needed
+from slurmtrain.data.format.tokenizers import needed
+from slurmtrain.data.prepare.plan import InputPiece
+from slurmtrain.data.prepare.sources import InputFile
 from slurmtrain.errors import ConfigError
 
 BLOCK = 1 << 20
@@ -47,7 +47,7 @@ class Reading:
         done: bytes of the piece read so far, for the progress.
     """
 
-    piece: Piece
+    piece: InputPiece
     text_field: str
     done: int = field(default=0, init=False)
 
@@ -68,12 +68,12 @@ class Reading:
         self.done = self.piece.size
 
 
-def _facts(source: Source) -> tuple[int, int]:
+def _facts(source: InputFile) -> tuple[int, int]:
     facts = os.stat(source.path)
     return facts.st_size, facts.st_mtime_ns
 
 
-def _changed(source: Source) -> ConfigError:
+def _changed(source: InputFile) -> ConfigError:
     return ConfigError(
         f"{source.path} was changed while it was being prepared", hint="prepare the data set again, in another output"
     )
@@ -279,7 +279,7 @@ def _parquet(reading: Reading) -> Iterator[Record]:
         raise _unreadable(path, "Parquet", error) from None
 
 
-def _row_groups(metadata: Any, piece: Piece) -> list[int]:
+def _row_groups(metadata: Any, piece: InputPiece) -> list[int]:
     """Return the row groups that belong to the piece, by each one's share of all bytes.
 
     The offsets in the footer are not reliable.

@@ -23,7 +23,7 @@ TOO_LONG = 1 << 32  # bytes of a document, which the data set counts as uint32
 
 
 @dataclass(frozen=True)
-class Source:
+class InputFile:
     """An input file.
 
     Attributes:
@@ -52,7 +52,7 @@ class Source:
         return self.name if self.format != "text" else self.name.rpartition("/")[0] + "/"
 
 
-def find_sources(inputs: Sequence[str], format: str, output: Path) -> list[Source]:
+def find_sources(inputs: Sequence[str], format: str, output: Path) -> list[InputFile]:
     """Return the files that `inputs` name, each once, sorted by path; the order of the inputs does not matter.
 
     Raises:
@@ -133,7 +133,7 @@ def _saved_shards(folder: Path) -> list[Path] | None:
     return shards
 
 
-def _source(path: Path, root: Path, format: str) -> Source:
+def _source(path: Path, root: Path, format: str) -> InputFile:
     try:
         facts = path.stat()
     except OSError as error:
@@ -159,4 +159,4 @@ def _source(path: Path, root: Path, format: str) -> Source:
             f"prepare.inputs: {path} is a single document of {facts.st_size / 1e9:.1f} GB, as a text file is; 4.2 are the most",
             hint="cut it into its documents: files, or JSON lines",
         )
-    return Source(path.relative_to(root).as_posix(), path, format, packing, facts.st_size, facts.st_mtime_ns)
+    return InputFile(path.relative_to(root).as_posix(), path, format, packing, facts.st_size, facts.st_mtime_ns)

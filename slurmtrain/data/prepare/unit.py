@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slurmtrain import process
 from slurmtrain.checkpoint.commit import fsync_directory
-from slurmtrain.data.manifest import KINDS, Shard, TokenizerFacts, replace_file, shard_file
-from slurmtrain.data.prepare.plan import Piece, Plan, Settings, Unit
+from slurmtrain.data.format.manifest import KINDS, Shard, TokenizerFacts, replace_file, shard_file
+from slurmtrain.data.format.tokenizers import Ids, Tokenizer
+from slurmtrain.data.prepare.plan import InputPiece, PreparePlan, Settings, Unit
 from slurmtrain.data.prepare.reading import Bad, Reading
-from slurmtrain.data.tokenizers import Ids, Tokenizer
+from slurmtrain.system import process
 
 BATCH = 1 << 20  # characters that are tokenised at a time
 BAD_LENGTH = BATCH // 1000  # a bad record counts as so many, so that nothing but bad ones is told of, too
@@ -46,7 +46,7 @@ class Task:
     digest: str
 
     @classmethod
-    def of(cls, plan: Plan) -> Task:
+    def of(cls, plan: PreparePlan) -> Task:
         return cls(plan.output, plan.units_folder, plan.begun_folder, plan.settings, plan.digest)
 
 
@@ -326,7 +326,7 @@ class _ShardWriter:
         return self._folder / f"{self._split}.{kind}"
 
 
-def describe(pieces: Sequence[Piece]) -> str:
+def describe(pieces: Sequence[InputPiece]) -> str:
     """Name the inputs of a unit, for messages."""
     more = f" and {len(pieces) - 1} more" if len(pieces) > 1 else ""
     return f"{pieces[0].source.path}{more}"

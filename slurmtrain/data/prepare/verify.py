@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmtrain.data.manifest import Manifest, shard_file
+from slurmtrain.data.format.manifest import Manifest, shard_file
 
 
 @dataclass(frozen=True)

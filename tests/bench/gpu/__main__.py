@@ -32,14 +32,14 @@ from torch import Tensor
 from slurmtrain.config.compose import compose
 from slurmtrain.models import Decoder
 from slurmtrain.observe import SilentReporter
-from slurmtrain.rundir import RunDir
-from slurmtrain.runtime import signals
+from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.agreement import StopAgreement
-from slurmtrain.runtime.environment import Environment
-from slurmtrain.runtime.place import Place
-from slurmtrain.runtime.timeline import Timeline
-from slurmtrain.runtime.training_job import build_trainer
-from slurmtrain.runtime.world import World, choose_device
+from slurmtrain.runtime.attempt_context import AttemptContext
+from slurmtrain.runtime.distributed_context import DistributedContext, choose_device
+from slurmtrain.runtime.jobs.train import build_trainer
+from slurmtrain.runtime.startup_times import Timeline
+from slurmtrain.slurm.environment import Environment
+from slurmtrain.system import signals
 
 # Dense bfloat16, NVIDIA's data sheets; the first whose name is in the device's.
 PEAKS = {"H200": 989.5e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "A100": 312e12}
@@ -109,10 +109,10 @@ def measure(case: Case) -> dict[str, Any]:
     environment = Environment(source="single")
     device = choose_device(case.device, environment)
     with tempfile.TemporaryDirectory() as folder:
-        where = Place(RunDir(Path(folder)), 1, supervised=True)
+        where = AttemptContext(RunDir(Path(folder)), 1, supervised=True)
         where.attempt_dir.mkdir(parents=True)
         agreement = StopAgreement(signals.StopSignals(), None)
-        trainer = build_trainer(config, World(environment, device), where, agreement, Timeline())
+        trainer = build_trainer(config, DistributedContext(environment, device), where, agreement, Timeline())
         watch = Stopwatch()
         trainer._make_reporter = lambda step, evaluated_at: watch
         trainer._checkpointer = None

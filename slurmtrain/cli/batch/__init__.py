@@ -1,0 +1,1 @@
+"""The verbs that only the batch script calls."""

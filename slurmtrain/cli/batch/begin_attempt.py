@@ -1,0 +1,53 @@
+"""begin-attempt: for the batch script. Print "done" or "end" where a job that starts has nothing left to do for a run.
+
+The jobs of its chain after it are taken out of the queue then. See requeue.mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+from slurmtrain.cli.arguments import Parser
+from slurmtrain.config.compose import load_frozen
+from slurmtrain.errors import ClusterError
+from slurmtrain.runs import chain
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runtime import begin_attempt
+from slurmtrain.runtime.finish_attempt import own_job_id, own_restart_count
+from slurmtrain.slurm.client import SlurmClient
+
+
+def main(verb: str, words: list[str]) -> int:
+    """Run the verb and return its exit code."""
+    parser = Parser(prog=f"python -m slurmtrain {verb}", description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    return _begin(RunDir(parser.parse_args(words).run_dir), own_job_id())
+
+
+def _begin(run_dir: RunDir, job_id: str | None) -> int:
+    restart_count = own_restart_count()
+    in_chain = bool(chain.links(run_dir.info()))
+    over = chain.ended_before(run_dir) if in_chain else begin_attempt.ended_before(run_dir, job_id, restart_count)
+    if over is None and not restart_count:
+        over = begin_attempt.scancelled_before(run_dir, job_id, SlurmClient())
+    if over is None and (restart_count or in_chain):
+        config = load_frozen(run_dir.config_file, with_secrets=False)
+        over = begin_attempt.budget_used_up(run_dir, config, SlurmClient())
+    if over is not None:
+        print(f"slurmtrain: run {run_dir.id} has ended before this start of job {job_id}: {over}", file=sys.stderr)
+        if restart_count:
+            with contextlib.suppress(OSError):  # a full disk must not start what has ended
+                begin_attempt.record_leaving(run_dir, job_id)
+        cancel_rest(run_dir, job_id)
+        print(over)
+    return 0
+
+
+def cancel_rest(run_dir: RunDir, job_id: str | None) -> None:
+    """Take the rest of the chain out of the queue; if SLURM refuses, each of its jobs finds out when it starts."""
+    try:
+        chain.cancel_rest(run_dir, job_id, SlurmClient())
+    except ClusterError as error:
+        print(f"slurmtrain: cannot cancel the rest of the chain: {error.message}", file=sys.stderr)

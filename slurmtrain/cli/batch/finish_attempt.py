@@ -1,0 +1,41 @@
+"""finish-attempt: for the batch script. Prints one word on stdout, the verdict; a sentence for the log on stderr."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from slurmtrain.cli.arguments import Parser
+from slurmtrain.cli.batch.begin_attempt import cancel_rest
+from slurmtrain.config.compose import load_frozen
+from slurmtrain.runs import chain
+from slurmtrain.runs.attempts import read_attempt
+from slurmtrain.runs.outcome import Reason, Verdict
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runtime.finish_attempt import finish_attempt, free_dependents, own_job_id
+from slurmtrain.slurm.client import SlurmClient
+
+
+def main(verb: str, words: list[str]) -> int:
+    """Run the verb and return its exit code."""
+    parser = Parser(prog=f"python -m slurmtrain {verb}", description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--exit-code", type=int, required=True)
+    options = parser.parse_args(words)
+    run_dir = RunDir(options.run_dir)
+    config = load_frozen(run_dir.config_file, with_secrets=False)
+    judgement = finish_attempt(run_dir, options.attempt, options.exit_code, config, SlurmClient())
+    print(f"slurmtrain: run {run_dir.id}, attempt {options.attempt}: {judgement.sentence}", file=sys.stderr)
+    print(judgement.verdict)
+    if judgement.verdict is Verdict.DONE:
+        free_dependents(run_dir, read_attempt(run_dir, options.attempt), SlurmClient())
+    over = judgement.verdict in (Verdict.DONE, Verdict.END) and judgement.reason is not Reason.SUPERSEDED
+    if judgement.bad_node is not None and judgement.verdict is Verdict.NEXT:
+        from slurmtrain.launch.resubmit import leave_out
+
+        for link in chain.waiting_after(run_dir, own_job_id(), SlurmClient())[:1]:
+            leave_out([(run_dir, options.attempt)], link, SlurmClient())
+    if config.requeue.mode == "chain" and over:
+        cancel_rest(run_dir, own_job_id())
+    return 0

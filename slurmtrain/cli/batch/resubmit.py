@@ -1,0 +1,47 @@
+"""resubmit: for the batch script. Let a run go on: SLURM requeues its job, or the run's next job is submitted.
+
+See requeue.mode and sweep.pack.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from slurmtrain.cli.arguments import Parser
+from slurmtrain.config.compose import load_frozen
+from slurmtrain.errors import ClusterError
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runtime.finish_attempt import own_job_id, own_restart_count
+from slurmtrain.slurm.client import SlurmClient
+
+
+def main(verb: str, words: list[str]) -> int:
+    """Run the verb and return its exit code."""
+    parser = Parser(prog=f"python -m slurmtrain {verb}", description=__doc__)
+    parser.add_argument("run_dir", type=Path, nargs="+")
+    parser.add_argument("--attempt", type=int, help="of a single run; default: the last one of each")
+    options = parser.parse_args(words)
+    job_id = own_job_id()
+    runs = [RunDir(path) for path in options.run_dir]
+    return _resubmit([(run, options.attempt or run.attempt_numbers()[-1]) for run in runs], job_id or "")
+
+
+def _resubmit(runs: list[tuple[RunDir, int]], job_id: str) -> int:
+    from slurmtrain.launch.resubmit import requeue, submit_again
+
+    config = load_frozen(runs[0][0].config_file, with_secrets=False)
+    if config.requeue.mode == "requeue":
+        delay_s = config.requeue.restart_delay_s
+        try:
+            said = requeue(runs, job_id, SlurmClient(), restart_count=own_restart_count(), delay_s=delay_s)
+        except ClusterError as error:  # 0: all has been tried that the script could try
+            resume = ", ".join(f"resume {run_dir.id}" for run_dir, _ in runs)
+            said = f"error: job {job_id} is not requeued: {error.message}; continue with: {resume}"
+        print(f"slurmtrain: {said}", file=sys.stderr)
+        return 0
+    for run_dir, number in runs:
+        new = submit_again(run_dir, number, job_id, SlurmClient())
+        said = "cancelled: not submitted again" if new is None else f"submitted again as job {new}"
+        print(f"slurmtrain: {said}", file=sys.stderr)
+    return 0

@@ -1,0 +1,332 @@
+"""The layout: how many ranks each kind of parallelism takes, the coordinates of each rank, and which layouts are impossible.
+
+Pure arithmetic on a config. Ranks are counted with tensor parallelism innermost, since it communicates most: a
+tensor-parallel group is neighbours on one node. Outermost are pipeline stages, which communicate least.
+
+    pp  >  dp_replicate  >  dp_shard  >  cp  >  tp
+
+The known example: 64 GPUs = 8 data-parallel groups x TP 4 x PP 2.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slurmtrain.config.schema import Config, ParallelConfig
+from slurmtrain.errors import ConfigError
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # the outermost first
+STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 2}
+
+Sizes = dict[str, int]
+Problem = tuple[str, str | None]  # a sentence, and a hint unless another layout is the way out
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """The sizes of all axes, which determine every rank's coordinates.
+
+    Attributes:
+        pp: pipeline stages.
+        dp_replicate: full copies of the model.
+        dp_shard: ranks over which a copy's parameters, gradients and optimiser state are sharded.
+        cp: ranks that share a sequence.
+        tp: ranks that share every matrix.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes in the order of `AXES`."""
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def dp(self) -> int:
+        """The number of data-parallel groups: ranks that see different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def replicas_only(self) -> bool:
+        """Whether every rank holds the whole model."""
+        return self.world_size == self.dp_replicate
+
+    def uses_fsdp(self, parallel: ParallelConfig) -> bool:
+        """Return whether FSDP2 is used, or else DistributedDataParallel.
+
+        The latter's replicas compute with the very parameters that they train.
+        """
+        return not self.replicas_only or parallel.param_dtype is not None or parallel.reduce_dtype != "float32"
+
+    def sequence_ranks(self, parallel: ParallelConfig) -> int:
+        """Return the number of ranks that share the activations of every sequence, which has to divide its length."""
+        return self.cp * (self.tp if parallel.sequence_parallel else 1)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the coordinate of `rank` on every axis."""
+        found: dict[str, int] = {}
+        for axis in reversed(AXES):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return {axis: found[axis] for axis in AXES}
+
+    def rank_at(self, coordinates: dict[str, int]) -> int:
+        rank = 0
+        for axis in AXES:
+            rank = rank * getattr(self, axis) + coordinates[axis]
+        return rank
+
+    def first_rank(self, stage: int) -> int:
+        """Return the first rank of a pipeline stage."""
+        return self.rank_at({**dict.fromkeys(AXES, 0), "pp": stage})
+
+    def dp_rank(self, rank: int) -> int:
+        """Return the index of `rank` among the `dp` groups that see different samples."""
+        at = self.coordinates(rank)
+        return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
+
+    def group(self, rank: int, *axes: str) -> list[int]:
+        """Return the ranks that differ from `rank` on `axes` only, in order, itself included."""
+        at = self.coordinates(rank)
+        places = itertools.product(*(range(getattr(self, axis)) for axis in axes))
+        return sorted(self.rank_at({**at, **dict(zip(axes, place, strict=True))}) for place in places)
+
+    def __str__(self) -> str:
+        """Return a text such as "64 ranks = 8 data-parallel groups x TP 4 x PP 2"."""
+        parts = [f"{self.dp} data-parallel group{'s' if self.dp != 1 else ''}"]
+        if self.dp_shard > 1 and self.dp_replicate > 1:
+            parts[0] += f" ({self.dp_replicate} replicas x {self.dp_shard} shards)"
+        elif self.dp_shard > 1:
+            parts[0] += f" ({self.dp_shard} shards)"
+        parts += [f"{axis.upper()} {getattr(self, axis)}" for axis in ("tp", "pp", "cp") if getattr(self, axis) > 1]
+        return f"{self.world_size} rank{'s' if self.world_size != 1 else ''} = {' x '.join(parts)}"
+
+
+def parallel_dims_of(config: Config) -> ParallelDims:
+    """Return the layout that a config asks for.
+
+    Raises:
+        ConfigError: the layout is impossible; the message gives the values, and the nearest possible layouts.
+    """
+    wanted = _wanted(config.parallel)
+    open_axes = [axis for axis, size in wanted.items() if size == -1]
+    if len(open_axes) > 1:
+        raise ConfigError(
+            f"{' and '.join(f'parallel.{axis}' for axis in open_axes)} are both -1",
+            hint="one axis takes what the others leave: give the other a size, as parallel=fsdp does",
+        )
+    wrong = [f"parallel.{axis}={size}" for axis, size in wanted.items() if size < 1 and size != -1]
+    if wrong:
+        raise ConfigError(f"{wrong[0]} must be at least 1", hint="or -1: what the other axes leave")
+    if config.parallel.ep != 1:
+        raise ConfigError(f"parallel.ep={config.parallel.ep}, but no model here has experts", hint="parallel.ep=1")
+    sizes = _filled(wanted, config.world_size)
+    if sizes is None:
+        raise ConfigError(_product_problem(wanted, config), hint=_nearest(config))
+    for problem, hint in _problems(sizes, config):
+        raise ConfigError(problem, hint=hint or _nearest(config))
+    return ParallelDims(**sizes)
+
+
+def micro_batch_size(config: Config, layout: ParallelDims) -> int:
+    """Return the sequences per forward pass.
+
+    They are as configured, or a rank's whole share, divided by the number of pipeline stages.
+    """
+    share = config.train.global_batch_size // layout.dp
+    return config.train.micro_batch_size or max(1, share // layout.pp)
+
+
+def _wanted(parallel: ParallelConfig) -> Sizes:
+    return {axis: getattr(parallel, axis) for axis in AXES}
+
+
+def _filled(wanted: Sizes, world_size: int) -> Sizes | None:
+    """Return `wanted` with -1 replaced; None when the product cannot be the world size."""
+    given = math.prod(size for size in wanted.values() if size != -1)
+    if -1 in wanted.values():
+        if world_size % given:
+            return None
+        return {axis: world_size // given if size == -1 else size for axis, size in wanted.items()}
+    return wanted if given == world_size else None
+
+
+def _product_problem(wanted: Sizes, config: Config) -> str:
+    nodes, tasks = config.cluster.nodes, config.cluster.tasks_per_node
+    given = " x ".join(f"parallel.{axis}={size}" for axis, size in wanted.items() if size > 1) or "a single rank"
+    relation = "does not divide" if -1 in wanted.values() else "is not"
+    return (
+        f"{given} {relation} {config.world_size}, the ranks of cluster.nodes={nodes} x cluster.tasks_per_node={tasks}"
+    )
+
+
+def _problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
+    """Yield what cannot work with these sizes, whose product is the world size."""
+    yield from _node_problems(sizes, config)
+    yield from _shard_problems(sizes, config)
+    if config.job.kind in ("train", "evaluate"):
+        yield from _model_problems(sizes, config)
+        yield from _sequence_problems(sizes, config)
+        yield from _batch_problems(sizes, config)
+
+
+def _node_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
+    if config.cluster.tasks_per_node % sizes["tp"]:
+        yield (
+            f"parallel.tp={sizes['tp']} does not divide cluster.tasks_per_node={config.cluster.tasks_per_node}: the ranks "
+            "of a tensor-parallel group stand on one node",
+            None,
+        )
+
+
+def _shard_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
+    group, shards = config.parallel.reshard_after_forward, sizes["dp_shard"] * sizes["cp"]
+    if group is None or isinstance(group, bool):
+        return
+    fitting = [str(size) for size in range(2, shards) if shards % size == 0]
+    if str(group) not in fitting:
+        yield (
+            f"parallel.reshard_after_forward={group} does not cut {shards} shards into groups of several",
+            f"set it to {', '.join([*fitting, 'true'])} or false",
+        )
+    elif sizes["tp"] > 1:
+        yield (
+            f"parallel.reshard_after_forward={group} with parallel.tp={sizes['tp']}: FSDP2 has no groups for parts of matrices",
+            "set it to true or false",
+        )
+
+
+def _model_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
+    model, parallel, tp, pp, cp = config.model, config.parallel, sizes["tp"], sizes["pp"], sizes["cp"]
+    parts = {"heads": tp, "kv_heads": tp, "vocab_size": tp}
+    by = f"parallel.tp={tp}"
+    if cp > 1 and parallel.cp_method == "ulysses":
+        parts |= {"heads": tp * cp, "kv_heads": tp * cp}
+        by += f" x parallel.cp={cp} (parallel.cp_method=ulysses)"
+    for name, divisor in parts.items():
+        if isinstance(size := model.get(name), int) and size % divisor:
+            yield f"model.{name}={size} does not divide by {by}", None
+    stages = pp * STAGES_PER_RANK.get(parallel.pp_schedule, 1)
+    if isinstance(layers := model.get("layers"), int) and pp > 1 and layers < stages:
+        yield f"model.layers={layers} are too few for {stages} stages of parallel.pp={pp}", None
+    if tp > 1 and model.get("dropout") and not parallel.sequence_parallel:
+        yield (
+            f"model.dropout={model['dropout']} with parallel.sequence_parallel=false and parallel.tp={tp}: each rank would "
+            "drop other elements of the same activations",
+            "set parallel.sequence_parallel=true, or model.dropout=0",
+        )
+
+
+def _sequence_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
+    axes = [axis for axis in ("cp", "tp") if sizes[axis] > 1 and (axis == "cp" or config.parallel.sequence_parallel)]
+    for key, length in sequence_lengths(config.data).items():
+        if length % math.prod(sizes[axis] for axis in axes):
+            by = " x ".join(f"parallel.{axis}={sizes[axis]}" for axis in axes)
+            yield f"{key}={length} does not divide by {by}", None
+
+
+def sequence_lengths(data: Mapping[str, Any], group: str = "data") -> dict[str, int]:
+    """Return `seq_len` of a data config, or of each source of a mixture, by its key, as far as they are numbers."""
+    if isinstance(length := data.get("seq_len"), int):
+        return {f"{group}.seq_len": length}
+    sources = data.get("sources")
+    return {
+        key: length
+        for name, source in (sources.items() if isinstance(sources, Mapping) else ())
+        if isinstance(source, Mapping)
+        for key, length in sequence_lengths(source, f"{group}.sources.{name}").items()
+    }
+
+
+def _batch_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
+    train, dp, pp = config.train, sizes["dp_replicate"] * sizes["dp_shard"], sizes["pp"]
+    unit = dp * (train.micro_batch_size or 1) * (pp if train.micro_batch_size is None else 1)
+    what = f"{dp} {'ranks' if dp == config.world_size else 'data-parallel ranks'}"
+    if train.micro_batch_size:
+        what += f" x train.micro_batch_size={train.micro_batch_size}"
+    elif pp > 1:
+        what += f" x parallel.pp={pp} micro batches"
+    if train.global_batch_size % unit:
+        below, above = train.global_batch_size // unit * unit, (train.global_batch_size // unit + 1) * unit
+        near = " or ".join(str(size) for size in (below, above) if size)
+        yield (
+            f"train.global_batch_size={train.global_batch_size} does not divide by {what}",
+            f"the nearest that do: {near}",
+        )
+    elif pp > 1 and train.micro_batch_size:
+        yield from _pipeline_problems(config, pp, unit, what)
+
+
+def _pipeline_problems(config: Config, pp: int, unit: int, what: str) -> Iterator[Problem]:
+    """Yield what cannot work with this number of pipeline stages.
+
+    Args:
+        pp: number of pipeline stages.
+        unit: sequences of one micro batch over all data-parallel ranks.
+        what: text that describes `unit`.
+    """
+    train, schedule = config.train, config.parallel.pp_schedule
+    micro_batches = train.global_batch_size // unit
+    given = f"train.global_batch_size={train.global_batch_size} over {what} gives {micro_batches}"
+    if micro_batches < pp:
+        yield (
+            f"parallel.pp={pp} stages want at least as many micro batches; {given}",
+            f"set train.global_batch_size={unit * pp}, or a smaller train.micro_batch_size",
+        )
+    # torch's interleaved schedules go in rounds of at least pp micro batches, all alike.
+    elif STAGES_PER_RANK.get(schedule) == 2 and micro_batches % (micro_batches // pp):
+        yield (
+            f"parallel.pp_schedule={schedule} wants a multiple of parallel.pp={pp} micro batches; {given}",
+            f"set train.global_batch_size={unit * (micro_batches // pp) * pp}, or parallel.pp_schedule=1f1b",
+        )
+
+
+def nearest_layouts(config: Config) -> list[ParallelDims]:
+    """Return all possible layouts, those that differ least from the config's first."""
+    wanted = _wanted(config.parallel)
+
+    def distance(sizes: Sizes) -> tuple[int, float]:
+        """Return how many axes differ, and by how many doublings; another number of shards is the smallest change."""
+        doublings = {axis: abs(math.log2(sizes[axis] / wanted[axis])) for axis in AXES if wanted[axis] != -1}
+        return sum(value > 0 and axis != "dp_shard" for axis, value in doublings.items()), sum(doublings.values())
+
+    possible = [sizes for sizes in _all_sizes(config.world_size) if next(_problems(sizes, config), None) is None]
+    return [ParallelDims(**sizes) for sizes in sorted(possible, key=distance)]
+
+
+def as_overrides(layout: ParallelDims, config: Config) -> str:
+    """Return the overrides that change the config's layout to `layout`."""
+    wanted = _wanted(config.parallel)
+    changed = [axis for axis in AXES if wanted[axis] not in (-1, getattr(layout, axis))]
+    return " ".join(f"parallel.{axis}={getattr(layout, axis)}" for axis in changed)
+
+
+def _nearest(config: Config, count: int = 3) -> str | None:
+    texts = [as_overrides(layout, config) for layout in nearest_layouts(config)[:count]]
+    return f"what can be: {'; or '.join(texts)}" if texts else None
+
+
+def _all_sizes(world_size: int) -> Iterator[Sizes]:
+    """Yield every way to write the world size as a product of the five axes."""
+
+    def factors(rest: int, axes: tuple[str, ...]) -> Iterator[Sizes]:
+        if len(axes) == 1:
+            yield {axes[0]: rest}
+            return
+        for size in range(1, rest + 1):
+            if rest % size == 0:
+                for others in factors(rest // size, axes[1:]):
+                    yield {axes[0]: size, **others}
+
+    return factors(world_size, AXES)

@@ -1,0 +1,327 @@
+"""Samples as rows of pieces: where each lies in the token stream, computed or looked up in an index that is made once and kept.
+
+The index of a packing is a file beside the data, `packed/SPLIT-PACKING-SEQ_LEN-FINGERPRINT.idx`: a line of JSON, the
+pieces of all samples one after another, and where each sample's pieces begin. It is read in place, so its size does not
+matter. It depends on nothing but data and packing, so every process makes the same index. A file that is not complete
+is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slurmtrain.data.format.packing import PIECE, Pieces
+from slurmtrain.data.format.reading import DataFile
+from slurmtrain.data.format.stream import TokenStream
+from slurmtrain.errors import ConfigError
+
+FORMAT = 1
+KEPT_SAMPLES = 1 << 13  # that were announced: a process forgets them when it has not read them by then
+GROUP_DOCUMENTS = 1 << 21  # packed together: enough to waste nothing, few enough for memory
+_HEADER_BYTES = 512
+# Packs one group of documents: ends uint64 [documents] after a first token -> pieces, and their number in each sample.
+Pack = Callable[[NDArray[np.uint64], int], tuple[Pieces, NDArray[np.int64]]]
+
+
+class Rows(Protocol):
+    """The pieces that make up each sample of a data set.
+
+    Attributes:
+        pairs: number of pairs of an input and its target in all samples together.
+        across_documents: whether a piece may reach from one document into the next.
+    """
+
+    pairs: int
+    across_documents: bool
+
+    def __len__(self) -> int: ...
+
+    def pieces(self, indices: NDArray[np.int64]) -> tuple[Pieces, NDArray[np.int64]]:
+        """Return the pieces of samples `indices` [B], and the number of pieces of each sample, int64 [B].
+
+        The pieces are in the order of the samples.
+        """
+        ...
+
+    def coming(self, indices: NDArray[np.int64]) -> Pieces:
+        """Return the pieces of samples that are asked for soon."""
+        ...
+
+
+class Windows:
+    """Rows that cut the whole stream at regular places: sample i has the pairs i * S ...
+
+    (i + 1) * S - 1, the last one perhaps fewer.
+    """
+
+    def __init__(self, tokens: int, seq_len: int):
+        self.pairs, self.across_documents, self._seq_len = max(tokens - 1, 0), True, seq_len
+
+    def __len__(self) -> int:
+        return -(-self.pairs // self._seq_len)
+
+    def pieces(self, indices: NDArray[np.int64]) -> tuple[Pieces, NDArray[np.int64]]:
+        pieces = np.empty(len(indices), dtype=PIECE)
+        pieces["start"] = indices * self._seq_len
+        pieces["pairs"] = np.minimum(self.pairs - indices * self._seq_len, self._seq_len)
+        return pieces, np.ones(len(indices), dtype=np.int64)
+
+    def coming(self, indices: NDArray[np.int64]) -> Pieces:
+        """Return the pieces of samples that are asked for soon."""
+        return self.pieces(indices)[0]
+
+
+@dataclass(frozen=True)
+class _Header:
+    """The first line of an index.
+
+    Attributes:
+        made_from: digest of data and packing.
+        sha256: digest of everything after the header.
+    """
+
+    format: int
+    made_from: str
+    rows: int
+    pieces: int
+    pairs: int
+    sha256: str
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode().ljust(_HEADER_BYTES - 1) + b"\n"
+
+    @property
+    def file_size(self) -> int:
+        return _HEADER_BYTES + self.pieces * PIECE.itemsize + (self.rows + 1) * 8
+
+
+class _Bytes:
+    """A stand-in for `DataFile` that holds the index in memory, where no folder can be written."""
+
+    def __init__(self, content: memoryview):
+        self.path, self._content = "the index in memory", content
+
+    def read_into(self, array: NDArray[Any], offset: int) -> None:
+        array.view(np.uint8)[:] = self._content[offset : offset + array.nbytes]
+
+
+class _Coming(NamedTuple):
+    """Samples that are asked for soon, mostly in this order.
+
+    Attributes:
+        indices: int64 [B].
+        pieces: of one sample after the other.
+        counts: how many each has, int64 [B].
+    """
+
+    indices: NDArray[np.int64]
+    pieces: Pieces
+    counts: NDArray[np.int64]
+
+    def followed_by(self, more: _Coming) -> _Coming:
+        """Return both. Another process may be the one to ask, so the oldest ones are forgotten."""
+        before = self if len(self.indices) < KEPT_SAMPLES else _NOTHING
+        return _Coming(*(np.concatenate(both) for both in zip(before, more, strict=True)))
+
+    def taken(self, indices: NDArray[np.int64]) -> tuple[tuple[Pieces, NDArray[np.int64]] | None, _Coming]:
+        """Return pieces and counts of these samples, None where they are not all known, and what comes after them."""
+        first = int((self.indices == indices[:1]).argmax()) if len(self.indices) and len(indices) else 0
+        end = first + len(indices)
+        if not np.array_equal(self.indices[first:end], indices):
+            return None, self
+        begin, stop = self.counts[:first].sum(), self.counts[:end].sum()
+        after = _Coming(self.indices[end:], self.pieces[stop:], self.counts[end:])
+        return (self.pieces[begin:stop], self.counts[first:end]), after
+
+
+_NOTHING = _Coming(np.empty(0, dtype=np.int64), np.empty(0, dtype=PIECE), np.empty(0, dtype=np.int64))
+
+
+class RowIndex:
+    """The rows of a packing, read from its index."""
+
+    def __init__(self, file: DataFile | _Bytes, header: _Header):
+        self._file, self._header = file, header
+        self.pairs, self.across_documents = header.pairs, False
+        self._coming = _NOTHING
+
+    def __len__(self) -> int:
+        return self._header.rows
+
+    def pieces(self, indices: NDArray[np.int64]) -> tuple[Pieces, NDArray[np.int64]]:
+        """Return the pieces of samples `indices`, as `Rows.pieces`.
+
+        Raises:
+            ConfigError: the index is damaged; also the errors that `DataFile.read_into` raises.
+        """
+        found, self._coming = self._coming.taken(indices)
+        return found or self._read_pieces(indices)
+
+    def coming(self, indices: NDArray[np.int64]) -> Pieces:
+        """Return the pieces of samples, and keep them until they are asked for: the index is read once. Raises as `pieces`."""
+        pieces, counts = self._read_pieces(indices)
+        self._coming = self._coming.followed_by(_Coming(indices, pieces, counts))
+        return pieces
+
+    def _read_pieces(self, indices: NDArray[np.int64]) -> tuple[Pieces, NDArray[np.int64]]:
+        bounds = self._bounds(indices)
+        counts = bounds[:, 1].astype(np.int64) - bounds[:, 0].astype(np.int64)
+        if counts.min(initial=1) < 1 or bounds.max(initial=0) > self._header.pieces:
+            raise damaged(str(self._file.path))
+        pieces = np.empty(counts.sum(), dtype=PIECE)
+        ends = np.cumsum(counts)
+        for first, begin, end in zip(bounds[:, 0].tolist(), (ends - counts).tolist(), ends.tolist(), strict=True):
+            self._file.read_into(pieces[begin:end].view(np.uint8), _HEADER_BYTES + first * PIECE.itemsize)
+        return pieces, counts
+
+    def _bounds(self, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Return where the pieces of each sample begin and end in the index, uint64 [B, 2]."""
+        if self._header.pieces == self._header.rows:  # one each, which need not be looked up
+            return np.stack([indices, indices + 1], axis=1).astype("<u8")
+        bounds = np.empty((len(indices), 2), dtype="<u8")
+        first_bound = _HEADER_BYTES + self._header.pieces * PIECE.itemsize
+        for row, index in zip(bounds, indices.tolist(), strict=True):
+            self._file.read_into(row, first_bound + index * 8)
+        return bounds
+
+
+def damaged(index: str) -> ConfigError:
+    """Return the error for an index that is damaged."""
+    return ConfigError(f"{index} is damaged", hint="remove it: it is made anew")
+
+
+def row_index(
+    stream: TokenStream, name: str, made_from: str, folders: Sequence[Path], pack: Pack, *, verify: str
+) -> RowIndex:
+    """Return the index of a packing: the one that is kept, or one made now and kept in the first folder that can be written.
+
+    Of several processes that need it at the same time, one makes it and the others wait.
+
+    Args:
+        stream: the tokens of the split.
+        name: name of the packing, a part of the file name.
+        made_from: digest of everything that the index depends on.
+        folders: where the index may be kept, the best one first; if none can be written, it stays in memory.
+        pack: packs one group of documents.
+        verify: "full" compares a kept index with its digest.
+
+    Raises:
+        ConfigError, DataError: the data cannot be read, or `pack` refuses it.
+    """
+    paths = [folder / f"{stream.name}-{name}-{made_from[:16]}.idx" for folder in folders]
+    for path in paths:
+        if kept := _kept(path, made_from, verify):
+            return kept
+    for path in paths:
+        try:
+            with _one_at_a_time(path.parent):
+                return _kept(path, made_from, verify) or _keep(path, stream, made_from, pack)
+        except OSError as error:
+            _say(f"{path.parent} cannot keep the packing of {stream.name}: {error.strerror}")
+    memory = io.BytesIO()
+    header = _write(memory, stream, made_from, pack)
+    return RowIndex(_Bytes(memory.getbuffer()), header)
+
+
+def _kept(path: Path, made_from: str, verify: str) -> RowIndex | None:
+    try:
+        with open(path, "rb") as file:
+            first_line = file.read(_HEADER_BYTES)
+            size = os.fstat(file.fileno()).st_size
+    except OSError:
+        return None
+    try:
+        header = _Header(**json.loads(first_line))
+        if (header.format, header.made_from, header.file_size) != (FORMAT, made_from, size):
+            raise ValueError
+        index = DataFile(path, size)
+        if verify == "full":
+            index.check_digest(header.sha256, first=_HEADER_BYTES)
+    except (ValueError, TypeError, ConfigError):
+        _say(f"{path} is damaged and is made anew")
+        return None
+    return RowIndex(index, header)
+
+
+def _keep(path: Path, stream: TokenStream, made_from: str, pack: Pack) -> RowIndex:
+    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            header = _write(file, stream, made_from, pack)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return RowIndex(DataFile(path, header.file_size), header)
+
+
+def _write(file: BinaryIO, stream: TokenStream, made_from: str, pack: Pack) -> _Header:
+    _say(f"packing the {stream.split.documents:,} documents of {stream.name}")
+    file.write(bytes(_HEADER_BYTES))
+    digest, pieces, pairs = hashlib.sha256(), 0, 0
+    counts = [np.zeros(1, dtype=np.int64)]
+    for first_token, ends in _groups(stream):
+        packed, count = pack(ends, first_token)
+        pieces, pairs = pieces + len(packed), pairs + int(packed["pairs"].sum(dtype=np.int64))
+        counts.append(count)
+        digest.update(packed.data)
+        file.write(packed.data)
+    bounds = np.cumsum(np.concatenate(counts)).astype("<u8")
+    digest.update(bounds.data)
+    file.write(bounds.data)
+    header = _Header(FORMAT, made_from, len(bounds) - 1, pieces, pairs, digest.hexdigest())
+    file.seek(0)
+    file.write(header.to_bytes())
+    return header
+
+
+def _groups(stream: TokenStream) -> Iterator[tuple[int, NDArray[np.uint64]]]:
+    """Yield the documents of consecutive shards in groups.
+
+    A group is the position of its first token, and its documents' ends after it, uint64 [documents].
+    """
+    group: list[NDArray[np.uint64]] = []
+    documents = group_first = 0
+    for first, ends in stream.shard_ends():
+        if group and documents + len(ends) > GROUP_DOCUMENTS:
+            yield group_first, np.concatenate(group)
+            group, documents = [], 0
+        if not group:
+            group_first = first
+        group.append(ends + np.uint64(first - group_first))
+        documents += len(ends)
+    if group:
+        yield group_first, np.concatenate(group)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Hold a lock on `folder`, which is created if missing; the lock of a process that dies is released."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        with contextlib.suppress(
+            OSError
+        ):  # a file system without locks: several make the same file, the last one stays
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _say(text: str) -> None:
+    print(f"slurmtrain: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,247 @@
+"""The tokens of a split of prepared data, end to end over all its shards, and where its documents end.
+
+The data is never held in memory: a position is found by a binary search over the shards, a document by one over blocks
+of its shard's `ends`, and both are read in place.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slurmtrain.data.format.manifest import KINDS, Manifest, shard_file
+from slurmtrain.data.format.reading import DataFile
+from slurmtrain.errors import ConfigError
+
+VERIFY = ("opened", "sizes", "full")
+_NEVER = 2**64 - 1  # after every end
+_BLOCK = 512  # ends that are read at a time when a document is searched: a page
+
+
+class TokenStream:
+    """The tokens of a split, read-only, and safe to use from forked workers and from threads.
+
+    Args:
+        folder: folder of the prepared data set.
+        manifest: manifest of the prepared data set.
+        split: name of the split.
+        verify: "opened" compares a file's size with the manifest when it is first read; "sizes" compares those of all
+            files now; "full" compares their digests, too, which reads all of them.
+
+    Attributes:
+        split: the split's entry in the manifest.
+        name: name of the split.
+        dtype: type of a token, little-endian.
+        vocab_size: all token ids are below this number.
+
+    Raises:
+        ConfigError: a file is missing, or is not what was written.
+        DataError: a file cannot be read at the moment.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, split: str, verify: str = "sizes"):
+        self.split, self.name = manifest.splits[split], split
+        self.dtype, self.vocab_size = np.dtype(manifest.dtype).newbyteorder("<"), manifest.tokenizer.vocab_size
+        self._firsts = list(itertools.accumulate((shard.tokens for shard in self.split.shards), initial=0))
+        self._files = [
+            {
+                kind: DataFile(shard_file(folder, split, shard.name, kind), size)
+                for kind, size in shard.file_sizes(manifest.dtype).items()
+            }
+            for shard in self.split.shards
+        ]
+        for shard, files in zip(self.split.shards, self._files, strict=True):
+            for kind in KINDS:
+                if verify != "opened":
+                    files[kind].check_size()
+                if verify == "full":
+                    files[kind].check_digest(shard.sha256[kind])
+        self._tokens = [files["tokens"] for files in self._files]
+        self._first_end_of_block = functools.lru_cache(maxsize=1 << 16)(self._read_first_end_of_block)
+
+    @property
+    def tokens(self) -> int:
+        return self._firsts[-1]
+
+    def read_into(self, row: NDArray[Any], position: int) -> None:
+        """Fill `row` (contiguous, of `dtype`) with the tokens from `position` on, without checking their ids.
+
+        Raises:
+            ConfigError, DataError: as for `TokenStream` itself.
+        """
+        for shard, begin, count in self._stretches(position, len(row)):
+            part, row = row[:count], row[count:]
+            self._tokens[shard].read_into(part, begin * self.dtype.itemsize)
+
+    def read_pieces(self, rows: NDArray[Any], pieces: Iterable[tuple[int, int, int]]) -> list[Any]:
+        """Fill rows[begin:end] for each (begin, end, position), and return each piece's last token.
+
+        The last tokens are returned since a piece may overwrite the last token of the one before.
+        """
+        firsts, files, size, lasts = self._firsts, self._tokens, self.dtype.itemsize, []
+        for begin, end, position in pieces:
+            shard = bisect.bisect_right(firsts, position) - 1
+            if position + end - begin <= firsts[shard + 1]:
+                files[shard].read_into(rows[begin:end], (position - firsts[shard]) * size)
+            else:
+                self.read_into(rows[begin:end], position)
+            lasts.append(rows[end - 1])
+        return lasts
+
+    def will_need(self, positions: Iterable[int], counts: Iterable[int]) -> None:
+        """Ask the kernel to read ahead `count` tokens and the next one from each position, and return at once.
+
+        The part of a stretch beyond the end of a shard is not read ahead.
+        """
+        firsts, files, size = self._firsts, self._tokens, self.dtype.itemsize
+        for position, count in zip(positions, counts, strict=True):
+            shard = bisect.bisect_right(firsts, position) - 1
+            if 0 <= shard < len(files):
+                files[shard].will_need((position - firsts[shard]) * size, (count + 1) * size)
+
+    def check_ids(self, positions: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        """Check that all tokens in these stretches are below `vocab_size`.
+
+        Args:
+            positions: position of the first token of each stretch, int64 [stretches].
+            counts: number of tokens of each stretch, int64 [stretches].
+
+        Raises:
+            ConfigError: a token is not; the message names its shard and offset.
+        """
+        for position, count in zip(positions.tolist(), counts.tolist(), strict=True):
+            row = np.empty(count, dtype=self.dtype)
+            self.read_into(row, position)
+            for index in np.flatnonzero(row >= self.vocab_size).tolist():
+                shard, offset, _ = next(self._stretches(position + index, 1))
+                raise ConfigError(
+                    f"{self._files[shard]['tokens'].path} has the token {row[index]} at offset {offset:,}, but the "
+                    f"tokenizer's ids are below {self.vocab_size}",
+                    hint="the file is damaged (data.verify=full looks at all of them): prepare the data set again",
+                )
+
+    def shard_ends(self) -> Iterator[tuple[int, NDArray[np.uint64]]]:
+        """Yield, for each shard, the position of its first token and where its documents end after that, uint64 [documents].
+
+        Raises:
+            ConfigError: the ends decrease, or the last one is not the end of the shard.
+            DataError: the ends cannot be read at the moment.
+        """
+        for number, first in enumerate(self._firsts[:-1]):
+            yield first, self._ends(number, 0, self.split.shards[number].documents)
+
+    def borders(
+        self, starts: NDArray[np.int64], pairs: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Find where a document begins after another one has ended, within stretches of the stream.
+
+        Args:
+            starts: position of the first token of each stretch, int64 [P].
+            pairs: number of tokens after it that also belong to the stretch, int64 [P].
+
+        Returns:
+            The number of the stretch and the offset in it, 1 ... pairs, of each such place; both int64, in no order. A
+                document without tokens counts, too.
+
+        Raises:
+            ConfigError, DataError: as for `shard_ends`.
+        """
+        blocks = np.full((len(starts), _BLOCK), _NEVER, dtype="<u8")
+        firsts = np.zeros(len(starts), dtype="<u8")
+        one_by_one = np.zeros(len(starts), dtype=bool)
+        for number, (start, count) in enumerate(zip(starts.tolist(), pairs.tolist(), strict=True)):
+            first = self._read_block_of(blocks[number], start, count)
+            one_by_one[number], firsts[number] = first is None, first or 0
+        one_by_one |= (blocks[:, 1:] < blocks[:, :-1]).any(axis=1)
+        numbers, offsets = [], []
+        for number in np.flatnonzero(one_by_one).tolist():
+            blocks[number] = _NEVER
+            offsets.append(self._borders_of_one(int(starts[number]), int(pairs[number])) - starts[number])
+            numbers.append(np.full(len(offsets[-1]), number))
+        found, columns = np.nonzero((blocks > firsts[:, None]) & (blocks <= (firsts + pairs.astype("<u8"))[:, None]))
+        inside = (blocks[found, columns] - firsts[found]).astype(np.int64)
+        return np.concatenate([found, *numbers]), np.concatenate([inside, *offsets])
+
+    def _read_block_of(self, block: NDArray[np.uint64], start: int, count: int) -> int | None:
+        """Read the one block of ends that a stretch needs, and return where the stretch begins in its shard, in tokens.
+
+        Returns:
+            None if the stretch needs several blocks, or the block does not fit the shard.
+        """
+        number = bisect.bisect_right(self._firsts, start) - 1
+        first = start - self._firsts[number]
+        shard = self.split.shards[number]
+        begin = self._block_before(number, first) * _BLOCK
+        some = min(_BLOCK, shard.documents - begin)
+        self._files[number]["ends"].read_into(block[:some], begin * block.itemsize)
+        last, final = int(block[some - 1]), begin + some == shard.documents
+        enough = last == shard.tokens if final else first + count <= last <= shard.tokens
+        return first if enough and first + count <= shard.tokens else None
+
+    def _borders_of_one(self, start: int, count: int) -> NDArray[np.int64]:
+        """Return the positions at which documents begin in one stretch. Raises as `borders`."""
+        found = [np.empty(0, dtype=np.int64)]
+        for shard, first, some in self._stretches(start, count):
+            ends = self._ends_between(shard, first, first + some)
+            low, high = ends.searchsorted(np.array([first, first + some], dtype="<u8"), side="right")
+            found.append(ends[low:high].astype(np.int64) + self._firsts[shard])
+        return np.concatenate(found)
+
+    def _stretches(self, position: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (shard, first token in it, tokens) of a stretch, shard by shard; each part has at least one token."""
+        shard = bisect.bisect_right(self._firsts, position) - 1
+        while count:
+            begin = position - self._firsts[shard]
+            here = min(count, self._firsts[shard + 1] - position)
+            if here:
+                yield shard, begin, here
+            position, count, shard = position + here, count - here, shard + 1
+
+    def _ends_between(self, shard: int, begin: int, end: int) -> NDArray[np.uint64]:
+        """Return all ends e of a shard with begin < e <= end, and perhaps some around them."""
+        documents = self.split.shards[shard].documents
+        found = [np.empty(0, dtype="<u8")]
+        for block in range(self._block_before(shard, begin), -(-documents // _BLOCK)):
+            found.append(self._ends(shard, block * _BLOCK, min(_BLOCK, documents - block * _BLOCK)))
+            if found[-1][-1] >= end:
+                break
+        return np.concatenate(found)
+
+    def _block_before(self, shard: int, begin: int) -> int:
+        """Return the last block of a shard's ends whose first end is at most `begin`, or block 0 if there is none."""
+        blocks = range(-(-self.split.shards[shard].documents // _BLOCK))
+        return max(bisect.bisect_right(blocks, begin, key=functools.partial(self._first_end_of_block, shard)) - 1, 0)
+
+    def _read_first_end_of_block(self, shard: int, block: int) -> int:
+        return int(self._read_ends(shard, block * _BLOCK, 1)[0])
+
+    def _ends(self, shard: int, first: int, count: int) -> NDArray[np.uint64]:
+        """Return the ends of `count` documents from number `first` on, checked against each other and the shard's size."""
+        ends = self._read_ends(shard, first, count)
+        if not count:
+            return ends
+        tokens, documents = self.split.shards[shard].tokens, self.split.shards[shard].documents
+        wrong = ends[1:] < ends[:-1]
+        if wrong.any():
+            number = int(wrong.argmax()) + 1
+        elif ends[-1] > tokens or (first + count == documents and ends[-1] != tokens):
+            number = count - 1
+        else:
+            return ends
+        raise ConfigError(
+            f"{self._files[shard]['ends'].path}: document {first + number:,} ends at token {ends[number]:,}, after one that "
+            f"ends at {ends[number - 1] if number else 0:,}, in a shard of {tokens:,} tokens",
+            hint="the file is damaged: copy or prepare the data set again",
+        )
+
+    def _read_ends(self, shard: int, first: int, count: int) -> NDArray[np.uint64]:
+        ends = np.empty(count, dtype="<u8")
+        self._files[shard]["ends"].read_into(ends, first * ends.itemsize)
+        return ends

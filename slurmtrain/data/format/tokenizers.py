@@ -1,0 +1,297 @@
+"""Tokenizers: text -> ids, as a prepared data set needs them.
+
+Imports no torch, and a tokenizer's package only if its file is used.
+
+There are three kinds, recognised by name: "bytes" (built in), a `tokenizer.json` of Hugging Face `tokenizers`, and a
+file of ranks of `tiktoken` (NAME.tiktoken). A tokenizer's identity is the sha256 of its file. Special tokens within a
+text are encoded as plain text; the caller adds each document's bos and eos, whose ids are in `facts`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib
+import os
+import stat
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slurmtrain.data.format.manifest import TokenizerFacts
+from slurmtrain.errors import ConfigError
+
+BYTES = "bytes"
+SEPARATOR = 0  # bytes: ends a document, as in data=files; a text has no use for it
+# Common names of the token that ends a document: used if a vocabulary has exactly one of them.
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+NO_TOKEN = "none"
+MAX_SPECIAL = 1024  # ids that special tokens which the file does not name may have behind its vocabulary
+
+Ids = NDArray[np.uint8] | NDArray[np.uint32]
+
+
+class Tokenizer(Protocol):
+    """The interface of all kinds of tokenizers."""
+
+    facts: TokenizerFacts
+
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
+        """Return the ids of each text [tokens], without bos and eos."""
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """The user's settings of a tokenizer.
+
+    Attributes:
+        name: "bytes", or the path of a tokenizer.json or NAME.tiktoken.
+        bos, eos: a token's id or text, or "none". None: no bos; the eos that the file names.
+        pattern: for tiktoken: a regular expression, or the name of an encoding; None: the one that belongs to the
+            file's name.
+    """
+
+    name: str = BYTES
+    bos: str | None = None
+    eos: str | None = None
+    pattern: str | None = None
+
+
+def load_tokenizer(choice: TokenizerChoice) -> tuple[Tokenizer, bytes]:
+    """Return the tokenizer and the bytes of its file (empty for "bytes").
+
+    Raises:
+        ConfigError: there is no such file, it cannot be read, its package is missing, or it is not clear which token
+            ends a document.
+    """
+    if choice.name == BYTES:
+        return _Bytes(choice), b""
+    path = Path(choice.name)
+    kind = _KINDS.get(path.suffix)
+    if kind is None:
+        raise ConfigError(
+            f"prepare.tokenizer={choice.name} is no tokenizer that is known",
+            hint='"bytes", a tokenizer.json of Hugging Face, or ranks of tiktoken in a file NAME.tiktoken',
+        )
+    try:
+        content = _read(path)
+    except OSError as error:
+        raise ConfigError(f"prepare.tokenizer={choice.name} cannot be read: {error.strerror}") from None
+    if content is None:
+        raise ConfigError(
+            f"prepare.tokenizer={choice.name} is no plain file",
+            hint="a pipe can be read once only, and every process of every task reads the tokenizer: write it to a file",
+        )
+    return kind(choice, path, content), content
+
+
+def _read(path: Path) -> bytes | None:
+    """Return the bytes of a regular file; return None at once for anything else, such as a pipe."""
+    # Without O_NONBLOCK, opening a pipe waits until somebody writes to it.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        return file.read() if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+
+
+def needed(module: str, what: str) -> ModuleType:
+    """Import and return a module of the extra `data`.
+
+    Raises:
+        ConfigError: the module is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ConfigError(
+            f"{what} needs the package {module.partition('.')[0]}, which is not installed",
+            hint="pip install 'slurmtrain[data]'",
+        ) from None
+
+
+class _Bytes:
+    def __init__(self, choice: TokenizerChoice):
+        if choice.pattern is not None:
+            raise _pattern_of_no_use(choice)
+        ids = _Ids(choice, {}, 256)
+        eos = SEPARATOR if choice.eos is None else ids.find("eos")
+        self.facts = _facts(choice, BYTES, None, b"", 256, ids.find("bos"), eos)
+
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+
+class _HuggingFace:
+    def __init__(self, choice: TokenizerChoice, path: Path, content: bytes):
+        if choice.pattern is not None:
+            raise _pattern_of_no_use(choice)
+        tokenizers = needed("tokenizers", f"prepare.tokenizer={choice.name}")
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # tokenizers raises nothing more specific
+            raise ConfigError(
+                f"prepare.tokenizer={choice.name} is no tokenizer.json of Hugging Face: {error}"
+            ) from None
+        if getattr(self._tokenizer.model, "dropout", None):
+            raise ConfigError(
+                f"prepare.tokenizer={choice.name} encodes at random (model.dropout={self._tokenizer.model.dropout:g})",
+                hint="set dropout to null in that file",
+            )
+        # A file may ask for both, which would cut documents and fill them up.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # the words of the package for: special tokens are plain text
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        size = max(vocabulary.values(), default=0) + 1
+        ids = _Ids(choice, vocabulary, size)
+        eos = ids.only_end() if choice.eos is None else ids.find("eos")
+        self.facts = _facts(choice, "tokenizers", "tokenizer.json", content, size, ids.find("bos"), eos)
+
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+
+@dataclass(frozen=True)
+class _Encoding:
+    """The parts of a tiktoken encoding that its file of ranks does not hold."""
+
+    pattern: str
+    end: int
+    vocab_size: int
+
+
+_GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+_CL100K = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"""
+    r"""|\s+(?!\S)|\s"""
+)
+_O200K = (
+    r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
+    r"""|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
+    r"""|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+)
+# Copied from tiktoken_ext/openai_public.py of tiktoken, which needs a network to be asked.
+ENCODINGS = {
+    "gpt2": _Encoding(_GPT2, 50256, 50257),
+    "r50k_base": _Encoding(_GPT2, 50256, 50257),
+    "p50k_base": _Encoding(_GPT2, 50256, 50281),
+    "cl100k_base": _Encoding(_CL100K, 100257, 100277),
+    "o200k_base": _Encoding(_O200K, 199999, 200019),
+}
+
+
+class _Tiktoken:
+    def __init__(self, choice: TokenizerChoice, path: Path, content: bytes):
+        tiktoken = needed("tiktoken", f"prepare.tokenizer={choice.name}")
+        known = ENCODINGS.get(path.stem)
+        if known is None and choice.pattern is None:
+            raise ConfigError(
+                f"prepare.tokenizer={choice.name} is not one of {', '.join(ENCODINGS)}: it is not known how it cuts a text",
+                hint="prepare.tiktoken_pattern=NAME of one of these, or the regular expression itself",
+            )
+        named = known if choice.pattern is None else ENCODINGS.get(choice.pattern)
+        pattern = named.pattern if named else choice.pattern
+        ranks = _ranks(choice, content)
+        size = max(max(ranks.values()) + 1, known.vocab_size if known else 0)
+        ids = _Ids(choice, {END_TOKENS[0]: known.end} if known else {}, size)
+        eos = ids.only_end() if choice.eos is None else ids.find("eos")
+        self.facts = _facts(choice, "tiktoken", path.name, content, size, ids.find("bos"), eos, pattern)
+        try:
+            self._encoding = tiktoken.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        except ValueError as error:
+            raise ConfigError(f"prepare.tiktoken_pattern={pattern} cannot be used: {error}") from None
+
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
+        return [self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
+
+
+_KINDS: dict[str, Callable[[TokenizerChoice, Path, bytes], Tokenizer]] = {
+    ".json": _HuggingFace,
+    ".tiktoken": _Tiktoken,
+}
+
+
+def _ranks(choice: TokenizerChoice, content: bytes) -> dict[bytes, int]:
+    """Return the ranks by token.
+
+    The reader of tiktoken is not used since it would cache the file by its path, whatever it holds later.
+    """
+    ranks = {}
+    for number, line in enumerate(content.splitlines(), start=1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError:
+            raise ConfigError(
+                f"prepare.tokenizer={choice.name}, line {number}: {line[:40]!r} is no base64 token and its rank"
+            ) from None
+    if len(set(ranks.values())) < len(ranks) or min(ranks.values(), default=0) < 0:
+        raise ConfigError(f"prepare.tokenizer={choice.name} gives a rank twice, or a negative one")
+    if not all(bytes([byte]) in ranks for byte in range(256)):
+        raise ConfigError(f"prepare.tokenizer={choice.name} lacks single bytes, so it cannot encode every text")
+    return ranks
+
+
+@dataclass(frozen=True)
+class _Ids:
+    """A finder of special tokens in a vocabulary."""
+
+    choice: TokenizerChoice
+    vocabulary: dict[str, int]
+    size: int
+
+    def find(self, which: str) -> int | None:
+        """Return the id of the token that the user has named by its text or number; None for "none" or nothing."""
+        word = getattr(self.choice, which)
+        if word is None or word == NO_TOKEN:
+            return None
+        if word.isascii() and word.isdigit():
+            if int(word) < self.size + MAX_SPECIAL:
+                return int(word)
+            raise ConfigError(f"prepare.{which}={word} is far beyond the {self.size} ids of {self.choice.name}")
+        if word in self.vocabulary:
+            return self.vocabulary[word]
+        raise ConfigError(
+            f"prepare.{which}={word} is no token of {self.choice.name}", hint=f"give its text or id, or {NO_TOKEN}"
+        )
+
+    def only_end(self) -> int:
+        """Return the id of the only token that is known to end a document.
+
+        Raises:
+            ConfigError: the vocabulary has none of the known ones, or several.
+        """
+        found = [token for token in END_TOKENS if token in self.vocabulary]
+        if len(found) == 1:
+            return self.vocabulary[found[0]]
+        what = f"has {' and '.join(found)}" if found else f"has none of {', '.join(END_TOKENS)}"
+        raise ConfigError(
+            f"which token ends a document is not clear: {self.choice.name} {what}",
+            hint=f"prepare.eos= its text or id, or {NO_TOKEN}",
+        )
+
+
+def _facts(
+    choice: TokenizerChoice,
+    kind: str,
+    file: str | None,
+    content: bytes,
+    size: int,
+    bos: int | None,
+    eos: int | None,
+    pattern: str | None = None,
+) -> TokenizerFacts:
+    size = max([size, *(special + 1 for special in (bos, eos) if special is not None)])
+    digest = hashlib.sha256(content).hexdigest() if file else None
+    return TokenizerFacts(kind, file, digest, size, bos, eos, pattern)
+
+
+def _pattern_of_no_use(choice: TokenizerChoice) -> ConfigError:
+    return ConfigError(
+        f"prepare.tiktoken_pattern={choice.pattern}, but {choice.name} is no file of tiktoken",
+        hint="leave it out: other tokenizers know how they cut a text",
+    )

@@ -1,0 +1,193 @@
+"""Prepared tokens as samples: rows of pieces of the token stream, read and converted a batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from slurmtrain.data.format.rows import Rows, damaged
+from slurmtrain.data.format.stream import TokenStream
+from slurmtrain.data.loading.compact_rows import CompactRows, RowsTogether, batches_at_once
+from slurmtrain.data.loading.shared_memory import empty
+
+_DTYPES = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+
+
+class _Plan(NamedTuple):
+    """The places in the stream and in the batch of the pieces [P] of some samples [B]. All int64.
+
+    Attributes:
+        starts: positions of the pieces in the stream, [P].
+        pairs: number of pairs of an input and its target of each piece, [P].
+        rows, columns: row and column of each piece's first pair in the batch, [P].
+        lengths: number of pairs of each sample, [B].
+    """
+
+    starts: NDArray[np.int64]
+    pairs: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    columns: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+
+class PackedTokens(Dataset[dict[str, Tensor]]):
+    """A data set over a split of prepared data, with rows of one length.
+
+    A sample has `inputs` and `targets`, int64 [S]; if documents are masked also `documents`, int32 [S]: 0, 1, ... along
+    the row, and one more for the padding. Padding has inputs of 0 and targets that the loss ignores.
+
+    Args:
+        stream: the tokens of the split.
+        rows: which of the tokens each sample has.
+        seq_len: S; no sample is longer.
+        document_mask: give samples `documents`, and ignore targets in another document than their inputs.
+        num_bytes: bytes of text that all targets stand for; None: not known.
+    """
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        rows: Rows,
+        *,
+        seq_len: int,
+        document_mask: bool = False,
+        num_bytes: int | None = None,
+    ):
+        self._stream, self._rows, self.document_mask = stream, rows, document_mask
+        self.seq_len, self.num_bytes = seq_len, num_bytes
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return one sample, each name [S]."""
+        return {name: rows[0] for name, rows in self.get_batch(np.array([index])).items()}
+
+    def will_need(self, indices: NDArray[np.int64]) -> None:
+        """Ask the kernel to read the samples `indices` [B] ahead. Raises as `get_batch`."""
+        pieces = self._rows.coming(indices)
+        self._stream.will_need(pieces["start"].tolist(), pieces["pairs"].tolist())
+
+    def get_batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
+        """Return the samples `indices` [B] as one batch, each name [B, S].
+
+        Raises:
+            IndexError: an index is not in range(len(self)).
+            ConfigError: the data is not what was prepared.
+            DataError: the data cannot be read at the moment.
+        """
+        return next(iter(self._together(indices[None], empty))).batch()
+
+    def get_batches(
+        self, indices: NDArray[np.int64], *, empty: Callable[..., Tensor] = empty, **unused: Any
+    ) -> Iterator[CompactRows]:
+        """Yield several batches of the samples `indices` [M, B], see `MapDataset`. Raises as `get_batch`."""
+        # If samples differ in length, each batch has its own width.
+        at_once = 1 if hasattr(self, "lengths") else batches_at_once(indices.shape[1], self.seq_len)
+        for first in range(0, len(indices), at_once):
+            yield from self._together(indices[first : first + at_once], empty)
+
+    def _together(self, indices: NDArray[np.int64], empty: Callable[..., Tensor]) -> Iterator[CompactRows]:
+        """Yield the batches `indices` [M, B], read together."""
+        plan = self._plan(indices.reshape(-1))
+        width = self._width(plan)
+        tokens = empty((len(plan.lengths), width + 1), dtype=_DTYPES[self._stream.dtype.itemsize])
+        documents = empty((len(plan.lengths), width), dtype=torch.int32) if self.document_mask else None
+        several = len(plan.starts) > len(plan.lengths)
+        last_targets = self._read(plan, tokens.numpy())
+        places, values = np.empty(0, dtype=np.int64), None
+        if several:  # each piece but the first of a row was read over the last target of the one before
+            places, values = plan.rows * width + plan.columns + plan.pairs - 1, np.array(last_targets, dtype=np.int64)
+        if documents is not None:
+            outside = self._number(plan, documents.numpy())
+            if len(outside):
+                assert not several, "pieces that reach from one document into the next are a row each"
+                places, values = outside, None
+        return RowsTogether(tokens, plan.lengths, places, values, documents).apart(len(indices), empty)
+
+    def _width(self, plan: _Plan) -> int:
+        return self.seq_len
+
+    def _pieces(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return starts and pairs [P] of the samples' pieces, and the number of pieces of each sample [B].
+
+        All pieces are checked to be in the stream.
+        """
+        if len(indices) and (indices.min() < 0 or indices.max() >= len(self)):
+            raise IndexError(f"sample {indices} of a data set of {len(self)}")
+        pieces, counts = self._rows.pieces(indices)
+        starts, pairs = pieces["start"].astype(np.int64), pieces["pairs"].astype(np.int64)
+        if len(starts) and (starts.min() < 0 or (starts + pairs).max() >= self._stream.tokens):
+            raise damaged("the index of the packing")
+        return starts, pairs, counts
+
+    def _plan(self, indices: NDArray[np.int64]) -> _Plan:
+        starts, pairs, counts = self._pieces(indices)
+        rows = np.arange(len(indices))
+        if len(starts) == len(rows):  # one piece each, as in most packings
+            columns, lengths = np.zeros_like(rows), pairs
+        else:
+            firsts = np.cumsum(counts) - counts  # number of each row's first piece
+            lengths = np.add.reduceat(pairs, firsts)
+            skipped = np.cumsum(pairs) - pairs  # pairs of the batch before each piece
+            columns = skipped - np.repeat(skipped[firsts], counts)
+            rows = np.repeat(rows, counts)
+        if lengths.max(initial=0) > self.seq_len:
+            raise damaged("the index of the packing")
+        return _Plan(starts, pairs, rows, columns, lengths)
+
+    def _read(self, plan: _Plan, tokens: NDArray[Any]) -> list[Any]:
+        """Fill `tokens` [B, S + 1] with inputs and last target of each row.
+
+        Return the last target of each piece.
+        """
+        rows, width = tokens.shape
+        if len(plan.starts) > rows or plan.lengths.min(initial=width) < width - 1:
+            tokens[:] = 0  # the padding of a row must be a valid id, too
+        begins = plan.rows * width + plan.columns
+        places = zip(begins.tolist(), (begins + plan.pairs + 1).tolist(), plan.starts.tolist(), strict=True)
+        last_targets = self._stream.read_pieces(tokens.reshape(-1), places)
+        if max(tokens.max(initial=0), max(last_targets, default=0)) >= self._stream.vocab_size:
+            self._stream.check_ids(plan.starts, plan.pairs + 1)
+        return last_targets
+
+    def _number(self, plan: _Plan, documents: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Fill `documents` [B, S] with the number of each token's document in its row.
+
+        Returns:
+            Positions in the flat array of targets of those that are in another document than their inputs, increasing.
+        """
+        width = documents.shape[1]
+        begins = np.zeros_like(documents)
+        begins[plan.rows, plan.columns] = 1
+        short = np.flatnonzero(plan.lengths < width)
+        begins[short, plan.lengths[short]] = 1  # the padding
+        outside = np.empty(0, dtype=np.int64)
+        if self._rows.across_documents:
+            pieces, offsets = self._stream.borders(plan.starts, plan.pairs)
+            outside = np.unique(plan.rows[pieces] * width + plan.columns[pieces] + offsets - 1)
+            inside = outside[(outside + 1) % width > 0]  # the document does not begin with the next row
+            begins.reshape(-1)[inside + 1] = 1
+        begins[:, 0] = 0
+        np.cumsum(begins, axis=1, out=documents)
+        return outside
+
+
+class DocumentTokens(PackedTokens):
+    """A data set whose samples differ in length: a batch's rows are as long as its longest sample."""
+
+    def lengths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the tokens of each of the samples `indices` [B] without its padding, int64 [B].
+
+        Raises as `get_batch`.
+        """
+        return self._plan(indices).lengths
+
+    def _width(self, plan: _Plan) -> int:
+        return int(plan.lengths.max(initial=0))

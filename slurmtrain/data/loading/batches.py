@@ -1,0 +1,172 @@
+"""Batches: named tensors with the samples along the first axis, and how samples of different lengths are put into one batch.
+
+    inputs, targets   int64 [B, S]   for language models; targets that the loss ignores are -100
+    documents         int32 [B, S]   optional: which document of its row a token belongs to, 0, 1, 2, ... along the row
+
+A data set for another kind of model may use any names and shapes that its model takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data._utils import collate as torch_collate
+
+from slurmtrain.data.loading.shared_memory import SLOT_BYTES
+from slurmtrain.errors import ConfigError
+
+Batch = dict[str, Tensor]
+
+IGNORED_TARGET = -100  # the target that torch's cross_entropy leaves out
+
+
+def collate(samples: Sequence[Any]) -> Batch:
+    """Return samples as one batch, as torch's `default_collate` does.
+
+    Rows [S] of different lengths are first padded to the longest.
+    """
+    first = samples[0]
+    if isinstance(first, Mapping) and "targets" in first and len({_length(sample) for sample in samples}) > 1:
+        longest = max(_length(sample) for sample in samples)
+        samples = [{name: row[0] for name, row in padded(_as_batch(sample), longest).items()} for sample in samples]
+    collated: Batch = torch_collate.collate(samples, collate_fn_map=_COLLATE)
+    return collated
+
+
+def _collate_tensors(tensors: Sequence[Tensor], *, collate_fn_map: Any = None) -> Tensor:
+    """Stack tensors in ordinary memory if they fit into a slot, else as torch does.
+
+    In a worker, torch opens shared memory for every stacked tensor, which is only worth it for tensors larger than a
+    slot.
+    """
+    plain = all(tensor.layout == torch.strided and not tensor.is_nested for tensor in tensors)
+    if plain and sum(tensor.nbytes for tensor in tensors) <= SLOT_BYTES:
+        return torch.stack(list(tensors))
+    stacked: Tensor = torch_collate.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
+    return stacked
+
+
+# Extended as the documentation of `default_collate` shows.
+_COLLATE = {**torch_collate.default_collate_fn_map, Tensor: _collate_tensors}
+
+
+def padded(batch: Batch, length: int) -> Batch:
+    """Return `batch` with rows of `length` tokens; the padding has no targets and is a document of its own."""
+    before = tokens_per_row(batch)
+    if not 0 < before < length:
+        return batch
+
+    def longer(name: str, values: Tensor) -> Tensor:
+        if values.ndim < 2 or values.shape[1] != before:
+            return values
+        added = values.new_zeros((len(values), length - before, *values.shape[2:]))
+        if name == "documents":
+            added = added + values[:, -1:] + 1
+        return torch.cat([values, torch.full_like(added, IGNORED_TARGET) if name == "targets" else added], dim=1)
+
+    return {name: longer(name, values) for name, values in batch.items()}
+
+
+def filled(batch: Batch, rows: int) -> Batch:
+    """Return `batch` with `rows` samples; the samples that are added have no targets."""
+    missing = rows - len(batch["targets"])
+    if missing <= 0:
+        return batch
+    more = {name: values[:1].expand(missing, *values.shape[1:]) for name, values in batch.items()}
+    return {name: torch.cat([values, blank(more)[name]]) for name, values in batch.items()}
+
+
+def joined(parts: Sequence[tuple[Tensor, Batch]]) -> Batch:
+    """Return several batches as one.
+
+    Args:
+        parts: for each batch, the rows of the result that its samples take, int64 [B of the part], and the batch.
+    """
+    order = torch.argsort(torch.cat([rows for rows, _ in parts]))
+    return {name: values[order] for name, values in stacked([batch for _, batch in parts]).items()}
+
+
+def stacked(batches: Sequence[Batch]) -> Batch:
+    """Return one batch with the rows of several, which may differ in length and of which only some may have `documents`."""
+    if len(batches) == 1:
+        return batches[0]
+    names = {name for batch in batches for name in batch}
+    longest = max(map(tokens_per_row, batches))
+    complete = [padded(_with_documents(batch, names), longest) for batch in batches]
+    return {name: torch.cat([batch[name] for batch in complete]) for name in complete[0]}
+
+
+def blank(batch: Batch) -> Batch:
+    """Return a batch of the same shape without any targets, so that it adds nothing to the loss or to a metric."""
+    return {**batch, "targets": torch.full_like(batch["targets"], IGNORED_TARGET)}
+
+
+def check_for_model(batch: Any) -> None:
+    """Check that a model can be called with `batch`.
+
+    Raises:
+        ConfigError: the batch has no inputs or targets, or one of its values is no tensor.
+    """
+    names = set(batch) if isinstance(batch, Mapping) else set()
+    if not {"inputs", "targets"} <= names:
+        found = f"a dict of {', '.join(map(repr, sorted(names)))}" if names else f"a {type(batch).__name__}"
+        raise ConfigError(
+            f"samples of the data come together as {found}, with no 'inputs' and 'targets'",
+            hint='[i] of the data set returns {"inputs": ..., "targets": ...}',
+        )
+    for name, values in batch.items():
+        if not isinstance(values, Tensor):
+            kind = (
+                "a dict"
+                if isinstance(values, Mapping)
+                else "text"
+                if _is_text(values)
+                else f"a {type(values).__name__}"
+            )
+            raise ConfigError(
+                f"{name!r} of the data's samples is {kind}; a model is called with tensors by name",
+                hint="leave it out of what [i] returns, or make tensors of it: {'inputs': ..., 'targets': ..., 'NAME': tensor}",
+            )
+
+
+def _is_text(values: Any) -> bool:
+    return isinstance(values, Sequence) and bool(values) and isinstance(values[0], str | bytes)
+
+
+def num_targets(batch: Batch) -> int:
+    """Return how many targets of `batch` are not ignored; 0 for a batch without `targets`."""
+    targets = batch.get("targets") if isinstance(batch, Mapping) else None
+    if not isinstance(targets, Tensor):  # data sets of one's own loop may give what they like
+        return 0
+    if targets.dtype == torch.int64 and targets.device.type == "cpu":  # several times as fast
+        numbers = targets.numpy()
+        if numbers.min(initial=0) > IGNORED_TARGET:
+            return numbers.size
+        return int(np.count_nonzero(numbers != IGNORED_TARGET))
+    return int((targets != IGNORED_TARGET).sum())
+
+
+def tokens_per_row(batch: Batch) -> int:
+    """Return the length of the batch's rows in tokens; 0 for a batch without rows of tokens."""
+    targets = batch.get("targets") if isinstance(batch, Mapping) else None
+    return targets.shape[1] if isinstance(targets, Tensor) and targets.ndim == 2 else 0
+
+
+def _with_documents(batch: Batch, names: set[str]) -> Batch:
+    """Add `documents` to a batch that lacks them, if `names` has them: each of its rows is then one document."""
+    if "documents" not in names or "documents" in batch:
+        return batch
+    return {**batch, "documents": torch.zeros_like(batch["targets"], dtype=torch.int32)}
+
+
+def _length(sample: Mapping[str, Any]) -> int:
+    targets = sample["targets"]
+    return len(targets) if isinstance(targets, Tensor) and targets.ndim == 1 else -1
+
+
+def _as_batch(sample: Mapping[str, Tensor]) -> Batch:
+    return {name: row[None] for name, row in sample.items()}

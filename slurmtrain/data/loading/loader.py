@@ -1,0 +1,394 @@
+"""From the global order of samples to each rank's micro batches, with one number as the only state.
+
+A step consumes the global sample numbers n ... n + G - 1, where n is the number of samples consumed so far and G the
+global batch size. Within them, micro batch m of data-parallel rank r takes
+
+    n + m * (micro * dp_size) + r * micro  ...  + micro - 1
+
+or, when samples differ in length, as many of them, chosen so that all ranks have about as much to do (`lengths.dealt`).
+So which samples a step sees depends on n and G alone, and never on how many ranks, micro batches or workers share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slurmtrain.data.loading import sample_digest
+from slurmtrain.data.loading.batches import Batch, num_targets, padded, tokens_per_row
+from slurmtrain.data.loading.compact_rows import CompactRows
+from slurmtrain.data.loading.lengths import ByLength, balance_ranks
+from slurmtrain.data.loading.order import Epochs, Order
+from slurmtrain.data.loading.samples import MapDataset, check_has_samples, fetch, fetch_batches
+from slurmtrain.data.loading.shared_memory import empty
+from slurmtrain.data.loading.workers import Workers
+from slurmtrain.errors import ConfigError
+
+SAMPLES_AT_ONCE = 4096  # number of samples whose indices a rank computes in one go
+
+
+@dataclass(frozen=True)
+class RowLength:
+    """The rule for how long the rows of a batch are, when samples differ in length.
+
+    Attributes:
+        multiple: rows are padded to a multiple of this many tokens.
+        fixed: rows are padded to the data set's `seq_len`, for models that take one shape only.
+    """
+
+    multiple: int = 1
+    fixed: bool = False
+
+
+class Step(NamedTuple):
+    """The work of one rank for one step.
+
+    Attributes:
+        micro_batches: the batches, on the device that computes.
+        targets: number of targets that are not ignored, over these micro batches.
+        digest: what their samples add to the digest of the step, see `proof`.
+    """
+
+    micro_batches: list[Batch]
+    targets: int
+    digest: tuple[int, ...]
+
+
+class BatchLoader:
+    """An endless iterator: each `next()` returns one step's micro batches of this rank.
+
+    Args:
+        dataset: the samples; see `MapDataset`.
+        seed: determines the order of the run; the same on all ranks.
+        shuffle: a new permutation for each epoch; False keeps the data set's order.
+        global_batch_size: samples of one step over all ranks, G.
+        micro_batch_size: samples of one forward pass on one rank.
+        dp_rank: this rank's index among the ranks that see different data.
+        dp_size: number of the ranks that see different data.
+        num_workers: processes that read ahead; 0 reads in this process.
+        samples_consumed: number of the sample to start with.
+        ahead: number of steps that workers read ahead and announce to the file system.
+        sorted_steps: for samples of different lengths: number of consecutive steps whose samples are sorted together.
+        row_length: for samples of different lengths: how long rows are padded to be.
+        device: the device that the micro batches are moved to.
+
+    Raises:
+        ConfigError: the data set is empty or does not say how long its rows may be, or the batch sizes do not divide.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        global_batch_size: int,
+        micro_batch_size: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        num_workers: int = 0,
+        samples_consumed: int = 0,
+        ahead: int = 2,
+        sorted_steps: int = 1,
+        row_length: RowLength | None = None,
+        device: torch.device | None = None,
+    ):
+        _check_batch_sizes(global_batch_size, micro_batch_size, dp_size)
+        check_has_samples(dataset, "the training data")
+        if not len(dataset):
+            raise ConfigError("the training data holds no samples", hint="give more data, or a shorter data.seq_len")
+        self.dataset, self._seed = dataset, seed
+        self._global, self.micro_batch_size = global_batch_size, micro_batch_size
+        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._num_workers, self._ahead = num_workers, ahead
+        self._samples_consumed = samples_consumed
+        self._lengths = getattr(dataset, "lengths", None)
+        if (
+            row_length is not None
+            and row_length.fixed
+            and self._lengths is not None
+            and not hasattr(dataset, "seq_len")
+        ):
+            raise ConfigError(
+                "samples differ in length, but pipelines and compiled models take rows of one length only",
+                hint="give the data set an attribute seq_len, the length of its longest sample",
+            )
+        self.order = self._order(shuffle, sorted_steps)
+        self._fetch = _Fetch(dataset, seed, row_length or RowLength())
+        self._gpu = _Gpu(device) if device is not None and device.type == "cuda" else None
+        self._fetched: Iterator[_Fetched] | None = None
+
+    @property
+    def accumulation_steps(self) -> int:
+        """The number of micro batches per rank and step."""
+        return self._global // (self.micro_batch_size * self._dp_size)
+
+    @property
+    def samples_consumed(self) -> int:
+        """The number of samples of all steps returned so far, over all ranks, without those that workers have read ahead."""
+        return self._samples_consumed
+
+    def example(self) -> Batch:
+        """Return a micro batch of the kind that training gets, without consuming a sample.
+
+        If there are workers, another process reads it: what a data set opens at its first sample (a file, a data base)
+        must not be shared by all workers, which this process forks later.
+        """
+        first = np.zeros((1, self.micro_batch_size), dtype=np.int64)
+        only = _Samples(first, first)
+        if self._num_workers == 0:
+            return self._finished(next(self._fetch(only)).batch)
+        jobs = iter([only])
+        reader = self._workers(lambda count: next(jobs, _NOTHING), count=1, ahead=1)
+        try:
+            return self._finished(next(reader).batch)
+        finally:
+            reader.close()
+
+    def start(self) -> None:
+        """Start the workers, before anything else in this process reads from the data set."""
+        if self._fetched is None and self._num_workers:
+            self._fetched = self._start()
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the whole state of the loader, which is the same on all ranks."""
+        return {"samples_consumed": self._samples_consumed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue after `state`, and drop what was read ahead."""
+        self.close()
+        self._samples_consumed = int(state["samples_consumed"])
+
+    def __iter__(self) -> BatchLoader:
+        return self
+
+    def __next__(self) -> Step:
+        """Return this rank's micro batches of the next step.
+
+        An error of the data set passes through; the step then does not count, and the next call tries it again.
+        """
+        try:
+            if self._fetched is None:
+                self._fetched = self._start()
+            step = list(islice(self._fetched, self.accumulation_steps))
+        except BaseException:
+            self.close()
+            raise
+        self._samples_consumed += self._global
+        return Step(
+            [self._finished(micro.batch if self._gpu is None else self._gpu.receive(micro.batch)) for micro in step],
+            sum(micro.targets for micro in step),
+            sample_digest.added([micro.digest for micro in step]),
+        )
+
+    def close(self) -> None:
+        """Stop the workers. The loader can be used again afterwards."""
+        fetched, self._fetched = self._fetched, None
+        if isinstance(fetched, Workers):
+            fetched.close()
+
+    def _finished(self, batch: Batch | CompactRows) -> Batch:
+        return self._fetch.filled_up(batch.batch()) if isinstance(batch, CompactRows) else batch
+
+    def _order(self, shuffle: bool, sorted_steps: int) -> Order:
+        own = getattr(self.dataset, "order", None)
+        order: Order = (
+            own(self._seed, shuffle) if own is not None else Epochs(len(self.dataset), seed=self._seed, shuffle=shuffle)
+        )
+        if self._lengths is None or not shuffle:
+            return order
+        return ByLength(order, self._lengths, global_batch_size=self._global, steps=sorted_steps, seed=self._seed)
+
+    def _start(self) -> Iterator[_Fetched]:
+        hears = hasattr(self.dataset, "will_need")
+        coming = _Coming(self._blocks(), self._ahead * self.accumulation_steps if hears else 0)
+        if self._num_workers == 0:
+            steps = iter(lambda: coming.take(self.accumulation_steps), None)
+            return chain.from_iterable(map(self._fetch, steps))
+        ahead = max(2, -(-self._ahead * self.accumulation_steps // self._num_workers))
+        return self._workers(coming.take, count=self._num_workers, ahead=ahead)
+
+    def _workers(self, take: Callable[[int], _Samples], *, count: int, ahead: int) -> Workers[_Samples, _Fetched]:
+        pin_memory = self._gpu is not None
+        return Workers(self._fetch, take, count=count, ahead=ahead, seed=self._seed, pin_memory=pin_memory)
+
+    def _blocks(self) -> Iterator[_Samples]:
+        """Yield this rank's micro batches from the next step on, without end, several whole steps at a time."""
+        start = self._samples_consumed
+        while True:
+            numbers, indices = self._steps(start) if self._lengths is None else self._dealt_step(start)
+            yield _Samples(numbers, indices)
+            start += self._global * (len(numbers) // self.accumulation_steps)
+
+    def _steps(self, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return numbers and indices of this rank's samples of several steps, each int64 [micro batches, micro].
+
+        Several steps are computed in one go since numpy takes hardly longer for them than for one.
+        """
+        shape = -1, self._dp_size, self.micro_batch_size
+        places = np.arange(self._global).reshape(shape)[:, self._dp_rank]
+        steps = max(1, SAMPLES_AT_ONCE // places.size)
+        numbers = (start + self._global * np.arange(steps)[:, None, None] + places).reshape(-1, self.micro_batch_size)
+        return numbers, self.order.at(numbers.reshape(-1)).reshape(numbers.shape)
+
+    def _dealt_step(self, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return numbers and indices of this rank's samples of one step, if samples differ in length.
+
+        Both are int64 [micro batches, micro].
+        """
+        numbers = np.arange(start, start + self._global)
+        if isinstance(self.order, ByLength):
+            indices, lengths = self.order.with_lengths(numbers)
+        else:
+            assert self._lengths is not None
+            indices = self.order.at(numbers)
+            lengths = self._lengths(indices)
+        places = balance_ranks(lengths, self._dp_size, self.micro_batch_size)[:, self._dp_rank]
+        return numbers[places], indices[places]
+
+
+def eval_batches(dataset: MapDataset, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+    """Yield each sample of `dataset` exactly once over all ranks; every rank gets a contiguous share.
+
+    The last batch may be smaller, and ranks may have different numbers of batches, even none: reduce sums and counts
+    after the loop, and run no collective inside it.
+    """
+    begin, end = (len(dataset) * r // world_size for r in (rank, rank + 1))
+    for first in range(begin, end, batch_size):
+        yield fetch(dataset, np.arange(first, min(first + batch_size, end), dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """The samples of some micro batches.
+
+    Attributes:
+        numbers: the samples' numbers in the run, int64 [micro batches, micro].
+        indices: the samples' indices in the data set, int64 [micro batches, micro].
+        soon: indices of samples that come some micro batches later, int64 of any number; None: they are not announced.
+    """
+
+    numbers: NDArray[np.int64]
+    indices: NDArray[np.int64]
+    soon: NDArray[np.int64] | None = None
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def followed_by(self, more: _Samples) -> _Samples:
+        return _Samples(np.concatenate([self.numbers, more.numbers]), np.concatenate([self.indices, more.indices]))
+
+    def parted(self, at: int) -> tuple[_Samples, _Samples]:
+        """Return the samples before micro batch `at` and those from there on."""
+        return _Samples(self.numbers[:at], self.indices[:at]), _Samples(self.numbers[at:], self.indices[at:])
+
+
+_NOTHING = _Samples(np.empty((0, 0), dtype=np.int64), np.empty((0, 0), dtype=np.int64))
+
+
+class _Coming:
+    """The micro batches that are not fetched yet.
+
+    Args:
+        blocks: all micro batches in their order.
+        ahead: a micro batch is announced this many micro batches before it is taken.
+    """
+
+    def __init__(self, blocks: Iterator[_Samples], ahead: int):
+        self._blocks, self._ahead = blocks, ahead
+        self._waiting, self._announced = next(blocks), 0
+
+    def take(self, count: int) -> _Samples:
+        """Return the next `count` micro batches."""
+        until = count + self._ahead
+        while len(self._waiting) < until:
+            self._waiting = self._waiting.followed_by(next(self._blocks))
+        soon = self._waiting.indices[self._announced : until].reshape(-1)
+        taken, self._waiting = self._waiting.parted(count)
+        self._announced = self._ahead
+        return replace(taken, soon=soon) if self._ahead else taken
+
+
+class _Fetched(NamedTuple):
+    batch: Batch | CompactRows
+    targets: int
+    digest: tuple[int, ...]
+
+
+class _Fetch:
+    """The function that fetches the batches of samples, in a worker or in this process."""
+
+    def __init__(self, dataset: MapDataset, seed: int, row_length: RowLength):
+        self._dataset: Any = dataset
+        self._seed, self._row_length = seed, row_length
+        self._seq_len: int = getattr(dataset, "seq_len", 0)
+
+    def __call__(self, samples: _Samples, empty: Callable[..., Tensor] = empty) -> Iterator[_Fetched]:
+        if samples.soon is not None:  # told where samples are fetched: to find out where they lie may take a while
+            self._dataset.will_need(samples.soon)
+        batches = fetch_batches(self._dataset, samples.indices, samples.numbers, seed=self._seed, empty=empty)
+        digests = iter(sample_digest.digests(samples.numbers, samples.indices))
+        for batch in batches:
+            if isinstance(batch, CompactRows):  # filled up where it is used
+                yield _Fetched(batch, batch.num_targets, next(digests))
+            else:
+                rows = self.filled_up(batch)
+                yield _Fetched(rows, num_targets(rows), next(digests))
+        if next(digests, None):  # otherwise the step would be smaller
+            raise ConfigError("the data set has raised StopIteration for a sample", hint="raise another error there")
+
+    def filled_up(self, batch: Batch) -> Batch:
+        """Return `batch` with rows padded as `row_length` says."""
+        length, multiple = tokens_per_row(batch), self._row_length.multiple
+        return padded(batch, self._seq_len if self._row_length.fixed else -(-length // multiple) * multiple)
+
+
+class _Gpu:
+    """A copier of batches from page-locked memory to a GPU, on a stream of its own beside the computation."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def receive(self, batch: Batch | CompactRows) -> Batch | CompactRows:
+        if isinstance(batch, CompactRows):
+            return CompactRows(**self._copied(batch._asdict()))
+        return self._copied(batch) if isinstance(batch, Mapping) else batch
+
+    def _copied(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `values` with their tensors on the GPU and all others as they are."""
+        return {**values, **self._tensors({name: one for name, one in values.items() if isinstance(one, Tensor)})}
+
+    def _tensors(self, batch: Batch) -> Batch:
+        # The host runs ahead of the GPU, so these copies are queued while it computes earlier micro batches.
+        with torch.cuda.stream(self._stream):
+            pinned = {name: values if values.is_pinned() else values.pin_memory() for name, values in batch.items()}
+            copied = {name: values.to(self._device, non_blocking=True) for name, values in pinned.items()}
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_stream(self._stream)
+        for values in copied.values():
+            values.record_stream(computing)
+        return copied
+
+
+def _check_batch_sizes(global_batch_size: int, micro_batch_size: int, dp_size: int) -> None:
+    if micro_batch_size < 1 or global_batch_size < 1:
+        raise ConfigError(
+            f"train.global_batch_size = {global_batch_size}, train.micro_batch_size = {micro_batch_size}",
+            hint="both must be at least 1",
+        )
+    together = micro_batch_size * dp_size
+    if global_batch_size % together:
+        above = -(-global_batch_size // together) * together
+        near = f"{above - together} or {above}" if above > together else str(above)
+        raise ConfigError(
+            f"train.global_batch_size = {global_batch_size} cannot be divided into micro batches of "
+            f"{micro_batch_size} on {dp_size} data-parallel ranks",
+            hint=f"set train.global_batch_size to {near}, or another train.micro_batch_size",
+        )

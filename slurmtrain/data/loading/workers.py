@@ -1,0 +1,286 @@
+"""The processes that fetch batches ahead: torch's workers.
+
+They ignore the signals of a preemption and leave when the rank tells them.
+
+SLURM signals every process of a job step; only the ranks are to act on it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import functools
+import multiprocessing
+import multiprocessing.process
+import os
+import pickle
+import signal
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from slurmtrain.data.loading.shared_memory import Packed, Slots
+from slurmtrain.errors import SlurmtrainError, how_it_ended
+
+Jobs = TypeVar("Jobs", bound=Sized)
+Result = TypeVar("Result")
+# Computes the results of some jobs, in their order, with a function that makes the tensors of the results.
+Work = Callable[[Jobs, Callable[..., Tensor]], Iterable[Result]]
+
+CLOSE_GRACE_S = 2.0  # seconds for a worker to exit by itself before it is killed
+MOST_MESSAGES = 8  # under way to and from a worker
+MESSAGE_S = 5e-3  # seconds of work per message: sending one costs a tenth of a millisecond
+MOST_JOBS = 32  # in a message, for this reason
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+
+
+class Workers(Generic[Jobs, Result]):
+    """An iterator over the results of `work` for every job, in the order of the jobs.
+
+    Short jobs are sent several at a time; their number follows from how long the last ones took.
+
+    Args:
+        work: called in a worker, with `Message.empty`. Its errors are raised here, after the results of the jobs
+            before.
+        take: returns the next jobs, as many as asked for; called by this process as results are asked for. Fewer jobs
+            are the last ones.
+        count: number of workers.
+        ahead: least number of jobs that are given to each worker before their results are wanted.
+        pin_memory: copy the tensors of results into page-locked memory, in a thread.
+    """
+
+    def __init__(
+        self,
+        work: Work[Jobs, Result],
+        take: Callable[[int], Jobs],
+        *,
+        count: int,
+        ahead: int,
+        seed: int,
+        pin_memory: bool,
+    ):
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._messages: Iterator[list[Any]] | None = None  # None when not all workers could be started
+        self._received: deque[Any] = deque()  # results of a message that have not been asked for
+        messages = min(ahead, MOST_MESSAGES)
+        self._least = self._jobs_each = -(-ahead // messages)
+        loader: DataLoader[Any] = DataLoader(
+            # `messages` slots would do: the DataLoader sends a worker a message only when the results of the one
+            # `messages` before it were taken and copied out. One more is for a version that would send it a little
+            # earlier.
+            _Work(work, Slots(count, messages + 1)),
+            batch_size=None,  # an "index" is a whole message
+            sampler=self._to_send(take),
+            num_workers=count,
+            prefetch_factor=messages,
+            collate_fn=_as_is,
+            pin_memory=pin_memory,
+            worker_init_fn=functools.partial(_begin, positions=_read_positions()),
+            multiprocessing_context="fork",
+            # Without one of its own, starting workers would draw from the global generator, which then differs
+            # between runs with and without workers, and from that of a resumed run.
+            generator=torch.Generator().manual_seed(seed % 2**63),
+        )
+        # A worker that ignores SIGTERM outlives multiprocessing's own cleaning up, which waits for it for ever.
+        # Exit functions run last in, first out, so this one comes before that.
+        atexit.register(self.close)
+        before = set(multiprocessing.active_children())
+        # Blocked across the fork, so that no signal meets a worker before it has learnt to ignore them. Those that
+        # arrive for this process meanwhile are delivered afterwards.
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+        try:
+            self._messages = iter(loader)
+        except BaseException:
+            self._processes = [worker for worker in multiprocessing.active_children() if worker not in before]
+            self.close()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+        self._processes = [worker for worker in multiprocessing.active_children() if worker not in before]
+
+    def __iter__(self) -> Workers[Jobs, Result]:
+        return self
+
+    def __next__(self) -> Result:
+        """Return the result of the next job, or raise its error.
+
+        Raises:
+            SlurmtrainError: a worker has died.
+        """
+        while not self._received:
+            self._receive()
+        result = self._received.popleft()
+        if isinstance(result, SlurmtrainError):  # torch would pack it into another one, without its hint
+            raise result
+        if isinstance(result, ExceptionWrapper):
+            result.reraise()
+        return result
+
+    def _receive(self) -> None:
+        assert self._messages is not None
+        try:
+            message = next(self._messages)
+        except RuntimeError:
+            dead = next((worker for worker in self._processes if worker.exitcode), None)
+            if dead is None:
+                raise
+            raise _death(dead) from None
+        *results, took_s = message
+        self._received.extend(results)
+        worth_it = int(MESSAGE_S * len(results) / took_s)
+        self._jobs_each = max(self._least, min(worth_it, 2 * self._jobs_each, MOST_JOBS))
+
+    def _to_send(self, take: Callable[[int], Jobs]) -> Iterator[Jobs]:
+        while len(some := take(self._jobs_each)):
+            yield some
+
+    def close(self) -> None:
+        """Stop the workers. Takes about `CLOSE_GRACE_S` seconds at most."""
+        messages, processes = self._messages, self._processes
+        self._messages, self._processes = None, []
+        self._received.clear()
+        atexit.unregister(self.close)
+        if not processes:
+            return
+        killer = threading.Timer(CLOSE_GRACE_S, _kill, [processes])
+        killer.daemon = True
+        killer.start()
+        try:
+            # torch raises here when a worker had to be killed, which is expected.
+            with contextlib.suppress(RuntimeError):
+                if messages is not None:
+                    messages._shutdown_workers()  # type: ignore[attr-defined]
+        finally:
+            killer.cancel()
+            _kill(processes)
+            for process in processes:
+                process.join(CLOSE_GRACE_S)
+
+
+def ignore_stop_signals(worker_id: int) -> None:
+    """Ignore the stop signals in this worker, since only the ranks act on them."""
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+
+
+class _Position(NamedTuple):
+    """The position of this process in an open file.
+
+    Attributes:
+        file: device and inode.
+        flags: flags of the open file.
+        offset: bytes from its start.
+    """
+
+    file: tuple[int, int]
+    flags: int
+    offset: int
+
+
+def _begin(worker_id: int, positions: Mapping[int, _Position]) -> None:
+    """Prepare a worker: ignore stop signals, and give it its own positions in open files."""
+    ignore_stop_signals(worker_id)
+    _unshare(positions)
+
+
+def _read_positions() -> dict[int, _Position]:
+    """Return this process's position in each regular file that it has open for reading only, by descriptor."""
+    found = {}
+    with contextlib.suppress(OSError):  # no /proc, and no way to open such a file again
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                status, flags = os.fstat(descriptor), fcntl.fcntl(descriptor, fcntl.F_GETFL)
+                if stat.S_ISREG(status.st_mode) and flags & os.O_ACCMODE == os.O_RDONLY:
+                    offset = os.lseek(descriptor, 0, os.SEEK_CUR)
+                    found[descriptor] = _Position((status.st_dev, status.st_ino), flags, offset)
+    return found
+
+
+def _unshare(positions: Mapping[int, _Position]) -> None:
+    """Give this process a position of its own in each of these files.
+
+    A descriptor that was open before the fork shares its position with the parent and all other workers: if another
+    process seeks between the seek and the read of this one, this one reads some other sample. A data set opens files
+    before the fork if it opens them in its constructor, or when it is asked for its length.
+    """
+    for descriptor, position in positions.items():
+        with contextlib.suppress(OSError):  # the descriptor stays shared: it may be closed by now
+            status = os.fstat(descriptor)
+            if (status.st_dev, status.st_ino) != position.file:
+                continue
+            own = os.open(f"/proc/self/fd/{descriptor}", position.flags)
+            try:
+                os.lseek(own, position.offset, os.SEEK_SET)
+                os.dup2(own, descriptor, inheritable=os.get_inheritable(descriptor))
+            finally:
+                os.close(own)
+
+
+class _Work(Dataset[Any]):
+    """A data set whose index is a message: some jobs."""
+
+    def __init__(self, work: Work[Any, Any], slots: Slots):
+        self._work, self._slots = work, slots
+
+    def __getitem__(self, jobs: Sized) -> Packed:
+        """Return the results of the jobs, and last the seconds that they took.
+
+        An error stands for the result of its job and of all after it.
+        """
+        worker = get_worker_info()
+        assert worker is not None
+        began, message = time.perf_counter(), self._slots.message(worker.id)
+        try:
+            for result in self._work(jobs, message.empty):
+                message.add(result)
+            message.flush()
+        except Exception as error:
+            message.add(_sendable(error, f"in data worker {worker.id}"))
+        message.add(time.perf_counter() - began)
+        return message.packed()
+
+
+def _sendable(error: Exception, where: str) -> SlurmtrainError | ExceptionWrapper:
+    """Return the error in a form that another process can raise.
+
+    It is the error itself if it is our own, else torch's wrapper with its traceback.
+
+    An error of a kind that another process cannot make becomes a RuntimeError.
+    """
+    sent = error if isinstance(error, SlurmtrainError) else ExceptionWrapper(where=where)
+    try:
+        pickle.loads(pickle.dumps(sent))
+    except Exception:
+        return ExceptionWrapper(
+            (RuntimeError, RuntimeError(f"{type(error).__name__}: {error}"), error.__traceback__), where
+        )
+    return sent
+
+
+def _death(worker: multiprocessing.process.BaseProcess) -> SlurmtrainError:
+    code = worker.exitcode or 0
+    return SlurmtrainError(
+        f"a process that reads data (pid {worker.pid}) {how_it_ended(code)}",
+        hint="out of memory? Give the job more (cluster.mem_*), or set fewer train.data_workers"
+        if code == -signal.SIGKILL
+        else None,
+    )
+
+
+def _as_is(result: Any) -> Any:
+    return result
+
+
+def _kill(processes: Iterable[multiprocessing.process.BaseProcess]) -> None:
+    for process in processes:
+        process.kill()  # nothing happens to one that has left already

@@ -1,0 +1,148 @@
+"""Checks of prepared data and mixtures that a config names.
+
+Does the data exist, does the model know all its token ids, and are the weights valid?
+
+They are made before a job is queued, and again by every rank. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.config.schema import Config
+from slurmtrain.data.format.manifest import FILE_NAME, Manifest, TokenizerFacts, read_manifest
+from slurmtrain.data.sources.shares import shares_of
+from slurmtrain.errors import ConfigError, nearest
+from slurmtrain.system.paths import absolute
+
+PREPARED = "slurmtrain.data.PreparedText"
+TEXT_FILES = "slurmtrain.data.TextFiles"
+MIXTURE = "slurmtrain.data.Mixture"
+_OF_EACH_NODE = tuple(map(Path, ("/", "/tmp", "/var/tmp", "/dev/shm")))
+HUGGING_FACE = "slurmtrain.models.huggingface.HuggingFace"
+
+
+def check_prepared(config: Config, *, later: bool = False) -> None:
+    """Check the mixtures that a config names, and all prepared data that this machine sees.
+
+    Args:
+        later: the job waits for other jobs, which may still prepare the data.
+
+    Raises:
+        ConfigError: a mixture's weights are not valid; the model cannot mask documents although the data asks for it;
+            there is no prepared data although this machine sees the folder around it; or a manifest is damaged, names
+            another tokenizer than the config, or has more token ids than the model knows.
+    """
+    groups = (config.data, config.eval.sets)
+    for values in (values for group in groups for values in _of(MIXTURE, "sources", Mapping, group)):
+        weights = values.get("weights")
+        if weights is None or isinstance(weights, Mapping):
+            shares_of(list(values["sources"]), weights)
+    for values in (values for group in groups for values in _of(PREPARED, "path", object, group)):
+        _check_mask(values, config.model)
+        if not isinstance(values.get("path"), str):
+            raise ConfigError(
+                f"data.path={values.get('path')!r} is not the path of a folder",
+                hint="give the one that `prepare` has written; several folders are a mixture, see conf/data/mixture.yaml",
+            )
+        folder = Path(values["path"]).expanduser()
+        if not later and config.cluster.container.kind is None:  # whose paths are its own
+            _check_is_there(folder)
+        if (folder / FILE_NAME).exists():
+            manifest = _manifest(folder, (folder / FILE_NAME).stat().st_mtime_ns)
+            check_tokenizer(manifest, folder, values.get("tokenizer_sha256"))
+            check_vocabulary(config.model.get("vocab_size"), manifest.tokenizer.vocab_size)
+
+
+def _check_is_there(folder: Path) -> None:
+    """Raise ConfigError if `folder` certainly holds no prepared data set; a folder that only compute nodes can see passes."""
+    if folder.parent in _OF_EACH_NODE:
+        return
+    if folder.is_file():
+        raise ConfigError(
+            f"data.path={folder} is a file, not a folder of prepared data",
+            hint=f"prepare it: python -m slurmtrain prepare prepare.inputs={folder} prepare.output=FOLDER; then "
+            "data.path=FOLDER",
+        )
+    if folder.is_dir() and not (folder / FILE_NAME).exists():
+        read_manifest(folder)  # raises the error
+    if not folder.exists() and folder.parent.is_dir():
+        siblings = [path.name for path in folder.parent.iterdir() if (path / FILE_NAME).is_file()]
+        hint = f"in {folder.absolute().parent}, {nearest(folder.name, siblings)}" if siblings else "check the spelling"
+        raise ConfigError(
+            f"data.path={folder}: there is no such folder in {folder.absolute().parent}",
+            hint=f"{hint}; is it still to be prepared? Then prepare it first, or submit --after that run",
+        )
+
+
+@functools.lru_cache(maxsize=16)
+def _manifest(folder: Path, changed_ns: int) -> Manifest:
+    """Read a manifest once for all points of a sweep, since that of a large data set is long."""
+    return read_manifest(folder)
+
+
+def check_vocabulary(of_model: Any, of_data: Any) -> None:
+    """Raise ConfigError if the model's vocabulary is too small; a size that is no number is not known and passes."""
+    if isinstance(of_model, int) and isinstance(of_data, int) and of_model < of_data:
+        raise ConfigError(
+            f"model.vocab_size={of_model} is too small for data with {of_data} token ids",
+            hint=f"set model.vocab_size={of_data}, or more",
+        )
+
+
+def check_tokenizer(manifest: Manifest, folder: Path, sha256: str | None) -> None:
+    """Raise ConfigError if the data was not made by the tokenizer that the experiment names."""
+    if sha256 is not None and manifest.tokenizer.sha256 != sha256:
+        raise ConfigError(
+            f"data.tokenizer_sha256 is {sha256}, but {folder} was prepared with the tokenizer {named(manifest.tokenizer)}",
+            hint="prepare the data with that tokenizer, or correct data.tokenizer_sha256",
+        )
+
+
+def _check_mask(values: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    asked = values.get("document_mask")
+    if (values.get("packing") == "best_fit" if asked is None else asked) and model.get("_target_") == HUGGING_FACE:
+        raise ConfigError(
+            "rows of the data hold several documents, which models of transformers do not tell apart",
+            hint="set data.document_mask=false to let documents see those before them, or data.packing=documents",
+        )
+
+
+def named(tokenizer: TokenizerFacts) -> str:
+    """Describe a tokenizer, for messages."""
+    ids = f"{tokenizer.vocab_size} ids, bos {tokenizer.bos}, eos {tokenizer.eos}"
+    return f"{tokenizer.sha256 or tokenizer.kind} ({ids})"
+
+
+def with_absolute_paths(values: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
+    """Return the config group `data` or `eval.sets` with absolute paths, for a job that runs in another folder than `cwd`."""
+    here: dict[str, Any] = {
+        key: with_absolute_paths(value, cwd) if isinstance(value, Mapping) else value for key, value in values.items()
+    }
+    if here.get("_target_") == PREPARED and isinstance(here.get("path"), str):
+        here["path"] = _absolute(here["path"], cwd)
+        evals = here.get("evals") or {}  # names of splits, or folders
+        here["evals"] = {name: _absolute(where, cwd) if "/" in where else where for name, where in evals.items()}
+    if here.get("_target_") == TEXT_FILES:
+        paths = here.get("paths")
+        if isinstance(paths, str) and paths:
+            here["paths"] = _absolute(paths, cwd)
+        elif isinstance(paths, list):
+            here["paths"] = [_absolute(path, cwd) if isinstance(path, str) else path for path in paths]
+    return here
+
+
+def _absolute(path: str, cwd: Path) -> str:
+    return str(absolute(path, cwd))
+
+
+def _of(target: str, key: str, kind: type, values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the settings of each object with this `_target_`, at any depth of `values`, whose `key` is of the given type."""
+    if values.get("_target_") == target and isinstance(values.get(key), kind):
+        yield values
+    for value in values.values():
+        if isinstance(value, Mapping):
+            yield from _of(target, key, kind, value)

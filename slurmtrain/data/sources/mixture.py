@@ -1,0 +1,289 @@
+"""A mixture of data sources, each with its share of the samples."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from math import gcd, lcm
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slurmtrain.data.format.tokens import PackedTokens
+from slurmtrain.data.loading.batches import Batch, joined
+from slurmtrain.data.loading.compact_rows import CompactRows, as_batch, batches_at_once, joined_rows
+from slurmtrain.data.loading.order import Epochs, Order, samples_at
+from slurmtrain.data.loading.samples import MapDataset, fetch_batches, fingerprint_of, way
+from slurmtrain.data.loading.shared_memory import empty
+from slurmtrain.data.sources.shares import shares_of
+from slurmtrain.errors import ConfigError
+
+
+class Mixture:
+    """Several data sources as one.
+
+    Args:
+        sources: the data sources by name.
+        weights: shares of the samples by name, of any sum; a source whose share is more samples than it has is
+            repeated, shuffled anew. None: all samples of all sources, each once an epoch.
+        valid_each: also evaluate on each source's held-out samples separately, under the source's name, which cannot be
+            `valid`.
+
+    Attributes:
+        train: the samples of all sources, one source after the other; their `order` mixes them.
+        valid: the held-out samples of all sources; None when there are none.
+        evals: evaluation sets by name: those of `valid_each`, and SOURCE_NAME for each set that a source itself has.
+        fingerprint: digest of the names, the weights and the sources' own fingerprints.
+
+    Raises:
+        ConfigError: there are no sources, the weights are not positive numbers for exactly these sources, or the
+            vocabularies differ.
+    """
+
+    def __init__(
+        self, sources: Mapping[str, Any], weights: Mapping[str, float] | None = None, *, valid_each: bool = False
+    ):
+        shares = shares_of(list(sources), weights)
+        for name, source in sources.items():
+            if not hasattr(source, "train"):
+                raise ConfigError(
+                    f"data.sources.{name} is {source!r}, which has no `train`", hint="give it a _target_, or remove it"
+                )
+        self.train = MixedSamples({name: source.train for name, source in sources.items()}, shares)
+        held_out = {
+            name: source.valid for name, source in sources.items() if getattr(source, "valid", None) is not None
+        }
+        self.valid = MixedSamples(held_out) if held_out else None
+        if valid_each and "valid" in held_out:
+            raise ConfigError(
+                "data.sources.valid with data.valid_each=true: `valid` is the evaluation set of all sources together",
+                hint="choose another name for that source",
+            )
+        self.evals = dict(held_out) if valid_each else {}
+        for name, source in sources.items():
+            self.evals |= {f"{name}_{own}": rows for own, rows in (getattr(source, "evals", None) or {}).items()}
+        self.vocab_size = _common(sources, "vocab_size")
+        parts = [f"{name} {weights and weights[name]} {fingerprint_of(source)}\n" for name, source in sources.items()]
+        self.fingerprint = hashlib.sha256("".join(parts).encode()).hexdigest()
+        self.description = "; ".join(
+            f"{'' if weights is None else f'{float(share):.1%} '}{name}: {getattr(source, 'description', 'no description')}"
+            for (name, source), share in zip(sources.items(), shares or [Fraction(0)] * len(sources), strict=True)
+        )
+
+
+class MixedSamples:
+    """The samples of several data sets, one data set after another.
+
+    Args:
+        parts: the data sets by name. With `weights`, a part's name determines how its samples are shuffled; its
+            position does not matter.
+        weights: shares of the samples, adding up to one.
+    """
+
+    def __init__(self, parts: Mapping[str, MapDataset], weights: Sequence[Fraction] | None = None):
+        self._names, self._parts, self._weights = list(parts), list(parts.values()), weights
+        self._ends = np.cumsum([len(part) for part in self._parts])
+        if any(hasattr(part, "lengths") for part in self._parts):
+            self.lengths = self._lengths
+        if all(hasattr(part, "seq_len") for part in self._parts):
+            self.seq_len = max(part.seq_len for part in self._parts)  # type: ignore[attr-defined]
+        self.document_mask = any(getattr(part, "document_mask", False) for part in self._parts)
+        sizes = [getattr(part, "num_bytes", None) for part in self._parts]
+        self.num_bytes = None if None in sizes else sum(sizes)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        part, own = self._find(index)
+        return self._parts[part][own]
+
+    def get_batch(self, indices: NDArray[np.int64]) -> Batch:
+        return as_batch(next(self.get_batches(indices[None], numbers=indices[None])))
+
+    def get_batches(
+        self,
+        indices: NDArray[np.int64],
+        *,
+        numbers: NDArray[np.int64],
+        seed: int = 0,
+        empty: Callable[..., Tensor] = empty,
+    ) -> Iterator[Batch | CompactRows]:
+        """Yield the batches `indices` [M, B], see `MapDataset`."""
+        at_once = self._batches_at_once(indices.shape[1])
+        for first in range(0, len(indices), at_once):
+            some = slice(first, first + at_once)
+            yield from self._together(indices[some], numbers[some], seed, empty)
+
+    def _batches_at_once(self, samples: int) -> int:
+        # Rows of a user's own class may differ in length, and a batch must not depend on the batches made with it.
+        alike = all(type(part) is PackedTokens and way(part) == "get_batches" for part in self._parts)
+        return batches_at_once(samples, self.seq_len) if alike else 1
+
+    def _together(
+        self, indices: NDArray[np.int64], numbers: NDArray[np.int64], seed: int, empty: Callable[..., Tensor]
+    ) -> Iterator[Batch | CompactRows]:
+        """Yield the batches `indices` [M, B]; all samples of one part are fetched by one call."""
+        found = [
+            (rows, next(iter(fetch_batches(self._parts[part], own[None], numbers.reshape(-1)[rows][None], seed=seed))))
+            for part, rows, own in self._split(indices.reshape(-1))
+        ]
+        compact = [(rows, batch) for rows, batch in found if isinstance(batch, CompactRows)]
+        if len(compact) == len(found):
+            yield from joined_rows(compact, empty, document_mask=self.document_mask).apart(len(indices), empty)
+        else:  # one batch
+            yield joined([(torch.from_numpy(rows), as_batch(batch)) for rows, batch in found])
+
+    def will_need(self, indices: NDArray[np.int64]) -> None:
+        for part, _, own in self._split(indices):
+            if hasattr(self._parts[part], "will_need"):
+                self._parts[part].will_need(own)  # type: ignore[attr-defined]
+
+    def order(self, seed: int, shuffle: bool) -> Order:
+        """Return an order of all samples once an epoch or, with weights, one that mixes the parts.
+
+        With weights, every stretch of the run has each part's share of the samples.
+        """
+        if self._weights is None:
+            return Epochs(len(self), seed=seed, shuffle=shuffle)
+        sizes = [len(part) for part in self._parts]
+        empty = [name for name, size in zip(self._names, sizes, strict=True) if not size]
+        if empty:
+            raise ConfigError(f"data.sources.{empty[0]} holds no samples", hint="leave it out, or give it data")
+        seeds = [(seed + _key(name)) % 2**64 for name in self._names]
+        return Interleaved(sizes, self._weights, seeds, shuffle=shuffle)
+
+    def _lengths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        result = np.zeros(len(indices), dtype=np.int64)
+        for part, rows, own in self._split(indices):
+            dataset: Any = self._parts[part]
+            result[rows] = dataset.lengths(own) if hasattr(dataset, "lengths") else dataset.seq_len
+        return result
+
+    def _split(self, indices: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
+        """Return (part, rows in the batch, indices in the part) for each part that has some of these samples."""
+        parts = np.searchsorted(self._ends, indices, side="right")
+        starts = self._ends - [len(part) for part in self._parts]
+        return [
+            (int(part), rows, indices[rows] - starts[part])
+            for part in np.unique(parts)
+            for rows in [np.flatnonzero(parts == part)]
+        ]
+
+    def _find(self, index: int) -> tuple[int, int]:
+        part = int(np.searchsorted(self._ends, index, side="right"))
+        return part, int(index - (self._ends[part] - len(self._parts[part])))
+
+
+class Interleaved:
+    """An order that mixes the parts of a data set by weights, computed for any sample without a table and without its history.
+
+    The parts are the leaves of a binary tree. At a node whose left side has the share p of its samples, sample k goes
+    left if floor((k+1) p + 1/2) > floor(k p + 1/2) (a Sturmian sequence), and is that side's sample number floor(k p +
+    1/2). So in any stretch of the run, a part has its share of the samples, give or take one per level of the tree.
+
+    Args:
+        sizes: number of samples of each part.
+        weights: the parts' shares, adding up to one; multiples of 2^-30 or of 1/n for a smaller n.
+        seeds: seed by which each part is shuffled.
+    """
+
+    epoch: int | None = None
+
+    def __init__(
+        self, sizes: Sequence[int], weights: Sequence[Fraction], seeds: Sequence[int], *, shuffle: bool = True
+    ):
+        whole = lcm(*(weight.denominator for weight in weights))
+        self._sums = [0]
+        for weight in weights:
+            self._sums.append(self._sums[-1] + int(weight * whole))
+        self._sizes, self._seeds, self._shuffle = list(sizes), list(seeds), shuffle
+        self._starts = np.cumsum([0, *sizes])
+        self.once = min(self._until(part, size) for part, size in enumerate(sizes))
+
+    def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        result = np.empty(len(numbers), dtype=np.int64)
+        pending = [(0, len(self._sizes), np.arange(len(numbers)), numbers)]
+        while pending:
+            low, high, places, own = pending.pop()
+            if not len(places):
+                continue
+            if high - low == 1:
+                n, seed = self._sizes[low], self._seeds[low]
+                result[places] = self._starts[low] + samples_at(own, n=n, seed=seed, shuffle=self._shuffle)
+                continue
+            middle, share, whole = self._node(low, high)
+            lefts = _count_left(own, share, whole)
+            goes_left = _count_left(own + 1, share, whole) > lefts
+            pending += [
+                (low, middle, places[goes_left], lefts[goes_left]),
+                (middle, high, places[~goes_left], (own - lefts)[~goes_left]),
+            ]
+        return result
+
+    def _node(self, low: int, high: int) -> tuple[int, int, int]:
+        """Return where the parts low ... high - 1 are halved, and the left side's share of the node's samples.
+
+        The share is a fraction: (middle, numerator, denominator).
+        """
+        middle = (low + high) // 2
+        share, whole = self._sums[middle] - self._sums[low], self._sums[high] - self._sums[low]
+        divisor = gcd(share, whole)
+        return middle, share // divisor, whole // divisor
+
+    def _until(self, part: int, size: int) -> int:
+        """Return the length of the longest run that needs at most `size` samples of a part.
+
+        It is where the part's next sample would come.
+        """
+        path = []
+        low, high = 0, len(self._sizes)
+        while high - low > 1:
+            middle, share, whole = self._node(low, high)
+            path.append((part < middle, share, whole))
+            low, high = (low, middle) if part < middle else (middle, high)
+        number = size  # number of the sample after the last one in the part; computed from the leaf up to the root
+        for left, share, whole in reversed(path):
+            number = _place(number, share if left else whole - share, whole, up=left)
+        return number
+
+
+def _count_left(numbers: NDArray[np.int64], share: int, whole: int) -> NDArray[np.int64]:
+    """Return floor(k share/whole + 1/2) for each k, without leaving 64 bits."""
+    rounds, rest = np.divmod(numbers, whole)
+    return rounds * share + (rest * share + whole // 2) // whole
+
+
+def _place(number: int, share: int, whole: int, *, up: bool) -> int:
+    """Return the number among all samples of a node that sample `number` of one of its sides has.
+
+    Args:
+        number: the sample's number on its side.
+        share: the side's share of the node's samples, as a multiple of 1/`whole`.
+        whole: the denominator of the share.
+        up: the side is the left one, whose count among the first k samples is floor(k share/whole + 1/2); the right
+            side has the rest.
+    """
+    half = whole // 2
+    if up:  # the smallest k with floor(((k + 1) share + half) / whole) > number
+        return -(-((number + 1) * whole - half) // share) - 1
+    # the other side's count of the first k is ceil((k share - half) / whole) for this side's share
+    return (number * whole + half) // share
+
+
+def _common(sources: Mapping[str, Any], name: str) -> Any:
+    values = {key: getattr(source, name) for key, source in sources.items() if hasattr(source, name)}
+    if len(set(values.values())) > 1:
+        raise ConfigError(
+            f"the sources of data=mixture differ in {name}: {', '.join(f'{key} {value}' for key, value in values.items())}",
+            hint="prepare them with the same tokenizer",
+        )
+    return next(iter(values.values()), None)
+
+
+def _key(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,118 @@
+"""submit --after: make a job wait until other runs have finished."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import UsageError
+from slurmtrain.launch.submit import slurm_conf_of
+from slurmtrain.report.status import RunState, is_over, state, states
+from slurmtrain.runs import lookup
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runtime.finish_attempt import free_dependents
+from slurmtrain.slurm.client import SlurmClient
+
+
+def starting_after(config: Config, references: str, root: Path) -> Config:
+    """Return the config of a job that SLURM starts when these runs have finished.
+
+    Args:
+        references: runs as a person names them, separated by commas.
+
+    Raises:
+        UsageError: a run is not known, has failed, or is nothing that SLURM can wait for.
+    """
+    return waiting_for_runs(config, find_runs(references, root), slurm_conf_of(config))
+
+
+def find_runs(references: str, root: Path) -> list[RunDir]:
+    """Return the runs that a person names, separated by commas.
+
+    Raises:
+        UsageError: a run is not known, or none is named.
+    """
+    run_dirs = [lookup.find(reference.strip(), root) for reference in references.split(",") if reference.strip()]
+    if not run_dirs:
+        raise UsageError(f"--after {references!r} names no run", hint="--after RUN, or RUN,RUN")
+    return list(dict.fromkeys(run_dirs))
+
+
+def waiting_for_runs(config: Config, run_dirs: Sequence[RunDir], slurm_conf: str | None) -> Config:
+    """Return the config of a job on the cluster of `slurm_conf` that starts when these runs have finished.
+
+    Raises:
+        UsageError: a run has failed, or is nothing that SLURM can wait for.
+    """
+    found = states(run_dirs)
+    conditions = [_condition(run_dir, found[run_dir.id], slurm_conf) for run_dir in run_dirs]
+    return with_dependency(config, [condition for condition in conditions if condition])
+
+
+def check_again(references: str, root: Path, client: SlurmClient) -> None:
+    """Check, when sbatch has accepted the job, that all these runs can still finish.
+
+    A job that waits for one that has failed in between never starts; or it starts at once, if SLURM has forgotten that
+    one.
+
+    Raises:
+        UsageError: a run has ended without having finished.
+    """
+    for run_dir in find_runs(references, root):
+        if is_over(run_dir):
+            now = state(run_dir)
+            if now.status != "finished":
+                raise _will_not_finish(run_dir, now)
+            # `finish-attempt` has freed the jobs that waited then; this job may have come too late for that.
+            free_dependents(run_dir, now.attempts[-1], client)
+
+
+def with_dependency(config: Config, conditions: Sequence[str]) -> Config:
+    """Return the config with these dependencies added to its own. All have to be met.
+
+    Raises:
+        UsageError: one of several is a choice, which SLURM cannot combine with others.
+    """
+    if not conditions:
+        return config
+    given = config.cluster.sbatch.get("dependency")
+    every = [*(given if isinstance(given, list) else [given] if given else []), *conditions]
+    choice = next((condition for condition in every if "?" in str(condition)), None)
+    if choice is not None and (len(every) > 1 or config.job.singleton):
+        raise UsageError(
+            f"SLURM cannot wait for one of several jobs ({choice}) and for something else, too",
+            hint="a run with requeue.mode=chain can only be waited for alone, and without job.singleton",
+        )
+    options = {**config.cluster.sbatch, "dependency": ",".join(map(str, every))}
+    return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, sbatch=options))
+
+
+def _condition(run_dir: RunDir, now: RunState, here: str | None) -> str | None:
+    """Return the dependency that is met when this run has finished; None when it has."""
+    if now.status == "finished":
+        return None
+    if not now.alive:
+        raise _will_not_finish(run_dir, now)
+    info = run_dir.info()
+    if now.job_id is None or not now.own_job or now.packed:
+        raise UsageError(
+            f"run {run_dir.id} was not started as a job of its own, so SLURM cannot wait for it",
+            hint="submit when it has finished",
+        )
+    if info["slurm_conf"] != here:
+        raise UsageError(
+            f"run {run_dir.id} is on another cluster, that of {info['slurm_conf'] or '/etc/slurm/slurm.conf'}",
+            hint="submit when it has finished",
+        )
+    # The job of a chain in which the run finishes is the only one that ends with 0. A run that is resubmitted passes its
+    # dependents on to the next job.
+    return "?".join(f"afterok:{job_id}" for job_id in (now.job_id, *now.following))
+
+
+def _will_not_finish(run_dir: RunDir, now: RunState) -> UsageError:
+    what = "has not been submitted yet" if now.status == "prepared" else f"will not finish: {now.status}"
+    return UsageError(
+        f"run {run_dir.id} {what}, {now.explanation}", hint=f"resume {run_dir.id}, then submit --after it again"
+    )

@@ -1,0 +1,76 @@
+"""Check before a job is queued that the model fits into the GPUs, by a child process, since torch takes seconds to import."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from slurmtrain.config.compose import to_values
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import ConfigError, EnvironmentMismatch
+from slurmtrain.planner.fit import StageMemory, check_fits, check_host_memory, share_of_gpu
+
+DOUBTFUL = 0.5  # share of a GPU's memory: a model estimated below it is not built, so that submit answers at once
+TIMEOUT_S = 120.0
+
+
+def check_memory(config: Config) -> list[str]:
+    """Raise if the model cannot fit, provided that the config says how much memory a GPU has; return warnings.
+
+    Raises:
+        ConfigError: the model cannot fit; the message gives the bytes, and changes with which it would fit.
+    """
+    check_host_memory(config, host_memory(), has_gpu=next(Path("/dev").glob("nvidia[0-9]*"), None) is not None)
+    limit = config.cluster.gpu_memory_gb
+    if limit is None or config.job.kind != "train":
+        return []
+    share = share_of_gpu(config)
+    if share is not None and share < DOUBTFUL:
+        return []
+    try:
+        check_fits(config, laid_out(config))
+    except EnvironmentMismatch as error:
+        return [f"whether it fits into cluster.gpu_memory_gb={limit:g} is not known: {error.message}"]
+    return []
+
+
+def host_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int | None:
+    """Return the bytes of memory that processes of this machine can have; None when it does not say."""
+    found = []
+    with suppress(OSError, ValueError, IndexError):
+        found.append(1024 * int(re.findall(r"^MemTotal:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)[0]))
+    with suppress(OSError, ValueError):
+        found.append(int(cgroup.read_text()))  # "max": there is no limit
+    return min(found, default=None)
+
+
+def laid_out(config: Config) -> list[StageMemory]:
+    """Return the memory of each stage from a dry run of the config's layout.
+
+    Raises:
+        ConfigError: the model does not support such a layout.
+        EnvironmentMismatch: this machine has no torch, or not the model's code, and so cannot tell.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "slurmtrain.runtime.jobs.dry_run"],
+            input=json.dumps(to_values(config)),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise EnvironmentMismatch(f"laying out the model took more than {TIMEOUT_S:.0f} s") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise EnvironmentMismatch(f"the model cannot be laid out here: {said[-1]}")
+    answer = json.loads(done.stdout.splitlines()[-1])  # the model's own code may have printed before
+    if "error" in answer:
+        kind = ConfigError if answer["error"] == "ConfigError" else EnvironmentMismatch
+        raise kind(answer["message"], hint=answer["hint"])
+    return [StageMemory(**stage) for stage in answer["stages"]]

@@ -1,0 +1,357 @@
+"""Continue a run: its job is requeued, or the run gets a further job.
+
+A further job is submitted after a stop (requeue.mode=resubmit), with all others at once (chain), or by `resume`.
+
+No job is submitted twice: a job that continues after a stop has a token in its comment, by which it is looked for
+first. No two jobs of a run work at the same time: each waits for all before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from slurmtrain.config.compose import load_frozen
+from slurmtrain.errors import ClusterError, SlurmtrainError
+from slurmtrain.launch.script import EXCLUDED_MAX, directive
+from slurmtrain.launch.submit import note, resubmit
+from slurmtrain.launch.submit_once import Passing
+from slurmtrain.runs import attempts
+from slurmtrain.runs.job_tokens import TOKEN_PREFIX
+from slurmtrain.runs.outcome import Verdict, is_cancelled
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.client import GONE, JobFacts, SlurmClient
+from slurmtrain.slurm.nodelist import expand_nodelist
+
+TRIES_S = (
+    1.0,
+    4.0,
+)  # pauses between tries to submit; SLURM may kill the batch shell KillWait, 30 s, after its first TERM
+# While SLURM does not answer there is nothing else to do, and nothing that would kill this job.
+UNREACHED_S = 600.0
+LONGEST_PAUSE_S = 15.0
+ENDED = (*GONE, "COMPLETING")
+
+
+class NotRequeued(ClusterError):
+    """SLURM has refused to requeue the job, which has as many restarts as before."""
+
+
+def resume(run_dir: RunDir, client: SlurmClient) -> list[str]:
+    """Submit a run that has ended, as one job or a chain of them, and return their ids.
+
+    A job that is already in the queue for it, and was never noted, is the first of them.
+
+    Raises:
+        ClusterError: sbatch is missing or refused.
+    """
+    config = load_frozen(run_dir.config_file, with_secrets=False)
+    job_id = _unnoted(run_dir, client)
+    if job_id is not None:
+        note(run_dir, job_id, found_by=TOKEN_PREFIX + token(run_dir))
+    else:
+        job_id = resubmit(run_dir)
+    length = config.requeue.chain_length if config.requeue.mode == "chain" else 1
+    return submit_links(run_dir, job_id, length, client)
+
+
+def submit_links(run_dir: RunDir, first: str, length: int, client: SlurmClient) -> list[str]:
+    """Submit the rest of the chain that begins with the job `first`, and return all its jobs; with length 1, only the first.
+
+    Raises:
+        ClusterError: sbatch refused a job; those before it are cancelled.
+    """
+    links = [first]
+    if length == 1:
+        return links
+    numbers = run_dir.attempt_numbers()
+    run_dir.update_info(chain=links, chain_after=numbers[-1] if numbers else 0)
+    try:
+        while len(links) < length:
+            # Each waits for all before it: if it waited only for the one before, a scancel of that one would start it
+            # beside those that still run.
+            links.append(resubmit(run_dir, lambda script: waiting_for(script, links), link=len(links) + 1, of=length))
+            run_dir.update_info(chain=links)
+    except BaseException:
+        client.cancel(*reversed(links))
+        raise
+    return links
+
+
+def requeue(
+    runs: Sequence[tuple[RunDir, int]],
+    job_id: str,
+    client: SlurmClient,
+    *,
+    restart_count: int,
+    delay_s: int = 0,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> str:
+    """Let SLURM start the job `job_id` of these attempts again, whose ranks have all exited.
+
+    `scontrol requeue` revives a cancelled job. So a request to cancel is looked for directly before and directly after, and
+    SLURM is told to requeue the job only while it runs, which a bare scancel ends: slurmctld does the one or the other.
+    Success is read from the job's count of restarts; if SLURM refuses, each run that is to continue is submitted as a
+    new job.
+
+    Args:
+        runs: runs with their last attempts; several share one job (sweep.pack).
+        restart_count: the restart count of the present start of the job.
+        delay_s: seconds after which SLURM should start it; 0: SLURM's own time, about 121 s.
+
+    Returns:
+        What was done, as a sentence.
+
+    Raises:
+        ClusterError: SLURM did neither. The attempts' records say so, and the runs can be resumed.
+    """
+    going_on = [run for run in runs if not _ended_by_cancel(*run)]
+    if not going_on:
+        return "cancelled: not requeued"
+    try:
+        told = attempts.read_attempt(*going_on[0]).facts_when_told
+        requeued = _requeue(job_id, client, restart_count, told, sleep, clock)
+    except NotRequeued as error:
+        print(f"slurmtrain: {error.message}; submitting a new job instead", file=sys.stderr, flush=True)
+        jobs = [submit_again(run_dir, number, job_id, client, sleep) for run_dir, number in going_on]
+        return f"submitted again as job {', '.join(filter(None, jobs)) or 'none: cancelled'}"
+    except ClusterError as error:
+        for run_dir, number in going_on:
+            _end(run_dir, number, f"its job could not be requeued: {error.message}")
+        raise
+    if not requeued:
+        for run_dir, number in going_on:
+            if not _ended_by_cancel(run_dir, number):  # our `cancel` calls scancel, too
+                _end(run_dir, number, "cancelled by scancel before it was requeued")
+        return "cancelled: not requeued"
+    going_on = [run for run in going_on if not _ended_by_cancel(*run)]
+    if not going_on:
+        client.cancel(job_id)
+        return "cancelled: taken out of the queue again"
+    excluded = leave_out(going_on, job_id, client)
+    if delay_s:
+        # SLURM holds a requeued job until its credentials have expired. It may be asked for less.
+        with contextlib.suppress(ClusterError):
+            client.update_pending(job_id, StartTime=f"now+{delay_s}")
+    return f"job {job_id} is requeued" + (f", without {excluded}" if excluded else "")
+
+
+def _requeue(
+    job_id: str,
+    client: SlurmClient,
+    restart_count: int,
+    told: JobFacts | None,
+    sleep: Callable[[float], None],
+    clock: Callable[[], float],
+) -> bool:
+    """Requeue a job and check that it is requeued; return False if it has been cancelled.
+
+    A job that SLURM has ended by then, at the time limit for example, is requeued as well, once it is known that scancel has
+    not ended it.
+
+    Raises:
+        NotRequeued: SLURM answers, and refuses.
+        ClusterError: SLURM cannot be reached for UNREACHED_S.
+    """
+    give_up = clock() + UNREACHED_S
+    pauses = list(TRIES_S)
+    pause, refused = 1.0, ""
+    while True:
+        try:
+            facts = client.look(job_id)
+            if facts is None:
+                raise NotRequeued(f"SLURM does not know job {job_id} any more")
+            if facts.restarts > restart_count:
+                return True  # requeued by us, or by SLURM itself
+            if is_cancelled(facts, restart_count, told):
+                return False
+            if refused:  # SLURM is there, and the job is not back in the queue
+                if not pauses:
+                    raise NotRequeued(refused)
+                sleep(pauses.pop(0))
+            refused = f"job {job_id} has no more restarts than before"
+            try:
+                client.requeue(job_id, ended=facts.state in ENDED)
+            except ClusterError as error:
+                refused = error.message
+        except NotRequeued:
+            raise
+        except ClusterError:
+            if clock() >= give_up:
+                raise
+            sleep(pause * (1 + random.random() / 4))  # with many others, whose nodes were taken at the same moment
+            pause, refused = min(2 * pause, LONGEST_PAUSE_S), ""
+
+
+def leave_out(runs: Sequence[tuple[RunDir, int]], job_id: str, client: SlurmClient) -> str:
+    """Exclude bad nodes from the next start of a job that is pending or about to be, and return all excluded nodes."""
+    facts = client.job(job_id)
+    before, excluded = facts.excluded if facts is not None else "", ""
+    for run_dir, number in runs:  # each of a pack has its own attempts, and may have met a bad node alone
+        excluded = excluding(run_dir, number, client, before=excluded or before) or excluded
+    if not excluded:
+        return ""
+    try:
+        client.update_pending(job_id, ExcNodeList=excluded)
+    except ClusterError as error:
+        print(f"slurmtrain: {excluded} cannot be left out: {error.message}", file=sys.stderr)
+        return ""
+    for run_dir, _ in runs:
+        run_dir.event("nodes left out", nodes=excluded, job_id=job_id)
+    return excluded
+
+
+def excluding(run_dir: RunDir, number: int, client: SlurmClient, before: str = "") -> str:
+    """Return the list of nodes that the start after attempt `number` should exclude; empty when there are none, or no new ones.
+
+    A job that may use none of the remaining nodes would wait for ever, so SLURM is asked first.
+
+    Args:
+        before: nodes that are excluded already.
+    """
+    bad = attempts.bad_nodes_before(attempts.all_attempts(run_dir), number + 1)
+    known = set(expand_nodelist(before)) if before else set()
+    if set(bad) <= known:
+        return ""
+    script = run_dir.script.read_text()
+    own = directive(script, "exclude") or ""
+    nodes = ",".join(dict.fromkeys([*filter(None, [before or own]), *(node for node in bad if node not in known)]))
+    try:
+        # SLURM may have forgotten what the script waits for, which does not matter here.
+        options = [f"--exclude={nodes}", *(["--dependency=singleton"] if directive(script, "dependency") else [])]
+        code, words = client.test_only(run_dir.script, options) if len(bad) <= EXCLUDED_MAX else (1, "")
+    except ClusterError as error:
+        code, words = 1, error.message
+    if code != 0:
+        why = words.splitlines()[-1] if words else f"more than {EXCLUDED_MAX} nodes"
+        said = f"{', '.join(bad)} cannot be left out, since the job may then never start: {why}"
+        print(f"slurmtrain: {said}", file=sys.stderr)
+        run_dir.event("nodes not left out", nodes=",".join(bad), why=why)
+        return ""
+    return nodes
+
+
+def submit_again(
+    run_dir: RunDir, number: int, job_id: str, client: SlurmClient, sleep: Callable[[float], None] = time.sleep
+) -> str | None:
+    """Submit the script again after attempt `number` in job `job_id`, whose ranks have all exited.
+
+    Returns:
+        The new job; None when the run was cancelled meanwhile.
+
+    Raises:
+        ClusterError: SLURM accepted no new job. The attempt's record says so, and the run can be resumed.
+    """
+    if _ended_by_cancel(run_dir, number):
+        return None
+    try:
+        new = _find_or_submit(run_dir, number, job_id, client, sleep)
+    except Exception as error:
+        words = error.message if isinstance(error, SlurmtrainError) else str(error)
+        _end(run_dir, number, f"no new job could be submitted: {words}")
+        raise
+    if _ended_by_cancel(run_dir, number):  # while sbatch was at work
+        client.cancel(new)
+        return None
+    if _scancelled(run_dir, number, job_id, client):
+        _end(run_dir, number, "cancelled by scancel before it was submitted again")
+        client.cancel(new)
+        return None
+    attempt = attempts.read_attempt(run_dir, number)
+    if attempt.verdict != Verdict.RESUBMIT:  # it was to be requeued
+        sentence = (attempt.sentence or "stopped").removesuffix("; it is requeued")
+        attempt.verdict, attempt.sentence = Verdict.RESUBMIT, f"{sentence}; it is submitted again"
+        attempts.write_attempt(run_dir, attempt)
+    _pass_on_dependents(run_dir, job_id, new, client)
+    return new
+
+
+def token(run_dir: RunDir, number: int | None = None) -> str:
+    """Return the token of the job that continues after attempt `number`; without a number, the prefix of all such tokens."""
+    return f"{run_dir.id}:{'' if number is None else number}"
+
+
+def waiting_for(script: str, job_ids: Sequence[str]) -> list[str]:
+    """Return the option by which a job waits until these have ended, in whatever way, besides what its script waits for."""
+    own = directive(script, "dependency")
+    return [f"--dependency=afterany:{':'.join(job_ids)}{f',{own}' if own else ''}"]
+
+
+def _unnoted(run_dir: RunDir, client: SlurmClient) -> str | None:
+    """Return a job that was to continue the run and whose submitter was killed before it could note it.
+
+    The result is None if there is none.
+    """
+    known = run_dir.info()["job_ids"]
+    return next(
+        (job_id for job_id in client.find_by_comment(TOKEN_PREFIX + token(run_dir)) if job_id not in known), None
+    )
+
+
+def _find_or_submit(
+    run_dir: RunDir, number: int, job_id: str, client: SlurmClient, sleep: Callable[[float], None]
+) -> str:
+    mine = token(run_dir, number)
+
+    def options(script: str) -> list[str]:
+        # SLURM starts it when this job is completely gone, so that no rank that lingers runs beside its successor.
+        return [*waiting_for(script, [job_id]), *([f"--exclude={without}"] if without else [])]
+
+    without = excluding(run_dir, number, client)
+    for pause in (*TRIES_S, None):
+        try:
+            found = client.find_by_comment(TOKEN_PREFIX + mine)
+            if not found:
+                return resubmit(run_dir, options, token=mine, after_attempt=number)
+            if found[0] not in run_dir.info()["job_ids"]:
+                note(run_dir, found[0], found_by=TOKEN_PREFIX + mine)
+            return found[0]
+        except ClusterError as error:  # the controller may be busy; and a sbatch that it did not answer may have worked
+            if pause is not None:
+                sleep(pause)
+                continue
+            found = client.find_by_comment(TOKEN_PREFIX + mine) if isinstance(error, Passing) else []
+            if not found:
+                raise
+            note(run_dir, found[0], found_by=TOKEN_PREFIX + mine)
+            return found[0]
+    raise AssertionError("unreachable")
+
+
+def _pass_on_dependents(run_dir: RunDir, job_id: str, new: str, client: SlurmClient) -> None:
+    """Let jobs that were submitted with --after this run wait for the success of the new job."""
+    try:
+        moved = client.pass_on_dependents(job_id, new)
+    except ClusterError as error:  # they show it as DependencyNeverSatisfied, and can be submitted again
+        print(f"slurmtrain: jobs that wait for this run may never start: {error.message}", file=sys.stderr)
+        return
+    if moved:
+        run_dir.event("dependents passed on", job_ids=moved, job_id=new)
+
+
+def _ended_by_cancel(run_dir: RunDir, number: int) -> bool:
+    """Return whether a person has cancelled the run since attempt `number` was judged; if so, record it."""
+    request = attempts.read_request(run_dir.request_file)  # `finish-attempt` has taken the one that it has seen
+    if request is None or request.action not in ("cancel", "stop"):
+        return False
+    _end(run_dir, number, "cancelled by `cancel RUN`")
+    return True
+
+
+def _scancelled(run_dir: RunDir, number: int, job_id: str, client: SlurmClient) -> bool:
+    """Return whether scancel has ended the job of an attempt. The next job finds a later scancel: see `begin`."""
+    attempt, facts = attempts.read_attempt(run_dir, number), client.job(job_id)
+    return facts is not None and is_cancelled(facts, attempt.restart_count, attempt.facts_when_told)
+
+
+def _end(run_dir: RunDir, number: int, why: str) -> None:
+    attempt = attempts.read_attempt(run_dir, number)
+    attempt.verdict = Verdict.END
+    sentence = (attempt.sentence or "stopped").removesuffix("; it is submitted again").removesuffix("; it is requeued")
+    attempt.sentence = f"{sentence}; {why}"
+    attempts.write_attempt(run_dir, attempt)
+    run_dir.event("not started again", attempt=number, sentence=attempt.sentence)

@@ -1,0 +1,133 @@
+"""Distribute a model over the ranks, in the one order in which the kinds of parallelism fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from slurmtrain.config.parallel_dims import ParallelDims
+from slurmtrain.config.schema import ParallelConfig
+from slurmtrain.parallel.ddp import replicate
+from slurmtrain.parallel.recompute import prepare_units
+
+if TYPE_CHECKING:
+    from slurmtrain.parallel.compression import PowerSGD
+
+
+@dataclass(frozen=True)
+class DistributedModel:
+    """A model distributed over its ranks.
+
+    Attributes:
+        model: the part of the model that this rank holds, optimises and saves; parameters have the names of the whole
+            model.
+        stages: the modules that are called: the model, or its pipeline stages on this rank.
+        numbers: the stages' numbers among all stages.
+        stage_count: number of all stages of the pipeline.
+        layout, at: the layout, and this rank's coordinates in it.
+        mesh: the device mesh; None for plain replicas.
+        compression: the compression of gradients, if it has a state to save.
+        shared: parameters that the stage at the other end of the pipeline also has: those of a tied embedding.
+    """
+
+    model: nn.Module
+    stages: tuple[nn.Module, ...]
+    numbers: tuple[int, ...]
+    stage_count: int
+    parallel: ParallelConfig
+    layout: ParallelDims
+    rank: int
+    device: torch.device
+    mesh: DeviceMesh | None = None
+    compression: PowerSGD | None = None
+    shared: tuple[nn.Parameter, ...] = ()
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        return self.layout.coordinates(self.rank)
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether this rank counts its samples, as the first of the ranks that share the same samples."""
+        return all(self.coordinates[axis] == 0 for axis in ("pp", "cp", "tp"))
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        assert self.mesh is not None
+        return self.mesh.get_group(axis)
+
+
+def parallelize(
+    model: nn.Module,
+    parallel: ParallelConfig,
+    layout: ParallelDims,
+    *,
+    rank: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    fill: Callable[[nn.Module], nn.Module],
+) -> DistributedModel:
+    """Distribute `model` over the ranks.
+
+    The order is: pipeline stages -> tensors and sequences -> activation checkpointing -> compilation -> sharding. If
+    the layout needs none of them, the model is wrapped as a plain replica.
+
+    Args:
+        model: the whole model, the same on all ranks, or on the meta device.
+        group: all ranks; None for a single one.
+        fill: moves the part that this rank holds to its device and gives it its initial values.
+
+    Raises:
+        ConfigError: the model does not support such a layout.
+    """
+    if not layout.uses_fsdp(parallel):
+        prepare_units(model, parallel)
+        model = replicate(fill(model), device, group)
+        compression = _compressed(model, parallel, group)
+        return DistributedModel(model, (model,), (0,), 1, parallel, layout, rank, device, compression=compression)
+
+    # Importing DTensors, FSDP and pipelines takes more than a second, which replicas do without.
+    from slurmtrain.parallel.sharded import build_mesh, shard_stages
+
+    mesh = build_mesh(layout, device)
+    numbers, count, stages, shared = [0], 1, [model], []
+    if layout.pp > 1:
+        from slurmtrain.parallel.pipeline import part, shared_by_ends, stage_numbers
+
+        numbers, count = stage_numbers(layout.coordinates(rank)["pp"], layout.pp, parallel.pp_schedule)
+        shared = shared_by_ends(model, count)
+        stages = [part(model, [number], count) for number in numbers]
+        model = part(model, numbers, count) if len(numbers) > 1 else stages[0]
+    shard_stages(stages, parallel, layout, rank, device, mesh)
+    model = fill(model)
+    held = dict(model.named_parameters())
+    return DistributedModel(
+        model,
+        tuple(stages),
+        tuple(numbers),
+        count,
+        parallel,
+        layout,
+        rank,
+        device,
+        mesh,
+        shared=tuple(held[name] for name in shared if name in held and held[name].requires_grad),
+    )
+
+
+def _compressed(model: nn.Module, parallel: ParallelConfig, group: dist.ProcessGroup | None) -> PowerSGD | None:
+    """Compress the gradients of replicas if the config asks for it.
+
+    Return the compression if it has a state to save.
+    """
+    if group is None or parallel.gradient_compression == "none":
+        return None
+    from slurmtrain.parallel.compression import compress
+
+    assert isinstance(model, nn.parallel.DistributedDataParallel)
+    return compress(model, parallel, group)

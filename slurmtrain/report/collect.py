@@ -1,0 +1,217 @@
+"""From a set of runs to one table: a row for every point, a column for every varied key and every metric.
+
+It reads each run's metrics.jsonl and evaluations.jsonl alone, while runs go on as well as afterwards. It knows nothing
+of how points are made or submitted, and nothing of how a table is shown or written (`table_files`, `plot`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.errors import UnreadableRecord, UsageError, nearest
+from slurmtrain.observe import read_metrics
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system import records
+
+Cell = int | float | str | bool | None
+LOSS_LIKE = re.compile(r"loss|perplexity|error|nll", re.IGNORECASE)  # low is good
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a set, or one that does not exist yet.
+
+    Attributes:
+        number: its number in the set.
+        varied: the config keys in which the points differ, dotted, with this point's values.
+        run_dir: its run directory; None before it was prepared.
+        state: one word, for a person.
+    """
+
+    number: int
+    varied: Mapping[str, Any]
+    run_dir: RunDir | None
+    state: str
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The metric by which points are compared, and which values of it are good."""
+
+    metric: str
+    mode: str  # "min" or "max"
+
+    @property
+    def column(self) -> str:
+        return f"best_{self.metric}"
+
+    def best(self, values: Iterable[float]) -> float | None:
+        """Return the best of the values; None when there is none. NaN and infinite values are never the best."""
+        finite = [value for value in values if math.isfinite(value)]
+        if not finite:
+            return None
+        return min(finite) if self.mode == "min" else max(finite)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of points.
+
+    Attributes:
+        columns: names, each once.
+        rows: a cell for every column; None if nothing is known.
+        varied: the columns that are varied keys.
+        goal: the metric that points are compared by, which has a column; None when no point has logged a metric.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    varied: tuple[str, ...] = ()
+    goal: Goal | None = None
+
+    def column(self, name: str) -> list[Cell]:
+        place = self.columns.index(name)
+        return [row[place] for row in self.rows]
+
+
+def table_of(points: Sequence[Point], *, metric: str | None = None, mode: str | None = None) -> Table:
+    """Return the table of these points, in their order.
+
+    Columns: point, run, state; the varied keys in the order of their first appearance; step, the last that was logged;
+    `best_<metric>` for one metric, its best value over the whole run; then every scalar metric by its own name, with
+    the value that was logged last. A point that never ran or logged nothing has a row with empty cells.
+
+    The one metric is `metric`; else checkpoint.best_metric of the runs' config; else, if that was never logged, "loss".
+    Which values of it are good is `mode`; else checkpoint.best_mode, if it is the config's metric; else "min", if its
+    name is that of a loss or an error.
+
+    Raises:
+        UsageError: no run has logged `metric`; or it is not known which values of it are good.
+    """
+    candidates = _candidates(points, metric, mode)
+    logs = [_read(point.run_dir, candidates) for point in points]
+    logged = list(dict.fromkeys(name for log in logs for name in log.last))
+    if metric is not None and logged and metric not in logged:
+        raise UsageError(f"no run has logged the metric {metric!r}", hint=nearest(metric, logged))
+    goal = next((goal for goal in candidates if goal.metric in logged), candidates[0] if metric is not None else None)
+    varied = tuple(dict.fromkeys(key for point in points for key in point.varied))
+    columns = ["point", "run", "state", *varied, "step"]
+    if goal is not None:
+        columns.append(goal.column)
+        logged = [goal.metric, *(name for name in logged if name != goal.metric)]
+    for name in logged:
+        columns.append(f"metric.{name}" if name in columns else name)
+
+    rows = []
+    for point, log in zip(points, logs, strict=True):
+        row: list[Cell] = [point.number, point.run_dir.id if point.run_dir is not None else None, point.state]
+        row += [_cell(point.varied[key]) if key in point.varied else None for key in varied]
+        row.append(log.step)
+        if goal is not None:
+            row.append(log.best.get(goal.metric))
+        row += [log.last.get(name) for name in logged]
+        rows.append(tuple(row))
+    return Table(tuple(columns), tuple(rows), varied, goal)
+
+
+def as_it_counts(series: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return (step, value) pairs of one metric in the order of the log, without those that were logged again.
+
+    A resumed run repeats the steps after its checkpoint: a record of an earlier step replaces all records of that step
+    and of later ones.
+    """
+    kept: list[tuple[int, float]] = []
+    for step, value in series:
+        while kept and kept[-1][0] >= step:
+            kept.pop()
+        kept.append((step, value))
+    return kept
+
+
+def is_scalar(value: object) -> bool:
+    """Return whether a value is a number, NaN and the infinities included."""
+    return isinstance(value, float) or records.is_number(value)
+
+
+@dataclass(frozen=True)
+class _Log:
+    """The part of one run's log that the table needs, so that a thousand logs need not be held at once."""
+
+    step: int | None
+    last: dict[str, float]
+    best: dict[str, float | None]  # best value of each candidate
+
+
+def _read(run_dir: RunDir | None, candidates: Sequence[Goal]) -> _Log:
+    if run_dir is None:
+        return _Log(None, {}, {})
+    try:
+        logged = read_metrics(run_dir.metrics_file)
+        evaluated = sorted(read_metrics(run_dir.evaluations_file), key=lambda record: record["step"])
+    except UnreadableRecord:  # the point's state says so, and the others get their rows
+        return _Log(None, {}, {})
+    last: dict[str, float] = {}
+    seen, step = {"step"}, None
+    for record in [*reversed(logged), *reversed(evaluated)]:
+        if seen.issuperset(record):  # nearly always: only the tail has anything to add
+            continue
+        for name, value in record.items():
+            if name not in seen and is_scalar(value):
+                last[name] = value
+                seen.add(name)
+                step = record["step"] if step is None else max(step, record["step"])
+    best = {goal.metric: goal.best(_as_measured(evaluated, logged, goal.metric).values()) for goal in candidates}
+    return _Log(step, last, best)
+
+
+def _as_measured(
+    evaluated: Iterable[Mapping[str, Any]], logged: Iterable[Mapping[str, Any]], name: str
+) -> dict[int, float]:
+    """Return a metric by step: from evaluation jobs and from the run's own log, which takes precedence."""
+    return dict(_series(evaluated, name)) | dict(as_it_counts(_series(logged, name)))
+
+
+def _series(logged: Iterable[Mapping[str, Any]], name: str) -> Iterable[tuple[int, float]]:
+    return ((record["step"], record[name]) for record in logged if name in record and is_scalar(record[name]))
+
+
+def _candidates(points: Sequence[Point], metric: str | None, mode: str | None) -> list[Goal]:
+    """Return the metrics that the points may be compared by, in order of preference."""
+    configured = _configured(points)
+    if metric is None:
+        wanted, loss = Goal(configured.metric, mode or configured.mode), Goal("loss", mode or "min")
+        return [wanted] if wanted.metric == loss.metric else [wanted, loss]
+    if mode is None and metric == configured.metric:
+        mode = configured.mode
+    if mode is None and not LOSS_LIKE.search(metric):
+        raise UsageError(f"nothing says whether high or low {metric} is good", hint="add --mode max or --mode min")
+    return [Goal(metric, mode or "min")]
+
+
+def _configured(points: Sequence[Point]) -> Goal:
+    """Return the metric by which the first config keeps checkpoints.
+
+    Runs with different metrics cannot be compared.
+    """
+    for point in points:
+        if point.run_dir is not None and os.path.isfile(point.run_dir.config_file):
+            try:
+                settings = point.run_dir.config_values()["checkpoint"]
+                return Goal(str(settings["best_metric"]), "max" if settings["best_mode"] == "max" else "min")
+            except (UnreadableRecord, TypeError, KeyError):
+                break
+    return Goal(Keep.metric, Keep.mode)
+
+
+def _cell(value: Any) -> Cell:
+    """Return a varied value as a cell: scalars unchanged, all else as JSON, so that null is no empty cell."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    return json.dumps(value, default=str)

@@ -1,0 +1,233 @@
+"""Differences between two runs: config, code, data, and the first steps at which their logs and their weights differ.
+
+Everything is a pure function of the runs' files.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.checkpoint.commit import committed, step_of
+from slurmtrain.errors import CheckpointError, ConfigError, UnreadableRecord
+from slurmtrain.observe import read_metrics
+from slurmtrain.report.collect import is_scalar
+from slurmtrain.runs.run_dir import RunDir
+
+READ_AT_MOST = 2e9  # bytes of a model, without being asked to
+MISSING = object()  # a key that one of the two does not have, which is not null
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first step that both have logged with different values of a metric."""
+
+    step: int
+    a: float
+    b: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The differences between two runs, a and b.
+
+    Attributes:
+        config: (dotted key, value in a, value in b) of each difference; MISSING if there is no such key.
+        files: paths of files that differ between the snapshots of the code; None when one ran in place.
+        steps: steps that both have logged.
+        data: comparison of the samples that they have seen.
+        weights: comparison of the checkpoints that both have.
+        partings: by metric, the first difference; a metric that never differs is not in it.
+        final: by metric, the last value of each; None if it was never logged.
+    """
+
+    config: list[tuple[str, Any, Any]]
+    files: list[str] | None
+    steps: list[int]
+    data: Data
+    weights: Weights
+    partings: dict[str, Parting]
+    final: dict[str, tuple[float | None, float | None]]
+
+    @property
+    def parted(self) -> Parting | None:
+        """The earliest difference in a metric that does not measure speed."""
+        found = [parting for name, parting in self.partings.items() if not is_speed(name)]
+        return min(found, key=lambda parting: parting.step, default=None)
+
+
+@dataclass(frozen=True)
+class Data:
+    """The comparison of the samples that two runs have seen.
+
+    Attributes:
+        steps: steps at which both have logged the hash of the samples so far.
+        parts_at: the first of them at which it differs; None when it never does.
+    """
+
+    steps: list[int]
+    parts_at: int | None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The comparison of the checkpoints of two runs.
+
+    Attributes:
+        steps: steps of the checkpoints that were compared, up to the first that differs.
+        parts_at: step of the first checkpoint whose model differs; None when none does.
+        tensors: names of the tensors that differ there.
+        left: why there are checkpoints of the same step that were not compared; None when there are none.
+    """
+
+    steps: list[int]
+    parts_at: int | None = None
+    tensors: list[str] = field(default_factory=list)
+    left: str | None = None
+
+
+def compare(a: RunDir, b: RunDir, *, tolerance: float = 0.0, weights: bool = False) -> Comparison:
+    """Compare two runs.
+
+    Args:
+        tolerance: relative difference up to which values are equal; 0: every bit counts.
+        weights: read the models of checkpoints however large they are.
+
+    Raises:
+        ConfigError: one of the configs cannot be read.
+        UnreadableRecord: one of the logs or snapshots cannot be read.
+    """
+    logs = _by_step(_records(a)), _by_step(_records(b))
+    return Comparison(
+        config_differences(_config(a), _config(b)),
+        None if _in_place(a) or _in_place(b) else code_differences(a.code, b.code),
+        sorted(logs[0].keys() & logs[1].keys()),
+        _compare_data(a, b),
+        _compare_weights(a, b, READ_AT_MOST if not weights else math.inf),
+        partings(*logs, tolerance=tolerance),
+        _final(*logs),
+    )
+
+
+def _compare_data(a: RunDir, b: RunDir) -> Data:
+    hashes = [
+        {record["step"]: record["data_hash"] for record in _records(run) if record.get("data_hash")} for run in (a, b)
+    ]
+    steps = sorted(hashes[0].keys() & hashes[1].keys())
+    return Data(steps, next((step for step in steps if hashes[0][step] != hashes[1][step]), None))
+
+
+def _compare_weights(a: RunDir, b: RunDir, at_most: float) -> Weights:
+    saved = [{step_of(path): path for path in committed(run.checkpoints)} for run in (a, b)]
+    compared: list[int] = []
+    common = sorted(saved[0].keys() & saved[1].keys())
+    if common:  # only then is numpy needed
+        from slurmtrain.checkpoint.difference import differing_tensors, size_of
+    for step in common:
+        pair = saved[0][step], saved[1][step]
+        try:
+            size = max(size_of(path) for path in pair)
+            if size > at_most:
+                return Weights(compared, left=f"the models have {size / 1e9:.1f} GB; --weights reads them")
+            tensors = differing_tensors(*pair)
+        except CheckpointError as error:
+            return Weights(compared, left=error.message)
+        compared.append(step)
+        if tensors:
+            return Weights(compared, step, tensors)
+    return Weights(compared)
+
+
+def is_speed(name: str) -> bool:
+    """Return whether a metric has seconds in its unit: it describes the machine, and is never the same twice."""
+    return name.endswith("_s")
+
+
+def config_differences(a: Any, b: Any, where: str = "") -> list[tuple[str, Any, Any]]:
+    """Return (dotted key, a's value, b's value) of each difference, in a's order. Lists are compared as a whole."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return [
+            difference
+            for key in dict.fromkeys([*a, *b])
+            for difference in config_differences(a.get(key, MISSING), b.get(key, MISSING), f"{where}.{key}".lstrip("."))
+        ]
+    if isinstance(a, Mapping) and a and b is MISSING:
+        return [difference for key in a for difference in config_differences(a[key], MISSING, f"{where}.{key}")]
+    if isinstance(b, Mapping) and b and a is MISSING:
+        return [difference for key in b for difference in config_differences(MISSING, b[key], f"{where}.{key}")]
+    same = type(a) is type(b) and (a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b)))
+    return [] if same else [(where, a, b)]
+
+
+def code_differences(a: Path, b: Path) -> list[str]:
+    """Return the paths of files that differ between two snapshots, or are in one of them only."""
+    left, right = _files(a), _files(b)
+    both = left.keys() & right.keys()
+    try:
+        differ = {name for name in both if not filecmp.cmp(left[name], right[name], shallow=False)}
+    except OSError as error:
+        raise UnreadableRecord(f"{error.filename} cannot be read: {error.strerror}") from None
+    return sorted(differ | (left.keys() ^ right.keys()))
+
+
+def partings(
+    a: Mapping[int, Mapping[str, float]], b: Mapping[int, Mapping[str, float]], *, tolerance: float = 0.0
+) -> dict[str, Parting]:
+    """Return, by metric, the first step that both have with values that differ. Logs are values by step and name."""
+    found: dict[str, Parting] = {}
+    for step in sorted(a.keys() & b.keys()):
+        for name in a[step].keys() & b[step].keys() - found.keys():
+            if not _equal(a[step][name], b[step][name], tolerance):
+                found[name] = Parting(step, a[step][name], b[step][name])
+    return found
+
+
+def _equal(a: float, b: float, tolerance: float) -> bool:
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return True
+    return math.isfinite(a) and math.isfinite(b) and abs(a - b) <= tolerance * max(abs(a), abs(b))
+
+
+def _by_step(records: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
+    """Return scalars by step and name; if a step was logged again, the latest."""
+    steps: dict[int, dict[str, float]] = {}
+    for record in records:
+        values = {name: value for name, value in record.items() if name != "step" and is_scalar(value)}
+        steps.setdefault(record["step"], {}).update(values)
+    return steps
+
+
+def _final(*logs: Mapping[int, Mapping[str, float]]) -> dict[str, tuple[float | None, float | None]]:
+    last = [{name: value for step in sorted(log) for name, value in log[step].items()} for log in logs]
+    return {name: (last[0].get(name), last[1].get(name)) for name in dict.fromkeys([*last[0], *last[1]])}
+
+
+def _in_place(run_dir: RunDir) -> bool:
+    """Return whether the run ran where it was submitted; then the folder `code` has at most this package."""
+    return str(run_dir.info().get("workdir", "/")).startswith("/")
+
+
+def _files(tree: Path) -> dict[str, Path]:
+    """Return the files of a snapshot by their path within it, ignoring links."""
+    if tree.is_symlink():
+        return {}
+    found = (Path(folder) / name for folder, _, names in os.walk(tree) for name in names)
+    return {str(path.relative_to(tree)): path for path in found if path.is_file() and not path.is_symlink()}
+
+
+def _config(run_dir: RunDir) -> Any:
+    """Return the frozen config as plain values, so that runs of another version of the schema can be compared, too."""
+    try:
+        return run_dir.config_values()
+    except UnreadableRecord as error:
+        raise ConfigError(error.message, hint=error.hint) from None
+
+
+def _records(run_dir: RunDir) -> list[dict[str, Any]]:
+    # Metrics of the training itself come last, and take precedence.
+    return [*read_metrics(run_dir.evaluations_file), *read_metrics(run_dir.metrics_file)]

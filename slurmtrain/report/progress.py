@@ -1,0 +1,159 @@
+"""The progress of a run: step, loss, speed and the time left.
+
+It is read from the last lines of its metrics.jsonl, without asking SLURM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from slurmtrain.runs import attempts
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system import records
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress of a run.
+
+    Unknown values are None: a program of the user's own logs nothing, a run that waits has not logged yet.
+
+    Attributes:
+        step: number of steps done, as far as is known.
+        steps: number of steps of the whole run.
+        loss, valid_loss: values logged last, in nats per token.
+        logged: time of the last record, in unix seconds.
+        tokens_per_s: tokens of all ranks per second, while it runs.
+        step_time_s: seconds per step over the last steps, without pauses for evaluations and saves; while it runs.
+    """
+
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    valid_loss: float | None = None
+    logged: float | None = None
+    tokens_per_s: float | None = None
+    step_time_s: float | None = None
+
+    @property
+    def left(self) -> int | None:
+        """The number of steps left to do."""
+        return None if self.steps is None else max(0, self.steps - (self.step or 0))
+
+    @property
+    def eta_s(self) -> float | None:
+        """The seconds left to run, at its present speed."""
+        return None if self.step_time_s is None or self.left is None else _finite(self.left * self.step_time_s)
+
+
+def read_progress(run_dir: RunDir, steps: int | None, *, running_since: float | None) -> Progress:
+    """Return the progress of a run.
+
+    Args:
+        steps: number of steps of the whole run.
+        running_since: when the running attempt began; None when none runs, since an earlier speed says nothing about
+            now.
+    """
+    saved = None
+    with contextlib.suppress(PermissionError):  # a run of somebody else who shares the run but not its checkpoints
+        saved = attempts.newest_checkpoint_step(run_dir)
+    log = attempts.tail(run_dir.metrics_file)
+    newest = _newest(log, "step")
+    logged_step = newest.get("step")
+    step = max(saved or 0, int(logged_step or 0) if records.is_count(logged_step) else 0) or None
+    if not newest:
+        return Progress(step, steps)
+    evaluated = _newest(log, "valid_loss") or _furthest(run_dir, "valid_loss")
+    trained, logged = _newest(log, "loss"), os.lstat(run_dir.metrics_file).st_mtime
+    paced = trained or newest  # a program of the user's own may report steps and nothing else
+    now = paced if running_since is not None and logged >= running_since else {}
+    return Progress(
+        step,
+        steps,
+        loss=_number(trained.get("loss")),
+        valid_loss=_number(evaluated.get("valid_loss")),
+        logged=logged,
+        tokens_per_s=_finite(now.get("tokens_per_s")),
+        step_time_s=_finite(now.get("step_time_s")),
+    )
+
+
+def eta_of_all(waiting: Iterable[Progress], running: Collection[Progress]) -> float | None:
+    """Return the seconds until all of these have ended, if as many run at once, each as fast; None while no speed is known."""
+    etas = [each.eta_s for each in running if each.eta_s is not None]
+    speeds = [each.step_time_s for each in running if each.step_time_s is not None]
+    if not etas:
+        return None
+    left = sum(each.left or 0 for each in [*waiting, *running])
+    return max(*etas, left * sum(speeds) / len(speeds) / len(running))
+
+
+@dataclass(frozen=True)
+class Lowest:
+    """The best of a set of runs so far: `metric` in words, its value, and the number of the point."""
+
+    metric: str
+    value: float
+    point: int
+
+
+def lowest(points: Iterable[tuple[int, Progress]]) -> Lowest | None:
+    """Return the point with the lowest validation loss that was logged last, or if none was, with the lowest training loss."""
+    found = list(points)
+    for metric in ("valid_loss", "loss"):
+        values = [(value, number) for number, each in found if (value := getattr(each, metric)) is not None]
+        finite = [pair for pair in values if math.isfinite(pair[0])]
+        if finite:
+            return Lowest(metric.replace("_", " "), *min(finite))
+    return None
+
+
+def roughly(seconds: float) -> str:
+    """Format a duration roughly: 40 s, 12 min, 2 h 10 min, 3 d 4 h."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minute = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minute} min" if minute else f"{hours} h"
+    days, hour = divmod(round(seconds / 3600), 24)
+    return f"{days} d {hour} h" if hour else f"{days} d"
+
+
+def at_about(moment: float, now: float) -> str:
+    """Format a future time: "in about 2 h 10 min (14:30)", with the day unless it is today. Both in unix seconds."""
+    then = time.localtime(moment)
+    same_day = then[:3] == time.localtime(now)[:3]
+    return f"in about {roughly(moment - now)} ({time.strftime('%H:%M' if same_day else '%m-%d %H:%M', then)})"
+
+
+def _newest(log: bytes, name: str) -> dict[str, Any]:
+    return next(attempts.records_with(name, log), {})
+
+
+def _furthest(run_dir: RunDir, name: str) -> dict[str, Any]:
+    """Return the record of the furthest step among those of evaluation jobs, which need not come in order."""
+    found = attempts.records_with(name, attempts.tail(run_dir.evaluations_file))
+    return max((each for each in found if records.is_count(each.get("step", 0))), key=_step, default={})
+
+
+def _step(record: dict[str, Any]) -> int:
+    return int(record.get("step", 0))
+
+
+def _number(value: object) -> float | None:
+    """Return a logged value if it is a number, also NaN and infinity: a person should see that a loss has diverged."""
+    return value if isinstance(value, float) or records.is_number(value) else None  # type: ignore[return-value]
+
+
+def _finite(value: object) -> float | None:
+    number = _number(value)
+    return number if number is not None and math.isfinite(number) else None

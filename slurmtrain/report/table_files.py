@@ -1,0 +1,146 @@
+"""A table as CSV, Markdown, JSON or Parquet, written to a file atomically."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from slurmtrain.errors import UsageError
+from slurmtrain.report.collect import Cell, Table, is_scalar
+from slurmtrain.system.json_text import json_text
+
+FORMATS = ("csv", "markdown", "json", "parquet")
+SUFFIXES = {".csv": "csv", ".md": "markdown", ".markdown": "markdown", ".json": "json", ".parquet": "parquet"}
+EXTRA_HINT = "pip install 'slurmtrain[sweeps]'"
+
+
+def format_of(path: Path) -> str:
+    """Return the format that a file's name asks for.
+
+    Raises:
+        UsageError: the name has no known suffix.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise UsageError(
+            f"the name {path.name!r} does not say how to write the table",
+            hint=f"end it in {', '.join(SUFFIXES)}, or add --format",
+        )
+    return SUFFIXES[path.suffix.lower()]
+
+
+def table_bytes(table: Table, kind: str) -> bytes:
+    """Return the content of a file of that format.
+
+    Raises:
+        UsageError: Parquet is wanted, and pyarrow is not installed.
+    """
+    if kind == "parquet":
+        return _parquet(table)
+    text = {"csv": _csv, "markdown": _markdown, "json": _json}[kind](table)
+    return text.encode("utf-8", errors="backslashreplace")  # a path may hold bytes that are no Unicode
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file atomically: a reader sees the old or the new one, never half of it.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    target = Path(os.path.realpath(path))  # a link stays one
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(2)}")
+    try:
+        try:
+            with temporary.open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {path}: {error.strerror}", hint="give a file in a folder that is there"
+        ) from None
+
+
+def short(cell: Cell) -> str:
+    """Format a cell for a person: five digits of a number, nothing for an unknown value."""
+    if isinstance(cell, float):
+        return f"{cell:.5g}"
+    return plain(cell)
+
+
+def plain(cell: Cell) -> str:
+    """Format a cell with all its digits: reading them gives the same bits. An unknown value is empty."""
+    if cell is None:
+        return ""
+    if isinstance(cell, bool):
+        return "true" if cell else "false"
+    return repr(cell) if isinstance(cell, float) else str(cell)
+
+
+def _csv(table: Table) -> str:
+    """Format the table by RFC 4180, with a header: CRLF, quotes if needed.
+
+    NaN is `nan`, the infinities `inf` and `-inf`.
+    """
+    out = io.StringIO()
+    writer = csv.writer(out)
+    writer.writerow(table.columns)
+    writer.writerows([plain(cell) for cell in row] for row in table.rows)
+    return out.getvalue()
+
+
+def _markdown(table: Table) -> str:
+    """Format the table as GitHub does: one line per row, whatever is in a cell."""
+    head = [_escape(name) for name in table.columns]
+    rows = [[_escape(short(cell)) for cell in row] for row in table.rows]
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
+
+
+def _escape(cell: str) -> str:
+    return re.sub(r"([\\|*<`\[\]])", r"\\\1", " ".join(cell.split()))
+
+
+def _json(table: Table) -> str:
+    """Format one object per row, by column. An unknown value is null, not a number is "NaN"."""
+    return json_text([dict(zip(table.columns, row, strict=True)) for row in table.rows])
+
+
+def _parquet(table: Table) -> bytes:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UsageError(
+            f"writing Parquet needs pyarrow, which cannot be imported ({error})", hint=EXTRA_HINT
+        ) from None
+    types = {"bool": pyarrow.bool_(), "int": pyarrow.int64(), "float": pyarrow.float64(), "text": pyarrow.string()}
+    arrays = []
+    for name in table.columns:
+        cells = table.column(name)
+        kind = column_kind(cells)
+        values = [None if cell is None else plain(cell) for cell in cells] if kind == "text" else cells
+        arrays.append(pyarrow.array(values, type=types[kind]))
+    sink = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(arrays, names=list(table.columns)), sink)
+    return sink.getvalue()
+
+
+def column_kind(cells: Sequence[Cell]) -> str:
+    """Return the one type that holds all cells of a column: "bool", "int", "float" or "text"."""
+    known = [cell for cell in cells if cell is not None]
+    integers = [cell for cell in known if isinstance(cell, int) and not isinstance(cell, bool)]
+    if len(integers) == len(known) and known:
+        return "int" if all(-(2**63) <= cell < 2**63 for cell in integers) else "text"
+    if all(isinstance(cell, bool) for cell in known) and known:
+        return "bool"
+    return "float" if all(is_scalar(cell) for cell in known) else "text"

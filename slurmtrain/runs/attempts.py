@@ -1,0 +1,490 @@
+"""The record of attempts: one folder and one attempt.json for every start of a job.
+
+Rank 0 writes it while the job runs, `finish-attempt` completes it after the last rank has exited, and the next attempt closes
+one that nobody could complete, because its node was gone. It is read by `status`, and by the budget that ends a crash
+loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import glob
+import operator
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.checkpoint.commit import newest_committed_step
+from slurmtrain.errors import UnreadableRecord
+from slurmtrain.runs.outcome import Reason, Verdict
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.client import JobFacts, parse_time
+from slurmtrain.system import records
+from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.records import (
+    COUNT,
+    FLAG,
+    LATEST,
+    NOTHING,
+    NUMBER,
+    NUMBERS,
+    OBJECT,
+    TEXT,
+    TEXTS,
+    TIME,
+    Kind,
+    is_number,
+)
+
+TAIL_BYTES = 65536  # read from the end of a run's metrics, or of a job's log
+LOG_BYTES = 16 << 20  # read from the end of srun's log, where it reports killed tasks
+
+# The kinds of values of the fields of attempt.json, by their annotation; and those of stop.json.
+_KINDS = {
+    "str": TEXT,
+    "int": COUNT,
+    "bool": FLAG,
+    "float": Kind("a number", lambda value: is_number(value) and abs(value) < LATEST),  # many are times
+    "list[str]": TEXTS,
+    "dict[str, float]": NUMBERS,
+    "dict[str, Any]": OBJECT,
+    "None": NOTHING,
+}
+_STOP = {"cause": TEXT, "time": TIME, "seconds_left": NUMBER | NOTHING, "facts": OBJECT | NOTHING}
+STOP_RECORD = "stop.json"  # in an attempt's folder
+
+
+@dataclass
+class Attempt:
+    """The contents of attempt.json. Times are unix seconds.
+
+    Attributes:
+        step_id: the srun step of its ranks, with the job's own id, as in "17.0"; None outside of SLURM.
+        first_step: steps done when it began; None until it has restored.
+        last_step: steps done when it ended, as far as is known.
+        committed_before, committed_step: step of the newest checkpoint when it began, and when it ended.
+        reported_before, reported_step: the furthest step that a program of the user's own had reported when it began,
+            and when it ended; None if it reports none.
+        marked_before, marked: when the newest file of job.progress_file had last been changed, when it began and when
+            it ended.
+        stalled: it used up a budget: its end was its own fault, and it made no progress.
+        unseen: that budget is the one of long attempts, of a program that reports no progress.
+        lasted: it was such a long attempt: it may have made progress, and the count of short ones begins anew.
+        bad_nodes: nodes that it could not even start on; the next start excludes them.
+        said: rank 0's last word: "finished" or "stopped".
+        program_code: exit code of a program of the user's own on rank 0; minus the signal's number when one killed it.
+        stepping: when it began to train; None until then.
+        start_up_s: seconds of each stage from the start of rank 0's process until then.
+        cause, cause_time: what told the ranks to stop, and when.
+        started_again: how often SLURM has started its job again although the run had ended with it; each exited at
+            once.
+    """
+
+    number: int
+    job_id: str | None = None
+    step_id: str | None = None
+    restart_count: int = 0
+    nodes: list[str] = field(default_factory=list)
+    world_size: int = 0
+    pid: int | None = None
+    host: str = ""
+    started: float = 0.0
+    stepping: float | None = None
+    start_up_s: dict[str, float] = field(default_factory=dict)
+    first_step: int | None = None
+    last_step: int | None = None
+    committed_before: int | None = None
+    committed_step: int | None = None
+    reported_before: int | None = None
+    reported_step: int | None = None
+    marked_before: float | None = None
+    marked: float | None = None
+    said: str | None = None
+    program_code: int | None = None
+    cause: str | None = None
+    cause_time: float | None = None
+    seconds_left: float | None = None
+    facts: dict[str, Any] | None = None
+    ended: float | None = None
+    exit_code: int | None = None
+    reason: str | None = None
+    verdict: str | None = None
+    stalled: bool = False
+    bad_nodes: list[str] = field(default_factory=list)
+    unseen: bool = False
+    lasted: bool = False
+    sentence: str | None = None
+    started_again: int = 0
+
+    @property
+    def facts_when_told(self) -> JobFacts | None:
+        """Facts that SLURM gave of its job when it was told to stop; None if it gave none."""
+        return None if self.facts is None else JobFacts(**self.facts)
+
+    @property
+    def progressed(self) -> bool:
+        """Whether it committed a checkpoint newer than the one it started from, or showed other progress.
+
+        A program of the user's own may show progress by other means.
+        """
+        reported = self.reported_step is not None and self.reported_step > (self.reported_before or 0)
+        marked = self.marked is not None and self.marked > (self.marked_before or 0.0)
+        return (self.committed_step or 0) > (self.committed_before or 0) or reported or marked
+
+
+def _kind(annotation: str) -> Kind:
+    """Return the kind of values that an annotation allows.
+
+    Raises:
+        KeyError: no kind is known for it.
+    """
+    first, *others = (_KINDS[part] for part in annotation.split(" | "))
+    return functools.reduce(operator.or_, others, first)
+
+
+_FIELDS = {name: _kind(str(each.type)) for name, each in Attempt.__dataclass_fields__.items()}
+
+
+def read_attempt(run_dir: RunDir, number: int) -> Attempt:
+    """Return the record of an attempt; an empty one when it died before it could write any.
+
+    Raises:
+        UnreadableRecord: its files cannot be used.
+    """
+    folder = run_dir.attempt(number)
+    path = folder / "attempt.json"
+    values = read_json(path) or {}
+    records.check_fields(values, _FIELDS, path)
+    known = {name: value for name, value in values.items() if name in Attempt.__dataclass_fields__}
+    attempt = Attempt(**{**known, "number": number})
+    path = folder / STOP_RECORD
+    stop = read_json(path)
+    if stop:
+        stop = {**dict.fromkeys(_STOP), **stop}
+        records.check_fields(stop, _STOP, path)
+        attempt.cause, attempt.cause_time = stop["cause"], stop["time"]
+        attempt.seconds_left, attempt.facts = stop["seconds_left"], stop["facts"]
+    return attempt
+
+
+def write_attempt(run_dir: RunDir, attempt: Attempt) -> None:
+    """Write the record of an attempt."""
+    write_json(run_dir.attempt(attempt.number) / "attempt.json", asdict(attempt))
+
+
+def reopen(run_dir: RunDir, attempt: Attempt, steps: int) -> None:
+    """Record that the attempt with which a run had finished is not its end any more: it is to do more steps."""
+    attempt.verdict, attempt.reason = Verdict.END, Reason.ASKED
+    attempt.sentence = f"finished after {attempt.last_step} steps, and was then given {steps}"
+    write_attempt(run_dir, attempt)
+    run_dir.event("lengthened", attempt=attempt.number, steps=steps)
+
+
+def all_attempts(run_dir: RunDir) -> list[Attempt]:
+    """Return the records of all attempts, in order."""
+    return [read_attempt(run_dir, number) for number in run_dir.attempt_numbers()]
+
+
+def stalled_before(attempts: list[Attempt], number: int) -> int:
+    """Return the number of attempts directly before `number` that used up the budget.
+
+    Progress starts the count anew, and so do a long attempt of a program that reports none, and a person who resumed a
+    run that had ended. An attempt that ended for another reason does not count.
+    """
+    count = 0
+    for attempt in reversed([attempt for attempt in attempts if attempt.number < number]):
+        if attempt.progressed or attempt.lasted or attempt.verdict in (Verdict.DONE, Verdict.END):
+            break
+        count += attempt.stalled and not attempt.unseen
+    return count
+
+
+def unseen_before(attempts: list[Attempt], number: int) -> int:
+    """Return how many long attempts before `number` used up the budget of those that show no progress."""
+    count = 0
+    for attempt in reversed([attempt for attempt in attempts if attempt.number < number]):
+        if attempt.progressed or attempt.verdict in (Verdict.DONE, Verdict.END):
+            break
+        count += attempt.unseen
+    return count
+
+
+def bad_nodes_before(attempts: list[Attempt], number: int) -> list[str]:
+    """Return the nodes that attempts before `number` could not start on, since the last progress."""
+    found: dict[str, None] = {}
+    for attempt in reversed([attempt for attempt in attempts if attempt.number < number]):
+        if attempt.progressed or attempt.verdict in (Verdict.DONE, Verdict.END):
+            break
+        found |= dict.fromkeys(attempt.bad_nodes)
+    return list(found)
+
+
+def furthest_reported(run_dir: RunDir) -> int | None:
+    """Return the furthest step in the last part of metrics.jsonl, or in the record of an attempt; None if there is none.
+
+    A program that is started from scratch reports its first steps once more: they are no progress.
+    """
+    steps = [record["step"] for record in records_with("step", tail(run_dir.metrics_file))]
+    earlier = [attempt.reported_step for attempt in all_attempts(run_dir)]
+    return max((step for step in [*steps, *earlier] if isinstance(step, int)), default=None)
+
+
+def newest_change(run_dir: RunDir, pattern: str | None) -> float | None:
+    """Return when the newest of the files that `pattern` (job.progress_file) names was changed, in unix seconds."""
+    times = []
+    for folder in run_dir.program_folders if pattern else ():
+        for name in glob.glob(str(folder / str(pattern)), recursive=True):
+            with contextlib.suppress(OSError):  # it is being replaced
+                times.append(os.stat(name).st_mtime)
+    return max(times, default=None)
+
+
+def newest_checkpoint_step(run_dir: RunDir) -> int | None:
+    """Return the step of the run's newest committed checkpoint; None if there is none."""
+    return newest_committed_step(run_dir.checkpoints)
+
+
+def last_logged_step(run_dir: RunDir) -> int | None:
+    """Return the last step in metrics.jsonl: the progress of a crashed attempt, to within train.log_every."""
+    for record in records_with("step", tail(run_dir.metrics_file)):
+        if records.is_count(record["step"]):
+            return int(record["step"])
+    return None
+
+
+def tail(path: Path) -> bytes:
+    """Return the last part of a file that may be long. Its first line may be cut.
+
+    Raises:
+        UnreadableRecord: it is not a regular file, or cannot be read.
+    """
+    return records.read_tail(path, TAIL_BYTES)
+
+
+def records_with(name: str, log: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the records that have a value of this name, newest first.
+
+    Other lines are not parsed, nor are records not asked for.
+    """
+    found = len(log)
+    while (found := log.rfind(f'"{name}":'.encode(), 0, found)) >= 0:
+        begin, end = log.rfind(b"\n", 0, found) + 1, log.find(b"\n", found)
+        # The first line may be cut, and the last not written to its end: both are left out.
+        record = records.parse(log[begin : end if end >= 0 else None])
+        if isinstance(record, dict) and name in record:
+            yield record
+
+
+def record_stop(
+    attempt_dir: Path, *, cause: str, cause_time: float, seconds_left: float | None, facts: JobFacts | None
+) -> None:
+    """Record why the ranks were told to stop, at once, in a thread of rank 0: the grace time may be too short for more."""
+    record = {
+        "cause": cause,
+        "time": cause_time,
+        "seconds_left": seconds_left,
+        "facts": asdict(facts) if facts else None,
+    }
+    write_json(attempt_dir / STOP_RECORD, record)
+
+
+def record_failure(
+    attempt_dir: Path,
+    rank: int,
+    *,
+    exit_code: int,
+    sentence: str,
+    because_of_peer: bool = False,
+    superseded: bool = False,
+    on_any_node: bool = False,
+) -> None:
+    """Record a rank's failure. Each rank writes its own file, so nothing has to be agreed on in the error path.
+
+    Args:
+        because_of_peer: another rank had exited, and its failure came first.
+        superseded: a newer incarnation of the run is at work, and this one may not commit any more.
+        on_any_node: it is the same on every node, such as a checkpoint that does not fit the config.
+    """
+    record = {"rank": rank, "exit_code": exit_code, "sentence": sentence, "because_of_peer": because_of_peer}
+    if superseded:
+        record["superseded"] = True
+    if on_any_node:
+        record["on_any_node"] = True
+    record["node"] = os.environ.get("SLURMD_NODENAME")
+    write_json(attempt_dir / f"failed-{rank}.json", {**record, "time": time.time()})
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure of the first rank that failed.
+
+    Attributes:
+        node: the rank's node, by SLURM's name; None if it is not known.
+        superseded: a newer incarnation of the run is at work.
+        on_any_node: it is the same on every node.
+    """
+
+    exit_code: int
+    sentence: str
+    node: str | None = None
+    superseded: bool = False
+    on_any_node: bool = False
+
+
+def first_failure(attempt_dir: Path, *, because_of_peer: bool = False) -> Failure | None:
+    """Return the record of the first rank that failed: by itself, or because another rank had exited."""
+    found = [record for path in attempt_dir.glob("failed-*.json") if (record := read_json(path))]
+    chosen = [record for record in found if bool(record.get("because_of_peer")) == because_of_peer]
+    if not chosen:
+        return None
+    first = min(chosen, key=lambda record: float(record["time"]))
+    return Failure(
+        int(first["exit_code"]),
+        f"rank {first['rank']}: {first['sentence']}",
+        node=first.get("node"),
+        superseded=bool(first.get("superseded")),
+        on_any_node=bool(first.get("on_any_node")),
+    )
+
+
+def failed_set_up(attempt_dir: Path) -> str | None:
+    """Return the batch script's message about a set-up that failed before any rank was started; None if there is none."""
+    try:
+        return (attempt_dir / "setup-failed").read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def claimed_by(attempt_dir: Path) -> tuple[str | None, int]:
+    """Return job and restart count of the batch script that has claimed an attempt; the job is None if none has."""
+    try:
+        job_id, restart_count, *_ = (attempt_dir / "job").read_text().split()
+        return job_id, int(restart_count)
+    except (OSError, ValueError):
+        return None, 0
+
+
+def claimed_at(run_dir: RunDir, number: int) -> float | None:
+    """Return when an attempt was claimed by its batch script, or opened by rank 0, in unix seconds; None if not known."""
+    with contextlib.suppress(OSError, UnreadableRecord, ValueError, IndexError):
+        claimed = float(records.read_bytes(run_dir.attempt(number) / "job").split()[2])
+        if records.is_time(claimed):
+            return claimed
+    return read_attempt(run_dir, number).started or None
+
+
+def came_to_an_end(run_dir: RunDir, last: Attempt) -> bool:
+    """Return whether the run ended for good with its last attempt: by its verdict, or in a set-up that nobody could settle."""
+    unsettled = last.verdict is None and failed_set_up(run_dir.attempt(last.number)) is not None
+    return last.verdict == Verdict.END or unsettled
+
+
+def killed_tasks(attempt_dir: Path) -> str | None:
+    """Return srun's own words on a task that was killed, since that rank could not leave a record."""
+    try:
+        text = records.read_tail(attempt_dir / "srun.log", LOG_BYTES).decode(errors="replace")
+    except UnreadableRecord:
+        return None
+    match = re.search(
+        r"srun: error: (\S+: tasks? [\d,-]+: (?:Killed|Segmentation fault|Aborted|Bus error|Out Of Memory).*)", text
+    )
+    if match is None:  # its slurmstepd was killed; srun (22.05) ends with 0 all the same
+        match = re.search(r"srun: error: Aborting, (io error and missing step on node.*|.*missing step.*)", text)
+    return match.group(1).strip() if match else None
+
+
+def cancelled_due_to(log: Path, since: float) -> str | None:
+    """Return SLURM's reason for ending a job: "PREEMPTION", "JOB REQUEUE", "TIME LIMIT", "NODE FAILURE"; None if it gave none.
+
+    Args:
+        log: log of the job, to which slurmstepd writes the reason on the node; it also has the lines of earlier starts.
+        since: unix seconds; earlier lines are of an earlier attempt.
+    """
+    words = re.findall(
+        r"error: \*\*\* JOB \S+ ON \S+ CANCELLED AT (\S+) DUE TO ([A-Z ]+) \*\*\*", tail(log).decode(errors="replace")
+    )
+    later = [why for at, why in words if (parse_time(at) or 0.0) >= int(since)]
+    return later[-1] if later else None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A person's request to a run.
+
+    Attributes:
+        time: its time in unix seconds.
+        attempt: the number of the last attempt that was seen then; 0 before the first one.
+    """
+
+    action: str
+    time: float
+    attempt: int = 0
+
+    def is_for_later(self, run_dir: RunDir, number: int) -> bool:
+        """Return whether it came when an attempt after `number` had been claimed already."""
+        if self.attempt > number:
+            return True
+        later = next((each for each in run_dir.attempt_numbers() if each > number), None)
+        claimed = None if later is None else claimed_at(run_dir, later)
+        return claimed is not None and self.time >= claimed
+
+    def is_for(self, run_dir: RunDir, attempt: Attempt) -> bool:
+        """Return whether it was asked of this attempt, not of an earlier or a later one.
+
+        The clocks of two hosts may differ, and a shared file system may show an attempt late: number or time is enough.
+        """
+        if self.is_for_later(run_dir, attempt.number):
+            return False
+        return self.attempt == attempt.number or self.time >= (claimed_at(run_dir, attempt.number) or 0.0)
+
+
+def read_request(path: Path) -> Request | None:
+    """Return a request; None when there is none, or the file is no request."""
+    values = read_json(path) or {}
+    action, time, attempt = values.get("action"), values.get("time", 0.0), values.get("attempt", 0)
+    if not isinstance(action, str) or not records.is_time(time):
+        return None
+    return Request(action, float(time), int(attempt) if records.is_count(attempt) else 0)
+
+
+def take_request(run_dir: RunDir, attempt: Attempt) -> str | None:
+    """Take the request to this attempt, but not to an earlier one: "cancel", "stop", "preempt" or "requeue".
+
+    The file is moved into the attempt's folder atomically, so that a request that is found in the run's folder
+    afterwards has come too late for this attempt, and was not seen when the attempt was judged.
+    """
+    taken = run_dir.attempt(attempt.number) / "request.json"
+    found = read_request(run_dir.request_file)
+    if found is not None and found.is_for_later(run_dir, attempt.number):  # it stays, for that one
+        found = read_request(taken)
+        return found.action if found is not None and found.is_for(run_dir, attempt) else None
+    try:
+        run_dir.request_file.rename(taken)
+    except FileNotFoundError:
+        pass
+    except OSError:  # it is read where it is, and may be found once more
+        taken = run_dir.request_file
+    request = read_request(taken)
+    return request.action if request is not None and request.is_for(run_dir, attempt) else None
+
+
+def cancelled_after(run_dir: RunDir, last: Attempt | None) -> bool:
+    """Return whether `cancel RUN`, or the file `stop`, came after the last attempt was judged.
+
+    For an attempt that was not judged, return whether it came after that attempt was claimed.
+    """
+    request = read_request(run_dir.request_file)  # requests that were judged have been moved away
+    if request is None or request.action not in ("cancel", "stop"):
+        return False
+    return last is None or request.is_for_later(run_dir, last.number) or request.is_for(run_dir, last)
+
+
+def write_request(run_dir: RunDir, action: str) -> None:
+    """Write a person's request to the run, with the number of its last attempt."""
+    asked = {"action": action, "time": time.time(), "attempt": (run_dir.attempt_numbers() or [0])[-1]}
+    write_json(run_dir.request_file, {**asked, "by": os.environ.get("USER", "")})

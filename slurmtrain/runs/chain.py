@@ -1,0 +1,64 @@
+"""requeue.mode=chain: jobs submitted at once, each of which waits for all before it and continues where they stopped.
+
+run.json names them: `chain`, their ids in order, and `chain_after`, the number of the last attempt before them. A job
+of the chain is called a link.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slurmtrain.errors import ClusterError
+from slurmtrain.runs import attempts
+from slurmtrain.runs.outcome import Verdict
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.client import GONE, SlurmClient
+
+
+def links(info: dict[str, Any]) -> list[str]:
+    """Return the chain's jobs; none for a run that has no chain."""
+    return [str(job_id) for job_id in info.get("chain") or []]
+
+
+def links_after(info: dict[str, Any], job_id: str | None) -> list[str]:
+    """Return the jobs of the chain that wait for this one."""
+    chain = links(info)
+    return chain[chain.index(job_id) + 1 :] if job_id in chain else []
+
+
+def waiting_after(run_dir: RunDir, job_id: str | None, client: SlurmClient) -> list[str]:
+    """Return the jobs after this one that are still in the queue; all of them if SLURM cannot be asked."""
+    later = links_after(run_dir.info(), job_id)
+    try:
+        found = client.queue(later)
+    except ClusterError:
+        return later
+    return [link for link in later if link in found and found[link].state not in GONE]
+
+
+def cancel_rest(run_dir: RunDir, job_id: str | None, client: SlurmClient) -> None:
+    """Take the jobs after this one out of the queue, since the run has ended.
+
+    Raises:
+        ClusterError: SLURM refused; each of them would find out by itself when it starts.
+    """
+    rest = waiting_after(run_dir, job_id, client)
+    if rest:
+        client.cancel(*reversed(rest))
+        run_dir.event("rest of the chain cancelled", job_ids=rest)
+
+
+def ended_before(run_dir: RunDir) -> Verdict | None:
+    """Return DONE or END if there is nothing left to do for a link that starts.
+
+    The run is done then, or the link before has ended it.
+    """
+    numbers = run_dir.attempt_numbers()
+    if not numbers:
+        return None
+    last = attempts.read_attempt(run_dir, numbers[-1])
+    if last.verdict == Verdict.DONE:
+        return Verdict.DONE
+    in_chain = last.number > int(run_dir.info().get("chain_after") or 0)
+    ended = attempts.came_to_an_end(run_dir, last)
+    return Verdict.END if in_chain and ended else None

@@ -1,0 +1,386 @@
+"""Why an attempt ended, and what happens next: a pure function from evidence to a judgement.
+
+It is called after every rank has exited, in the batch shell (through `finish-attempt`) or in the foreground of cluster=local.
+Facts about SLURM below were observed with 22.05 (tests/slurm shows them again):
+
+- A preempted job that exits within its grace time is not requeued by SLURM (before 24.05): we must.
+- While COMPLETING, SLURM has decided already. `Restarts` one higher than ours: it will start the job again (somebody's
+  `scontrol requeue`, the end of a preemption's grace, a dead node). Unchanged: it will not (scancel, the time limit, or,
+  where it was submitted with --no-requeue, a dead node, which the field Reason tells).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
+from slurmtrain.slurm.client import JobFacts
+
+
+class Reason(StrEnum):
+    """The reason why an attempt ended."""
+
+    FINISHED = "finished"
+    TIME_LIMIT = "time limit"
+    PREEMPTED = "preempted"
+    CANCELLED = "cancelled"
+    NODE_FAILURE = "node failure"
+    REQUEUED = "requeued"  # somebody used scontrol requeue
+    ASKED = "asked"  # a person's signal, `preempt RUN` or `requeue RUN`
+    CONFIG = "config"
+    BAD_NODE = "bad node"  # it could not start there, though an earlier attempt has trained elsewhere
+    SUPERSEDED = "superseded"  # a newer attempt of the run, of another job, is at work
+    CRASH = "crash"
+
+
+class Verdict(StrEnum):
+    """The decision what happens next to a run."""
+
+    DONE = "done"
+    REQUEUE = "requeue"  # we requeue the job
+    RESUBMIT = "resubmit"  # we submit a new job
+    NEXT = "next"  # the next job of the chain goes on
+    RESTARTING = "restarting"  # SLURM does it already
+    END = "end"
+
+
+def exit_code_of_run(verdict: str | None, reason: str | None, code: int | None) -> int:
+    """Return with what a command leaves that has waited for the end of a run, given how the last attempt has ended.
+
+    Args:
+        code: the highest exit code of the attempt's ranks.
+
+    Returns: 0 it has finished, 75 it has stopped and can be resumed, 78 the config or the environment is wrong, else 1.
+    """
+    if verdict == Verdict.DONE:
+        return 0
+    if reason == Reason.CONFIG:
+        return EXIT_CONFIG
+    # After a crash of one rank the others may have saved and exited with 75; the attempt still crashed.
+    return EXIT_REQUEUE if code == EXIT_REQUEUE and reason != Reason.CRASH else 1
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All facts that are known when the last rank has exited.
+
+    Attributes:
+        exit_code: exit code of srun, the highest of all ranks; 128 + n for a rank killed by signal n.
+        said: rank 0's last word, for all ranks: "finished", "stopped", or None when it had none. srun may exit with 0 when it
+            has lost the ranks, so only the word proves the end. Our launcher writes it, whatever program it has started.
+        cause: what told the ranks to stop: a signal's name, "deadline", ...; None when nothing did.
+        seconds_left: seconds from the stop request to the time limit; None when unknown.
+        failure: (exit code, sentence) of the first rank that failed by itself.
+        set_up: message of a set-up that failed before any rank was started.
+        on_any_node: that failure is the same on every node: a checkpoint that does not fit the config.
+        failed_on: the node of that failure; None if it is not known.
+        superseded: if a newer attempt has taken the run over: "attempt 3 in job 12 goes on with this run".
+        trained: this attempt has begun to train.
+        trained_before: an earlier attempt has begun to train with the same config and code.
+        program_code: exit code of a program of the user's own on rank 0; None for other kinds of jobs.
+        finished_when: job.finished_when.
+        killed: srun's words on tasks that were killed, e.g. "n1: task 3: Killed".
+        request: what a person requested of this attempt: "cancel", "stop" (by the file), "preempt", "requeue".
+        facts: what SLURM says of the job; None outside of SLURM.
+        told: what SLURM said of the job when the attempt was told to stop; None if it said nothing.
+        preempted_when_told: SLURM said that it preempts the job when the attempt was told to stop; a requeue may have
+            cleared that since.
+        restart_count: SLURM_RESTART_COUNT of this attempt.
+        progressed: a checkpoint was committed that is newer than the one the attempt started from, or a program of the
+            user's own shows progress.
+        progress_visible: False for a program that reports none, where the absence of progress proves nothing.
+        lasted_s: seconds from its beginning to its end, or to the last thing that it wrote.
+        stalled_before: number of attempts directly before this one that also stalled.
+        unseen_before: number of long attempts before this one that show no progress.
+    """
+
+    exit_code: int
+    said: str | None = None
+    cause: str | None = None
+    seconds_left: float | None = None
+    failure: tuple[int, str] | None = None
+    set_up: str | None = None
+    on_any_node: bool = False
+    failed_on: str | None = None
+    superseded: str | None = None
+    trained: bool = False
+    trained_before: bool = False
+    program_code: int | None = None
+    finished_when: str | None = None
+    killed: str | None = None
+    request: str | None = None
+    facts: JobFacts | None = None
+    told: JobFacts | None = None
+    preempted_when_told: bool = False
+    restart_count: int = 0
+    progressed: bool = False
+    progress_visible: bool = True
+    lasted_s: float = 0.0
+    stalled_before: int = 0
+    unseen_before: int = 0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The part of the config that decides.
+
+    Attributes:
+        mode: requeue.mode.
+        links_left: jobs of the chain that still wait for this one.
+        max_unseen_attempts: requeue.max_unseen_attempts.
+        long_attempt_s: seconds after which an attempt may have made progress that is not visible.
+        signal_lead_s: seconds before the time limit at which the early warning was requested.
+    """
+
+    mode: str = "requeue"
+    links_left: int = 0
+    max_attempts_without_progress: int = 3
+    max_unseen_attempts: int = 10
+    long_attempt_s: float = 3600.0
+    signal_lead_s: float = 120.0
+    early_s: float = 90.0  # SLURM may warn 60 s early, and looks every 30 s
+
+
+@dataclass(frozen=True)
+class AttemptOutcome:
+    """The outcome of an attempt, and what happens next.
+
+    Attributes:
+        stalled: nobody told it to stop, and it shows no progress: the attempt uses up the budget.
+        unseen: the same for a long attempt of a program that reports no progress: it uses up another budget.
+        lasted: it was a long attempt of such a program, whatever the cause of its end.
+        bad_node: the node on which it could not start; the next start should exclude it.
+    """
+
+    reason: Reason
+    verdict: Verdict
+    sentence: str
+    stalled: bool = False
+    unseen: bool = False
+    lasted: bool = False
+    bad_node: str | None = None
+
+
+def decide_outcome(evidence: Evidence, policy: Policy) -> AttemptOutcome:
+    """Decide why the attempt ended and what to do next."""
+    reason, sentence = _reason(evidence, policy)
+    if reason is Reason.FINISHED:
+        return AttemptOutcome(reason, Verdict.DONE, sentence)
+    sentence += _doubt(evidence)
+    if reason in (Reason.CANCELLED, Reason.CONFIG, Reason.SUPERSEDED):
+        return AttemptOutcome(reason, Verdict.END, sentence)
+    outcome = _with_effort(AttemptOutcome(reason, Verdict.END, sentence), evidence, policy)
+    if _slurm_restarts(evidence):
+        return replace(outcome, verdict=Verdict.RESTARTING, sentence=f"{outcome.sentence}; SLURM starts it again")
+    if policy.mode == "off":
+        return replace(outcome, sentence=f"{sentence}; it is not requeued (requeue.mode=off)")
+    spent = budget_spent(outcome, evidence, policy)
+    if spent is not None:
+        return replace(outcome, sentence=f"{sentence}; {spent}")
+    if policy.mode == "chain" and policy.links_left == 0:
+        return replace(
+            outcome, sentence=f"{outcome.sentence}; no job of the chain is left to go on (requeue.chain_length)"
+        )
+    verdict, next_step = _NEXT_STEPS[policy.mode]
+    bad_node = evidence.failed_on if reason is Reason.BAD_NODE else None
+    return replace(outcome, verdict=verdict, sentence=f"{outcome.sentence}; {next_step}", bad_node=bad_node)
+
+
+def is_cancelled(facts: JobFacts, restart_count: int, told: JobFacts | None = None) -> bool:
+    """Return whether SLURM has ended the job for good, as scancel does, so that a requeue would bring it back.
+
+    The job has then neither been preempted, nor reached its time limit, nor lost its node, after which SLURM lets us
+    requeue it. In the grace time of a preemption, COMPLETING says that the job has ended, and not why; the time of its end
+    tells.
+
+    Args:
+        told: what SLURM said of the job when the attempt was told to stop; None if it said nothing.
+    """
+    if facts.restarts > restart_count or facts.reason in ("NodeDown", "TimeLimit"):
+        return False
+    if facts.state != "COMPLETING" or not facts.preempted:
+        return facts.state in ("COMPLETING", "CANCELLED")
+    assert facts.preempt_time is not None
+    if facts.end_time is None:
+        return False
+    if told is not None and told.preempted and told.state == "RUNNING" and told.end_time is not None:
+        return facts.end_time < told.end_time  # which is that of the grace time: SLURM itself never ends it sooner
+    # At the end of a grace time slurmctld sets both anew. They differ by a second where the clock moves on in between.
+    return facts.end_time > facts.preempt_time + 2.0
+
+
+_NEXT_STEPS = {
+    "requeue": (Verdict.REQUEUE, "it is requeued"),
+    "resubmit": (Verdict.RESUBMIT, "it is submitted again"),
+    "chain": (Verdict.NEXT, "the next job of the chain goes on"),
+}
+
+
+def decide_abandoned_outcome(evidence: Evidence, policy: Policy) -> AttemptOutcome:
+    """Judge an attempt that nobody settled: its batch shell is gone, and the job has started again already.
+
+    A run that had finished, or that a person has cancelled, has nothing left to do all the same.
+    """
+    if evidence.said == "finished":
+        return AttemptOutcome(Reason.FINISHED, Verdict.DONE, "finished")
+    if evidence.request in ("cancel", "stop"):
+        said = "cancelled by a person, and killed before that was on record"
+        return AttemptOutcome(Reason.CANCELLED, Verdict.END, said)
+    if evidence.preempted_when_told:
+        reason, sentence = Reason.PREEMPTED, "preempted, and killed before it could say so"
+    elif evidence.failure is not None or evidence.killed is not None:
+        what = evidence.failure[1] if evidence.failure is not None else evidence.killed
+        reason, sentence = Reason.CRASH, f"crashed: {what}"
+    elif evidence.said == "stopped" or evidence.cause is not None:
+        reason, sentence = _why_told(evidence, policy)
+    else:
+        # The run itself may have ended it, and would take one node down after the other, so the attempt uses the
+        # budget.
+        reason, sentence = Reason.NODE_FAILURE, "ended without a word: its node failed, or it was killed"
+    outcome = _with_effort(AttemptOutcome(reason, Verdict.RESTARTING, sentence), evidence, policy)
+    return replace(outcome, sentence=f"{outcome.sentence}; it was started again")
+
+
+def _doubt(evidence: Evidence) -> str:
+    """Say why a program that ended with exit code 0 does not count as finished; return nothing if it did not."""
+    if evidence.program_code != 0 or evidence.said == "finished" or evidence.failure is not None:
+        return ""
+    if evidence.finished_when is None:
+        return " (exit code 0 after it was told to stop is not taken for finished; job.finished_when says when it is)"
+    if evidence.finished_when.isdigit():
+        return f" (its program ended with exit code 0, not with job.finished_when={evidence.finished_when})"
+    return f" (its program ended with exit code 0, but {evidence.finished_when} is not there: job.finished_when)"
+
+
+def _with_effort(outcome: AttemptOutcome, evidence: Evidence, policy: Policy) -> AttemptOutcome:
+    """Add whether the attempt uses up a budget; for a long one that shows no progress, also say so in the sentence.
+
+    If progress is not visible, a long attempt may have made some, also one that reached its time limit. It is no crash
+    loop, but a program that starts from scratch each time looks the same, so the number of such attempts is limited.
+    """
+    long = not evidence.progress_visible and evidence.lasted_s >= policy.long_attempt_s
+    if evidence.progressed or not _own_fault(outcome.reason, evidence):
+        return replace(outcome, lasted=long)
+    if not long and (evidence.progress_visible or outcome.reason is not Reason.TIME_LIMIT):
+        return replace(outcome, stalled=True)
+    count = f"{evidence.unseen_before + 1} of {policy.max_unseen_attempts} such attempts"
+    sentence = f"{outcome.sentence}; nothing shows that it got anywhere ({count}; {_HOW_TO_REPORT})"
+    return replace(outcome, sentence=sentence, unseen=True, lasted=True)
+
+
+_HOW_TO_REPORT = "`slurmtrain progress STEP` or job.progress_file would"
+
+
+def _own_fault(reason: Reason, evidence: Evidence) -> bool:
+    """Return whether the end is the run's own fault.
+
+    It is for a crash, a time limit, or a program that ends early although nobody told it to.
+
+    A node that fails, or on which the run cannot start, counts, too: the run itself may take its nodes down.
+    """
+    known = evidence.request is not None or (evidence.cause is not None and evidence.program_code != 0)
+    always = (Reason.CRASH, Reason.TIME_LIMIT, Reason.NODE_FAILURE, Reason.BAD_NODE)
+    return reason in always or (reason is Reason.ASKED and not known)
+
+
+def budget_spent(outcome: AttemptOutcome, evidence: Evidence, policy: Policy) -> str | None:
+    """Say why this attempt is the last, or return None while there may be others."""
+    if outcome.unseen and evidence.unseen_before + 1 >= policy.max_unseen_attempts:
+        each = f"{policy.max_unseen_attempts} long attempts and nothing that shows progress ({_HOW_TO_REPORT})"
+        return f"{each}: giving up (requeue.max_unseen_attempts)"
+    if not outcome.stalled or evidence.stalled_before + 1 < policy.max_attempts_without_progress:
+        return None
+    ours = evidence.program_code is None and evidence.progress_visible
+    what = "a new checkpoint" if ours else f"progress ({_HOW_TO_REPORT} show it)"
+    tries = f"{policy.max_attempts_without_progress} attempts in a row without {what}"
+    if policy.max_attempts_without_progress == 1:
+        tries = f"an attempt without {what}"
+    return f"{tries}: giving up (requeue.max_attempts_without_progress)"
+
+
+def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
+    if evidence.exit_code == 0 and evidence.said == "finished":
+        return Reason.FINISHED, _finished(evidence)
+    if evidence.superseded is not None:
+        return Reason.SUPERSEDED, f"superseded: {evidence.superseded}"
+    wrong = evidence.failure[1] if evidence.failure is not None and evidence.failure[0] == EXIT_CONFIG else None
+    blame_node = evidence.trained_before and not evidence.trained and not evidence.on_any_node
+    if wrong is not None and not blame_node:
+        return Reason.CONFIG, wrong
+    wrong = wrong or evidence.set_up  # a signal may have ended the set-up: whether there was one comes first
+    if evidence.request == "stop":
+        return Reason.CANCELLED, "stopped by the file `stop` in its directory"
+    if evidence.request == "cancel":
+        return Reason.CANCELLED, "cancelled by `cancel RUN`"
+    external = _told_by_slurm(evidence)
+    if external is not None:
+        return external
+    if wrong is not None and blame_node:
+        where = evidence.failed_on or "that node"
+        return Reason.BAD_NODE, f"{wrong} (the fault of {where}: an earlier attempt has trained)"
+    if wrong is not None:
+        return Reason.CONFIG, wrong
+    told = evidence.exit_code == EXIT_REQUEUE or evidence.cause is not None
+    if told and evidence.failure is None and evidence.killed is None:
+        return _why_told(evidence, policy)
+    if evidence.failure is None and evidence.exit_code == EXIT_CONFIG:
+        return Reason.CONFIG, "the config or the environment is wrong (exit code 78)"
+    if evidence.failure is None and evidence.killed is None and evidence.exit_code == 0:
+        return Reason.CRASH, "ended without a word: exit code 0, and rank 0 has not said that it had finished"
+    what = evidence.failure[1] if evidence.failure else evidence.killed or f"exit code {evidence.exit_code}"
+    return Reason.CRASH, f"crashed: {what}"
+
+
+def _finished(evidence: Evidence) -> str:
+    rule = evidence.finished_when
+    if evidence.program_code is None or rule is None:
+        return "finished"
+    return (
+        f"finished: exit code {rule} (job.finished_when)"
+        if rule.isdigit()
+        else f"finished: {rule} is there (job.finished_when)"
+    )
+
+
+def _told_by_slurm(evidence: Evidence) -> tuple[Reason, str] | None:
+    """Return reason and sentence from SLURM's own record; None if it says nothing."""
+    facts = evidence.facts
+    preempted = evidence.preempted_when_told or (facts is not None and facts.preempted)
+    if facts is not None and facts.preempted and is_cancelled(facts, evidence.restart_count, evidence.told):
+        return Reason.CANCELLED, "cancelled by scancel while it was being preempted"
+    if preempted:
+        return Reason.PREEMPTED, "preempted"
+    if facts is None:
+        return None
+    if facts.state not in ("COMPLETING", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "PENDING", "REQUEUED"):
+        return None
+    if _slurm_restarts(evidence):
+        if evidence.request in ("preempt", "requeue"):
+            return Reason.ASKED, f"asked by `{evidence.request} RUN`"
+        if evidence.killed is not None or (evidence.said is None and evidence.cause is None):
+            return Reason.NODE_FAILURE, "a node failed"
+        return Reason.REQUEUED, "requeued by SLURM or by `scontrol requeue`"
+    if facts.reason == "NodeDown" or facts.state == "NODE_FAIL":  # SLURM may not start this job again
+        return Reason.NODE_FAILURE, "a node failed"
+    if facts.reason == "TimeLimit" or facts.state == "TIMEOUT":
+        return Reason.TIME_LIMIT, "the time limit was reached before a checkpoint was saved"
+    return Reason.CANCELLED, "cancelled by scancel"
+
+
+def _slurm_restarts(evidence: Evidence) -> bool:
+    return evidence.facts is not None and evidence.facts.restarts > evidence.restart_count
+
+
+def _why_told(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
+    """Return reason and sentence from the clock and the signal, when SLURM's record says nothing."""
+    if evidence.request in ("preempt", "requeue"):
+        return Reason.ASKED, f"asked by `{evidence.request} RUN`"
+    near_limit = evidence.seconds_left is not None and evidence.seconds_left <= policy.signal_lead_s + policy.early_s
+    if evidence.cause == "deadline" or (evidence.cause in ("SIGUSR2", "another rank") and near_limit):
+        return Reason.TIME_LIMIT, "the time limit is near"
+    if evidence.cause == "SIGINT":
+        return Reason.CANCELLED, "stopped with Ctrl-C"
+    if evidence.cause is None and evidence.program_code is not None:
+        return Reason.ASKED, "its program wants to be started again"
+    return Reason.ASKED, f"told to stop by {evidence.cause or 'a signal'}"

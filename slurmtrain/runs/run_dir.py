@@ -1,0 +1,398 @@
+"""The run directory: the one thing that login node and job share.
+
+It is created exclusively at submit, its path is decided there once, and never derived again. Every path below it is
+defined here and nowhere else; every verb works from it alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.errors import UnreadableRecord
+from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
+from slurmtrain.system import records
+from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.modes import folder_mode
+from slurmtrain.system.records import COUNT, FLAG, JOB_IDS, NOTHING, OBJECT, TEXT, TEXTS, TIME, finite
+from slurmtrain.system.redaction import redacted
+
+RUN_DIR_VARIABLE = "SLURMTRAIN_RUN_DIR"
+PREPARING = ".preparing"  # below runs/: sweeps in the making; deep enough that no verb takes what is in it for runs
+ATTEMPT_VARIABLE = "SLURMTRAIN_ATTEMPT"
+INFO_LOCK_S = 10.0  # longest wait for somebody who changes run.json, which takes milliseconds
+INFO_LOCK_POLL_S = 0.01
+# The fields of run.json: those that every run has, and those that some have.
+_ALWAYS = {
+    "name": TEXT,
+    "overrides": TEXTS,
+    "backend": TEXT,
+    "user": TEXT,
+    "host": TEXT,
+    "created": TIME,
+    "slurm_conf": TEXT | NOTHING,
+    "job_ids": JOB_IDS,
+}
+_SOMETIMES = {
+    "config_hash": TEXT,
+    "steps": COUNT | NOTHING,
+    "code": OBJECT | NOTHING,
+    "workdir": TEXT,
+    "submit_dir": TEXT,
+    "packed": FLAG | NOTHING,
+    "chain": JOB_IDS | NOTHING,
+    "chain_after": COUNT | NOTHING,
+    "varied": OBJECT | TEXTS | NOTHING,
+    "changing": COUNT | NOTHING,
+}
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The paths and small files of one run.
+
+    Holds no state of its own; paths that tables of many runs need are cached.
+    """
+
+    path: Path
+
+    # Files and folders, in the order in which a run makes them.
+    @cached_property
+    def id(self) -> str:
+        """The run's id; for an evaluation, with the id of the run whose checkpoint it evaluates in front."""
+        return f"{self.path.parents[1].name}.{self.path.name}" if self._is_evaluation else self.path.name
+
+    @cached_property
+    def info_file(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
+
+    @property
+    def program_folders(self) -> tuple[Path, ...]:
+        """The folders of files that a program of the user's own names by a relative path.
+
+        They are the run directory, and the program's working directory.
+        """
+        return tuple(dict.fromkeys((self.path, self.path / (self.info().get("workdir") or "."))))
+
+    @property
+    def script(self) -> Path:
+        return self.path / "job.sbatch"
+
+    @cached_property
+    def attempts(self) -> Path:
+        return self.path / "attempts"
+
+    def attempt(self, number: int) -> Path:
+        return self.attempts / f"{number:04d}"
+
+    @cached_property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @cached_property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @cached_property
+    def events_file(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @cached_property
+    def evaluations(self) -> Path:
+        """The folder of the folders of evaluation jobs, each of which is like a run's."""
+        return self.path / "evaluations"
+
+    def evaluation(self, step: int, variant: str = "") -> RunDir:
+        """Return the folder of the evaluation of the checkpoint of `step`.
+
+        `variant` distinguishes evaluations with other overrides.
+        """
+        return RunDir(self.evaluations / (f"step_{step:07d}" + (f"-{variant}" if variant else "")))
+
+    @cached_property
+    def evaluations_file(self) -> Path:
+        """The file of the metrics of evaluation jobs, one per line, in the format of metrics.jsonl."""
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def result_file(self) -> Path:
+        """The file of the result of an evaluation."""
+        return self.path / "result.json"
+
+    @property
+    def evaluated_run(self) -> RunDir | None:
+        """The run whose checkpoint an evaluation evaluates; None for a run."""
+        return RunDir(self.path.parents[1]) if self._is_evaluation else None
+
+    @cached_property
+    def _is_evaluation(self) -> bool:
+        return self.path.parent.name == "evaluations"
+
+    @cached_property
+    def request_file(self) -> Path:
+        """The file of a person's request to the running job, written by `cancel`, `preempt` and `requeue`."""
+        return self.path / "request.json"
+
+    @property
+    def stop_switch(self) -> Path:
+        """A file that anybody who may write here can make, with `touch`, to end the run for good, as `cancel` does."""
+        return self.path / "stop"
+
+    @property
+    def save_switch(self) -> Path:
+        """A file that anybody who may write here can make, with `touch`, to have a checkpoint saved now."""
+        return self.path / "save"
+
+    def job_log(self, job_id: str) -> Path | None:
+        """Return the log of a job's batch script; None when the job has not begun here.
+
+        For an array, it is in the folder above.
+        """
+        paths = (os.path.join(folder, f"slurm-{job_id}.log") for folder in (self.path, self.path.parent))
+        found = next((path for path in paths if os.path.lexists(path)), None)
+        return Path(found) if found is not None else None
+
+    # The contents of the files.
+    def all_evaluations(self) -> list[RunDir]:
+        """Return the evaluations, by step."""
+        return [RunDir(path.parent) for path in sorted(self.evaluations.glob("*/run.json"))]
+
+    def measured(self) -> dict[str, float]:
+        """Return the metrics of an evaluation by name; nothing before it is done."""
+        metrics = (read_json(self.result_file) or {}).get("metrics")
+        return {name: value for name, value in metrics.items() if _is_value(value)} if isinstance(metrics, dict) else {}
+
+    def measured_at(self) -> float | None:
+        """Return when an evaluation was done, in unix seconds."""
+        time: object = (read_json(self.result_file) or {}).get("time")
+        return float(time) if records.is_time(time) else None  # type: ignore[arg-type]
+
+    def exists(self) -> bool:
+        """Return whether this is a run, or one being created: `create` makes two folders.
+
+        Run.json comes after the code is copied.
+        """
+        return os.path.isfile(self.info_file) or (os.path.isdir(self.attempts) and os.path.isdir(self.checkpoints))
+
+    def info(self, *, whole: bool = False) -> dict[str, Any]:
+        """Return run.json: id, name, overrides, config hash, code revision, user, host, job ids.
+
+        The fields have their types.
+
+        Args:
+            whole: require all fields that `submit` writes; callers that have asked for the run's state have checked
+                that.
+
+        Raises:
+            UnreadableRecord: this is not a run directory, or its run.json cannot be used.
+        """
+        info = read_json(self.info_file)
+        if info is None:
+            raise UnreadableRecord(f"{self.path} is not a run directory: it has no readable run.json")
+        missing = [name for name in _ALWAYS if name not in info]
+        if missing and whole:
+            raise UnreadableRecord(f"{self.info_file} does not say {', '.join(missing)}")
+        records.check_fields(info, {**_ALWAYS, **_SOMETIMES}, self.info_file)
+        return info
+
+    def config_values(self) -> Any:
+        """Return config.yaml as plain values, of whichever version of the schema.
+
+        Raises:
+            UnreadableRecord: there is none, or it is no YAML as `submit` writes it.
+        """
+        import yaml
+
+        class Plain(yaml.SafeLoader):
+            """A loader that refuses aliases, which `submit` does not write.
+
+            A few lines of aliases expand to more values than fit anywhere.
+            """
+
+            def compose_node(self, parent: Any, index: Any) -> Any:
+                if self.check_event(yaml.AliasEvent):
+                    raise yaml.YAMLError("an alias")
+                return super().compose_node(parent, index)
+
+        try:
+            return yaml.load(records.read_bytes(self.config_file), Plain)
+        except OSError as error:
+            raise UnreadableRecord(f"{self.config_file} cannot be read: {error.strerror}") from None
+        except (ValueError, TypeError, RecursionError, yaml.YAMLError):
+            raise UnreadableRecord(
+                f"{self.config_file} is no YAML", hint="it was written at submit; has it been edited?"
+            ) from None
+
+    def slurm_conf(self) -> str | None:
+        """Return the slurm.conf by which SLURM's commands reach the run's cluster; None: this machine's own.
+
+        A slurm.conf names libraries that those commands load, so it is used only if nobody but this user, root and the
+        account `slurm` can have written it, and nobody but this user and root the run.json that names it; or if it is
+        the one that this shell uses anyway.
+
+        Raises:
+            ClusterError: somebody else can have written one of them.
+            UnreadableRecord: run.json cannot be used.
+        """
+        return trusted_slurm_conf(self.info().get("slurm_conf"), named_by=self.info_file)
+
+    def changed_keys(self) -> frozenset[str]:
+        """Return the fields of the config that a person has changed since the run was submitted (`resume RUN --set`)."""
+        words = [word for change in self._changes() for word in change.get("set") or ()]
+        return frozenset(str(word).partition("=")[0].lstrip("+") for word in words)
+
+    def changed_at(self) -> float:
+        """Return when a person last changed the run's config or code, in unix seconds; 0 if nobody has."""
+        return max((finite(change.get("time")) or 0.0 for change in self._changes()), default=0.0)
+
+    def _changes(self) -> list[dict[str, Any]]:
+        changes = (read_json(self.info_file) or {}).get("changes")
+        return [change for change in changes if isinstance(change, dict)] if isinstance(changes, list) else []
+
+    def update_info(self, **changes: Any) -> None:
+        """Replace fields of run.json. Raises as `info`."""
+        with self._changing_info():
+            write_json(self.info_file, {**self.info(), **changes})
+
+    def add_job(self, job_id: str, **changes: Any) -> None:
+        """Record the run's latest job, and replace other fields of run.json. Raises as `info`."""
+        with self._changing_info():
+            info = self.info()
+            write_json(self.info_file, {**info, **changes, "job_ids": [*info["job_ids"], job_id]})
+
+    def make_up_job(self, job_id: str, submitted: float, **changes: Any) -> bool:
+        """Record a job that was submitted a while ago, before those that were submitted later.
+
+        The order is that of the submissions: SLURM's ids begin anew on a cluster that is set up again.
+
+        Args:
+            submitted: time of its submission in unix seconds.
+            changes: other fields of run.json.
+
+        Returns:
+            False if the job is recorded already; nothing is changed then.
+
+        Raises:
+            UnreadableRecord: there is no usable run.json.
+        """
+        with self._changing_info():
+            info = self.info()
+            job_ids = list(info["job_ids"])
+            if job_id in job_ids:
+                return False
+            events = [event for event in self.events() if event["event"] == "submitted"] if job_ids else []
+            # An event that is added here also says when that job was submitted.
+            later = [
+                event.get("job_id") for event in events if (finite(event.get("submitted")) or event["time"]) > submitted
+            ]
+            place = next((index for index, each in enumerate(job_ids) if each in later), len(job_ids))
+            job_ids.insert(place, job_id)
+            write_json(self.info_file, {**info, **changes, "job_ids": job_ids}, durable=False)
+            return True
+
+    @contextlib.contextmanager
+    def _changing_info(self) -> Iterator[None]:
+        """Hold a lock while run.json is read, changed and written: the running job does that, too, on another host.
+
+        The lock is on events.jsonl, which is never replaced. NFS passes flock(2) on to its server, and it ends with the
+        process that holds it. If a file system has no locks, or a process that was suspended holds it, run.json is
+        changed without it.
+        """
+        try:
+            descriptor = records.open_to_append(self.events_file)
+        except OSError:
+            yield
+            return
+        try:
+            give_up = time.monotonic() + INFO_LOCK_S
+            while time.monotonic() < give_up:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(INFO_LOCK_POLL_S)
+                except OSError:
+                    break
+            yield
+        finally:
+            os.close(descriptor)
+
+    def event(self, name: str, **facts: Any) -> None:
+        """Append one line to events.jsonl, a file of this user.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        line = json.dumps({"time": round(time.time(), 3), "event": name, **redacted(facts)}) + "\n"
+        records.append_line(self.events_file, line)
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the run's events, oldest first, each with at least its `event` and `time`.
+
+        Torn and foreign lines are left out.
+
+        Raises:
+            UnreadableRecord: events.jsonl is not a regular file, or cannot be read.
+        """
+        lines = records.read_tail(self.events_file, records.EVENTS_BYTES).splitlines()
+        found = [records.parse(line) for line in lines if line.endswith(b"}")]
+        return [each for each in found if _is_event(each)]
+
+    def attempt_numbers(self) -> list[int]:
+        """Return the numbers of the attempts, in order.
+
+        Raises:
+            UnreadableRecord: the folder cannot be read.
+        """
+        try:
+            with os.scandir(self.attempts) as entries:
+                found = [e.name for e in entries if e.is_dir(follow_symlinks=False)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise UnreadableRecord(f"{self.attempts} cannot be read: {error.strerror}") from None
+        return sorted(int(name) for name in found if re.fullmatch("[0-9]{1,9}", name))
+
+    def new_attempt(self) -> int:
+        """Claim the next attempt number by creating its folder. Two claimants never get the same one.
+
+        The batch script does the same in bash, before any Python of ours runs.
+        """
+        self.attempts.mkdir(mode=folder_mode(self.path), exist_ok=True)
+        number = (self.attempt_numbers() or [0])[-1] + 1
+        while True:
+            try:
+                self.attempt(number).mkdir(mode=folder_mode(self.attempts))
+                return number
+            except FileExistsError:
+                number += 1
+
+
+def _is_event(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("event"), str) and records.is_time(value.get("time"))
+
+
+def _is_value(value: object) -> bool:
+    """Return whether a value is a number, NaN and the infinities included."""
+    return isinstance(value, float) or records.is_number(value)

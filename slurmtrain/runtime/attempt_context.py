@@ -1,0 +1,134 @@
+"""The place of this attempt's files: which run, which attempt, and which process keeps its record.
+
+A submitted job is given run and attempt by its batch script. Ranks that somebody started by hand (srun, torchrun, plain
+python) find them out together: they meet first, rank 0 makes the run directory or claims the next attempt, and
+broadcasts both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import EnvironmentMismatch
+from slurmtrain.runs import attempts
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RunDir
+from slurmtrain.runtime.finish_attempt import REPORTING, close_abandoned, own_job_id
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.environment import Environment
+
+
+@dataclass(frozen=True)
+class AttemptContext:
+    """The run and the attempt of this process.
+
+    Attributes:
+        supervised: a launcher (the batch script, cluster=local) settles the attempt after the ranks have exited; else
+            rank 0 does.
+    """
+
+    run_dir: RunDir
+    number: int
+    supervised: bool
+
+    @property
+    def attempt_dir(self) -> Path:
+        return self.run_dir.attempt(self.number)
+
+    def incarnation_label(self, environment: Environment) -> str:
+        job = f"job {environment.job_id}" if environment.job_id else f"pid {os.getpid()} on {socket.gethostname()}"
+        return f"attempt {self.number}, {job}, restart {environment.restart_count}"
+
+
+def given_place(run_dir: RunDir) -> AttemptContext | None:
+    """Return the place that the batch script or cluster=local has named, or None for ranks started by hand."""
+    number = os.environ.get(ATTEMPT_VARIABLE)
+    return AttemptContext(run_dir, int(number), supervised=True) if number else None
+
+
+def meeting_directory(environment: Environment, runs_dir: Path) -> Path:
+    """Return the folder where ranks started by hand under SLURM publish rank 0's address: one per step and restart."""
+    path = runs_dir / ".meetings" / f"{environment.job_id}.{environment.step_id}.{environment.restart_count}"
+    path.mkdir(parents=True, mode=0o700, exist_ok=True)
+    return path
+
+
+def agree_on_place(
+    environment: Environment,
+    find_or_create: Callable[[], RunDir],
+    tell: Callable[[str | None], str],
+    meeting: Path | None,
+) -> AttemptContext:
+    """Let rank 0 find or create the run directory and claim an attempt, and broadcast both.
+
+    Args:
+        tell: broadcasts rank 0's text to all; called with None on the others.
+        meeting: folder to remove afterwards.
+    """
+    text = None
+    if environment.rank == 0:
+        run_dir = find_or_create()
+        text = json.dumps([str(run_dir.path), run_dir.new_attempt()])
+    path, number = json.loads(tell(text))
+    if environment.rank == 0 and meeting is not None:
+        shutil.rmtree(meeting, ignore_errors=True)
+    return AttemptContext(RunDir(Path(path)), number, supervised=False)
+
+
+def alone(kind: str, environment: Environment, find_or_create: Callable[[], RunDir]) -> AttemptContext:
+    """Return the place of a job started by hand whose kind has ranks that do not meet.
+
+    None of its ranks could tell others the attempt.
+
+    Raises:
+        EnvironmentMismatch: there are other ranks.
+    """
+    if environment.world_size > 1:
+        raise EnvironmentMismatch(
+            f"job={kind} was started by hand with {environment.world_size} ranks", hint="let `submit` start it"
+        )
+    run_dir = find_or_create()
+    return AttemptContext(run_dir, run_dir.new_attempt(), supervised=False)
+
+
+def open_attempt(context: AttemptContext, environment: Environment, config: Config) -> None:
+    """Begin the record of this attempt on rank 0, and close those of attempts that ended without one."""
+    close_abandoned(context.run_dir, context.number, config, SlurmClient() if environment.source == "slurm" else None)
+    attempt = Attempt(
+        number=context.number,
+        job_id=own_job_id() if environment.source == "slurm" else None,
+        step_id=f"{environment.job_id}.{environment.step_id}" if environment.source == "slurm" else None,
+        restart_count=environment.restart_count,
+        nodes=list(environment.nodes),
+        world_size=environment.world_size,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        started=time.time(),
+        committed_before=attempts.newest_checkpoint_step(context.run_dir),
+        reported_before=attempts.furthest_reported(context.run_dir) if config.job.kind in REPORTING else None,
+        marked_before=attempts.newest_change(context.run_dir, config.job.progress_file),
+    )
+    attempts.write_attempt(context.run_dir, attempt)
+    context.run_dir.event(
+        "attempt started",
+        attempt=context.number,
+        job_id=attempt.job_id,
+        nodes=attempt.nodes,
+        world_size=attempt.world_size,
+    )
+
+
+def update_attempt(context: AttemptContext, **changes: object) -> None:
+    """Change fields of this attempt's record; rank 0 only, one writer at a time."""
+    attempt = attempts.read_attempt(context.run_dir, context.number)
+    for name, value in changes.items():
+        setattr(attempt, name, value)
+    attempts.write_attempt(context.run_dir, attempt)

@@ -1,0 +1,163 @@
+"""The question that a job asks before it claims an attempt: is there anything left to do for the run?
+
+There may be nothing, because SLURM starts a job again
+
+- for the sake of the other runs that share it (sweep.pack; run.json says `packed` of a run whose latest job is such a one);
+- although it has ended by itself: from 24.05 on, once more after each grace time of a preemption
+  (`versions.STARTS_PREEMPTED_JOBS_ONCE_MORE`), and where slurmd or its batch step died before they could tell the end.
+
+The jobs of a chain ask `chain.ended_before` instead.
+"""
+
+from __future__ import annotations
+
+import time
+
+from slurmtrain.config.schema import Config
+from slurmtrain.runs import attempts, chain
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.outcome import Reason, Verdict
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runtime.finish_attempt import close_abandoned, own_job_id, own_restart_count, run_hook_of, spent_by
+from slurmtrain.slurm.client import SlurmClient
+
+
+def ended_before(run_dir: RunDir, job_id: str | None, restart_count: int) -> Verdict | None:
+    """Return DONE or END if a job that starts has nothing left to do for a run, else None.
+
+    A run that waits, or that has ended while others of its job go on, can have been cancelled, or given another job.
+
+    Args:
+        job_id: the job that starts; for an array, the task.
+        restart_count: how often SLURM has started it before.
+    """
+    numbers = run_dir.attempt_numbers()
+    last = attempts.read_attempt(run_dir, numbers[-1]) if numbers else None
+    if last is not None and last.verdict == Verdict.DONE and not _is_evaluated_anew(run_dir):
+        return Verdict.DONE
+    job_ids = run_dir.info()["job_ids"]
+    if (job_id in job_ids and job_ids[-1] != job_id) or attempts.cancelled_after(run_dir, last):
+        return Verdict.END
+    if _is_superseded(run_dir, job_id, restart_count):
+        return Verdict.END
+    if last is None or restart_count == 0:
+        return None
+    if last.job_id is not None and not _is_of_this_job(run_dir, last, job_id, restart_count):
+        return None
+    return Verdict.END if attempts.came_to_an_end(run_dir, last) else None
+
+
+def budget_used_up(run_dir: RunDir, config: Config, client: SlurmClient | None) -> Verdict | None:
+    """Complete the records of lost attempts, and return DONE or END, once it is recorded, if the run is over with that.
+
+    It had finished, or a person had cancelled it, and the process that was to record that was killed; or the lost
+    attempts have used up the budget: a run that takes its node down leaves no process that could count, and would go
+    from node to node.
+
+    Args:
+        client: None outside of SLURM.
+    """
+    numbers = run_dir.attempt_numbers()
+    if not numbers:
+        return None
+    closed = close_abandoned(run_dir, numbers[-1] + 1, config, client)
+    last = attempts.read_attempt(run_dir, numbers[-1])
+    if last.verdict in (Verdict.DONE, Verdict.END):
+        if last.number not in closed or not (last.verdict == Verdict.DONE or _is_of_this_life(run_dir, last)):
+            return None
+        run_hook_of(run_dir, last.number, config)
+        return Verdict(last.verdict)
+    spent = spent_by(attempts.all_attempts(run_dir), config)
+    if spent is None:
+        return None
+    said = (last.sentence or "").rpartition("; ")[0] or "ended"  # without what was to come next
+    last.verdict, last.sentence = Verdict.END, f"{said}; {spent}"
+    attempts.write_attempt(run_dir, last)
+    run_dir.event("given up", attempt=last.number, sentence=last.sentence)
+    run_hook_of(run_dir, last.number, config)
+    return Verdict.END
+
+
+def scancelled_before(run_dir: RunDir, job_id: str | None, client: SlurmClient) -> Verdict | None:
+    """Record and return END if this job was to continue after a job that a bare scancel has ended since; else None.
+
+    That scancel came after the job before had handed the run over, when nothing was left in it that could notice. SLURM
+    remembers it for MinJobAge (300 s by default). A run that a person has resumed continues, whatever ended the job before.
+    """
+    numbers = run_dir.attempt_numbers()
+    last = attempts.read_attempt(run_dir, numbers[-1]) if numbers else None
+    if last is None or last.job_id in (None, job_id) or not _goes_on_after(run_dir, last, job_id):
+        return None
+    facts = client.job(last.job_id or "")
+    if facts is None or facts.state != "CANCELLED" or (facts.start_time or 0.0) > (last.ended or time.time()):
+        return None
+    said = (last.sentence or "").rpartition("; ")[0] or "stopped"  # without what was to come next
+    last.verdict, last.sentence = Verdict.END, f"{said}; {_SCANCELLED}"
+    attempts.write_attempt(run_dir, last)
+    run_dir.event("not started again", attempt=last.number, sentence=last.sentence)
+    return Verdict.END
+
+
+_SCANCELLED = "cancelled by scancel before its next job began"
+
+
+def _goes_on_after(run_dir: RunDir, last: Attempt, job_id: str | None) -> bool:
+    """Return whether a job was submitted to continue after this attempt, by its own job or in its chain, not by `resume`."""
+    info = run_dir.info()
+    if chain.links(info):
+        return last.verdict == Verdict.NEXT and last.number > int(info.get("chain_after") or 0)
+    if last.verdict != Verdict.RESUBMIT:
+        return False
+    mine = [event for event in run_dir.events() if event["event"] == "submitted" and event.get("job_id") == job_id]
+    if not mine:
+        return False
+    found_by = str(mine[-1].get("found_by"))  # the token, if the submitter was killed before it noted the job
+    return mine[-1].get("after_attempt") == last.number or found_by.endswith(f":{run_dir.id}:{last.number}")
+
+
+def _is_evaluated_anew(run_dir: RunDir) -> bool:
+    """Return whether this is an evaluation whose result was removed so that it is measured again."""
+    return run_dir.evaluated_run is not None and not run_dir.result_file.exists()
+
+
+def _is_of_this_life(run_dir: RunDir, last: Attempt) -> bool:
+    """Return whether an attempt belongs to the job that starts, or to its chain; if not, a person has resumed the run since."""
+    info = run_dir.info()
+    if chain.links(info):
+        return last.number > int(info.get("chain_after") or 0)
+    if last.started:
+        return last.job_id is None or _is_of_this_job(run_dir, last, own_job_id(), own_restart_count())
+    return attempts.claimed_by(run_dir.attempt(last.number))[0] in (own_job_id(), None)
+
+
+def _is_superseded(run_dir: RunDir, job_id: str | None, restart_count: int) -> bool:
+    """Return whether this job was told before that a newer one is at work for the run."""
+    tries = attempts.all_attempts(run_dir)
+    mine = [attempt for attempt in tries if _is_of_this_job(run_dir, attempt, job_id, restart_count)]
+    return bool(mine) and mine[-1].reason == Reason.SUPERSEDED
+
+
+def _is_of_this_job(run_dir: RunDir, attempt: Attempt, job_id: str | None, restart_count: int) -> bool:
+    """Return whether an attempt belongs to an earlier start of this job, and not to another job with the same id.
+
+    SLURM uses an id again on a cluster that is set up anew, as a sandbox is, and after MaxJobId. An attempt that had ended
+    before a job was submitted does not belong to it. The order of the run's events tells, so no two clocks are compared.
+    """
+    if job_id is None or attempt.job_id != job_id or attempt.restart_count >= restart_count:
+        return False
+    submitted = ended = -1
+    for place, event in enumerate(run_dir.events()):
+        if event["event"] == "submitted" and event.get("job_id") == job_id:
+            submitted = place
+        elif event["event"] == "attempt ended" and event.get("attempt") == attempt.number:
+            ended = place
+    return ended < 0 or ended > submitted
+
+
+def record_leaving(run_dir: RunDir, job_id: str | None) -> None:
+    """Record in the last attempt, for `status`, that a start of its job had nothing left to do."""
+    run_dir.event("left at once", job_id=job_id)
+    last = attempts.read_attempt(run_dir, run_dir.attempt_numbers()[-1])
+    if last.job_id == job_id:
+        last.started_again += 1
+        attempts.write_attempt(run_dir, last)

@@ -1,0 +1,179 @@
+"""The ranks together: device, process groups, and a common exit."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from slurmtrain.config.schema import ClusterConfig
+from slurmtrain.errors import EnvironmentMismatch
+from slurmtrain.runtime.rendezvous import meet
+from slurmtrain.slurm.environment import Environment, no_gpu
+from slurmtrain.system.signals import StopSignals
+
+
+@dataclass(frozen=True)
+class DistributedContext:
+    """The device of a rank, and what it shares with the others.
+
+    Attributes:
+        group: all ranks, for gradients (NCCL on GPUs, gloo on CPUs); None for a single rank.
+        control: all ranks, gloo: flags and counts, on the CPU.
+        saving: all ranks, gloo: checkpoints only, separate from all other collectives.
+    """
+
+    environment: Environment
+    device: torch.device
+    group: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
+    saving: dist.ProcessGroup | None = None
+
+    def broadcast_text(self, text: str | None) -> str:
+        """Return rank 0's text on all ranks."""
+        if self.control is None:
+            assert text is not None
+            return text
+        # As bytes: a pickle from the network would be a program.
+        own = (text or "").encode(errors="surrogatepass")
+        size = torch.tensor([len(own)])
+        dist.broadcast(size, src=0, group=self.control)
+        if int(size.item()) == 0:
+            return ""
+        told = torch.empty(int(size.item()), dtype=torch.uint8)
+        if self.environment.rank == 0:
+            told = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        dist.broadcast(told, src=0, group=self.control)
+        return bytes(told.tolist()).decode(errors="surrogatepass")
+
+    def leave_together(self) -> None:
+        """Wait until all ranks are here. The first to exit would otherwise look like a failure to the others."""
+        if self.control is not None:
+            dist.barrier(group=self.control)
+
+
+def join(
+    cluster: ClusterConfig, device: str, environment: Environment, directory: Path | None, stop: StopSignals
+) -> DistributedContext:
+    """Find the device, meet the other ranks, and make the process groups.
+
+    Args:
+        directory: folder where rank 0 publishes its address; not needed under torchrun or for a single rank.
+
+    Raises:
+        EnvironmentMismatch: a GPU was asked for that does not exist.
+        RendezvousError: a rank is missing.
+    """
+    own = choose_device(device, environment, gpus_per_node=cluster.gpus_per_node)
+    if own.type == "cpu":
+        # The same number in every attempt: how a sum is split over threads shows in its last bits.
+        torch.set_num_threads(threads_of(os.environ.get("OMP_NUM_THREADS", ""), cluster.cpus_per_task))
+    else:
+        torch.cuda.set_device(own)
+    if environment.world_size == 1:
+        return DistributedContext(environment, own)
+    meeting = meet(
+        environment,
+        directory or Path("."),
+        timeout_s=cluster.rendezvous_timeout_s,
+        stop_requested=lambda: stop.requested,
+        interface=cluster.network_interface,
+    )
+    if own.type == "cuda":
+        _check_own_gpu(meeting.store, environment, own)
+    _choose_interface(cluster.network_interface, meeting.interface)
+    timeout = timedelta(seconds=cluster.collective_timeout_s)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo",
+        store=meeting.store,
+        rank=environment.rank,
+        world_size=environment.world_size,
+        timeout=timeout,
+        device_id=own if own.type == "cuda" else None,
+    )
+    assert dist.group.WORLD is not None
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    saving = dist.new_group(backend="gloo", timeout=timeout)
+    return DistributedContext(environment, own, dist.group.WORLD, control, saving)
+
+
+def threads_of(setting: str, cpus: int) -> int:
+    """Return the number of threads that OMP_NUM_THREADS asks for: "4", or "4,2" with those of nested loops.
+
+    Else one per CPU.
+    """
+    first = setting.partition(",")[0].strip()
+    return int(first) if first.isascii() and first.isdigit() and int(first) > 0 else cpus
+
+
+def choose_device(device: str, environment: Environment, *, gpus_per_node: int = 0) -> torch.device:
+    """Choose this rank's device: "cpu", or GPU number 0 when one is visible, else the local rank's.
+
+    SLURM gives each task its own single GPU or all of the node's, depending on flags and version.
+
+    Args:
+        device: "cpu", "cuda", or "auto": a GPU if the job has asked for some or one is visible, else the CPU.
+        gpus_per_node: number of GPUs that the job has asked for.
+
+    Raises:
+        EnvironmentMismatch: there is no GPU, or there are fewer than ranks on this node.
+    """
+    if device == "cpu":
+        return torch.device("cpu")
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "auto" and visible == 0 and gpus_per_node == 0:
+        return torch.device("cpu")
+    if visible == 0:
+        raise no_gpu(
+            environment,
+            f"cluster.gpus_per_node={gpus_per_node}" if gpus_per_node else "train.device=cuda",
+            ""
+            if torch.version.cuda or torch.version.hip
+            else f", and its torch {torch.__version__} is built for CPUs only",
+        )
+    if visible == 1:
+        return torch.device("cuda", 0)
+    if environment.local_rank >= visible:
+        asked = f" of cluster.gpus_per_node={gpus_per_node}" if gpus_per_node > visible else ""
+        raise EnvironmentMismatch(
+            f"{environment.local_world_size} ranks on {environment.node}, but only {visible} GPUs{asked} are visible there",
+            hint=f"`nvidia-smi` on {environment.node} shows them; cluster.exclude={environment.node} leaves that node out"
+            if asked
+            else f"set cluster.tasks_per_node={visible}",
+        )
+    return torch.device("cuda", environment.local_rank)
+
+
+def _check_own_gpu(store: dist.Store, environment: Environment, device: torch.device) -> None:
+    """Compare this rank's GPU with those of the other ranks on its node.
+
+    A rank that sees a single GPU cannot tell whether it is its own; two on one would share its memory, or fail in NCCL.
+
+    Raises:
+        EnvironmentMismatch: another rank has the same one.
+    """
+    first = environment.rank - environment.local_rank
+    neighbours = range(first, min(first + environment.local_world_size, environment.world_size))
+    store.set(f"gpu/{environment.rank}", str(torch.cuda.get_device_properties(device).uuid))
+    gpus = {rank: store.get(f"gpu/{rank}").decode() for rank in neighbours}
+    sharing = [rank for rank, gpu in gpus.items() if gpu == gpus[environment.rank]]
+    if len(sharing) > 1:
+        raise EnvironmentMismatch(
+            f"ranks {', '.join(map(str, sharing))} on {environment.node} see one and the same GPU, and no other",
+            hint=f"cluster.gpus_per_node has to be at least the {environment.local_world_size} ranks of a node, and "
+            "CUDA_VISIBLE_DEVICES must not hide them",
+        )
+
+
+def _choose_interface(configured: str, found: str | None) -> None:
+    """Tell gloo and NCCL which network interface to use, unless the user's environment does."""
+    name = {"auto": found, "none": None}.get(configured, configured)
+    if name is None:
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    if name != "lo":
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")

@@ -1,0 +1,339 @@
+"""The steps after the last rank has exited: gather the evidence, decide the outcome, complete the record, print the verdict.
+
+They are called by the batch script, outside of srun and of any container. This module imports no torch and is quick: in
+a preemption the grace time is still running.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from slurmtrain.checkpoint import retention
+from slurmtrain.checkpoint.commit import step_of
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import ClusterError
+from slurmtrain.runs import attempts, chain
+from slurmtrain.runs.attempts import Attempt, Failure
+from slurmtrain.runs.outcome import (
+    AttemptOutcome,
+    Evidence,
+    Policy,
+    Reason,
+    Verdict,
+    budget_spent,
+    decide_abandoned_outcome,
+    decide_outcome,
+)
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm import versions
+from slurmtrain.slurm.client import LIVE, JobFacts, SlurmClient
+from slurmtrain.system import process
+
+WORD_S = 3.0  # how long a shared file system may take to show here what rank 0 has written
+WORD_POLL_S = 0.2
+REPORTING = ("command", "prepare")  # kinds of jobs whose progress is what they report
+
+
+def finish_attempt(
+    run_dir: RunDir, number: int, exit_code: int, config: Config, client: SlurmClient | None
+) -> AttemptOutcome:
+    """Judge attempt `number` and complete its record.
+
+    Args:
+        exit_code: exit code of srun, or the highest of the local ranks.
+        client: None outside of SLURM.
+    """
+    attempt = _with_its_word(run_dir, number) if exit_code == 0 else attempts.read_attempt(run_dir, number)
+    job_id = attempt.job_id or own_job_id()
+    facts = client.job(job_id or "") if client is not None else None
+    links_left = 0
+    if client is not None and config.requeue.mode == "chain":
+        links_left = len(chain.waiting_after(run_dir, job_id, client))
+    _find_last_steps(run_dir, attempt, config)
+    request = attempts.take_request(run_dir, attempt)
+    evidence = _evidence(run_dir, attempt, exit_code, facts, config, request, time.time())
+    outcome = decide_outcome(evidence, policy(config, links_left))
+    attempt.exit_code = exit_code
+    try:
+        _record(run_dir, attempt, outcome)
+    except OSError as error:  # a full disk must not turn a clean stop into a lost run
+        print(f"slurmtrain: cannot complete the record of attempt {number}: {error}", file=sys.stderr)
+    if config.job.kind == "evaluate" and outcome.verdict is Verdict.END:  # nobody waits for its checkpoint any more
+        checkpoint = Path(config.checkpoint.restore_from or "")
+        retention.release(checkpoint.parent, step_of(checkpoint), run_dir.path.name)
+    return outcome
+
+
+def _with_its_word(run_dir: RunDir, number: int) -> Attempt:
+    """Read the record of an attempt that ended with exit code 0, and wait a moment until rank 0's last word is in it.
+
+    A shared file system may show the word here a little later than it was written.
+    """
+    give_up = time.monotonic() + WORD_S
+    while True:
+        attempt = attempts.read_attempt(run_dir, number)
+        left = give_up - time.monotonic()
+        if attempt.said is not None or attempts.killed_tasks(run_dir.attempt(number)) is not None or left <= 0:
+            return attempt
+        time.sleep(min(WORD_POLL_S, left))
+
+
+def free_dependents(run_dir: RunDir, attempt: Attempt, client: SlurmClient) -> None:
+    """Let jobs that wait for the success of this attempt's job wait for it no more, since the run has finished in it.
+
+    They were submitted with --after this run. A job that was ever preempted may not end yet, or not as a success: see
+    `slurm_versions.STARTS_PREEMPTED_JOBS_ONCE_MORE`.
+    """
+    job_id = attempt.job_id
+    if job_id is None or not (attempt.restart_count or _was_preempted(run_dir, attempt)):
+        return
+    if not versions.STARTS_PREEMPTED_JOBS_ONCE_MORE.applies_to(client.version()):
+        return
+    try:
+        freed = client.free_dependents(job_id)
+    except ClusterError as error:  # if the job ends as PREEMPTED, they show DependencyNeverSatisfied
+        print(f"slurmtrain: jobs that wait for this run may start late or never: {error.message}", file=sys.stderr)
+        return
+    if freed:
+        run_dir.event("dependents freed", job_ids=freed, job_id=job_id)
+
+
+def own_restart_count() -> int:
+    """Return how often SLURM has started this very job before."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+def run_hook_of(run_dir: RunDir, number: int, config: Config) -> None:
+    """Run the hook for the outcome of attempt `number` outside of a batch script, as the script would."""
+    hooks = config.hooks
+    if hooks.on_finish or hooks.on_failure or hooks.on_preemption:
+        words = ["hook", str(run_dir.path), "--attempt", str(number)]
+        subprocess.run([sys.executable, "-m", "slurmtrain", *words], check=False)
+
+
+def close_abandoned(run_dir: RunDir, current: int, config: Config, client: SlurmClient | None) -> list[int]:
+    """Complete the records of earlier attempts that nobody settled: their node is gone, or the batch shell died.
+
+    An attempt that may still be at work is left alone: it has a record of its own to write. Return the numbers of the
+    others.
+    """
+    closed = []
+    for number in reversed(run_dir.attempt_numbers()):
+        attempt = attempts.read_attempt(run_dir, number)
+        if number >= current or attempt.reason is not None or (run_dir.attempt(number) / "setup-failed").exists():
+            continue
+        if may_live(attempt, run_dir.attempt(number), client):
+            continue
+        _find_last_steps(run_dir, attempt, config)
+        request = attempts.take_request(run_dir, attempt)
+        evidence = _evidence(run_dir, attempt, 0, None, config, request, _last_sign(run_dir.attempt(number)))
+        _record(run_dir, attempt, decide_abandoned_outcome(evidence, policy(config)))
+        closed.append(number)
+    return closed
+
+
+def may_live(attempt: Attempt, directory: Path, client: SlurmClient | None) -> bool:
+    """Return whether an attempt that nobody has settled may still be at work, as far as can be known here.
+
+    An earlier start of this very job is over. SLURM knows about other jobs, and about other steps of this one; this
+    machine about an attempt outside of SLURM. If neither can be asked, it may be at work.
+    """
+    job_id, restart_count = attempt.job_id, attempt.restart_count
+    if not attempt.started:
+        job_id, restart_count = attempts.claimed_by(directory)
+    if job_id is None:
+        if not attempt.started or attempt.pid is None:
+            return False
+        return attempt.host != socket.gethostname() or process.lives(attempt.pid)
+    own = job_id == own_job_id()
+    if own and (restart_count < own_restart_count() or not attempt.started):
+        return False
+    if own and attempt.step_id is not None and attempt.step_id == own_step_id():  # of an earlier job with the same id
+        return False
+    if client is None:
+        return True
+    try:
+        if own and attempt.step_id is not None:
+            return client.step_lives(attempt.step_id)
+        facts = client.look(job_id)
+    except ClusterError:
+        return True
+    return facts is not None and facts.restarts <= restart_count and facts.state in LIVE
+
+
+def _find_last_steps(run_dir: RunDir, attempt: Attempt, config: Config) -> None:
+    attempt.committed_step = attempts.newest_checkpoint_step(run_dir)
+    if config.job.kind in REPORTING:
+        attempt.reported_step = attempts.furthest_reported(run_dir)
+    attempt.marked = attempts.newest_change(run_dir, config.job.progress_file)
+    if not attempt.started:  # rank 0 never opened it, so nothing that is there can be its work
+        attempt.committed_before, attempt.reported_before = attempt.committed_step, attempt.reported_step
+        attempt.marked_before = attempt.marked
+    if attempt.last_step is None:
+        logged, committed = attempts.last_logged_step(run_dir), attempt.committed_step
+        attempt.last_step = max(logged or 0, committed or 0) or attempt.first_step
+
+
+def _record(run_dir: RunDir, attempt: Attempt, outcome: AttemptOutcome) -> None:
+    attempt.ended, attempt.lasted = time.time(), outcome.lasted
+    attempt.stalled, attempt.unseen = outcome.stalled or outcome.unseen, outcome.unseen
+    attempt.reason, attempt.verdict, attempt.sentence = outcome.reason, outcome.verdict, outcome.sentence
+    if outcome.bad_node is not None:
+        attempt.bad_nodes = [outcome.bad_node]
+    attempts.write_attempt(run_dir, attempt)
+    run_dir.event(
+        "attempt ended",
+        attempt=attempt.number,
+        reason=outcome.reason,
+        verdict=outcome.verdict,
+        sentence=outcome.sentence,
+    )
+
+
+def policy(config: Config, links_left: int = 0) -> Policy:
+    """Return the part of the config that decides on an attempt."""
+    mode = config.requeue.mode
+    if config.cluster.backend == "local" and mode != "off":
+        mode = "requeue"  # there is no queue: whoever started the ranks starts them again
+    return Policy(
+        mode=mode,
+        links_left=links_left,
+        max_attempts_without_progress=config.requeue.max_attempts_without_progress,
+        max_unseen_attempts=config.requeue.max_unseen_attempts,
+        long_attempt_s=60 * min(config.requeue.long_attempt_min, config.cluster.time_limit_min / 2),
+        signal_lead_s=config.cluster.signal_lead_s,
+    )
+
+
+def own_job_id() -> str | None:
+    """Return the id by which SLURM knows this very job or array task."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
+
+
+def own_step_id() -> str | None:
+    """Return the step that this process belongs to, as in "17.0"; None in the batch script and outside of SLURM."""
+    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
+    return f"{job}.{step}" if job and step else None
+
+
+def _was_preempted(run_dir: RunDir, attempt: Attempt) -> bool:
+    """Return whether SLURM has said that it preempts this attempt, to rank 0 or in the job's log.
+
+    Without a GraceTime, which is SLURM's default, only the log says so: the job is requeued in the same moment, and
+    with that the time of its preemption is gone from what `scontrol show job` prints.
+    """
+    if attempt.facts_when_told is not None and attempt.facts_when_told.preempted:
+        return True
+    log = run_dir.job_log(attempt.job_id or own_job_id() or "")
+    before = attempts.read_attempt(run_dir, attempt.number - 1) if attempt.number > 1 else None
+    since = max(attempt.started, (before.ended or 0.0) if before is not None else 0.0)
+    return log is not None and attempts.cancelled_due_to(log, since) == "PREEMPTION"
+
+
+def _evidence(
+    run_dir: RunDir,
+    attempt: Attempt,
+    exit_code: int,
+    facts: JobFacts | None,
+    config: Config,
+    request: str | None,
+    ended: float,
+) -> Evidence:
+    directory = run_dir.attempt(attempt.number)
+    tries = attempts.all_attempts(run_dir)
+    killed = attempts.killed_tasks(directory)
+    failure = attempts.first_failure(directory)
+    if failure is None and killed is None:  # nobody saw the cause, only its effect on the other ranks
+        failure = attempts.first_failure(directory, because_of_peer=True)
+    set_up = attempts.failed_set_up(directory)
+    node = failure.node if failure is not None else os.environ.get("SLURMD_NODENAME")
+    return Evidence(
+        exit_code=exit_code,
+        said=attempt.said,
+        cause=attempt.cause,
+        seconds_left=attempt.seconds_left,
+        failure=(failure.exit_code, failure.sentence) if failure is not None else None,
+        set_up=set_up,
+        on_any_node=failure is not None and failure.on_any_node,
+        failed_on=node,
+        superseded=_superseded_by(tries, attempt, failure),
+        trained=attempt.stepping is not None,
+        trained_before=any(
+            has_trained(each) for each in tries if each.number < attempt.number and each.started > run_dir.changed_at()
+        ),
+        program_code=attempt.program_code,
+        finished_when=config.job.finished_when,
+        killed=killed,
+        request=request,
+        facts=facts,
+        told=attempt.facts_when_told,
+        preempted_when_told=_was_preempted(run_dir, attempt),
+        restart_count=own_restart_count(),
+        progressed=attempt.progressed,
+        progress_visible=_progress_is_visible(attempt, config),
+        lasted_s=ended - attempt.started if attempt.started else 0.0,
+        stalled_before=attempts.stalled_before(tries, attempt.number),
+        unseen_before=attempts.unseen_before(tries, attempt.number),
+    )
+
+
+def spent_by(tries: list[Attempt], config: Config) -> str | None:
+    """Say why the last of these attempts, which is judged, has used up a budget; return None while there may be others."""
+    last = tries[-1]
+    if not last.stalled:
+        return None
+    evidence = Evidence(
+        exit_code=last.exit_code or 1,
+        program_code=last.program_code,
+        progress_visible=_progress_is_visible(last, config),
+        stalled_before=attempts.stalled_before(tries, last.number),
+        unseen_before=attempts.unseen_before(tries, last.number),
+    )
+    outcome = AttemptOutcome(Reason.CRASH, Verdict.END, "", stalled=not last.unseen, unseen=last.unseen)
+    return budget_spent(outcome, evidence, policy(config))
+
+
+def _progress_is_visible(attempt: Attempt, config: Config) -> bool:
+    return (
+        config.job.kind in ("train", "evaluate")
+        or config.job.progress_file is not None
+        or attempt.committed_step is not None
+        or attempt.reported_step is not None
+    )
+
+
+def has_trained(attempt: Attempt) -> bool:
+    """Return whether an attempt got past its start, so that its config and its environment were sound."""
+    return attempt.stepping is not None or attempt.said is not None or attempt.progressed
+
+
+def _superseded_by(everything: list[Attempt], attempt: Attempt, failure: Failure | None) -> str | None:
+    """Say which newer attempt, of another job, has taken the run over from this one; None if none has.
+
+    One that failed for good, as on a node without a GPU, has left the run to this attempt, unless it has fenced it off
+    by then. One that finished the run, or that a person has cancelled, has ended it for both.
+    """
+    fenced = failure is not None and failure.superseded
+    newer = [each for each in everything if each.number > attempt.number and each.started]
+    others = [each for each in newer if each.job_id != attempt.job_id]
+    if not others or newer[-1] is not others[-1]:
+        return "a newer job goes on with this run" if fenced else None
+    alive = [each for each in others if each.verdict != Verdict.END]
+    last = (alive or others)[-1]
+    name = f"attempt {last.number}" + (f" in job {last.job_id}" if last.job_id is not None else "")
+    if last.verdict == Verdict.DONE or others[-1].reason == Reason.CANCELLED:
+        return f"{name} has ended this run"
+    if alive:
+        return f"{name} goes on with this run"
+    return f"{name} had taken this run over and has failed; `resume` continues it" if fenced else None
+
+
+def _last_sign(attempt_dir: Path) -> float:
+    """Return when the attempt last wrote something, in unix seconds: nobody may have seen its end."""
+    return max((path.stat().st_mtime for path in attempt_dir.glob("rank-*.log")), default=attempt_dir.stat().st_mtime)

@@ -1,0 +1,1 @@
+"""What every rank of a job runs, one module for each kind of job."""

@@ -1,0 +1,325 @@
+"""job=command: any program on every rank, with the same attempts, signals, requeue and status as our own trainer.
+
+This process stands between SLURM and the program: it survives the signals, sets the variables that torch.distributed's
+env:// reads to ranks and addresses, waits for all processes that the program has started, and turns the program's end
+into the exit codes of our contract. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmtrain.config.program_words import script_of
+from slurmtrain.config.schema import ClusterConfig, Config
+from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, RendezvousError
+from slurmtrain.runs import attempts
+from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
+from slurmtrain.runtime import attempt_context
+from slurmtrain.runtime.addresses import free_port, machine, own_addresses
+from slurmtrain.runtime.attempt_context import AttemptContext
+from slurmtrain.runtime.shared_file_wait import Pauses, Published
+from slurmtrain.runtime.stop_watcher import Watch
+from slurmtrain.slurm.environment import Environment, check_gpu_files
+from slurmtrain.system import descendants
+from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.signals import StopSignals
+
+# Exit codes of a program that died of a stop signal, directly or as a shell reports it.
+DIED_OF_A_STOP = {sign for number in (signal.SIGTERM, signal.SIGUSR2) for sign in (-number, 128 + number)}
+SIGNAL_LAG_S = 1.0
+MASTER = "master.json"  # rank 0's address, in the attempt's folder
+SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh")
+VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+POLL_S = 0.05  # seconds between looks at a file: a shared file system has no event to await
+LISTINGS_PER_S = 500  # directory listings per second of all ranks together, while they wait for each other
+SAVING_S = 600.0  # how long a child may go on after a stop, where nobody knows when SLURM ends the job
+MARGIN_S = 2.0  # before that end: what the way out takes
+
+
+def run_command(
+    config: Config, environment: Environment, context: AttemptContext, stop: StopSignals, watch: Watch | None
+) -> int:
+    """Run job.command as this rank's program, and return the exit code for this rank.
+
+    0: finished; 75: it ended after a stop signal, or exited with 75 itself; 78: it exited with 78; anything else is a
+    crash. It returns when no process that the program has started is left, and, unless it has failed, when those of the
+    other ranks have ended.
+
+    Args:
+        watch: rank 0's; None on the others.
+
+    Raises:
+        ConfigError: there is no such program.
+        EnvironmentMismatch: GPUs were asked for, and this node has none.
+    """
+    if config.train.device != "cpu":
+        check_gpu_files(environment, config.cluster.gpus_per_node)
+    script = script_of(config.job.command or "")
+    if script is not None and not Path(script).exists():
+        raise ConfigError(
+            f"job.command: there is no {script} on {environment.node}, in {Path.cwd()}",
+            hint="is its file system mounted there, and is it in the snapshot?",
+        )
+    given = rank_variables(config, environment, context)
+    variables = {**os.environ, **given}
+    words = with_variables(shlex.split(config.job.command or ""), given, os.environ)
+    descendants.adopt_orphans()
+    try:
+        # Whatever this process blocks or ignores, the program starts with the defaults and may set its own traps.
+        program = subprocess.Popen(words, env=variables, preexec_fn=_default_signals)
+    except OSError as error:
+        raise ConfigError(
+            f"job.command: cannot start {words[0]!r}: {error.strerror}",
+            hint="is it on the PATH of the nodes?" if os.sep not in words[0] else f"see `ls -l {words[0]}` on a node",
+        ) from None
+    threading.Thread(target=_pass_on, args=(stop, environment.source), name="pass-signals-on", daemon=True).start()
+    code = program.wait()
+    Published(context.attempt_dir / MASTER, environment).forget()
+    if code in DIED_OF_A_STOP or code == 0:
+        # The program had the signal at the same moment as this process, whose reader thread may be a little behind.
+        stop.wait(SIGNAL_LAG_S)
+    _wait_for_descendants(config, code, context, environment, stop)
+    told, rule = stop.requested, FinishedWhen.of(config.job.finished_when)
+    if contract_code(code, told=told, rule=rule, there=True) in (0, EXIT_REQUEUE):
+        _wait_for_ranks(context.attempt_dir, environment)
+    # Looked for after the wait: the file may be that of another rank.
+    left_with = contract_code(code, told=told, rule=rule, there=rule is not None and rule.is_there(context))
+    if left_with == EXIT_REQUEUE and code not in (0, EXIT_REQUEUE):
+        print(
+            f"slurmtrain: the program ended with {_described(code)} after it was told to stop",
+            file=sys.stderr,
+            flush=True,
+        )
+    has_said_why = (context.attempt_dir / f"failed-{environment.rank}.json").exists()
+    if left_with not in (0, EXIT_REQUEUE, EXIT_CONFIG) and not has_said_why:
+        sentence = f"{words[0]} ended with {_described(code)}"
+        attempts.record_failure(context.attempt_dir, environment.rank, exit_code=code, sentence=sentence)
+    if watch is not None and stop.requested:
+        watch.wait_for_record()
+    if environment.rank == 0:
+        said = {0: "finished", EXIT_REQUEUE: "stopped"}.get(left_with)
+        attempt_context.update_attempt(context, said=said, program_code=code)
+    return left_with if left_with >= 0 else 128 - left_with
+
+
+@dataclass(frozen=True)
+class FinishedWhen:
+    """The value of job.finished_when: an exit code, or a file. One of the two is None."""
+
+    code: int | None
+    file: Path | None
+
+    @classmethod
+    def of(cls, text: str | None) -> FinishedWhen | None:
+        if text is None:
+            return None
+        return cls(int(text), None) if text.isdigit() else cls(None, Path(text))
+
+    def is_there(self, context: AttemptContext) -> bool:
+        """Return whether the file exists: in the run directory, or in the folder in which the program runs."""
+        return self.file is not None and any(
+            (folder / self.file).exists() for folder in context.run_dir.program_folders
+        )
+
+
+def contract_code(code: int, *, told: bool, rule: FinishedWhen | None, there: bool) -> int:
+    """Return the exit code of our contract for the end of a program.
+
+    Exit code 0 means that it has finished, unless it was told to stop before: many programs that trap the signal save
+    and exit with 0. If one had finished all the same, it exits with 0 at once when it is started again.
+
+    Args:
+        code: the program's own; minus the signal's number when one has killed it.
+        told: this rank was told to stop before the program ended.
+        there: the file that `rule` names exists.
+    """
+    if rule is not None and rule.code is not None:
+        if code == rule.code:
+            return 0
+        if code == 0:
+            return EXIT_REQUEUE
+    if rule is not None and rule.file is not None and (code == 0 or (told and code in DIED_OF_A_STOP)):
+        return 0 if there else EXIT_REQUEUE
+    if code in (EXIT_REQUEUE, EXIT_CONFIG):
+        return code
+    return EXIT_REQUEUE if told else code
+
+
+def _wait_for_descendants(
+    config: Config, code: int, context: AttemptContext, environment: Environment, stop: StopSignals
+) -> None:
+    """Wait until no process that the program has started is left; end and name those that stay too long."""
+    ended = time.time()
+
+    def until() -> float:
+        if stop.requested:
+            return max(ended, _end_of_grace(context, stop))
+        return ended + (config.cluster.srun_wait_s if code in (0, EXIT_REQUEUE) else 0)
+
+    left = descendants.wait_until_gone(until)
+    if left:
+        shown = "; ".join(left[:5]) + ("; ..." if len(left) > 5 else "")
+        print(f"slurmtrain: left behind by the program, and ended: {shown}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a full disk must not make a crash of it
+            context.run_dir.event("left behind", attempt=context.number, rank=environment.rank, processes=left[:20])
+
+
+def _end_of_grace(context: AttemptContext, stop: StopSignals) -> float:
+    """Return until when a child may save after a stop, in unix seconds: the end of the job, as far as rank 0 knows it."""
+    assert stop.first is not None
+    told = stop.first.time + SAVING_S
+    facts = (read_json(context.attempt_dir / attempts.STOP_RECORD) or {}).get("facts") or {}
+    end = facts.get("end_time")
+    return min(told, float(end) - MARGIN_S) if end is not None else told
+
+
+def _wait_for_ranks(attempt_dir: Path, environment: Environment) -> None:
+    """Wait until the programs of all ranks have ended, or one has failed.
+
+    srun ends all others when one exits with another code than 0, and some time after one has exited with 0: a rank that
+    has ended well must not cost those that still save their state. The pauses grow with the wait, and with the number
+    of ranks.
+    """
+    if environment.world_size == 1:
+        return
+    try:
+        (attempt_dir / f"ended-{environment.rank}").touch()
+    except OSError as error:  # the disk is full: leaving with what is known is better than a crash
+        print(f"slurmtrain: cannot tell the other ranks that this one has ended: {error}", file=sys.stderr, flush=True)
+        return
+    began = time.monotonic()
+    shortest = max(POLL_S, environment.world_size / LISTINGS_PER_S)
+    while True:
+        try:
+            names = os.listdir(attempt_dir)
+        except OSError:  # a hiccup of a shared file system; srun ends this rank when all others have left
+            names = []
+        if sum(name.startswith("ended-") for name in names) >= environment.world_size:
+            return
+        if any(name.startswith("failed-") for name in names):
+            return
+        waited = time.monotonic() - began
+        time.sleep(max(shortest, min(10.0, waited / 10)) * random.uniform(0.8, 1.2))
+
+
+def rank_variables(config: Config, environment: Environment, context: AttemptContext) -> dict[str, str]:
+    """Return the variables of the program: those of torch.distributed's env://, and ours."""
+    variables = {
+        "RANK": str(environment.rank),
+        "WORLD_SIZE": str(environment.world_size),
+        "LOCAL_RANK": str(environment.local_rank),
+        "LOCAL_WORLD_SIZE": str(environment.local_world_size),
+        "NODE_RANK": str(environment.node_rank),
+        RUN_DIR_VARIABLE: str(context.run_dir.path),
+        ATTEMPT_VARIABLE: str(context.number),
+    }
+    if environment.world_size == 1:
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    elif "MASTER_ADDR" not in os.environ:
+        host, port = _master(environment, context.attempt_dir, config.cluster)
+        variables |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    return variables
+
+
+def with_variables(words: Sequence[str], given: Mapping[str, str], environment: Mapping[str, str]) -> list[str]:
+    """Replace `$NAME` and `${NAME}` in a program's words for the variables that are only known when the rank runs.
+
+    Words after the name of a shell are left to that shell. Every other `$` is unchanged, since no shell runs.
+
+    Args:
+        given: variables of this rank, all of which may be replaced.
+        environment: variables of this process; its SLURM_* and MASTER_* may be replaced.
+    """
+    known = {name: value for name, value in environment.items() if name.startswith(("SLURM_", "MASTER_"))} | dict(given)
+    shell = next((context for context, word in enumerate(words) if os.path.basename(word) in SHELLS), len(words))
+
+    def value_of(match: re.Match[str]) -> str:
+        return known.get(match.group(1) or match.group(2), match.group())
+
+    return [VARIABLE.sub(value_of, word) if context < shell else word for context, word in enumerate(words)]
+
+
+def _master(environment: Environment, directory: Path, cluster: ClusterConfig) -> tuple[str, int]:
+    """Return rank 0's address, for programs that rendezvous by themselves: published by rank 0, read by the others."""
+    published = directory / MASTER
+    address_of_rank_0 = Published(published, environment)
+    if environment.rank == 0:
+        address = {
+            "hosts": own_addresses(environment, cluster.network_interface),
+            "port": free_port(),
+            "machine": machine(),
+        }
+        write_json(published, address)
+        address_of_rank_0.look()  # hands it on to the ranks beside this one
+        return "127.0.0.1" if environment.single_node else _reachable(address), int(str(address["port"]))
+    deadline, pauses = time.monotonic() + cluster.rendezvous_timeout_s, Pauses()
+    while (found := address_of_rank_0.look()) is None:
+        if time.monotonic() > deadline:
+            raise RendezvousError(
+                f"rank 0, expected on node {environment.expected_node(0)}, did not publish its address within "
+                f"{cluster.rendezvous_timeout_s} s",
+                hint="see rank 0's log",
+            )
+        pauses.pause()
+    return ("127.0.0.1" if found["machine"] == machine() else _reachable(found)), int(found["port"])
+
+
+def _reachable(address: dict[str, object]) -> str:
+    """Return the first of the published names that resolves here."""
+    hosts = address["hosts"]
+    assert isinstance(hosts, list)
+    for host in hosts:
+        try:
+            socket.getaddrinfo(host, None)
+            return str(host)
+        except OSError:
+            continue
+    return str(hosts[0])
+
+
+def _default_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2, signal.SIGTERM})
+
+
+def _pass_on(stop: StopSignals, source: str) -> None:
+    """Tell the program of a stop if nothing else does.
+
+    srun signals all processes of the step, and cluster=local all of the rank's process group: a second TERM would mean
+    "now, at once" to some programs. Ctrl-C and signals that somebody sends to this process by hand reach it alone, and
+    a stop by the clock or by SLURM's answer is no signal at all.
+    """
+    stop.wait()
+    assert stop.first is not None
+    sent_by_signal = stop.first.cause.startswith("SIG")
+    if source == "slurm" and sent_by_signal:
+        return
+    below = list(descendants.alive())
+    if source == "local" and sent_by_signal and stop.first.cause != "SIGINT":
+        below = [pid for pid in below if _group(pid) != os.getpgrp()]
+    descendants.send(signal.SIGTERM, below)
+
+
+def _group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _described(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"

@@ -1,0 +1,105 @@
+"""The program of every rank of an evaluation: measure the weights of one checkpoint on all sets, and publish the result."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from slurmtrain.checkpoint import retention
+from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.commit import step_of
+from slurmtrain.config.parallel_dims import micro_batch_size, parallel_dims_of
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import ConfigError
+from slurmtrain.observe import TensorBoardLog, read_metrics
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runtime.agreement import StopAgreement
+from slurmtrain.runtime.attempt_context import AttemptContext, update_attempt
+from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.runtime.jobs.train import build, build_evaluator, lay_model
+from slurmtrain.runtime.startup_times import Timeline
+from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.records import append_line
+from slurmtrain.training.forward_backward import passes_of
+from slurmtrain.training.seeds import seed_everything
+
+
+def evaluate_checkpoint(
+    config: Config, distributed: DistributedContext, context: AttemptContext, stop: StopAgreement, timeline: Timeline
+) -> bool:
+    """Evaluate checkpoint.restore_from, and return False if a stop was requested before it was done.
+
+    Raises:
+        ConfigError: model, data or metrics cannot be built from the config, or there is nothing to measure.
+        CheckpointError: the checkpoint does not exist, is damaged, or is of another model.
+    """
+    rank, run_dir = distributed.environment.rank, context.run_dir
+    if distributed.broadcast_text("done" if rank == 0 and run_dir.result_file.exists() else "") == "":
+        measured = _measure(config, distributed, context, stop, timeline)
+        if measured is None:
+            return False
+        if rank == 0:
+            write_json(run_dir.result_file, {"step": _step(config), "time": time.time(), "metrics": measured})
+    if rank == 0:
+        _publish(run_dir, config)
+    return True
+
+
+def _measure(
+    config: Config, distributed: DistributedContext, context: AttemptContext, stop: StopAgreement, timeline: Timeline
+) -> dict[str, float] | None:
+    layout = parallel_dims_of(config)
+    distributed_model, _, _ = lay_model(config, layout, distributed)
+    seed_everything(config.train.seed, distributed.environment.rank)
+    source = build("data", config.data)
+    passes = passes_of(
+        distributed_model,
+        config.train.global_batch_size // (micro_batch_size(config, layout) * layout.dp),
+        micro_batch_size(config, layout),
+    )
+    evaluator = build_evaluator(config, distributed_model, passes, source, distributed, stop)
+    if not evaluator.sets:
+        raise ConfigError(
+            "there is nothing to evaluate: the data source has no `valid`", hint="eval.sets.NAME._target_=..."
+        )
+    evaluator.prepare()
+    timeline.mark("model and data")
+    # The settings of its training do not matter for the weights, and nothing is resumed.
+    checkpointer = Checkpointer(
+        context.run_dir.checkpoints, group=distributed.saving, verify=config.checkpoint.verify, say=lambda text: None
+    )
+    restored = checkpointer.restore(
+        path=config.checkpoint.restore_from, allow=["config"], model=distributed_model.model
+    )
+    checkpointer.close()
+    if restored is not None and distributed.environment.rank == 0:
+        print(f"slurmtrain: measuring the weights of {restored.path}", file=sys.stderr, flush=True)
+    timeline.mark("restore")
+    if distributed.environment.rank == 0:
+        update_attempt(context, first_step=_step(config), stepping=time.time(), start_up_s=timeline.seconds)
+    return evaluator.evaluate()
+
+
+def _publish(run_dir: RunDir, config: Config) -> None:
+    """Write a line for the run and a point for TensorBoard, once over all attempts, and release the checkpoint."""
+    run, result = run_dir.evaluated_run, read_json(run_dir.result_file)
+    assert run is not None and result is not None
+    name, step, measured = run_dir.path.name, result["step"], result["metrics"]
+    this = {"evaluation": name, "time": round(result["time"], 3)}
+    if not any(this.items() <= record.items() for record in read_metrics(run.evaluations_file)):
+        line = json.dumps({"step": step, **measured, **this}) + "\n"
+        append_line(run.evaluations_file, line)
+        if config.train.tensorboard:
+            curves = TensorBoardLog(run.tensorboard / "evaluations", None)
+            curves.write(step, **measured)
+            curves.close()
+    retention.release(run.checkpoints, step, name)
+    for metric, value in measured.items():
+        if metric.endswith("_loss"):
+            print(f"step {step}: {metric.removesuffix('_loss')} loss {value:.4f} nats per token", flush=True)
+
+
+def _step(config: Config) -> int:
+    return step_of(Path(config.checkpoint.restore_from or ""))

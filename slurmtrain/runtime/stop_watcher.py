@@ -1,0 +1,203 @@
+"""The watch of rank 0: a thread that watches the clock, SLURM's record and the switches.
+
+It records why a stop was requested.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from pathlib import Path
+
+from slurmtrain.checkpoint.interval import latest_stop
+from slurmtrain.runs import attempts
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runtime.finish_attempt import own_job_id
+from slurmtrain.slurm.client import JobFacts, SlurmClient
+from slurmtrain.system.signals import StopSignals
+
+RECORD_TIMEOUT_S = 5.0
+ANSWER_S = 5.0  # at most, when the clock says that it is time to stop
+ASK_EVERY_S = 1800.0  # SLURM, whether the job's time limit was changed: by one rank of each job
+LOOK_EVERY_S = 2.0  # seconds between looks for switches: a shared file system has no event to await
+
+
+class Watch:
+    """The watch of rank 0 until a stop is requested, which it then records.
+
+    A signal that came before Python had handlers was ignored. SLURM still has its reason on record, so SLURM is asked
+    once at the start; and if the early warning never comes, the clock gives it. Somebody may have changed the time
+    limit by then: SLURM is asked again before the clock is believed, and at intervals.
+
+    Args:
+        run_dir: the run whose switches are watched; None: no switches.
+    """
+
+    def __init__(
+        self,
+        signals: StopSignals,
+        attempt_dir: Path,
+        client: SlurmClient | None,
+        *,
+        signal_lead_s: float,
+        run_dir: RunDir | None = None,
+    ):
+        self._signals, self._attempt_dir, self._client = signals, attempt_dir, client
+        self._signal_lead_s, self._run_dir = signal_lead_s, run_dir
+        self._save_asked = threading.Event()
+        self._end_time: float | None = None
+        self._planned: threading.Timer | None = None
+        self._needs: tuple[float, float] | None = None
+        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._thread.start()
+
+    def wait_for_record(self) -> None:
+        """Wait, before rank 0 exits, until the record of a stop that was just requested has reached the disk."""
+        self._thread.join(timeout=RECORD_TIMEOUT_S)
+
+    def plan_stop(self, step_s: float, save_s: float) -> None:
+        """Plan a stop so early that the current step and a save are done before the time limit.
+
+        It matters when they take longer than the early warning leaves them.
+
+        Args:
+            step_s: seconds of the longest step measured.
+            save_s: seconds of the longest save measured.
+        """
+        self._needs = (step_s, save_s)
+        if self._planned is not None:
+            self._planned.cancel()
+        if self._end_time is None:
+            return
+        left = latest_stop(self._end_time, step_s=step_s, save_s=save_s) - time.time()
+        self._planned = threading.Timer(max(0.0, left), self._time_is_up)
+        self._planned.daemon = True
+        self._planned.start()
+
+    def _time_is_up(self) -> None:
+        if not self._limit_has_moved():
+            self._signals.request("deadline")
+
+    def _limit_has_moved(self) -> bool:
+        """Ask SLURM for the job's end, and plan anew if it has changed. Return False if SLURM does not answer soon."""
+        if self._client is None:
+            return False
+        client, answers = self._client, queue.SimpleQueue[JobFacts | None]()
+        # Waiting for an overloaded controller would use up the time that is left to save.
+        threading.Thread(target=lambda: answers.put(client.job(own_job_id() or "")), daemon=True).start()
+        try:
+            facts = answers.get(timeout=ANSWER_S)
+        except queue.Empty:
+            return False
+        if facts is None or facts.preempted:  # a preemption is announced by the signal
+            return False
+        before, now = self._end_time, facts.end_time
+        if now is None and facts.state != "RUNNING":
+            return False
+        # A job that runs without an end has the time limit UNLIMITED, which can be taken back.
+        moved = now != before if now is None or before is None else abs(now - before) > 1.0
+        if moved:
+            self._end_time = now
+            if self._needs is not None:
+                self.plan_stop(*self._needs)
+        return moved
+
+    def seconds_left(self) -> float | None:
+        """Return the seconds until SLURM kills the job after a stop was requested, waiting for its answer.
+
+        The result is None if they are not known.
+        """
+        self._thread.join(timeout=RECORD_TIMEOUT_S)
+        return None if self._end_time is None else self._end_time - time.time()
+
+    def take_save(self) -> bool:
+        """Return whether a checkpoint has been requested since the last call."""
+        if not self._save_asked.is_set():
+            return False
+        self._save_asked.clear()  # only what was seen: it may be asked for at any moment
+        return True
+
+    def _watch(self) -> None:
+        self._end_time = self._ask_once()
+        asked = time.monotonic()
+        self._look_at_switches()
+        while not self._signals.wait(self._pause(asked)):
+            due = self._deadline is not None and time.time() >= self._deadline
+            if due or time.monotonic() >= asked + ASK_EVERY_S:
+                asked = time.monotonic()
+                if not self._limit_has_moved() and due:
+                    self._signals.request("deadline")
+            self._look_at_switches()
+        first = self._signals.first
+        assert first is not None
+        end_time = self._end_time
+        facts = self._client.job(own_job_id() or "") if self._client is not None else None
+        if facts is not None and facts.end_time is not None:
+            self._end_time = facts.end_time  # a preemption moves it to the end of the grace time
+            if not facts.preempted and facts.state == "RUNNING":
+                end_time = facts.end_time
+        left = None if end_time is None else end_time - first.time
+        attempts.record_stop(
+            self._attempt_dir, cause=first.cause, cause_time=first.time, seconds_left=left, facts=facts
+        )
+
+    @property
+    def _deadline(self) -> float | None:
+        """The time at which the clock gives the warning: half of the lead before the end, in unix seconds.
+
+        SLURM's own signal, which may be up to 60 s early but never late, should come first.
+        """
+        if self._end_time is None or not self._signal_lead_s:
+            return None
+        return self._end_time - self._signal_lead_s / 2
+
+    def _pause(self, asked: float) -> float | None:
+        pauses = [LOOK_EVERY_S] if self._run_dir is not None else []
+        if self._client is not None and self._end_time is not None:
+            pauses.append(max(0.0, asked + ASK_EVERY_S - time.monotonic()))
+        if self._deadline is not None:
+            pauses.append(max(0.0, self._deadline - time.time()))
+        return min(pauses, default=None)
+
+    def _look_at_switches(self) -> None:
+        if self._run_dir is None:
+            return
+        if self._take(self._run_dir.save_switch):
+            self._save_asked.set()
+        if self._take(self._run_dir.stop_switch):
+            with contextlib.suppress(OSError):  # a full disk; it stops all the same
+                attempts.write_request(self._run_dir, "stop")
+            self._signals.request("the file stop")
+
+    def _take(self, switch: Path) -> bool:
+        """Remove a switch and return whether it was there. It works once: the next attempt must not find it again."""
+        try:
+            owner = switch.stat().st_uid
+            switch.unlink()
+        except OSError:
+            return False
+        assert self._run_dir is not None
+        with contextlib.suppress(OSError):
+            self._run_dir.event(f"the file {switch.name} was found", uid=owner)
+        return True
+
+    def _ask_once(self) -> float | None:
+        """Return when the job's time ends, and request a stop if SLURM has ended or preempted the job already."""
+        if self._client is None:
+            return None
+        facts = self._client.job(own_job_id() or "")
+        if facts is not None and facts.preempted:
+            self._signals.request("preempted before the start")
+        elif facts is not None and facts.state == "COMPLETING":
+            self._signals.request("ended before the start")
+        return _end_time(facts)
+
+
+def _end_time(facts: JobFacts | None) -> float | None:
+    if facts is not None:
+        return facts.end_time
+    stated = os.environ.get("SLURM_JOB_END_TIME")  # since 23.02; where scontrol cannot be run, in a container
+    return float(stated) if stated else None

@@ -1,0 +1,264 @@
+"""Start a sandbox, stop it, and control it in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmtrain.errors import ClusterError
+from slurmtrain.sandbox.directory import (
+    MARKER,
+    PLAN,
+    PROCESSES,
+    SOCKET,
+    claim_directory,
+    claim_ports,
+    default_directory,
+)
+from slurmtrain.sandbox.files import find_programs, prefix_of, write_files
+from slurmtrain.sandbox.spec import SandboxSpec
+from slurmtrain.slurm.client import clean_environment, path_with, programs_beside
+from slurmtrain.system.process_tree import Process, kill_trees, wait_until
+
+_UP_TIMEOUT_S = 90.0  # usually 2 to 3 s
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """A sandbox that was started, by this process or by an earlier one."""
+
+    directory: Path
+    nodes: tuple[str, ...]
+
+    @property
+    def slurm_conf(self) -> Path:
+        return self.directory / "slurm.conf"
+
+    def env(self) -> dict[str, str]:
+        """Return the environment variables by which a SLURM command talks to this sandbox."""
+        programs = programs_beside(str(self.slurm_conf))
+        path = {"PATH": path_with(programs, os.environ.get("PATH"))} if programs is not None else {}
+        return {"SLURM_CONF": str(self.slurm_conf), **path}
+
+    def run(self, command: Sequence[str], *, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """Run a SLURM command in this sandbox; the caller checks the exit code."""
+        return subprocess.run(
+            list(command),
+            env=clean_environment(os.environ, str(self.slurm_conf)),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def node_states(self) -> dict[str, str]:
+        """Return each node's state as sinfo names it (`idle`, `mixed`, `down*`, ...); empty while slurmctld does not answer."""
+        try:
+            done = self.run(["sinfo", "-h", "-N", "-p", "low", "-o", "%N %T"], timeout_s=5.0)
+        except subprocess.TimeoutExpired:
+            return {}
+        return dict(line.split() for line in done.stdout.splitlines()) if done.returncode == 0 else {}
+
+    def kill_node(self, node: str, *, only_daemon: bool = False) -> None:
+        """Simulate the power failure of a node: its slurmd, slurmstepds and tasks end at one instant.
+
+        Args:
+            only_daemon: kill slurmd and nothing else, as if the node were cut off: SLURM considers it dead, its tasks
+                run on.
+        """
+        self._request("kill", node, only_daemon=only_daemon)
+
+    def start_node(self, node: str) -> None:
+        """Start the slurmd of a node that was killed. SLURM sees it idle some seconds later."""
+        self._request("start", node)
+
+    def down(self) -> None:
+        """End every process of the sandbox and remove its directory, whatever state they are in."""
+        state = _recorded(self.directory)
+        if supervisor := state.supervisor:
+            supervisor.signal(signal.SIGTERM)
+            wait_until(lambda: not supervisor.alive(), timeout_s=20.0)
+        kill_trees(state.processes)  # no process is left, unless the supervisor was killed or hangs
+        if (self.directory / MARKER).exists():
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _request(self, operation: str, node: str, **more: bool) -> None:
+        try:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(60.0)
+                connection.connect(str(self.directory / SOCKET))
+                with connection.makefile("rw") as stream:
+                    stream.write(json.dumps({"op": operation, "daemon": node, **more}) + "\n")
+                    stream.flush()
+                    error = json.loads(stream.readline())["error"]
+        except (OSError, ValueError) as problem:
+            raise ClusterError(
+                f"the sandbox in {self.directory} does not answer ({problem}).", hint="take it down, then up again"
+            ) from problem
+        if error:
+            raise ClusterError(f"cannot {operation} {node}: {error}.")
+
+
+def up(spec: SandboxSpec, directory: Path, prefix: Path | None = None) -> Sandbox:
+    """Start a sandbox and return once a job has run on all its nodes, and they are idle.
+
+    Args:
+        prefix: prefix of the SLURM to run; None: the one on PATH.
+
+    Raises:
+        ClusterError: SLURM is not installed or cannot simulate several nodes, the place is taken, or a daemon failed
+            (its log's last lines are shown).
+    """
+    programs = find_programs(prefix.absolute() if prefix is not None else None)
+    prefix = prefix.absolute() if prefix is not None else prefix_of(programs)
+    directory = directory.absolute()
+    lock = claim_directory(directory)
+    sandbox = Sandbox(directory, spec.node_names)
+    ports = None
+    try:
+        _clear_remains(directory)
+        ports = claim_ports(spec.nodes + 1, seed=str(directory))
+        write_files(spec, directory, ports.first, programs, prefix)
+        _launch_supervisor(directory, inherit=(lock, ports.claim))
+        _wait_until_idle(sandbox)
+        _run_on_all_nodes(sandbox)
+    except BaseException:
+        sandbox.down()
+        raise
+    finally:
+        os.close(lock)
+        if ports:
+            os.close(ports.claim)
+    return sandbox
+
+
+def find(name_or_directory: str | Path) -> Sandbox | None:
+    """Return the sandbox of that name, or in that directory, if any process of it is alive."""
+    is_name = isinstance(name_or_directory, str) and "/" not in name_or_directory
+    directory = default_directory(str(name_or_directory)) if is_name else Path(name_or_directory).absolute()
+    try:
+        if directory.stat().st_uid not in (os.getuid(), 0):
+            return None
+        nodes = tuple(json.loads((directory / PLAN).read_text())["nodes"])
+    except (OSError, ValueError, KeyError):
+        return None
+    return Sandbox(directory, nodes) if any(p.alive() for p in _recorded(directory).processes) else None
+
+
+@dataclass(frozen=True)
+class _Cell:
+    name: str
+    process: Process
+    exit_status: int | None
+
+
+@dataclass(frozen=True)
+class _State:
+    """The facts that the supervisor has recorded so far."""
+
+    supervisor: Process | None = None
+    cells: tuple[_Cell, ...] = ()
+
+    @property
+    def processes(self) -> list[Process]:
+        """The root processes: all other processes of the sandbox are below one of them."""
+        return [p for p in (self.supervisor, *(c.process for c in self.cells)) if p]
+
+
+def _recorded(directory: Path) -> _State:
+    try:
+        state = json.loads((directory / PROCESSES).read_text())
+    except (OSError, ValueError):
+        return _State()
+    cells = tuple(_Cell(c["name"], Process(**c["process"]), c["exit_status"]) for c in state["cells"])
+    return _State(Process(**state["supervisor"]), cells)
+
+
+def _launch_supervisor(directory: Path, *, inherit: tuple[int, ...]) -> None:
+    root = Path(__file__).parents[3]  # so that it runs from a source tree that is not installed, from any directory
+    env = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "slurmtrain.sandbox.supervisor", str(directory)]
+    with open(directory / "log" / "supervisor.out", "ab") as out:
+        subprocess.run(
+            command, env=env, cwd="/", stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=inherit, check=False
+        )
+    if not wait_until(lambda: (directory / PROCESSES).exists(), timeout_s=30.0):
+        raise _failure(directory, "supervisor", "the supervisor of the sandbox did not start")
+
+
+def _wait_until_idle(sandbox: Sandbox) -> None:
+    deadline = time.monotonic() + _UP_TIMEOUT_S
+    states: dict[str, str] = {}
+    while not (len(states) == len(sandbox.nodes) and set(states.values()) == {"idle"}):
+        _refuse_one_node_a_machine(sandbox)
+        cells = _recorded(sandbox.directory).cells
+        if failed := [c for c in cells if c.exit_status is not None]:
+            cell = failed[0]
+            what = f"{cell.name} of the sandbox ended at once, with exit code {cell.exit_status}"
+            raise _failure(sandbox.directory, cell.name, what)
+        if time.monotonic() > deadline:
+            silent = [node for node in sandbox.nodes if states.get(node) != "idle"] if states else ["slurmctld"]
+            what = f"the sandbox's nodes are not idle after {_UP_TIMEOUT_S:.0f} s ({states or 'slurmctld does not answer'})"
+            raise _failure(sandbox.directory, silent[0], what)
+        time.sleep(0.05)
+        if {c.name for c in cells} >= set(sandbox.nodes):  # before slurmctld serves, sinfo would keep us for seconds
+            states = sandbox.node_states()
+
+
+def _refuse_one_node_a_machine(sandbox: Sandbox) -> None:
+    """Raise ClusterError if this SLURM was built for one slurmd per machine, and leaves out every node but the first."""
+    told = (_text(sandbox.directory / "log" / f"{name}.out") for name in ("slurmctld", sandbox.nodes[0]))
+    if len(sandbox.nodes) > 1 and any("Duplicated NodeHostName" in text for text in told):
+        raise ClusterError(
+            "this SLURM was built without --enable-multiple-slurmd, so it cannot play several nodes on one machine.",
+            hint="sandbox up --nodes 1, or take another SLURM: Debian's slurm-wlm, or --slurm-prefix",
+        )
+
+
+def _run_on_all_nodes(sandbox: Sandbox) -> None:
+    """Run one step over all nodes: a node that SLURM considers idle may still be unable to run anything.
+
+    Raises:
+        ClusterError: it did not run.
+    """
+    nodes = f"--nodes={len(sandbox.nodes)}"
+    try:
+        tried = sandbox.run(["srun", "--partition=low", nodes, "--ntasks-per-node=1", "true"], timeout_s=_UP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise _failure(
+            sandbox.directory, "slurmctld", f"a job over all nodes of the sandbox did not end in {_UP_TIMEOUT_S:.0f} s"
+        ) from None
+    if tried.returncode != 0:
+        said = " ".join(tried.stderr.split())
+        raise _failure(sandbox.directory, sandbox.nodes[0], f"a job over all nodes of the sandbox failed: {said}")
+    _wait_until_idle(sandbox)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _failure(directory: Path, daemon: str, what: str) -> ClusterError:
+    """Return an error with the end of a daemon's log in it, since the file itself is removed with the sandbox."""
+    lines = _text(directory / "log" / f"{daemon}.out").splitlines()[-8:]
+    return ClusterError("\n  | ".join([f"{what}. The end of its log:", *(lines or ["(empty)"])]))
+
+
+def _clear_remains(directory: Path) -> None:
+    """Remove what a sandbox that was not stopped has left here: after a reboot, say."""
+    kill_trees(_recorded(directory).processes)
+    for entry in directory.iterdir():
+        if entry.name != MARKER:
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()

@@ -1,0 +1,547 @@
+"""A typed client for the few SLURM commands that this package uses.
+
+Everything that runs `scontrol` and the like is here.
+
+Parsing is pure and tested with plain text; running takes the command runner as an argument. It is in this package, not
+among the launchers, because the job itself asks SLURM, too: why was it told to stop, when does its time end.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmtrain.errors import ClusterError
+from slurmtrain.slurm.versions import Version, parse_version
+
+Runner = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProcess[str]"]
+
+# scontrol called from inside a job gets the job's own TERM while it works, and may die of it although the controller
+# has done what was asked. Dispositions that are "ignored" survive exec.
+SHIELD = ("bash", "-c", 'trap "" TERM USR2; exec "$@"', "shielded")
+# States of a job that will not run again by itself.
+GONE = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "OUT_OF_MEMORY",
+)
+# States of a job that has nodes, or leaves them.
+LIVE = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
+# Variables that the commands read, by the getenv() calls of SLURM's sources (22.05 to 26.05). First those that say
+# where SLURM is and who asks: they stay as the person has set them.
+REACHED_BY = (
+    "SLURM_CONF",
+    "SLURM_CONF_SERVER",
+    "SLURM_CLUSTERS",
+    "SLURM_JWT",
+    "SLURM_SACK_SOCKET",
+    "SLURM_SACK_KEY",
+    "SLURM_SACK_JWKS",
+)
+# Other variables with these prefixes were set by SLURM for a job, or change the form of answers (SLURM_TIME_FORMAT,
+# ...).
+OF_JOBS = ("SLURM_", "SUBMITIT_", "SLURMTRAIN_", "PMI_", "PMIX_", "SRUN_")
+# A person's defaults for the commands that query and control jobs: which jobs they see, and how they print them.
+OF_QUERIES = ("SQUEUE_", "SCONTROL_", "SCANCEL_", "SINFO_", "SACCT_")
+AT_WORK = ("idle", "mixed", "allocated", "completing", "planned")  # states of nodes on which jobs can run now or soon
+PREFIX_FILE = "slurm-prefix"  # beside a slurm.conf: the prefix of the SLURM that it is for
+INSTALL_HINT = "is this a login node? For a throwaway SLURM here: apt-get install slurm-wlm munge, then: sandbox up"
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """The output of `scontrol show job` for one job. Times are unix seconds, or None.
+
+    Attributes:
+        excluded: nodes that it must not get, as SLURM writes a list of them: "n[1-3,7]".
+    """
+
+    state: str
+    reason: str = ""
+    restarts: int = 0
+    start_time: float | None = None
+    end_time: float | None = None
+    preempt_time: float | None = None
+    excluded: str = ""
+
+    @property
+    def preempted(self) -> bool:
+        """Whether SLURM has announced that it preempts this start of the job."""
+        return self.preempt_time is not None and (self.start_time is None or self.preempt_time >= self.start_time)
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A line of squeue: SLURM's words for state and reason, and when it began or is expected to, as SLURM writes it.
+
+    Attributes:
+        comment: words of the job's comment.
+    """
+
+    state: str = ""
+    reason: str = ""
+    start: str = ""
+    comment: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PreemptionTimes:
+    """The times for which a job lives on when it is preempted, in seconds; None when it is not, or when they are not known.
+
+    Attributes:
+        kill_wait_s: seconds from SIGTERM at the end to SIGKILL, also at the time limit.
+        grace_s: seconds from the announcement to that SIGTERM.
+        grace_of: origin of that setting: "partition low", "QOS cheap".
+    """
+
+    kill_wait_s: float | None = None
+    grace_s: float | None = None
+    grace_of: str = ""
+
+
+def run_command(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a command. After 60 s a slow controller counts as one that does not answer."""
+    return subprocess.run(command, env=dict(environment), capture_output=True, text=True, timeout=60, check=False)
+
+
+class SlurmClient:
+    """A client of one cluster.
+
+    Args:
+        slurm_conf: path of a slurm.conf other than the machine's own.
+        run: the command runner.
+    """
+
+    def __init__(self, slurm_conf: str | None = None, run: Runner = run_command):
+        self.slurm_conf = slurm_conf
+        self._environment = clean_environment(os.environ, slurm_conf)
+        self._run = run
+
+    @property
+    def available(self) -> bool:
+        return shutil.which("scontrol", path=self._environment.get("PATH")) is not None
+
+    def job(self, job_id: str) -> JobFacts | None:
+        """Return the facts of one job, or None when SLURM does not know it (any more) or cannot be asked."""
+        try:
+            return self.look(job_id)
+        except ClusterError:
+            return None
+
+    def look(self, job_id: str) -> JobFacts | None:
+        """Return the facts of one job, or None when SLURM says that it does not know it (any more).
+
+        Raises:
+            ClusterError: SLURM cannot be asked.
+        """
+        answer = self._answer(["scontrol", "show", "job", "-o", job_id], before=SHIELD)
+        if answer.returncode == 0:
+            return parse_show_job(answer.stdout)
+        if "invalid job id" in (answer.stderr + answer.stdout).lower():
+            return None
+        raise ClusterError(f"`scontrol show job` failed: {_last_line(answer)}")
+
+    def step_lives(self, step_id: str) -> bool:
+        """Return whether a step of a job, as in "17.0", still exists.
+
+        Raises:
+            ClusterError: SLURM cannot be asked.
+        """
+        answer = self._answer(["scontrol", "show", "step", "-o", step_id], before=SHIELD)
+        if answer.returncode != 0 and "invalid job id" not in (answer.stderr + answer.stdout).lower():
+            raise ClusterError(f"`scontrol show step` failed: {_last_line(answer)}")
+        return f"StepId={step_id} " in f"{answer.stdout} "
+
+    def requeue(self, job_id: str, *, ended: bool = False) -> None:
+        """Put a running job back into the queue. One that SLURM has ended by then, for scancel, say, stays as it is.
+
+        slurmctld looks at the job's state and requeues it in one step, so nobody's scancel can come in between.
+
+        Args:
+            ended: requeue it whatever its state: one that was cancelled comes back, too.
+
+        Raises:
+            ClusterError: SLURM refused, or was not reached; the count of restarts shows whether it was done.
+        """
+        self._call(["scontrol", "requeue", *([] if ended else ["incomplete"]), job_id], before=SHIELD)
+
+    def update_pending(self, job_id: str, **fields: str) -> None:
+        """Change fields of a job that is in the queue or on its way back, by scontrol's names: StartTime="now+8".
+
+        Raises:
+            ClusterError: SLURM refused, or was not reached.
+        """
+        changes = [f"{name}={value}" for name, value in fields.items()]
+        self._call(["scontrol", "update", f"JobId={job_id}", *changes], before=SHIELD)
+
+    def queue(self, job_ids: Iterable[str], user: str | None = None) -> dict[str, QueuedJob]:
+        """Return the jobs that are still in the queue, by id, with one squeue call for all.
+
+        Args:
+            user: the user whose jobs they are; None: this user.
+
+        Raises:
+            ClusterError: squeue is missing, or the controller does not answer.
+        """
+        ids = set(job_ids)
+        if not ids:
+            return {}
+        # All of the user's jobs: a list with one unknown id makes squeue refuse the whole list.
+        whose = "--me" if user is None else f"--user={user}"
+        answer = self._call(["squeue", "--noheader", whose, "--array", "--format=%A|%F_%K|%T|%S|%r|%k", "--states=all"])
+        found: dict[str, QueuedJob] = {}
+        for line in answer.splitlines():
+            raw, element, state, start, last = [*line.strip().split("|", 4), "", "", "", ""][:5]
+            # A reason can have the separator in it. So can a comment, but not the token, which is its last word.
+            reason, comment = last.rsplit("|", 1) if "|" in last else (last, "")
+            words = () if comment == "(null)" else tuple(comment.split())
+            for job_id in (raw, element):
+                if job_id in ids:
+                    found[job_id] = QueuedJob(state, reason, start, words)
+        return found
+
+    def find_by_comment(self, word: str, *, ended: bool = False) -> list[str]:
+        """Return the user's jobs whose comment has `word`, or a word that begins with it if it ends with ":".
+
+        An array is one job.
+
+        Args:
+            ended: also return jobs that have ended, as long as slurmctld remembers them (MinJobAge).
+
+        Raises:
+            ClusterError: squeue is missing, or the controller does not answer.
+        """
+        jobs = self.comments(ended=ended)
+        if word.endswith(":"):
+            return [job for job, words in jobs.items() if any(each.startswith(word) for each in words)]
+        return [job for job, words in jobs.items() if word in words]
+
+    def comments(self, *, ended: bool = False) -> dict[str, list[str]]:
+        """Return the words of the comments of the user's jobs, by id, without jobs that have no comment.
+
+        An array is one job.
+
+        Args:
+            ended: also return jobs that have ended, as long as slurmctld remembers them (MinJobAge).
+
+        Raises:
+            ClusterError: squeue is missing, or the controller does not answer.
+        """
+        states = ["--states=all"] if ended else []
+        answer = self._call(["squeue", "--noheader", "--me", *states, "--format=%F|%T|%k"])
+        found: dict[str, list[str]] = {}
+        for line in answer.splitlines():
+            job_id, state, comment = [*line.strip().split("|", 2), "", ""][:3]
+            if comment and (ended or state not in GONE):
+                found.setdefault(job_id, comment.split())
+        return found
+
+    def configuration(self) -> dict[str, str]:
+        """Return slurm.conf as the controller sees it: "MaxArraySize" -> "1001"; empty when it cannot be asked."""
+        return parse_show_config(self._glance(["scontrol", "show", "config"]) or "")
+
+    def max_array_size(self) -> int | None:
+        """Return the greatest number of tasks of an array; None when it cannot be asked."""
+        size = self.configuration().get("MaxArraySize", "")
+        return int(size) or 1 if size.isdigit() else None  # 0: the cluster has no arrays
+
+    def preemption_times(self, partition: str | None, qos: str | None) -> PreemptionTimes | None:
+        """Return the times of a job in this partition (None: the default one) and QOS; None when SLURM cannot be asked."""
+        config = self.configuration()
+        if not config:
+            return None
+        kill_wait_s = parse_duration(config.get("KillWait", ""))
+        by = config.get("PreemptType", "")
+        if by == "preempt/qos" and qos:
+            answer = self._glance(["sacctmgr", "-nP", "show", "qos", qos, "format=gracetime"]) or ""
+            grace_s = parse_duration(answer.strip().partition("\n")[0])
+            return PreemptionTimes(kill_wait_s, grace_s, f"QOS {qos}")
+        if by == "preempt/partition_prio":
+            name, its = chosen_partition(self._glance(["scontrol", "show", "partition", "-o"]) or "", partition)
+            if its.get("PreemptMode") in ("REQUEUE", "CANCEL"):  # otherwise the job is suspended, or not preempted
+                return PreemptionTimes(kill_wait_s, parse_duration(its.get("GraceTime", "")), f"partition {name}")
+        return PreemptionTimes(kill_wait_s)
+
+    def _glance(self, command: Sequence[str]) -> str | None:
+        """Return the output of a command that nothing depends on; None when there is none within two seconds."""
+        paths = [shutil.which(name, path=self._environment.get("PATH")) for name in (command[0], "timeout")]
+        if None in paths:
+            return None
+        try:
+            answer = self._run(["timeout", "2", *command], self._environment)
+        except subprocess.TimeoutExpired:
+            return None
+        return answer.stdout if answer.returncode == 0 else None
+
+    def version(self) -> Version | None:
+        """Return the release that the controller runs, as in (24, 5); None when it cannot be asked."""
+        return parse_version(self.configuration().get("SLURM_VERSION", ""))
+
+    def pass_on_dependents(self, job_id: str, successor: str) -> list[str]:
+        """Let the user's jobs that wait for the success of this one wait for its successor instead, and return them.
+
+        To be called before the job has ended: after that they can never start.
+
+        Raises:
+            ClusterError: squeue or scontrol is missing or refused.
+        """
+        return self._change_dependencies(lambda dependency: moved_dependency(dependency, job_id, successor))
+
+    def free_dependents(self, job_id: str) -> list[str]:
+        """Let the user's jobs that wait for the success of this one wait for it no more, and return them.
+
+        To be called before the job has ended: after that they can never start.
+
+        Raises:
+            ClusterError: squeue or scontrol is missing or refused.
+        """
+        return self._change_dependencies(lambda dependency: met_dependency(dependency, job_id))
+
+    def _change_dependencies(self, change: Callable[[str], str | None]) -> list[str]:
+        # Without --array, and by the id of the array: its tasks all wait for the same, and may be thousands.
+        answer = self._call(["squeue", "--noheader", "--me", "--states=PENDING", "--format=%F|%E"])
+        changed: dict[str, str] = {}
+        for line in answer.splitlines():
+            waiting, _, dependency = line.strip().partition("|")
+            new = change(dependency)
+            if new is not None:
+                changed[waiting] = new
+        for waiting, new in changed.items():
+            self._call(["scontrol", "update", f"JobId={waiting}", f"Dependency={new}"])
+        return list(changed)
+
+    def test_only(self, script: Path, options: Sequence[str] = (), *, without: Collection[str] = ()) -> tuple[int, str]:
+        """Return exit code and words of `sbatch --test-only`: whether and when this script would start.
+
+        Nothing is submitted.
+
+        Args:
+            options: further options; they override the script's own.
+            without: variables of this shell that sbatch is not to see.
+
+        Raises:
+            ClusterError: sbatch is missing, or the controller does not answer.
+        """
+        hidden = [word for name in without for word in ("-u", name)]
+        command = ["sbatch", "--test-only", *options, str(script)]
+        answer = self._answer(command, before=("env", *hidden) if hidden else ())
+        return answer.returncode, (answer.stderr or answer.stdout).strip()
+
+    def lacks_nodes(self, partition: str | None) -> bool:
+        """Return whether a node of the partition (None: of any) is drained, down or reserved now, or this cannot be asked."""
+        where = [f"--partition={partition}"] if partition else []
+        answer = self._glance(["sinfo", "--noheader", "--format=%a %T", *where])
+        if answer is None:
+            return True
+        there = [line.split() for line in answer.splitlines() if line.strip()]
+        return any(words[0] != "up" or words[-1].rstrip("~#!%@^+-") not in AT_WORK for words in there)
+
+    def cancel(self, *job_ids: str) -> None:
+        self._call(["scancel", *job_ids])
+
+    def signal(self, job_id: str, name: str) -> None:
+        """Send a signal to every rank of the job's steps."""
+        # For a task of an array with tasks that still wait, slurmctld (22.05) delivers the signal and reports the task
+        # as "in transition", whereupon scancel sends it again and again for minutes. Sent to the steps, it is delivered
+        # once.
+        steps = self._steps(job_id) if "_" in job_id else []
+        self._call(["scancel", f"--signal={name}", *(steps or [job_id])])
+
+    def _steps(self, element: str) -> list[str]:
+        """Return the running steps of an array's task, by the task's own job id: "17.0".
+
+        None are returned if SLURM names none.
+        """
+        own = re.search(r"\bJobId=(\d+)", self._glance(["scontrol", "show", "job", "-o", element]) or "")
+        if own is None:
+            return []
+        shown = self._glance(["scontrol", "show", "step", "-o", own.group(1)]) or ""
+        return [f"{own.group(1)}.{number}" for number in re.findall(r"\bStepId=\S+\.(\d+)\b", shown)]
+
+    def release(self, job_id: str) -> None:
+        self._call(["scontrol", "release", job_id])
+
+    def start_now(self, job_id: str) -> None:
+        """Ask SLURM to start a pending job at once. It holds a requeued one for about 121 s otherwise."""
+        self._call(["scontrol", "update", f"JobId={job_id}", "StartTime=now"])
+
+    def limit_array(self, job_id: str, tasks: int) -> None:
+        """Let this many tasks of an array run at the same time. The array needs to have a task that waits."""
+        self._call(["scontrol", "update", f"JobId={job_id}", f"ArrayTaskThrottle={tasks}"])
+
+    def _call(self, command: Sequence[str], before: Sequence[str] = ()) -> str:
+        answer = self._answer(command, before)
+        if answer.returncode != 0:
+            raise ClusterError(f"`{' '.join(command)}` failed: {_last_line(answer)}")
+        return answer.stdout
+
+    def _answer(self, command: Sequence[str], before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+        if shutil.which(command[0], path=self._environment.get("PATH")) is None:
+            raise ClusterError(f"there is no `{command[0]}` on this machine", hint=INSTALL_HINT)
+        try:
+            return self._run([*before, *command], self._environment)
+        except subprocess.TimeoutExpired:
+            raise ClusterError(
+                f"SLURM's controller did not answer `{command[0]}` within 60 s", hint="try again later"
+            ) from None
+
+
+def _last_line(answer: subprocess.CompletedProcess[str]) -> str:
+    lines = (answer.stderr or answer.stdout).strip().splitlines()
+    return lines[-1] if lines else f"exit code {answer.returncode}"
+
+
+def parse_show_job(text: str) -> JobFacts | None:
+    """Read the first line of `scontrol show job -o`.
+
+    Fields are NAME=VALUE with spaces in between, and values with spaces cannot be told from the next field. The ones
+    used here have none; names and comments, which may, are not used.
+    """
+    fields: dict[str, str] = {}
+    for word in text.partition("\n")[0].split():
+        name, equals, value = word.partition("=")
+        if equals:
+            fields.setdefault(name, value)
+    if "JobState" not in fields:
+        return None
+    return JobFacts(
+        state=fields["JobState"],
+        reason=fields.get("Reason", ""),
+        restarts=int(fields.get("Restarts", "0")),
+        start_time=parse_time(fields.get("StartTime", "")),
+        end_time=parse_time(fields.get("EndTime", "")),
+        preempt_time=parse_time(fields.get("PreemptTime", "")),
+        excluded=fields.get("ExcNodeList", "").replace("(null)", ""),
+    )
+
+
+def parse_show_config(text: str) -> dict[str, str]:
+    """Read `scontrol show config`: a line each, NAME = VALUE."""
+    pairs = (line.partition("=") for line in text.splitlines())
+    return {name.strip(): value.strip() for name, equals, value in pairs if equals}
+
+
+def chosen_partition(text: str, name: str | None) -> tuple[str, dict[str, str]]:
+    """Return name and fields of one partition (None: the default one) in `scontrol show partition -o`.
+
+    No fields if it is missing.
+
+    Of several names, separated by commas, the first counts: where the job will run is not known yet.
+    """
+    wanted = name.partition(",")[0] if name else None
+    for line in text.splitlines():
+        fields = dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
+        if fields.get("PartitionName") == wanted or (wanted is None and fields.get("Default") == "YES"):
+            return fields.get("PartitionName", ""), fields
+    return wanted or "", {}
+
+
+def moved_dependency(text: str, job_id: str, successor: str) -> str | None:
+    """Replace the job's success by its successor's in a dependency as squeue prints it; return None if it does not have it.
+
+    As in "afterok:12(unfulfilled),afterany:13(unfulfilled)": SLURM does not accept the parts in brackets as input.
+    """
+    words = [re.sub(r"\(\w+\)", "", word) for word in re.split(r"([,?])", text)]
+    changed = [f"afterok:{successor}" if word == f"afterok:{job_id}" else word for word in words]
+    return "".join(changed) if changed != words else None
+
+
+def met_dependency(text: str, job_id: str) -> str | None:
+    """Remove the job's success, which is certain, from a dependency as squeue prints it; return None if it does not have it.
+
+    The result may be empty: then nothing is waited for.
+    """
+    words = [re.sub(r"\(\w+\)", "", word) for word in re.split("[,?]", text)]
+    left = [word for word in words if word != f"afterok:{job_id}"]
+    if left == words:
+        return None
+    return "" if "?" in text else ",".join(left)  # "?": one of them is enough
+
+
+def parse_duration(text: str) -> float | None:
+    """Return seconds from a duration as SLURM writes it: "30 sec", "30", "00:00:30", "1-00:00:00"; None if it is none."""
+    match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):(\d+):)?(\d+)(?: sec)?", text.strip())
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def parse_time(text: str) -> float | None:
+    """Return unix seconds from SLURM's local time stamps; "Unknown", "None" and "N/A" are None."""
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None
+
+
+def clean_environment(variables: Mapping[str, str], slurm_conf: str | None = None) -> dict[str, str]:
+    """Return the environment for SLURM's commands.
+
+    It has the variables that say where SLURM is and who asks, but none that change the answer.
+
+    A leftover SQUEUE_PARTITION would hide jobs that run, and SLURM_MEM_PER_NODE would change the job that is submitted.
+
+    Args:
+        slurm_conf: slurm.conf of the cluster to ask; None: the one that the variables name.
+    """
+    kept = {name: value for name, value in variables.items() if not name.startswith(OF_QUERIES)}
+    return submission_environment(kept, slurm_conf)
+
+
+def submission_environment(variables: Mapping[str, str], slurm_conf: str | None = None) -> dict[str, str]:
+    """Return the environment for sbatch, which passes its own on to the job: the person's defaults for queries stay in it."""
+    kept = {name: value for name, value in variables.items() if not belongs_to_a_job(name)}
+    if slurm_conf is not None and slurm_conf != variables.get("SLURM_CONF"):
+        # Another cluster than the shell's: its controllers, its tokens and its names of clusters mean nothing there.
+        kept = {name: value for name, value in kept.items() if name not in (*REACHED_BY, "SBATCH_CLUSTERS")}
+        kept["SLURM_CONF"] = slurm_conf
+    programs = programs_beside(kept.get("SLURM_CONF"))
+    if programs is not None:
+        kept["PATH"] = path_with(programs, kept.get("PATH"))
+    if "SBATCH_CLUSTERS" in kept:  # the other commands have to look for jobs where sbatch sends them
+        kept.setdefault("SLURM_CLUSTERS", kept["SBATCH_CLUSTERS"])
+    return kept
+
+
+def programs_beside(slurm_conf: str | None) -> str | None:
+    """Return the folder of the commands that belong to a slurm.conf, if a file beside it names their prefix.
+
+    A sandbox of another SLURM than the one on PATH has such a file. One that somebody else may have written does not
+    count.
+    """
+    if slurm_conf is None:
+        return None
+    try:
+        descriptor = os.open(Path(slurm_conf).with_name(PREFIX_FILE), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    with os.fdopen(descriptor) as file:
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode) or info.st_uid not in (os.getuid(), 0) or info.st_mode & 0o022:
+            return None
+        prefix = file.readline(4096).rstrip("\n")
+    return f"{prefix}/bin" if prefix.startswith("/") else None
+
+
+def path_with(folder: str, path: str | None) -> str:
+    """Return PATH with this folder before all others."""
+    return os.pathsep.join([folder, *(each for each in (path or os.defpath).split(os.pathsep) if each != folder)])
+
+
+def belongs_to_a_job(name: str) -> bool:
+    """Return whether a variable belongs to the surrounding job, so that a job submitted from inside it must not inherit it."""
+    return name.startswith(OF_JOBS) and name not in (*REACHED_BY, "SLURMTRAIN_RUNS")

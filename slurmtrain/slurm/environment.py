@@ -1,0 +1,217 @@
+"""The identity of this rank: rank, world size and nodes, from SLURM's step, from torchrun, or as a single process.
+
+It is the first thing that a rank finds out, and this is the only source of these facts. Pure but for `detect`'s default
+argument.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmtrain.errors import EnvironmentMismatch
+from slurmtrain.slurm.nodelist import expand_counts, expand_nodelist
+
+LAUNCHER_VARIABLE = "SLURMTRAIN_LAUNCHER"  # set to "local" by cluster=local for the ranks that it starts
+SPECIAL_STEPS = 0xFFFFFFF0  # step ids above are the batch script, the extern step and salloc's interactive shell
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The place of this process among the ranks of its job.
+
+    Attributes:
+        source: "slurm", "torchrun", "local" or "single".
+        rank, world_size: among all ranks.
+        local_rank, local_world_size: among the ranks of this node.
+        node_rank: index of this node in `nodes`.
+        nodes: names of all nodes, as SLURM has them.
+        tasks_per_node: ranks on each of `nodes`.
+        job_id: SLURM's job id, or None. For an array task, its own raw id.
+        step_id: SLURM's step id, or None: two steps of one job are two worlds.
+        restart_count: how often SLURM has requeued this job.
+    """
+
+    source: str
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    nodes: tuple[str, ...] = ("localhost",)
+    tasks_per_node: tuple[int, ...] = (1,)
+    job_id: str | None = None
+    step_id: str | None = None
+    restart_count: int = 0
+
+    @property
+    def node(self) -> str:
+        return self.nodes[self.node_rank]
+
+    @property
+    def single_node(self) -> bool:
+        return len(self.nodes) == 1
+
+    def expected_node(self, rank: int) -> str:
+        """Return the node on which SLURM's default (block) distribution puts `rank`."""
+        first = 0
+        for node, tasks in zip(self.nodes, self.tasks_per_node, strict=True):
+            if rank < first + tasks:
+                return node
+            first += tasks
+        return "an unknown node"
+
+    @classmethod
+    def detect(cls, variables: Mapping[str, str] = os.environ, *, terminal: bool | None = None) -> Environment:
+        """Read the environment.
+
+        torchrun's variables have precedence, since it may itself run under srun. SLURM counts only inside a step that
+        srun started: a shell of salloc, a batch script or `srun --pty` has job variables, too, and is one process.
+
+        Raises:
+            EnvironmentMismatch: variables contradict each other or cannot be read.
+        """
+        if "TORCHELASTIC_RUN_ID" in variables or variables.get(LAUNCHER_VARIABLE) == "local":
+            return cls._from_torchrun(variables)
+        if in_slurm_step(variables, terminal=terminal):
+            return cls._from_slurm(variables)
+        return cls(source="single", nodes=(socket.gethostname(),), job_id=variables.get("SLURM_JOB_ID"))
+
+    @classmethod
+    def _from_torchrun(cls, variables: Mapping[str, str]) -> Environment:
+        rank, world_size = _number(variables, "RANK"), _number(variables, "WORLD_SIZE")
+        local_rank, local_world_size = _number(variables, "LOCAL_RANK"), _number(variables, "LOCAL_WORLD_SIZE")
+        if local_world_size < 1:
+            raise EnvironmentMismatch(f"LOCAL_WORLD_SIZE is {local_world_size}", hint="start ranks with torchrun")
+        nodes = max(1, world_size // local_world_size)
+        node_rank = _number(variables, "GROUP_RANK") if "GROUP_RANK" in variables else rank // local_world_size
+        local = variables.get(LAUNCHER_VARIABLE) == "local"
+        # torchrun gives the number of the other nodes, not their names.
+        names = [socket.gethostname() if index == node_rank else f"node{index}" for index in range(nodes)]
+        return cls(
+            source="local" if local else "torchrun",
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            node_rank=node_rank,
+            nodes=tuple(names),
+            tasks_per_node=(local_world_size,) * nodes,
+            job_id=variables.get("SLURM_JOB_ID"),
+            restart_count=int(variables.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )._checked()
+
+    @classmethod
+    def _from_slurm(cls, variables: Mapping[str, str]) -> Environment:
+        nodelist = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
+        counts = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE", "")
+        nodes, tasks = tuple(expand_nodelist(nodelist)), tuple(expand_counts(counts))
+        node_rank = _number(variables, "SLURM_NODEID")
+        return cls(
+            source="slurm",
+            rank=_number(variables, "SLURM_PROCID"),
+            world_size=_number(
+                variables, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"
+            ),
+            local_rank=_number(variables, "SLURM_LOCALID"),
+            local_world_size=tasks[node_rank] if node_rank < len(tasks) else 1,
+            node_rank=node_rank,
+            nodes=nodes,
+            tasks_per_node=tasks,
+            job_id=variables["SLURM_JOB_ID"],
+            step_id=variables["SLURM_STEP_ID"],
+            restart_count=int(variables.get("SLURM_RESTART_COUNT", "0")),
+        )._checked()
+
+    def _checked(self) -> Environment:
+        if len(self.nodes) != len(self.tasks_per_node) or sum(self.tasks_per_node) != self.world_size:
+            raise EnvironmentMismatch(
+                f"{self.source} speaks of {self.world_size} ranks, but of {len(self.nodes)} nodes with "
+                f"{', '.join(map(str, self.tasks_per_node))} ranks each",
+                hint="variables of another job may be left over in this shell",
+            )
+        if not 0 <= self.rank < self.world_size or not 0 <= self.node_rank < len(self.nodes):
+            raise EnvironmentMismatch(
+                f"{self.source} gives rank {self.rank} of {self.world_size} on node {self.node_rank}"
+            )
+        return self
+
+
+def in_slurm_step(variables: Mapping[str, str] = os.environ, *, terminal: bool | None = None) -> bool:
+    """Return whether this is a task that srun started to run a program, not a shell for a person.
+
+    Args:
+        terminal: whether standard input is a terminal; None: find out.
+    """
+    if terminal is None:
+        terminal = sys.stdin is not None and sys.stdin.isatty()
+    step = variables.get("SLURM_STEP_ID", "")
+    # The shell of `srun --pty` is one process for a person. What srun starts from within it inherits the variable, but
+    # has no terminal.
+    interactive = "SLURM_PTY_PORT" in variables and terminal
+    return step.isdigit() and int(step) < SPECIAL_STEPS and "SLURM_PROCID" in variables and not interactive
+
+
+def check_world_size(environment: Environment, *, nodes: int, tasks_per_node: int) -> None:
+    """Compare the ranks that run with those that were configured.
+
+    Raises:
+        EnvironmentMismatch: they differ; the message names both.
+    """
+    expected = nodes * tasks_per_node
+    if environment.world_size != expected:
+        raise EnvironmentMismatch(
+            f"{environment.source} started {environment.world_size} ranks on {len(environment.nodes)} nodes, but the config "
+            f"says cluster.nodes={nodes} x cluster.tasks_per_node={tasks_per_node} = {expected}",
+            hint="start it with the same numbers: --nodes, --ntasks-per-node of srun, --nnodes, --nproc-per-node of torchrun",
+        )
+
+
+def no_gpu(environment: Environment, asked: str, why: str = "") -> EnvironmentMismatch:
+    """Return the error of a rank that sees no GPU although the job has `asked` for some.
+
+    Without this error, training would run very slowly on the CPU and end well.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    because = f", with CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None else ""
+    return EnvironmentMismatch(
+        f"{asked}, but rank {environment.rank} on {environment.node} sees no GPU{because}{why}",
+        hint=f"`nvidia-smi` on {environment.node} shows its GPUs, and cluster.exclude={environment.node} leaves that node out; "
+        "train.device=cpu asks for none",
+    )
+
+
+def check_gpu_files(
+    environment: Environment,
+    gpus_per_node: int,
+    variables: Mapping[str, str] = os.environ,
+    devices: Path = Path("/dev"),
+) -> None:
+    """Check that this node can have a GPU at all, for a program that looks for GPUs by itself and may go on without.
+
+    Only certain cases are refused: all GPUs hidden by CUDA_VISIBLE_DEVICES, or no device file of any kind of GPU.
+
+    Raises:
+        EnvironmentMismatch: it cannot.
+    """
+    if gpus_per_node == 0:
+        return
+    hidden = variables.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
+    files = any(
+        next(devices.glob(pattern), None) for pattern in ("nvidia[0-9]*", "kfd", "dxg", "dri/renderD*", "accel*")
+    )
+    if hidden or not files:
+        raise no_gpu(environment, f"cluster.gpus_per_node={gpus_per_node}")
+
+
+def _number(variables: Mapping[str, str], name: str) -> int:
+    try:
+        return int(variables[name])
+    except (KeyError, ValueError):
+        raise EnvironmentMismatch(
+            f"{name} is {variables.get(name, 'not set')!r}, expected a number", hint="start ranks with srun or torchrun"
+        ) from None

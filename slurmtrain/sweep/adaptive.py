@@ -1,0 +1,213 @@
+"""A sweep whose points are chosen by earlier results: one process adds points to it, and waits for its runs.
+
+On disk it is a sweep like any other, and every verb accepts it. One process at a time controls it. When that one dies,
+its jobs go on; the next one finds the points that it asks for again, with their results, and nothing is run twice.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from slurmtrain.config.schema import Config
+from slurmtrain.launch.arrays import plan_arrays
+from slurmtrain.launch.named_paths import with_absolute_paths
+from slurmtrain.report.status import RunState, is_over, states
+from slurmtrain.runs.create import new_run_id
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.sweep_dir import Point, Sweep
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.sweep.create import add_run, append_arrays, create_sweep, find_same
+from slurmtrain.sweep.folder import note_jobs
+from slurmtrain.sweep.jobs import check_submitted, submit_arrays
+from slurmtrain.sweep.local import run_here
+from slurmtrain.sweep.plan import SweepPlan, check_belongs
+from slurmtrain.sweep.throttle import throttle
+from slurmtrain.system.paths import current_folder
+
+LOOK_EVERY_S = 0.5  # at the runs' own files, which say that they have ended
+ASK_EVERY_S = 20.0  # SLURM, about those that have not: a job may be gone without a word
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One point that is asked for.
+
+    Attributes:
+        varied: what distinguishes it, by key, as text.
+    """
+
+    varied: dict[str, str]
+    config: Config
+
+
+@dataclass(frozen=True)
+class OpenSweep:
+    """An open sweep in the process that controls it.
+
+    Attributes:
+        client: client of the cluster; None: the runs are processes of this machine.
+        say: called with messages for a person.
+    """
+
+    sweep: Sweep
+    sweep_plan: SweepPlan
+    client: SlurmClient | None
+    say: Callable[[str], None]
+
+    def run(
+        self, wanted: Sequence[Wanted], on_end: Callable[[RunDir, RunState], None]
+    ) -> list[tuple[RunDir, RunState]]:
+        """Submit points that are not submitted, and return all when they have ended, in the order of `wanted`.
+
+        Called within `alone`.
+
+        Args:
+            on_end: called with every run when it has ended, also with those that had ended before.
+        """
+        run_dirs = self._add(wanted)
+        ended: dict[str, RunState] = {}
+        try:
+            for run_dir, now in self._ended(run_dirs):
+                ended[run_dir.id] = now
+                on_end(run_dir, now)
+        except KeyboardInterrupt:
+            if self.client is not None:
+                self.say(
+                    f"the jobs of {self.sweep.id} go on without this shell; sweep cancel {self.sweep.id} ends them"
+                )
+            raise
+        return [(run_dir, ended[run_dir.id]) for run_dir in run_dirs]
+
+    def _add(self, wanted: Sequence[Wanted]) -> list[RunDir]:
+        """Add the points that do not exist yet.
+
+        Each step may be cut short, and is done when the same points are asked for again.
+        """
+        sweep, sweep_plan = self.sweep, self.sweep_plan
+        points = {point.identity: point for point in sweep.points()}
+        stamp = new_run_id()
+        chosen = []
+        _remove_cut_line(sweep.points_file)
+        with sweep.points_file.open("a") as file:
+            for each in wanted:
+                identity = sweep_plan.add(with_absolute_paths(each.config, current_folder()))
+                if identity not in points:
+                    number = len(points)
+                    points[identity] = Point(
+                        number, each.varied, identity, sweep_plan.shapes[identity], f"{stamp}-{number:04d}"
+                    )
+                    file.write(json.dumps(asdict(points[identity])) + "\n")
+                    file.flush()
+                chosen.append(points[identity])
+        for point in chosen:
+            if not sweep.run_dir(point.run_id).info_file.exists():
+                add_run(sweep, point, sweep_plan)
+        if self.client is not None:
+            self._submit({point.run_id: point.shape for point in chosen})
+        return [sweep.run_dir(point.run_id) for point in chosen]
+
+    def _submit(self, shapes: dict[str, str]) -> None:
+        assert self.client is not None
+        while True:
+            numbers = self.sweep.array_numbers()
+            for number in numbers:
+                note_jobs(self.sweep, number)
+            open_numbers = [number for number in numbers if self.sweep.job_id(number) is None]
+            planned = {run_id for number in open_numbers for run_id in self.sweep.planned(number)}
+            # A run that was removed is made anew, and the job that it once had is no longer its own.
+            new = [run_id for run_id in shapes if run_id not in planned and not self._has_job(run_id)]
+            size = self.client.max_array_size()
+            limit, pack = self.sweep.info()["parallelism"], self.sweep.pack
+            arrays = plan_arrays([shapes[run_id] for run_id in new], max_size=size, parallelism=limit, pack=pack)
+            if not new or append_arrays(self.sweep, len(numbers), new, arrays):
+                break
+        check_submitted(submit_arrays(self.sweep, self.client, say=self.say))
+
+    def _has_job(self, run_id: str) -> bool:
+        return bool(self.sweep.run_dir(run_id).info()["job_ids"])
+
+    def _ended(self, run_dirs: Sequence[RunDir]) -> Iterator[tuple[RunDir, RunState]]:
+        """Yield every run, as it ends."""
+        if self.client is None:
+            before = states(run_dirs)
+            # A stopped run was stopped with Ctrl-C in a shell that waited for it before this one.
+            left = [
+                run_dir.id
+                for run_dir in dict.fromkeys(run_dirs)
+                if before[run_dir.id].status == "stopped" or not is_over(run_dir)
+            ]
+            at_once = self.sweep.info()["parallelism"] or self.sweep.pack
+            if not run_here(self.sweep, left, at_once, self.say, show=at_once == 1):
+                raise KeyboardInterrupt  # they were told to stop, and so is this process
+            now = states(run_dirs)
+            yield from ((run_dir, now[run_dir.id]) for run_dir in dict.fromkeys(run_dirs))
+            return
+        waiting = dict.fromkeys(run_dirs)
+        asked, revived = time.monotonic(), set[RunDir]()
+        while True:
+            ask = time.monotonic() - asked >= ASK_EVERY_S
+            if ask:
+                asked = time.monotonic()
+            looked = [run_dir for run_dir in waiting if ask or (run_dir not in revived and is_over(run_dir))]
+            now = states(looked)
+            revived = revived.union(run_dir for run_dir in looked if now[run_dir.id].alive) if not ask else set()
+            for run_dir in looked:
+                if not now[run_dir.id].alive:
+                    del waiting[run_dir]
+                    yield run_dir, now[run_dir.id]
+            if not waiting:
+                return
+            time.sleep(LOOK_EVERY_S)  # the files are on a shared file system: there is no event to await
+
+
+def _remove_cut_line(path: Path) -> None:
+    """Remove what a shell that was cut short, or had no disk space, has left after the last whole line."""
+    with path.open("rb+") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def open_sweep(
+    sweep_plan: SweepPlan,
+    overrides: Sequence[str],
+    client: SlurmClient | None,
+    *,
+    parallelism: int | None = None,
+    after: Sequence[RunDir] = (),
+    again: bool = False,
+    ended: Callable[[Sweep], bool] = lambda sweep: False,
+    say: Callable[[str], None],
+) -> OpenSweep:
+    """Return the sweep of this search: the one that exists, or a new one.
+
+    Args:
+        draft: a draft with a `search`, and no points.
+        after: runs that have to finish before any of a new sweep begins.
+        again: make another sweep.
+        ended: returns whether the existing sweep is not to be continued.
+
+    Raises:
+        ConfigError: its points cannot be those of a sweep.
+    """
+    check_belongs(sweep_plan.first, sweep_plan.first)  # before anything is made
+    found = find_same(sweep_plan)
+    if found is None or again or ended(found):
+        found = create_sweep(
+            sweep_plan,
+            lambda number: {},
+            overrides,
+            current_folder(),
+            parallelism=parallelism,
+            after=after,
+            again=found is not None,
+            say=say,
+        )
+    else:
+        if found.points():
+            say(f"sweep {found.id} is there already, with {len(found.points())} points; going on with it")
+        if parallelism not in (None, found.info()["parallelism"]):
+            throttle(found, parallelism, client)
+    return OpenSweep(found, sweep_plan, client, say)

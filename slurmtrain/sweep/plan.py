@@ -1,0 +1,185 @@
+"""A sweep before it is created: all its points composed and validated, the resources of each, and which are the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmtrain.config.compose import freeze, to_values
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import ConfigError
+from slurmtrain.launch.arrays import Array, plan_arrays
+from slurmtrain.launch.dependencies import waiting_for_runs
+from slurmtrain.launch.import_paths import interpreter_of
+from slurmtrain.launch.named_paths import with_absolute_paths
+from slurmtrain.launch.script import JobPaths, render_script
+from slurmtrain.launch.snapshot import find_source
+from slurmtrain.launch.submit import PLACEHOLDER_ID, no_chain, slurm_conf_of, steps_of
+from slurmtrain.runs.run_dir import RunDir
+
+
+def identity_of(config: Config) -> str:
+    """Return 16 hex digits over the values that decide a result, independent of the order of keys.
+
+    The places of runs and code, hooks, and the sources of secrets are left out.
+    """
+    values = to_values(config)
+    del values["hooks"], values["secrets"]
+    for key in ("runs_dir", "snapshot", "snapshot_max_mb"):
+        del values["job"][key]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass
+class SweepPlan:
+    """All points of a sweep that is to be created, composed and validated.
+
+    It keeps text, not configs: there may be thousands.
+
+    Attributes:
+        first: the first point's config; name and folder of the runs are the same for all.
+        frozen: configs as text, by identity.
+        shapes: what configs ask of the cluster, by identity.
+        steps: number of training steps, by identity.
+        identities: identity of every point, in order.
+        asking: a config for every shape.
+        search: for a sweep whose points are chosen by earlier results: what they are chosen by, as text.
+    """
+
+    first: Config
+    frozen: dict[str, str] = dataclasses.field(default_factory=dict)
+    shapes: dict[str, str] = dataclasses.field(default_factory=dict)
+    steps: dict[str, int | None] = dataclasses.field(default_factory=dict)
+    identities: list[str] = dataclasses.field(default_factory=list)
+    asking: dict[str, Config] = dataclasses.field(default_factory=dict)
+    search: str | None = None
+
+    @property
+    def identity(self) -> str:
+        """Eight hex digits, the same for the same points in any order, or for the same search."""
+        text = "\n".join(sorted(self.identities)) if self.search is None else self.search
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+    def add(self, config: Config) -> str:
+        """Add one more point, and return the identity of its config.
+
+        Raises:
+            ConfigError: it cannot be in one sweep with the others.
+        """
+        first = self.first.job
+        if (config.job.name, config.job.runs_dir) != (first.name, first.runs_dir):
+            raise ConfigError(
+                f"the points of a sweep share job.name and job.runs_dir, and these differ: {first.name!r}, {config.job.name!r}",
+                hint="what varies is a column of `sweep collect`; it need not be in the name",
+            )
+        identity = identity_of(config)
+        self.identities.append(identity)
+        if identity not in self.frozen:
+            check_belongs(config, self.first)
+            self.frozen[identity] = freeze(config)
+            self.shapes[identity] = _shape(config)
+            self.asking.setdefault(self.shapes[identity], config)
+            self.steps[identity] = steps_of(config)
+        return identity
+
+    @property
+    def id(self) -> str:
+        return f"{self.first.job.name}.sweep-{self.identity}"
+
+    def run_ids(self, stamp: str) -> dict[str, str]:
+        """Return the run id of every config, by identity: it has the number of the first point with that config."""
+        found: dict[str, str] = {}
+        for number, identity in enumerate(self.identities):
+            found.setdefault(identity, f"{stamp}-{number:04d}")
+        return found
+
+    def arrays(self, max_array_size: int | None, parallelism: int | None) -> list[Array]:
+        """Return which of the configs, in the order of `run_ids`, are in which array; with cluster=local there are none."""
+        if self.first.cluster.backend == "local":
+            return []
+        shapes = [self.shapes[identity] for identity in self.run_ids("")]
+        return plan_arrays(shapes, max_size=max_array_size, parallelism=parallelism, pack=self.first.sweep.pack)
+
+
+def plan_sweep(configs: Iterable[Config], cwd: Path) -> SweepPlan:
+    """Make a draft of every point's config; an error in one ends it before anything is created.
+
+    Raises:
+        ConfigError: a point is wrong, or they cannot be in one sweep.
+    """
+    found: SweepPlan | None = None
+    for config in configs:
+        config = with_absolute_paths(config, cwd)
+        if found is None:
+            found = SweepPlan(config)
+        found.add(config)
+    assert found is not None
+    return found
+
+
+def check_belongs(config: Config, first: Config) -> None:
+    """Check that a config can be a point of a sweep with this first point.
+
+    Raises:
+        ConfigError: it cannot be a point of any sweep, or not of this one.
+    """
+    if _cluster_of(config) != _cluster_of(first):
+        raise ConfigError("the points of a sweep are on different clusters", hint="submit a sweep for each")
+    if config.sweep.pack != first.sweep.pack:
+        raise ConfigError(
+            f"the points of a sweep share sweep.pack, and these differ: {first.sweep.pack}, {config.sweep.pack}",
+            hint="submit a sweep for each",
+        )
+    if config.cluster.backend == "local":
+        return
+    if config.requeue.mode == "chain":
+        raise no_chain("in a sweep")
+    if config.sweep.pack > 1 and config.requeue.mode == "resubmit":
+        raise ConfigError(
+            f"sweep.pack={config.sweep.pack} with requeue.mode=resubmit: runs of one job cannot each go on in one of their own",
+            hint="requeue=requeue, where the cluster allows it, or requeue=off and `sweep retry`",
+        )
+
+
+def _cluster_of(config: Config) -> tuple[str | None, ...]:
+    return (config.cluster.backend, config.cluster.slurm_conf, config.cluster.sandbox)
+
+
+def _shape(config: Config) -> str:
+    """Return a digest of everything in a config that the script shows."""
+    values = to_values(config)
+    parts = [values[key] for key in ("cluster", "requeue", "hooks", "secrets", "job")]
+    text = json.dumps(parts, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def preview(
+    sweep_plan: SweepPlan, cwd: Path, parallelism: int | None = None, after: Sequence[RunDir] = ()
+) -> list[str]:
+    """Return the scripts that would be passed to sbatch, one per array. Nothing is created."""
+    job = sweep_plan.first.job
+    runs = [Path(job.runs_dir) / sweep_plan.id / run_id for run_id in sweep_plan.run_ids(PLACEHOLDER_ID).values()]
+    source = find_source(job, cwd, interpreter_of(sweep_plan.first.cluster))
+    shapes = [sweep_plan.shapes[identity] for identity in sweep_plan.run_ids("")]
+    scripts = []
+    for array in sweep_plan.arrays(None, parallelism):
+        config = sweep_plan.asking[shapes[array.members[0]]]
+        if after:
+            config = waiting_for_runs(config, after, slurm_conf_of(config))
+        members = [runs[member] for member in array.members]
+        paths = JobPaths(
+            members,
+            source.workdir,
+            sys.executable,
+            parallelism=array.parallelism,
+            pack=sweep_plan.first.sweep.pack,
+            roots=source.roots,
+            submit_dir=cwd,
+        )
+        scripts.append(render_script(config, paths))
+    return scripts

@@ -1,0 +1,159 @@
+"""Claims: files by which only one process at a time does something, for several shells on several hosts.
+
+Claims of a folder are numbered and never removed: the next one can be made when the last one's owner has given it up or
+is dead, and of several processes that see that, one makes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.system import process
+from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.records import is_count
+
+HEARTBEAT_S = 10.0
+CLAIM_LASTS_S = 60.0  # without a heartbeat, of a shell on another host, whose life cannot be seen from here
+POLL_S = 0.2  # seconds between looks at a claim: a shared file system has no event to await
+
+Owner = dict[str, Any]
+"""host, pid and born (see `process.born`) of whoever made a claim."""
+
+
+def claims(folder: Path) -> list[Path]:
+    """Return the claims that were made, in order. Only the owner of the last one may be at work."""
+    return sorted(folder.glob("claim-*.json"))
+
+
+@contextlib.contextmanager
+def claimed(folder: Path, busy: Callable[[Owner], None]) -> Iterator[bool]:
+    """Hold the claim of a folder; wait for another process that holds it.
+
+    Args:
+        busy: called once with another owner that is alive; an error that it raises ends the wait.
+
+    Yields:
+        Whether another process held the claim before, and may have been cut short.
+    """
+    somebody_before = told = False
+    watched = _Watched()
+    while True:
+        made = claims(folder)
+        if made and not _given_up(made[-1]):
+            somebody_before = True
+            owner = _owner(made[-1])
+            lives = watched.lives(made[-1], owner)
+            if lives is not False:
+                if lives and owner is not None and not told:
+                    busy(owner)
+                    told = True
+                time.sleep(POLL_S)
+                continue
+        somebody_before = somebody_before or bool(made)
+        claim = folder / f"claim-{len(made) + 1:04d}.json"
+        if _make(claim):
+            break
+    over = threading.Event()
+    threading.Thread(target=_beat, args=(claim, over), daemon=True).start()
+    try:
+        yield somebody_before
+    finally:
+        over.set()
+        claim.with_suffix(".over").touch()
+
+
+class _Watched:
+    """The observation of a claim's owner.
+
+    If it is on another host, or not named, its heartbeats are the only evidence.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Path, int] | None = None
+        self._beats = 0
+        self._since = time.monotonic()
+
+    def lives(self, claim: Path, owner: Owner | None) -> bool | None:
+        """Return whether the owner is alive; None: not known yet.
+
+        A clock that is ahead makes a new claim look old, so an old one is observed for a while.
+        """
+        if owner is not None and owner["host"] == socket.gethostname():
+            return _lives_here(owner)
+        heard = (claim, _beaten(claim))
+        if heard != self._last:
+            self._beats = self._beats + 1 if self._last is not None and self._last[0] == claim else 0
+            self._last, self._since = heard, time.monotonic()
+        silent_s = time.monotonic() - self._since
+        if self._beats or _age_s(claim) < CLAIM_LASTS_S:
+            return silent_s < CLAIM_LASTS_S
+        return None if silent_s < 2.5 * HEARTBEAT_S else False
+
+
+def _beaten(claim: Path) -> int:
+    """Return when the owner's last heartbeat was, in nanoseconds.
+
+    The file is opened, since NFS would answer from its cache.
+    """
+    with claim.open("rb") as file:
+        return os.fstat(file.fileno()).st_mtime_ns
+
+
+def _beat(claim: Path, over: threading.Event) -> None:
+    """Touch the claim at intervals until `over`, for processes that cannot see the owner's process."""
+    while not over.wait(HEARTBEAT_S):
+        with contextlib.suppress(OSError):  # the file system may be away for a while
+            os.utime(claim)
+
+
+def _given_up(claim: Path) -> bool:
+    return claim.with_suffix(".over").exists()
+
+
+def _make(claim: Path) -> bool:
+    """Make a claim atomically (link(2)), and return whether this process has made it, of all that tried."""
+    temporary = claim.with_name(f".{claim.name}.{os.getpid()}.{secrets.token_hex(3)}")
+    me = {"host": socket.gethostname(), "pid": os.getpid(), "born": process.born(os.getpid())}
+    write_json(temporary, me)
+    try:
+        os.link(temporary, claim)
+        return True
+    except FileExistsError:
+        # NFS asks once more when the answer to a link that it has made is lost, and is told that it is there.
+        with temporary.open("rb") as file:  # opened, since NFS would answer from its cache
+            return os.fstat(file.fileno()).st_nlink == 2
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def is_claimed(folder: Path) -> bool:
+    """Return whether some process holds the claim, as far as can be seen from here."""
+    made = claims(folder)
+    if not made or _given_up(made[-1]):
+        return False
+    owner = _owner(made[-1])
+    here = owner is not None and owner["host"] == socket.gethostname()
+    return _lives_here(owner) if owner is not None and here else _age_s(made[-1]) < CLAIM_LASTS_S
+
+
+def _owner(claim: Path) -> Owner | None:
+    """Return the owner of a claim; None if its file is not complete, as after a power cut."""
+    values = read_json(claim) or {}
+    known = isinstance(values.get("host"), str) and is_count(values.get("pid")) and "born" in values
+    return values if known else None
+
+
+def _age_s(claim: Path) -> float:
+    return time.time() - _beaten(claim) / 1e9
+
+
+def _lives_here(owner: Owner) -> bool:
+    return owner["born"] is not None and process.born(int(owner["pid"])) == owner["born"]

@@ -1,0 +1,348 @@
+"""Read the small files of runs, which somebody else may have put there, and append to one's own.
+
+Folders of runs are shared. A file in them may be a link to another file, a pipe that nobody writes to, a device, a
+terabyte of zeros, or JSON of any shape. So a file is opened without following a link and without waiting, must be a
+regular one, and is read up to a limit; the types of its values are checked before they are used. Any error is an
+`UnreadableRecord` with one sentence, so that one bad run does not break the list of all.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.errors import UnreadableRecord
+from slurmtrain.system.modes import file_mode
+
+RECORD_BYTES = 4 << 20  # limit for run.json, attempt.json and the like: a job of 10,000 nodes takes 200 KB
+EVENTS_BYTES = 64 << 20
+METRICS_BYTES = 512 << 20  # two million logged steps
+_READ_AT_ONCE = 1 << 20
+LATEST = 253402300800.0  # the year 10000 in unix seconds: no calendar goes further
+_LARGEST = 2**53  # limit for a count: beyond it a float, and so many readers of JSON, round it
+
+
+# Functions that read and write files.
+
+
+def open_regular(path: Path) -> int:
+    """Open a file for reading and return its descriptor.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: there is none.
+        UnreadableRecord: it is a link, a pipe, a device or a folder, or this user may not read it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UnreadableRecord(f"{path} is not a regular file")
+    return descriptor
+
+
+def _unreadable(path: Path, error: OSError) -> UnreadableRecord:
+    if error.errno == errno.ELOOP:
+        return UnreadableRecord(f"{path} is a link, and links in a run are not followed")
+    if error.errno == errno.ENXIO:
+        return UnreadableRecord(f"{path} is not a regular file")
+    return UnreadableRecord(f"{path} cannot be read: {error.strerror}")
+
+
+def read_bytes(path: Path, *, at_most: int = RECORD_BYTES) -> bytes:
+    """Read a whole file.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: there is none.
+        UnreadableRecord: it is not a regular file, cannot be read, or has more bytes than `at_most`.
+    """
+    descriptor = open_regular(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size > at_most:
+            raise UnreadableRecord(f"{path} has {size} bytes, and {at_most} is the most that is read of it")
+        return _read(descriptor, 0, size)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    finally:
+        os.close(descriptor)
+
+
+def _read(descriptor: int, begin: int, size: int) -> bytes:
+    """Read `size` bytes from byte `begin` on, or as many as there are.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    data = os.pread(descriptor, size, begin)
+    while len(data) < size and (more := os.pread(descriptor, size - len(data), begin + len(data))):
+        data += more
+    return data
+
+
+def read_text(path: Path, *, at_most: int = RECORD_BYTES) -> str:
+    """Read a file as text; bytes that are not UTF-8 become U+FFFD. Raises as `read_bytes`."""
+    return read_bytes(path, at_most=at_most).decode(errors="replace")
+
+
+def read_tail(path: Path, size: int) -> bytes:
+    """Read the last `size` bytes of a file, which may begin in the middle of a line; return nothing if there is no file.
+
+    Raises:
+        UnreadableRecord: it is not a regular file, or cannot be read.
+    """
+    try:
+        descriptor = open_regular(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return b""
+    try:
+        whole = os.fstat(descriptor).st_size
+        return _read(descriptor, max(0, whole - size), min(whole, size))
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    finally:
+        os.close(descriptor)
+
+
+def pieces(path: Path, begin: int = 0) -> Iterator[bytes]:
+    """Yield a file from byte `begin` to its end, in pieces of at most 1 MiB; nothing if there is no file.
+
+    Raises:
+        UnreadableRecord: it is not a regular file, or cannot be read.
+    """
+    try:
+        descriptor = open_regular(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        try:
+            file.seek(begin)
+            while piece := file.read(_READ_AT_ONCE):
+                yield piece
+        except OSError as error:
+            raise _unreadable(path, error) from None
+
+
+def parse(data: bytes) -> Any:
+    """Parse JSON; return None for text that is no JSON, is not UTF-8, or is nested deeper than Python can follow."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
+def open_to_append(path: Path) -> int:
+    """Open a file of this user for appending, create it if need be, and return its descriptor.
+
+    Raises:
+        PermissionError: it is not a regular file of this user.
+        OSError: it cannot be opened.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, file_mode(path.parent))
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        os.close(descriptor)
+        raise PermissionError(errno.EPERM, "it is not a regular file of yours", str(path))
+    return descriptor
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a file of this user, on a new line even if a kill or a full disk has torn the last one.
+
+    Lines of several writers stay whole.
+
+    Raises:
+        OSError: as `open_to_append`; or not all of it could be written, and the next line begins after what was.
+    """
+    descriptor = open_to_append(path)
+    try:
+        torn = read_tail(path, 1) not in (b"", b"\n")
+        rest = ("\n" if torn else "").encode() + line.encode()
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+    finally:
+        os.close(descriptor)
+
+
+# Functions that find out whose a file is.
+
+
+def is_mine(path: Path) -> bool:
+    """Return whether this user owns the file at `path` itself, even if it is a link; False if there is nothing."""
+    try:
+        return os.lstat(path).st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
+def why_distrusted(path: str | Path, known: dict[str, str | None] | None = None) -> str | None:
+    """Say why somebody else may have written a file; return None when only this user and root can have.
+
+    This concerns the file, all folders above it and the targets of links: a user who may rename a folder may put
+    another there. A sticky folder, as /tmp is, keeps others from renaming what is not theirs.
+
+    Args:
+        known: earlier results, by path, for a caller that looks at many files of the same folders.
+    """
+    return _why_distrusted(os.path.realpath(path), {} if known is None else known)
+
+
+def _why_distrusted(real: str, known: dict[str, str | None]) -> str | None:
+    if real not in known:
+        above = os.path.dirname(real)
+        known[real] = _why_distrusted_itself(real) or (_why_distrusted(above, known) if above != real else None)
+    return known[real]
+
+
+def _why_distrusted_itself(real: str) -> str | None:
+    try:
+        found = os.lstat(real)
+    except OSError as error:
+        return f"{real} cannot be looked at ({error.strerror})"
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"{real} belongs to user {found.st_uid}"
+    sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+    if others_may_write(found) and not sticky:
+        return f"{real} can be changed by others (mode {stat.S_IMODE(found.st_mode):04o})"
+    return None
+
+
+def only_mine(path: Path) -> bool:
+    """Return whether a file and its folder belong to this user, are no links, and nobody else may write into either.
+
+    Then this user has written it, even if others may rename the folders above, as in a team's folder.
+    """
+    try:
+        file, folder = os.lstat(path), os.lstat(path.parent)
+    except OSError:
+        return False
+    kinds = stat.S_ISREG(file.st_mode) and stat.S_ISDIR(folder.st_mode)
+    return kinds and all(each.st_uid == os.geteuid() and not others_may_write(each) for each in (file, folder))
+
+
+def only_of_account(path: str | Path, uid: int) -> bool:
+    """Return whether only an account and root can have written a file.
+
+    All folders above are theirs, and none, sticky or not, is one that others may add to. So root has given the account
+    the topmost folder of its own.
+    """
+    real = Path(os.path.realpath(path))
+    try:
+        found = [os.lstat(each) for each in (real, *real.parents)]
+    except OSError:
+        return False
+    return all(each.st_uid in (uid, 0) and not others_may_write(each) for each in found)
+
+
+def others_may_write(found: os.stat_result) -> bool:
+    """Return whether mode and group let somebody else write.
+
+    A group with the user's own number counts as theirs alone.
+    """
+    own_group = found.st_gid == os.geteuid()
+    return bool(found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not own_group))
+
+
+# The contents of records.
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The kind of values that a field of a record may have: a phrase for a person, and a test.
+
+    Attributes:
+        types: types all of whose values pass the test, for which it need not be made.
+    """
+
+    phrase: str
+    holds: Callable[[Any], bool]
+    types: frozenset[type] = frozenset()
+
+    def __or__(self, other: Kind) -> Kind:
+        return Kind(
+            f"{self.phrase} or {other.phrase}",
+            lambda value: self.holds(value) or other.holds(value),
+            self.types | other.types,
+        )
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a finite number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def is_count(value: object) -> bool:
+    """Return whether a value is a whole number that any program can hold."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST
+
+
+def is_time(value: object) -> bool:
+    """Return whether a value is a time in unix seconds that a calendar has."""
+    return is_number(value) and 0 <= float(value) < LATEST  # type: ignore[arg-type]
+
+
+NOTHING = Kind("null", lambda value: value is None, frozenset({type(None)}))
+TEXT = Kind("text", lambda value: isinstance(value, str), frozenset({str}))
+FLAG = Kind("true or false", lambda value: isinstance(value, bool), frozenset({bool}))
+NUMBER = Kind("a number", is_number)
+COUNT = Kind("a whole number", is_count)
+TIME = Kind("a time in unix seconds", is_time)
+OBJECT = Kind("an object", lambda value: isinstance(value, dict), frozenset({dict}))
+TEXTS = Kind("a list of text", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value))
+NUMBERS = Kind("an object of numbers", lambda value: isinstance(value, dict) and all(map(is_number, value.values())))
+JOB_IDS = Kind(
+    "a list of job ids",
+    lambda value: isinstance(value, list) and all(isinstance(each, str) and is_job_id(each) for each in value),
+)
+
+
+def is_job_id(text: str) -> bool:
+    """Return whether a text can be the id of a job, or of a task of an array."""
+    return re.fullmatch(r"[0-9]{1,18}([_+][0-9]{1,18})?", text) is not None
+
+
+def check_fields(values: Mapping[str, Any], kinds: Mapping[str, Kind], path: Path) -> None:
+    """Check the fields of a record that are there.
+
+    Raises:
+        UnreadableRecord: one is of another kind.
+    """
+    for name, kind in kinds.items():
+        if name in values and type(values[name]) not in kind.types and not kind.holds(values[name]):
+            raise UnreadableRecord(f"{path}: {name} is {_shown(values[name])}, not {kind.phrase}")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict | list):  # the value may be deep, or large
+        return "an object" if isinstance(value, dict) else "a list"
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def finite(value: object) -> float | None:
+    """Return the value as a float when it is a finite number, else None."""
+    return float(value) if is_number(value) else None  # type: ignore[arg-type]
+
+
+# Functions for output to a terminal.
+
+
+def printable(text: str) -> str:
+    """Return the text without control characters, so that the content of a file cannot control a terminal.
+
+    Line ends stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)

@@ -1,0 +1,121 @@
+"""Stop signals: noticed within milliseconds, acted on only by the step loop.
+
+A Python signal handler runs only between bytecodes of the main thread: while that waits in a collective for a slow
+peer, a handler is seconds late. `signal.set_wakeup_fd` writes the signal's number from the C handler at once, and a
+thread reads it. Nothing else happens here: no exception is raised, nothing is saved, no process exits.
+
+Call `arm` before torch is imported: threads that exist already would not inherit the blocked mask.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing import forkserver
+
+# USR2 is the early warning (USR1 is taken by NCCL). TERM is what a preemption sends where the site did not set
+# send_user_signal, and what scancel and requeue send. INT is Ctrl-C of a person.
+STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """The reason why this rank wants to stop, as far as it can know itself."""
+
+    cause: str  # a signal's name ("SIGTERM"), or "deadline", "requested", "job state ..."
+    time: float  # unix time, seconds
+
+
+class StopSignals:
+    """The flag that a stop was requested. Get the process's only instance from `arm`."""
+
+    def __init__(self) -> None:
+        self._first: StopRequest | None = None
+        self._event = threading.Event()
+        self._interrupts = 0
+
+    @property
+    def requested(self) -> bool:
+        return self._first is not None
+
+    @property
+    def first(self) -> StopRequest | None:
+        return self._first
+
+    def request(self, cause: str) -> None:
+        """Request a stop for another reason than a signal. The first cause is kept."""
+        if self._first is None:
+            self._first = StopRequest(cause, time.time())
+            self._event.set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until a stop is requested; return False if none was after `timeout_s` seconds."""
+        return self._event.wait(timeout_s)
+
+    def _install(self) -> None:
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        # A new process group or daemon must not be told of signals through our pipe.
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        self._pipe = (reader, writer)
+        for number in STOP_SIGNALS:
+            signal.signal(number, _seen_elsewhere)
+        # Children that are exec'ed (spawned data workers, subprocesses) inherit the mask, and so survive USR2. The
+        # thread below is the one place where it is not blocked.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+        threading.Thread(target=self._read, name="stop-signals", daemon=True).start()
+        # A launcher may have blocked these until somebody listens (cluster=local does): they arrive now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
+        os.register_at_fork(after_in_child=_disarm_child)
+        preloaded = getattr(forkserver._forkserver, "_preload_modules", ["__main__"])
+        multiprocessing.set_forkserver_preload(["slurmtrain.runtime.forkserver", *preloaded])
+
+    def _read(self) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
+        reader = self._pipe[0]
+        while True:
+            for number in reader.recv(64):
+                if number in STOP_SIGNALS:
+                    self.request(signal.Signals(number).name)
+                if number == signal.SIGINT:
+                    self._interrupts += 1
+                    if self._interrupts > 1:  # a person who asks twice does not want to wait for a checkpoint
+                        os._exit(128 + signal.SIGINT)
+
+
+_armed: StopSignals | None = None
+
+
+def arm() -> StopSignals:
+    """Install the handlers, once per process; later calls return the same flag."""
+    global _armed
+    if _armed is None:
+        _armed = StopSignals()
+        _armed._install()
+    return _armed
+
+
+def ignore_further_stop_signals() -> None:
+    """Ignore stop signals from now on.
+
+    So a second one during interpreter shutdown does not turn a clean exit into a kill.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _seen_elsewhere(number: int, frame: object) -> None:
+    """Do nothing, since the reader thread gets the signal."""
+
+
+def _disarm_child() -> None:
+    # A forked child shares the pipe: its own signals (a pool that is terminated, say) would look like ours.
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)

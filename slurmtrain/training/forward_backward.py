@@ -1,0 +1,269 @@
+"""The passes of a step's micro batches, or of a batch to evaluate, through a model: in sequence, or as a pipeline."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slurmtrain.data.loading.batches import (
+    IGNORED_TARGET,
+    Batch,
+    check_for_model,
+    filled,
+    padded,
+    stacked,
+    tokens_per_row,
+)
+from slurmtrain.errors import ConfigError
+from slurmtrain.parallel.ddp import no_sync
+from slurmtrain.parallel.parallelize import DistributedModel
+from slurmtrain.parallel.vocabulary import vocabulary_loss_sum
+
+Measure = Callable[[Tensor, Tensor, Batch], Tensor]
+"""Logits [B, S, V], targets [B, S] and the batch they belong to -> sums [K]. All are this rank's part: of each sequence its
+stretch, of the vocabulary its share."""
+
+
+class ForwardBackward(Protocol):
+    """The forward and backward passes of a model.
+
+    Attributes:
+        rows: number of sequences of a batch to evaluate.
+    """
+
+    rows: int
+
+    def train(self, micro_batches: list[Batch], count: Callable[[], int]) -> Tensor:
+        """Run forward and backward of a step.
+
+        Args:
+            count: returns the number of tokens of the step over all ranks.
+
+        Returns:
+            The sum of this rank's losses, in nats; over all ranks they add up to that of the step.
+        """
+
+    def expect(self, length: int) -> None:
+        """Prepare for sequences to evaluate of up to `length` tokens.
+
+        Raises:
+            ConfigError: they are longer than what this model has been set up for.
+        """
+
+    def evaluate(self, batch: Batch, measure: Measure) -> Tensor | None:
+        """Return what `measure` returns for a batch of up to `rows` sequences; None if another rank measures it."""
+
+
+def passes_of(distributed_model: DistributedModel, micro_batches: int, micro_batch_size: int) -> ForwardBackward:
+    """Return the passes that the layout of `distributed_model` needs.
+
+    Args:
+        micro_batches: number of micro batches of a step.
+        micro_batch_size: number of samples of a micro batch.
+    """
+    if distributed_model.layout.pp > 1:
+        return _Pipelined(distributed_model, micro_batches, micro_batch_size)
+    return _SequentialSchedule(distributed_model, micro_batch_size)
+
+
+class _SequentialSchedule:
+    """Passes in which every rank computes the whole depth of the model."""
+
+    def __init__(self, distributed_model: DistributedModel, micro_batch_size: int):
+        self._distributed_model, self._model = distributed_model, distributed_model.model
+        self.rows = micro_batch_size
+
+    def train(self, micro_batches: list[Batch], count: Callable[[], int]) -> Tensor:
+        for batch in micro_batches:
+            check_for_model(batch)
+        total = torch.zeros((), device=self._distributed_model.device)
+        for index, batch in enumerate(micro_batches):
+            if index == len(micro_batches) - 1:
+                self._communicate(True)
+                total += self._backward(batch, count)
+            else:
+                self._communicate(False)
+                with no_sync(self._model):
+                    total += self._backward(batch, count)
+        return total * _is_own(self._distributed_model)
+
+    def expect(self, length: int) -> None:
+        """Accept any length."""
+
+    def evaluate(self, batch: Batch, measure: Measure) -> Tensor | None:
+        check_for_model(batch)
+        own = _own(padded(batch, _even(self._distributed_model, tokens_per_row(batch))), self._distributed_model)
+        sums = measure(self._logits(own), own["targets"], own)
+        return sums if _is_own(self._distributed_model) else None
+
+    def _backward(self, batch: Batch, count: Callable[[], int]) -> Tensor:
+        loss_sum = self._loss_sum(batch)
+        (loss_sum * _scale(self._distributed_model, count)).backward()
+        return loss_sum.detach()
+
+    def _loss_sum(self, batch: Batch) -> Tensor:
+        own = _own(batch, self._distributed_model)
+        return loss_sum(self._distributed_model, self._logits(own), own["targets"])
+
+    def _logits(self, own: Batch) -> Tensor:
+        logits: Tensor = self._model(own["inputs"], **_further_arguments(own, self._model))
+        return logits
+
+    def _communicate(self, last: bool) -> None:
+        """Set which communication the next backward pass of a sharded model does.
+
+        Gradients are scattered among shards after each micro batch, since whole ones would take the memory that
+        sharding saves; but they are added up over replicas only after the last one.
+        """
+        if self._distributed_model.mesh is not None:
+            model: Any = self._model  # an FSDPModule
+            model.set_is_last_backward(last)
+            model.set_requires_all_reduce(last)
+            # Parameters that forward has kept are kept for the next micro batch, too.
+            model.set_reshard_after_backward(
+                last or self._distributed_model.parallel.reshard_after_forward is not False
+            )
+
+
+class _Pipelined:
+    """Passes in which every rank has stages of the model, and micro batches move from rank to rank."""
+
+    def __init__(self, distributed_model: DistributedModel, micro_batches: int, micro_batch_size: int):
+        from slurmtrain.parallel.pipeline import Pipeline  # takes half a second to import
+
+        self._distributed_model = distributed_model
+        self._micro_batch_size = micro_batch_size
+        self.rows = micro_batches * micro_batch_size
+        self._length: int | None = None  # tokens of a sequence: stages are set up for one shape
+        self._at_the_end: Callable[[Tensor, Tensor], Tensor]  # where the last stage is, of a micro batch
+        self._pipeline = Pipeline(
+            distributed_model.stages,
+            distributed_model.numbers,
+            distributed_model.stage_count,
+            schedule=distributed_model.parallel.pp_schedule,
+            micro_batches=micro_batches,
+            device=distributed_model.device,
+            group=distributed_model.group("pp"),
+            shared=distributed_model.shared,
+            loss=lambda logits, targets: self._at_the_end(logits, targets),
+        )
+
+    def train(self, micro_batches: list[Batch], count: Callable[[], int]) -> Tensor:
+        for batch in micro_batches:
+            check_for_model(batch)
+        whole = stacked(micro_batches)
+        scale = _scale(self._distributed_model, count)
+        self._length = tokens_per_row(whole)
+        self._at_the_end = lambda logits, targets: loss_sum(self._distributed_model, logits, targets) * scale
+        return self._sum(self._go(self._pipeline.train, _own(whole, self._distributed_model))) / scale
+
+    def expect(self, length: int) -> None:
+        if self._length is None:
+            self._length = _even(self._distributed_model, length)
+        elif length > self._length:
+            raise ConfigError(
+                f"a set to evaluate has sequences of {length} tokens, but the stages of the pipeline are set up for the "
+                f"{self._length} that they train on",
+                hint="cut it into shorter ones, or evaluate in jobs: eval.mode=job eval.parallel.pp=1",
+            )
+
+    def evaluate(self, batch: Batch, measure: Measure) -> Tensor | None:
+        assert self._length is not None, "expect() has not been called"
+        check_for_model(batch)
+        own = _own(filled(padded(batch, self._length), self.rows), self._distributed_model)
+        parts = self._micro_batches(own)
+        # The last stage gets the micro batches in their order.
+        self._at_the_end = lambda logits, targets: measure(logits, targets, next(parts))
+        sums = self._go(self._pipeline.evaluate, own)
+        return torch.stack(sums).sum(dim=0) if sums and _is_own(self._distributed_model) else None
+
+    def _go(self, way: Callable[..., list[Tensor]], own: Batch) -> list[Tensor]:
+        return way(own["inputs"], own["targets"], **_further_arguments(own, self._distributed_model.stages[0]))
+
+    def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
+        for first in range(0, self.rows, self._micro_batch_size):
+            yield {name: tensor[first : first + self._micro_batch_size] for name, tensor in batch.items()}
+
+    def _sum(self, losses: list[Tensor]) -> Tensor:
+        return sum(losses, torch.zeros((), device=self._distributed_model.device)) * _is_own(self._distributed_model)
+
+
+def _scale(distributed_model: DistributedModel, count: Callable[[], int]) -> float:
+    """Return the factor of the loss.
+
+    Gradients are averaged over the ranks that see other tokens, but the mean is over all tokens.
+    """
+    return distributed_model.layout.dp * distributed_model.layout.cp / count()
+
+
+def _is_own(distributed_model: DistributedModel) -> bool:
+    """Return whether this rank's loss counts: ranks that share matrices all have the same loss, and the first one's counts."""
+    return distributed_model.coordinates["tp"] == 0
+
+
+def _own(batch: Batch, distributed_model: DistributedModel) -> Batch:
+    """Return the batch on this rank's device, with this rank's part of every tensor that has a value per token [B, S, ...].
+
+    `documents` stay whole, since which tokens attend to which depends on whole sequences.
+    """
+    length, cp = tokens_per_row(batch), distributed_model.layout.cp
+
+    def own(name: str, tensor: Tensor) -> Tensor:
+        if cp > 1 and name != "documents" and tensor.dim() > 1 and tensor.shape[1] == length:
+            tensor = tensor.chunk(cp, dim=1)[distributed_model.coordinates["cp"]]
+        # From any other memory, a copy waits for all that the GPU still has to do. Training batches are there already.
+        if distributed_model.device.type == "cuda" and not tensor.is_cuda:
+            tensor = tensor.pin_memory()
+        return tensor.to(distributed_model.device, non_blocking=True)
+
+    return {name: own(name, tensor) for name, tensor in batch.items()}
+
+
+def _further_arguments(own: Batch, model: nn.Module) -> dict[str, Tensor]:
+    """Return the arguments of the model besides its inputs.
+
+    Raises:
+        ConfigError: the model does not take them.
+    """
+    if "documents" not in own:
+        return {}
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    if "documents" not in inspect.signature(type(model).forward).parameters:
+        raise ConfigError(
+            "rows of the data hold several documents, which the model does not tell apart: its forward() has no `documents`",
+            hint="set data.document_mask=false to let documents see those before them, or take `documents` as "
+            "slurmtrain/models/decoder.py does",
+        )
+    return {"documents": own["documents"]}
+
+
+def loss_sum(distributed_model: DistributedModel, logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of the cross-entropies, in nats, of logits [B, S, V] and targets [B, S]; or of [B, V] and [B]."""
+    if distributed_model.layout.tp > 1:
+        return vocabulary_loss_sum(logits, targets, distributed_model.group("tp"), IGNORED_TARGET)
+    return (_compiled() if distributed_model.parallel.compile else _cross_entropy_sum)(logits, targets)
+
+
+def _cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(
+        logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
+    )
+
+
+@functools.cache
+def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the compiled loss, which never writes float32 copies of the logits, the largest of all activations, to memory."""
+    return torch.compile(_cross_entropy_sum)
+
+
+def _even(distributed_model: DistributedModel, length: int) -> int:
+    """Return the least length from `length` on that the ranks of a sequence can share evenly."""
+    sharing = distributed_model.layout.sequence_ranks(distributed_model.parallel)
+    return -(-length // sharing) * sharing

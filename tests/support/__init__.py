@@ -1,0 +1,1 @@
+"""What tests share: stand-ins, small projects, other users. Fixtures are in the conftest of each folder."""

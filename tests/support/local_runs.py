@@ -1,0 +1,218 @@
+"""Small runs with cluster=local, started and stopped as a person would."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slurmtrain.checkpoint.commit import committed, read_manifest
+from slurmtrain.observe import read_metrics
+from slurmtrain.runs import attempts
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.lookup import all_runs
+from slurmtrain.runs.run_dir import RunDir
+from tests.support.gloo import wait_until
+from tests.support.reading import checkpoint_tensors
+
+TIMING = ("tokens_per_s", "step_time_s", "data_wait_s")  # the fields of metrics.jsonl that depend on the clock
+
+# A model of the user's own, found because the working directory is on the path of the ranks. While a file `pause` lies
+# beside it, each training forward pass takes longer, from the eleventh of an attempt on very long: whoever is to interfere
+# within the first steps is in time, also on a machine that is held up for seconds. While a file `hold` does, none ends.
+# No bit changes by it.
+PACED_MODEL = """
+import pathlib, time
+from slurmtrain.models import Decoder
+
+HERE = pathlib.Path(__file__).parent
+
+class Paced(Decoder):
+    passes = 0
+
+    def forward(self, tokens):
+        self.passes += self.training
+        if self.training and (HERE / 'pause').exists():
+            time.sleep(0.05 if self.passes <= 10 else 1)
+        while self.training and (HERE / 'hold').exists():
+            time.sleep(0.01)
+        return super().forward(tokens)
+"""
+
+
+SMALL = [
+    "+cluster=local",
+    "+experiment=smoke",
+    "cluster.cpus_per_task=1",
+    "cluster.srun_wait_s=20",
+    "train.tensorboard=false",
+    "train.log_every=1",
+    "model._target_=paced.Paced",
+    "model.dropout=0.1",  # so that the random state matters
+]
+
+
+class LocalRun:
+    """A run of cluster=local, seen through its run directory and the process of its launcher."""
+
+    def __init__(self, project: Path, process: subprocess.Popen[str]):
+        self._project, self.process = project, process
+        self.output = ""
+
+    @property
+    def run_dir(self) -> RunDir:
+        """The run directory; waits for it, since it is made by the launcher."""
+        return wait_until(lambda: all_runs(self._project / "runs"), "in its run directory")[-1]
+
+    def attempts(self) -> list[Attempt]:
+        return attempts.all_attempts(self.run_dir)
+
+    def step(self) -> int:
+        return max((int(record["step"]) for record in read_metrics(self.run_dir.metrics_file)), default=0)
+
+    def losses(self) -> list[dict[str, Any]]:
+        """metrics.jsonl without what depends on the clock."""
+        records = read_metrics(self.run_dir.metrics_file)
+        return [{key: value for key, value in record.items() if key not in TIMING} for record in records]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.run_dir.events() if event["event"] == name]
+
+    def rank_pid(self, rank: int) -> int:
+        return self.rank_pids()[rank]
+
+    def rank_pids(self) -> dict[int, int]:
+        """Processes of the ranks by rank: children of whichever launcher has this run."""
+        found: dict[int, int] = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                if b"train" not in words or str(self.run_dir.path).encode() not in words:
+                    continue
+                pairs = (entry / "environ").read_bytes().split(b"\0")
+                rank = int(dict(pair.split(b"=", 1) for pair in pairs if b"=" in pair)[b"RANK"])
+            except (OSError, KeyError):
+                continue
+            found[rank] = min(found.get(rank, 1 << 30), int(entry.name))  # data workers are later children
+        return found
+
+    def processes(self) -> list[int]:
+        """Every process that runs for this run: ranks and their children."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and str(self.run_dir.path).encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+        return found
+
+    def wait_for_step(self, step: int) -> None:
+        wait_until(lambda: self.step() >= step or self.process.poll() is not None, f"at step {step}")
+        assert self.step() >= step, self.logs()
+
+    def wait(self, timeout_s: float = 180) -> int:
+        """The launcher's exit code."""
+        self.output += self.process.communicate(timeout=timeout_s)[0]
+        return self.process.returncode
+
+    def finish(self, timeout_s: float = 180) -> LocalRun:
+        assert self.wait(timeout_s) == 0, self.output + self.logs()
+        assert self.attempts()[-1].reason == "finished"
+        return self
+
+    def logs(self) -> str:
+        logs = sorted(self.run_dir.attempts.glob("*/*.log"))
+        return "\n".join(f"--- {log.parent.name}/{log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
+
+
+class Project:
+    """A user's folder. The command line is called from it as a person would."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.mkdir()
+        (path / "paced.py").write_text(PACED_MODEL)
+        self.runs: list[LocalRun] = []
+
+    def popen(self, *words: str, **changes: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", *words],
+            cwd=self.path,
+            env=clean_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            **changes,
+        )
+
+    def cli(self, *words: str, timeout_s: float = 180) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "slurmtrain", *words],
+            cwd=self.path,
+            env=clean_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def submit(self, *overrides: str, small: bool = True) -> LocalRun:
+        """Start a run; one folder holds one, so that `last` is it."""
+        words = [*(SMALL if small else []), *overrides, "submit"]
+        self.runs.append(LocalRun(self.path, self.popen("slurmtrain", *words)))
+        return self.runs[-1]
+
+    def resume(self, *words: str) -> LocalRun:
+        self.runs.append(LocalRun(self.path, self.popen("slurmtrain", "resume", "last", *words)))
+        return self.runs[-1]
+
+    def reap(self) -> None:
+        for run in self.runs:
+            run.process.terminate()  # torchrun ends its workers, a launcher its ranks
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.process.wait(60)
+            run.process.kill()
+            run.process.wait()
+            if run.process.stdout is not None:
+                run.process.stdout.close()
+        if all_runs(self.path / "runs"):
+            for pid in LocalRun(self.path, self.runs[-1].process).processes() if self.runs else []:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def clean_environment() -> dict[str, str]:
+    """Ours without what a job that we may run in ourselves, or another test, has left."""
+    leftover = ("SLURM_", "SLURMTRAIN_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_")
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(leftover)}
+    return {**mine, "OMP_NUM_THREADS": "1"}
+
+
+def assert_same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def assert_same_bits(one: LocalRun, other: LocalRun) -> None:
+    """Loss log, weights, optimiser and random state of two finished runs are equal to the last bit."""
+    assert one.losses() == other.losses()
+    assert_same_tensors(checkpoint_tensors(one.run_dir.checkpoints), checkpoint_tensors(other.run_dir.checkpoints))
+    states = [read_manifest(committed(run.run_dir.checkpoints)[-1]).state for run in (one, other)]
+    assert json.dumps(states[0], sort_keys=True) == json.dumps(states[1], sort_keys=True)
+
+
+def assert_steps_join(run: LocalRun, *, total: int) -> None:
+    """Every attempt began where the one before had ended: no step was lost, none was done twice."""
+    tries = run.attempts()
+    ends = [0, *(attempt.last_step for attempt in tries)]
+    assert [attempt.first_step for attempt in tries] == ends[:-1]
+    assert ends[-1] == total

@@ -1,0 +1,120 @@
+"""A sandbox cluster, as tests use it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.sandbox import Sandbox
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.versions import Difference
+from tests.slurm.conftest import Job
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A sandbox with what tests do to clusters."""
+
+    sandbox: Sandbox
+
+    @property
+    def directory(self) -> Path:
+        return self.sandbox.directory
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return self.sandbox.nodes
+
+    def env(self, **more: str) -> dict[str, str]:
+        """Our environment, pointed at this cluster. SLURM_ variables of a job we may run in ourselves do not leak in."""
+        mine = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
+        return {**mine, **self.sandbox.env(), **more}
+
+    def run(
+        self,
+        command: Sequence[str | os.PathLike[str]],
+        *,
+        env: dict[str, str] | None = None,
+        timeout_s: float = 240,
+        check: bool = True,
+        **options: object,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command in this cluster; by default one that fails fails the test, with its output."""
+        done = subprocess.run(
+            list(command),
+            env=self.env(**(env or {})),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            **options,
+        )
+        if check and done.returncode != 0:
+            pytest.fail(f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+        return done
+
+    def sbatch(self, *options: str, script: str, cwd: Path) -> str:
+        """Submit the text of a bash script; the job's id."""
+        done = self.run(["sbatch", "--parsable", "-D", str(cwd), *options], input="#!/bin/bash\n" + script)
+        return done.stdout.strip()
+
+    def job(self, job_id: str) -> Job:
+        text = self.run(["scontrol", "show", "job", "-o", job_id]).stdout
+        return dict(pair.split("=", 1) for pair in text.split() if "=" in pair)
+
+    def wait_for(
+        self, job_id: str, what: str | Collection[str] | Callable[[Job], bool], *, timeout_s: float = 180
+    ) -> Job:
+        """Poll a job until it is in a state (or one of several), or a predicate of it holds."""
+        states = {what} if isinstance(what, str) else what
+        deadline = time.monotonic() + timeout_s
+        job = self.job(job_id)
+        while not (states(job) if callable(states) else job["JobState"] in states):
+            if time.monotonic() > deadline:
+                shown = {k: job.get(k) for k in ("JobState", "Reason", "Restarts", "NodeList", "ExitCode", "StartTime")}
+                pytest.fail(f"job {job_id} is not {what} after {timeout_s} s: {shown}")
+            time.sleep(0.1)
+            job = self.job(job_id)
+        return job
+
+    def submit_high(self, *, nodes: Sequence[str], seconds: float) -> str:
+        """Submit a job that takes whole nodes from whatever runs there in partition `low`."""
+        options = ["-p", "high", "-w", ",".join(nodes), "--exclusive", "-N", str(len(nodes)), "-o", "/dev/null"]
+        return self.run(["sbatch", "--parsable", *options, "--wrap", f"sleep {seconds}"]).stdout.strip()
+
+    def does(self, difference: Difference) -> bool:
+        """Whether its version of SLURM behaves so."""
+        return difference.applies_to(SlurmClient(str(self.sandbox.slurm_conf)).version())
+
+    def kill_node(self, node: str, *, only_daemon: bool = False) -> None:
+        self.sandbox.kill_node(node, only_daemon=only_daemon)
+
+    def start_node(self, node: str) -> None:
+        """Start a killed node and wait until SLURM uses it again."""
+        self.sandbox.start_node(node)
+        self.wait_for_nodes({node})
+
+    def wait_for_nodes(self, nodes: Collection[str] | None = None, *, timeout_s: float = 180) -> None:
+        """Wait until `nodes` (all, unless given) are idle."""
+        wanted = set(nodes or self.nodes)
+        deadline = time.monotonic() + timeout_s
+        while {state for node, state in self.sandbox.node_states().items() if node in wanted} != {"idle"}:
+            if time.monotonic() > deadline:
+                pytest.fail(f"nodes are not idle after {timeout_s} s: {self.sandbox.node_states()}")
+            time.sleep(0.1)
+
+    @staticmethod
+    def wait_for_text(path: Path, text: str, *, timeout_s: float = 180) -> str:
+        """Poll a file that a job writes until `text` is in it; all of its content."""
+        deadline = time.monotonic() + timeout_s
+        while text not in (content := path.read_text() if path.exists() else ""):
+            if time.monotonic() > deadline:
+                pytest.fail(f"{text!r} is not in {path} after {timeout_s} s, which has:\n{content}")
+            time.sleep(0.05)
+        return content

@@ -1,0 +1,269 @@
+"""The commit protocol on plain files: whatever dies when, what a reader sees is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.checkpoint import blocks, commit, retention
+from slurmtrain.checkpoint.blocks import FileRecord
+from slurmtrain.checkpoint.commit import Incarnation, Manifest
+from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.errors import CheckpointError
+
+FIRST, SECOND = Incarnation(1, "job 7, restart 0"), Incarnation(2, "job 7, restart 1")
+
+
+def manifest_of(step: int, files: dict[str, FileRecord], incarnation: Incarnation = FIRST) -> Manifest:
+    return Manifest(
+        format=commit.FORMAT,
+        run_id="run",
+        step=step,
+        incarnation=incarnation.order,
+        incarnation_label=incarnation.label,
+        world_size=1,
+        torch_version="2",
+        files=files,
+        tensors={},
+        state={"step": step},
+    )
+
+
+def save(directory: Path, step: int, incarnation: Incarnation = FIRST, content: str = "weights") -> Path:
+    temporary = commit.begin(directory, step, incarnation)
+    (temporary / "shard").write_text(content)
+    with blocks.threads() as pool:
+        record, _ = blocks.digest_file(temporary / "shard", pool)
+    manifest = manifest_of(step, {"shard": record}, incarnation)
+    return commit.commit(temporary, manifest, incarnation)
+
+
+def steps(directory: Path) -> list[int]:
+    return [commit.step_of(path) for path in commit.committed(directory)]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    commit.claim(tmp_path, FIRST)
+    return tmp_path
+
+
+def test_what_was_committed_is_read_back(directory: Path) -> None:
+    path = save(directory, 3)
+    manifest = commit.read_manifest(path)
+    assert (manifest.step, manifest.incarnation, manifest.state) == (3, 1, {"step": 3})
+    assert commit.find_damage(path, manifest, manifest.files, verify=True) == []
+    assert steps(directory) == [3]
+
+
+def test_checkpoints_are_ordered_by_step_beyond_seven_digits(directory: Path) -> None:
+    for step in (9_999_999, 10_000_000, 5):
+        save(directory, step)
+    assert steps(directory) == [5, 9_999_999, 10_000_000]
+
+
+KILLED_AT = {
+    "before the manifest": "kill_at('write_synced', 1)",
+    "before COMPLETE": "kill_at('write_synced', 2)",
+    "before the directory is synced": "kill_at('fsync_directory', 1)",
+    "before the rename": "kill_at('check_fence', 1)",
+}
+KILLED_PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+from tests.unit.checkpoint import test_commit as t
+from slurmtrain.checkpoint import blocks, commit
+
+def kill_at(name, number):
+    original, calls = getattr(commit, name), []
+    def counted(*args):
+        calls.append(name)
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args)
+    setattr(commit, name, counted)
+
+directory = Path(sys.argv[1])
+temporary = commit.begin(directory, 2, t.FIRST)
+(temporary / "shard").write_text("weights")
+with blocks.threads() as pool:
+    record, _ = blocks.digest_file(temporary / "shard", pool)
+manifest = t.manifest_of(2, {"shard": record})
+exec(sys.argv[2])
+commit.commit(temporary, manifest, t.FIRST)
+"""
+
+
+def killed_while_saving(directory: Path, where: str) -> None:
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", KILLED_PROGRAM, directory, where], cwd=root, check=False)
+    assert done.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("stage", KILLED_AT)
+def test_a_kill_during_the_commit_leaves_the_older_checkpoint_the_newest(directory: Path, stage: str) -> None:
+    save(directory, 1)
+    killed_while_saving(directory, KILLED_AT[stage])
+    assert steps(directory) == [1]
+    commit.claim(directory, SECOND)  # the next life
+    assert steps(directory) == [1]
+    assert sorted(path.name for path in directory.glob("checkpoint_*")) == ["checkpoint_0000001"]
+
+
+def test_a_kill_right_after_the_rename_leaves_the_checkpoint_whole(directory: Path) -> None:
+    save(directory, 1)
+    killed_while_saving(directory, "kill_at('fsync_directory', 2)")
+    assert steps(directory) == [1, 2]
+    newest = commit.committed(directory)[-1]
+    manifest = commit.read_manifest(newest)
+    assert commit.find_damage(newest, manifest, manifest.files, verify=True) == []
+
+
+def test_an_older_incarnation_may_not_begin_once_a_newer_one_has_started(directory: Path) -> None:
+    commit.claim(directory, SECOND)
+    with pytest.raises(CheckpointError, match=r"incarnation 1 \(job 7, restart 0\) may not commit .* incarnation 2"):
+        commit.begin(directory, 1, FIRST)
+
+
+def test_an_older_incarnation_may_not_commit_what_it_had_begun(directory: Path) -> None:
+    save(directory, 1)
+    temporary = commit.begin(directory, 2, FIRST)
+    commit.claim(directory, SECOND)
+    temporary.mkdir(exist_ok=True)  # its files were swept away, but an old rank may still be writing
+    with pytest.raises(CheckpointError, match="may not commit"):
+        commit.commit(temporary, manifest_of(2, {}), FIRST)
+    assert steps(directory) == [1]
+
+
+def test_an_older_incarnation_may_not_start_again(directory: Path) -> None:
+    commit.claim(directory, SECOND)
+    with pytest.raises(CheckpointError, match="left over from before a restart"):
+        commit.claim(directory, FIRST)
+
+
+def test_the_same_step_by_an_older_incarnation_is_not_replaced_but_followed(directory: Path) -> None:
+    old = save(directory, 2, FIRST, "old")
+    commit.claim(directory, SECOND)
+    path = save(directory, 2, SECOND, "new")
+    assert (old / "shard").read_text() == "old"
+    assert (path / "shard").read_text() == "new"
+    assert [found.name for found in commit.committed(directory)] == ["checkpoint_0000002", "checkpoint_0000002.2"]
+    save(directory, 3, SECOND)
+    assert steps(directory) == [2, 2, 3]
+
+
+def test_what_older_incarnations_left_behind_is_removed_by_the_next(directory: Path) -> None:
+    half = commit.begin(directory, 4, FIRST)
+    (half / "shard").write_text("half")
+    removed = directory / "checkpoint_0000002.removed-1"
+    removed.mkdir()
+    save(directory, 3)
+    commit.claim(directory, SECOND)
+    assert sorted(found.name for found in directory.glob("checkpoint_*")) == ["checkpoint_0000003"]
+
+
+def test_a_failed_save_of_the_same_incarnation_is_begun_afresh(directory: Path) -> None:
+    (commit.begin(directory, 4, FIRST) / "half").write_text("half")
+    assert list(commit.begin(directory, 4, FIRST).iterdir()) == []
+
+
+def test_pruning_keeps_the_newest(directory: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(directory, step)
+    assert retention.prune(directory, Keep(last=2), 1) == ["checkpoint_0000001", "checkpoint_0000002"]
+    assert steps(directory) == [3, 4]
+    assert not list(directory.glob("*removed*"))
+
+
+def test_lives_without_a_number_follow_one_another_and_fence_off_those_before(directory: Path) -> None:
+    third = commit.claim(directory, None, label="pid 3")
+    fourth = commit.claim(directory, None, label="pid 4")
+    assert (third.order, fourth.order) == (2, 3)
+    with pytest.raises(CheckpointError, match=r"incarnation 2 \(pid 3\) may not commit"):
+        commit.check_fence(directory, third)
+
+
+def test_two_jobs_with_the_same_number_do_not_share_a_directory(directory: Path) -> None:
+    assert commit.claim(directory, FIRST) == FIRST  # the same life may come twice
+    with pytest.raises(
+        CheckpointError, match=r"is in use by job 7, restart 0, which has the same number \(1\) as this one, job 8"
+    ):
+        commit.claim(directory, Incarnation(1, "job 8, restart 0"))
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(directory: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"MB left, and a checkpoint of 1000000000.0 MB wants 1.2 times its size"):
+        commit.begin(directory, 1, FIRST, size=10**15)
+    assert not list(directory.glob("checkpoint_*"))
+
+
+def test_a_manifest_of_another_step_under_this_name_is_no_checkpoint(directory: Path) -> None:
+    save(directory, 1).rename(directory / "checkpoint_0000009")
+    with pytest.raises(CheckpointError, match=r"manifest\.json is of step 1, so it belongs to another checkpoint"):
+        commit.read_manifest(directory / "checkpoint_0000009")
+
+
+def test_every_kind_of_damage_is_named(directory: Path) -> None:
+    path = save(directory, 1)
+    manifest = commit.read_manifest(path)
+
+    def damage(*, verify: bool = True) -> list[str]:
+        return commit.find_damage(path, manifest, ["shard"], verify=verify)
+
+    (path / "shard").write_text("weightz")
+    assert damage() == ["shard is not what was written: its digest differs"]
+    assert damage(verify=False) == []
+    (path / "shard").write_text("weight")
+    assert damage(verify=False) == ["shard has 6 bytes instead of 7"]
+    (path / "shard").unlink()
+    assert damage(verify=False) == ["shard cannot be read: No such file or directory"]
+
+
+def test_a_manifest_that_was_changed_is_refused(directory: Path) -> None:
+    path = save(directory, 1)
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace('"step": 1', '"step": 9'))
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
+        commit.read_manifest(path)
+    (path / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
+        commit.read_manifest(path)
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "sub/shard", ".."])
+def test_a_manifest_that_names_a_path_outside_is_refused(directory: Path, name: str) -> None:
+    temporary = commit.begin(directory, 1, FIRST)
+    path = commit.commit(temporary, manifest_of(1, {name: FileRecord(1, "00")}), FIRST)
+    with pytest.raises(CheckpointError, match="not a plain file name"):
+        commit.read_manifest(path)
+
+
+def test_a_manifest_of_another_format_is_refused(directory: Path) -> None:
+    path = save(directory, 1)
+    values = json.loads((path / "manifest.json").read_text())
+    text = json.dumps({**values, "format": 99})
+    (path / "manifest.json").write_text(text)
+
+    (path / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest())
+    with pytest.raises(CheckpointError, match="has format 99, expected 2"):
+        commit.read_manifest(path)
+
+
+def test_a_final_name_without_complete_is_no_checkpoint(directory: Path) -> None:
+    save(directory, 1)
+    (save(directory, 2) / "COMPLETE").unlink()
+    assert steps(directory) == [1]
+
+
+def test_a_checkpoint_that_is_set_aside_is_out_of_sight_but_kept(directory: Path) -> None:
+    for number in (1, 2):
+        aside = commit.set_aside(save(directory, 1))
+        assert aside.name == f"checkpoint_0000001.damaged-{number}"
+        assert (aside / "shard").read_text() == "weights"
+    assert steps(directory) == []

@@ -1,0 +1,301 @@
+"""A checkpoint of another model or config: refused with what differs, or, when it is allowed, exactly what fits is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slurmtrain.checkpoint import compatibility
+from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.commit import committed
+from slurmtrain.errors import CheckpointError, CheckpointMismatch, UsageError
+
+
+class Model(nn.Module):
+    """`wide` inputs and the layers of these names."""
+
+    def __init__(self, *names: str, wide: int = 4, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(wide, 3, dtype=dtype) for name in names})
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack(
+            [layer.weight.float().square().sum() + layer.bias.sum() for layer in self.layers.values()]
+        ).sum()
+
+
+def quiet(directory: Path, **options: Any) -> Checkpointer:
+    return Checkpointer(directory, asynchronous=False, say=lambda text: None, **options)
+
+
+def test_what_a_person_has_changed_on_purpose_may_differ_and_nothing_else(tmp_path: Path) -> None:
+    before = {"optim": {"lr": 1e-3, "eps": 1e-8}, "model": {"wide": {"a": 1}}}
+    now = {"optim": {"lr": 1e-4, "eps": 1e-8}, "model": {"wide": {"a": 2}}}
+    compatibility.check_config(tmp_path, before, now, (), changed=["optim.lr", "model.wide"])
+    with pytest.raises(CheckpointMismatch, match=r"model\.wide\.a: 1 -> 2") as caught:
+        compatibility.check_config(tmp_path, before, now, (), changed=["optim.lr"])
+    assert "optim.lr" not in caught.value.message
+
+
+def test_other_content_in_the_same_place_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
+    def config(fingerprint: str, path: str = "/data") -> dict[str, Any]:
+        return {"data": {"path": path}, "data_fingerprint": fingerprint}
+
+    saved(tmp_path, Model("a"), config=config("one"))
+    error = refused(tmp_path, Model("a"), config=config("two"))
+    assert "with other data in the same place: data_fingerprint: one -> two" in error.message
+    assert "checkpoint.allow=[data]" in (error.hint or "")
+    refused(tmp_path, Model("a"), ("config",), config=config("two"))
+    allowed(tmp_path, Model("a"), "data", config=config("two"))
+    refused(tmp_path, Model("a"), ("data",), config=config("two", "/elsewhere"))
+    allowed(
+        tmp_path, Model("a"), "config", config=config("two", "/elsewhere")
+    )  # which says that the data is other data
+
+
+def test_the_step_of_another_run_is_not_carried_onto_other_data_unless_that_is_asked_for(tmp_path: Path) -> None:
+    def config(fingerprint: str, path: str) -> dict[str, Any]:
+        return {"data": {"path": path}, "data_fingerprint": fingerprint}
+
+    def restore(allow: tuple[str, ...], fingerprint: str) -> object:
+        checkpointer = quiet(tmp_path / "other", config=config(fingerprint, "/elsewhere"))
+        model = Model("a")
+        return checkpointer.restore(path=tmp_path / "checkpoint_0000001", model=model, allow=allow)
+
+    saved(tmp_path, Model("a"), config=config("one", "/data"))
+    with pytest.raises(CheckpointMismatch, match=r"other data: data\.path: /data -> /elsewhere.*schedule") as caught:
+        restore(("config",), "two")
+    assert "checkpoint.restore_only=model" in (caught.value.hint or "")
+    assert restore(("config", "data"), "two") is not None
+    assert restore(("config",), "one") is not None  # it has only moved
+
+
+def trained(model: nn.Module) -> tuple[nn.Module, torch.optim.AdamW]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    go_on(model, optimizer)
+    return model, optimizer
+
+
+def go_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def saved(directory: Path, model: nn.Module, **options: Any) -> dict[str, torch.Tensor]:
+    """Save the model after one step, with its optimiser. Returns its values."""
+    _, optimizer = trained(model)
+    quiet(directory, **options).save(1, model=model, optimizer=optimizer)
+    return values(model)
+
+
+def refused(directory: Path, model: nn.Module, allow: tuple[str, ...] = (), **options: Any) -> CheckpointMismatch:
+    """That the model is refused, and left as it was."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = values(model)
+    with pytest.raises(CheckpointMismatch) as caught:
+        quiet(directory, **options).restore(model=model, optimizer=optimizer, allow=allow)
+    assert_equal(values(model), before)
+    assert not optimizer.state
+    assert committed(directory), "what does not fit is not damaged"
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+def allowed(directory: Path, model: nn.Module, *allow: str, **options: Any) -> torch.optim.AdamW:
+    """Restore all the same, and see that training goes on."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    assert quiet(directory, **options).restore(model=model, optimizer=optimizer, allow=allow) is not None
+    after = values(model)
+    go_on(model, optimizer)
+    for name, tensor in model.named_parameters():
+        assert not torch.equal(tensor, after[name])
+    model.load_state_dict(after)
+    return optimizer
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def test_what_fits_is_restored_whatever_is_allowed(tmp_path: Path) -> None:
+    before = saved(tmp_path, Model("a", "b"), config={"width": 4})
+    for allow in ((), compatibility.KINDS):
+        model = Model("a", "b")
+        allowed(tmp_path, model, *allow, config={"width": 4})
+        assert_equal(values(model), before)
+
+
+# ---------------------------------------------------------------------------------------------------------------- keys
+
+
+def test_other_keys_are_refused_with_the_difference(tmp_path: Path) -> None:
+    saved(tmp_path, Model("a", "b"))
+    error = refused(tmp_path, Model("a", "c"), allow=("shapes", "dtypes", "config"))
+    assert error.message == (
+        f"{tmp_path}/checkpoint_0000001 does not fit: - model.layers.c.bias is not in the checkpoint; "
+        "- model.layers.c.weight is not in the checkpoint; + model.layers.b.bias is in the checkpoint alone; "
+        "+ model.layers.b.weight is in the checkpoint alone"
+    )
+    assert "checkpoint.allow=[keys]" in (error.hint or "")
+
+
+def test_other_keys_keep_their_initial_values_when_allowed(tmp_path: Path) -> None:
+    before = saved(tmp_path, Model("a", "b"))
+    model = Model("c", "a")  # in another order, too
+    initial = values(model)
+    optimizer = allowed(tmp_path, model, "keys")
+    expected = {name: before.get(name, initial[name]) for name in initial}
+    assert_equal(values(model), expected)
+    steps = {name: optimizer.state[parameter]["step"].item() for name, parameter in model.named_parameters()}
+    assert steps["layers.a.weight"] == 2 and steps["layers.c.weight"] == 1  # one of them by `allowed`
+
+
+def test_a_long_difference_is_cut(tmp_path: Path) -> None:
+    saved(tmp_path, Model("a"))
+    message = refused(tmp_path, Model("a", *"bcdefgh")).message
+    assert message.count("is not in the checkpoint") == compatibility.SHOWN
+    assert message.endswith(f"; and {14 - compatibility.SHOWN} more")
+
+
+def test_an_object_that_was_not_saved_is_refused_or_left_alone(tmp_path: Path) -> None:
+    model = Model("a")
+    quiet(tmp_path).save(1, model=model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    with pytest.raises(CheckpointMismatch, match="- optimizer is not in the checkpoint; - schedule is not in the"):
+        quiet(tmp_path).restore(model=model, optimizer=optimizer, schedule=schedule)
+    assert quiet(tmp_path).restore(model=model, optimizer=optimizer, schedule=schedule, allow=["keys"]) is not None
+    assert not optimizer.state and schedule.last_epoch == 0
+
+
+def test_a_parameter_in_another_group_is_refused(tmp_path: Path) -> None:
+    model, _ = trained(Model("a", "b"))
+    layers = list(model.layers.values())
+    one = torch.optim.AdamW([{"params": [*layers[0].parameters()]}, {"params": [*layers[1].parameters()]}])
+    quiet(tmp_path).save(1, model=model, optimizer=one)
+    other = torch.optim.AdamW([{"params": [*layers[1].parameters()]}, {"params": [*layers[0].parameters()]}])
+    with pytest.raises(CheckpointMismatch, match="optimizer: a parameter group holds other parameters"):
+        quiet(tmp_path).restore(model=model, optimizer=other)
+    with pytest.raises(CheckpointMismatch, match="optimizer has 1 parameter groups, and 2 in the checkpoint"):
+        quiet(tmp_path).restore(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+# -------------------------------------------------------------------------------------------------------------- shapes
+
+
+def test_other_shapes_are_refused_with_the_difference(tmp_path: Path) -> None:
+    saved(tmp_path, Model("a"))
+    error = refused(tmp_path, Model("a", wide=5), allow=("keys", "dtypes", "config"))
+    assert (
+        f"{tmp_path}/checkpoint_0000001 does not fit: model.layers.a.weight is [3, 4] there and [3, 5] here"
+        in error.message
+    )
+    assert "checkpoint.allow=[shapes]" in (error.hint or "")
+
+
+def test_other_shapes_keep_their_initial_values_when_allowed(tmp_path: Path) -> None:
+    """With the optimiser's state of such a parameter: training must go on."""
+    before = saved(tmp_path, Model("a"))
+    model = Model("a", wide=5)
+    initial = values(model)
+    allowed(tmp_path, model, "shapes")
+    assert_equal(values(model), {**before, "layers.a.weight": initial["layers.a.weight"]})
+
+
+# -------------------------------------------------------------------------------------------------------------- dtypes
+
+
+def test_other_dtypes_are_refused_with_the_difference(tmp_path: Path) -> None:
+    saved(tmp_path, Model("a"))
+    error = refused(tmp_path, Model("a", dtype=torch.bfloat16), allow=("keys", "shapes", "config"))
+    assert (
+        f"{tmp_path}/checkpoint_0000001 does not fit: model.layers.a.weight is float32 there and bfloat16 here; "
+        "model.layers.a.bias is float32 there and bfloat16 here"
+    ) in error.message
+    assert "checkpoint.allow=[dtypes]" in (error.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float64)],
+)
+def test_dtypes_are_converted_when_allowed(tmp_path: Path, there: torch.dtype, here: torch.dtype) -> None:
+    before = saved(tmp_path, Model("a", dtype=there))
+    model = Model("a", dtype=here)
+    optimizer = allowed(tmp_path, model, "dtypes")
+    assert_equal(values(model), {name: tensor.to(here) for name, tensor in before.items()})
+    assert all(state["exp_avg"].dtype == here for state in optimizer.state.values())
+
+
+# -------------------------------------------------------------------------------------------------------------- config
+
+CONFIG = {"model": {"width": 4, "betas": [0.9, 0.95]}, "seed": 1}
+
+
+def test_another_config_is_refused_with_the_difference(tmp_path: Path) -> None:
+    saved(tmp_path, Model("a"), config=CONFIG)
+    other = {"model": {"width": 8, "betas": [0.9, 0.95], "bias": None}}
+    error = refused(tmp_path, Model("a"), allow=("keys", "shapes", "dtypes"), config=other)
+    assert error.message == (
+        f"{tmp_path}/checkpoint_0000001 was saved with another config: model.bias: (not there) -> None; "
+        "model.width: 4 -> 8; seed: 1 -> (not there)"
+    )
+    assert "checkpoint.allow=[config]" in (error.hint or "")
+    allowed(tmp_path, Model("a"), "config", config=other)
+
+
+def test_the_same_config_is_the_same_however_it_is_ordered_or_typed(tmp_path: Path) -> None:
+    """It has been through JSON: lists and tuples, whole numbers as names."""
+    saved(tmp_path, Model("a"), config={**CONFIG, "steps": {1: "x"}, "shape": (4, 3)})
+    allowed(tmp_path, Model("a"), config={"shape": (4, 3), "steps": {1: "x"}, **dict(reversed(CONFIG.items()))})
+
+
+@pytest.mark.parametrize(("there", "here"), [(None, CONFIG), (CONFIG, None), ({}, {"a": 1})])
+def test_a_checkpoint_or_run_without_a_config_is_not_bound_to_one(
+    tmp_path: Path, there: dict[str, Any] | None, here: dict[str, Any] | None
+) -> None:
+    saved(tmp_path, Model("a"), config=there)
+    allowed(tmp_path, Model("a"), config=here)
+
+
+# --------------------------------------------------------------------------------------------------------------- allow
+
+
+def test_an_unknown_kind_is_refused_with_the_one_that_was_meant(tmp_path: Path) -> None:
+    sentence = r"'shape' is no kind of difference that can be allowed\n  hint: .*shapes"
+    with pytest.raises(UsageError, match=sentence):
+        compatibility.check_allowed(["keys", "shape"])
+    with pytest.raises(UsageError, match=sentence):  # before anything is looked for
+        quiet(tmp_path).restore(model=Model("a"), allow=["shape"])
+
+
+def test_all_kinds_can_be_allowed_together(tmp_path: Path) -> None:
+    before = saved(tmp_path, Model("a", "b"), config={"width": 4})
+    model = Model("a", "c", wide=5, dtype=torch.float64)
+    initial = values(model)
+    allowed(tmp_path, model, *compatibility.KINDS, config={"width": 5})
+    assert_equal(values(model), {**initial, "layers.a.bias": before["layers.a.bias"].double()})
+
+
+# ------------------------------------------------------------------------------------------ what each rank has for itself
+
+
+@pytest.mark.parametrize(
+    "other", [nn.Linear(6, 3), nn.Linear(2, 3), nn.Linear(4, 3, dtype=torch.float64), nn.Sequential(nn.Linear(4, 3))]
+)
+def test_a_rank_s_own_module_that_does_not_fit_is_refused(tmp_path: Path, other: nn.Module) -> None:
+    quiet(tmp_path).save(1, per_rank={"adapter": nn.Linear(4, 3)})
+    before = values(other)
+    with pytest.raises(CheckpointError, match="adapter"):
+        quiet(tmp_path).restore(per_rank={"adapter": other})
+    assert_equal(values(other), before)

@@ -1,0 +1,59 @@
+"""Which tensors differ between two checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from slurmtrain.checkpoint import difference
+from slurmtrain.checkpoint.difference import differing_tensors, size_of
+from slurmtrain.checkpoint.tensor_index import Box
+from slurmtrain.errors import CheckpointError
+from tests.unit.checkpoint.test_export import Mixed, by_ranks, cut, save
+
+
+def test_a_checkpoint_of_the_same_bits_does_not_differ_and_another_one_does_where_it_does(tmp_path: Path) -> None:
+    model = Mixed()
+    a, b = save(tmp_path / "a", model=model), save(tmp_path / "b", model=model)
+    assert differing_tensors(a, b) == []
+    with torch.no_grad():
+        model.linear.weight[-1, -1] = torch.nextafter(model.linear.weight[-1, -1], torch.tensor(9.0))
+        model.factor.fill_(3.0)
+    assert differing_tensors(a, save(tmp_path / "c", model=model)) == ["model.factor", "model.linear.weight"]
+    assert size_of(a) == sum(tensor.nbytes for tensor in model.state_dict().values())
+
+
+@pytest.mark.parametrize("piece", [1, 700, 2**26])
+def test_layouts_leave_no_difference(tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(difference, "PIECE_BYTES", piece)
+    torch.manual_seed(0)
+    whole = {"model.w": torch.randn(37, 11), "model.scale": torch.randn(()), "optimizer.m": torch.randn(5)}
+
+    def saved(name: str, parts: int, dimension: int, tensors: dict[str, torch.Tensor]) -> Path:
+        files = [[piece] for piece in cut(tensors["model.w"], "model.w", parts, dimension)]
+        files[0] += [(key, Box.whole(value.shape), value) for key, value in tensors.items() if key != "model.w"]
+        return by_ranks(tmp_path / name, files, tensors)
+
+    rows, columns = saved("rows", 4, 0, whole), saved("columns", 3, 1, whole)
+    assert differing_tensors(rows, columns) == []
+    other = {**whole, "model.w": whole["model.w"].clone(), "optimizer.m": torch.zeros(5)}
+    other["model.w"][36, 10] += 1
+    assert differing_tensors(rows, saved("other", 3, 1, other)) == ["model.w"]
+
+
+def test_other_shapes_types_and_names_differ(tmp_path: Path) -> None:
+    a = save(tmp_path / "a", model=torch.nn.Linear(3, 2))
+    assert differing_tensors(a, save(tmp_path / "b", model=torch.nn.Linear(3, 2).double())) == [
+        "model.bias",
+        "model.weight",
+    ]
+    assert differing_tensors(a, save(tmp_path / "c", model=torch.nn.Linear(3, 2, bias=False)))[0] == "model.bias"
+
+
+def test_a_file_that_was_cut_short_is_an_error_and_no_difference(tmp_path: Path) -> None:
+    a, b = (save(tmp_path / name, model=torch.nn.Linear(30, 20)) for name in "ab")
+    (b / "rank00000.safetensors").write_bytes((b / "rank00000.safetensors").read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="has 100 bytes of"):
+        differing_tensors(a, b)

@@ -1,0 +1,304 @@
+"""Weights for other programs: what is written is what was saved, or there is no file."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slurmtrain.checkpoint import blocks, commit
+from slurmtrain.checkpoint.blocks import FileRecord
+from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.commit import Incarnation, Manifest
+from slurmtrain.checkpoint.export import export, runs
+from slurmtrain.checkpoint.plan import dtype_name
+from slurmtrain.checkpoint.tensor_index import Box, Index, TensorFacts, table_of
+from slurmtrain.errors import CheckpointError, UsageError
+
+
+class Mixed(torch.nn.Module):
+    """Tensors of every kind that a model has: matrices, a scalar, integers, booleans, nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(300, 500)
+        self.small = torch.nn.Parameter(torch.randn(7, 5).to(torch.bfloat16))
+        self.factor = torch.nn.Parameter(torch.tensor(2.5))
+        self.norm = torch.nn.BatchNorm1d(3)
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("nothing", torch.empty(0, 4))
+        self.register_buffer("precise", torch.randn(3, dtype=torch.float64))
+
+
+def save(directory: Path, **objects: Any) -> Path:
+    checkpointer = Checkpointer(directory, run_id="r1", say=lambda text: None)
+    checkpointer.save(20, **objects)
+    checkpointer.close()
+    return commit.committed(directory)[-1]
+
+
+def by_ranks(
+    directory: Path, files: list[list[tuple[str, Box, torch.Tensor]]], shapes: dict[str, torch.Tensor]
+) -> Path:
+    """A checkpoint as several ranks would have written it: every file holds these boxes of these tensors."""
+    order = Incarnation(1, "x")
+    commit.claim(directory, order)
+    temporary = commit.begin(directory, 7, order)
+    catalogue = {
+        name: TensorFacts(tuple(tensor.shape), dtype_name(tensor.dtype), tensor.itemsize)
+        for name, tensor in shapes.items()
+    }
+    records: dict[str, FileRecord] = {}
+    tables, digests = {}, {}
+    with blocks.threads() as pool:
+        for rank, pieces in enumerate(files):
+            data = bytes(64) + b"".join(
+                part.contiguous().flatten().view(torch.uint8).numpy().tobytes() for _, _, part in pieces
+            )
+            name = f"rank{rank:05d}.safetensors"
+            records[name], digests[name] = blocks.write(temporary / name, memoryview(data), pool)
+            tables[name] = table_of(
+                [(key, box) for key, box, _ in pieces], catalogue, number=0, data_start=64, own_bytes=0
+            ).pack()
+        index = b"".join(Index([catalogue], tables, digests).chunks())
+        records[commit.INDEX], _ = blocks.write(temporary / commit.INDEX, memoryview(index), pool)
+    manifest = Manifest(commit.FORMAT, "r1", 7, 1, "x", len(files), torch.__version__, records, {}, {})
+    return commit.commit(temporary, manifest, order)
+
+
+def cut(tensor: torch.Tensor, name: str, parts: int, dimension: int) -> list[tuple[str, Box, torch.Tensor]]:
+    """`tensor` cut along a dimension as FSDP (0) or tensor parallelism (1) does, unevenly if need be."""
+    pieces, start = [], 0
+    for part in tensor.chunk(parts, dimension):
+        begin = [0] * tensor.dim()
+        begin[dimension] = start
+        pieces.append((name, Box(tuple(begin), tuple(part.shape)), part))
+        start += part.shape[dimension]
+    return pieces
+
+
+def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """A safetensors file, by the format's description alone."""
+    data = bytearray(path.read_bytes())
+    (length,) = struct.unpack_from("<Q", data)
+    assert length % 8 == 0
+    header = json.loads(data[8 : 8 + length])
+    about = header.pop("__metadata__")
+    names = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "BOOL": "bool"}
+    tensors = {}
+    ends: list[int] = []
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        assert begin == (ends[-1] if ends else 0)  # no holes: the format demands it
+        ends.append(end)
+        raw = data[8 + length + begin : 8 + length + end]
+        dtype = getattr(torch, names[entry["dtype"]])
+        assert begin % dtype.itemsize == 0
+        tensors[name] = (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)).reshape(
+            entry["shape"]
+        )
+    assert 8 + length + (ends[-1] if ends else 0) == len(data)
+    return tensors, about
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+# What is written.
+
+
+def test_the_bare_module_loads_it(tmp_path: Path) -> None:
+    model = Mixed()
+    path = save(tmp_path / "c", model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    done = export(path, tmp_path / "out.safetensors")
+    tensors, about = read(tmp_path / "out.safetensors")
+    same(tensors, model.state_dict())
+    assert about == {"format": "pt", "step": "20", "run_id": "r1", "object": "model"}
+    assert (done.tensors, done.size) == (len(tensors), (tmp_path / "out.safetensors").stat().st_size)
+    Mixed().load_state_dict(tensors)
+
+
+def test_torch_loads_it_with_weights_only(tmp_path: Path) -> None:
+    model = Mixed()
+    path = save(tmp_path / "c", model=model)
+    for name in ("out.pt", "out.pth"):
+        export(path, tmp_path / name)
+        same(torch.load(tmp_path / name, weights_only=True), model.state_dict())
+
+
+def test_the_safetensors_library_reads_it(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    model = Mixed()
+    export(save(tmp_path / "c", model=model), tmp_path / "out.safetensors")
+    same(library.load_file(tmp_path / "out.safetensors"), model.state_dict())
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".pt"])
+@pytest.mark.parametrize("dimension", [0, 1, 2])
+def test_pieces_of_many_ranks_become_whole_tensors(ending: str, dimension: int, tmp_path: Path) -> None:
+    tensors = {
+        "model.a": torch.randn(13, 17, 11),
+        "model.b": torch.randint(0, 99, (9, 8, 7)),
+        "model.c": torch.randn(6),
+    }
+    files: list[list[tuple[str, Box, torch.Tensor]]] = [[] for _ in range(4)]
+    for name in ("model.b", "model.a"):  # the larger element type first, as ranks write them
+        for rank, piece in enumerate(cut(tensors[name], name, 4, dimension)):
+            files[rank].append(piece)
+    files[2].append(("model.c", Box.whole((6,)), tensors["model.c"]))
+    path = by_ranks(tmp_path / "c", files, tensors)
+    out = tmp_path / f"out{ending}"
+    export(path, out)
+    found = read(out)[0] if ending == ".safetensors" else torch.load(out, weights_only=True)
+    same(found, {name.removeprefix("model."): tensor for name, tensor in tensors.items()})
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_a_tensor_may_span_many_blocks(dimension: int, tmp_path: Path) -> None:
+    big = torch.randn(3000, 3500)  # 42 MB: three blocks
+    path = by_ranks(tmp_path / "c", [[piece] for piece in cut(big, "model.w", 2, dimension)], {"model.w": big})
+    told: list[int] = []
+    export(path, tmp_path / "out.safetensors", progress=told.append)
+    same(read(tmp_path / "out.safetensors")[0], {"w": big})
+    assert big.nbytes <= sum(told) <= sum(record.size for record in commit.read_manifest(path).files.values())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_stretches_of_any_part_of_any_box_lie_where_they_belong(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=4)))
+    start = tuple(data.draw(st.integers(0, extent - 1)) for extent in shape)
+    size = tuple(data.draw(st.integers(1, extent - first)) for extent, first in zip(shape, start, strict=True))
+    box = Box(start, size)
+    first = data.draw(st.integers(0, box.numel - 1))
+    last = data.draw(st.integers(first + 1, box.numel))
+    whole = np.arange(Box.whole(shape).numel).reshape(shape)
+    inside = whole[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))].reshape(-1)[first:last]
+    found = np.full(last - first, -1)
+    for at, begin, end in runs(box, shape, first, last):
+        found[begin:end] = np.arange(at, at + end - begin)
+    assert (found == inside).all()
+
+
+def test_floating_point_is_converted_and_the_rest_is_not(tmp_path: Path) -> None:
+    model = Mixed()
+    path = save(tmp_path / "c", model=model)
+    export(path, tmp_path / "out.safetensors", dtype="bfloat16")
+    expected = {
+        name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    same(read(tmp_path / "out.safetensors")[0], expected)
+
+
+def test_values_that_become_infinite_are_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "c", model=torch.nn.ParameterDict({"w": torch.tensor([1.0, 1e6])}))
+    with pytest.raises(CheckpointError, match="w holds values that are too large for float16"):
+        export(path, tmp_path / "out.pt", dtype="float16")
+    export(path, tmp_path / "out.pt", dtype="bfloat16")
+
+
+def test_another_object_can_be_chosen(tmp_path: Path) -> None:
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(3, 3)
+    path = save(tmp_path / "c", model=first, model_average=second)
+    export(path, tmp_path / "out.pt", only="model_average")
+    same(torch.load(tmp_path / "out.pt", weights_only=True), second.state_dict())
+    with pytest.raises(UsageError, match="no tensors of an object 'modle'") as error:
+        export(path, tmp_path / "other.pt", only="modle")
+    assert "model" in str(error.value.hint)
+
+
+def test_a_type_without_a_name_in_the_format_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    path = save(tmp_path / "c", model=torch.nn.ParameterDict({"w": torch.ones(2, dtype=torch.complex64)}))
+    with pytest.raises(CheckpointError, match="w is complex64"):
+        export(path, tmp_path / "out.safetensors")
+    export(path, tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt", weights_only=True)["w"].dtype == torch.complex64
+
+
+# What is not written.
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".pt"])
+@pytest.mark.parametrize("name", ["rank00000.safetensors", "index.bin", "manifest.json", "COMPLETE"])
+@pytest.mark.parametrize("harm", ["flipped", "cut", "gone"])
+def test_a_damaged_checkpoint_is_refused_and_leaves_no_file(ending: str, name: str, harm: str, tmp_path: Path) -> None:
+    path = save(tmp_path / "c", model=Mixed())
+    content = bytearray((path / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    if harm == "gone":
+        (path / name).unlink()
+    else:
+        (path / name).write_bytes(content if harm == "flipped" else content[:-1] if name != "COMPLETE" else content[:9])
+    (tmp_path / "to").mkdir()
+    with pytest.raises(CheckpointError):
+        export(path, tmp_path / "to" / f"out{ending}")
+    assert list((tmp_path / "to").iterdir()) == []
+
+
+def test_what_exists_is_replaced_only_on_request(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    path = save(tmp_path / "c", model=model)
+    out = tmp_path / "out.pt"
+    out.write_text("precious")
+    with pytest.raises(UsageError, match="exists"):
+        export(path, out)
+    assert out.read_text() == "precious"
+    export(path, out, force=True)
+    same(torch.load(out, weights_only=True), model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["out", "out.bin", "missing/out.pt", "folder.pt"])
+def test_where_nothing_can_be_written_is_said_first(name: str, tmp_path: Path) -> None:
+    (tmp_path / "folder.pt").mkdir()
+    with pytest.raises(UsageError):
+        export(tmp_path / "no checkpoint either", tmp_path / name)
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "c", model=torch.nn.Linear(2, 2))
+    (tmp_path / "to").mkdir()
+
+    def full(*args: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(blocks, "write_all", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        export(path, tmp_path / "to" / "out.safetensors")
+    assert list((tmp_path / "to").iterdir()) == []
+
+
+def test_it_counts_as_a_reader_while_it_reads(tmp_path: Path) -> None:
+    path = save(tmp_path / "c", model=torch.nn.Linear(2, 2))
+    seen: list[list[str]] = []
+    export(path, tmp_path / "out.pt", progress=lambda count: seen.append(os.listdir(path.parent / ".readers")))
+    assert seen[0][0].startswith(path.name) and os.listdir(path.parent / ".readers") == []
+
+
+def test_memory_is_that_of_a_few_blocks(tmp_path: Path) -> None:
+    """300 MB exported with less than 200 MB more than the imports take."""
+    big = torch.zeros(75_000, 1000)
+    path = by_ranks(tmp_path / "c", [[piece] for piece in cut(big, "model.w", 3, 0)], {"model.w": big})
+    code = (
+        "import resource, sys; from pathlib import Path; from slurmtrain.checkpoint.export import export;"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; before = peak();"
+        "export(Path(sys.argv[1]), Path(sys.argv[2]), dtype='float16'); print(peak() - before);"
+        "assert 'safetensors' not in sys.modules"
+    )
+    out = tmp_path / "out.safetensors"
+    done = subprocess.run([sys.executable, "-c", code, path, out], check=True, capture_output=True, text=True)
+    assert int(done.stdout) < 200_000  # KB
+    assert out.stat().st_size > big.numel() * 2

@@ -1,0 +1,126 @@
+"""What ranks tell each other is JSON and bytes: what arrives is never executed, and says who may have sent it."""
+
+from __future__ import annotations
+
+import ast
+import math
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import slurmtrain
+from slurmtrain.checkpoint.messages import FAILURES, decode, decode_failure, encode, encode_failure
+from slurmtrain.checkpoint.mirror import MissingError
+from slurmtrain.errors import CheckpointError
+
+PACKAGE = Path(slurmtrain.__file__).parent
+# What these pickle stays between a process and its own workers, or in files of one person's own sweep.
+PICKLE = {
+    "sweep/points.py",
+    "data/loading/shared_memory.py",
+    "data/loading/workers.py",
+    "sweep/hydra_launcher.py",
+    "runtime/jobs/hydra_task.py",
+}
+
+# Of torch.distributed: they pickle.
+OF_OBJECTS = {f"{verb}_object" for verb in ("gather", "all_gather")}
+OF_OBJECTS |= {f"{verb}_object_list" for verb in ("broadcast", "scatter", "send", "recv")}
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=300),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(plain, st.integers(0, 40))
+def test_plain_values_arrive_as_they_were(value: Any, padding: int) -> None:
+    assert decode(memoryview(encode(value) + bytes(padding))) == value
+
+
+def test_numbers_that_are_none_and_strange_paths_arrive_too() -> None:
+    path = os.fsdecode(b"/scratch/\xff\xfe")
+    nan, inf, told = decode(memoryview(encode([math.nan, -math.inf, path])))
+    assert math.isnan(nan)
+    assert (inf, told) == (-math.inf, path)
+
+
+@pytest.mark.parametrize("value", [(1, 2), {1, 2}, Path("/x"), {1: 2}, CheckpointError, object(), 1j])
+def test_what_would_arrive_as_something_else_is_not_sent(value: Any) -> None:
+    with pytest.raises(TypeError):
+        encode([value])
+
+
+class Evil:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, canary: Path):
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.canary),)
+
+
+def hostile(canary: Path) -> Iterator[bytes]:
+    message = encode([{"a": [1, b"12345678"]}, None])
+    yield pickle.dumps(Evil(canary))
+    yield message[:20]
+    yield message.replace(b"[0,8]", b"[0,9]")
+    yield message.replace(b"[0,8]", b"[-1,8]")
+    yield message.replace(b"[0,8]", b'"0,8"')
+    yield message[:4] + (1 << 62).to_bytes(8, "little") + message[12:]
+    deep = b"[" * 100_000
+    yield message[:4] + len(deep).to_bytes(8, "little") + deep
+
+
+def test_what_is_no_message_is_refused_and_executes_nothing(tmp_path: Path) -> None:
+    for data in hostile(tmp_path / "canary"):
+        with pytest.raises(CheckpointError, match="begins no message"):
+            decode(memoryview(data))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", FAILURES.values())
+def test_an_error_is_named_by_a_word_and_arrives_as_it_was(kind: type[CheckpointError]) -> None:
+    found = decode_failure(decode(memoryview(encode(encode_failure(kind("it failed", hint="look"))))))
+    assert (type(found), found.message, found.hint) == (kind, "it failed", "look")
+
+
+def test_an_error_without_a_word_arrives_as_what_it_is_a_kind_of() -> None:
+    assert type(decode_failure(encode_failure(MissingError("gone")))) is CheckpointError
+
+
+@pytest.mark.parametrize("told", [["os.system", "x", None], [["x"], "x", None], "x", [1, 2], ["lost", 3, None], {}])
+def test_a_failure_that_is_told_wrongly_is_a_failure_all_the_same(told: Any) -> None:
+    assert type(decode_failure(told)) is CheckpointError
+
+
+def test_every_kind_of_failed_save_has_a_word() -> None:
+    def below(kind: type) -> set[type]:
+        return {kind}.union(*(below(each) for each in kind.__subclasses__()))
+
+    ours = {kind for kind in below(CheckpointError) if kind.__module__ == "slurmtrain.errors"}
+    assert ours == set(FAILURES.values())
+
+
+def test_no_module_sends_objects_to_other_ranks() -> None:
+    found, pickling = [], set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            words = [node.attr] if isinstance(node, ast.Attribute) else [node.id] if isinstance(node, ast.Name) else []
+            words += [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+            found += [f"{name}: {word}" for word in words if word in OF_OBJECTS]
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if {module.partition(".")[0] for module in modules} & {"pickle", "cloudpickle", "dill", "marshal"}:
+                pickling.add(name)
+    assert found == []
+    assert pickling == PICKLE

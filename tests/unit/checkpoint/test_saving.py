@@ -1,0 +1,633 @@
+"""Saves in the background: one after another, of the state at the call, and no failure goes unnoticed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from slurmtrain.checkpoint import blocks
+from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.commit import Incarnation, committed, read_manifest, step_of
+from slurmtrain.checkpoint.fingerprints import fingerprint
+from slurmtrain.checkpoint.finite import bytes_are_finite
+from slurmtrain.checkpoint.plan import make_plan
+from slurmtrain.checkpoint.ranks import RankGroup
+from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.checkpoint.saving import PendingSave, SaveResult
+from slurmtrain.checkpoint.staging import Staging
+from slurmtrain.errors import EXIT_CONFIG, CheckpointError, NotFinite
+
+PATIENCE_S = 60.0  # for what must happen
+GRACE_S = 0.3  # for what must not
+
+
+class Training:
+    """A small training state and its checkpointer, both of which end with the test."""
+
+    def __init__(self, directory: Path, **options: Any):
+        self.directory = directory
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.said: list[str] = []
+        self.endings: list[SaveResult | CheckpointError] = []
+        self.checkpointer = Checkpointer(
+            directory, **{"say": self.said.append, "on_ending": self.endings.append, "keep": Keep(last=9), **options}
+        )
+
+    def forward_backward(self) -> None:
+        self.model(torch.randn(4, 8)).square().sum().backward()
+
+    def step(self) -> None:
+        self.forward_backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self, step: int, **options: Any) -> PendingSave:
+        return self.checkpointer.save(step, model=self.model, optimizer=self.optimizer, **options)
+
+    def values(self) -> dict[str, torch.Tensor]:
+        values = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        for name, parameter in self.model.named_parameters():
+            for field, value in self.optimizer.state[parameter].items():
+                values[f"{name}.{field}"] = value.clone()
+        return values
+
+    def restored(self, path: Path | None = None) -> dict[str, torch.Tensor]:
+        """The values in a checkpoint, through other objects."""
+        other = Training(self.directory, say=lambda text: None)
+        assert other.checkpointer.restore(path=path, model=other.model, optimizer=other.optimizer) is not None
+        other.checkpointer.close()
+        return other.values()
+
+    @property
+    def steps(self) -> list[int]:
+        return [step_of(path) for path in committed(self.directory)]
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[Callable[..., Training]]:
+    made: list[Training] = []
+
+    def make(**options: Any) -> Training:
+        made.append(Training(tmp_path / "checkpoints", **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        with contextlib.suppress(CheckpointError):
+            one.checkpointer.close(2)
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+class Gate:
+    """Holds up the writing thread until it is opened."""
+
+    def __init__(self, real: Callable[..., Any]):
+        self._real = real
+        self.reached, self._open = threading.Event(), threading.Event()
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.reached.set()
+        assert self._open.wait(PATIENCE_S)
+        return self._real(*args, **options)
+
+    def open(self, after_s: float = 0.0) -> None:
+        threading.Timer(after_s, self._open.set).start() if after_s else self._open.set()
+
+
+@pytest.fixture
+def writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Before the first byte of each block is written."""
+    gate = Gate(blocks.write_all)
+    monkeypatch.setattr(blocks, "write_all", gate)
+    yield gate
+    gate.open()
+
+
+class FullDisk:
+    """Writing fails while it is full."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.full = True
+        self._real = blocks.write_all
+        monkeypatch.setattr(blocks, "write_all", self.write_all)
+
+    def write_all(self, *args: Any) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._real(*args)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> FullDisk:
+    return FullDisk(monkeypatch)
+
+
+# --------------------------------------------------------------------------------------------------------------- one by one
+
+
+def test_a_save_returns_before_it_is_written(training: Callable[..., Training], writing: Gate) -> None:
+    run = training()
+    saving = run.save(3)
+    assert writing.reached.wait(PATIENCE_S)
+    assert not saving.done() and run.steps == []
+    assert run.checkpointer.in_flight == run.checkpointer.last_step == 3
+    with pytest.raises(CheckpointError, match=r"the save of step 3 is not committed after 0\.1 s"):
+        saving.result(0.1)
+    with pytest.raises(CheckpointError, match="not committed after"):
+        run.checkpointer.wait(0.1)
+    assert run.checkpointer.in_flight == 3
+    writing.open()
+    saved = run.checkpointer.wait(PATIENCE_S)
+    assert saved is not None and saved == saving.result()
+    assert saved.path == run.directory / "checkpoint_0000003" and saved.step == 3 and run.steps == [3]
+    assert saved.size == sum(file.stat().st_size for file in saved.path.iterdir()) - sum(
+        (saved.path / name).stat().st_size for name in ("manifest.json", "COMPLETE")
+    )
+    assert saved.seconds > 0.2 and saving.stall_s < saved.seconds
+    assert run.checkpointer.in_flight is None and run.checkpointer.last_step == 3
+    assert run.checkpointer.wait() is None, "there is none in flight"
+
+
+def test_one_save_is_in_flight_at_a_time(training: Callable[..., Training], writing: Gate) -> None:
+    run = training()
+    first = run.save(1)
+    second: list[PendingSave] = []
+    thread = threading.Thread(target=lambda: second.append(run.save(2)))
+    thread.start()
+    thread.join(GRACE_S)
+    assert thread.is_alive() and not first.done()
+    opened = time.monotonic()
+    writing.open()
+    thread.join(PATIENCE_S)
+    assert first.done() and second[0].result(PATIENCE_S).step == 2
+    assert second[0].stall_s >= opened - second[0].begun, "the wait for the one before holds up, too"
+    assert run.steps == [1, 2]
+
+
+def test_a_save_that_is_not_asynchronous_returns_after_its_commit(
+    training: Callable[..., Training], disk: FullDisk
+) -> None:
+    run = training(asynchronous=False)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        run.save(1)
+    disk.full = False
+    run.step()
+    expected = run.values()
+    saving = run.save(2)
+    assert saving.done() and run.steps == [2] and run.checkpointer.in_flight is None
+    assert saving.result().stall_s == saving.stall_s > 0
+    run.step()
+    assert_equal(run.restored(), expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------- failures
+
+
+def test_a_failure_is_told_and_the_next_save_tries_again(training: Callable[..., Training], disk: FullDisk) -> None:
+    run = training()
+    disk.full = False
+    run.save(1).result(PATIENCE_S)
+    disk.full = True
+    failed = run.save(2)
+    with pytest.raises(CheckpointError, match="No space left on device") as caught:
+        failed.result(PATIENCE_S)
+    assert "free some space" in (caught.value.hint or "")
+    assert run.checkpointer.last_step == 1
+    disk.full = False
+    assert run.save(3).result(PATIENCE_S).step == 3
+    (sentence,) = run.said
+    assert sentence.startswith("the save of step 2 failed, older checkpoints are as they were: ")
+    assert "No space left" in sentence
+    assert run.steps == [1, 3]
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_so_many_failures_in_a_row_end_it(training: Callable[..., Training], disk: FullDisk, most: int) -> None:
+    run = training(max_failures=most)
+    for step in range(1, most + 1):
+        run.save(step)
+    with pytest.raises(
+        CheckpointError, match=f"^{most} saves in a row have failed, the last of step {most}: .*No space"
+    ):
+        run.save(most + 1)
+    assert len(run.said) == most and run.steps == []
+
+
+def test_a_success_between_failures_begins_the_count_anew(training: Callable[..., Training], disk: FullDisk) -> None:
+    run = training(max_failures=2)
+    for step, full in enumerate([True, False, True, False, True, False, True, True], start=1):
+        disk.full = full
+        assert run.save(step).wait(PATIENCE_S)
+    with pytest.raises(CheckpointError, match="2 saves in a row have failed, the last of step 8"):
+        run.save(9)
+    assert run.steps == [2, 4, 6]
+
+
+def test_no_number_of_failures_ends_it_when_none_is_too_many(training: Callable[..., Training], disk: FullDisk) -> None:
+    run = training(max_failures=0)
+    for step in range(1, 8):
+        saving = run.save(step)
+    saving.wait(PATIENCE_S)
+    disk.full = False
+    assert run.save(8).result(PATIENCE_S).step == 8
+    assert len(run.said) == 7
+
+
+def test_waiting_raises_what_a_save_failed_of(training: Callable[..., Training], disk: FullDisk) -> None:
+    run = training()
+    run.save(1)
+    with pytest.raises(CheckpointError, match="No space left"):
+        run.checkpointer.wait(PATIENCE_S)
+    assert run.checkpointer.in_flight is None and run.checkpointer.last_step is None
+    assert run.checkpointer.wait() is None
+
+
+def test_a_bug_while_writing_is_a_failure_and_no_hang(
+    training: Callable[..., Training], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = training()
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks, "write", lambda *args, **options: 1 / 0)
+        with pytest.raises(CheckpointError, match="ZeroDivisionError"):
+            run.save(1).result(PATIENCE_S)
+    assert "Traceback" in capfd.readouterr().err
+    assert run.save(2).result(PATIENCE_S).step == 2
+
+
+def test_a_failed_save_leaves_nothing_that_takes_space(training: Callable[..., Training], disk: FullDisk) -> None:
+    """The next one may have failed for want of that space."""
+    run = training()
+    run.save(1)
+    run.save(2).wait(PATIENCE_S)
+    disk.full = False
+    run.save(3).result(PATIENCE_S)
+    run.checkpointer.close(PATIENCE_S)
+    assert sorted(path.name for path in run.directory.iterdir() if path.name.startswith("checkpoint")) == [
+        "checkpoint_0000003"
+    ]
+
+
+def test_the_ending_is_told_to_whoever_asked(training: Callable[..., Training], disk: FullDisk) -> None:
+    run = training()
+    run.save(1).wait(PATIENCE_S)
+    disk.full = False
+    run.save(2).result(PATIENCE_S)
+    run.checkpointer.close(PATIENCE_S)
+    failed, saved = run.endings
+    assert isinstance(failed, CheckpointError) and isinstance(saved, SaveResult) and saved.step == 2
+
+
+# ------------------------------------------------------------------------------------------------------ discard and close
+
+
+def test_a_discarded_save_is_neither_there_nor_a_failure(
+    training: Callable[..., Training], writing: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = training(max_failures=2)
+    saving = run.save(1)
+    assert writing.reached.wait(PATIENCE_S)
+    told = run.checkpointer._discard
+    threading.Thread(target=lambda: told.wait(PATIENCE_S) and writing.open()).start()
+    run.checkpointer.discard()
+    assert saving.done() and run.steps == [] and run.checkpointer.in_flight is None
+    with pytest.raises(CheckpointError, match="given up"):
+        saving.result()
+    with monkeypatch.context() as patch:
+        FullDisk(patch)
+        assert run.save(2).wait(PATIENCE_S)
+    assert run.save(3).result(PATIENCE_S).step == 3, "one failure in a row, not two"
+    assert run.steps == [3]
+
+
+def test_discarding_what_is_not_there_or_done_changes_nothing(training: Callable[..., Training]) -> None:
+    run = training()
+    run.checkpointer.discard()
+    run.save(1).result(PATIENCE_S)
+    run.checkpointer.discard()
+    assert run.save(2).result(PATIENCE_S).step == 2
+    assert run.steps == [1, 2] and run.checkpointer.last_step == 2
+
+
+def test_closing_waits_for_the_commit(training: Callable[..., Training], writing: Gate) -> None:
+    run = training()
+    run.save(1)
+    writing.open(after_s=0.2)
+    run.checkpointer.close()
+    assert run.steps == [1]
+    run.checkpointer.close()  # twice is no harm
+
+
+def test_closing_with_little_time_gives_it_up(training: Callable[..., Training], writing: Gate) -> None:
+    run = training()
+    saving = run.save(1)
+    assert writing.reached.wait(PATIENCE_S)
+    begun = time.monotonic()
+    run.checkpointer.close(grace_s=0.2)
+    assert time.monotonic() - begun < PATIENCE_S / 2
+    writing.open()
+    assert saving.wait(PATIENCE_S) and run.steps == []
+
+
+def test_closing_raises_what_the_last_save_failed_of(training: Callable[..., Training], disk: FullDisk) -> None:
+    run = training()
+    run.save(1)
+    with pytest.raises(CheckpointError, match="No space left"):
+        run.checkpointer.close()
+
+
+def test_saving_after_closing_is_refused_and_no_hang(training: Callable[..., Training]) -> None:
+    run = training()
+    run.save(1).result(PATIENCE_S)
+    run.checkpointer.close()
+    with pytest.raises(CheckpointError, match="closed"):
+        run.save(2).result(PATIENCE_S)
+
+
+# ------------------------------------------------------------------------------------------------- the state at the call
+
+
+def test_what_comes_right_after_a_save_does_not_leak_into_it(training: Callable[..., Training], writing: Gate) -> None:
+    """Neither a step nor a change by hand: not one through `.data`, which no counter of torch's shows."""
+    run = training()
+    run.step()
+    averaged = nn.Linear(4, 4)
+    expected, average = run.values(), averaged.weight.detach().clone()
+    saving = run.save(1, averaged=averaged)
+    run.model[0].weight.data.mul_(2)
+    averaged.weight.data.mul_(2)
+    run.step()
+    for state in run.optimizer.state.values():
+        state["exp_avg"].data.mul_(2)
+    writing.open()
+    saving.result(PATIENCE_S)
+    assert_equal(run.restored(), expected)
+    other = nn.Linear(4, 4)
+    Checkpointer(run.directory, say=lambda text: None).restore(averaged=other)
+    assert torch.equal(other.weight, average)
+
+
+def test_every_optimizer_of_a_save_is_restored(training: Callable[..., Training]) -> None:
+    run = training()
+    other = nn.Linear(3, 3)
+    second = torch.optim.SGD(other.parameters(), lr=1.0, momentum=0.9)
+    other(torch.ones(3)).sum().backward()
+    second.step()
+    weight, momentum = other.weight.detach().clone(), second.state[other.weight]["momentum_buffer"].clone()
+    saving = run.save(1, other=other, second=second)
+    second.step()
+    saving.result(PATIENCE_S)
+    third = nn.Linear(3, 3)
+    fourth = torch.optim.SGD(third.parameters(), lr=1.0, momentum=0.9)
+    Checkpointer(run.directory, say=lambda text: None).restore(other=third, second=fourth)
+    assert torch.equal(third.weight, weight)
+    assert torch.equal(fourth.state[third.weight]["momentum_buffer"], momentum)
+
+
+def test_a_copy_that_is_not_what_was_to_be_saved_fails_the_save() -> None:
+    """As of a parameter on a GPU that is changed by hand while its copy is still on the way."""
+    for changed in (False, True):
+        tensors = {"model.weight": torch.arange(12.0).reshape(3, 4)}
+        plan = make_plan(tensors, RankGroup(None), None)
+        staging = Staging()
+        image = staging.stage(plan, tensors, b"{}", guarded=(), optimizers=())
+        (piece,) = plan.pieces
+        copy = staging._buffer[piece.begin : piece.end].view(piece.dtype)
+        image.later([(piece.name, copy)], [], torch.stack([fingerprint(tensors["model.weight"])]), None)
+        if not changed:
+            image.finish()
+            continue
+        copy[5] += 1
+        with pytest.raises(CheckpointError, match=r"model\.weight was changed while it was copied") as caught:
+            image.finish()
+        assert "wait_staged()" in (caught.value.hint or "")
+
+
+def test_restoring_during_a_save_harms_neither(training: Callable[..., Training], writing: Gate) -> None:
+    """Both use one buffer."""
+    run = training()
+    writing.open()
+    first = run.values()
+    run.save(1).result(PATIENCE_S)
+    run.step()
+    second = run.values()
+    writing._open.clear()
+    saving = run.save(2)
+    writing.open(after_s=GRACE_S)
+    restored = run.checkpointer.restore(model=run.model, optimizer=run.optimizer)
+    saving.result(PATIENCE_S)
+    assert restored is not None and restored.step in (1, 2)
+    assert_equal(run.restored(), second)
+    if restored.step == 2:
+        assert_equal(run.values(), second)
+    else:
+        assert_equal({name: run.values()[name] for name in first}, first)
+
+
+# ---------------------------------------------------------------------------------------------------------- what is handed in
+
+
+def test_metrics_and_config_are_in_the_manifest(training: Callable[..., Training]) -> None:
+    run = training(config={"width": 8}, run_id="run")
+    manifest = read_manifest(run.save(1, metrics={"valid_loss": 0.5}).result(PATIENCE_S).path)
+    assert (manifest.metrics, manifest.config, manifest.run_id) == ({"valid_loss": 0.5}, {"width": 8}, "run")
+
+
+def outcome(work: Callable[[], Any]) -> Any:
+    """What `work` returns, or the CheckpointError that it raises."""
+    try:
+        return work()
+    except CheckpointError as error:
+        return error
+
+
+def test_a_metric_may_be_a_tensor_or_is_refused_by_name(training: Callable[..., Training]) -> None:
+    run = training()
+    ending = outcome(lambda: run.save(1, metrics={"valid_loss": torch.tensor(0.5)}).result(PATIENCE_S))
+    if isinstance(ending, CheckpointError):
+        assert "valid_loss" in ending.message
+    else:
+        assert read_manifest(ending.path).metrics == {"valid_loss": 0.5}
+
+
+@pytest.mark.parametrize("state", [None, [1.5, None]])
+def test_optimizer_state_that_is_no_tensor_is_kept_or_refused_by_name(
+    training: Callable[..., Training], state: Any
+) -> None:
+    run = training()
+    run.step()
+    run.optimizer.state[next(run.model.parameters())]["history"] = state
+    ending = outcome(lambda: run.save(1).result(PATIENCE_S))
+    if isinstance(ending, CheckpointError):
+        assert "history" in ending.message
+    else:
+        other = training()
+        other.checkpointer.restore(model=other.model, optimizer=other.optimizer)
+        assert other.optimizer.state[next(other.model.parameters())]["history"] == state
+
+
+class Counting(nn.Module):
+    """Keeps a number that is neither a parameter nor a buffer, the way torch provides for."""
+
+    def __init__(self, count: int, kind: Callable[[int], Any]):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.count, self._kind = count, kind
+
+    def get_extra_state(self) -> Any:
+        return self._kind(self.count)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = int(state["seen"] if isinstance(state, dict) else state)
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, lambda count: {"seen": count}], ids=["tensor", "dict"])
+def test_a_module_s_extra_state_is_restored_or_refused(tmp_path: Path, kind: Callable[[int], Any]) -> None:
+    """Never lost without a word."""
+    module = Counting(7, kind)
+    checkpointer = Checkpointer(tmp_path, asynchronous=False, say=lambda text: None)
+    ending = outcome(lambda: checkpointer.save(1, module=module))
+    if isinstance(ending, CheckpointError):
+        assert "_extra_state" in ending.message
+    else:
+        other = Counting(0, kind)
+        Checkpointer(tmp_path, say=lambda text: None).restore(module=other)
+        assert other.count == 7
+
+
+def test_an_error_of_who_is_told_does_not_end_the_writing(training: Callable[..., Training]) -> None:
+    told: list[Any] = []
+
+    def on_ending(ending: Any) -> None:
+        told.append(ending)
+        raise OSError(28, "No space left on device")
+
+    run = training(on_ending=on_ending)
+    for step in (1, 2):
+        run.step()
+        run.save(step).result(PATIENCE_S)
+    run.checkpointer.close()
+    assert len(told) == 2 and run.steps == [1, 2]
+
+
+def test_a_second_checkpointer_of_the_same_life_is_refused(tmp_path: Path) -> None:
+    first = Checkpointer(tmp_path, incarnation=Incarnation(3, "attempt 3"))
+    with pytest.raises(CheckpointError, match="has a Checkpointer in this process already"):
+        Checkpointer(tmp_path, incarnation=Incarnation(3, "attempt 3"))
+    first.close()
+    Checkpointer(tmp_path, incarnation=Incarnation(3, "attempt 3"))
+
+
+def test_a_checkpoint_of_another_version_is_refused_and_stays_where_it_is(training: Callable[..., Training]) -> None:
+    run = training()
+    path = run.save(1).result(PATIENCE_S).path
+    run.checkpointer.close()
+    values = json.loads((path / "manifest.json").read_text())
+    text = json.dumps({**values, "format": 99})
+    (path / "manifest.json").write_text(text)
+    (path / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest())
+    with pytest.raises(CheckpointError, match="has format 99, expected 2"):
+        run.restored()
+    assert path.is_dir()
+
+
+@pytest.mark.parametrize("step", [-1, 2.5, None, "3"])
+def test_a_step_that_no_reader_would_find_is_refused(training: Callable[..., Training], step: Any) -> None:
+    run = training()
+    with pytest.raises(CheckpointError, match="is no number of optimiser steps"):
+        run.save(step)
+    assert run.save(1).result(PATIENCE_S).step == 1
+
+
+def test_a_step_may_be_a_number_of_numpys(training: Callable[..., Training]) -> None:
+    run = training()
+    run.save(np.int64(5)).result(PATIENCE_S)  # type: ignore[arg-type]
+    assert run.steps == [5]
+
+
+def test_weights_that_are_no_numbers_replace_no_sound_checkpoint_and_end_the_run(
+    training: Callable[..., Training],
+) -> None:
+    run = training(keep=Keep(last=2))
+    for step in (1, 2, 3):
+        run.save(step).result(PATIENCE_S)
+    with torch.no_grad():
+        run.model[0].weight[3, 5] = math.nan
+    for step in (4, 5, 6):
+        run.save(step)
+    with pytest.raises(NotFinite, match=r"^3 saves in a row have failed, .* model\.0\.weight is not finite") as caught:
+        run.save(7)
+    assert caught.value.exit_code == EXIT_CONFIG
+    assert run.steps == [2, 3]
+    assert "the save of step 4 failed, older checkpoints are as they were: model.0.weight is not finite" in run.said[0]
+
+
+def test_weights_that_are_numbers_again_are_saved(training: Callable[..., Training]) -> None:
+    run = training()
+    before = run.model[0].bias.detach().clone()
+    for step, bias in enumerate((before, torch.full_like(before, -math.inf), before), start=1):
+        with torch.no_grad():
+            run.model[0].bias.copy_(bias)
+        if step == 2:
+            with pytest.raises(NotFinite):
+                run.save(step).result(PATIENCE_S)
+        else:
+            run.save(step).result(PATIENCE_S)
+    assert run.steps == [1, 3]
+
+
+def test_what_is_meant_to_be_infinite_is_saved(training: Callable[..., Training]) -> None:
+    run = training()
+    run.model.register_buffer("mask", torch.full((4, 4), -math.inf))
+    run.model.register_parameter("frozen", nn.Parameter(torch.tensor([math.inf]), requires_grad=False))
+    run.save(1).result(PATIENCE_S)
+    bound = run.model.bound = nn.Parameter(torch.tensor([math.inf]))
+    assert run.checkpointer.restore(model=run.model, optimizer=run.optimizer, allow=["keys"])
+    run.save(2).result(PATIENCE_S)  # it was so before anything was trained
+    assert math.isinf(bound.item()) and run.steps == [1, 2]
+
+
+def test_nothing_is_meant_to_be_infinite_that_a_restore_has_filled(training: Callable[..., Training]) -> None:
+    run = training()
+    run.save(1).result(PATIENCE_S)
+    with torch.no_grad():
+        run.model[0].weight.fill_(math.nan)  # as memory may be that nothing was written to yet
+    assert run.checkpointer.restore(model=run.model, optimizer=run.optimizer)
+    run.save(2).result(PATIENCE_S)
+    with torch.no_grad():
+        run.model[0].weight.fill_(math.nan)
+    with pytest.raises(NotFinite):
+        run.save(3).result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_any_element_that_is_not_finite_is_found(dtype: torch.dtype) -> None:
+    tensor = torch.randn(300_000).to(dtype)
+    tensor[5] = torch.finfo(dtype).max
+    tensor[6] = torch.finfo(dtype).smallest_normal / 2
+    assert bytes_are_finite(tensor.view(torch.uint8).numpy().data, dtype)
+    for place in (0, 131_072, 299_999):
+        for bad in (math.nan, math.inf, -math.inf):
+            other = tensor.clone()
+            other[place] = bad
+            assert not bytes_are_finite(other.view(torch.uint8).numpy().data, dtype)
+    assert bytes_are_finite(memoryview(b""), dtype)

@@ -1,0 +1,461 @@
+"""Boxes and tables: whatever the layout, every element is written once, and found again from any other layout."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from slurmtrain.checkpoint.restore import spans_of
+from slurmtrain.checkpoint.tensor_index import (
+    SPLIT_BYTES,
+    Box,
+    Catalogue,
+    FileTable,
+    Index,
+    TensorFacts,
+    check_coverage,
+    share,
+    table_of,
+)
+from slurmtrain.errors import CheckpointError
+
+ITEMSIZE = 4
+Tiling = tuple[tuple[int, ...], list[Box]]
+
+
+# ------------------------------------------------------------------------------------------------------------- tilings
+
+
+@st.composite
+def shapes(draw: Any, *, least: int = 0) -> tuple[int, ...]:
+    return tuple(draw(st.lists(st.integers(least, 7), max_size=4)))
+
+
+@st.composite
+def cut_boxes(draw: Any, whole: Box, cuts: int) -> list[Box]:
+    """A tiling that need be no grid: some box is cut in two, along any dimension and anywhere, again and again."""
+    boxes = [whole]
+    for _ in range(cuts):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        long = [dimension for dimension, extent in enumerate(box.size) if extent > 1]
+        if not long:
+            boxes.append(box)
+            continue
+        dimension = draw(st.sampled_from(long))
+        at = draw(st.integers(1, box.size[dimension] - 1))
+        boxes += [moved(box, dimension, 0, at - box.size[dimension]), moved(box, dimension, at, -at)]
+    return boxes
+
+
+@st.composite
+def grid_boxes(draw: Any, whole: Box) -> list[Box]:
+    """As meshes of ranks lay tensors out: every dimension is cut by itself, unevenly and into empty parts, too."""
+    edges = []
+    for extent in whole.size:
+        inner = sorted(draw(st.lists(st.integers(0, extent), max_size=3)))
+        edges.append(list(itertools.pairwise([0, *inner, extent])))
+    return [
+        Box(tuple(first for first, _ in parts), tuple(last - first for first, last in parts))
+        for parts in itertools.product(*edges)
+    ]
+
+
+def row_boxes(whole: Box, ranks: int) -> list[Box]:
+    """As FSDP2 lays out a tensor: chunks of rows, the last ones shorter or empty."""
+    if not whole.size:
+        return [whole]
+    rows = -(-whole.size[0] // ranks)
+    starts = [min(whole.size[0], rank * rows) for rank in range(ranks)]
+    return [Box((start, *whole.start[1:]), (min(rows, whole.size[0] - start), *whole.size[1:])) for start in starts]
+
+
+@st.composite
+def tilings(draw: Any, shape: st.SearchStrategy[tuple[int, ...]] = shapes()) -> Tiling:  # noqa: B008
+    size = draw(shape)
+    whole = Box.whole(size)
+    kind = draw(st.sampled_from(["cuts", "grid", "rows", "whole"]))
+    if kind == "cuts":
+        boxes = draw(cut_boxes(whole, draw(st.integers(0, 8))))
+    elif kind == "grid":
+        boxes = draw(grid_boxes(whole))
+    else:
+        boxes = row_boxes(whole, draw(st.integers(1, 6))) if kind == "rows" else [whole]
+    return size, boxes
+
+
+def moved(box: Box, dimension: int, start: int, size: int) -> Box:
+    """`box` with its start and size along one dimension changed by so much."""
+    starts, sizes = list(box.start), list(box.size)
+    starts[dimension] += start
+    sizes[dimension] += size
+    return Box(tuple(starts), tuple(sizes))
+
+
+def facts(shape: Sequence[int], itemsize: int = ITEMSIZE) -> TensorFacts:
+    return TensorFacts(tuple(shape), "float32" if itemsize == 4 else "float64", itemsize)
+
+
+def deal(named: Sequence[tuple[str, Box]], ranks: int, seed: int) -> list[list[tuple[str, Box]]]:
+    """Boxes to ranks, at random."""
+    dealer = random.Random(seed)
+    files: list[list[tuple[str, Box]]] = [[] for _ in range(ranks)]
+    for entry in named:
+        files[dealer.randrange(ranks)].append(entry)
+    return files
+
+
+def packed(files: Sequence[Sequence[tuple[str, Box]]], catalogue: Catalogue, number: int = 0) -> list[bytes]:
+    return [table_of(pieces, catalogue, number=number, data_start=4096, own_bytes=0).pack() for pieces in files]
+
+
+def check(boxes: Mapping[str, Tiling], ranks: int = 3, seed: int = 0) -> dict[str, TensorFacts]:
+    catalogue = {name: facts(shape) for name, (shape, _) in boxes.items()}
+    named = [(name, box) for name, (_, found) in boxes.items() for box in found]
+    return check_coverage([catalogue], packed(deal(named, ranks, seed), catalogue))
+
+
+# ------------------------------------------------------------------------------------------------------------ coverage
+
+
+@given(st.lists(tilings(), min_size=1, max_size=4), st.integers(1, 5), st.integers(0, 99))
+@example([((), [Box((), ())]), ((0,), []), ((3, 0, 2), [])], 2, 0)
+def test_every_tiling_is_accepted(found: list[Tiling], ranks: int, seed: int) -> None:
+    named = {f"t{number}": tiling for number, tiling in enumerate(found)}
+    assert {name: fact.shape for name, fact in check(named, ranks, seed).items()} == {
+        name: shape for name, (shape, _) in named.items()
+    }
+
+
+@st.composite
+def one_box_wrong(draw: Any, damage: Callable[[Any, tuple[int, ...], Box], list[Box] | None]) -> Tiling:
+    """A tiling in which `damage` has put other boxes in the place of one that is not empty."""
+    shape, boxes = draw(tilings(shapes(least=1)))
+    number = draw(st.sampled_from([number for number, box in enumerate(boxes) if box.numel]))
+    changed = damage(draw, shape, boxes[number])
+    assume(changed is not None)
+    return shape, [*boxes[:number], *changed, *boxes[number + 1 :]]
+
+
+def without_one_element(draw: Any, shape: tuple[int, ...], box: Box) -> list[Box]:
+    """The rest of the box, once one of its elements is taken out."""
+    rest: list[Box] = []
+    for dimension, extent in enumerate(box.size):
+        at = draw(st.integers(0, extent - 1))
+        rest += [moved(box, dimension, 0, at - extent), moved(box, dimension, at + 1, -at - 1)]
+        box = moved(box, dimension, at, 1 - extent)
+    return [part for part in rest if part.numel]
+
+
+def shifted(draw: Any, shape: tuple[int, ...], box: Box) -> list[Box] | None:
+    """As many elements as before, all inside: some twice, as many not at all."""
+    possible = [
+        (dimension, by)
+        for dimension in range(len(shape))
+        for by in (-1, 1)
+        if 0 <= box.start[dimension] + by <= shape[dimension] - box.size[dimension]
+    ]
+    if not possible:
+        return None
+    dimension, by = draw(st.sampled_from(possible))
+    return [moved(box, dimension, by, 0)]
+
+
+DAMAGES: dict[str, Callable[[Any, tuple[int, ...], Box], list[Box] | None]] = {
+    "removed": lambda draw, shape, box: [],
+    "one element missing": without_one_element,
+    "doubled": lambda draw, shape, box: [box, box],
+    "shifted by one": shifted,
+    "one element twice": lambda draw, shape, box: [box, Box(box.start, (1,) * len(shape))],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@given(data=st.data())
+def test_what_is_missing_or_written_twice_is_refused_by_name(damage: str, data: st.DataObject) -> None:
+    wrong = data.draw(one_box_wrong(DAMAGES[damage]))
+    others = {f"sound{number}": data.draw(tilings()) for number in range(data.draw(st.integers(0, 2)))}
+    with pytest.raises(CheckpointError, match=r"elements of wrong\.weight were written"):
+        check({**others, "wrong.weight": wrong}, data.draw(st.integers(1, 4)), data.draw(st.integers(0, 99)))
+
+
+@given(tilings(shapes(least=1)), st.data())
+def test_a_box_outside_is_refused_by_name(tiling: Tiling, data: st.DataObject) -> None:
+    shape, boxes = tiling
+    assume(shape)
+    dimension = data.draw(st.integers(0, len(shape) - 1))
+    by = data.draw(st.sampled_from([-1, 1]))
+    box = moved(Box.whole(shape), dimension, by, 0)
+    with pytest.raises(CheckpointError, match=r"a piece of far\.off lies outside of the tensor"):
+        check({"near": ((2,), [Box((0,), (2,))]), "far.off": (shape, [*boxes, box])})
+
+
+def test_every_other_shift_that_keeps_the_volume_is_noticed() -> None:
+    """All wrong pairs of halves of a small square: none adds up by chance."""
+    halves = [Box((row, column), (2, 4)) for row in range(3) for column in (0,)] + [
+        Box((row, column), (4, 2)) for row in (0,) for column in range(3)
+    ]
+    for pair in itertools.combinations_with_replacement(halves, 2):
+        covered = np.zeros((4, 4), dtype=int)
+        for box in pair:
+            covered[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))] += 1
+        if (covered == 1).all():
+            check({"square": ((4, 4), list(pair))})
+        else:
+            with pytest.raises(CheckpointError, match="16 of 16 elements of square were written, some of them twice"):
+                check({"square": ((4, 4), list(pair))})
+
+
+def test_all_that_is_wrong_is_counted() -> None:
+    whole = Box((0,), (4,))
+    with pytest.raises(CheckpointError, match=r"^0 of 4 elements of a were written \(and 1 more tensors\)$"):
+        check({"a": ((4,), []), "sound": ((4,), [whole]), "b": ((4,), [Box((1,), (3,))])})
+
+
+def test_ranks_with_different_tensors_make_one_whole() -> None:
+    """Pipeline stages: catalogues differ, their common tensors are counted together, positions are each one's own."""
+    first = {"a": facts((2,)), "shared": facts((4, 3))}
+    second = {"shared": facts((4, 3)), "z": facts(())}
+    tables = [
+        *packed([[("shared", Box((0, 0), (1, 3))), ("a", Box((0,), (2,)))]], first, number=0),
+        *packed([[("z", Box((), ())), ("shared", Box((1, 0), (3, 3)))]], second, number=1),
+    ]
+    assert set(check_coverage([first, second], tables)) == {"a", "shared", "z"}
+    with pytest.raises(CheckpointError, match="3 of 12 elements of shared"):
+        check_coverage([first, second], [tables[0], *packed([[("z", Box((), ()))]], second, number=1)])
+
+
+def test_a_rank_s_own_tensors_are_no_part_of_the_whole() -> None:
+    catalogue = {"a": facts((2,)), "own/random": TensorFacts((3, 1), "uint8", 1, own=True)}
+    files = [
+        [("a", Box((0,), (2,))), ("own/random", Box((0, 0), (3, 1)))],
+        [("own/random", Box((0, 0), (3, 1)))],
+    ]
+    assert set(check_coverage([catalogue], packed(files, catalogue))) == {"a"}
+
+
+@pytest.mark.parametrize("other", [TensorFacts((3,), "float32", 4), TensorFacts((2,), "float64", 8)])
+def test_ranks_that_disagree_about_a_tensor_are_refused(other: TensorFacts) -> None:
+    with pytest.raises(CheckpointError, match=r"layer\.weight is .* on one rank and float32 \[2\] on another"):
+        check_coverage([{"layer.weight": facts((2,))}, {"layer.weight": other}], [])
+
+
+# ------------------------------------------------------------------------------------------------------------- sharing
+
+
+@given(tilings(), st.integers(1, 9), st.sampled_from([1, 4, SPLIT_BYTES]))
+def test_holders_share_every_box_exactly(tiling: Tiling, holders: int, itemsize: int) -> None:
+    """Itemsize 1 MiB stands for large tensors: each box is above the limit then."""
+    shape, boxes = tiling
+    shared = []
+    for box in boxes:
+        parts = [share(box, itemsize, "name", index, holders) for index in range(holders)]
+        shared += [part for part in parts if part is not None and part.numel]
+    check({"name": (shape, shared)}, holders)
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=3), st.integers(1, 9))
+@example([5, 1_000_000], 4)
+@example([8, 512, 512], 7)
+def test_large_boxes_are_shared_evenly(shape: list[int], holders: int) -> None:
+    """Which dimension is cut does not matter, as long as nobody writes much more than the others."""
+    box = Box.whole(shape)
+    assume(box.numel * ITEMSIZE >= SPLIT_BYTES)
+    parts = [share(box, ITEMSIZE, "name", index, holders) for index in range(holders)]
+    sizes = [part.numel if part is not None else 0 for part in parts]
+    assert sum(sizes) == box.numel
+    assert max(sizes) <= 1.15 * box.numel / holders + box.numel // max(shape)
+
+
+def test_small_tensors_are_spread_over_all_holders() -> None:
+    for holders in range(2, 10):
+        counts = [0] * holders
+        for number in range(200 * holders):
+            written = [share(Box.whole((16,)), 4, f"layers.{number}.norm", index, holders) for index in range(holders)]
+            (owner,) = (index for index, part in enumerate(written) if part is not None)
+            counts[owner] += 1
+        assert min(counts) > 100 and max(counts) < 300
+
+
+# ------------------------------------------------------------------------------------------------------ tables and index
+
+
+@given(st.lists(tilings(), max_size=4), st.integers(0, 9), st.integers(0, 1 << 40))
+def test_tables_come_back_as_they_were(found: list[Tiling], number: int, data_start: int) -> None:
+    catalogue = {f"t{position}": facts(shape, 4 + 4 * (position % 2)) for position, (shape, _) in enumerate(found)}
+    pieces = [(f"t{position}", box) for position, (_, boxes) in enumerate(found) for box in boxes if box.numel]
+    table = table_of(pieces, catalogue, number=number, data_start=data_start, own_bytes=7)
+    again = FileTable.unpack(table.pack())
+    assert (again.catalogue, again.data_start, again.own_bytes) == (number, data_start, 7)
+    assert np.array_equal(again.tensors, table.tensors)
+    assert np.array_equal(again.boxes, table.boxes)
+    itemsizes = np.array([fact.itemsize for fact in catalogue.values()], dtype=np.int64)
+    expected = list(
+        itertools.accumulate((box.numel * catalogue[name].itemsize for name, box in pieces), initial=data_start)
+    )
+    assert again.offsets(itemsizes).tolist() == expected
+
+
+def index_of(files: Mapping[str, Sequence[tuple[str, Box]]], catalogue: Catalogue) -> Index:
+    tables = dict(zip(files, packed(list(files.values()), catalogue), strict=True))
+    return Index([catalogue], tables, {name: bytes([number] * 32) for number, name in enumerate(files)})
+
+
+def test_an_index_comes_back_as_it_was() -> None:
+    catalogues = [
+        {"a": facts((2, 3)), "own/r": TensorFacts((), "uint8", 1, own=True), "ünïcode": facts(())},
+        {"b": facts((0,))},
+    ]
+    tables = {"f0": packed([[("a", Box((0, 0), (2, 3)))]], catalogues[0])[0], "f1": packed([[]], catalogues[1], 1)[0]}
+    digests = {"f0": bytes(range(64)), "f1": b"\0" * 32}
+    data = b"".join(Index(catalogues, tables, digests).chunks())
+    again = Index.parse(data, {"f0": 1 << 20, "f1": 1 << 20})
+    assert [list(catalogue.items()) for catalogue in again.catalogues] == [list(c.items()) for c in catalogues]
+    assert (dict(again.tables), dict(again.digests)) == (tables, digests)
+    assert b"".join(again.chunks()) == data
+    assert set(again.facts) == {"a", "ünïcode", "b"}
+    assert set(again.own_facts("f0")) == {"own/r"} and again.own_facts("f1") == {}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\0" * 7,
+        b"\xff" * 8,
+        b"\2\0\0\0\0\0\0\0{}",
+        b"\2\0\0\0\0\0\0\0[]",
+        b"\4\0\0\0\0\0\0\0null",
+        b"\3" + b"\0" * 9,
+    ],
+)
+def test_what_is_no_index_is_told(data: bytes) -> None:
+    with pytest.raises(CheckpointError, match=r"index\.bin cannot be read"):
+        Index.parse(data, {})
+
+
+# ------------------------------------------------------------------------------------------------------------ way back
+
+
+def files_as_bytes(
+    files: Mapping[str, Sequence[tuple[str, Box]]], arrays: Mapping[str, np.ndarray[Any, Any]]
+) -> dict[str, bytes]:
+    """What the ranks would write: 4,096 bytes of header, then the boxes one after another."""
+    return {
+        file: b"?" * 4096
+        + b"".join(
+            np.ascontiguousarray(
+                arrays[name][tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
+            ).tobytes()
+            for name, box in pieces
+        )
+        for file, pieces in files.items()
+    }
+
+
+def read_box(index: Index, contents: Mapping[str, bytes], wanted: Mapping[str, Box]) -> dict[str, torch.Tensor]:
+    """As `restore` does, from bytes in memory. Every element must be read exactly once."""
+    found = {}
+    for name, sources in index.find(wanted).items():
+        tensor = torch.full(wanted[name].size, -1, dtype=torch.int32)
+        times = torch.zeros(wanted[name].size, dtype=torch.int32)
+        for span in spans_of(name, wanted[name], torch.int32, sources):
+            assert span.end - span.begin == math.prod(span.rows) * ITEMSIZE
+            rows = torch.frombuffer(bytearray(contents[span.file][span.begin : span.end]), dtype=torch.int32)
+            tensor[span.into] = rows.reshape(span.rows)[span.out]
+            times[span.into] += 1
+        assert (times == 1).all()
+        found[name] = tensor
+    return found
+
+
+@st.composite
+def boxes_within(draw: Any, shape: tuple[int, ...]) -> Box:
+    ends = [sorted(draw(st.tuples(st.integers(0, extent), st.integers(0, extent)))) for extent in shape]
+    return Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
+
+
+@given(st.lists(tilings(), min_size=1, max_size=3), st.data())
+def test_any_box_is_read_back_from_any_tiling(found: list[Tiling], data: st.DataObject) -> None:
+    arrays, catalogue, named = {}, {}, []
+    for position, (shape, boxes) in enumerate(found):
+        name = f"t{position}"
+        arrays[name] = np.arange(math.prod(shape), dtype=np.int32).reshape(shape) + 1000 * position
+        catalogue[name] = facts(shape)
+        named += [(name, box) for box in boxes if box.numel]
+    ranks = data.draw(st.integers(1, 4))
+    dealt = deal(named, ranks, data.draw(st.integers(0, 99)))
+    files = {f"rank{rank:05d}": pieces for rank, pieces in enumerate(dealt)}
+    index = index_of(files, catalogue)
+    wanted = {name: data.draw(boxes_within(array.shape)) for name, array in arrays.items()}
+    read = read_box(index, files_as_bytes(files, arrays), wanted)
+    for name, box in wanted.items():
+        expected = arrays[name][tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
+        assert np.array_equal(read[name].numpy(), expected)
+
+
+def test_names_of_own_tensors_are_looked_up_in_one_file() -> None:
+    catalogue = {"own/random": TensorFacts((2,), "uint8", 1, own=True)}
+    whole = Box((0,), (2,))
+    index = index_of({"f0": [("own/random", whole)], "f1": [("own/random", whole)]}, catalogue)
+    assert [source.file for source in index.find({"own/random": whole}, "f1")["own/random"]] == ["f1"]
+    assert index.find({"own/random": whole})["own/random"] == []
+    assert index.own_state("f0") == (4096 + 2, 0)
+
+
+def test_many_ranks_and_tensors_stay_right() -> None:
+    """64 ranks (16 replicas of 4 shards) x 200 tensors of many shapes; read by 3 ranks in rows, and one in columns."""
+    dealer = random.Random(7)
+    shards, replicas = 4, 16
+    catalogue = {
+        f"layers.{number}.weight": facts([dealer.randrange(1, 40) for _ in range(dealer.randrange(4))], itemsize=4)
+        for number in range(199)
+    }
+    catalogue["embedding.weight"] = facts((1030, 300))
+    arrays = {
+        name: np.random.default_rng(number).integers(0, 1 << 30, fact.shape, dtype=np.int32)
+        for number, (name, fact) in enumerate(catalogue.items())
+    }
+    files: dict[str, list[tuple[str, Box]]] = {}
+    for replica, shard in itertools.product(range(replicas), range(shards)):
+        pieces = files[f"rank{replica * shards + shard:05d}"] = []
+        for name, fact in catalogue.items():
+            boxes = row_boxes(Box.whole(fact.shape), shards)
+            if len(boxes) == 1:  # 0-d: on all of them
+                part = share(boxes[0], ITEMSIZE, name, replica * shards + shard, shards * replicas)
+            else:
+                part = share(boxes[shard], ITEMSIZE, name, replica, replicas)
+            if part is not None and part.numel:
+                pieces.append((name, part))
+    index = index_of(files, catalogue)
+    assert set(check_coverage([catalogue], index.tables.values())) == set(catalogue)
+
+    contents = files_as_bytes(files, arrays)
+    assert sum(len(data) - 4096 for data in contents.values()) == sum(fact.nbytes for fact in catalogue.values())
+    for rank in range(3):
+        wanted = {name: row_boxes(Box.whole(array.shape), 3)[rank * (array.ndim > 0)] for name, array in arrays.items()}
+        for name, tensor in read_box(index, contents, wanted).items():
+            box = wanted[name]
+            rows = slice(box.start[0], box.start[0] + box.size[0]) if box.start else ()
+            assert np.array_equal(tensor.numpy(), arrays[name][rows])
+    columns = {
+        name: Box((0, array.shape[1] // 3), (array.shape[0], 1)) for name, array in arrays.items() if array.ndim == 2
+    }
+    for name, tensor in read_box(index, contents, columns).items():
+        at = columns[name].start[1]
+        assert np.array_equal(tensor.numpy(), arrays[name][:, at : at + 1])
+
+    # One piece less, wherever it is: noticed.
+    for file in dealer.sample(sorted(files), 5):
+        if files[file]:
+            lost = {**files, file: files[file][1:]}
+            with pytest.raises(CheckpointError, match=files[file][0][0]):
+                check_coverage([catalogue], index_of(lost, catalogue).tables.values())

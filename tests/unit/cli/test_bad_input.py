@@ -1,0 +1,448 @@
+"""Every bad value gets its sentence and its exit code, before anything is submitted or left behind."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.cli import main
+from slurmtrain.errors import EXIT_CONFIG, EXIT_USAGE
+from tests.support.commands import FakeSlurm
+
+SLURM = ["+cluster=a100x4", "submit"]
+LOCAL = ["+cluster=local", "submit"]
+PIPELINE = ["parallel.pp=2", "model.tie_embeddings=false", "train.micro_batch_size=1"]
+COMMAND = ["+cluster=a100x4", "job=command", "submit"]
+
+# Words on the command line -> a part of the sentence, a part of the hint.
+BAD_CONFIGS = [
+    ([*SLURM, "job.name='a b'"], "job.name is 'a b'", "folder"),
+    ([*SLURM, 'job.name="it\'s"'], "job.name is", "folder"),
+    ([*SLURM, "job.name='say \"hi\"'"], "job.name is", "folder"),
+    ([*SLURM, "job.name='a\nb'"], "job.name is 'a\\nb'", "folder"),
+    ([*SLURM, "job.name='$(touch x)'"], "job.name is '$(touch x)'", "folder"),
+    ([*SLURM, "job.name='`touch x`'"], "job.name is '`touch x`'", "folder"),
+    ([*SLURM, "job.name='../x'"], "job.name is '../x'", "folder"),
+    ([*SLURM, "job.name=.."], "job.name is '..'", "folder"),
+    ([*SLURM, "job.name=''"], "job.name is ''", "folder"),
+    ([*SLURM, "job.name=" + "x" * 65], "64 at most", "folder"),
+    ([*SLURM, "job.name=-rf"], "job.name is '-rf'", "folder"),
+    ([*SLURM, "job.kind=trian"], "job.kind=trian is not known", "train, command"),
+    ([*SLURM, "job.snapshot=git"], "job.snapshot=git is not known", "auto, cwd, none"),
+    ([*SLURM, "cluster.time_limit_min=5", "cluster.signal_lead_s=240"], "SLURM may warn 60 s early", "below 240"),
+    (
+        [*SLURM, "cluster.time_limit_min=1"],
+        "signal_lead_s=300 with cluster.time_limit_min=1",
+        "set cluster.time_limit_min=7",
+    ),
+    ([*SLURM, "cluster.time_limit_min=0"], "cluster.time_limit_min=0 must be at least 1", ""),
+    ([*SLURM, "cluster.mem_per_cpu_gb=2"], "mem_per_node_gb=480 and cluster.mem_per_cpu_gb=2 exclude", "null"),
+    ([*SLURM, "cluster.mem_per_gpu_gb=2"], "mem_per_node_gb=480 and cluster.mem_per_gpu_gb=2 exclude", "null"),
+    (
+        [*SLURM, "cluster.mem_per_node_gb=null", "cluster.mem_per_gpu_gb=2", "cluster.gpus_per_node=0"],
+        "mem_per_gpu_gb=2, but cluster.gpus_per_node is 0",
+        "mem_per_node_gb",
+    ),
+    ([*SLURM, "cluster.mem_per_node_gb=-1"], "cluster.mem_per_node_gb=-1 must be at least 0", ""),
+    ([*SLURM, "cluster.gpus_per_node=0"], "cluster.gpu_type='a100', but cluster.gpus_per_node is 0", "gpus_per_node"),
+    ([*SLURM, "cluster.tasks_per_node=8"], "tasks_per_node=8 ranks would share", "tasks_per_node=4"),
+    ([*SLURM, "cluster.nodes=0"], "cluster.nodes=0 must be at least 1", ""),
+    ([*SLURM, "cluster.backend=slrum"], "cluster.backend=slrum is not known", "slurm, local"),
+    ([*LOCAL, "cluster.nodes=2"], "cluster.nodes=2, but cluster.backend=local has this machine only", "sandbox"),
+    ([*SLURM, "train.global_batch_size=18"], "18 does not divide by 4 ranks", "16 or 20"),
+    ([*SLURM, "train.global_batch_size=3"], "3 does not divide by 4 ranks", "do: 4"),
+    ([*SLURM, "train.micro_batch_size=3"], "4 ranks x train.micro_batch_size=3", "12 or 24"),
+    ([*SLURM, "train.micro_batch_size=0"], "train.micro_batch_size=0 must be at least 1", ""),
+    ([*SLURM, "train.global_batch_size=0"], "train.global_batch_size=0 must be at least 1", ""),
+    ([*SLURM, "parallel.dp_replicate=3"], "parallel.dp_replicate=3 is not 4, the ranks of", "parallel.dp_replicate=4"),
+    ([*SLURM, "parallel.tp=3"], "parallel.tp=3 does not divide 4, the ranks of", "parallel.tp=2"),
+    ([*SLURM, "parallel.tp=0"], "parallel.tp=0 must be at least 1", "-1"),
+    ([*SLURM, "parallel.dp_shard=-1"], "dp_replicate and parallel.dp_shard are both -1", "parallel=fsdp"),
+    ([*SLURM, "cluster.nodes=2", "parallel.tp=8"], "parallel.tp=8 does not divide cluster.tasks_per_node=4", "tp=2"),
+    ([*SLURM, "parallel.tp=4"], "model.kv_heads=2 does not divide by parallel.tp=4", "what can be: parallel.tp=2"),
+    ([*SLURM, "parallel.cp=4", "data.seq_len=6"], "data.seq_len=6 does not divide by parallel.cp=4", "parallel.cp=2"),
+    (
+        [*SLURM, "data.seq_len=4096"],
+        "data.seq_len=4096 is longer than model.max_seq_len=",
+        "set model.max_seq_len=4096",
+    ),
+    ([*SLURM, "data=mixture"], "data.sources is empty", "name at least one"),
+    (
+        [*SLURM, "data=mixture", "+data.sources.web.seq_len=6", "data.weights={web: 1/0}"],
+        "weights.web is 1/0",
+        "above 0",
+    ),
+    (
+        [*SLURM, "parallel.cp=4", "data=mixture", "+data.sources.web.seq_len=6"],
+        "data.sources.web.seq_len=6 does not",
+        "parallel.cp=2",
+    ),
+    (
+        [*SLURM, "parallel.pp=4", "model.tie_embeddings=false"],
+        "model.layers=3 are too few for 4 stages of parallel.pp=4",
+        "parallel.pp=2",
+    ),
+    (
+        [*SLURM, *PIPELINE, "train.micro_batch_size=8"],
+        "parallel.pp=2 stages want at least as many micro batches",
+        "train.global_batch_size=32",
+    ),
+    ([*SLURM, "parallel.tp=2", "parallel.sequence_parallel=false", "model.dropout=0.1"], "dropout=0.1 with", "true"),
+    (
+        [*SLURM, "parallel.pp=2", "parallel.pp_schedule=zero_bubble", "parallel.compile=true"],
+        "a compiled backward pass cannot be done in two parts",
+        "interleaved_1f1b",
+    ),
+    (
+        [*SLURM, *PIPELINE, "model.layers=4", "parallel.pp_schedule=interleaved_1f1b", "train.global_batch_size=10"],
+        "parallel.pp_schedule=interleaved_1f1b wants a multiple of parallel.pp=2 micro batches",
+        "train.global_batch_size=8",
+    ),
+    (
+        [*SLURM, "parallel=hsdp", "parallel.gradient_compression=powersgd"],
+        "gradient_compression=powersgd is for whole replicas",
+        "parallel.reduce_dtype=bfloat16",
+    ),
+    (
+        [*SLURM, "parallel.param_dtype=bfloat16", "parallel.gradient_compression=bf16"],
+        "does not go with parallel.param_dtype",
+        "parallel.reduce_dtype=bfloat16",
+    ),
+    ([*SLURM, "parallel.powersgd_start_step=1"], "powersgd_start_step=1 must be at least 2", "DDP"),
+    (
+        [*SLURM, "parallel=fsdp", "parallel.reshard_after_forward=3"],
+        "parallel.reshard_after_forward=3 does not cut 4 shards",
+        "2, true or false",
+    ),
+    (
+        [*SLURM, "cluster.nodes=2", "parallel=fsdp_tp", "parallel.tp=2", "parallel.reshard_after_forward=2"],
+        "parallel.reshard_after_forward=2 with parallel.tp=2",
+        "true or false",
+    ),
+    ([*SLURM, "parallel.reshard_after_forward=1"], "reshard_after_forward=1 does not cut 1 shards", "true or false"),
+    ([*SLURM, "parallel.ep=2"], "parallel.ep=2, but no model here has experts", "parallel.ep=1"),
+    ([*SLURM, "parallel.pp_schedule=2f2b"], "parallel.pp_schedule=2f2b is not known", "1f1b"),
+    ([*SLURM, "optim.lr=0"], "optim.lr=0.0 must be above 0", "3e-4"),
+    ([*SLURM, "optim.lr=-1"], "optim.lr=-1.0 must be above 0", ""),
+    ([*SLURM, "optim.lr=nan"], "optim.lr=nan must be above 0", ""),
+    ([*SLURM, "optim.lr=inf"], "optim.lr=inf must be above 0", ""),
+    ([*SLURM, "optim.grad_clip=nan"], "optim.grad_clip=nan must be at least 0", ""),
+    ([*SLURM, "optim.betas=[0.9,1.0]"], "optim.betas=[0.9, 1.0]", ""),
+    ([*SLURM, "optim.betas=[0.9]"], "optim.betas", ""),
+    ([*SLURM, "optim.min_lr_ratio=2"], "optim.min_lr_ratio=2.0 must lie between 0 and 1", ""),
+    ([*SLURM, "optim.weight_decay=-0.1"], "optim.weight_decay=-0.1 must be at least 0", ""),
+    ([*SLURM, "optim.warmup_steps=501"], "optim.warmup_steps=501 is more than train.steps=500", "never end"),
+    ([*SLURM, "train.steps=0"], "train.steps=0 must be at least 1", ""),
+    ([*SLURM, "train.device=tpu"], "train.device=tpu is not known", "auto, cpu, cuda"),
+    ([*SLURM, "train.data_workers=-1"], "train.data_workers=-1 must be at least 0", ""),
+    ([*SLURM, "checkpoint.keep_last=1"], "checkpoint.keep_last=1 must be at least 2", "one good checkpoint"),
+    ([*SLURM, "requeue.mode=always"], "requeue.mode=always is not known", "requeue, resubmit, chain, off"),
+    ([*SLURM, "requeue.max_attempts_without_progress=0"], "must be at least 1", ""),
+    ([*SLURM, "~model._target_"], "model._target_ is missing", "model="),
+    ([*SLURM, "data=files"], "data.paths", ""),
+    (COMMAND, "job.command is empty", "submit -- python"),
+    ([*COMMAND, "job.command='  '"], "job.command is empty", "submit -- python"),
+    ([*COMMAND, "job.command='echo \"a'"], "No closing quotation", "close the quote"),
+    ([*SLURM, "job.command='echo a'"], "job.kind is 'train', which runs no command", "job=command"),
+    ([*SLURM, "+cluster.sbatch.coment=x"], "cluster.sbatch has no option 'coment'", "comment"),
+    ([*SLURM, "+cluster.sbatch.output=x"], "cluster.sbatch has no option 'output'", "decided by the run directory"),
+    ([*SLURM, "+cluster.sbatch.requeue=true"], "cluster.sbatch has no option 'requeue'", "decided by requeue.mode"),
+    ([*SLURM, "+cluster.sbatch.mem=1"], "cluster.sbatch has no option 'mem'", "decided by cluster.mem_per_node_gb"),
+    (
+        [*SLURM, "+cluster.sbatch.comment={a: 1}"],
+        "cluster.sbatch.comment={'a': 1} cannot be written",
+        "a list of texts",
+    ),
+    ([*SLURM, "+cluster.sbatch.comment=[[1]]"], "cluster.sbatch.comment=[[1]] cannot be written", "a list of texts"),
+    ([*SLURM, "+cluster.sbatch.comment=[true]"], "cluster.sbatch.comment=[True] cannot be written", "a list of texts"),
+    ([*SLURM, "+cluster.sbatch.comment=[1.5]"], "cluster.sbatch.comment=[1.5] cannot be written", "a list of texts"),
+    ([*SLURM, "+cluster.env={a-b: c}"], "cluster.env has 'a-b'", "NCCL_DEBUG"),
+    ([*SLURM, "+cluster.env={1A: c}"], "cluster.env has '1A'", "NCCL_DEBUG"),
+    ([*SLURM, "cluster.partition='a\n#SBATCH --uid=0'"], "cluster.partition holds", "cluster.setup"),
+    ([*SLURM, "cluster.account='a\tb'"], "cluster.account holds 'a\\tb'", "cluster.setup"),
+    ([*SLURM, "cluster.constraint='a\x07'"], "cluster.constraint holds", "cluster.setup"),
+    ([*SLURM, "+cluster.env.A='x\ny'"], "cluster.env holds 'x\\ny'", "cluster.setup"),
+    ([*SLURM, "cluster.srun_args=['--a\nb']"], "cluster.srun_args holds '--a\\nb'", "cluster.setup"),
+    ([*SLURM, "cluster.modules=['cuda\nx']"], "cluster.modules holds", "cluster.setup"),
+    ([*SLURM, "+cluster.sbatch.comment='x\ny'"], "cluster.sbatch holds", "cluster.setup"),
+    ([*SLURM, "cluster.venv=/v", "cluster.conda_env=c"], "'/v' and cluster.conda_env='c' exclude one another", "null"),
+    ([*SLURM, "cluster.container.kind=pyxis"], "kind=pyxis with cluster.container.image=None", "needs both"),
+    ([*SLURM, "cluster.container.image=a.sif"], "kind=None with cluster.container.image=a.sif", "needs both"),
+    ([*SLURM, "cluster.container.kind=docker"], "cluster.container.kind=docker is not known", "pyxis, apptainer"),
+    ([*SLURM, "cluster.slurm_conf=/x", "cluster.sandbox=y"], "exclude one another", "its own slurm.conf"),
+    ([*SLURM, "cluster.slurm_conf=/no/such/file"], "cluster.slurm_conf=/no/such/file is not a file", "null"),
+    ([*SLURM, "job.runs_dir=file/below"], "cannot create a run directory under", "job.runs_dir"),
+    ([*SLURM, "job.runs_dir=/proc/nowhere"], "cannot create a run directory under /proc/nowhere", "job.runs_dir"),
+    ([*SLURM, "train.steps=abc"], "train.steps: Value 'abc'", "--cfg job"),
+    ([*SLURM, "train.steps=1.5"], "train.steps: Value '1.5'", "--cfg job"),
+    ([*SLURM, "train.tensorboard=maybe"], "train.tensorboard: Value 'maybe'", "--cfg job"),
+    ([*SLURM, "cluster.nodes=null"], "cluster.nodes", "--cfg job"),
+    (
+        [*SLURM, "+cluster.env.WANDB_API_KEY=abc"],
+        "cluster.env.WANDB_API_KEY looks like a secret",
+        "oc.env:WANDB_API_KEY",
+    ),
+    ([*SLURM, "+cluster.env.HF_TOKEN=abc"], "cluster.env.HF_TOKEN looks like a secret", "oc.env:HF_TOKEN"),
+    ([*SLURM, "hooks.on_finish=' '"], "hooks.on_finish is ' ', which is no command", "null"),
+    ([*SLURM, "hooks.timeout_s=0"], "hooks.timeout_s=0 must be at least 1", ""),
+    ([*SLURM, "+secrets.HF=x"], "secrets.HF is neither env nor file:PATH", "not what it is"),
+    ([*SLURM, "+cluster.env.API_KEY='${oc.env:SURELY_NOT_SET}'"], "variable SURELY_NOT_SET is not set", "export"),
+    ([*SLURM, "+cluster.env.API_KEY='${oc.env:SURELY_NOT_SET,x}'"], "without a default", "oc.env:NAME"),
+    ([*SLURM, "checkpoint.allow=[[1,2]]"], "checkpoint.allow[0]=[1, 2] is not text", "--cfg job"),
+    ([*SLURM, "cluster.modules=[{a: 1}]"], "cluster.modules[0]={'a': 1} is not text", "quote"),
+    ([*SLURM, "cluster.srun_args=[a,glob(*)]"], "cluster.srun_args[1]=Glob(", "quote"),
+    ([*SLURM, "eval.sets=${oc.env:HOME}"], "is not a mapping of keys to values", "+eval.sets.NAME=VALUE"),
+    ([*SLURM, 'cluster.setup=["echo \udcff"]'], "is not text in UTF-8", "locale"),
+]
+# What is no config at all: exit code 2.
+BAD_WORDS = [
+    ([*SLURM, "hydra/launcher=[1,2]"], "Hydra cannot compose these overrides", "--cfg job"),
+    ([*SLURM, "model=" + "a" * 100_000], "there is no model called 'aaa", "llama3_8b"),
+    ([*SLURM, "status"], "submit and status are both verbs", "two commands"),
+    ([*SLURM, "optim.lr"], "'optim.lr' is a key without a value", "optim.lr=VALUE"),
+    ([*SLURM, "optim.lr=1e-3,3e-4"], "optim.lr=1e-3,3e-4 gives several values", "-m optim.lr=1e-3,3e-4 submit"),
+    (["--cluster", "local", "submit"], "there is no option '--cluster'", "cluster=local"),
+    ([*SLURM, "--optim.lr=3"], "there is no option '--optim.lr'", "optim.lr=3"),
+    ([*SLURM, "-lr", "1e-3"], "there is no option '-lr'", "did you mean optim.lr?"),
+    ([*SLURM, "lr=1e-3"], "there is no config key 'lr'", "did you mean optim.lr?"),
+    ([*SLURM, "logger=wandb"], "there is no config key 'logger'", "TensorBoard"),
+    ([*SLURM, 'cluster.setup=["echo ${USER}"]'], "there is none called 'USER'", "for bash write $USER"),
+]
+
+
+@pytest.fixture
+def nothing_left(project: Path, fake_slurm: FakeSlurm) -> FakeSlurm:
+    (project / "file").write_text("no folder")
+    return fake_slurm
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Run, and give the exit code, the sentence and the hint, after making sure that there is one of each at most."""
+    code = main(words)
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    ending = "".join(
+        line
+        for line in said.err.splitlines(keepends=True)
+        if not re.search("; trying again in about |; looking whether the job is there", line)
+    )
+    sentence, *hint = ending.rstrip("\n").split("\n  hint: ")
+    assert "\n" not in sentence and sentence.startswith("slurmtrain: error: ")
+    assert all("\n" not in line for line in hint)
+    assert said.out == ""
+    return code, sentence, "".join(hint)
+
+
+@pytest.mark.parametrize(("words", "sentence", "hint"), BAD_CONFIGS, ids=lambda value: str(value)[-40:])
+def test_a_bad_value_is_refused_with_a_sentence_and_leaves_nothing(
+    words: list[str],
+    sentence: str,
+    hint: str,
+    nothing_left: FakeSlurm,
+    project: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, said, hinted = refused(words, capsys)
+    assert code == EXIT_CONFIG
+    assert sentence in said and hint in hinted
+    assert nothing_left.submitted == []
+    assert [path.name for path in project.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(("words", "sentence", "hint"), BAD_WORDS, ids=lambda value: str(value)[-40:])
+def test_words_that_cannot_be_understood_are_answered_with_those_that_can(
+    words: list[str], sentence: str, hint: str, nothing_left: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said, hinted = refused(words, capsys)
+    assert code == EXIT_USAGE
+    assert sentence in said and hint in hinted and len(said) < 400
+    assert nothing_left.submitted == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model: ${oc.env:MY_TOKEN}",
+        "defaults: ['${oc.env:MY_TOKEN}']",
+        "_target_: a\nb: ${oc.decode:'[${oc.env:MY_TOKEN}'}",
+        "# @package _global_\ntrain: {steps: '${oc.decode:${oc.env:MY_TOKEN}}'}",
+    ],
+)
+def test_an_interpolation_that_fails_does_not_show_the_secret_in_it(
+    text: str, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "sekritvalue")
+    (project / "own/model").mkdir(parents=True)
+    (project / "own/model/mine.yaml").write_text(text.replace("model: $", "# @package _global_\nmodel: $"))
+    _, said, hint = refused(["--config-dir", "own", "model=mine", *SLURM], capsys)
+    assert "sekritvalue" not in said + hint
+
+
+@pytest.mark.parametrize("verb", [["submit", "--dry-run"], ["render"], ["train"]])
+def test_all_verbs_that_compose_refuse_the_same(
+    verb: list[str], nothing_left: FakeSlurm, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said, _ = refused([*verb, "optim.lr=0"], capsys)
+    assert code == EXIT_CONFIG and "optim.lr=0.0 must be above 0" in said
+    assert [path.name for path in project.iterdir()] == ["file"]
+
+
+# The world around.
+
+
+def test_a_work_tree_that_is_too_large_names_its_largest_files(
+    nothing_left: FakeSlurm, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    subprocess.run(["git", "init", "-q"], check=True)
+    (project / "weights.bin").write_bytes(bytes(2_000_000))
+    (project / ".gitignore").write_text("runs/\n")
+    code, said, hint = refused([*SLURM, "job.snapshot_max_mb=1"], capsys)
+    assert code == EXIT_CONFIG
+    assert "has 2 MB to copy, more than job.snapshot_max_mb=1" in said and "weights.bin (2 MB)" in said
+    assert ".gitignore" in hint and "job.snapshot=none" in hint
+    assert nothing_left.submitted == [] and not (project / "runs").exists()
+
+
+@pytest.mark.parametrize("git", ["there is none", "dubious ownership"])
+def test_a_work_tree_that_git_cannot_read_is_not_run_in_place(
+    git: str,
+    nothing_left: FakeSlurm,
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    subprocess.run(["git", "init", "-q"], check=True)
+    if git == "there is none":
+        monkeypatch.setenv("PATH", str(nothing_left.directory))
+    else:
+        nothing_left.command("git", "echo \"fatal: detected dubious ownership in repository at '$PWD'\" >&2; exit 128")
+    for folder in (project, project / "below"):
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        code, said, hint = refused(SLURM, capsys)
+        assert code == EXIT_CONFIG
+        assert "because git failed: " in said and ("dubious ownership in" in said or "git is not installed" in said)
+        assert "job.snapshot=none" in hint
+        assert nothing_left.submitted == [] and not (folder / "runs").exists()
+    if git == "dubious ownership":  # submitit itself needs a PATH with more in it
+        assert main([*SLURM, "job.snapshot=none"]) == 0
+
+
+def test_a_sandbox_that_does_not_run_is_said_before_anything_is_made(
+    nothing_left: FakeSlurm, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said, hint = refused(["+cluster=sandbox", "cluster.sandbox=surely-not-there", "submit"], capsys)
+    assert code == 1
+    assert "the sandbox 'surely-not-there' is not running" in said and "sandbox up" in hint
+    assert nothing_left.submitted == [] and not (project / "runs").exists()
+
+
+def test_without_sbatch_the_run_directory_is_removed_again(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    code, said, hint = refused(SLURM, capsys)
+    assert code == 1
+    assert "there is no `sbatch` on this machine" in said and "apt-get install slurm-wlm" in hint
+    assert not (project / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("sbatch: error: invalid partition specified: nope", "cluster.partition"),
+        ("sbatch: error: Batch job submission failed: Invalid account or account/partition", "cluster.account"),
+        ("sbatch: error: Batch job submission failed: Invalid qos specification", "cluster.qos"),
+        ("sbatch: error: Unable to contact slurm controller (connect failure)", "try again later"),
+        ("something else altogether", "--dry-run"),
+    ],
+)
+def test_sbatch_refusing_is_said_in_its_words_and_leaves_nothing(
+    words: str, hint: str, nothing_left: FakeSlurm, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nothing_left.refuse(words)
+    nothing_left.command("squeue", "exit 0")  # nothing is there
+    code, said, hinted = refused(SLURM, capsys)
+    assert code == 1
+    assert words.removeprefix("sbatch: error: ") in said and hint in hinted
+    assert not (project / "runs").exists()
+
+
+def test_a_refused_submission_leaves_other_runs_alone(
+    nothing_left: FakeSlurm, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(SLURM) == 0
+    kept = list(project.glob("runs/train/*"))
+    capsys.readouterr()
+    nothing_left.refuse("sbatch: error: no")
+    refused(SLURM, capsys)
+    assert list(project.glob("runs/train/*")) == kept
+
+
+def test_render_into_a_folder_that_is_not_there(
+    nothing_left: FakeSlurm, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for target in ("no/such/job.sbatch", "."):
+        code, said, _ = refused(["+cluster=a100x4", "render", "-o", target], capsys)
+        assert code == EXIT_USAGE and f"cannot write {target}" in said
+    assert not (project / "runs").exists()
+
+
+# Runs that are meant wrongly.
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "cancel", "preempt", "requeue", "resume"])
+def test_where_there_are_no_runs_every_verb_says_where_it_looked(
+    verb: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said, hint = refused([verb, "last"], capsys)
+    assert code == EXIT_USAGE
+    assert f"there are no runs under {project}/runs" in said and "SLURMTRAIN_RUNS" in hint
+
+
+def test_train_of_a_folder_that_is_no_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said, _ = refused(["train", str(project)], capsys)
+    assert code == EXIT_USAGE and f"{project} is not a run directory" in said
+
+
+def test_train_of_a_run_takes_no_overrides(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said, _ = refused(["train", str(project), "train.steps=3"], capsys)
+    assert code == EXIT_USAGE and "takes its config from the run directory" in said
+
+
+@pytest.fixture
+def two_runs(project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    for _ in range(2):
+        assert main(SLURM) == 0
+    capsys.readouterr()
+    return sorted(path.name for path in project.glob("runs/train/*"))
+
+
+def test_an_unknown_run_names_the_latest(two_runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, said, hint = refused(["status", "1999"], capsys)
+    assert code == EXIT_USAGE
+    assert "no run's id begins with '1999'" in said and two_runs[-1] in hint
+
+
+def test_an_ambiguous_beginning_names_the_candidates(two_runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, said, hint = refused(["status", "20"], capsys)
+    assert code == EXIT_USAGE
+    assert "2 runs begin with '20'" in said and all(run in hint for run in two_runs)
+
+
+def test_logs_of_what_is_not_there(two_runs: list[str], project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = two_runs[0]
+    code, said, _ = refused(["logs", run], capsys)
+    assert code == EXIT_USAGE and "has not started yet" in said
+    attempt = project / "runs/train" / run / "attempts/0001"
+    attempt.mkdir()
+    code, said, hint = refused(["logs", run, "--attempt", "3"], capsys)
+    assert code == EXIT_USAGE and "has no attempt 3" in said and "it has: 1" in hint
+    code, said, hint = refused(["logs", run], capsys)
+    assert code == EXIT_USAGE and "no log of rank 0" in said and "no rank has started" in hint
+    (attempt / "rank-0.log").write_text("")
+    code, said, hint = refused(["logs", run, "--rank", "7"], capsys)
+    assert code == EXIT_USAGE and "no log of rank 7" in said and "ranks 0 to 0" in hint

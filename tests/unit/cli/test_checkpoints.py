@@ -1,0 +1,407 @@
+"""checkpoints RUN list|verify|prune|export."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from slurmtrain.checkpoint import blocks, retention
+from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.commit import Incarnation, claim, committed, set_aside
+from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.cli import checkpoints, main
+from slurmtrain.runs.create import create_run_dir
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system.records import printable
+
+SHARD = "rank00000.safetensors"
+LOSSES = {10: 3.0, 20: 1.0, 30: 2.0, 40: 2.5}
+Out = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run with four checkpoints, and a config that keeps two."""
+    monkeypatch.setenv("SLURMTRAIN_RUNS", str(tmp_path / "runs"))
+    monkeypatch.chdir(tmp_path)
+    run_dir = create_run_dir(tmp_path / "runs", "train")
+    run_dir.info_file.write_text(json.dumps({"id": run_dir.id}))
+    configure(run_dir)
+    checkpointer = Checkpointer(
+        run_dir.checkpoints, incarnation=Incarnation(3, "attempt 3, job 7"), keep=Keep(last=10), say=lambda text: None
+    )
+    for step, loss in LOSSES.items():
+        checkpointer.save(step, model=torch.nn.Linear(64, 64), metrics={"valid_loss": loss})
+    checkpointer.close()
+    return run_dir
+
+
+def configure(run_dir: RunDir, **values: object) -> None:
+    run_dir.config_file.write_text(yaml.safe_dump({"checkpoint": {"keep_last": 2, **values}}))
+
+
+def steps(run_dir: RunDir) -> list[int]:
+    return [int(path.name.partition("_")[2]) for path in committed(run_dir.checkpoints)]
+
+
+def flip(path: Path, name: str = SHARD) -> None:
+    content = bytearray((path / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / name).write_bytes(content)
+
+
+def leave_behind(run_dir: RunDir, name: str, *, hours_old: float) -> Path:
+    path = run_dir.checkpoints / name
+    path.mkdir()
+    (path / SHARD).write_bytes(bytes(5000))
+    for each in (path / SHARD, path):
+        then = each.stat().st_mtime - hours_old * 3600
+        os.utime(each, (then, then))
+    return path
+
+
+def rows(capsys: Out) -> list[list[str]]:
+    return [[cell.strip() for cell in line.rstrip().split("   ")] for line in capsys.readouterr().out.splitlines()[2:]]
+
+
+# list
+
+
+def test_the_list_has_a_row_for_each_with_what_is_known_of_it(run: RunDir, capsys: Out) -> None:
+    assert main(["checkpoints", "last"]) == 0
+    found = rows(capsys)
+    assert [row[0] for row in found] == ["10", "20", "30", "40"]
+    text = "   ".join(found[1])
+    for part in ("1 rank, 2 tensors", "valid_loss 1", torch.__version__, "attempt 3, job 7"):
+        assert part in text
+    assert found[1][-1] == "complete"
+
+
+def test_what_is_not_sound_has_a_row_too(run: RunDir, capsys: Out) -> None:
+    found = committed(run.checkpoints)
+    (found[0] / SHARD).unlink()
+    set_aside(found[1])
+    (found[2] / "COMPLETE").unlink()
+    (found[3] / "manifest.json").write_text("{}")
+    leave_behind(run, "checkpoint_0000050.tmp-3", hours_old=0)
+    leave_behind(run, "checkpoint_0000005.removed-3", hours_old=2)
+    assert main(["checkpoints", "last", "list"]) == 0
+    states = [row[-1] for row in rows(capsys)]
+    assert [state[:57] for state in states] == [
+        "checkpoint_0000005.removed-3: being removed, or left by a",
+        f"{SHARD} cannot be read: No such file or dir",
+        "checkpoint_0000020.damaged-1: set aside as damaged",
+        "checkpoint_0000030 was not committed: it has no COMPLETE",
+        "manifest.json is damaged: its digest is not the one in CO",
+        "checkpoint_0000050.tmp-3: being written, or left by a pro",
+    ]
+
+
+@pytest.mark.parametrize("words", [["--json"], ["list", "--json"], ["--json", "list"]])
+def test_a_program_reads_the_same(words: list[str], run: RunDir, capsys: Out) -> None:
+    (run.checkpoints / "checkpoint_0000020" / SHARD).write_bytes(b"short")
+    assert main(["checkpoints", "last", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(each["step"], each["complete"], bool(each["damage"])) for each in found] == [
+        (10, True, False),
+        (20, False, True),
+        (30, True, False),
+        (40, True, False),
+    ]
+    assert found[0]["metrics"] == {"valid_loss": 3.0} and found[0]["bytes"] > 64 * 64 * 4
+    assert main(["checkpoints", "last", "verify", "--json"]) == 1
+    assert [each["sound"] for each in json.loads(capsys.readouterr().out)] == [True, False, True, True]
+
+
+def test_a_second_one_of_a_step_is_told_apart(run: RunDir, capsys: Out) -> None:
+    checkpointer = Checkpointer(run.checkpoints, keep=Keep(last=10), say=lambda text: None)
+    checkpointer.save(40, model=torch.nn.Linear(2, 2))
+    checkpointer.close()
+    assert main(["checkpoints", "last"]) == 0
+    assert [row[-1] for row in rows(capsys)][-2:] == ["complete", "complete (checkpoint_0000040.2)"]
+
+
+def test_what_a_checkpoint_says_does_not_steer_the_terminal(run: RunDir, capsys: Out) -> None:
+    assert printable("a\x1b[31mb\x07\ud800c") == "a?[31mb??c"
+
+
+# verify
+
+
+def test_verify_finds_one_wrong_bit_and_exits_with_1(run: RunDir, capsys: Out) -> None:
+    assert main(["checkpoints", "last", "verify"]) == 0
+    assert capsys.readouterr().out.count("sound") == 4
+    flip(committed(run.checkpoints)[-1])
+    assert main(["checkpoints", "last", "list"]) == 0  # sizes only
+    assert "digest" not in capsys.readouterr().out
+    assert main(["checkpoints", "last", "verify"]) == 1
+    said = capsys.readouterr().out
+    assert "checkpoint_0000010: sound (2 files" in said
+    assert f"checkpoint_0000040: DAMAGED: {SHARD} is not what was written" in said
+
+
+def test_verify_looks_at_one_step_only(run: RunDir, capsys: Out) -> None:
+    flip(committed(run.checkpoints)[-1])
+    assert main(["checkpoints", "last", "verify", "20"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].startswith("checkpoint_0000020: sound")
+    assert main(["checkpoints", "last", "verify", "40"]) == 1
+    assert main(["checkpoints", "last", "verify", "50"]) == 2
+    assert "has no checkpoint of step 50\n  hint: there are: 10, 20, 30, 40" in capsys.readouterr().err
+
+
+def test_more_files_than_may_be_open_are_no_damage(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "OPEN_FILES", 1)
+    seen: list[int] = []
+    real = blocks._compare
+
+    def compare(path: Path, files: Any, *rest: Any, **options: Any) -> list[str]:
+        seen.append(len(files))
+        return real(path, files, *rest, **options)
+
+    monkeypatch.setattr(blocks, "_compare", compare)
+    assert main(["checkpoints", "last", "verify", "10"]) == 0
+    assert seen == [1, 1]
+
+
+def test_verify_counts_as_a_reader(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[set[str]] = []
+
+    def find_damage(*rest: Any, **options: Any) -> list[str]:
+        seen.append(retention.in_use(run.checkpoints, time.time()))
+        return []
+
+    monkeypatch.setattr(blocks, "find_damage", find_damage)
+    assert main(["checkpoints", "last", "verify", "10"]) == 0
+    assert seen == [{"checkpoint_0000010"}]
+    assert os.listdir(run.checkpoints / ".readers") == []
+
+
+def test_a_terminal_sees_how_far_it_is(run: RunDir) -> None:
+    controller, terminal = pty.openpty()
+    words = [sys.executable, "-m", "slurmtrain", "checkpoints", str(run.path), "verify"]
+    done = subprocess.run(words, check=True, stdout=subprocess.PIPE, stderr=terminal, text=True)
+    os.close(terminal)
+    assert b"checkpoint_0000010" in os.read(controller, 100_000)
+    assert done.stdout.count("sound") == 4 and "\x1b" not in done.stdout
+    silent = subprocess.run(words, check=True, capture_output=True, text=True)
+    assert silent.stderr == ""
+
+
+# prune
+
+
+def test_prune_keeps_what_the_config_of_the_run_says(run: RunDir, capsys: Out) -> None:
+    configure(run, keep_best=1)
+    size = sum(file.stat().st_size for file in committed(run.checkpoints)[0].iterdir())
+    assert main(["checkpoints", "last", "prune"]) == 0
+    assert steps(run) == [20, 30, 40]
+    said = capsys.readouterr().out
+    assert "removed checkpoint_0000010 (not kept, " in said and f"({size} bytes)" in said
+    assert sorted(os.listdir(run.checkpoints)) == [
+        ".incarnations",
+        ".readers",
+        "checkpoint_0000020",
+        "checkpoint_0000030",
+        "checkpoint_0000040",
+    ]
+    assert main(["checkpoints", "last", "prune"]) == 0
+    assert "nothing to remove" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        (["--keep-last", "3"], [20, 30, 40]),
+        (["--keep-every", "20"], [20, 30, 40]),
+        (["--best", "1"], [20, 30, 40]),
+        (["--best", "1", "--mode", "max"], [10, 30, 40]),
+        (["--best", "2", "--metric", "valid_loss", "--mode", "min"], [20, 30, 40]),
+        (["--damaged"], [10, 20, 30, 40]),
+        (["--leftovers"], [10, 20, 30, 40]),
+    ],
+)
+def test_prune_keeps_what_it_is_told_to(words: list[str], left: list[int], run: RunDir) -> None:
+    assert main(["checkpoints", "last", "prune", *words]) == 0
+    assert steps(run) == left
+
+
+def test_a_dry_run_says_the_same_and_removes_nothing(run: RunDir, capsys: Out) -> None:
+    leave_behind(run, "checkpoint_0000005.tmp-2", hours_old=2)
+    before = sorted(os.listdir(run.checkpoints))
+    assert main(["checkpoints", "last", "prune", "--dry-run"]) == 0
+    dry = capsys.readouterr().out
+    assert [name for name in sorted(os.listdir(run.checkpoints)) if name != ".readers"] == before
+    assert main(["checkpoints", "last", "prune"]) == 0
+    assert dry.replace("would remove", "removed").replace("would be", "were") == capsys.readouterr().out
+    assert steps(run) == [30, 40]
+
+
+@pytest.mark.parametrize("words", [[], ["--keep-last", "2"], ["--damaged"]])
+def test_nothing_goes_when_the_newest_is_damaged(words: list[str], run: RunDir, capsys: Out) -> None:
+    found = committed(run.checkpoints)
+    set_aside(found[0])
+    flip(found[-1])
+    before = sorted(os.listdir(run.checkpoints))
+    assert main(["checkpoints", "last", "prune", *words]) == 1
+    assert "checkpoint_0000040, the newest checkpoint, is damaged, so nothing was removed" in capsys.readouterr().err
+    assert [name for name in sorted(os.listdir(run.checkpoints)) if name != ".readers"] == before
+
+
+def test_what_is_visibly_damaged_counts_for_nothing(run: RunDir, capsys: Out) -> None:
+    (committed(run.checkpoints)[2] / SHARD).unlink()
+    assert main(["checkpoints", "last", "prune"]) == 0
+    assert steps(run) == [20, 30, 40]  # 30 is not one of the two that are kept
+    assert "checkpoint_0000030 is damaged and is left alone" in capsys.readouterr().out
+
+
+def test_what_somebody_reads_stays(run: RunDir, capsys: Out) -> None:
+    with retention.reading(run.checkpoints / "checkpoint_0000010"):
+        assert main(["checkpoints", "last", "prune"]) == 0
+    assert steps(run) == [10, 30, 40]
+    assert "checkpoint_0000010 is being read and stays" in capsys.readouterr().out
+
+
+def test_damaged_ones_go_on_request_alone(run: RunDir) -> None:
+    set_aside(committed(run.checkpoints)[0])
+    assert main(["checkpoints", "last", "prune"]) == 0
+    assert (run.checkpoints / "checkpoint_0000010.damaged-1").is_dir()
+    assert main(["checkpoints", "last", "prune", "--damaged"]) == 0
+    assert not list(run.checkpoints.glob("*damaged*"))
+
+
+def test_the_last_trace_of_a_run_is_never_removed(run: RunDir, capsys: Out) -> None:
+    for path in committed(run.checkpoints):
+        set_aside(path)
+    assert main(["checkpoints", "last", "prune", "--damaged"]) == 1
+    assert "has no sound checkpoint, so nothing was removed" in capsys.readouterr().err
+    assert len(list(run.checkpoints.glob("*damaged*"))) == 4
+
+
+def test_leftovers_go_when_they_are_an_hour_old(run: RunDir) -> None:
+    young = leave_behind(run, "checkpoint_0000050.tmp-3", hours_old=0.5)
+    old = leave_behind(run, "checkpoint_0000050.tmp-2", hours_old=1.5)
+    assert main(["checkpoints", "last", "prune", "--keep-last", "4"]) == 0
+    assert old.is_dir()  # only what was asked for
+    assert main(["checkpoints", "last", "prune", "--leftovers"]) == 0
+    assert young.is_dir() and not old.exists()
+
+
+def test_a_running_job_is_not_fenced_off_by_it(run: RunDir) -> None:
+    own = claim(run.checkpoints, Incarnation(4, "attempt 4"))
+    checkpointer = Checkpointer(run.checkpoints, incarnation=own, keep=Keep(last=10), say=lambda text: None)
+    saving = checkpointer.save(50, model=torch.nn.Linear(2, 2))
+    assert main(["checkpoints", "last", "prune"]) == 0
+    saving.result()
+    checkpointer.save(60, model=torch.nn.Linear(2, 2)).result()
+    checkpointer.close()
+    assert steps(run)[-2:] == [50, 60]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--keep-last", "1"], "keeping the last 1 checkpoints is not enough"),
+        (["--keep-last", "0"], "keeping the last 0 checkpoints is not enough"),
+        (["--keep-every", "-5"], "keeping a checkpoint every -5 steps is not possible"),
+        (["--metric", "loss"], "say which checkpoints are the best"),
+        (["--best", "1", "--metric", "valid_los"], "no checkpoint was saved with the metric 'valid_los'"),
+        (["--best", "x"], "invalid int value"),
+        (["--mode", "least"], "invalid choice"),
+        (["--all"], "there is no option '--all'"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_sentence(words: list[str], said: str, run: RunDir, capsys: Out) -> None:
+    assert main(["checkpoints", "last", "prune", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert steps(run) == list(LOSSES)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "checkpoint: 5", "checkpoint: {keep_last: many}", "checkpoint: {keep_last: 1}", "{"]
+)
+def test_a_config_that_says_nothing_removes_nothing(text: str, run: RunDir, capsys: Out) -> None:
+    run.config_file.write_text(text)
+    assert main(["checkpoints", "last", "prune"]) == 2
+    assert "slurmtrain: error: " in capsys.readouterr().err
+    assert steps(run) == list(LOSSES)
+
+
+# export
+
+
+def test_export_takes_the_newest_or_the_step_that_is_named(run: RunDir, capsys: Out) -> None:
+    assert main(["checkpoints", "last", "export", "new.pt"]) == 0
+    assert capsys.readouterr().out.startswith("new.pt: 2 tensors of model from checkpoint_0000040, ")
+    assert main(["checkpoints", "last", "export", "old.pt", "--step", "10", "--dtype", "bfloat16"]) == 0
+    new, old = (torch.load(name, weights_only=True) for name in ("new.pt", "old.pt"))
+    assert new["weight"].dtype == torch.float32 and old["weight"].dtype == torch.bfloat16
+    assert main(["checkpoints", "last", "export", "new.pt"]) == 2
+    assert "new.pt exists\n  hint: choose another name, or replace it with --force" in capsys.readouterr().err
+    assert main(["checkpoints", "last", "export", "new.pt", "--force"]) == 0
+    assert main(["checkpoints", "last", "export", "x.pt", "--only", "optimizer"]) == 2
+    assert main(["checkpoints", "last", "export", "x.bin"]) == 2
+    flip(committed(run.checkpoints)[-1])
+    assert main(["checkpoints", "last", "export", "x.pt"]) == 1
+    assert not Path("x.pt").exists()
+
+
+# What RUN may be.
+
+
+def test_a_directory_of_own_checkpoints_will_do(run: RunDir, capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = run.checkpoints.rename(run.path.parent.parent.parent / "own")
+    assert main(["checkpoints", str(directory)]) == 0
+    assert len(rows(capsys)) == 4
+    monkeypatch.chdir(directory)
+    assert main(["checkpoints", ".", "prune"]) == 0
+    assert [path.name for path in committed(directory)] == ["checkpoint_0000030", "checkpoint_0000040"]
+
+
+def test_one_checkpoint_will_do(run: RunDir, capsys: Out) -> None:
+    path = run.checkpoints / "checkpoint_0000020"
+    assert main(["checkpoints", str(path), "verify"]) == 0
+    assert main(["checkpoints", str(path), "export", "out.pt"]) == 0
+    assert main(["checkpoints", str(path)]) == 0
+    assert capsys.readouterr().out.count("0000020") == 2
+    assert main(["checkpoints", str(path), "prune"]) == 2
+    assert main(["checkpoints", str(set_aside(path)), "verify"]) == 0
+
+
+def test_a_run_without_any_is_one_sentence(tmp_path: Path, capsys: Out) -> None:
+    run_dir = create_run_dir(tmp_path, "train")
+    run_dir.info_file.write_text("{}")
+    for words in ([], ["verify"], ["export", str(tmp_path / "out.pt")]):
+        assert main(["checkpoints", str(run_dir.path), *words]) == 2
+        assert "has no checkpoint yet" in capsys.readouterr().err
+    assert main(["checkpoints", str(run_dir.path), "prune"]) == 0
+
+
+@pytest.mark.parametrize("reference", ["{}/nowhere", "{}", "{}/a\0b", "{}/" + "x" * 5000])
+def test_what_is_no_run_is_one_sentence(reference: str, run: RunDir, tmp_path: Path, capsys: Out) -> None:
+    assert main(["checkpoints", reference.format(tmp_path)]) == 2
+    assert "slurmtrain: error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["list"], ["verify"], ["prune"]])
+def test_it_loads_no_torch(words: list[str], run: RunDir) -> None:
+    code = (
+        "import sys; from slurmtrain.cli import main; main(['checkpoints', *sys.argv[1:]]);"
+        "assert 'torch' not in sys.modules and 'hydra' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(run.path), *words], check=True)
+
+
+def test_the_choices_of_dtype_are_those_of_export() -> None:
+    from slurmtrain.checkpoint.export import DTYPES
+
+    assert checkpoints.DTYPES == DTYPES

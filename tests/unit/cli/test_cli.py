@@ -1,0 +1,517 @@
+"""The command line: what a person may type, and what is said when it cannot be understood."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slurmtrain import __version__
+from slurmtrain.cli import arguments, main
+from slurmtrain.cli.arguments import normalise, parse
+from slurmtrain.cli.manual import topics
+from slurmtrain.cli.verbs import VERBS
+from slurmtrain.config.compose import config_groups
+from slurmtrain.resources import PACKAGE, shipped
+from tests.support.commands import Cli, FakeSlurm
+
+VISIBLE_VERBS = [name for name, verb in VERBS.items() if not verb.hidden]
+
+
+# What may be typed.
+
+
+def test_the_verb_may_stand_anywhere() -> None:
+    words = ["+cluster=a100x4", "submit", "train.steps=3", "--dry-run"]
+    for order in itertools.permutations(words):
+        parsed = parse(order)
+        assert parsed.verb == "submit"
+        assert sorted(parsed.overrides) == ["cluster=a100x4", "train.steps=3"]
+        assert parsed.options == {"--dry-run": ""}
+        assert parsed.positionals == []
+
+
+def test_options_may_stand_between_overrides_and_keep_their_values() -> None:
+    parsed = parse(["a=1", "-cn", "mine", "submit", "--config-dir=own", "~b", "-m", "++c=d=e"])
+    assert parsed.overrides == ["a=1", "~b", "++c=d=e"]
+    assert parsed.options == {"--config-name": "mine", "--config-dir": "own", "--multirun": ""}
+
+
+@pytest.mark.parametrize("words", [["-cn", "status", "submit"], ["--config-dir", "status", "submit"]])
+def test_a_value_that_looks_like_a_verb_is_a_value(words: list[str]) -> None:
+    assert parse(words).verb == "submit"
+
+
+def test_the_output_file_of_render_may_be_called_like_a_verb(project: Path) -> None:
+    assert main(["-o", "status", "render", "+cluster=a100x4"]) == 0
+    assert (project / "status").read_text().startswith("#!/bin/bash")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["submit", "--dry-run", "+cluster=a100x4", "cluster.nodes=2"],
+        ["+cluster=a100x4", "--dry-run", "submit", "cluster.nodes=2"],
+        ["cluster=a100x4", "cluster.nodes=2", "submit", "--dry-run"],
+        ["render", "cluster.nodes=2", "cluster=a100x4"],
+    ],
+)
+def test_any_order_and_cluster_with_or_without_plus_mean_the_same(
+    words: list[str], project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert main(["cluster=a100x4", "submit", "cluster.nodes=2", "--dry-run"]) == 0
+    assert printed == capsys.readouterr().out
+    assert "#SBATCH --nodes=2\n" in printed and "#SBATCH --gpus-per-node=a100:4\n" in printed
+
+
+def test_plus_tilde_and_double_plus_add_remove_and_override(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["+cluster.env.A=1", "++cluster.env.B=2", "++cluster.nodes=4", "~data.max_bytes"]
+    assert main(["submit", "--dry-run", "cluster=a100x4", *words]) == 0
+    script = capsys.readouterr().out
+    assert "export A=1\n" in script and "export B=2\n" in script and "#SBATCH --nodes=4\n" in script
+
+
+def test_cfg_job_prints_the_composed_config_with_and_without_a_verb(cli: Cli) -> None:
+    plain = cli("--cfg", "job", "+cluster=h100x8", "train.steps=7")
+    assert plain.returncode == 0, plain.stderr
+    assert "gpu_type: h100" in plain.stdout and "steps: 7" in plain.stdout and "betas:" in plain.stdout
+    among = cli("+cluster=h100x8", "submit", "--cfg", "job", "train.steps=7")
+    assert among.stdout == plain.stdout
+
+
+def test_a_config_dir_brings_clusters_models_and_a_primary_config(cli: Cli, project: Path) -> None:
+    own = project / "own"
+    for name, text in {
+        "cluster/mine.yaml": "partition: my-gpus\nnodes: 2\ntasks_per_node: 4\ngpus_per_node: 4\n",
+        "model/net.yaml": "_target_: my_models.Net\nwidth: 5\n",
+        "mine.yaml": "defaults: [config, _self_]\ntrain: {steps: 31}\n",
+    }.items():
+        (own / name).parent.mkdir(parents=True, exist_ok=True)
+        (own / name).write_text(text)
+    shown = cli("submit", "--dry-run", "+cluster=mine", "model=net", "--config-dir", "own")
+    assert shown.returncode == 0, shown.stderr
+    assert "#SBATCH --partition=my-gpus\n" in shown.stdout
+    config = cli("--config-dir", "own", "-cn", "mine", "--cfg", "job", "model=net", "cluster=mine")
+    assert config.returncode == 0, config.stderr
+    assert "_target_: my_models.Net" in config.stdout and "steps: 31" in config.stdout
+    assert cli("submit", "--dry-run", "cluster=mine", "-cn", "mine", "-cd", "own").returncode == 0
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_config_path_is_searched_first_and_the_shipped_configs_after_it(
+    absolute: bool, cli: Cli, project: Path
+) -> None:
+    own = project / "it's, mine"
+    (own / "model").mkdir(parents=True)
+    (own / "model/tiny.yaml").write_text("_target_: my_models.Shadow\n")
+    groups = "{cluster: a100x4}, {model: tiny}, {data: stdlib}, {job: train}"
+    (own / "config.yaml").write_text(f"defaults: [schema, {groups}, _self_]\ntrain: {{steps: 31}}\n")
+    path = ("--config-path", str(own) if absolute else own.name)
+    shown = cli(*path, "--cfg", "job")
+    assert "_target_: my_models.Shadow" in shown.stdout and "steps: 31" in shown.stdout, shown
+    assert "partition: null" in shown.stdout and "width: 96" in cli(*path, "--cfg", "job", "model=small").stdout
+    assert "#SBATCH --gpus-per-node=a100:4\n" in cli("render", *path).stdout
+    assert cli("render", *path, "-o", "job.sbatch").returncode == 0
+    frozen = next(project.glob("runs/train/*/config.yaml")).read_text()
+    assert "_target_: my_models.Shadow" in frozen and "steps: 31" in frozen
+
+
+def test_an_unknown_key_in_a_yaml_file_gets_the_nearest_name(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "mine.yaml").write_text("defaults: [config, _self_]\ntrain: {stepz: 31}\n")
+    assert main(["submit", "--config-dir", ".", "-cn", "mine"]) == 2
+    said = capsys.readouterr().err
+    assert "train has no field 'stepz'" in said and "did you mean steps" in said
+
+
+def test_every_shipped_group_is_in_the_defaults_list_so_that_a_plus_before_it_may_be_dropped() -> None:
+    defaults = yaml.safe_load((shipped("conf") / "config.yaml").read_text())["defaults"]
+    assert {group for entry in defaults if isinstance(entry, dict) for group in entry} == set(config_groups())
+    assert [normalise(f"+{group}=x") for group in config_groups()] == [f"{group}=x" for group in config_groups()]
+    assert [normalise(word) for word in ("+model.x=1", "++model=x", "+mine=x")] == [
+        "+model.x=1",
+        "++model=x",
+        "+mine=x",
+    ]
+
+
+def test_an_own_cluster_is_among_the_nearest_names(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "own/cluster").mkdir(parents=True)
+    (project / "own/cluster/jupiter.yaml").write_text("nodes: 1\n")
+    assert main(["submit", "cluster=jupitr", "--config-dir", "own"]) == 2
+    assert "did you mean jupiter" in capsys.readouterr().err
+
+
+# Help, version, completion.
+
+
+def test_help_names_every_verb_and_every_option_of_every_group(cli: Cli) -> None:
+    text = cli("--help").stdout
+    for verb in VISIBLE_VERBS:
+        assert re.search(rf"\n  {verb} +{re.escape(VERBS[verb].summary)}\n", text)
+    assert "python -m slurmtrain help [TOPIC]" in text
+    for group, names in config_groups().items():
+        lines = text.partition(f"\n  {group}=")[2].partition("=")[0]
+        assert set(names) <= set(lines.split())
+    assert cli("-h").stdout == text
+
+
+@pytest.mark.parametrize("verb", VISIBLE_VERBS)
+def test_the_help_of_every_verb_shows_its_usage_its_flags_and_examples_that_can_be_typed(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.suppress(SystemExit):  # of argparse
+        main([verb, "--help"])
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert shown.out.startswith("usage: python -m slurmtrain") and verb in shown.out.partition("\n\n")[0]
+    assert all(flag.help.split()[0] in shown.out for flag in VERBS[verb].options)
+    assert (VERBS[verb].examples and not VERBS[verb].topic) or VERBS[verb].topic in topics()
+    for example in VERBS[verb].examples:
+        line, _, what = example.partition("  # ")
+        assert re.search(rf"\n  python -m slurmtrain {re.escape(line)}( +# {re.escape(what)})?\n", shown.out + "\n")
+        assert arguments.find_verb(shlex.split(line)) in (verb, "submit")
+        assert not VERBS[verb].composes or parse(shlex.split(line)).verb == verb
+    assert max(map(len, shown.out.splitlines())) <= 140
+
+
+def test_help_lists_the_topics_of_the_manual_with_a_line_each(cli: Cli) -> None:
+    shown = cli("help").stdout
+    pages = {page.stem for page in (PACKAGE / "docs").glob("*.md")}
+    assert set(topics()) == pages
+    for name, subject in topics().items():
+        assert subject and re.search(rf"\n  {name} +{re.escape(subject)}\n", shown)
+
+
+def test_a_page_that_is_piped_is_the_markdown_itself(cli: Cli) -> None:
+    assert cli("help", "requeue").stdout == (PACKAGE / "docs" / "requeue.md").read_text()
+
+
+def test_a_page_on_a_terminal_is_rendered_through_the_pager(project: Path) -> None:
+    pager = project / "pager"
+    pager.write_text(f"#!/bin/sh\ncat > {project}/paged\n")
+    pager.chmod(0o755)
+    command = shlex.join([sys.executable, "-m", "slurmtrain", "help", "quickstart"])
+    environment = {**os.environ, "PAGER": str(pager), "TERM": "xterm", "PYTHONPATH": str(PACKAGE.parent)}
+    subprocess.run(
+        ["script", "-qec", command, "/dev/null"], env=environment, check=True, capture_output=True, timeout=60
+    )
+    paged = (project / "paged").read_text()
+    assert "\x1b[" in paged and "Quickstart" in paged and "\n# Quickstart" not in paged
+    assert "](" not in paged  # links are the commands that show a page
+
+
+def test_the_help_of_a_verb_is_found_by_help_too(cli: Cli) -> None:
+    assert cli("help", "layout").stdout == cli("layout", "--help").stdout
+
+
+def test_version(cli: Cli) -> None:
+    assert cli("--version").stdout == f"slurmtrain {__version__}\n"
+
+
+def test_the_console_script_is_the_same_thing(cli: Cli, project: Path) -> None:
+    script = Path(sys.executable).parent / "slurmtrain"
+    for words in (["--help"], ["submt"], ["submit", "--dry-run", "cluster=a100x4"]):
+        ours = cli(*words)
+        theirs = subprocess.run([script, *words], cwd=project, capture_output=True, text=True, check=False)
+        assert (theirs.returncode, theirs.stderr) == (ours.returncode, ours.stderr)
+        # Its first line may name the same interpreter differently (python, python3).
+        same = [re.sub(r"/bin/python[\d.]* ", "/bin/python ", done.stdout) for done in (theirs, ours)]
+        assert same[0] == same[1]
+
+
+# Ctrl-C when a module begins to load, or at the end of the interpreter.
+INTERRUPTED = """
+import atexit, os, runpy, signal, sys
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == {at!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+if {at!r} == "exit":
+    atexit.register(os.kill, os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+sys.argv = ["slurmtrain", *{words!r}]
+runpy.run_module("slurmtrain", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "at"),
+    [
+        (["--help"], "slurmtrain.cli"),
+        (["--help"], "slurmtrain.config.schema"),
+        (["--help"], "slurmtrain.cli.help"),
+        (["--help"], "exit"),
+        (["status"], "slurmtrain.report.status"),
+        (["submit", "--dry-run"], "jinja2"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_ctrl_c_while_a_verb_loads_is_silent(words: list[str], at: str, project: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED.format(at=at, words=words)], cwd=project, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("slurmtrain cluster=", {"cluster=a100x4", "cluster=local", "cluster=sandbox"}),
+        ("slurmtrain submit cluster=a", {"cluster=a100x4", "cluster=a100x8"}),
+        ("slurmtrain +cluster=", {"+cluster=a100x4", "+cluster=local", "+cluster=sandbox"}),
+        ("slurmtrain submit +cluster=a100x4 mod", {"model="}),
+        ("slurmtrain submit --dr", {"--dry-run"}),
+        ("slurmtrain status ", {"last", "--json"}),
+        ("slurmtrain sweep re", {"retry"}),
+        ("slurmtrain help che", {"checkpoints"}),
+        ("slurmtrain checkpoints last ve", {"verify"}),
+        ("slurmtrain cluster=a100x4 submit train.st", {"train.steps="}),
+        ("slurmtrain su", {"submit"}),
+        ("slurmtrain re", {"render", "requeue", "resume", "requeue="}),
+    ],
+)
+def test_tab_completes_verbs_groups_options_and_fields(line: str, offered: set[str], cli: Cli) -> None:
+    # As the shell function that `-sc install=bash` prints calls it.
+    answer = cli("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
+    assert offered <= set(answer.stdout.split()), answer
+
+
+def test_tab_completes_the_ids_of_runs(cli: Cli, project: Path) -> None:
+    for name in ("20260101-000000-aaaaa", "20260202-000000-bbbbb"):
+        (project / "runs/train" / name).mkdir(parents=True)
+        (project / "runs/train" / name / "run.json").write_text("{}")
+    answer = cli("-sc", "query=bash", COMP_LINE="slurmtrain logs 202602", COMP_POINT="22")
+    assert answer.stdout.split() == ["20260202-000000-bbbbb"]
+
+
+def test_bash_itself_completes_a_group_with_a_plus(cli: Cli, project: Path) -> None:
+    installed = cli("-sc", "install=bash").stdout
+    typed = "slurmtrain +cluster=h"
+    line = f"COMP_LINE='{typed}' COMP_POINT={len(typed)} COMP_CWORD=1"
+    script = f"{installed}\n{line}\nhydra_bash_completion\necho ${{COMPREPLY[@]}}"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script], env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "+cluster=h100x8\n", done
+
+
+def test_completion_for_bash_can_be_installed(cli: Cli) -> None:
+    installed = cli("-sc", "install=bash")
+    assert installed.returncode == 0
+    assert "complete" in installed.stdout and "slurmtrain" in installed.stdout
+    assert subprocess.run(["bash", "-n"], input=installed.stdout, text=True, check=False).returncode == 0
+
+
+# What cannot be understood: exit code 2, one sentence, a hint, no traceback.
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence", "hint"),
+    [
+        ([], "no verb was given", "submit, render, train, status"),
+        (["train.steps=3"], "no verb was given", "--help"),
+        (["submt"], "there is no verb 'submt'", "submit"),
+        (["stauts", "last"], "there is no verb 'stauts'", "status"),
+        (["submit", "xyz"], "cannot read 'xyz'", "known are"),
+        (["submit", "train.stepz=3"], "train has no field 'stepz'", "did you mean steps"),
+        (["submit", "trian.steps=3"], "there is no config key 'trian'", "did you mean train"),
+        (["submit", "+cluster.node=3"], "cluster has no field 'node'", "nodes"),
+        (["submit", "cluster.container.imag=x"], "cluster.container has no field 'imag'", "did you mean image"),
+        (["submit", "cluster=a100"], "there is no cluster called 'a100'", "a100x4"),
+        (["submit", "+cluster=lokal"], "there is no cluster called 'lokal'", "did you mean local"),
+        (["submit", "+experiment=smok"], "there is no experiment called 'smok'", "did you mean smoke"),
+        (["submit", "train.steps"], "'train.steps' is a key without a value", "train.steps=VALUE"),
+        (["--dryrun", "submit"], "there is no option '--dryrun'", "--dry-run"),
+        (["submit", "--folow"], "there is no option '--folow'", "--follow"),
+        (["status", "--jsn"], "there is no option '--jsn'", "--json"),
+        (["logs", "last", "--rnk", "1"], "there is no option '--rnk'", "--rank"),
+        (["sandbox", "up", "--nods", "3"], "there is no option '--nods'", "--nodes"),
+        (["sandbox", "upp"], "invalid choice: 'upp'", "sandbox"),
+        (["runs"], "list|compare|prune", "runs"),
+        (["runs", "lst"], "invalid choice: 'lst'", "runs"),
+        (["runs", "prune", "--dryrun"], "there is no option '--dryrun'", "--dry-run"),
+        (["logs"], "required: RUN", "logs"),
+        (["help", "sekrets"], "there is no topic 'sekrets'", "did you mean secrets"),
+        (["submit", "--config-name"], "--config-name needs a value", ""),
+        (["submit", "model.layrs=3"], "model has no key 'layrs'", "did you mean layers?; +model.layrs=3 adds it"),
+        (["submit", "model=tiny", "+model.a.b=1", "model.a.c=2"], "model.a has no key 'c'", "known are: b"),
+        (["submit", "model.optm.lr=3"], "model has no key 'optm'", "+model.optm.lr=3 adds it"),
+        (["submit", "~model.layrs"], "model has no key 'layrs'", "did you mean layers?"),
+        (["submit", "data=files", "data.pths=x"], "data has no key 'pths'", "did you mean paths?"),
+        (["submit", "cluster.env.A=1"], "cluster.env has no key 'A'", "write +cluster.env.A=1"),
+        (
+            ["submit", "cluster.sbatch.comment=x"],
+            "cluster.sbatch has no key 'comment'",
+            "write +cluster.sbatch.comment=x",
+        ),
+        (["submit", "--config-dir", "nowhere"], "there is no such folder", ""),
+        (["submit", "--config-path", "nowhere"], "--config-path nowhere: there is no such folder", ""),
+        (["render", "-cp", "/proc/self"], "there is no config.yaml in this folder", "--config-dir"),
+        (["--config-path", "nowhere", "--cfg", "job"], "--config-path nowhere: there is no such folder", ""),
+        (["--experimental-rerun", "x", "submit"], "--experimental-rerun is not supported", "resume RUN"),
+        (["submit", "-cn", "nothing"], "nothing", ""),
+        (["submit", "=3"], "cannot read the override '=3'", "key=value"),
+        (["submit", "cluster.container.image=a#b"], "cannot read the override 'cluster.container.image=a#b'", "quote"),
+        (["submit", "cluster=3"], "there is no cluster called '3'", ""),
+        (["--multirun", "render", "train.steps=1,2"], "goes with submit", "-m"),
+    ],
+)
+def test_what_cannot_be_understood_gets_one_sentence_and_the_nearest_name(
+    words: list[str], sentence: str, hint: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    said = capsys.readouterr()
+    first, *rest = said.err.splitlines()
+    assert first.startswith("slurmtrain: error: ") and sentence in first
+    assert len(rest) <= 1 and hint in "".join(rest)
+    assert said.out == ""
+    assert list(project.iterdir()) == []
+
+
+def test_a_reader_that_leaves_early_is_no_error(cli: Cli, project: Path) -> None:
+    command = f"{sys.executable} -m slurmtrain --help | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=project, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 141)
+    assert "Traceback" not in done.stderr
+
+
+# What is imported: a login node must answer at once.
+
+REPORT = """
+import sys
+from slurmtrain.cli import arguments, main
+try:
+    code = main(sys.argv[2:])
+except SystemExit as end:
+    code = end.code
+heavy = [name for name in sys.argv[1].split(",") if name in sys.modules]
+print("\\nHEAVY", code, ",".join(heavy))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "not_imported"),
+    [
+        (["--help"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml"),
+        (["help"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml"),
+        (["help", "requeue"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml"),
+        (["--version"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml"),
+        (["submt"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml"),
+        (["submit", "--dry-run", "cluster=a100x4"], "torch,numpy,submitit,rich"),
+        (["render", "cluster=a100x4"], "torch,numpy,submitit,rich"),
+        (["status"], "torch,numpy,submitit,hydra,omegaconf"),
+        (["status", "last"], "torch,numpy,submitit,hydra,omegaconf"),
+        (["status", "--json"], "torch,numpy,submitit,hydra,omegaconf,rich"),
+        (["runs", "list"], "torch,numpy,submitit,hydra,omegaconf"),
+        (["runs", "compare", "last", "last"], "torch,numpy,submitit,hydra,omegaconf,pyarrow,matplotlib"),
+        (["runs", "prune", "--dry-run"], "torch,numpy,submitit,hydra,omegaconf"),
+        (["finish-attempt", "RUN", "--attempt", "1", "--exit-code", "1"], "torch,numpy,submitit,hydra"),
+    ],
+    ids=lambda value: value[0] + str(len(value)) if isinstance(value, list) else "",
+)
+def test_a_verb_imports_only_what_it_needs(
+    words: list[str], not_imported: str, cli: Cli, project: Path, fake_slurm: FakeSlurm
+) -> None:
+    assert main(["render", "+cluster=a100x4", "-o", "job.sbatch"]) == 0
+    run_dir = next(project.glob("runs/train/*"))
+    (run_dir / "attempts" / "0001").mkdir()
+    words = [str(run_dir) if word == "RUN" else word for word in words]
+    done = cli(not_imported, *words, program=("-c", REPORT))
+    expected = 2 if words == ["submt"] else 0
+    assert done.stdout.splitlines()[-1] == f"HEAVY {expected} ", done
+
+
+# Runs are found by id, beginning, path and `last`.
+
+
+def test_a_run_is_meant_by_id_beginning_path_or_last(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        assert main(["render", "+cluster=a100x4", "-o", "job.sbatch"]) == 0
+    older, newer = sorted(project.glob("runs/train/*"), key=lambda path: path.stat().st_mtime_ns)
+    # Two runs of one second are told apart by their random ends, not by their order.
+    capsys.readouterr()
+    last = max(older.name, newer.name)
+    for reference, run_id in [
+        (newer.name, newer.name),
+        (older.name[:-1], older.name),
+        (str(older), older.name),
+        (f"runs/train/{newer.name}/", newer.name),
+        ("last", last),
+    ]:
+        if reference == older.name[:-1] and newer.name.startswith(reference):
+            continue
+        assert main(["status", reference]) == 0
+        assert f"run {run_id} (train): prepared" in capsys.readouterr().out
+
+
+def test_runs_elsewhere_are_found_through_slurmtrain_runs(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["render", "+cluster=a100x4", "-o", "job.sbatch", f"job.runs_dir={tmp_path}/elsewhere"]) == 0
+    assert main(["status", "last"]) == 2
+    monkeypatch.setenv("SLURMTRAIN_RUNS", f"{tmp_path}/elsewhere")
+    assert main(["status", "last"]) == 0
+    assert "prepared" in capsys.readouterr().out
+
+
+def test_submit_puts_runs_where_the_verbs_look(
+    project: Path, tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURMTRAIN_RUNS", f"{tmp_path}/elsewhere")
+    assert main(["+cluster=a100x4", "submit"]) == 0
+    assert len(list(tmp_path.glob("elsewhere/train/*/run.json"))) == 1
+    assert list(project.iterdir()) == []
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_next_steps_that_submit_prints_work_as_they_are(
+    elsewhere: bool, project: Path, tmp_path: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"job.runs_dir={tmp_path}/elsewhere"] if elsewhere else []
+    assert main(["+cluster=a100x4", "submit", *words]) == 0
+    step = capsys.readouterr().out.splitlines()[-1].split()
+    assert step[0] == "status" and Path(step[1]).is_absolute() is elsewhere
+    assert main(step[:2]) == 0
+
+
+def test_a_rendered_run_remembers_which_slurm_it_is_for(project: Path, tmp_path: Path) -> None:
+    (tmp_path / "slurm.conf").write_text("")
+    for words, known in [
+        ([f"cluster.slurm_conf={tmp_path}/slurm.conf", "+cluster=a100x4"], f"{tmp_path}/slurm.conf"),
+        (["+cluster=sandbox", "cluster.sandbox=surely-not-there"], None),
+        (["+cluster=a100x4"], None),
+    ]:
+        assert main(["render", "-o", "job.sbatch", *words]) == 0
+        newest = max(project.glob("runs/train/*"), key=lambda path: path.stat().st_mtime_ns)
+        assert json.loads((newest / "run.json").read_text())["slurm_conf"] == known
+
+
+def test_status_of_a_submitted_run_says_its_job_even_without_a_controller(
+    project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["+cluster=a100x4", "submit"]) == 0
+    assert "as job 4711" in capsys.readouterr().out
+    run_dir = next(project.glob("runs/train/*"))
+    assert json.loads((run_dir / "run.json").read_text())["job_ids"] == ["4711"]
+    assert os.stat(run_dir).st_mode & 0o777 == 0o700
+
+
+def test_an_unknown_kind_of_config_to_show_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--cfg", "jb"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "slurmtrain: error: --cfg jb: there is no such config\n  hint: one of: job, hydra, all\n"
+    )

@@ -1,0 +1,54 @@
+"""The lines about data that the manual tells a person to type, typed as they stand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import zstandard
+
+from slurmtrain.data.format.manifest import read_manifest
+from tests.support.raw_text import json_lines, texts, write_tokenizer
+
+CLONE = Path(__file__).parents[3]
+MANUAL = CLONE / "slurmtrain" / "docs"
+
+
+def lines_of(page: str, heading: str, block: int) -> list[str]:
+    """Return the lines of one of the indented blocks below a heading of a page of the manual."""
+    section = (MANUAL / f"{page}.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    blocks = [part for part in section.split("\n\n") if part.strip("\n").startswith("    ")]
+    return [line.strip() for line in blocks[block].strip("\n").replace("\\\n", "").splitlines()]
+
+
+def typed(lines: Sequence[str], folder: Path) -> str:
+    """Type the lines in `folder`, one after another, and return all that they said."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(CLONE)}
+    command = ["bash", "-e", "-c", "\n".join(lines)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_first_lines_about_data_prepare_text_and_train_on_it(project: Path) -> None:
+    (project / "raw.jsonl").write_bytes(json_lines(texts(200, seed=1)))
+    said = typed(lines_of("data", "Prepare text once", 0), project)
+    assert read_manifest(project / "tokens").dtype == "uint8"
+    assert "step 20/20" in said and "slurmtrain: finished" in said
+
+
+def test_the_lines_with_a_tokenizer_prepare_text_and_train_on_it(project: Path) -> None:
+    for folder in ("models", "data/raw"):
+        (project / folder).mkdir(parents=True)
+    write_tokenizer(project / "models" / "tokenizer.json")
+    (project / "data/raw/a.jsonl.zst").write_bytes(zstandard.compress(json_lines(texts(200, seed=1))))
+    prepare, _, _, verify = lines_of("data", "Prepare text once", 1)
+    data = lines_of("data", "Train on it", 0)[0].partition("#")[0]
+    small = "experiment=smoke model.max_seq_len=4096 model.vocab_size=320 train.steps=2 train.global_batch_size=1"
+    lines = [prepare, verify, f"python -m slurmtrain {small} {data} train"]
+    said = typed([line.replace("/data/", "data/").replace("/models/", "models/") for line in lines], project)
+    assert "step 2/2" in said and "slurmtrain: finished" in said

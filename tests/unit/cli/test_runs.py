@@ -1,0 +1,493 @@
+"""runs list|compare|prune, and status for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slurmtrain.checkpoint import retention
+from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.commit import COMPLETE, checkpoint_name
+from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.cli import main
+from slurmtrain.config.compose import compose
+from slurmtrain.launch.submit import preparing
+from slurmtrain.observe import MetricsLog
+from slurmtrain.report import compare, prune
+from slurmtrain.report.compare import MISSING, Parting, config_differences, partings
+from slurmtrain.runs import attempts
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.lookup import all_runs, find
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system.files import disk_usage, write_json
+from tests.support.commands import FakeSlurm
+
+Out = pytest.CaptureFixture[str]
+Make = Callable[..., RunDir]
+DAY = 86400.0
+NAN = math.nan
+
+
+@pytest.fixture
+def make(project: Path, fake_slurm: FakeSlurm) -> Make:
+    """A run in a state, with what it logged; SLURM knows of job 1 as pending, and of no other."""
+    fake_slurm.command("squeue", "echo '1|1_N/A|PENDING|N/A|Resources'")
+
+    def run(
+        word: str = "finished", *overrides: str, losses: dict[int, float] | None = None, days_old: float = 0.0
+    ) -> RunDir:
+        local = word not in ("waiting", "prepared")
+        words = ["cluster=local" if local else "cluster=a100x4", *overrides]
+        with preparing(compose(words), words, project) as run_dir:
+            if word == "waiting":
+                run_dir.update_info(job_ids=["1"])
+                run_dir.event("submitted", job_id="1")
+        log = MetricsLog(run_dir.metrics_file, -1)
+        for step, loss in (losses or {}).items():
+            log.write(step, loss=loss, step_time_s=time.time())
+        log.close()
+        verdicts = {"finished": ("done", "finished"), "failed": ("end", "crash"), "stopped": ("end", "asked")}
+        if word in verdicts:
+            verdict, reason = verdicts[word]
+            ended = Attempt(run_dir.new_attempt(), started=1.0, ended=2.0, verdict=verdict, reason=reason, sentence="x")
+            attempts.write_attempt(run_dir, ended)
+        elif word in ("running", "lost"):
+            pid = os.getpid() if word == "running" else GONE_PID
+            here = Attempt(run_dir.new_attempt(), started=1.0, pid=pid, host=socket.gethostname())
+            attempts.write_attempt(run_dir, here)
+        age(run_dir, days_old)
+        return run_dir
+
+    return run
+
+
+GONE_PID = 1 << 23  # above the largest that Linux gives
+
+
+def age(run: RunDir, days: float) -> None:
+    then = time.time() - days * DAY
+    for path in [*run.path.rglob("*"), run.path]:
+        os.utime(path, (then, then), follow_symlinks=False)
+
+
+def add_checkpoint(run: RunDir, step: int = 10) -> Path:
+    path = run.checkpoints / checkpoint_name(step)
+    path.mkdir()
+    (path / COMPLETE).write_text("digest\n")
+    (path / "rank00000.safetensors").write_bytes(bytes(3_000_000))
+    return path
+
+
+def printed(capsys: Out, *words: str, code: int = 0) -> str:
+    capsys.readouterr()
+    assert main(list(words)) == code
+    return capsys.readouterr().out
+
+
+def read(capsys: Out, *words: str) -> Any:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(printed(capsys, *words), parse_constant=refuse)
+
+
+# status and list, for programs.
+
+PROGRESS_KEYS = "steps loss valid_loss logged tokens_per_s step_time_s eta_s reason expected_start"
+RUN_KEYS = f"id name path state sentence alive step job_id job_ids created doubt {PROGRESS_KEYS} attempts"
+ATTEMPT_KEYS = "number job_id nodes started ended first_step last_step reason verdict exit_code sentence"
+
+
+def test_status_for_programs_is_one_object_or_a_list_of_them(make: Make, capsys: Out) -> None:
+    done, waits = make("finished", losses={10: 2.0, 20: 1.0}), make("waiting")
+    listed = read(capsys, "status", "--json")
+    assert [run["id"] for run in listed] == [run.id for run in all_runs(Path("runs"))]
+    by_id = {run["id"]: run for run in listed}
+    assert all(list(run) == RUN_KEYS.split() for run in listed)
+    finished, waiting = by_id[done.id], by_id[waits.id]
+    assert read(capsys, "status", done.id, "--json") == {**finished, "evaluations": []}
+    assert list(finished["attempts"][0]) == ATTEMPT_KEYS.split()
+    assert (finished["state"], finished["alive"], finished["step"], finished["job_id"]) == ("finished", False, 20, None)
+    assert (finished["attempts"][0]["number"], finished["attempts"][0]["verdict"]) == (1, "done")
+    assert (waiting["state"], waiting["alive"], waiting["step"], waiting["attempts"]) == ("waiting", True, None, [])
+    assert (waiting["job_id"], waiting["job_ids"], waiting["name"]) == ("1", ["1"], "train")
+    assert waiting["path"] == str(waits.path) and waiting["sentence"].startswith("job 1 is pending: it is next")
+    assert (waiting["reason"], waiting["expected_start"], waiting["loss"]) == ("Resources", None, None)
+    assert (finished["loss"], finished["eta_s"], finished["tokens_per_s"]) == (1.0, None, None)
+
+
+def test_when_slurm_cannot_be_asked_a_program_reads_why(make: Make, fake_slurm: FakeSlurm, capsys: Out) -> None:
+    make("waiting")
+    fake_slurm.command("squeue", "echo 'no controller' >&2; exit 1")
+    (run,) = read(capsys, "status", "--json")
+    assert run["state"] == "unknown" and "no controller" in run["doubt"]
+
+
+def test_the_list_has_a_row_for_every_run(make: Make, capsys: Out) -> None:
+    done, waits = make("finished", losses={20: 1.0}), make("waiting")
+    text = printed(capsys, "runs", "list")
+    rows = {line.split()[0]: line.split() for line in text.splitlines()[2:]}
+    assert rows[done.id][1:5] == ["train", "finished", "20", "1"]
+    assert rows[waits.id][1:5] == ["train", "waiting", "?", "0"]
+    assert rows[done.id][5] == time.strftime("%Y-%m-%d", time.localtime(done.info()["created"]))
+    sized = printed(capsys, "runs", "list", "--size").splitlines()
+    assert sized[0].split()[-1] == "size" and sized[2].split()[-1] == "MB"
+    (first, _) = read(capsys, "runs", "list", "--size", "--json")
+    assert first["size_bytes"] == disk_usage(RunDir(Path(first["path"])).path) > 1000
+    assert [each["id"] for each in read(capsys, "runs", "list", "--json")] == [run.id for run in all_runs(Path("runs"))]
+
+
+def test_what_was_done_to_a_run_is_an_object_too(make: Make, capsys: Out) -> None:
+    done = make("finished")
+    answer = read(capsys, "cancel", done.id, "--json")
+    assert answer["run"] == done.id and "is not running" in answer["said"] and answer["job_ids"] == []
+    assert main(["resume", done.id, "--json"]) == 2  # of cluster=local: in the foreground, with its output
+
+
+@pytest.mark.parametrize("words", [("runs", "list"), ("runs", "list", "--json"), ("status", "--json")])
+def test_without_runs_one_sentence_says_where_was_looked(words: tuple[str, ...], project: Path, capsys: Out) -> None:
+    assert main(list(words)) == 2
+    assert f"there are no runs under {project}/runs" in capsys.readouterr().err
+
+
+# compare
+
+
+def test_what_differs_in_the_configs_stands_side_by_side() -> None:
+    a = {"x": {"y": 1, "z": [1, 2]}, "only_a": {"k": None}, "same": 3, "f": 1, "nan": NAN}
+    b = {"x": {"y": 2, "z": [1]}, "same": 3, "only_b": {}, "f": 1.0, "nan": NAN}
+    assert config_differences(a, b) == [
+        ("x.y", 1, 2),
+        ("x.z", [1, 2], [1]),
+        ("only_a.k", None, MISSING),
+        ("f", 1, 1.0),
+        ("only_b", MISSING, {}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "tolerance", "parts"),
+    [
+        (1.0, 1.0, 0.0, False),
+        (1.0, math.nextafter(1.0, 2.0), 0.0, True),
+        (100.0, 100.9, 0.01, False),
+        (100.0, 102.0, 0.01, True),
+        (NAN, NAN, 0.0, False),
+        (NAN, 1.0, 1.0, True),
+        (math.inf, math.inf, 0.0, False),
+        (math.inf, 1.0, 1.0, True),
+        (0.0, 1e-9, 0.5, True),
+    ],
+)
+def test_values_part_where_a_bit_or_more_than_the_tolerance_differs(
+    left: float, right: float, tolerance: float, parts: bool
+) -> None:
+    found = partings({1: {"x": 5.0}, 2: {"x": left}}, {1: {"x": 5.0}, 2: {"x": right}, 3: {}}, tolerance=tolerance)
+    assert list(found) == (["x"] if parts else [])
+
+
+def test_only_steps_and_metrics_that_both_have_are_compared_and_the_first_counts() -> None:
+    a = {1: {"x": 1.0, "y": 1.0}, 2: {"x": 1.0, "y": 1.0}, 5: {"x": 1.0, "y": 2.0}, 6: {"x": 0.0, "y": 3.0}}
+    b = {2: {"x": 1.0}, 3: {"x": 9.0}, 5: {"x": 4.0, "y": 2.0}, 6: {"x": 9.0, "y": 4.0}}
+    assert partings(a, b) == {"x": Parting(5, 1.0, 4.0), "y": Parting(6, 3.0, 4.0)}
+
+
+def test_two_runs_are_compared_in_config_code_and_metrics(make: Make, project: Path, capsys: Out) -> None:
+    (project / "mine.py").write_text("x = 1\n")
+    words = ("job.snapshot=cwd",)
+    a = make("finished", *words, losses={10: 2.0, 20: 1.5, 30: 1.0})
+    (project / "mine.py").write_text("x = 2\n")
+    b = make("finished", *words, "optim.lr=0.5", losses={10: 2.0, 20: 1.25, 40: NAN})
+    (b.code / "other.py").touch()
+    text = printed(capsys, "runs", "compare", a.id, b.id)
+    assert ["optim.lr", "0.003", "0.5"] in [line.split() for line in text.splitlines()]
+    assert "2 files of the snapshots differ: mine.py, other.py" in text
+    assert "they part at step 20 (loss), of 2 steps that both have logged, 10 to 20" in text
+    assert ["loss", "1", "nan", "20:", "1.5", "and", "1.25"] in [line.split() for line in text.splitlines()]
+
+    found = read(capsys, "runs", "compare", a.id, str(b.path), "--json")
+    assert (found["a"]["id"], found["b"]["path"]) == (a.id, str(b.path))
+    assert found["config"] == [{"key": "optim.lr", "a": 0.003, "b": 0.5}]
+    assert found["files"] == ["mine.py", "other.py"]
+    assert (found["steps"], found["parted_at"]) == (2, 20)
+    assert found["metrics"]["loss"] == {"final": {"a": 1.0, "b": "NaN"}, "parts": {"step": 20, "a": 1.5, "b": 1.25}}
+    assert found["metrics"]["step_time_s"]["parts"]["step"] == 10  # which is no reason to say that they part
+    assert read(capsys, "runs", "compare", a.id, b.id, "--json", "--tolerance", "0.2")["parted_at"] is None
+
+
+def test_two_runs_are_compared_in_the_samples_they_have_seen_and_in_their_weights(make: Make, capsys: Out) -> None:
+    a, b = make("finished"), make("finished")
+    torch.manual_seed(0)
+    models = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    models[1].load_state_dict(models[0].state_dict())
+    for run, model, hashes in zip((a, b), models, (("x", "y", "z"), ("x", "y", "w")), strict=True):
+        with run.metrics_file.open("a") as file:
+            file.writelines(
+                json.dumps({"step": 10 * (number + 1), "loss": 1.0, "data_hash": value}) + "\n"
+                for number, value in enumerate(hashes)
+            )
+        checkpointer = Checkpointer(run.checkpoints, keep=Keep(last=9), asynchronous=False, say=lambda text: None)
+        checkpointer.save(10, model=model)
+        with torch.no_grad():
+            model.bias += run is b
+        checkpointer.save(20, model=model)
+        checkpointer.close()
+    text = printed(capsys, "runs", "compare", a.id, b.id)
+    assert "they have seen other samples, or another order, from step 30 on" in text
+    assert "they are equal to the last bit at all 3 steps" in text
+    assert "their weights part at the checkpoint of step 20 (1 tensors: model.bias)" in text
+    found = read(capsys, "runs", "compare", a.id, b.id, "--json")
+    assert found["data"] == {"steps": 3, "parted_at": 30}
+    assert found["weights"] == {"steps": [10, 20], "parted_at": 20, "tensors": ["model.bias"], "left": None}
+    text = printed(capsys, "runs", "compare", a.id, a.id)
+    assert "the same samples in the same order up to step 30" in text
+    assert "their weights are equal to the last bit in the checkpoints of step 10, 20" in text
+
+
+def test_what_a_config_says_does_not_steer_the_terminal(make: Make, capsys: Out) -> None:
+    a, b = make("finished"), make("finished")
+    b.config_file.write_text(b.config_file.read_text() + '"k\\e[31m": "v\\e[31m"\n')
+    text = printed(capsys, "runs", "compare", a.id, b.id)
+    assert ["k?[31m", "-", "v?[31m"] in [line.split() for line in text.splitlines()]
+
+
+def test_runs_that_are_the_same_are_said_to_be(make: Make, capsys: Out) -> None:
+    a, b = (make("finished", losses={10: 2.0, 20: 1.5}) for _ in range(2))
+    text = printed(capsys, "runs", "compare", a.id, b.id)
+    assert "the configs are the same" in text
+    assert "its files are not compared" in text  # they ran in place, outside of git
+    assert "they are equal to the last bit at all 2 steps" in text
+    assert compare.compare(a, b).parted is None
+
+
+def test_steps_that_were_logged_again_are_compared_by_the_latest(make: Make) -> None:
+    a, b = make("finished", losses={10: 2.0, 20: 1.5}), make("finished", losses={10: 2.0, 20: 9.0})
+    with b.metrics_file.open("a") as file:
+        file.write('{"step": 20, "loss": 1.5}\n')
+    assert compare.compare(a, b).parted is None
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("last", "last", "--tolerance", "-1"), "--tolerance -1 is no tolerance"),
+        (("last", "last", "--tolerance", "nan"), "--tolerance nan is no tolerance"),
+        (("last", "x"), "no run's id begins with 'x'"),
+        (("last",), "required: B"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_sentence(
+    words: tuple[str, ...], sentence: str, make: Make, capsys: Out
+) -> None:
+    make()
+    assert main(["runs", "compare", *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_run_without_its_config_is_one_sentence(make: Make, capsys: Out) -> None:
+    make().config_file.unlink()
+    assert main(["runs", "compare", "last", "last"]) == 78
+    assert "config.yaml cannot be read" in capsys.readouterr().err
+
+
+# prune
+
+
+def test_only_runs_that_have_ended_are_removed(make: Make, capsys: Out) -> None:
+    gone = [make(word, days_old=2) for word in ("finished", "failed", "stopped", "lost")]
+    stay = [make(word, days_old=2) for word in ("running", "waiting", "prepared")]
+    fresh = make("finished", days_old=0.5)
+    shown = printed(capsys, "runs", "prune", "--older-than", "1", "--dry-run")
+    assert len(all_runs(Path("runs"))) == 8
+    size = sum(disk_usage(run.path) for run in gone)
+    done = printed(capsys, "runs", "prune", "--older-than", "1")
+    assert done == shown.replace("would remove", "removed").replace("would be", "were")
+    assert f"({size} bytes)" in done and all(run.id in done for run in gone)
+    assert {run.id for run in all_runs(Path("runs"))} == {run.id for run in (*stay, fresh)}
+    assert sorted(path.name for path in Path("runs/train").iterdir()) == sorted(run.id for run in (*stay, fresh))
+    assert printed(capsys, "runs", "prune", "--older-than", "1") == "nothing to remove\n"
+
+
+def test_only_runs_of_the_states_that_were_named_are_removed(make: Make, capsys: Out) -> None:
+    finished, failed, stopped = (make(word) for word in ("finished", "failed", "stopped"))
+    printed(capsys, "runs", "prune", "--state", "failed", "stopped")
+    assert [run.id for run in all_runs(Path("runs"))] == [finished.id]
+    assert not failed.path.exists() and not stopped.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((), "this would remove every run that has ended"),
+        (("--state", "running"), "invalid choice: 'running'"),
+        (("--state", "unknown"), "invalid choice: 'unknown'"),
+        (("--older-than", "-1"), "--older-than -1 is no number of days"),
+        (("--older-than", "nan"), "--older-than nan is no number of days"),
+        (("--keep-checkpoints",), "this would remove every run that has ended"),
+    ],
+)
+def test_what_would_be_dangerous_is_refused(words: tuple[str, ...], sentence: str, make: Make, capsys: Out) -> None:
+    run = make()
+    assert main(["runs", "prune", *words]) == 2
+    assert sentence in capsys.readouterr().err
+    assert run.exists()
+
+
+def test_without_saying_which_everything_that_has_ended_is_only_shown(make: Make, capsys: Out) -> None:
+    run = make()
+    assert f"would remove {run.id} (finished" in printed(capsys, "runs", "prune", "--dry-run")
+    assert run.exists()
+
+
+def test_nothing_that_slurm_cannot_be_asked_about_is_removed(make: Make, fake_slurm: FakeSlurm, capsys: Out) -> None:
+    waits, done = make("waiting", days_old=9), make("finished", days_old=9)
+    fake_slurm.command("squeue", "echo 'no controller' >&2; exit 1")
+    assert "SLURM cannot be asked" in printed(capsys, "runs", "prune", "--older-than", "1")
+    assert waits.exists() and not done.path.exists()
+
+
+def test_a_run_that_is_read_stays(make: Make, capsys: Out) -> None:
+    run = make()
+    with retention.reading(add_checkpoint(run)):
+        assert f"{run.id} stays: somebody is reading" in printed(capsys, "runs", "prune", "--state", "finished")
+        assert run.exists()
+    printed(capsys, "runs", "prune", "--state", "finished")
+    assert not run.path.exists()
+
+
+def test_what_a_waiting_run_begins_from_stays(make: Make, capsys: Out) -> None:
+    source, other = make(), make()
+    checkpoint = add_checkpoint(source)
+    waits = make("waiting", f"checkpoint.restore_from={checkpoint}")
+    said = printed(capsys, "runs", "prune", "--state", "finished")
+    assert f"{source.id} stays: run {waits.id}, which has not ended, begins from its checkpoints" in said
+    assert source.exists() and not other.path.exists()
+
+
+def test_what_looks_lost_may_be_starting_or_be_known_elsewhere(make: Make, capsys: Out) -> None:
+    starting, elsewhere, lost = make("lost"), make("lost"), make("lost", days_old=1)
+    elsewhere.update_info(host="login-of-another-cluster")
+    age(elsewhere, 1)
+    said = printed(capsys, "runs", "prune", "--state", "lost")
+    assert f"{starting.id} stays: it looks lost, but something happened to it" in said
+    assert f"{elsewhere.id} stays: it looks lost from here, but was submitted on login-of-another-cluster" in said
+    assert starting.exists() and elsewhere.exists() and not lost.path.exists()
+
+
+def test_a_link_or_a_copy_of_a_run_is_not_what_is_removed(make: Make, project: Path, capsys: Out) -> None:
+    run = make()
+    outside = project / "kept" / "x" / run.id
+    outside.parent.mkdir(parents=True)
+    run.path.rename(outside)
+    run.path.symlink_to(outside)
+    assert f"{run.id} stays: it is a link" in printed(capsys, "runs", "prune", "--state", "finished")
+    assert RunDir(outside).exists()
+
+    run.path.unlink()
+    for name in ("train", "copy"):
+        copied = project / "runs" / name / "20260101-000000-000aa"
+        copied.mkdir(parents=True)
+        for file in ("run.json", "config.yaml"):
+            (copied / file).write_bytes((outside / file).read_bytes())
+        (copied / "attempts" / "0001").mkdir(parents=True)
+        write_json(copied / "attempts" / "0001" / "attempt.json", {"number": 1, "started": 1.0, "verdict": "done"})
+    said = printed(capsys, "runs", "prune", "--state", "finished")
+    assert said.count("there are two runs of this id") == 1 and len(all_runs(Path("runs"))) == 2
+
+
+@pytest.mark.parametrize("what", ["resumed", "read"])
+def test_what_happens_between_the_decision_and_the_removal_saves_a_run(what: str, make: Make) -> None:
+    run = make()
+    (run.checkpoints / retention.READERS).mkdir()
+    checkpoint = add_checkpoint(run)
+    (removal,) = prune.plan(Path("runs"), now=time.time()).removals
+    if what == "resumed":
+        run.event("resume asked")
+        assert not prune.remove(removal, now=time.time())
+    else:
+        with retention.reading(checkpoint):
+            assert not prune.remove(removal, now=time.time())
+    assert run.exists() and all_runs(Path("runs"))
+    (again,) = prune.plan(Path("runs"), now=time.time()).removals
+    assert prune.remove(again, now=time.time())
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_removal_that_is_cut_short_leaves_nothing_that_looks_like_a_run(
+    keep: bool, make: Make, monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    run = make()
+    checkpoint = add_checkpoint(run)
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    words = ["runs", "prune", "--state", "finished", *(["--keep-checkpoints"] if keep else [])]
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", killed)
+        assert main(words) == 130
+    assert all_runs(Path("runs")) == [] and not run.exists()
+    left = [path for path in run.path.parent.iterdir() if path != run.path]
+    assert [path.name.startswith(prune.REMOVED) for path in left] == [True]
+    assert not (left[0] / "run.json").exists()
+    assert (checkpoint / COMPLETE).exists() == keep
+    assert "left by a removal that was cut short" in printed(capsys, *words)
+    assert not left[0].exists() and (checkpoint / COMPLETE).exists() == keep
+
+
+def test_checkpoints_may_stay_with_the_config_that_they_are_of(make: Make, capsys: Out) -> None:
+    run, without = make(), make()
+    checkpoint = add_checkpoint(run)
+    kept = disk_usage(run.checkpoints) + disk_usage(run.config_file)
+    rest = disk_usage(run.path) - kept
+    said = printed(capsys, "runs", "prune", "--state", "finished", "--keep-checkpoints")
+    assert f"removed {run.id} (finished, {rest / 1e6:.1f} MB, all but its checkpoints)" in said
+    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "config.yaml"]
+    assert disk_usage(checkpoint) > 3_000_000 and all_runs(Path("runs")) == []
+    assert not without.path.exists()  # it has none to keep
+    assert checkpoint.name.partition("_")[2].lstrip("0") in printed(capsys, "checkpoints", str(run.checkpoints))
+
+
+def test_what_a_program_of_ones_own_has_saved_somewhere_in_its_run_stays_with_keep_checkpoints(
+    make: Make, capsys: Out
+) -> None:
+    run = make("finished", "job=command", "job.command=true")
+    (run.path / "code/outputs").mkdir(parents=True)
+    (run.path / "code/outputs/ck.json").touch()
+    said = printed(capsys, "runs", "prune", "--state", "finished", "--keep-checkpoints")
+    assert f"{run.id}" in said and "its program may have saved anywhere in it" in said
+    assert (run.path / "code/outputs/ck.json").exists()
+    printed(capsys, "runs", "prune", "--state", "finished")
+    assert not run.path.exists()
+
+
+def test_what_cannot_be_removed_is_said_and_the_others_go(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    stuck, other = make(), make()
+    rename = Path.rename
+
+    def refused(self: Path, target: Path) -> Path:
+        if self == stuck.path:
+            raise PermissionError(13, "Permission denied")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    assert main(["runs", "prune", "--state", "finished"]) == 1
+    assert f"{stuck.id} cannot be removed: Permission denied" in capsys.readouterr().err
+    assert stuck.exists() and not other.path.exists()
+
+
+def test_find_means_no_run_that_is_being_removed(make: Make) -> None:
+    kept, gone = make(), make()
+    gone.path.rename(gone.path.with_name(f"{prune.REMOVED}{gone.id}-ab12"))
+    assert all_runs(Path("runs")) == [kept] and find("last", Path("runs")) == kept

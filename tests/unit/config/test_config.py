@@ -1,0 +1,285 @@
+"""Composing, freezing and validating a config."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf.errors import OmegaConfBaseException
+
+from slurmtrain.config.compose import compose, config_groups, config_hash, freeze, load_frozen, to_config, to_values
+from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig, JobConfig, TrainConfig
+from slurmtrain.config.validate import SBATCH_OPTIONS, validate
+from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError
+from slurmtrain.launch.script import JobPaths, sbatch_directives
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+SECRET = "+cluster.env.WANDB_API_KEY='${oc.env:WANDB_API_KEY}'"
+
+
+def frozen(config: Config, folder: Path) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(freeze(config))
+    return path
+
+
+# Freezing and reading back.
+
+
+@pytest.mark.parametrize("cluster", config_groups()["cluster"])
+@pytest.mark.parametrize("more", [[], ["experiment=smoke"], ["job=command", "job.command='echo \"a b\"'"]])
+def test_a_frozen_config_reads_back_as_it_was(cluster: str, more: list[str], tmp_path: Path) -> None:
+    config = compose([f"cluster={cluster}", "optim.betas=[0.8,0.99]", "+model.extra={a: [1, null]}", *more])
+    assert load_frozen(frozen(config, tmp_path)) == config
+
+
+@given(
+    text=TEXT
+    | st.sampled_from(
+        ["${HOME}", r"\${HOME}", r"\\${a}", "${oc.env", "$", "\\", "\x85", "\u2028", "yes", "null", "1e3"]
+    )
+)
+def test_any_text_survives_freezing(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    config = Config(cluster=ClusterConfig(setup=[text], env={"A": text}), model={"a": {"b": [text]}})
+    path = frozen(config, tmp_path_factory.mktemp("c"))
+    assert to_values(load_frozen(path)) == to_values(config)
+
+
+def test_bash_variables_in_set_up_lines_reach_bash() -> None:
+    config = compose([r"cluster.setup=['export A=\${HOME}/x','echo $B']"])
+    assert config.cluster.setup == ["export A=${HOME}/x", "echo $B"]
+
+
+def test_interpolations_are_resolved_in_the_frozen_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARED_DATA", "/shared/data")
+    config = compose(["data=files", "data.paths=['${oc.env:SHARED_DATA}/*.txt']", "data.seq_len='${train.steps}'"])
+    assert config.data["paths"] == ["/shared/data/*.txt"]
+    assert config.data["seq_len"] == config.train.steps
+    assert "${" not in freeze(config)
+
+
+def test_every_field_is_in_the_frozen_config_in_the_order_of_the_schema() -> None:
+    values = yaml.safe_load(freeze(compose([])))
+    assert list(values) == [field.name for field in dataclasses.fields(Config)]
+    assert list(values["cluster"]) == [field.name for field in dataclasses.fields(ClusterConfig)]
+
+
+def test_a_frozen_config_that_is_missing_or_of_another_version_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is missing"):
+        load_frozen(tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(freeze(Config()) + "unheard_of: 1\n")
+    with pytest.raises(ConfigError, match=r"not a config of this version.*unheard_of"):
+        load_frozen(tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text("cluster: [torn")
+    with pytest.raises(ConfigError, match="not a config of this version"):
+        load_frozen(tmp_path / "config.yaml")
+
+
+# Secrets.
+
+
+def test_a_secret_is_frozen_by_name_and_there_for_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "s3cret ${x} \\")
+    config = compose([SECRET])
+    path = frozen(config, tmp_path)
+    assert "s3cret" not in path.read_text() and "${oc.env:WANDB_API_KEY}" in path.read_text()
+    assert load_frozen(path).cluster.env == {"WANDB_API_KEY": "s3cret ${x} \\"}
+    assert load_frozen(path, with_secrets=False) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "is_secret"),
+    [
+        ("+model.hub_token='${oc.env:SOMETHING}'", True),
+        ("+model.a.password='${oc.env:SOMETHING}'", True),
+        ("+model.list=['${oc.env:MY_SECRET}']", True),
+        ("+model.url='https://u:${oc.env:MY_SECRET}@host'", True),
+        ("+model.copy='${cluster.env.API_KEY}'", True),
+        ("+model.folder='${oc.env:SOMETHING}'", False),
+    ],
+)
+def test_secrets_are_known_by_their_names_wherever_they_are(
+    override: str, is_secret: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOMETHING", "v4lue")
+    monkeypatch.setenv("MY_SECRET", "v4lue")
+    config = compose(["+cluster.env.API_KEY='${oc.env:MY_SECRET}'", override])
+    assert ("v4lue" in freeze(config)) is not is_secret
+
+
+def test_a_secret_that_the_job_did_not_inherit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+    path = frozen(compose([SECRET]), tmp_path)
+    monkeypatch.delenv("WANDB_API_KEY")
+    with pytest.raises(ConfigError, match=r"cluster\.env\.WANDB_API_KEY .*variable WANDB_API_KEY is not set"):
+        load_frozen(path)
+    load_frozen(path, with_secrets=False)  # `finish-attempt` and `resume` do not need it
+
+
+def test_a_secret_outside_of_the_environment_would_be_written_into_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "x")
+    with pytest.raises(ConfigError, match=r"cluster\.srun_args holds the secret"):
+        validate(compose(["cluster.srun_args=['--x=${oc.env:MY_TOKEN}']"]))
+
+
+# The identity of an experiment.
+
+
+def test_the_hash_ignores_key_order_name_place_and_cluster() -> None:
+    config = compose([])
+    values = to_values(config)
+    backwards = {key: dict(reversed(value.items())) for key, value in reversed(values.items())}
+    elsewhere = compose(["cluster=a100x4", "job.name=other", "job.runs_dir=/elsewhere", "job.snapshot=none"])
+    elsewhere = dataclasses.replace(elsewhere, secrets={"A": "env"}, hooks=HooksConfig(on_finish="date"))
+    assert config_hash(to_config(backwards)) == config_hash(elsewhere) == config_hash(config)
+    assert len(config_hash(config)) == 12
+
+
+@pytest.mark.parametrize("override", ["train.seed=5", "optim.lr=0.1", "model.width=8", "+data.x=1", "model=tiny"])
+def test_the_hash_changes_with_what_decides_the_result(override: str) -> None:
+    assert config_hash(compose([override])) != config_hash(compose([]))
+
+
+def test_hashing_and_freezing_leave_the_config_alone() -> None:
+    config = compose([])
+    before = copy.deepcopy(config)
+    config_hash(config)
+    freeze(config)
+    assert config == before
+
+
+# Validation.
+
+
+@pytest.mark.parametrize("cluster", config_groups()["cluster"])
+@pytest.mark.parametrize("experiment", [[], *([f"experiment={name}"] for name in config_groups()["experiment"])])
+def test_everything_shipped_is_valid_as_it_is(cluster: str, experiment: list[str]) -> None:
+    validate(compose([f"cluster={cluster}", *experiment]))
+
+
+def working(ranks: int, micro: int | None, accumulation: int) -> Config:
+    config = compose_once()
+    train = dataclasses.replace(
+        config.train, micro_batch_size=micro, global_batch_size=ranks * (micro or 1) * accumulation
+    )
+    return dataclasses.replace(config, train=train, cluster=ClusterConfig(nodes=ranks))
+
+
+_composed: list[Config] = []
+
+
+def compose_once() -> Config:
+    if not _composed:
+        _composed.append(compose(["cluster=a100x4"]))
+    return copy.deepcopy(_composed[0])
+
+
+@given(ranks=st.integers(1, 64), micro=st.none() | st.integers(1, 8), accumulation=st.integers(1, 8))
+def test_a_global_batch_of_whole_micro_batches_is_accepted(ranks: int, micro: int | None, accumulation: int) -> None:
+    validate(working(ranks, micro, accumulation))
+
+
+@given(ranks=st.integers(1, 64), micro=st.none() | st.integers(1, 8), size=st.integers(1, 600))
+def test_the_global_batches_that_a_refusal_names_are_accepted(ranks: int, micro: int | None, size: int) -> None:
+    config = working(ranks, micro, 1)
+    config.train.global_batch_size = size
+    unit = ranks * (micro or 1)
+    if size % unit == 0:
+        validate(config)
+        return
+    with pytest.raises(ConfigError, match="does not divide by") as refusal:
+        validate(config)
+    for named in (refusal.value.hint or "").removeprefix("the nearest that do: ").split(" or "):
+        config.train.global_batch_size = int(named)
+        validate(config)
+        assert abs(int(named) - size) < unit
+
+
+@given(lead=st.integers(0, 4000), limit=st.integers(1, 60))
+def test_the_early_warning_leaves_room_for_a_first_step(lead: int, limit: int) -> None:
+    config = compose_once()
+    config.cluster.signal_lead_s, config.cluster.time_limit_min = lead, limit
+    if lead + 60 < limit * 60:
+        validate(config)
+    else:
+        with pytest.raises(ConfigError, match="the warning could come before the first step"):
+            validate(config)
+
+
+VALUES = st.none() | st.booleans() | st.integers(-3, 3000) | st.floats() | TEXT | st.lists(st.integers(), max_size=2)
+
+
+@given(
+    group=st.sampled_from(["cluster", "job", "train", "optim", "checkpoint", "requeue", "parallel"]),
+    index=st.integers(0, 50),
+    value=VALUES,
+)
+def test_a_wild_value_is_accepted_or_refused_with_a_sentence_never_a_crash(
+    group: str, index: int, value: object
+) -> None:
+    values = to_values(compose_once())
+    names = list(values[group])
+    values[group][names[index % len(names)]] = value
+    said = ""
+    try:
+        validate(to_config(values))
+    except OmegaConfBaseException:  # a wrong type: compose makes a sentence of it
+        return
+    except SlurmtrainError as error:
+        said = error.message
+    assert not said or ("\n" not in said and any(f"{name}." in said for name in values))
+
+
+def test_every_option_that_the_script_writes_itself_is_kept_from_cluster_sbatch() -> None:
+    cluster = dataclasses.replace(compose(["cluster=a100x4"]).cluster, mem_per_cpu_gb=1, mem_per_gpu_gb=1, exclude="n1")
+    for name in ("partition", "account", "qos", "constraint", "reservation"):
+        setattr(cluster, name, "x")
+    directives = sbatch_directives(Config(cluster=cluster), JobPaths([Path("/a/b"), Path("/a/c")], "code", "python"))
+    names = [directive.removeprefix("--").partition("=")[0] for directive in directives]
+    assert len(names) > 15 and all(SBATCH_OPTIONS[name] for name in names)
+    for owner in set(SBATCH_OPTIONS.values()) - {
+        "",
+        "the run directory",
+        "slurmtrain itself",
+        "SLURM_CLUSTERS of the shell",
+    }:
+        group, field = owner.split(".")
+        assert field in to_values(Config())[group]
+
+
+@pytest.mark.parametrize("value", ["x", 3, 1.5, True, None, ["END", "FAIL"], [1, 2]])
+def test_cluster_sbatch_takes_text_numbers_flags_and_lists(value: object) -> None:
+    config = compose_once()
+    config.cluster.sbatch = {"comment": value}
+    validate(config)
+
+
+@pytest.mark.parametrize("name", ["train", "a", "A-1_b.c+d", "0", "x" * 64])
+def test_names_that_are_good_folders_are_accepted(name: str) -> None:
+    config = compose_once()
+    config.job = JobConfig(name=name)
+    validate(config)
+
+
+def test_a_command_needs_neither_model_nor_batch() -> None:
+    job = JobConfig(kind="command", command="python x.py --lr '1e-3'")
+    validate(Config(job=job, train=TrainConfig(global_batch_size=7), cluster=ClusterConfig(nodes=3)))
+
+
+def test_one_word_is_taken_for_a_list_of_one() -> None:
+    config = compose(["prepare.inputs=/data/raw.jsonl", "cluster.modules=cuda/12.4", "checkpoint.allow=config"])
+    assert config.prepare.inputs == ["/data/raw.jsonl"]
+    assert (config.cluster.modules, config.checkpoint.allow) == (["cuda/12.4"], ["config"])
+    assert compose(["prepare.inputs='my texts/*.txt'"]).prepare.inputs == ["my texts/*.txt"]
+    assert compose(["prepare.inputs=[a,b]"]).prepare.inputs == ["a", "b"]
+
+
+def test_a_key_of_another_option_names_that_option() -> None:
+    with pytest.raises(UsageError, match="data has no key 'path'") as caught:
+        compose(["data.path=/data/tokens"])
+    assert "data=prepared" in str(caught.value.hint)

@@ -1,0 +1,334 @@
+"""Frozen configs: those of other versions of the package, and changes to a run that has ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slurmtrain.cli import main, runs
+from slurmtrain.config import migrations
+from slurmtrain.config.compose import compose, freeze, load_frozen
+from slurmtrain.config.migrations import SCHEMA_VERSION, migrate, version_of
+from slurmtrain.config.schema import OptimConfig
+from slurmtrain.errors import EXIT_CONFIG, ConfigError, UsageError
+from slurmtrain.launch import changes
+from slurmtrain.launch.changes import change, changed, check_of_one_run, undo_unfinished
+from slurmtrain.launch.snapshot import Snapshot
+from slurmtrain.runs.create import create_run_dir
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runtime.jobs.train import _of_optimizer
+from slurmtrain.system.files import write_json
+from tests.support.commands import Cli, FakeSlurm
+from tests.support.run_info import run_info
+
+FROZEN = Path(__file__).parent / "frozen"
+
+
+@pytest.mark.parametrize("example", sorted(FROZEN.glob("version_*.yaml")), ids=lambda path: path.stem)
+def test_a_config_that_an_earlier_version_froze_still_loads_and_loses_nothing_without_a_word(
+    example: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A field that is renamed or removed belongs into migrations.CHANGED, with the next SCHEMA_VERSION and an example here."""
+    load_frozen(example)
+    text = example.read_text()
+    values = yaml.safe_load(text)
+    known = {field for version in migrations.CHANGED for field in migrations.CHANGED[version]}
+    assert set(migrate(values, version_of(text))) <= known
+
+
+def test_there_is_an_example_of_every_version() -> None:
+    assert {version_of(path.read_text()) for path in FROZEN.glob("*.yaml")} >= set(range(1, SCHEMA_VERSION + 1))
+    assert version_of(freeze(compose([]))) == SCHEMA_VERSION and version_of("cluster: {}\n") == 0
+
+
+def frozen(path: Path, version: int | None, **more: dict[str, object]) -> Path:
+    """A config file of some version, with further fields."""
+    values = yaml.safe_load(freeze(compose(["cluster=local"])))
+    for group, fields in more.items():
+        values[group] |= fields
+    header = "" if version is None else f"# Frozen by slurmtrain, schema version {version}.\n"
+    path.write_text(header + yaml.safe_dump(values))
+    return path
+
+
+def test_an_updated_package_goes_on_with_waiting_runs_whose_fields_have_other_names_or_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes: dict[int, dict[str, str | None]] = {2: {"train.stepps": "train.steps", "train.gone": None}}
+    monkeypatch.setattr(migrations, "CHANGED", changes)
+    path = frozen(tmp_path / "config.yaml", 1, train={"stepps": 77, "gone": 1})
+    values = yaml.safe_load(path.read_text())
+    del values["train"]["steps"], values["train"]["log_every"]  # as if that field were new
+    assert migrate(values, 1, now=2) == ["train.gone"]
+    assert values["train"]["steps"] == 77 and "gone" not in values["train"]
+    path.write_text(yaml.safe_dump(values))
+    config = load_frozen(path)
+    assert (config.train.steps, config.train.log_every) == (77, 10)
+
+
+def test_an_unknown_field_of_an_earlier_version_is_left_out_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = frozen(tmp_path / "config.yaml", None, optim={"foreach": True})
+    assert load_frozen(path) == compose(["cluster=local"])
+    assert "not known any more, and left out: optim.foreach" in capsys.readouterr().err
+
+
+def test_a_new_field_of_the_optimizer_does_not_part_a_run_from_its_checkpoints() -> None:
+    @dataclasses.dataclass
+    class Updated(OptimConfig):
+        nesterov: bool = False
+
+    before = _of_optimizer(OptimConfig())
+    assert _of_optimizer(Updated()) == before == dataclasses.asdict(OptimConfig())
+    assert _of_optimizer(Updated(nesterov=True)) == {**before, "nesterov": True}
+
+
+def test_a_config_of_a_newer_version_names_what_is_not_known_here(tmp_path: Path) -> None:
+    newer = frozen(tmp_path / "config.yaml", SCHEMA_VERSION + 1, optim={"foreach": True}, train={"clock": 1})
+    with pytest.raises(ConfigError, match=r"newer slurmtrain .* not known here: optim\.foreach, train\.clock"):
+        load_frozen(newer)
+    assert load_frozen(frozen(newer, SCHEMA_VERSION + 1)) == compose(["cluster=local"])  # it uses nothing of that
+    with pytest.raises(ConfigError, match="is not a config of this version: Key 'foreach'"):
+        load_frozen(frozen(newer, SCHEMA_VERSION, optim={"foreach": True}))
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("optim.lrr=1", "the config of this run has no optim.lrr"),
+        ("optim.lr=[", "cannot read it"),
+        ("optim.lr=1,2", "single fields can be set"),
+        ("model=small", "single fields can be set"),
+        ("~optim.lr", "single fields can be set"),
+        ("job.name=other", "job.name was decided when the run was submitted"),
+    ],
+)
+def test_what_cannot_be_set_is_told(override: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=told):
+        changed(compose(["cluster=local"]), [override], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("optim.lr=1e-5", "its sweep varies optim.lr"),
+        ("model.width=8", "its sweep varies model.width"),
+        ("cluster.nodes=2", "cluster.nodes is the same for all runs that share a job"),
+        ("requeue.mode=requeue", "requeue.mode is the same"),
+        ("+hooks.end=[true]", "hooks.end is the same"),
+    ],
+)
+def test_of_a_run_in_a_sweep_nothing_is_set_that_the_sweep_decides(override: str, told: str) -> None:
+    """`sweep retry` and the tables would go by what it was before."""
+    with pytest.raises(UsageError, match=f"{told}.*") as error:
+        check_of_one_run(["train.steps=9", override], ["optim.lr=0.1", "model=tiny"])
+    assert error.value.hint == "submit it as a run of its own"
+    check_of_one_run(["train.steps=9", "optim.lr_min=1"], ["optim.lr=0.1", "model=tiny"])
+
+
+def test_what_is_set_is_validated(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"optim\.lr=-1"):
+        changed(compose(["cluster=local"]), ["optim.lr=-1"], tmp_path)
+    with pytest.raises(ConfigError, match=r"--set optim\.lr=high"):
+        changed(compose(["cluster=local"]), ["optim.lr=high"], tmp_path)
+    found = changed(compose(["cluster=local"]), ["optim.lr=1e-5", "+model.extra=1"], tmp_path)
+    assert found.optim.lr == 1e-5 and found.model["extra"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "set_to"),
+    [
+        (["last", "--set", "a=1", "b.c=2", "+d=[3]"], ["a=1", "b.c=2", "+d=[3]"]),
+        (["--set", "a=1", "b=2", "last", "--code"], ["a=1", "b=2"]),
+        (["--set=a=1", "b=2", "last", "--set", "c=3"], ["a=1", "b=2", "c=3"]),
+        (["--set", "a=1", "runs/lr=1/last"], ["a=1"]),
+    ],
+)
+def test_several_values_may_follow_one_set(
+    words: list[str], set_to: list[str], project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(runs.lookup, "find", lambda reference, root: asked.append(reference) or made)
+    monkeypatch.setattr(runs, "_resume", lambda run, overrides, code: asked.append(overrides) or "resumed")
+    made = create_run_dir(project / "runs", "train")
+    write_json(made.info_file, run_info())
+    assert main(["resume", *words]) == 0
+    assert asked == [next(word for word in words if word.endswith("last")), set_to]
+
+
+def test_a_value_without_set_is_told_how_to_write_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", "last", "optim.lr=1e-4"]) == 2
+    assert "hint: --set optim.lr=1e-4" in capsys.readouterr().err
+
+
+def test_a_fixed_bug_and_another_value_go_on_from_where_the_run_was(cli: Cli, project: Path) -> None:
+    (project / "step.py").write_text("raise SystemExit(1)\n")
+    job = ("+cluster=local", "job=command", "job.command=python3 step.py", "job.snapshot=cwd")
+    assert cli(*job, "requeue.max_attempts_without_progress=1", "submit").returncode == 1
+    [run_dir] = (project / "runs" / "command").iterdir()
+    before = (run_dir / "config.yaml").read_text()
+    (project / "step.py").write_text("import os; print('bug is fixed', os.environ['MODE'])\n")
+    wrong = cli("resume", "last", "--set", "train.steps=0")
+    assert wrong.returncode == EXIT_CONFIG and (run_dir / "config.yaml").read_text() == before
+    assert "bug is fixed" not in cli("resume", "last", "--set", "+cluster.env.MODE=fast").stdout  # the old code
+    answer = cli("resume", "last", "--code", "--set", "cluster.env.MODE=slow")
+    assert answer.returncode == 0 and "bug is fixed slow" in answer.stdout, answer.stdout + answer.stderr
+    assert (run_dir / "config.0001.yaml").read_text() == before and (run_dir / "code.0002" / "step.py").exists()
+    info = json.loads((run_dir / "run.json").read_text())
+    assert [each["set"] for each in info["changes"]] == [["+cluster.env.MODE=fast"], ["cluster.env.MODE=slow"]]
+    assert info["overrides"][-1] == "cluster.env.MODE=slow"
+    assert "changed" in [json.loads(line)["event"] for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def test_what_a_program_has_saved_beside_its_code_goes_on_with_the_code_as_it_is_now(cli: Cli, project: Path) -> None:
+    (project / "gone.txt").write_text("of the first snapshot alone")
+    text = (
+        "import pathlib; f = pathlib.Path('out/ck'); f.parent.mkdir(exist_ok=True); "
+        "f.write_text(f.read_text() + {!r} if f.exists() else {!r})"
+    )
+    (project / "step.py").write_text(f"{text.format('1', '0')}; raise SystemExit(1)\n")
+    job = ("+cluster=local", "job=command", "job.command=python3 step.py", "job.snapshot=cwd")
+    assert cli(*job, "requeue.max_attempts_without_progress=1", "submit").returncode == 1
+    (project / "gone.txt").unlink()
+    for letter in "ab":  # the second time it was only carried over
+        (project / "step.py").write_text(f"{text.format(letter, '-')}; raise SystemExit(1)\n")
+        assert cli("resume", "last", "--code").returncode == 1
+    [run_dir] = (project / "runs" / "command").iterdir()
+    assert (run_dir / "code/out/ck").read_text() == "0ab"
+    assert not (run_dir / "code/gone.txt").exists() and (run_dir / "code.0001/gone.txt").exists()
+
+
+def test_a_changed_run_is_submitted_with_a_script_of_the_changed_config(
+    cli: Cli, project: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("+cluster=a100x4", "submit").returncode == 0
+    fake_slurm.command("squeue", "exit 0")  # it has gone
+    [run_dir] = (project / "runs" / "train").iterdir()
+    assert main(["resume", run_dir.name, "--set", "cluster.nodes=2"]) == 0
+    assert "#SBATCH --nodes=1\n" in fake_slurm.submitted[0] and "#SBATCH --nodes=2\n" in fake_slurm.submitted[1]
+    assert load_frozen(run_dir / "config.yaml").cluster.nodes == 2
+
+
+def ended_run(path: Path) -> RunDir:
+    """A run that has ended, with a snapshot of code that was changed since."""
+    for folder in ("attempts", "checkpoints", "code"):
+        (path / folder).mkdir(parents=True)
+    (path / "code" / "step.py").write_text("old")
+    run = RunDir(path)
+    run.config_file.write_text("old")
+    run.script.write_text("old")
+    info = {"name": "x", "overrides": [], "backend": "local", "user": "u", "host": "h", "created": 1.0}
+    its = {"slurm_conf": None, "job_ids": [], "code": {"revision": "old"}, "workdir": "code", "submit_dir": str(path)}
+    write_json(run.info_file, {**info, **its})
+    return run
+
+
+def fresh_code(config: object, info: object, target: Path) -> Snapshot:
+    target.mkdir()
+    (target / "step.py").write_text("new")
+    return Snapshot("code", "new")
+
+
+def test_a_run_in_a_sweep_stays_what_its_sweep_says_of_it(tmp_path: Path, quick: None) -> None:
+    run = ended_run(tmp_path / "x.sweep-1" / "20260101-000000-000aa")
+    run.update_info(varied=["train.seed=1"])
+    (run.path.parent / "sweep.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"its sweep varies train\.seed"):
+        change(run, ["train.seed=2"], tmp_path)
+    assert run.config_file.read_text() == "old" and "changes" not in run.info()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is made without composing and copying, since it is made often."""
+    config = compose(["cluster=local", "job=command", "job.command=true"])
+    monkeypatch.setattr(changes, "load_frozen", lambda path, with_secrets: config)
+    monkeypatch.setattr(changes, "freeze", lambda config: "new")
+    monkeypatch.setattr(changes, "render_script", lambda config, paths: "new")
+    monkeypatch.setattr(changes, "config_hash", lambda config: "new")
+    monkeypatch.setattr(changes, "_snapshot", fresh_code)
+
+
+def what(run: RunDir) -> tuple[object, ...]:
+    """Whether its parts are those of before or after a change."""
+    info = run.info()
+    config, code = run.config_file.read_text(), (run.code / "step.py").read_text()
+    return config == "new", run.script.read_text() == "new", code == "new", info["code"]["revision"] == "new"
+
+
+def killed_at(line: int, action: object) -> bool:
+    """Whether a process was killed before the n-th line of changes.py that it came to; else it has done all."""
+    pid = os.fork()
+    if pid == 0:
+        left = line
+
+        def trace(frame: object, event: str, arg: object) -> object:
+            nonlocal left
+            if frame.f_code.co_filename != changes.__file__:  # type: ignore[attr-defined]
+                return None
+            left -= event == "line"
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+
+        try:
+            sys.settrace(trace)  # type: ignore[arg-type]
+            action()  # type: ignore[operator]
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+
+
+def test_a_change_that_is_killed_at_any_line_is_done_whole_or_not_at_all(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between its renames, it left no code; killed later, each further one ended in a traceback, and the original
+    config was overwritten."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    before = ended_run(tmp_path / "before")
+    seen = set()
+    for line in range(200):
+        run = RunDir(tmp_path / str(line))
+        shutil.copytree(before.path, run.path)
+
+        def do(run: RunDir = run) -> None:
+            change(run, [], tmp_path, code=True)
+
+        killed = killed_at(line, do)
+        if line % 3 == 0:  # and who puts it right is killed, too
+            killed_at(line // 3, lambda run=run: undo_unfinished(run))
+        undo_unfinished(run)
+        found = what(run)
+        assert found in ((True,) * 4, (False,) * 4), (line, found)
+        assert not list(run.path.glob(".code-*")), line
+        seen.add(found)
+        do()
+        assert what(run) == (True,) * 4, line
+        assert (run.path / "config.0001.yaml").read_text() == "old", line
+        assert (run.path / "code.0001" / "step.py").read_text() == "old", line
+        if not killed:
+            break
+    assert not killed and len(seen) == 2
+
+
+def test_a_run_that_a_killed_change_has_left_without_code_has_the_code_that_was_kept(
+    tmp_path: Path, quick: None
+) -> None:
+    """As an earlier version left it, which noted nothing."""
+    run = ended_run(tmp_path / "run")
+    run.code.rename(run.path / "code.0001")
+    (run.path / "config.0001.yaml").write_text("the original")
+    undo_unfinished(run)
+    assert (run.code / "step.py").read_text() == "old"
+    change(run, [], tmp_path, code=True)
+    assert (run.path / "config.0001.yaml").read_text() == "the original"
+    assert (run.path / "code.0002" / "step.py").read_text() == "old"

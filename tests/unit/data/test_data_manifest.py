@@ -1,0 +1,61 @@
+"""The manifest of a prepared data set: equal data sets have equal ones, and what cannot be right is refused in one sentence."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.data.format.manifest import KINDS, InputRecord, Manifest, Shard, Split, TokenizerFacts, read_manifest
+from slurmtrain.errors import ConfigError
+
+TOKENIZER = TokenizerFacts("tokenizers", "tokenizer.json", "ab" * 32, 300, None, 0)
+SHARDS = (Shard("00000", 2, 7, 5, dict.fromkeys(KINDS, "cd")), Shard("00002", 1, 4, 3, dict.fromkeys(KINDS, "ef")))
+MANIFEST = Manifest("uint16", TOKENIZER, {"train": Split(SHARDS)}, (InputRecord("a.jsonl", 100, 4, 0, 1),))
+
+
+def test_what_is_read_is_what_was_written_and_its_fingerprint_is_that_of_the_file(tmp_path: Path) -> None:
+    MANIFEST.write(tmp_path)
+    found = read_manifest(tmp_path)
+    assert found == MANIFEST and (found.splits["train"].documents, found.splits["train"].tokens) == (3, 11)
+    digest = hashlib.sha256((tmp_path / "manifest.json").read_bytes()).hexdigest()
+    assert found.fingerprint == MANIFEST.fingerprint == digest
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"), [(256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")]
+)
+def test_the_smallest_type_holds_the_vocabulary(vocabulary: int, dtype: str) -> None:
+    assert TokenizerFacts("bytes", None, None, vocabulary, None, 0).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("written", "instead", "said"),
+    [
+        ('"uint16"', '"uint8"', "dtype is 'uint8', but 300 token ids need 'uint16'"),
+        ('"documents": 3', '"documents": 4', "splits.train.documents is 4, but its shards have 3"),
+        ('"eos": 0', '"eos": "</s>"', "tokenizer: eos is '</s>'"),
+        ('"bytes": 100', '"bytes": -1', "sources: bytes is -1"),
+        ('"name": "00000"', '"name": "../0"', "'../0' in splits.train cannot be the name of a shard"),
+        ('"train": {', '"../x": {', "'../x' cannot be the name of a split"),
+        ('"kind": "tokenizers"', '"kind": "sentences"', "tokenizer.kind is 'sentences'"),
+        ('"ends": "cd",', "", "shard 00000 of splits.train: sha256 has tokens, bytes, expected tokens, ends, bytes"),
+        ('"format": 1', '"format": 2', "has format 2, expected 1"),
+        ("{", "[{", "is no JSON"),
+    ],
+)
+def test_a_manifest_that_cannot_be_right_is_refused(tmp_path: Path, written: str, instead: str, said: str) -> None:
+    MANIFEST.write(tmp_path)
+    file = tmp_path / "manifest.json"
+    assert written in file.read_text()
+    file.write_text(file.read_text().replace(written, instead, 1))
+    with pytest.raises(ConfigError) as refused:
+        read_manifest(tmp_path)
+    assert said in refused.value.message and str(file) in refused.value.message
+
+
+def test_a_data_set_that_is_not_complete_is_told_from_one_that_is(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no manifest\.json, so it is no prepared data set, or one that is not"):
+        read_manifest(tmp_path)

@@ -1,0 +1,303 @@
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from slurmtrain.data import BatchLoader, ByteWindows, eval_batches, sample_ids
+from slurmtrain.errors import ConfigError
+
+
+class Numbers:
+    """Sample i is the number i; no `get_batch`, so torch collates."""
+
+    def __init__(self, n: int):
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"id": torch.tensor(index)}
+
+
+class Opened:
+    """Sample i is the i-th number of a file that is opened when the first sample is read, as many data sets do it."""
+
+    def __init__(self, path: Path):
+        self.path, self._file = path, -1
+
+    def __len__(self) -> int:
+        return self.path.stat().st_size // 8
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.open()
+        os.lseek(self._file, index * 8, os.SEEK_SET)
+        time.sleep(0.0002)  # where another process that shares the position would move it
+        return {"id": torch.tensor(index), "number": torch.tensor(int.from_bytes(os.read(self._file, 8), "little"))}
+
+    def open(self) -> None:
+        if self._file < 0:
+            self._file = os.open(self.path, os.O_RDONLY)
+
+    @property
+    def is_open(self) -> bool:
+        return self._file >= 0
+
+
+@pytest.fixture
+def numbers_file(tmp_path: Path) -> Path:
+    path = tmp_path / "numbers"
+    np.arange(1000, dtype="<i8").tofile(path)
+    return path
+
+
+class Slow(Numbers):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        time.sleep(1000)
+        return {}
+
+
+class Broken(Numbers):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        raise OSError("disk on fire")
+
+
+class Noisy(Numbers):
+    """Gives some noise with each sample, and draws that of a batch together."""
+
+    def get_batch(self, indices: np.ndarray[Any, Any]) -> dict[str, Tensor]:
+        noise = torch.rand(len(indices), 3) + random.random() + torch.from_numpy(np.random.rand(len(indices), 3))
+        return {"id": torch.from_numpy(indices), "noise": noise}
+
+
+@contextmanager
+def loader(dataset: Any, **changes: Any) -> Iterator[BatchLoader]:
+    arguments = {"seed": 1, "global_batch_size": 8, "micro_batch_size": 2, **changes}
+    batches = BatchLoader(dataset, **arguments)
+    try:
+        yield batches
+    finally:
+        batches.close()
+
+
+def ids(step: list[dict[str, Tensor]]) -> list[int]:
+    return torch.cat([batch["id"] for batch in step]).tolist()
+
+
+def run_steps(n: int, steps: int, **changes: Any) -> list[list[int]]:
+    with loader(Numbers(n), **changes) as batches:
+        return [ids(next(batches).micro_batches) for _ in range(steps)]
+
+
+def all_ranks(n: int, steps: int, dp_size: int, **changes: Any) -> list[list[int]]:
+    ranks = [run_steps(n, steps, dp_rank=rank, dp_size=dp_size, **changes) for rank in range(dp_size)]
+    return [sorted(itertools.chain.from_iterable(step)) for step in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("dp_size", "micro", "workers"), [(1, 8, 0), (1, 2, 2), (2, 2, 0), (2, 4, 1), (4, 1, 0), (4, 2, 2), (8, 1, 0)]
+)
+def test_a_step_sees_the_same_samples_under_any_layout(dp_size: int, micro: int, workers: int) -> None:
+    """20 samples in steps of 8: the third and fifth step cross into the next epoch."""
+    expected = [sorted(sample_ids(8 * step, 8, n=20, seed=1).tolist()) for step in range(5)]
+    assert all_ranks(20, 5, dp_size, micro_batch_size=micro, num_workers=workers) == expected
+
+
+def test_micro_batch_m_of_rank_r_is_where_the_documentation_says() -> None:
+    step = run_steps(100, 2, dp_rank=1, dp_size=2, shuffle=False)[1]
+    assert step == [10, 11, 14, 15]  # of 8 ... 15: micro batch 0 takes 8 9 | 10 11, micro batch 1 takes 12 13 | 14 15
+
+
+def test_workers_do_not_change_what_is_read() -> None:
+    assert run_steps(50, 12, num_workers=0) == run_steps(50, 12, num_workers=1) == run_steps(50, 12, num_workers=2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_loader_continues_exactly_after_the_steps_handed_out(workers: int) -> None:
+    whole = run_steps(30, 10)
+    with loader(Numbers(30), num_workers=workers) as first:
+        before = [ids(next(first).micro_batches) for _ in range(4)]
+        state = first.state_dict()
+        time.sleep(0.1)  # what is read ahead meanwhile must not count
+        assert first.state_dict() == state == {"samples_consumed": 32}
+    after = run_steps(30, 6, num_workers=workers, samples_consumed=state["samples_consumed"])
+    assert before + after == whole
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loading_a_state_drops_what_was_read_ahead(workers: int) -> None:
+    whole = run_steps(30, 10)
+    with loader(Numbers(30), num_workers=workers) as batches:
+        next(batches)
+        batches.load_state_dict({"samples_consumed": 40})
+        assert ids(next(batches).micro_batches) == whole[5]
+
+
+def test_a_resumed_run_on_more_ranks_sees_each_sample_of_the_epoch_once() -> None:
+    first = all_ranks(64, 3, dp_size=2)
+    rest = all_ranks(64, 5, dp_size=4, samples_consumed=24)
+    assert sorted(itertools.chain(*first, *rest)) == list(range(64))
+
+
+def test_a_data_set_with_get_batch_gives_the_same_samples_with_and_without_workers() -> None:
+    windows = ByteWindows(np.random.default_rng(0).integers(0, 256, 5000).astype(np.uint8), seq_len=16)
+    steps = []
+    for workers in (0, 2):
+        with loader(windows, num_workers=workers) as batches:
+            steps.append([batch for _ in range(3) for batch in next(batches).micro_batches])
+    assert len(steps[0]) == 12 and steps[0][0]["inputs"].shape == (2, 16)
+    for one, other in zip(*steps, strict=True):
+        assert torch.equal(one["inputs"], other["inputs"]) and torch.equal(one["targets"], other["targets"])
+
+
+@pytest.mark.parametrize("opened_before", [False, True])
+def test_workers_give_each_sample_its_own_data_from_a_file_that_is_opened_at_the_first_one(
+    opened_before: bool, numbers_file: Path
+) -> None:
+    dataset = Opened(numbers_file)
+    if opened_before:  # where it is made, for its length, or for an evaluation of a part of it
+        dataset.open()
+    with loader(dataset, num_workers=2) as batches:
+        example = batches.example()
+        assert (example["id"].tolist(), example["number"].tolist()) == ([0, 0], [0, 0])
+        batches.start()
+        assert dataset.is_open == opened_before, "nothing is read by this process before its workers are there"
+        for _ in range(60):
+            for batch in next(batches).micro_batches:
+                assert batch["number"].tolist() == batch["id"].tolist()
+
+
+def test_a_worker_reads_on_where_an_open_file_was_and_moves_nobody_else(numbers_file: Path) -> None:
+    class InTheMidst(Opened):
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            return {"id": torch.tensor(int.from_bytes(os.read(self._file, 8), "little"))}
+
+    dataset = InTheMidst(numbers_file)
+    dataset.open()
+    os.lseek(dataset._file, 80, os.SEEK_SET)
+    with loader(dataset, num_workers=1) as batches:
+        assert ids(next(batches).micro_batches) == list(range(10, 18))
+        assert os.lseek(dataset._file, 0, os.SEEK_CUR) == 80
+
+
+def test_an_example_that_cannot_be_read_says_why() -> None:
+    with loader(Broken(20), num_workers=1) as batches, pytest.raises(OSError, match="disk on fire"):
+        batches.example()
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_get_batch_draws_comes_back_after_a_restart_and_is_new_in_each_batch(workers: int) -> None:
+    with loader(Noisy(20)) as batches:
+        undisturbed = [batch for _ in range(5) for batch in next(batches).micro_batches]
+    torch.manual_seed(7)  # as after a restart, where a worker's own state is that of its start
+    with loader(Noisy(20), samples_consumed=16, num_workers=workers) as batches:
+        resumed = [batch for _ in range(3) for batch in next(batches).micro_batches]
+    assert [batch["noise"].tolist() for batch in resumed] == [batch["noise"].tolist() for batch in undisturbed[8:]]
+    assert len({float(value) for batch in undisturbed for value in batch["noise"].flatten()}) == 5 * 8 * 3
+
+
+def test_workers_leave_the_global_random_state_alone() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    run_steps(20, 2, num_workers=1)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_workers_survive_the_signals_of_a_preemption() -> None:
+    with loader(Numbers(1000), num_workers=2) as batches:
+        seen = [ids(next(batches).micro_batches)]
+        workers = multiprocessing.active_children()
+        assert len(workers) == 2
+        for worker in workers:
+            assert worker.pid
+            os.kill(worker.pid, signal.SIGUSR2)
+            os.kill(worker.pid, signal.SIGTERM)
+        time.sleep(0.1)
+        seen += [ids(next(batches).micro_batches) for _ in range(9)]
+        assert all(worker.is_alive() for worker in workers)
+        assert multiprocessing.active_children() == workers
+    assert seen == run_steps(1000, 10)
+
+
+def test_starting_workers_leaves_the_ranks_own_signal_handling_as_it_was() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)]
+    with loader(Numbers(100), num_workers=1) as batches:
+        next(batches)
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)] == handlers
+
+
+def test_close_leaves_no_child() -> None:
+    with loader(Numbers(1000), num_workers=2) as batches:
+        next(batches)
+        batches.close()
+        assert multiprocessing.active_children() == []
+        batches.close()  # again is no harm
+
+
+def test_close_kills_workers_that_are_stuck() -> None:
+    with loader(Slow(1000), num_workers=2) as batches:
+        batches._fetched = batches._start()  # next() would wait for a batch that never comes
+        time.sleep(0.2)
+        begin = time.perf_counter()
+        batches.close()
+        assert time.perf_counter() - begin < 60
+    assert multiprocessing.active_children() == []
+
+
+def test_a_run_that_crashes_without_closing_still_ends() -> None:
+    program = """
+from slurmtrain.data import BatchLoader
+batches = BatchLoader(range(100), seed=0, global_batch_size=4, micro_batch_size=4, num_workers=2)
+next(batches)
+raise SystemExit(3)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    crashed = subprocess.run([sys.executable, "-c", program], timeout=180, env=environment)
+    assert crashed.returncode == 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_data_set_reaches_the_caller_and_the_step_does_not_count(workers: int) -> None:
+    with loader(Broken(100), num_workers=workers) as batches:
+        with pytest.raises(OSError, match="disk on fire"):
+            next(batches)
+        assert batches.samples_consumed == 0
+        assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize(("n", "batch_size", "world_size"), [(10, 3, 1), (10, 3, 4), (3, 2, 5), (64, 8, 8), (0, 4, 2)])
+def test_evaluation_sees_each_sample_exactly_once_over_all_ranks(n: int, batch_size: int, world_size: int) -> None:
+    batches = [
+        batch["id"].tolist()
+        for rank in range(world_size)
+        for batch in eval_batches(Numbers(n), batch_size, rank, world_size)
+    ]
+    assert sorted(itertools.chain(*batches)) == list(range(n))
+    assert all(1 <= len(batch) <= batch_size for batch in batches)
+
+
+def test_batch_sizes_that_do_not_divide_are_refused_with_a_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"train\.global_batch_size = 10 cannot be divided") as error:
+        BatchLoader(Numbers(10), seed=0, global_batch_size=10, micro_batch_size=2, dp_size=4)
+    assert "8 or 16" in (error.value.hint or "")
+    with pytest.raises(ConfigError, match="no samples"):
+        BatchLoader(Numbers(0), seed=0, global_batch_size=1, micro_batch_size=1)

@@ -1,0 +1,837 @@
+"""`prepare`: what comes out is what was put in, whoever did the work, however often it was killed; what is wrong is said."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurmtrain.cli import main
+from slurmtrain.config.schema import Config, PrepareConfig
+from slurmtrain.data.format.manifest import Manifest, read_manifest
+from slurmtrain.data.format.tokenizers import TokenizerChoice, load_tokenizer
+from slurmtrain.data.prepare.finish import finish
+from slurmtrain.data.prepare.plan import InputPiece, PreparePlan, agree_on, make_plan
+from slurmtrain.data.prepare.reading import Bad, Reading
+from slurmtrain.data.prepare.sources import find_sources
+from slurmtrain.data.prepare.unit import Progress, Task, prepare_unit, recorded
+from slurmtrain.data.prepare.worker_pool import Tally, work
+from slurmtrain.errors import ConfigError, DataError, SlurmtrainError
+from slurmtrain.observe.prepare_progress import Preparing
+from slurmtrain.runtime.jobs.prepare import stop_together, workers_of
+from slurmtrain.slurm.environment import Environment
+from slurmtrain.system import signals
+from slurmtrain.system.process import lives
+from tests.support.children import children
+from tests.support.commands import Cli
+from tests.support.raw_text import (
+    content,
+    documents_of,
+    halves,
+    hanging_disk,
+    json_lines,
+    save_to_disk,
+    texts,
+    write_all_formats,
+    write_ranks,
+    write_tokenizer,
+)
+
+
+class Event(threading.Event):
+    """A stop that a test gives."""
+
+    @property
+    def requested(self) -> bool:
+        return self.is_set()
+
+
+def prepare(
+    inputs: Path | Sequence[Path], output: Path, *, parts: int = 1, processes: int = 0, **settings: Any
+) -> Manifest | None:
+    """All parts, one after another; with `processes` by a crew, else, which is faster, by this process."""
+    manifest = None
+    for part in range(parts):
+        plan = plan_of(inputs, output, **settings)
+        units = plan.share(part, parts)
+        if processes:
+            assert work(plan, units, processes, Event(), lambda tally: None, max_bad_share=0.0)
+        else:
+            do_units(plan, part, parts)
+        manifest = finish(plan, settings.get("max_bad_share", 0.0), lambda text: None)
+    return manifest
+
+
+def plan_of(inputs: Path | Sequence[Path], output: Path, **settings: Any) -> PreparePlan:
+    paths = [str(path) for path in ([inputs] if isinstance(inputs, Path) else inputs)]
+    plan = make_plan(PrepareConfig(inputs=paths, output=str(output), **settings))
+    agree_on(plan)
+    return plan
+
+
+def do_units(plan: PreparePlan, part: int = 0, parts: int = 1) -> None:
+    tokenizer, _ = load_tokenizer(plan.settings.tokenizer)
+    for unit in plan.share(part, parts):
+        prepare_unit(Task.of(plan), unit, tokenizer, lambda progress: None)
+
+
+def as_bytes(documents: Sequence[str]) -> list[tuple[list[int], int]]:
+    """What documents_of gives for these, prepared as bytes."""
+    return [([*text.encode(), 0], len(text.encode())) for text in documents]
+
+
+# What comes out.
+
+
+@pytest.mark.parametrize("unit_mb", [1.0, 0.004, 0.0005])
+def test_every_document_of_every_format_is_there_once_and_in_order(unit_mb: float, tmp_path: Path) -> None:
+    documents = write_all_formats(tmp_path / "raw")
+    manifest = prepare(tmp_path / "raw", tmp_path / "out", unit_mb=unit_mb)
+    assert manifest is not None and manifest == read_manifest(tmp_path / "out")
+    assert list(documents_of(tmp_path / "out")) == as_bytes(documents)
+    assert sum(source.records for source in manifest.sources) == len(documents)
+    assert [source.name for source in manifest.sources][-2:] == ["e/data-00001-of-00002.arrow", "f/"]
+    assert len(manifest.splits["train"].shards) > {1.0: 0, 0.004: 8, 0.0005: 60}[unit_mb]
+
+
+@pytest.mark.parametrize("kind", ["tokenizers", "tiktoken"])
+def test_documents_are_what_the_tokenizer_makes_of_them_between_bos_and_eos(kind: str, tmp_path: Path) -> None:
+    documents = texts(50, seed=1)
+    (tmp_path / "raw.jsonl").write_bytes(json_lines(documents))
+    if kind == "tokenizers":
+        file, more = write_tokenizer(tmp_path / "t.json"), {"bos": "1"}
+    else:
+        file, more = (
+            write_ranks(tmp_path / "t.tiktoken", b"the"),
+            {"tiktoken_pattern": "gpt2", "eos": "257", "bos": "258"},
+        )
+    prepare(tmp_path / "raw.jsonl", tmp_path / "out", tokenizer=str(file), unit_mb=0.002, **more)
+    manifest = read_manifest(tmp_path / "out")
+    facts = manifest.tokenizer
+    assert facts.kind == kind and facts.file is not None and manifest.dtype == "uint16"
+    assert (tmp_path / "out" / facts.file).read_bytes() == file.read_bytes()
+    tokenizer, _ = load_tokenizer(TokenizerChoice(str(file), pattern=more.get("tiktoken_pattern"), eos="0"))
+    expected = [([facts.bos, *ids.tolist(), facts.eos], 0) for ids in tokenizer.encode_batch(documents)]
+    assert [(ids, 0) for ids, _ in documents_of(tmp_path / "out")] == expected
+
+
+@given(
+    lines=st.lists(st.sampled_from([b'{"text": "a"}', b"", b"  ", b"{", b'{"text": "' + b"x" * 40 + b'"}', b"\r"])),
+    edges=st.lists(st.integers(0, 400)),
+    ends_with_newline=st.booleans(),
+)
+def test_a_file_cut_anywhere_gives_the_records_and_line_numbers_of_the_whole(
+    lines: list[bytes], edges: list[int], ends_with_newline: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("cut") / "a.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n" * ends_with_newline)
+    [source] = find_sources([str(path)], "auto", path.parent / "out")
+    whole = list(Reading(InputPiece(source, 0, source.size), "text").records())
+    cuts = [0, *sorted(edge for edge in edges if 0 < edge < source.size), source.size]
+    found, before = [], 0
+    for start, end in pairwise(cuts):
+        piece = list(Reading(InputPiece(source, start, end), "text").records())
+        found += [(before + number, record) for number, record in piece]
+        before += len(piece)
+    assert found == whole
+    assert [number for number, _ in whole] == list(range(1, len(whole) + 1))
+
+
+def test_a_piece_in_the_middle_of_a_line_reads_no_further_than_its_own_end(tmp_path: Path) -> None:
+    size = 32 << 20
+    with open(tmp_path / "a.jsonl", "wb") as file:
+        file.truncate(size)  # zeros: one line
+    [source] = find_sources([str(tmp_path)], "auto", tmp_path.parent / "out")
+    before = bytes_read()
+    assert not list(Reading(InputPiece(source, size // 8, size // 4), "text").records())
+    assert bytes_read() - before <= size // 4
+
+
+def test_a_line_that_would_not_fit_into_memory_is_a_bad_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slurmtrain.data.prepare.reading.LONGEST_LINE", 100)
+    texts = ["a", "b" * 500, "c" * (100 - len(json_lines([""]))), "d", "e" * 500]
+    (tmp_path / "a.jsonl").write_bytes(json_lines(texts)[:-1])
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(json_lines(texts)))
+    for source in find_sources([str(tmp_path)], "auto", tmp_path.parent / "out"):
+        records = list(Reading(InputPiece(source, 0, source.size), "text").records())
+        long = Bad("longer than 100 bytes; a JSON array is no JSON lines")
+        assert records == list(enumerate([texts[0], long, *texts[2:4], long], start=1))
+
+
+def bytes_read() -> int:
+    """By this process so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_held_out_are_a_share_of_the_documents_and_duplicates_together(tmp_path: Path) -> None:
+    distinct = [f"document {number}" for number in range(2000)]
+    (tmp_path / "raw.jsonl").write_bytes(json_lines([*distinct, *distinct]))
+    prepare(tmp_path / "raw.jsonl", tmp_path / "out", valid_fraction=0.1, unit_mb=0.02)
+    found = {
+        split: [bytes(ids[:-1]).decode() for ids, _ in documents_of(tmp_path / "out", split)]
+        for split in ("train", "valid")
+    }
+    assert sorted(found["train"] + found["valid"]) == sorted([*distinct, *distinct])
+    assert not set(found["train"]) & set(found["valid"])
+    assert 300 < len(found["valid"]) < 500  # of 4,000; five standard deviations
+
+
+def test_a_prepared_data_set_may_be_read_by_others(tmp_path: Path) -> None:
+    (tmp_path / "raw.txt").write_text("a")
+    before = os.umask(0o022)
+    try:
+        prepare(tmp_path / "raw.txt", tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").rglob("*") if path.is_file()} == {0o644}
+
+
+# Whoever does it, and however often it is stopped.
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Inputs of every format, and a tokenizer beside them."""
+    folder = tmp_path_factory.mktemp("inputs")
+    write_all_formats(folder / "raw")
+    write_tokenizer(folder / "tokenizer.json")
+    return folder / "raw"
+
+
+@pytest.fixture(scope="module")
+def settings(raw: Path) -> dict[str, Any]:
+    return {"tokenizer": str(raw.parent / "tokenizer.json"), "unit_mb": 0.001, "valid_fraction": 0.2}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(raw: Path, settings: dict[str, Any]) -> dict[str, bytes]:
+    prepare(raw, raw.parent / "undisturbed", **settings)
+    return content(raw.parent / "undisturbed")
+
+
+@pytest.mark.parametrize(("processes", "parts"), [(1, 2), (2, 1), (3, 3)])
+def test_processes_and_parts_do_not_show(
+    processes: int, parts: int, raw: Path, settings: dict[str, Any], undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    # From a copy elsewhere: the data set does not tell where its inputs were.
+    shutil.copytree(raw.parent, tmp_path / "copy", ignore=shutil.ignore_patterns("undisturbed"))
+    here = {**settings, "tokenizer": str(tmp_path / "copy/tokenizer.json")}
+    prepare(tmp_path / "copy/raw", tmp_path / "out", processes=processes, parts=parts, **here)
+    assert content(tmp_path / "out") == undisturbed
+
+
+@contextmanager
+def started(
+    raw: Path, output: Path, settings: dict[str, Any], *, hangs_after: int = 1 << 30
+) -> Iterator[subprocess.Popen[str]]:
+    """The command, as a person gives it, on a disk that hangs when so many units are done."""
+    words = [f"prepare.{name}={value}" for name, value in settings.items()]
+    command = [sys.executable, "-m", "slurmtrain", "prepare", f"prepare.inputs=[{raw}]", f"prepare.output={output}"]
+    process = subprocess.Popen(
+        [*command, *words, "prepare.workers=2"],
+        env={**os.environ, **hanging_disk(output.with_suffix(".disk"), output, hangs_after)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def crew_of(pid: int) -> list[int]:
+    """Its processes; the tracker of multiprocessing's resources, which leaves by itself, aside."""
+    found = []
+    for child in children(pid):
+        with suppress(OSError):  # it has just ended
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(child)
+    return found
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def units_done(output: Path) -> int:
+    folder = output / ".prepare/units"
+    return sum(path.suffix == ".json" for path in folder.iterdir()) if folder.is_dir() else 0
+
+
+def test_killed_at_random_moments_and_resumed_it_is_the_undisturbed_one(
+    raw: Path, settings: dict[str, Any], undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    moments, output, kills = random.Random(7), tmp_path / "out", 0
+    total = len(plan_of(raw, tmp_path / "other", **settings).units)
+    while kills < 3:
+        target = units_done(output) + moments.randint(1, total // 6)
+        with started(raw, output, settings, hangs_after=target + 3) as process:
+            wait_until(lambda target=target: units_done(output) >= target)  # type: ignore[misc]
+            wait_until(lambda process=process: len(crew_of(process.pid)) == 2)  # type: ignore[misc]
+            crew = crew_of(process.pid)
+            process.kill()
+            wait_until(lambda crew=crew: not any(map(lives, crew)))  # type: ignore[misc]
+        assert not (output / "manifest.json").exists()
+        kills += 1
+    done = {path: path.stat().st_mtime_ns for path in (output / ".prepare/units").glob("*.json")}
+    assert 0 < len(done) < total
+    with started(raw, output, settings) as process:
+        said, _ = process.communicate(timeout=180)
+        assert process.returncode == 0, said
+    assert content(output) == undisturbed
+    assert all(path.stat().st_mtime_ns == when for path, when in done.items())  # nothing that was whole was done again
+    assert not list((output / ".prepare/begun").iterdir())
+
+
+def test_ctrl_c_leaves_whole_units_and_no_process_and_says_how_to_go_on(
+    raw: Path, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    with started(raw, tmp_path / "out", settings, hangs_after=3) as process:
+        wait_until(lambda: units_done(tmp_path / "out") > 0)
+        crew = crew_of(process.pid)
+        for pid in (*crew, process.pid):  # as a terminal does
+            os.kill(pid, signal.SIGINT)
+        said, _ = process.communicate(timeout=180)
+    assert process.returncode == 75 and "the same command again goes on" in said, said
+    assert "Traceback" not in said and not any(map(lives, crew))
+    assert not (tmp_path / "out/manifest.json").exists()
+
+
+def test_what_somebody_else_is_writing_stays_until_he_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "raw.txt").write_text("a")
+    begun = tmp_path / "out/.prepare/begun"
+    with subprocess.Popen(["sleep", "60"]) as other:
+        theirs = begun / f"00000.{os.uname().nodename}-{other.pid}"
+        theirs.mkdir(parents=True)
+        (theirs / "train.tokens").write_bytes(b"a")
+        elsewhere = begun / "00000.another-host-1"
+        elsewhere.mkdir()
+        prepare(tmp_path / "raw.txt", tmp_path / "out")
+        assert sorted(begun.iterdir()) == sorted([theirs, elsewhere])
+        other.kill()
+    os.utime(elsewhere, (0, 0))
+    prepare(tmp_path / "raw.txt", tmp_path / "out")
+    assert not list(begun.iterdir())
+
+
+def test_a_unit_does_not_look_through_the_records_of_all_that_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "raw.jsonl").write_bytes(json_lines(texts(20, seed=1)))
+    plan = plan_of(tmp_path / "raw.jsonl", tmp_path / "out", unit_mb=0.001)
+    listed: list[object] = []
+    for name in ("listdir", "scandir"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda path, real=real: (listed.append(path), real(path))[1])
+    do_units(plan)
+    assert plan.begun_folder in listed and plan.units_folder not in listed
+
+
+def test_one_task_that_is_told_to_stop_is_enough(tmp_path: Path) -> None:
+    one, other = signals.StopSignals(), signals.StopSignals()
+    for stop in (one, other):
+        stop_together(stop, tmp_path)
+    one.request("SIGUSR2")
+    assert other.wait(timeout_s=60) and other.first is not None and other.first.cause == "another rank"
+
+
+def test_a_job_that_is_stopped_goes_on_when_it_is_resumed(
+    raw: Path, settings: dict[str, Any], undisturbed: dict[str, bytes], project: Path
+) -> None:
+    output = project / "out"
+    words = [f"prepare.{name}={value}" for name, value in settings.items()]
+    words += [f"prepare.inputs=[{raw}]", f"prepare.output={output}", "prepare.workers=1"]
+    command = [sys.executable, "-m", "slurmtrain", "+cluster=local", "cluster.tasks_per_node=2", "job=prepare"]
+    with subprocess.Popen(
+        [*command, *words, "submit"],
+        env={**os.environ, **hanging_disk(project / "disk", output, after=2)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as job:
+        wait_until(lambda: units_done(output) > 0)
+        [run] = project.glob("runs/prepare/*")
+        (run / "stop").touch()  # which rank 0 alone looks for
+        said, _ = job.communicate(timeout=180)
+    assert "stopped by the file `stop`" in said, said
+    (project / "disk/gate").unlink()
+    done = subprocess.run(
+        [sys.executable, "-m", "slurmtrain", "resume", "last"], capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done
+    assert content(output) == undisturbed
+    attempts = [json.loads(path.read_text()) for path in sorted(run.glob("attempts/*/attempt.json"))]
+    total = len(list(output.glob(".prepare/units/*.json")))
+    # The other task may do one more after rank 0 has counted.
+    assert 0 < attempts[0]["last_step"] <= attempts[1]["first_step"] < attempts[1]["last_step"] == total
+
+
+def test_a_process_that_is_killed_is_told(raw: Path, settings: dict[str, Any], tmp_path: Path) -> None:
+    with started(raw, tmp_path / "out", settings, hangs_after=3) as process:
+        wait_until(lambda: units_done(tmp_path / "out") > 0)
+        os.kill(crew_of(process.pid)[0], signal.SIGKILL)
+        said, _ = process.communicate(timeout=180)
+    assert process.returncode == 1
+    assert "error: a process was killed by SIGKILL while it prepared" in said and "Traceback" not in said
+
+
+def test_a_full_disk_is_told_and_with_more_room_the_same_command_goes_on(
+    raw: Path, settings: dict[str, Any], undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    words = [f"prepare.{name}={value}" for name, value in settings.items()]
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = [sys.executable, "-m", "slurmtrain", "prepare", f"prepare.inputs=[{raw}]", f"prepare.output={disk}/out"]
+    script = f"""
+        mount -t tmpfs -o size=64k none {disk}
+        "$@"; echo "first: $?"
+        mount -o remount,size=64m {disk}
+        "$@"; echo "second: $?"
+        cp -r {disk}/out {tmp_path}/out
+    """
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c", script, "-", *command, *words],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    if "unshare failed" in done.stderr:
+        pytest.skip("this machine does not let us mount a small disk")
+    assert "first: 1\n" in done.stdout and "second: 0\n" in done.stdout, done.stdout + done.stderr
+    assert f"error: there is no space left for {disk}/out\n" in done.stderr and "Traceback" not in done.stderr
+    assert content(tmp_path / "out") == undisturbed
+
+
+def test_a_shard_that_is_lost_is_made_again(
+    raw: Path, settings: dict[str, Any], undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    prepare(raw, output, **settings)
+    next(output.glob("train/*.tokens")).unlink()
+    prepare(raw, output, processes=1, **settings)
+    assert content(output) == undisturbed
+
+
+# What is wrong.
+
+BAD = {
+    2: ('{"text": 5}', "'text' is no string, but int"),
+    5: ('{"text": null}', "'text' is no string, but null"),
+    9: ('{"body": "x"}', "no field 'text'"),
+    11: ('["text"]', "no JSON object, but list"),
+    14: ('{"text": "x"', "no JSON (Expecting ',' delimiter at character 14)"),
+    17: ('{"text": "\\ud800"}', "invalid Unicode (half of a surrogate pair)"),
+    18: ('{"text": "caf\udce9"}', "invalid UTF-8 (invalid continuation byte)"),
+    19: ("[" * 2000, "no JSON (maximum recursion depth exceeded"),
+}
+
+
+def lines_with_bad_ones() -> bytes:
+    """Lines 1 to 40: bad ones, a blank one (3), one without text (4); the others say their number."""
+    good = {number: json.dumps({"text": f"line {number}"}) for number in range(1, 41)}
+    lines = {**good, 3: "", 4: '{"text": ""}', **{number: line for number, (line, _) in BAD.items()}}
+    return "".join(f"{lines[number]}\n" for number in range(1, 41)).encode(errors="surrogateescape")
+
+
+def test_bad_records_are_listed_with_their_lines_and_fail_the_job_past_the_share(tmp_path: Path) -> None:
+    raw, output = tmp_path / "raw", tmp_path / "out"
+    raw.mkdir()
+    (raw / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + json_lines(["after a byte order mark"]))
+    (raw / "b.jsonl").write_bytes(lines_with_bad_ones())
+    said: list[str] = []
+    plan = plan_of(raw, output, unit_mb=0.0001)
+    assert len(plan.units) > 20  # most lines stand in a unit that began in the middle of the file
+    do_units(plan)
+    with pytest.raises(ConfigError) as refused:
+        finish(plan, 0.0, said.append)
+    assert refused.value.message.startswith(
+        f"{len(BAD)} of 40 records are bad (0.2 of all), and prepare.max_bad_share is 0.0"
+    )
+    found = [json.loads(line) for line in (output / "bad.jsonl").read_text().splitlines()]
+    assert [(each["source"], each["record"]) for each in found] == [("b.jsonl", number) for number in BAD]
+    for each, (_, reason) in zip(found, BAD.values(), strict=True):
+        assert each["reason"].startswith(reason)
+    assert said[0] == "bad: b.jsonl:2: 'text' is no string, but int" and len(said) == len(BAD)
+    assert not (output / "manifest.json").exists()
+
+    when = {path: path.stat().st_mtime_ns for path in output.rglob("*.tokens")}
+    assert work(plan, plan.units, 1, Event(), lambda tally: None, max_bad_share=0.2)
+    manifest = finish(plan, 0.2, said.append)
+    assert manifest is not None and {path: path.stat().st_mtime_ns for path in when} == when
+    assert [(one.records, one.empty, one.bad) for one in manifest.sources] == [(1, 0, 0), (39, 1, len(BAD))]
+    kept = [bytes(ids[:-1]).decode() for ids, _ in documents_of(output)]
+    good = [f"line {number}" for number in range(1, 41) if number not in {3, 4, *BAD}]
+    assert kept == ["after a byte order mark", *good]
+
+
+def test_of_many_bad_records_the_first_twenty_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{\n" * 50 + '{"text": "x"}\n')
+    plan, said = plan_of(tmp_path / "a.jsonl", tmp_path / "out"), list[str]()
+    do_units(plan)
+    with pytest.raises(ConfigError):
+        finish(plan, 0.5, said.append)
+    assert len(said) == 21 and said[-1] == f"bad: 30 more in {tmp_path}/out/bad.jsonl"
+    assert len((tmp_path / "out/bad.jsonl").read_text().splitlines()) == 50
+
+
+def test_when_no_record_is_any_good_it_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(json_lines(texts(2000, seed=1)))
+    plan = plan_of(tmp_path / "a.jsonl", tmp_path / "out", text_field="body", unit_mb=0.01)
+    with pytest.raises(ConfigError, match=r"none of the first \d+ records can be used.*no field 'body'"):
+        work(plan, plan.units, 1, Event(), lambda tally: None, max_bad_share=0.5)
+    assert len(recorded(Task.of(plan))) < len(plan.units)
+
+
+def test_a_large_file_of_which_no_record_is_any_good_is_not_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(json_lines(["x"] * 20_000)))
+    plan, told = plan_of(path, tmp_path / "out", text_field="body"), list[Progress]()
+    prepare_unit(Task.of(plan), plan.units[0], load_tokenizer(plan.settings.tokenizer)[0], told.append)
+    assert told[0].bad < 2000 and told[0].first_bad == f"{path}: no field 'body'"
+    plan = plan_of(path, tmp_path / "again", text_field="body")
+    with pytest.raises(ConfigError, match=rf"none of the first {told[0].bad} records .* {path}: no field 'body'"):
+        work(plan, plan.units, 1, Event(), lambda tally: None, max_bad_share=0.5)
+
+
+def test_a_zstd_file_may_have_the_longest_window_there_is(tmp_path: Path) -> None:
+    packer = zstandard.ZstdCompressor().compressobj()
+    data = bytearray(packer.compress(json_lines(["one", "two"])) + packer.flush())
+    data[5] = (31 - 10) << 3  # the frame's window, as `zstd --long=31` declares it
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(data)
+    [source] = find_sources([str(path)], "auto", tmp_path / "out")
+    assert list(Reading(InputPiece(source, 0, source.size), "text").records()) == [(1, "one"), (2, "two")]
+
+
+@pytest.mark.parametrize("packing", ["gz", "zst"])
+@pytest.mark.parametrize("damage", ["torn", "flipped"])
+def test_a_packed_file_that_is_torn_or_damaged_is_a_bad_record_where_it_ends(
+    packing: str, damage: str, tmp_path: Path
+) -> None:
+    pack = {"gz": gzip.compress, "zst": lambda data: zstandard.ZstdCompressor(write_checksum=True).compress(data)}[
+        packing
+    ]
+    first, second = (json_lines(each) for each in halves(texts(200, seed=3)))
+    data = bytearray(pack(first) + pack(second))
+    if damage == "torn":
+        del data[-7:]
+    else:
+        data[-5] ^= 0xFF  # of the checksum
+    path = tmp_path / f"a.jsonl.{packing}"
+    path.write_bytes(data)
+    [source] = find_sources([str(path)], "auto", path.parent / "out")
+    *good, (number, last) = list(Reading(InputPiece(source, 0, source.size), "text").records())
+    assert isinstance(last, Bad) and ("ends too early" if damage == "torn" else "is damaged") in last.reason
+    assert number == len(good) + 1 > 100
+    assert [record for _, record in good] == texts(200, seed=3)[: len(good)]
+
+
+@pytest.mark.parametrize("zeros", [1, 511, 3 << 20])
+def test_zeros_behind_a_gzip_frame_are_padding_and_in_front_of_it_damage(zeros: int, tmp_path: Path) -> None:
+    first, second = (gzip.compress(json_lines(each)) for each in halves(texts(200, seed=3)))
+    path = tmp_path / "a.jsonl.gz"
+
+    def records(data: bytes) -> list[Any]:
+        path.write_bytes(data)
+        [source] = find_sources([str(path)], "auto", path.parent / "out")
+        return [record for _, record in Reading(InputPiece(source, 0, source.size), "text").records()]
+
+    assert records(first + bytes(zeros) + second + bytes(zeros)) == texts(200, seed=3)
+    assert "is damaged" in records(bytes(zeros) + first)[-1].reason
+
+
+def test_bad_rows_of_tables_are_counted_by_row(tmp_path: Path) -> None:
+    column = pyarrow.array([b"one", None, b"caf\xe9", b"two"], pyarrow.binary()).view("string")
+    table = pyarrow.table({"text": column})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=1)
+    with pyarrow.ipc.new_stream(tmp_path / "b.arrow", table.schema) as stream:
+        stream.write_table(table)
+    plan, said = plan_of([tmp_path / "a.parquet", tmp_path / "b.arrow"], tmp_path / "out", unit_mb=0.0002), list[str]()
+    do_units(plan)
+    finish(plan, 0.5, said.append)
+    reasons = ("2: 'text' is no string, but null", "3: invalid UTF-8 (unexpected end of data)")
+    assert said == [f"bad: {name}:{reason}" for name in ("a.parquet", "b.arrow") for reason in reasons]
+    assert [bytes(ids[:-1]) for ids, _ in documents_of(tmp_path / "out")] == [b"one", b"two"] * 2
+
+
+def test_a_column_that_is_stored_as_a_dictionary_is_text(tmp_path: Path) -> None:
+    documents = ["one", "naïve", "one", "two"] * 5
+    column = pyarrow.array([*(text.encode() for text in documents), None, b"caf\xe9"], pyarrow.binary()).view("string")
+    table = pyarrow.table({"text": column.dictionary_encode()})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=5)
+    with pyarrow.ipc.new_stream(tmp_path / "b.arrow", table.schema) as stream:
+        stream.write_table(table, max_chunksize=5)
+    plan, said = plan_of([tmp_path / "a.parquet", tmp_path / "b.arrow"], tmp_path / "out", unit_mb=0.0002), list[str]()
+    do_units(plan)
+    finish(plan, 0.5, said.append)
+    assert [line.partition(": ")[2].partition(":")[0] for line in said] == ["a.parquet"] * 2 + ["b.arrow"] * 2
+    assert list(documents_of(tmp_path / "out")) == as_bytes(documents * 2)
+
+
+def damaged(path: Path, keep: int) -> None:
+    path.write_bytes(path.read_bytes()[:keep])
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda raw: raw.joinpath("a.parquet").write_bytes(b"PAR1 nothing"), "cannot be read as Parquet"),
+        (lambda raw: pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), raw / "a.parquet"), "has no column 'text'"),
+        (lambda raw: pyarrow.parquet.write_table(pyarrow.table({"text": [1]}), raw / "a.parquet"), "'text' is int64"),
+        (lambda raw: raw.joinpath("a.arrow").write_bytes(b"nothing, but long enough"), "cannot be read as an Arrow stream"),
+        (lambda raw: (save_to_disk(raw / "d", texts(40, 1)), damaged(raw / "d/data-00001-of-00002.arrow", 700)), "00001-of"),
+        (lambda raw: (save_to_disk(raw / "d", texts(40, 1)), damaged(raw / "d/data-00001-of-00002.arrow", -8)), "is torn"),
+        (lambda raw: raw.joinpath("a.bin").write_bytes(b"x"), "it is not known what is in"),
+        (lambda raw: raw.joinpath("a.parquet.gz").write_bytes(b"x"), "is packed as a whole"),
+        (lambda raw: raw.joinpath("a.jsonl").write_bytes(b"\n"), "the inputs hold no document"),
+        (lambda raw: (raw.joinpath("a.txt").touch(), os.truncate(raw / "a.txt", 1 << 32)), "a single document of 4.3 GB"),
+        (lambda raw: os.mkfifo(raw / "a.jsonl"), "a.jsonl is no plain file"),
+        (lambda raw: None, "there is no file in"),
+        (lambda raw: raw.rmdir(), "prepare.inputs: there is no"),
+        (lambda raw: [save_to_disk(raw / "test", ["a"]), (raw / "dataset_dict.json").write_text("{}")], "several splits"),
+        (lambda raw: raw.joinpath("state.json").write_text('{"_data_files": [], "_indices_files": [1]}'), "a selection of"),
+    ],
+)  # fmt: skip
+def test_inputs_that_cannot_be_read_are_told_in_a_sentence(
+    make: Callable[[Path], object], said: str, tmp_path: Path
+) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    make(raw)
+    with pytest.raises(ConfigError) as refused:
+        prepare(raw, tmp_path / "out")
+    assert said in refused.value.message and "\n" not in refused.value.message
+    assert not (tmp_path / "out/manifest.json").exists()
+
+
+def interfering(plan: PreparePlan, interfere: Callable[[], object]) -> SlurmtrainError:
+    """What is raised when something happens between plan and work."""
+    interfere()
+    with pytest.raises(SlurmtrainError) as refused:
+        work(plan, plan.units, 1, Event(), lambda tally: None, max_bad_share=0.0)
+    return refused.value
+
+
+def test_an_input_that_vanishes_may_come_back_but_one_that_changes_may_not(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json_lines(texts(20, seed=1)))
+    when = path.stat().st_mtime_ns
+    plan = plan_of(path, tmp_path / "out")
+    error = interfering(plan, lambda: path.rename(tmp_path / "away"))
+    assert isinstance(error, DataError) and error.exit_code == 1
+    assert error.message == f"{path} has vanished while a data set was being prepared"
+    (tmp_path / "away").rename(path)
+    error = interfering(plan, lambda: path.write_bytes(json_lines(texts(21, seed=1))))
+    assert isinstance(error, ConfigError) and "was changed while it was being prepared" in error.message
+    with pytest.raises(
+        ConfigError, match=r"was begun with something else: the input a.jsonl had \d+ bytes of jsonl, now"
+    ):
+        plan_of(path, tmp_path / "out")
+    path.write_bytes(json_lines(texts(20, seed=1)))
+    with pytest.raises(ConfigError, match=r"was begun with something else: the input a.jsonl has changed"):
+        plan_of(path, tmp_path / "out")
+    os.utime(path, ns=(when, when))
+    assert work(plan_of(path, tmp_path / "out"), plan.units, 1, Event(), lambda tally: None, max_bad_share=0.0)
+
+
+def test_an_input_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json_lines(texts(20, seed=1)))
+    [source] = find_sources([str(path)], "auto", path.parent / "out")
+    records = Reading(InputPiece(source, 0, source.size), "text").records()
+    next(records)
+    path.write_bytes(json_lines(texts(20, seed=2)))
+    with pytest.raises(ConfigError, match="was changed while it was being prepared"):
+        list(records)
+
+
+def test_another_data_set_in_the_same_output_is_refused_by_what_differs(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.txt").write_text("two")
+    first, second = (write_ranks(tmp_path / f"{name}.tiktoken", name.encode()) for name in ("one", "two"))
+    ranks = {"tiktoken_pattern": "gpt2", "eos": "none"}
+    prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(first), **ranks)
+    digests = [load_tokenizer_digest(path) for path in (first, second)]
+    for settings, differs in [
+        ({"tokenizer": str(second), **ranks}, f"tokenizer.file was {first.name}, now {second.name}"),
+        ({"tokenizer": str(first), **ranks, "unit_mb": 2.0}, "prepare.unit_mb was 128.0, now 2.0"),
+        ({"tokenizer": str(first), **ranks, "text_field": "x"}, "prepare.text_field was text, now x"),
+    ]:
+        with pytest.raises(ConfigError, match="was begun with something else") as refused:
+            plan_of(tmp_path / "a.txt", tmp_path / "out", **settings)
+        assert differs in refused.value.message
+    shutil.copy(second, first)
+    with pytest.raises(ConfigError, match=f"tokenizer.sha256 was {digests[0]}, now {digests[1]}"):
+        plan_of(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(first), **ranks)
+    with pytest.raises(ConfigError, match=r"the input b.txt is new"):
+        plan_of([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "out")
+
+
+def load_tokenizer_digest(path: Path) -> str:
+    return str(load_tokenizer(TokenizerChoice(str(path), eos="none", pattern="gpt2"))[0].facts.sha256)
+
+
+def test_how_far_it_is_counts_what_was_done_before(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(json_lines(texts(100, seed=1)))
+    plan = plan_of(tmp_path / "a.jsonl", tmp_path / "out", unit_mb=0.003)
+    do_units(plan, 0, 2)
+    tallies: list[Tally] = []
+    work(plan, plan.units, 1, Event(), tallies.append, max_bad_share=0.0)
+    first, last = tallies[0], tallies[-1]
+    total = (tmp_path / "a.jsonl").stat().st_size
+    assert (first.units_done, first.size) == (len(plan.share(0, 2)), first.before) and 0 < first.size < total
+    assert (last.units_done, last.size, last.total, last.documents) == (len(plan.units), total, total, 100)
+
+
+# The verb.
+
+
+def test_a_line_tells_all_there_is_to_know_now_and_then() -> None:
+    clock, stream = [100.0], io.StringIO()
+    lines = Preparing(stream, lambda: clock[0])
+    tally = Tally(units=10, units_done=3, size=40_000_000, total=100_000_000, before=10_000_000, documents=12_345)
+    for seconds in (0, 5, 5, 5):
+        clock[0] += seconds
+        lines.show(tally)
+    tally.units_done, tally.size, tally.bad = 10, 100_000_000, 2
+    lines.show(tally)
+    assert stream.getvalue().splitlines() == [
+        "40.0/100.0 MB  12.3k documents",
+        "40.0/100.0 MB  3.0 MB/s  12.3k documents  eta 0:20",
+        "100.0/100.0 MB  6.0 MB/s  12.3k documents  2 bad",
+    ]
+
+
+def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(stream := io.StringIO(), "isatty", lambda: True)
+    bar = Preparing(stream)
+    bar.show(Tally(size=40_000_000, total=100_000_000, documents=12))
+    bar.say("bad: a.jsonl:3: no [JSON]")
+    bar.close()
+    assert "━" in stream.getvalue() and "40.0/100.0 MB" in stream.getvalue()
+    assert "bad: a.jsonl:3: no [JSON]\n" in stream.getvalue()
+
+
+def test_ranks_that_srun_or_torchrun_starts_share_the_work(
+    typed: Callable[..., Any], project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "a.jsonl").write_bytes(json_lines(texts(30, seed=1)))
+    words = ["prepare.inputs=[a.jsonl]", "prepare.output=out", "prepare.unit_mb=0.001", "prepare.workers=1"]
+    world = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    said = []
+    for rank in ("1", "0"):
+        for name, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items():
+            monkeypatch.setenv(name, value)
+        code, text = typed(*words)
+        assert code == 0
+        said.append(text)
+    assert "this part is done, 3 of 7 units in all" in said[0]
+    assert f"prepared {project}/out (train: 30 documents" in said[1]
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch, project: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Run the verb in this process, whose signal handlers stay as they are: its exit code and what it said."""
+    monkeypatch.setattr(signals, "arm", Event)
+
+    def run(*words: str) -> tuple[int, str]:
+        code = main(["prepare", *words])
+        shown = capsys.readouterr()
+        return code, shown.out + shown.err
+
+    return run
+
+
+def test_the_verb_prepares_verifies_and_finds_every_damage(typed: Callable[..., Any], project: Path) -> None:
+    (project / "raw").mkdir()
+    (project / "raw/a.jsonl").write_bytes(json_lines(texts(30, seed=1)))
+    words = ["prepare.inputs=[raw/*.jsonl]", "prepare.output=out"]
+    code, said = typed(*words)
+    assert code == 0 and f"prepared {project}/out (train: 30 documents" in said
+    code, said = typed("verify", "out")
+    assert code == 0 and read_manifest(project / "out").fingerprint in said
+    tokens, ends, sizes = (project / f"out/train/00000.{kind}" for kind in ("tokens", "ends", "bytes"))
+    damage = bytearray(tokens.read_bytes())
+    damage[0] ^= 1
+    tokens.write_bytes(damage)
+    ends.write_bytes(ends.read_bytes()[:-8])
+    sizes.unlink()
+    code, said = typed("verify", "out")
+    assert code == 1
+    assert [line.partition("00000.")[2] for line in said.splitlines()[:3]] == [
+        "tokens differs from its digest: it is damaged",
+        "ends has 232 bytes, expected 240",
+        "bytes cannot be read: No such file or directory",
+    ]
+    tokens.unlink()
+    assert typed(*words)[0] == 0 and typed("verify", "out")[0] == 0
+
+
+def test_a_task_has_a_process_for_each_of_its_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    config, alone, two = Config(), Environment("single"), Environment("local", world_size=2, local_world_size=2)
+    assert (workers_of(config, alone), workers_of(config, two)) == (8, 4)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "3")
+    assert workers_of(config, Environment("slurm", world_size=2, local_world_size=2)) == 3
+    config.prepare.workers = 5
+    assert workers_of(config, alone) == 5
+
+
+def test_it_does_without_torch(cli: Cli, project: Path) -> None:
+    (project / "a.txt").write_text("text")
+    program = "import sys; from slurmtrain.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    for words in (["prepare", "prepare.inputs=[a.txt]", "prepare.output=out"], ["prepare", "verify", "out"]):
+        done = cli(*words, program=("-c", program))
+        assert done.returncode == 0 and done.stdout.splitlines()[-1] == "False", done
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["prepare.output=out"], 78, "prepare.inputs is empty"),
+        (["prepare.inputs=[a.txt]"], 78, "prepare.output is not set"),
+        (["prepare.inputs=[*.json]", "prepare.output=out"], 78, "nothing matches '{here}/*.json'"),
+        (["prepare.inputs=[a.txt]", "prepare.output=file/out"], 78, "prepare.output={here}/file/out cannot be used: Not a"),
+        (["prepare.inputs=[../project]", "prepare.output=out"], 78, "prepare.output={here}/out lies in the input {here}"),
+        (["prepare.inputs=[a.txt]", "prepare.output=out", "prepare.format=csv"], 78, "prepare.format=csv is not known"),
+        (["prepare.inputs=[a.txt]", "prepare.output=out", "prepare.part=2"], 78, "prepare.part=2 with prepare.parts=1"),
+        (["prepare.inputs=[a.txt]", "prepare.output=out", "prepare.valid_fraction=1"], 78, "prepare.valid_fraction=1.0 must"),
+        (["prepare.inputs=[a.txt]", "prepare.output=out", "prepare.unit_mb=0"], 78, "prepare.unit_mb=0.0 must be above 0"),
+        (["verify"], 2, "cannot read 'prepare verify'"),
+        (["verify", "nowhere"], 78, "nowhere has no manifest.json"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said_in_one_sentence(
+    words: list[str], code: int, said: str, project: Path, typed: Callable[..., Any]
+) -> None:
+    for name in ("a.txt", "file"):
+        (project / name).write_text("text")
+    found = typed(*words)
+    assert found[0] == code and said.format(here=project) in found[1]

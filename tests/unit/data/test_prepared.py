@@ -1,0 +1,662 @@
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import itertools
+import mmap
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hydra.utils import instantiate
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from slurmtrain.cli import main
+from slurmtrain.data import BatchLoader, Mixture, PreparedText, eval_batches
+from slurmtrain.data.format import reading, rows
+from slurmtrain.data.format.manifest import Manifest, Shard, Split, TokenizerFacts, shard_file
+from slurmtrain.data.format.tokens import PackedTokens
+from slurmtrain.data.loading.batches import num_targets, stacked
+from slurmtrain.data.loading.compact_rows import CompactRows
+from slurmtrain.data.loading.samples import fetch_batches
+from slurmtrain.data.loading.shared_memory import SLOT_BYTES
+from slurmtrain.errors import ConfigError, DataError
+from tests.support.descriptors import open_below
+from tests.support.prepared import write_prepared
+
+CONF = Path(__file__).parents[3] / "conf"
+# Token 10 d + k is the k-th of document d: each says where it stands.
+DOCUMENTS = [[10 * d + k for k in range(length)] for d, length in enumerate([5, 1, 9, 3, 2, 8, 4, 6, 7, 2, 10, 3])]
+SHARDS = [DOCUMENTS[:4], [], DOCUMENTS[4:5], DOCUMENTS[5:]]
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_prepared(tmp_path / "data", {"train": SHARDS, "valid": [DOCUMENTS[:3]]})
+    return tmp_path / "data"
+
+
+def everything(dataset: Any) -> dict[str, Tensor]:
+    return dataset.get_batch(np.arange(len(dataset)))
+
+
+def pairs(batch: dict[str, Tensor]) -> list[tuple[int, int]]:
+    """(input, target) wherever the target counts."""
+    kept = batch["targets"] != -100
+    return sorted(zip(batch["inputs"][kept].tolist(), batch["targets"][kept].tolist(), strict=True))
+
+
+def within_documents() -> list[tuple[int, int]]:
+    return sorted((a, a + 1) for document in DOCUMENTS for a in document[:-1])
+
+
+@pytest.mark.parametrize("seq_len", [1, 4, 7, 100])
+def test_concat_has_every_token_but_the_first_as_a_target_once(data: Path, seq_len: int) -> None:
+    stream = [token for document in DOCUMENTS for token in document]
+    batch = everything(PreparedText(str(data), seq_len).train)
+    assert batch["inputs"].shape == batch["targets"].shape == (-(-59 // seq_len), seq_len)
+    assert batch["inputs"].dtype == batch["targets"].dtype == torch.int64
+    kept = batch["targets"] != -100
+    assert batch["inputs"][kept].tolist() == stream[:-1] and batch["targets"][kept].tolist() == stream[1:]
+    assert (batch["inputs"][~kept] == 0).all() and "documents" not in batch
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+@pytest.mark.parametrize("seq_len", [1, 4, 7, 100])
+def test_masked_samples_have_every_pair_of_every_document_once_and_say_which_is_whose(
+    data: Path, packing: str, seq_len: int
+) -> None:
+    batch = everything(PreparedText(str(data), seq_len, packing=packing, document_mask=True).train)
+    assert pairs(batch) == within_documents()
+    assert batch["documents"].dtype == torch.int32 and batch["documents"].shape == batch["inputs"].shape
+    assert (batch["documents"][:, 0] == 0).all()
+    for inputs, targets, documents in zip(*(batch[name].tolist() for name in batch), strict=True):
+        assert set(np.diff(documents)) <= {0, 1}
+        end = len(targets) - next((i for i, t in enumerate(reversed(targets)) if t != -100), len(targets))
+        # Where a document's last token is an input of concat, it is still this document's.
+        end += packing == "concat" and end < len(targets) and inputs[end] != 0
+        numbers = [token // 10 for token in inputs[:end]]
+        assert [a == b for a, b in itertools.pairwise(numbers)] == [
+            a == b for a, b in itertools.pairwise(documents[:end])
+        ]
+        assert end == len(targets) or end == 0 or documents[end] == documents[end - 1] + 1
+
+
+@pytest.mark.parametrize(
+    ("packing", "mask"), [("concat", None), ("concat", True), ("best_fit", None), ("documents", None)]
+)
+def test_samples_are_the_same_however_many_bytes_a_token_has(
+    packing: str, mask: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found = []
+    for vocab_size in (256, 257, 70_000):  # tokens of one, two and four bytes
+        folder = tmp_path / str(vocab_size)
+        write_prepared(folder, {"train": SHARDS}, vocab_size=vocab_size)
+        source = PreparedText(str(folder), 7, packing=packing, document_mask=mask)
+        found.append({name: values.tolist() for name, values in everything(source.train).items()})
+    assert found[0] == found[1] == found[2]
+
+
+def test_masks_and_packings_as_configured(data: Path) -> None:
+    assert "documents" in PreparedText(str(data), 8, packing="best_fit").train[0]
+    assert "documents" not in PreparedText(str(data), 8, packing="best_fit", document_mask=False).train[0]
+    best_fit = PreparedText(str(data), 12, packing="best_fit").train
+    assert len(best_fit) == 4 and (everything(best_fit)["targets"] != -100).all()  # 48 pairs
+    assert not hasattr(best_fit, "lengths")
+
+
+def test_a_document_a_sample_is_as_long_as_it_is(data: Path) -> None:
+    train = PreparedText(str(data), 6, packing="documents").train
+    long_enough = [document for document in DOCUMENTS if len(document) > 1]
+    assert len(train) == len(long_enough)
+    assert train.lengths(np.arange(len(train))).tolist() == [min(len(d) - 1, 6) for d in long_enough]
+    batch = train.get_batch(np.array([0, 2, 3]))
+    assert batch["inputs"].tolist() == [[0, 1, 2, 3], [30, 31, 0, 0], [40, 0, 0, 0]]
+    assert batch["targets"].tolist() == [[1, 2, 3, 4], [31, 32, -100, -100], [41, -100, -100, -100]]
+    split = PreparedText(str(data), 6, packing="documents", long_documents="split").train
+    assert pairs(everything(split)) == within_documents()
+    with pytest.raises(ConfigError, match="10 tokens"):
+        PreparedText(str(data), 6, packing="documents", long_documents="refuse")
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 9), max_size=8), min_size=1, max_size=4).filter(lambda s: sum(map(sum, s)) > 1),
+    st.integers(1, 12),
+    st.sampled_from(["concat", "best_fit", "documents"]),
+)
+def test_no_pair_is_lost_or_doubled_in_any_shape(
+    tmp_path_factory: pytest.TempPathFactory, shards: list[list[int]], seq_len: int, packing: str
+) -> None:
+    folder, numbers = tmp_path_factory.mktemp("data"), iter(range(1, 10_000))
+    documents = [[[next(numbers) for _ in range(length)] for length in shard] for shard in shards]
+    write_prepared(folder, {"train": documents}, vocab_size=10_000)
+    mask = None if packing == "documents" else True
+    source = PreparedText(str(folder), seq_len, packing=packing, document_mask=mask, long_documents="split")
+    expected = [(a, a + 1) for shard in documents for document in shard for a in document[:-1]]
+    assert pairs(everything(source.train)) == expected
+    if packing == "concat":
+        plain = PreparedText(str(folder), seq_len).train
+        last = next(numbers) - 1
+        assert pairs(everything(plain)) == [(a, a + 1) for a in range(1, last)]
+
+
+def test_a_batch_is_its_samples_stacked(data: Path) -> None:
+    for packing in ("concat", "best_fit"):
+        train = PreparedText(str(data), 7, packing=packing, document_mask=True).train
+        order = np.array([3, 0, len(train) - 1, 3])
+        batch = train.get_batch(order)
+        for name, got in batch.items():
+            assert torch.equal(got, torch.stack([train[int(i)][name] for i in order]))
+        with pytest.raises(IndexError):
+            train.get_batch(np.array([len(train)]))
+        with pytest.raises(IndexError):
+            train[-1]
+
+
+@pytest.mark.parametrize(("other", "mask"), [("best_fit", True), ("best_fit", False), ("documents", None)])
+def test_batches_of_a_mixture_are_its_samples_stacked(data: Path, other: str, mask: bool | None) -> None:
+    masked = PreparedText(str(data), 10, packing=other, document_mask=mask)
+    train = Mixture({"plain": PreparedText(str(data), 10), "masked": masked}).train
+    indices = np.random.default_rng(0).integers(0, len(train), (20_000 // 4, 4))  # more than are made at once
+    batches = list(fetch_batches(train, indices, indices, seed=0))
+    assert len(batches) == len(indices)
+    for of_batch, batch in zip(indices.tolist(), batches, strict=True):
+        assert isinstance(batch, CompactRows)
+        expected = stacked([{name: row[None] for name, row in train[index].items()} for index in of_batch])
+        if mask:  # whichever samples it has
+            expected.setdefault("documents", torch.zeros_like(expected["inputs"], dtype=torch.int32))
+        got = batch.batch()
+        assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
+        assert batch.num_targets == num_targets(got)
+
+
+def test_a_border_is_found_among_many_documents(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).integers(1, 6, 3000)
+    borders = np.cumsum(lengths)
+    cuts = [0, 1700, 1701, 3000]
+    write_prepared(tmp_path, {"train": [[[7] * n for n in lengths[a:b]] for a, b in itertools.pairwise(cuts)]})
+    train = PreparedText(str(tmp_path), 16, document_mask=True).train
+    for index in np.random.default_rng(1).integers(0, len(train) - 1, 100):
+        window = np.arange(index * 16, index * 16 + 17)
+        number = np.searchsorted(borders, window, side="right")
+        sample = train[int(index)]
+        assert sample["documents"].tolist() == (number - number[0])[:-1].tolist()
+        assert (sample["targets"] == -100).tolist() == (np.diff(number) > 0).tolist()
+
+
+def test_the_source_says_what_it_is(data: Path) -> None:
+    source = PreparedText(str(data), 16, evals={"again": "valid"})
+    assert source.vocab_size == 257 and len(source.valid) == len(source.evals["again"]) == 1
+    assert "12 documents, 60 tokens, 4 + 1 samples of 16 tokens (concat)" in source.description
+    fingerprints = {
+        PreparedText(str(data), seq_len, packing=packing).fingerprint
+        for seq_len in (8, 16)
+        for packing in ("concat", "best_fit")
+    }
+    assert len(fingerprints) == 4 and source.fingerprint in fingerprints
+
+
+def test_the_config_is_the_argument_list(data: Path) -> None:
+    values = OmegaConf.load(CONF / "data" / "prepared.yaml")
+    values.path = str(data)
+    source = instantiate(values, _convert_="all")
+    assert isinstance(source, PreparedText) and len(source.train) == 1 and source.evals == {}
+
+
+def test_bytes_of_text_are_known_where_no_pair_is_missing(tmp_path: Path, data: Path) -> None:
+    def num_bytes(folder: Path, **settings: Any) -> int | None:
+        return PreparedText(str(folder), 6, **settings).train.num_bytes
+
+    assert num_bytes(data) == 240
+    assert num_bytes(data, document_mask=True) == 240 - 12  # without bos the first byte of a document is no target
+    write_prepared(tmp_path / "bos", {"train": SHARDS}, bos=256)
+    assert num_bytes(tmp_path / "bos", packing="best_fit") == 240
+    assert num_bytes(tmp_path / "bos", packing="documents", long_documents="split") == 240
+    assert num_bytes(tmp_path / "bos", packing="documents") is None  # some were cut
+
+
+def test_evaluation_sets_of_other_folders(tmp_path: Path, data: Path) -> None:
+    write_prepared(tmp_path / "books", {"train": SHARDS, "valid": [DOCUMENTS[:2]], "test": [DOCUMENTS[:1]]})
+    write_prepared(tmp_path / "one", {"only": [DOCUMENTS[:1]]})
+    write_prepared(tmp_path / "other", {"valid": SHARDS}, vocab_size=300)
+    evals = {"books": str(tmp_path / "books"), "test": str(tmp_path / "books" / "test"), "one": str(tmp_path / "one")}
+    source = PreparedText(str(data), 2, evals=evals)
+    assert {name: len(dataset) for name, dataset in source.evals.items()} == {"books": 3, "test": 2, "one": 2}
+    with pytest.raises(ConfigError, match=r"other was prepared with the tokenizer .*300 ids.*257 ids"):
+        PreparedText(str(data), 2, evals={"other": str(tmp_path / "other")})
+    with pytest.raises(ConfigError, match=r"no split 'vaild'\n.*did you mean valid"):
+        PreparedText(str(data), 2, evals={"x": "vaild"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"seq_len": 0}, "data.seq_len is 0"),
+        ({"packing": "bestfit"}, r"data.packing is 'bestfit'\n.*did you mean best_fit"),
+        ({"long_documents": "drop"}, "data.long_documents is 'drop'"),
+        ({"verify": "md5"}, "data.verify is 'md5'"),
+        ({"packing": "documents", "document_mask": True}, "data.document_mask=True with data.packing=documents"),
+        ({"train_split": "trian"}, r"no split 'trian'\n.*did you mean train"),
+        ({"tokenizer_sha256": "abc"}, "data.tokenizer_sha256 is abc, but .* was prepared with the tokenizer bytes"),
+    ],
+)
+def test_arguments_that_cannot_work(data: Path, arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        PreparedText(str(data), **{"seq_len": 4, **arguments})
+    with pytest.raises(ConfigError, match=r"has no manifest.json"):
+        PreparedText(str(data / "train"), 4)
+
+
+def submit_refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main([*words, "submit", "--dry-run"]) == 78
+    return capsys.readouterr().err
+
+
+def test_a_model_that_does_not_know_all_tokens_is_refused_before_it_queues(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = ["data=prepared", f"data.path={data}"]
+    assert "model.vocab_size=256 is too small for data with 257 token ids" in submit_refusal(alone, capsys)
+    mixed = ["data=mixture", f"+data.sources.web={{_target_: slurmtrain.data.PreparedText, path: {data}, seq_len: 64}}"]
+    assert "hint: set model.vocab_size=257, or more" in submit_refusal(mixed, capsys)
+    assert "data.tokenizer_sha256 is abc" in submit_refusal([*alone, "data.tokenizer_sha256=abc"], capsys)
+    measured = [f"eval.sets.web={{_target_: slurmtrain.data.PreparedText, path: {data}, seq_len: 64}}"]
+    assert "model.vocab_size=256 is too small for data with 257 token ids" in submit_refusal(measured, capsys)
+    unmasked = ["data=prepared", "data.path=/not/on/this/machine", "model=huggingface", "model.path=/models/small"]
+    assert "do not tell apart" in submit_refusal([*unmasked, "data.packing=best_fit"], capsys)
+    for words in (unmasked, [*alone, "model.vocab_size=257"], ["data=prepared", "data.path=/not/on/this/machine"]):
+        assert main([*words, "submit", "--dry-run"]) == 0
+
+
+def tokens_file(data: Path, shard: str = "00003", kind: str = "tokens") -> Path:
+    return shard_file(data, "train", shard, kind)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 2)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (cut, "00003.tokens has 78 bytes, but 80 were written"),
+        (empty, "00003.tokens has 0 bytes, but 80 were written"),
+        (Path.unlink, "00003.tokens cannot be read: No such file"),
+    ],
+)
+def test_a_damaged_file_is_one_sentence_at_the_start_and_later(
+    data: Path, damage: Callable[[Path], None], sentence: str
+) -> None:
+    train = PreparedText(str(data), 4).train
+    everything(train)
+    opened_later = PreparedText(str(data), 4).train
+    damage(tokens_file(data))
+    with pytest.raises(ConfigError, match=sentence):
+        PreparedText(str(data), 4)
+    with pytest.raises(ConfigError, match=sentence):
+        everything(PreparedText(str(data), 4, verify="opened").train)
+    with pytest.raises(ConfigError, match=sentence):
+        everything(opened_later)
+    if damage is not Path.unlink:  # what is open can be read, whatever happens to the name
+        with pytest.raises(ConfigError, match=r"00003.tokens has \d+ bytes, but 80 were written"):
+            everything(train)
+
+
+def test_a_token_beyond_the_vocabulary_is_refused_with_its_place(data: Path) -> None:
+    tokens = np.fromfile(tokens_file(data), dtype="<u2")
+    tokens[3] = 300
+    tokens.tofile(tokens_file(data))
+    for packing in ("concat", "best_fit", "documents"):
+        with pytest.raises(ConfigError, match=r"00003.tokens has the token 300 at offset 3, .* below 257"):
+            everything(PreparedText(str(data), 4, packing=packing).train)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_all_batches_before_one_that_cannot_be_read_come(data: Path, mixed: bool) -> None:
+    tokens = np.fromfile(tokens_file(data), dtype="<u2")
+    tokens[3] = 300  # in sample 5
+    tokens.tofile(tokens_file(data))
+    source = PreparedText(str(data), 4)
+    train = Mixture({"a": source, "b": source}).train if mixed else source.train
+    batches = fetch_batches(train, indices := np.array([[0, 1], [7, 8], [2, 5], [3, 4]]), indices, seed=0)
+    assert [next(batches).num_targets, next(batches).num_targets] == [8, 8]
+    with pytest.raises(ConfigError, match="has the token 300"):
+        next(batches)
+
+
+@pytest.mark.parametrize(
+    ("number", "value", "sentence"),
+    [
+        (1, 3, "document 1 ends at token 3, after one that ends at 8"),
+        (6, 41, "document 6 ends at token 41, .* in a shard of 40 tokens"),
+        (0, 99, "document 1 ends at token 12, after one that ends at 99"),
+    ],
+)
+def test_broken_ends_are_refused(data: Path, number: int, value: int, sentence: str) -> None:
+    path = tokens_file(data, kind="ends")
+    ends = np.fromfile(path, dtype="<u8")
+    ends[number] = value
+    ends.tofile(path)
+    for settings in ({"packing": "best_fit"}, {"packing": "documents"}, {"document_mask": True}):
+        with pytest.raises(ConfigError, match=f"00003.ends: {sentence}"):
+            everything(PreparedText(str(data), 4, **settings).train)
+
+
+def test_full_verification_finds_a_changed_byte(data: Path) -> None:
+    PreparedText(str(data), 4, verify="full")
+    path = tokens_file(data)
+    content = bytearray(path.read_bytes())
+    content[4] ^= 1
+    path.write_bytes(content)
+    PreparedText(str(data), 4)
+    with pytest.raises(ConfigError, match=r"00003.tokens has the sha256 .*, but .* was written"):
+        PreparedText(str(data), 4, verify="full")
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], list[int]]:
+    """The next reads fail so many times with this error; returns the descriptors that were tried."""
+    preadv = os.preadv
+
+    def arrange(number: int, times: int) -> list[int]:
+        tried: list[int] = []
+
+        def read(descriptor: int, buffers: Any, offset: int) -> int:
+            tried.append(descriptor)
+            if len(tried) <= times:
+                raise OSError(number, os.strerror(number))
+            return preadv(descriptor, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", read)
+        monkeypatch.setattr(reading.time, "sleep", lambda seconds: None)
+        return tried
+
+    return arrange
+
+
+def test_a_file_server_that_stumbles_costs_a_message(
+    data: Path, failing: Callable[[int, int], list[int]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    train = PreparedText(str(data), 4).train
+    expected = everything(train)
+    failing(errno.ESTALE, 2)
+    assert torch.equal(everything(train)["inputs"], expected["inputs"])
+    assert capfd.readouterr().err.count("cannot be read: Stale file handle; it is tried again") == 1
+
+
+def test_a_file_server_that_stays_away_may_be_there_at_the_next_start(
+    data: Path, failing: Callable[[int, int], list[int]]
+) -> None:
+    train = PreparedText(str(data), 4).train
+    tried = failing(errno.EIO, 100)
+    with pytest.raises(DataError, match=r"00000.tokens cannot be read: Input/output error, 4 times in 3 s") as caught:
+        train[0]
+    assert len(tried) == 4 and caught.value.exit_code == 1
+    tried = failing(errno.EMFILE, 1)
+    with pytest.raises(DataError, match="Too many open files"):
+        train[0]
+    assert len(tried) == 1
+
+
+def test_a_short_read_is_completed(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = PreparedText(str(data), 30).train
+    expected = everything(train)
+    preadv = os.preadv
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, buffers, offset: preadv(fd, [memoryview(buffers[0]).cast("B")[:3]], offset)
+    )
+    assert torch.equal(everything(train)["inputs"], expected["inputs"])
+
+
+def test_threads_that_read_more_files_than_are_open_get_what_is_in_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 1 << 16
+    for number in range(16):
+        (tmp_path / str(number)).write_bytes(bytes([number]) * size)
+    files = [reading.DataFile(tmp_path / str(number), size) for number in range(16)]
+    monkeypatch.setattr(reading, "_opened", functools.lru_cache(maxsize=2)(reading._Descriptor))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def read(seed: int) -> None:
+        block = np.empty(size, dtype=np.uint8)
+        for number in np.random.default_rng(seed).integers(0, len(files), 1000).tolist():
+            files[number].will_need(0, size)
+            files[number].read_into(block, 0)
+            assert block.min() == block.max() == number
+
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(read, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+class OnlyBatches(PackedTokens):
+    def get_batch(self, indices: Any) -> Any:
+        return {"mine": torch.from_numpy(indices)}
+
+
+class OnlySamples(PackedTokens):
+    def __getitem__(self, index: int) -> Any:
+        return {"mine": torch.tensor(index)}
+
+
+class Wrapper:
+    def __init__(self, dataset: Any):
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"mine": torch.tensor(index)}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataset, name)
+
+
+@pytest.mark.parametrize("kind", [OnlyBatches, OnlySamples, Wrapper])
+def test_what_a_class_changes_is_what_is_asked(data: Path, kind: Any) -> None:
+    train = PreparedText(str(data), 4).train
+    changed = Wrapper(train) if kind is Wrapper else kind(train._stream, train._rows, seq_len=4)
+    loader = BatchLoader(changed, seed=0, shuffle=False, global_batch_size=2, micro_batch_size=2)
+    assert next(loader).micro_batches[0]["mine"].tolist() == [0, 1]
+    assert next(iter(eval_batches(changed, 2)))["mine"].tolist() == [0, 1]
+
+
+def test_few_files_are_open_at_a_time(tmp_path: Path) -> None:
+    write_prepared(tmp_path, {"train": [[[n] * 3] for n in range(2 * reading.OPEN_FILES)]})
+    train = PreparedText(str(tmp_path), 3).train
+    reading._opened.cache_clear()
+    assert everything(train)["inputs"][-1, 0] == 2 * reading.OPEN_FILES - 1
+    assert len(open_below(tmp_path)) == reading.OPEN_FILES
+    reading._opened.cache_clear()
+    assert open_below(tmp_path) == []
+
+
+def test_workers_read_what_this_process_reads(data: Path) -> None:
+    train = PreparedText(str(data), 4, packing="best_fit").train
+    train[0]  # its descriptors are there when the workers are forked
+    batches = []
+    for workers in (0, 2):
+        loader = BatchLoader(train, seed=3, global_batch_size=4, micro_batch_size=2, num_workers=workers)
+        batches.append([batch for _ in range(6) for batch in next(loader).micro_batches])
+        loader.close()
+    for here, there in zip(*batches, strict=True):
+        assert all(torch.equal(here[name], there[name]) for name in ("inputs", "targets", "documents"))
+
+
+def test_large_batches_come_from_workers_as_small_ones_do(tmp_path: Path) -> None:
+    tokens = SLOT_BYTES // 4 + 1  # each of two bytes, in two batches
+    write_prepared(tmp_path, {"train": [[np.arange(tokens) % 40_000]]}, vocab_size=40_000)
+    train = PreparedText(str(tmp_path), tokens // 4).train
+    batches = []
+    for workers in (0, 1):
+        loader = BatchLoader(train, seed=3, global_batch_size=8, micro_batch_size=4, num_workers=workers)
+        batches.append(next(loader).micro_batches[1])
+        loader.close()
+    assert all(torch.equal(here, there) for here, there in zip(batches[0].values(), batches[1].values(), strict=True))
+
+
+def test_the_index_is_made_once_by_one_of_many(data: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    context = multiprocessing.get_context("fork")
+    ready = context.Barrier(4)
+
+    def start() -> None:
+        ready.wait()
+        assert pairs(everything(PreparedText(str(data), 6, packing="best_fit").train)) == within_documents()
+
+    processes = [context.Process(target=start) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert capfd.readouterr().err.count("packing the 12 documents of train") == 1
+    kept = sorted(path.name for path in (data / "packed").iterdir() if path.name != ".lock")
+    assert [name.rsplit("-", 1)[0] for name in kept] == ["train-best_fit-6", "valid-best_fit-6"]
+
+
+def test_a_damaged_index_is_made_anew(data: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def index() -> Path:
+        return next((data / "packed").glob("train-*"))
+
+    def sample() -> dict[str, Tensor]:
+        return everything(PreparedText(str(data), 6, packing="best_fit", verify="full").train)
+
+    expected = sample()
+    whole = index().read_bytes()
+    for damaged in (b"", whole[:-8], b"{}" + whole[2:], whole[:600] + b"\xff" + whole[601:]):
+        index().write_bytes(damaged)
+        assert all(torch.equal(got, expected[name]) for name, got in sample().items())
+        assert "is damaged and is made anew" in capfd.readouterr().err
+        assert index().read_bytes() == whole
+    index().write_bytes(whole[:519] + b"\xff" + whole[520:])  # a start far behind the end; sizes alone do not show it
+    with pytest.raises(ConfigError, match=r"is damaged\n.*remove"):
+        everything(PreparedText(str(data), 6, packing="best_fit").train)
+
+
+def test_the_index_goes_to_the_cache_or_stays_in_memory_where_the_folder_cannot_be_written(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (data / "packed").write_text("not a folder, so that root cannot write there either")
+    train = PreparedText(str(data), 6, packing="best_fit").train
+    assert len(list((tmp_path / "cache" / "slurmtrain" / "packed").glob("*.idx"))) == 2
+    assert f"{data}/packed cannot keep the packing of train" in capfd.readouterr().err
+    monkeypatch.setenv("XDG_CACHE_HOME", str(data / "packed"))
+    in_memory = PreparedText(str(data), 6, packing="best_fit").train
+    assert all(torch.equal(got, everything(train)[name]) for name, got in everything(in_memory).items())
+
+
+def test_groups_of_shards_are_packed_on_their_own(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "GROUP_DOCUMENTS", 5)
+    train = PreparedText(str(data), 12, packing="best_fit").train
+    assert pairs(everything(train)) == within_documents()
+
+
+def test_reading_ahead_brings_the_pages_into_memory(tmp_path: Path) -> None:
+    write_prepared(tmp_path, {"train": [[[1] * 2_000_000]]})
+    path = shard_file(tmp_path, "train", "00000", "tokens")
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    train = PreparedText(str(tmp_path), 4096).train
+    with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as mapped:
+        first = 200 * 4096 * 2 // mmap.PAGESIZE
+        if any(pages := resident(mapped)[first : first + 16]):
+            pytest.skip(f"this file system keeps its files in memory: {pages}")
+        train.will_need(np.arange(200, 208))
+        deadline = time.monotonic() + 60
+        while not all(resident(mapped)[first : first + 16]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_samples_that_are_announced_are_looked_up_once(data: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[int] = []
+    read = rows.RowIndex._read_pieces
+
+    def counting(index: rows.RowIndex, indices: Any) -> Any:
+        looked_up.extend(indices.tolist())
+        return read(index, indices)
+
+    monkeypatch.setattr(rows.RowIndex, "_read_pieces", counting)
+    train = PreparedText(str(data), 6, packing="best_fit").train
+    loader = BatchLoader(train, seed=seed, global_batch_size=2, micro_batch_size=2, ahead=3)
+    steps = [next(loader) for _ in range(8)]  # across the end of an epoch
+    order = loader.order.at(np.arange(2 * (8 + 3)))
+    assert looked_up == order.tolist()
+    for step, indices in zip(steps, order.reshape(-1, 2), strict=False):
+        assert all(torch.equal(got, train.get_batch(indices)[name]) for name, got in step.micro_batches[0].items())
+
+
+def test_samples_of_which_some_were_announced_are_those_asked_for(data: Path) -> None:
+    train = PreparedText(str(data), 6, packing="best_fit").train
+    train.will_need(np.array([3, 1, 2]))
+    for indices in ([1, 2], [2, 3], [3, 1, 2], [], [0]):
+        fresh = PreparedText(str(data), 6, packing="best_fit").train.get_batch(np.array(indices, dtype=np.int64))
+        assert all(
+            torch.equal(got, fresh[name]) for name, got in train.get_batch(np.array(indices, dtype=np.int64)).items()
+        )
+
+
+def resident(mapped: mmap.mmap) -> list[bool]:
+    """Of each page, whether it is in memory."""
+    pages = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
+    address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), pages):
+        raise OSError(ctypes.get_errno(), "mincore")
+    return [bool(page & 1) for page in pages]
+
+
+@pytest.fixture
+def sparse(tmp_path: Path) -> Path:
+    """10^11 tokens in 100 shards that take no room on the disk."""
+    shards = []
+    for number in range(100):
+        shard = Shard(f"{number:05d}", 1, 10**9, 10**9, dict.fromkeys(("tokens", "ends", "bytes"), ""))
+        shards.append(shard)
+        (tmp_path / "train").mkdir(exist_ok=True)
+        for kind, size in shard.file_sizes("uint16").items():
+            with open(shard_file(tmp_path, "train", shard.name, kind), "wb") as file:
+                file.truncate(size)
+    tokenizer = TokenizerFacts(kind="bytes", file=None, sha256=None, vocab_size=257, bos=None, eos=None)
+    Manifest("uint16", tokenizer, {"train": Split(tuple(shards))}, ()).write(tmp_path)
+    return tmp_path
+
+
+def test_a_sample_far_into_1e11_tokens_is_there_at_once(sparse: Path) -> None:
+    with open(shard_file(sparse, "train", "00073", "tokens"), "r+b") as file:
+        file.seek(2 * 123_456)
+        file.write(b"\7\0")
+    began = time.process_time()
+    train = PreparedText(str(sparse), 4096).train
+    index, column = divmod(73 * 10**9 + 123_456, 4096)
+    sample = train[index]
+    took = time.process_time() - began
+    assert len(train) == -(-(10**11 - 1) // 4096)
+    assert sample["inputs"].nonzero().tolist() == [[column]]
+    assert took < 1  # seconds: nothing is looped over; tests/bench/data.py measures it

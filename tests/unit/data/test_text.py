@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from slurmtrain.data import BatchLoader, ByteText, ByteWindows, StdlibText, TextFiles
+from slurmtrain.data.loading import samples
+from slurmtrain.errors import ConfigError
+
+CONF = Path(__file__).parents[3] / "conf"
+
+
+def write_files(folder: Path, contents: dict[str, str]) -> None:
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+
+
+def test_every_byte_after_the_first_is_a_target_exactly_once() -> None:
+    text = np.arange(1, 24, dtype=np.uint8)
+    windows = ByteWindows(text, seq_len=5)
+    batch = windows.get_batch(np.arange(len(windows)))
+    targets = batch["targets"].flatten()
+    assert targets[targets != -100].tolist() == list(range(2, 24))
+    kept = batch["targets"] != -100
+    assert torch.equal(batch["inputs"][kept] + 1, batch["targets"][kept])  # each target follows its input
+    assert len(windows) == 5 and (targets == -100).sum() == 3
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 5, 6, 7, 11])
+def test_no_target_is_lost_at_any_length(size: int) -> None:
+    windows = ByteWindows(np.full(size, 7, dtype=np.uint8), seq_len=5)
+    kept = sum(int((windows[i]["targets"] != -100).sum()) for i in range(len(windows)))
+    assert kept == windows.num_targets == max(size - 1, 0)
+
+
+def test_a_batch_is_its_samples_stacked() -> None:
+    windows = ByteWindows(np.random.default_rng(0).integers(0, 256, 1003).astype(np.uint8), seq_len=16)
+    indices = np.array([5, len(windows) - 1, 0, 5])
+    batch = windows.get_batch(indices)
+    assert batch["inputs"].dtype == batch["targets"].dtype == torch.int64
+    for name in ("inputs", "targets"):
+        assert torch.equal(batch[name], torch.stack([windows[int(i)][name] for i in indices]))
+    with pytest.raises(IndexError):
+        windows.get_batch(np.array([len(windows)]))
+
+
+def test_reading_a_text_seeds_no_random_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(key: int) -> None:
+        raise AssertionError("seeding takes ten times as long as reading")
+
+    monkeypatch.setattr(samples, "_seed_generators", fail)
+    windows = ByteWindows(np.arange(200, dtype=np.uint8), seq_len=5)
+    loader = BatchLoader(windows, seed=0, global_batch_size=4, micro_batch_size=2)
+    order = loader.order.at(np.arange(4)).reshape(2, 2)
+    for batch, indices in zip(next(loader).micro_batches, order, strict=True):
+        assert all(torch.equal(batch[name], rows) for name, rows in windows.get_batch(indices).items())
+
+
+def test_whole_files_are_held_out_and_nothing_is_lost(tmp_path: Path) -> None:
+    contents = {f"part{i:02d}/{i}.txt": chr(ord("A") + i) * (20 + i) for i in range(26)}
+    write_files(tmp_path, contents)
+    text = TextFiles([f"{tmp_path}/**/*.txt"], seq_len=8, valid_fraction=0.2)
+    letters = {}
+    for name, dataset in (("train", text.train), ("valid", text.valid)):
+        targets = dataset.get_batch(np.arange(len(dataset)))["targets"]
+        letters[name] = bytes(targets[targets > 0].tolist()).decode()
+    assert sorted(letters["train"] + letters["valid"]) == sorted("".join(contents.values()))
+    assert not set(letters["train"]) & set(letters["valid"])
+    assert 0 < len(letters["valid"]) <= 0.2 * len("".join(contents.values()))
+
+
+def test_the_split_survives_moving_the_data(tmp_path: Path) -> None:
+    contents = {f"{i}.txt": f"file {i} " * 10 for i in range(10)}
+    write_files(tmp_path / "here", contents)
+    write_files(tmp_path / "moved" / "there", contents)
+    here = TextFiles([f"{tmp_path}/here/*.txt"], seq_len=8, valid_fraction=0.3)
+    there = TextFiles([f"{tmp_path}/moved/there/*.txt"], seq_len=8, valid_fraction=0.3)
+    assert here.fingerprint == there.fingerprint
+
+
+def test_a_single_file_is_split_within(tmp_path: Path) -> None:
+    write_files(tmp_path, {"book.txt": "a" * 90 + "b" * 10})
+    text = TextFiles([str(tmp_path / "book.txt")], seq_len=4, valid_fraction=0.1)
+    assert (text.train.num_targets, text.valid.num_targets) == (91, 11)  # each with the separator at its end
+    assert "its end held out" in text.description
+
+
+def test_the_fingerprint_changes_with_the_bytes_and_with_what_a_sample_is() -> None:
+    files = [("a", b"one"), ("b", b"other")]
+    prints = {
+        ByteText(content, seq_len=seq_len, valid_fraction=0.4, source="").fingerprint
+        for content, seq_len in ((files, 4), (files, 8), ([("a", b"onE"), ("b", b"other")], 4))
+    }
+    assert len(prints) == 3
+    assert ByteText(files[::-1], seq_len=4, valid_fraction=0.4, source="").fingerprint in prints
+
+
+def test_unigram_entropy_is_the_loss_of_guessing_by_frequency() -> None:
+    text = ByteText([("a", b"xxxx"), ("b", b"y")], seq_len=4, valid_fraction=0.2, source="")
+    # Training text x x x x 0: counts + 1 are 5 for x, 2 for the separator, 1 for y, of 5 + 256 in all.
+    assert text.unigram_entropy == pytest.approx(-(math.log(1 / 261) + math.log(2 / 261)) / 2)
+
+
+def test_the_standard_library_is_read_fast_and_the_same_everywhere() -> None:
+    text = StdlibText(256)
+    begin = time.process_time()
+    again = StdlibText(256)
+    assert time.process_time() - begin < 2.0  # 0.1 s on a quiet machine
+    assert 2.5 < text.unigram_entropy < 4.0
+    assert text.train.num_targets + text.valid.num_targets > 5_000_000
+    assert text.valid.num_targets == pytest.approx(0.05 * text.train.num_targets, rel=0.1)
+    program = "from slurmtrain.data import StdlibText; print(StdlibText(256).fingerprint)"
+    other = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(CONF.parent)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert text.fingerprint == again.fingerprint == other.stdout.strip()
+
+
+def test_no_more_is_read_than_was_asked_for() -> None:
+    text = StdlibText(64, max_bytes=50_000)
+    separators = int((text.train.get_batch(np.arange(len(text.train)))["targets"] == 0).sum())
+    separators += int((text.valid.get_batch(np.arange(len(text.valid)))["targets"] == 0).sum())
+    assert text.train.num_targets + text.valid.num_targets - separators == 50_000
+
+
+@pytest.mark.parametrize("name", ["stdlib", "stdlib_tiny"])
+def test_the_shipped_configs_give_data(name: str) -> None:
+    text = instantiate(OmegaConf.load(CONF / "data" / f"{name}.yaml"))
+    assert len(text.train) > 1000 and len(text.valid) > 50
+    assert text.vocab_size == 256 and "standard library" in text.description
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+def test_the_config_for_own_files_takes_a_list_or_one_path(as_list: bool, tmp_path: Path) -> None:
+    write_files(tmp_path, {"a.txt": "some text", "b.txt": "more text"})
+    paths = [f"{tmp_path}/*.txt"] if as_list else f"{tmp_path}/*.txt"
+    config = OmegaConf.merge(OmegaConf.load(CONF / "data" / "files.yaml"), {"paths": paths})
+    assert len(instantiate(config).train) == 1
+
+
+def test_missing_and_empty_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no file matches .*nothing\.txt") as error:
+        TextFiles([str(tmp_path / "nothing.txt")], seq_len=8)
+    assert error.value.hint
+    write_files(tmp_path, {"empty.txt": ""})
+    with pytest.raises(ConfigError, match="no text to train on"):
+        TextFiles([str(tmp_path / "empty.txt")], seq_len=8)
+    with pytest.raises(ConfigError, match="not a list"):
+        TextFiles([1], seq_len=8)  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match=r"data\.seq_len is 0"):
+        StdlibText(0)
+    with pytest.raises(ConfigError, match=r"data\.valid_fraction is 1\.5"):
+        StdlibText(8, max_bytes=1000, valid_fraction=1.5)

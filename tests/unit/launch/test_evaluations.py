@@ -1,0 +1,300 @@
+"""Evaluations apart from the training: by which config, submitted once, and what becomes of their checkpoint."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.checkpoint import retention
+from slurmtrain.checkpoint.commit import COMPLETE, checkpoint_name
+from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.cli import main
+from slurmtrain.cli.arguments import normalise
+from slurmtrain.config.compose import compose, load_frozen
+from slurmtrain.config.evaluation import evaluation_config
+from slurmtrain.config.parallel_dims import parallel_dims_of
+from slurmtrain.config.validate import validate
+from slurmtrain.errors import ConfigError
+from slurmtrain.launch.evaluations import submit_due
+from slurmtrain.launch.submit import preparing
+from slurmtrain.report.collect import Point, table_of
+from slurmtrain.report.compare import compare
+from slurmtrain.report.prune import plan
+from slurmtrain.runs import attempts
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runtime import evaluation_jobs
+from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
+from slurmtrain.runtime.finish_attempt import finish_attempt
+from tests.support.commands import FakeSlurm
+
+Make = Callable[..., RunDir]
+JOB = ["cluster=a100x4", "eval=job"]
+
+
+def composed(*overrides: str) -> list[str]:
+    return [normalise(override) for override in overrides]
+
+
+# By which config.
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "layout"),
+    [
+        pytest.param(["cluster.nodes=4"], (1, 1, 1), "1 rank = 1 data-parallel group", id="replicas"),
+        pytest.param(
+            ["cluster.nodes=4", "parallel=fsdp"], (1, 4, 4), "4 ranks = 4 data-parallel groups (4 shards)", id="shards"
+        ),
+        pytest.param(
+            ["cluster.nodes=4", "parallel.tp=4", "parallel.pp=2", "model=llama3_8b"],
+            (2, 4, 4),
+            "8 ranks = 1 data-parallel group x TP 4 x PP 2",
+            id="the model needs two nodes",
+        ),
+        pytest.param(
+            ["cluster.nodes=4", "parallel.tp=2", "eval.cluster.tasks_per_node=4"],
+            (1, 4, 4),
+            "4 ranks = 2 data-parallel groups x TP 2",
+            id="more copies",
+        ),
+        pytest.param(
+            ["cluster.nodes=4", "parallel=fsdp", "eval.parallel.tp=2", "eval.cluster.time_limit_min=30"],
+            (1, 4, 4),
+            "4 ranks = 2 data-parallel groups (2 shards) x TP 2",
+            id="another layout",
+        ),
+    ],
+)
+def test_a_job_asks_for_no_more_than_the_model_needs(
+    overrides: list[str], ranks: tuple[int, int, int], layout: str
+) -> None:
+    config = compose(composed(*JOB, *overrides, "train.global_batch_size=64", "train.micro_batch_size=2"))
+    validate(config)
+    found = evaluation_config(config, "checkpoints/checkpoint_0000010")
+    validate(found)
+    cluster = found.cluster
+    assert (cluster.nodes, cluster.tasks_per_node, cluster.gpus_per_node) == ranks
+    assert str(parallel_dims_of(found)) == layout
+    assert found.train.micro_batch_size == 2
+    assert found.checkpoint.restore_from == "checkpoints/checkpoint_0000010"
+    assert cluster.time_limit_min == (
+        30 if "eval.cluster.time_limit_min=30" in overrides else config.cluster.time_limit_min
+    )
+
+
+def test_what_was_the_training_s_own_is_not_the_evaluation_s() -> None:
+    config = compose(
+        composed(
+            *JOB,
+            *("requeue=chain", "job.singleton=true", "hooks.on_finish=true", "+cluster.sbatch.nodelist=n1"),
+            *("+cluster.sbatch.wckey=a", "eval.cluster.sbatch.begin=now+1hour", "checkpoint.mirror=s3://bucket/x"),
+        )
+    )
+    found = evaluation_config(config, "c")
+    assert found.cluster.sbatch == {"wckey": "a", "begin": "now+1hour"}
+    assert (found.requeue.mode, found.job.singleton, found.hooks.on_finish) == ("resubmit", False, None)
+    assert (found.job.name, found.checkpoint.mirror, found.eval.mode) == ("eval-train", None, "inline")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["cluster=local", "eval=job"], "cluster.backend=local has no queue"),
+        ([*JOB, "checkpoint.keep_best=2"], "checkpoint.keep_best=2 with eval.mode=job"),
+        ([*JOB, "eval.cluster.nodez=2"], "Key 'nodez' not in 'ClusterConfig'"),
+        ([*JOB, "eval.cluster.time_limit_min=1"], "the job of an evaluation .* cannot be: cluster.signal_lead_s"),
+        ([*JOB, "eval.parallel.tp=3"], "parallel.tp=3"),
+        (["eval.mode=later"], "eval.mode=later is not known"),
+        (["eval.metrics.acuracy=true"], "eval.metrics.acuracy: there is no such metric"),
+        (["eval.metrics.top5=5"], "eval.metrics.top5=5 has no _target_"),
+        (["eval.sets.wiki=/data/wiki"], "eval.sets.wiki='/data/wiki' has no _target_"),
+        (["eval.sets.valid={_target_: a.B}"], "'valid', which is no name for a set"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as refused:
+        validate(compose(composed(*overrides)))
+    assert refused.value.hint
+
+
+# Submitted once.
+
+
+@pytest.fixture
+def trained(project: Path, fake_slurm: FakeSlurm) -> RunDir:
+    """A run of SLURM with a committed checkpoint of step 10 and one of step 20."""
+    words = composed(*JOB)
+    with preparing(compose(words), words, project) as run_dir:
+        run_dir.update_info(job_ids=["1"])
+        run_dir.event("submitted", job_id="1")
+    for step in (10, 20):
+        path = run_dir.checkpoints / checkpoint_name(step)
+        path.mkdir()
+        (path / COMPLETE).write_text("digest\n")
+    return run_dir
+
+
+def hold(run_dir: RunDir, step: int) -> None:
+    """As the training does."""
+    retention.hold(run_dir.checkpoints, step, run_dir.evaluation(step).path.name)
+
+
+def held(run_dir: RunDir) -> list[int]:
+    return [step for step, _ in retention.held(run_dir.checkpoints)]
+
+
+def due(run_dir: RunDir) -> None:
+    submit_due(run_dir, lambda text: None)
+
+
+def test_what_is_held_is_submitted_once_and_with_the_code_of_the_run(trained: RunDir, fake_slurm: FakeSlurm) -> None:
+    for step in (10, 30):  # that of step 30 is still to be saved
+        hold(trained, step)
+    due(trained)
+    due(trained)
+    (script,) = fake_slurm.submitted
+    evaluation = trained.evaluation(10)
+    assert f"run_dir={evaluation.path}\n" in script and "#SBATCH --ntasks-per-node=1\n" in script
+    assert evaluation.code.resolve() == trained.code
+    assert evaluation.info()["job_ids"] == ["4711"]
+    assert evaluation.id == f"{trained.id}.step_0000010" != trained.evaluation(20).id
+    assert load_frozen(evaluation.config_file).job.kind == "evaluate"
+    assert held(trained) == [10, 30]
+
+
+def test_one_that_was_not_submitted_is_tried_again_and_looked_for_first(trained: RunDir, fake_slurm: FakeSlurm) -> None:
+    hold(trained, 10)
+    fake_slurm.refuse("sbatch: error: invalid account")
+    assert main(["evaluate", str(trained.path), "--due"]) == 1
+    assert trained.events()[-1]["event"] == "evaluation not submitted"
+    assert held(trained) == [10]
+    # Or so it seemed: SLURM has it.
+    fake_slurm.command("squeue", f"echo '4712|PENDING|slurmtrain:{trained.evaluation(10).id}:s0'")
+    due(trained)
+    assert trained.evaluation(10).info()["job_ids"] == ["4712"]
+
+
+def test_a_finished_training_does_not_wait_for_sbatch_for_ever(
+    trained: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its GPUs are idle meanwhile."""
+    monkeypatch.setattr(evaluation_jobs, "CLOSE_WAITS_S", 0.1)
+    jobs = EvaluationJobs(trained)
+    hold(trained, 10)
+    process = subprocess.Popen(["sleep", "600"])
+    jobs._submitting = [process]
+    jobs.close(finished=True)
+    assert process.wait(timeout=60) == -signal.SIGTERM
+    assert "for the evaluation of step 10" in capsys.readouterr().err
+
+
+def test_a_run_that_was_cancelled_has_no_more_submitted(trained: RunDir, fake_slurm: FakeSlurm) -> None:
+    hold(trained, 10)
+    trained.event("cancel asked")
+    due(trained)
+    assert fake_slurm.submitted == []
+    trained.event("resume asked")
+    due(trained)
+    assert len(fake_slurm.submitted) == 1
+
+
+def test_a_checkpoint_is_let_go_when_its_evaluation_has_failed_or_its_save_has(
+    trained: RunDir, fake_slurm: FakeSlurm
+) -> None:
+    for step in (5, 10):  # nothing was ever committed for step 5, and nothing will be
+        hold(trained, step)
+    retention.prune(trained.checkpoints, Keep(last=2), 1)
+    due(trained)
+    assert held(trained) == [10]
+    evaluation = trained.evaluation(10)
+    config = load_frozen(evaluation.config_file)
+    number = evaluation.new_attempt()
+    attempts.write_attempt(evaluation, Attempt(number, started=1.0))
+    assert finish_attempt(evaluation, number, 78, config, None).verdict == "end"
+    assert held(trained) == []
+
+
+def test_what_is_held_outlives_newer_checkpoints(trained: RunDir) -> None:
+    for step in (30, 40):
+        path = trained.checkpoints / checkpoint_name(step)
+        path.mkdir()
+        (path / COMPLETE).write_text("digest\n")
+    hold(trained, 20)
+    assert retention.prune(trained.checkpoints, Keep(last=2), 1) == ["checkpoint_0000010"]
+    retention.release(trained.checkpoints, 20, trained.evaluation(20).path.name)
+    assert retention.prune(trained.checkpoints, Keep(last=2), 1) == ["checkpoint_0000020"]
+
+
+# By hand.
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["optim.lr=1"], "cannot take 'optim.lr=1'"),
+        (["parallel=fsdp"], "cannot take 'parallel=fsdp'"),
+        (["cluster.nodes=1,2"], "cannot take 'cluster.nodes=1,2'"),
+        (["cluster.nodez=1"], "Key 'nodez' not in 'ClusterConfig'"),
+        (["--step", "15"], "no checkpoint of step 15"),
+    ],
+)
+def test_the_verb_says_what_it_cannot_do(
+    trained: RunDir, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(trained.path), *words]) in (2, 78)
+    assert said in capsys.readouterr().err
+    assert not trained.evaluations.exists()
+
+
+def test_the_same_command_is_the_same_evaluation(
+    trained: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["evaluate", str(trained.path), "--submit", "--json", "cluster.tasks_per_node=2"]
+    assert main(words) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert (first["step"], first["job_ids"], first["metrics"]) == (20, ["4711"], {})
+    assert main(words) == 0 and json.loads(capsys.readouterr().out) == first
+    assert main([*words[:-1], "cluster.tasks_per_node=4"]) == 0
+    assert json.loads(capsys.readouterr().out)["path"] != first["path"]
+    assert len(fake_slurm.submitted) == 2
+    assert held(trained) == [20, 20]
+    fake_slurm.command("scancel", 'echo "$@" >>"$here/cancelled"')
+    fake_slurm.command("squeue", "echo '4711|1_N/A|PENDING|N/A|Resources'")
+    assert main(["cancel", str(trained.path)]) == 0
+    assert "step_0000020-" in capsys.readouterr().out
+    assert held(trained) == []
+
+
+# What becomes of the results.
+
+
+def test_results_stand_beside_the_metrics_and_what_the_run_has_logged_counts(trained: RunDir) -> None:
+    trained.metrics_file.write_text('{"step": 10, "loss": 3.0}\n{"step": 20, "loss": 2.0, "valid_loss": 2.5}\n')
+    trained.evaluations_file.write_text(
+        '{"step": 20, "valid_loss": 9.0, "wiki_loss": 4.0, "evaluation": "b"}\n'
+        '{"step": 10, "valid_loss": 2.0, "wiki_loss": 5.0, "evaluation": "a"}\n'
+    )
+    table = table_of([Point(0, {}, trained, "finished")])
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert (row["best_valid_loss"], row["valid_loss"], row["wiki_loss"], row["loss"]) == (2.0, 2.5, 4.0, 2.0)
+    assert compare(trained, trained).final["wiki_loss"] == (4.0, 4.0)
+
+
+def test_a_run_is_not_removed_while_it_is_evaluated(trained: RunDir, fake_slurm: FakeSlurm) -> None:
+    root = trained.path.parents[1]
+    number = trained.new_attempt()
+    attempts.write_attempt(
+        trained, Attempt(number, job_id="1", started=1.0, ended=2.0, verdict="done", reason="finished")
+    )
+    hold(trained, 20)
+    due(trained)
+    assert plan(root, now=time.time()).stays == {trained.id: "an evaluation of it has not ended"}
+    fake_slurm.command("squeue", "true")  # its job is gone
+    assert [removal.path for removal in plan(root, now=time.time()).removals] == [trained.path]

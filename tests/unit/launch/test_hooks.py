@@ -1,0 +1,161 @@
+"""Hooks: which is meant, what it is told, and that it changes nothing but what it is there for."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.config.compose import compose, freeze
+from slurmtrain.config.schema import Config, HooksConfig
+from slurmtrain.launch.hooks import hook_of, variables
+from slurmtrain.runs import attempts
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.create import create_run_dir
+from slurmtrain.runs.run_dir import RunDir
+from tests.support.commands import Cli
+from tests.support.run_info import run_info
+from tests.unit.launch.test_script import again_calls, run_script, script_for
+
+ODD = 'crashed: \'a "b" $(touch x) \0 \ud800 ' + "x" * 200_000
+
+
+@pytest.mark.parametrize(
+    ("reason", "verdict", "stalled", "hook"),
+    [
+        ("finished", "done", False, "on_finish"),
+        ("crash", "requeue", True, "on_failure"),
+        ("config", "end", False, "on_failure"),
+        ("node failure", "restarting", False, "on_failure"),
+        ("time limit", "requeue", True, "on_preemption"),
+        ("time limit", "end", True, "on_failure"),  # it gave up
+        ("preempted", "requeue", False, "on_preemption"),
+        ("preempted", "end", False, "on_preemption"),  # requeue=off
+        ("requeued", "restarting", False, "on_preemption"),
+        ("asked", "next", False, "on_preemption"),
+        ("cancelled", "end", False, None),
+        (None, None, False, None),
+    ],
+)
+def test_the_hook_for_every_ending(reason: str | None, verdict: str | None, stalled: bool, hook: str | None) -> None:
+    assert hook_of(Attempt(1, reason=reason, verdict=verdict, stalled=stalled)) == hook
+
+
+def ended_run(folder: Path, hooks: HooksConfig, **facts: object) -> RunDir:
+    run_dir = create_run_dir(folder / "runs", "train")
+    run_dir.info_file.write_text(json.dumps(run_info(workdir=str(folder))))
+    run_dir.config_file.write_text(freeze(Config(hooks=hooks)))
+    values = {"reason": "crash", "verdict": "requeue", "sentence": "crashed: x", "job_id": "7", "exit_code": 3, **facts}
+    attempts.write_attempt(run_dir, Attempt(run_dir.new_attempt(), **values))  # type: ignore[arg-type]
+    return run_dir
+
+
+def run_hook(run_dir: RunDir, number: int) -> None:
+    """In a process of its own, as everywhere: it ends all processes below its own, which would be those of other tests, too."""
+    words = ["hook", str(run_dir.path), "--attempt", str(number)]
+    subprocess.run([sys.executable, "-m", "slurmtrain", *words], check=True, timeout=120)
+
+
+def outcome(run_dir: RunDir) -> str:
+    (ended,) = [event for event in run_dir.events() if event["event"] == "hook ended"]
+    return str(ended["outcome"])
+
+
+def test_it_is_told_the_facts_and_runs_once(tmp_path: Path) -> None:
+    hooks = HooksConfig(on_failure="env | grep ^SLURMTRAIN_ >>told; cat >>record; pwd; echo oh >&2; exit 4")
+    run_dir = ended_run(tmp_path, hooks, last_step=12)
+    for _ in range(2):
+        run_hook(run_dir, 1)
+    told = dict(line.split("=", 1) for line in (tmp_path / "told").read_text().splitlines())
+    assert (
+        told.items()
+        >= {
+            "SLURMTRAIN_EVENT": "failure",
+            "SLURMTRAIN_RUN_ID": run_dir.id,
+            "SLURMTRAIN_RUN_NAME": "train",
+            "SLURMTRAIN_RUN_DIR": str(run_dir.path),
+            "SLURMTRAIN_ATTEMPT": "1",
+            "SLURMTRAIN_JOB_ID": "7",
+            "SLURMTRAIN_REASON": "crash",
+            "SLURMTRAIN_NEXT": "requeue",
+            "SLURMTRAIN_SENTENCE": "crashed: x",
+            "SLURMTRAIN_STEP": "12",
+            "SLURMTRAIN_EXIT_CODE": "3",
+        }.items()
+    )
+    assert json.loads((tmp_path / "record").read_text())["sentence"] == "crashed: x"
+    assert (run_dir.attempt(1) / "hook.log").read_text() == f"{tmp_path}\noh\n"
+    assert outcome(run_dir).startswith("ended with exit code 4")
+
+
+def test_any_sentence_fits_into_a_variable(tmp_path: Path) -> None:
+    run_dir = ended_run(tmp_path, HooksConfig(on_failure="echo ${#SLURMTRAIN_SENTENCE}"), sentence=ODD)
+    run_hook(run_dir, 1)
+    assert outcome(run_dir).startswith("ended with exit code 0")
+    told = variables(run_dir, attempts.read_attempt(run_dir, 1), "on_failure")["SLURMTRAIN_SENTENCE"]
+    assert told.startswith('crashed: \'a "b" $(touch x)   ? xxx')
+
+
+def test_at_its_time_limit_it_dies_with_all_that_it_has_started(tmp_path: Path) -> None:
+    late = "sleep 600"
+    command = f"exec 9>held; {late} & setsid {late} & (setsid {late} &); trap '' TERM; {late}"
+    run_dir = ended_run(tmp_path, HooksConfig(on_failure=command, timeout_s=1))
+    os.mkfifo(tmp_path / "held")
+    held = os.open(tmp_path / "held", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        run_hook(run_dir, 1)
+        assert outcome(run_dir) == "was killed after hooks.timeout_s=1"
+        # It can be read, and holds nothing: the last process that had it open is gone.
+        assert select.select([held], [], [], 60)[0] and os.read(held, 1) == b""
+    finally:
+        os.close(held)
+
+
+def test_what_it_leaves_in_the_background_ends_with_it(tmp_path: Path) -> None:
+    run_dir = ended_run(tmp_path, HooksConfig(on_failure="setsid sleep 600 &"))
+    run_hook(run_dir, 1)
+    assert outcome(run_dir).startswith("ended with exit code 0")
+
+
+def test_a_set_up_that_fails_is_a_failure_although_nobody_judges_it(tmp_path: Path) -> None:
+    run_dir = ended_run(
+        tmp_path, HooksConfig(on_failure='echo "$SLURMTRAIN_REASON: $SLURMTRAIN_SENTENCE"'), reason=None
+    )
+    (run_dir.attempt(1) / "setup-failed").write_text("set-up failed with code 1: ls x\n")
+    run_hook(run_dir, 1)
+    assert (run_dir.attempt(1) / "hook.log").read_text() == "config: set-up failed with code 1: ls x\n"
+
+
+@pytest.mark.parametrize("setup", ["true", "false"])
+def test_the_script_runs_it_last_and_goes_its_own_way(setup: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    (run_dir / "attempts").mkdir(parents=True)
+    (run_dir / "code").mkdir()
+    config = compose(["cluster=a100x4", f"cluster.setup=[set -e,'{setup}']", "hooks.on_preemption=x"])
+    done = run_script(
+        script_for(run_dir, config=config),
+        tmp_path,
+        srun="exit 75",
+        settle='echo "$3" >>"$here/../calls"\n'
+        'case $3 in finish-attempt) [ "${!#}" != 75 ] || echo requeue ;; hook) exit 1 ;; esac',
+    )
+    if setup == "true":
+        assert (tmp_path / "calls").read_text() == "finish-attempt\nresubmit\nhook\n"
+        assert done.returncode == 75 and again_calls(tmp_path)
+    else:
+        assert (tmp_path / "calls").read_text() == "finish-attempt\nhook\n" and done.returncode == 78
+
+
+def test_it_runs_on_this_machine_too_and_changes_no_exit_code(cli: Cli, project: Path) -> None:
+    words = ["+cluster=local", "job=command", "hooks.on_finish='echo fin >>told; exit 3'", "submit"]
+    done = cli("job.command=date", "hooks.on_failure='echo bad >>told'", *words)
+    assert done.returncode == 0 and "hooks.on_finish ended with exit code 3" in done.stderr, done.stderr
+    (project / "f.py").write_text("raise SystemExit(5)")
+    by_hand = [*words[:-1], "job.command='python f.py'", "hooks.on_failure='echo bad >>told'", "train"]
+    assert cli(*by_hand).returncode == 5
+    assert (project / "told").read_text() == "fin\nbad\n"

@@ -1,0 +1,172 @@
+"""Projects that are installed editable: the job imports them from its snapshot, not from the live work tree."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.config.schema import ClusterConfig, ContainerConfig
+from slurmtrain.errors import EXIT_CONFIG, ConfigError
+from slurmtrain.launch.import_paths import Hook, ImportPaths, ask, interpreter_of, roots_below
+from slurmtrain.slurm.client import belongs_to_a_job
+
+HATCHLING = """
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+[project]
+name = "{name}"
+version = "1"
+"""
+SETUPTOOLS = """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "{name}"
+version = "1"
+"""
+# Where each keeps its package, and how it is built. setuptools writes a .pth file for the second and an import hook for
+# the third, whose folder is the project's own.
+PROJECTS = {
+    "alpha": ("libs/alpha/src", HATCHLING),
+    "beta": ("libs/beta/src", SETUPTOOLS),
+    "gamma": ("libs/gamma", SETUPTOOLS + "[tool.setuptools]\npackages = ['gamma']\n"),
+}
+RENAMED = SETUPTOOLS + "[tool.setuptools]\npackages = ['delta']\npackage-dir = {{delta = 'sources'}}\n"
+SHOW = "import alpha, beta, gamma\nprint('imported', alpha.VALUE, beta.VALUE, gamma.VALUE)\n"
+PREPARE = """
+import sys
+from pathlib import Path
+from slurmtrain.config.compose import compose
+from slurmtrain.launch.submit import preparing
+config = compose(sys.argv[1:])
+with preparing(config, sys.argv[1:], Path.cwd()) as run_dir:
+    print(run_dir.path)
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a fresh environment that sees this package and our own environment's packages."""
+    venv = tmp_path_factory.mktemp("venv")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    site = next(venv.glob("lib/python*/site-packages"))
+    ours = [path for path in sys.path if "site-packages" in path] + [str(Path(__file__).parents[3])]
+    (site / "zz_dependencies.pth").write_text("".join(f"{path}\n" for path in ours))
+    return venv / "bin" / "python"
+
+
+def call(python: Path, cwd: Path, *words: str, code: int = 0) -> str:
+    """Run the interpreter; returns what it said."""
+    hidden = ("PYTHONPATH", "GIT_DIR", "SLURMTRAIN_RUNS")
+    env = {name: value for name, value in os.environ.items() if name not in hidden and not belongs_to_a_job(name)}
+    done = subprocess.run([python, *words], cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def make_project(folder: Path, package: Path, text: str) -> None:
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("VALUE = 'snapshot'\n")
+    (folder / "pyproject.toml").write_text(text.format(name=folder.name))
+
+
+def install(python: Path, *folders: Path) -> None:
+    editable = [word for folder in folders for word in ("--editable", str(folder))]
+    options = ["--no-deps", "--quiet", "--disable-pip-version-check"]
+    if importlib.util.find_spec("hatchling"):
+        options += ["--no-build-isolation", "--no-index"]
+    call(Path(sys.executable), folders[0], "-m", "pip", "--python", str(python), "install", *options, *editable)
+
+
+@pytest.fixture
+def tree(python: Path, tmp_path: Path) -> Path:
+    """A git work tree with three projects, all of them installed editable."""
+    root = tmp_path / "tree"
+    for name, (folder, text) in PROJECTS.items():
+        make_project(root / "libs" / name, root / folder / name, text)
+    (root / "show.py").write_text(SHOW)
+    (root / ".gitignore").write_text("*.egg-info\n/runs/\n")
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+    install(python, *(root / "libs" / name for name in PROJECTS))
+    return root
+
+
+def test_an_editable_install_runs_from_the_snapshot_and_not_from_the_edited_work_tree(python: Path, tree: Path) -> None:
+    assert "imported snapshot snapshot snapshot" in call(python, tree, "show.py")
+    job = ("cluster=local", "job=command", f"job.command={python} show.py")
+    run_dir = Path(call(python, tree, "-c", PREPARE, *job).strip())
+    for name, (folder, _) in PROJECTS.items():
+        (tree / folder / name / "__init__.py").write_text("VALUE = 'edited'\n")
+    assert "imported edited edited edited" in call(python, tree, "show.py")
+    assert "imported snapshot snapshot snapshot" in call(python, tree, "-m", "slurmtrain", "resume", str(run_dir))
+    roots = json.loads((run_dir / "run.json").read_text())["import_roots"]
+    assert sorted(roots) == ["libs/alpha/src", "libs/beta/src", "libs/gamma"]
+    on_path = ":".join(f'"$run_dir"/{each}' for each in ("code", *(f"code/{root}" for root in roots)))
+    assert f"export PYTHONPATH={on_path}" in (run_dir / "job.sbatch").read_text()
+
+
+def test_a_package_that_is_installed_editable_under_another_name_than_its_folders_is_refused(
+    python: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "tree"
+    make_project(root / "delta", root / "delta" / "sources", RENAMED)
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+    install(python, root / "delta")
+    try:
+        said = call(python, root, "-m", "slurmtrain", "+cluster=a100x4", "render", code=EXIT_CONFIG)
+        assert f"{root}/delta/sources is imported by the import hook __editable___delta" in said
+        assert "job.snapshot=none" in said and not (root / "runs").exists()
+        call(python, root, "-m", "slurmtrain", "+cluster=a100x4", "job.snapshot=none", "render")
+    finally:
+        call(Path(sys.executable), root, "-m", "pip", "--python", str(python), "uninstall", "-q", "-y", "delta")
+
+
+def test_what_pythonpath_cannot_stand_in_for_is_refused(tmp_path: Path) -> None:
+    first = Hook(True, "_hook", "a", str(tmp_path / "src" / "a" / "__init__.py"))
+    with pytest.raises(
+        ConfigError, match=r"src/a/__init__\.py is imported by the import hook _hook, so a job would run"
+    ):
+        roots_below(tmp_path, ImportPaths((), (first,)))
+    strict = tmp_path / "build" / "__editable__.a-1-py3-none-any"
+    strict.mkdir(parents=True)
+    with pytest.raises(ConfigError, match="editable_mode=strict"):
+        roots_below(tmp_path, ImportPaths((str(strict),)))
+
+
+def test_only_folders_of_the_work_tree_count_each_once_in_the_order_of_the_search(tmp_path: Path) -> None:
+    tree, link = tmp_path / "tree", tmp_path / "link"
+    for folder in ("src", "libs/b", ".venv/lib/python3.11/site-packages"):
+        (tree / folder).mkdir(parents=True)
+    link.symlink_to(tree)
+    path = (
+        *("", "relative", "/usr/lib", str(tmp_path), str(tree / "gone")),
+        *(str(link / "libs" / "b"), str(tree / "src"), str(tree), str(tree / "libs" / "b")),
+        str(tree / ".venv/lib/python3.11/site-packages"),
+    )
+    hooks = (
+        Hook(False, "_hook", "b.c", str(tree / "deep/b/c.py")),
+        Hook(False, "_hook", "other", "/elsewhere/other"),
+        Hook(False, "_hook", "own", str(tree / "own")),
+    )
+    assert roots_below(tree, ImportPaths(path, hooks)) == ("libs/b", "src", "deep")
+
+
+def test_the_interpreter_that_is_asked_is_that_of_the_ranks(tmp_path: Path) -> None:
+    environment = tmp_path / "env" / "bin"
+    environment.mkdir(parents=True)
+    (environment / "python").symlink_to(sys.executable)
+    assert interpreter_of(ClusterConfig()) == sys.executable
+    assert interpreter_of(ClusterConfig(python=str(environment / "python"))) == str(environment / "python")
+    for cluster in (ClusterConfig(venv=str(tmp_path / "env")), ClusterConfig(conda_env=str(tmp_path / "env"))):
+        assert interpreter_of(cluster) == str(environment / "python")
+    assert interpreter_of(ClusterConfig(venv=str(tmp_path / "none"))) is None
+    assert interpreter_of(ClusterConfig(container=ContainerConfig(kind="pyxis", image="a"))) is None
+    assert ask("/bin/false") == ask(str(tmp_path / "none")) == ImportPaths()

@@ -1,0 +1,341 @@
+"""One run, several jobs: all are ended together, and none is made by two at the same moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.cli import main
+from slurmtrain.config.compose import compose
+from slurmtrain.launch.submit import preparing
+from slurmtrain.report import status as state_module
+from slurmtrain.runs import attempts
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.lookup import all_runs
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.sweep_dir import Sweep
+from slurmtrain.system import file_claims
+from slurmtrain.system.file_claims import claimed, is_claimed
+from slurmtrain.system.files import write_json
+from tests.support.commands import FakeSlurm
+
+Make = Callable[..., RunDir]
+Queue = Callable[..., None]
+Out = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def slurm(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """A queue of jobs that sbatch adds to, with the comment that it is told, from 101 on, and that scancel notes down."""
+    monkeypatch.setattr(state_module, "CONFIRM_EVERY_S", 0.0)
+    fake_slurm.command(
+        "sbatch",
+        'case "$*" in *--test-only*) exit 0;; esac\n'
+        'n=$(ls "$here" | grep -c "^script-"); cp "${!#}" "$here/script-$n"; source "$here/meanwhile" 2>/dev/null\n'
+        'for word; do case "$word" in --comment=*) comment="${word#--comment=}";; esac; done\n'
+        'echo "$((101 + n)) PENDING $comment" >>"$here/queue"; echo "Submitted batch job $((101 + n))"',
+    )
+    fake_slurm.command(
+        "squeue",
+        'touch "$here/queue"; while read -r job state comment; do\n'
+        'case "$*" in *--array*) echo "${job%_*}|$job|$state|N/A|None|$comment";; *) echo "${job%_*}|$state|$comment";; esac\n'
+        'done <"$here/queue"',
+    )
+    fake_slurm.command("scancel", 'echo "$*" >>"$here/cancelled"')
+    return fake_slurm
+
+
+def in_queue(slurm: FakeSlurm, *rows: str) -> None:
+    """Each row: a job, its state and its comment."""
+    (slurm.directory / "queue").write_text("".join(f"{row}\n" for row in rows))
+
+
+def cancelled(slurm: FakeSlurm) -> list[str]:
+    file = slurm.directory / "cancelled"
+    return sorted(file.read_text().split()) if file.exists() else []
+
+
+@pytest.fixture
+def make(project: Path) -> Make:
+    def run(*job_ids: str, words: tuple[str, ...] = ()) -> RunDir:
+        overrides = ["cluster=a100x4", *words]
+        with preparing(compose(overrides), overrides, project) as run_dir:
+            run_dir.update_info(job_ids=list(job_ids))
+        for job_id in job_ids:
+            run_dir.event("submitted", job_id=job_id)
+        return run_dir
+
+    return run
+
+
+def failed(run: RunDir, job_id: str) -> None:
+    times = {"started": time.time(), "ended": time.time()}
+    record = Attempt(run.new_attempt(), job_id=job_id, verdict="end", reason="crash", sentence="crashed: x", **times)  # type: ignore[arg-type]
+    attempts.write_attempt(run, record)
+
+
+def resuming(run: RunDir) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "slurmtrain", "resume", str(run.path)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+# Starting it.
+
+
+def test_two_resumes_at_the_same_moment_submit_one_job(make: Make, slurm: FakeSlurm) -> None:
+    run = make("100")
+    failed(run, "100")
+    # The first waits inside of sbatch until the second has said that it waits, or has come to sbatch, too.
+    wait = 'touch "$here/in-sbatch"; until [ -e "$here/go" ]; do sleep 0.05; done\n'
+    (slurm.directory / "meanwhile").write_text(wait)
+    first = resuming(run)
+    while not (slurm.directory / "in-sbatch").exists():
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.02)
+    second = resuming(run)
+    assert second.stderr is not None
+
+    def let_go() -> None:
+        while len(slurm.submitted) < 2 and not (slurm.directory / "go").exists():
+            time.sleep(0.02)
+        (slurm.directory / "go").touch()
+
+    threading.Thread(target=let_go, daemon=True).start()
+    said = second.stderr.readline()
+    (slurm.directory / "go").touch()
+    out, err = second.communicate(timeout=120)
+    assert first.wait(timeout=120) == 0
+    first.communicate()
+    assert len(slurm.submitted) == 1 and run.info()["job_ids"] == ["100", "101"]
+    assert f"process {first.pid} on " in said and "is resuming it" in said
+    assert second.returncode != 0 and "has not ended: waiting, job 101 is pending" in err, out + err
+
+
+def test_a_run_whose_earlier_job_is_back_in_the_queue_is_not_resumed_beside_it(
+    make: Make, slurm: FakeSlurm, capsys: Out
+) -> None:
+    """`scontrol requeue` by hand revives it."""
+    run = make("99", "100")
+    failed(run, "100")
+    in_queue(slurm, "99 PENDING (null)")
+    assert main(["resume", run.id]) != 0
+    assert "an earlier one, 99, is still in the queue" in capsys.readouterr().err and slurm.submitted == []
+    assert main(["cancel", run.id]) == 0
+    in_queue(slurm)
+    assert cancelled(slurm) == ["99"] and main(["resume", run.id]) == 0
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_ctrl_c_while_it_is_submitted_says_where_the_run_stands(
+    accepted: bool, project: Path, slurm: FakeSlurm, capsys: Out
+) -> None:
+    add = 'echo "101 PENDING ${1#--comment=}" >>"$here/queue"\n' if accepted else ""
+    slurm.command("sbatch", add + 'touch "$here/in-sbatch"; exec sleep 600')
+    command = [sys.executable, "-m", "slurmtrain", "+cluster=a100x4", "submit"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not (slurm.directory / "in-sbatch").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    said = process.communicate(timeout=120)[1]
+    (run_dir,) = all_runs(project / "runs")
+    assert process.returncode == 130 and f"cancel {run_dir.id}" in said
+    if accepted:
+        assert "was submitted all the same, as job 101, and goes on" in said and run_dir.info()["job_ids"] == ["101"]
+    else:
+        assert f"no job of run {run_dir.id} is in the queue yet" in said and f"resume {run_dir.id}" in said
+
+
+# Ending it.
+
+
+def test_cancel_ends_every_job_of_the_run_that_is_left(make: Make, slurm: FakeSlurm) -> None:
+    run, other = make("98", "99", "100"), make("50")
+    in_queue(
+        slurm,
+        "98 RUNNING slurmtrain:x",
+        "99 COMPLETED (null)",
+        "100 PENDING (null)",
+        f"101 PENDING mine slurmtrain:{run.id}:2",  # its submitter was killed before it could note it
+        f"102 PENDING slurmtrain:{other.id}:1",
+        "50 RUNNING (null)",
+    )
+    assert main(["cancel", run.id]) == 0
+    assert cancelled(slurm) == ["100", "101", "98"]
+
+
+def test_cancel_of_a_sweep_ends_every_job_of_its_runs(project: Path, slurm: FakeSlurm) -> None:
+    assert main(["-m", "+cluster=a100x4", "train.seed=1,2", "submit"]) == 0
+    sweep = Sweep(next(project.glob("runs/*.sweep-*")))
+    one, two = sweep.run_dirs().values()
+    one.update_info(job_ids=["101_0", "200", "201"])  # resumed twice
+    in_queue(slurm, "101_1 PENDING x", "200 RUNNING x", "201 PENDING x", f"300 PENDING slurmtrain:{two.id}:1")
+    assert main(["sweep", "cancel", "last"]) == 0
+    assert cancelled(slurm) == ["101", "200", "201", "300"]
+
+
+def test_cancel_reaches_every_job_of_an_evaluation(make: Make, slurm: FakeSlurm) -> None:
+    run = make("100")
+    failed(run, "100")
+    evaluation = run.evaluation(7)
+    for folder in (evaluation.attempts, evaluation.checkpoints):
+        folder.mkdir(parents=True)
+    write_json(evaluation.info_file, {**run.info(), "id": evaluation.id, "job_ids": ["200", "201"]})
+    in_queue(slurm, "200 RUNNING x", "201 PENDING x", f"202 PENDING slurmtrain:{evaluation.id}:1")
+    assert main(["cancel", run.id]) == 0
+    assert cancelled(slurm) == ["200", "201", "202"]
+
+
+# SLURM gives an id twice: on a cluster that is set up again (`sandbox down`, `up`), and after MaxJobId.
+
+
+@pytest.mark.parametrize("ids", [("2", "5"), ("5", "2")])
+def test_cancel_and_resume_of_an_old_run_leave_alone_another_runs_job_that_has_its_id(
+    ids: tuple[str, ...], make: Make, slurm: FakeSlurm
+) -> None:
+    old, new = make(*ids), make("2")
+    failed(old, ids[-1])
+    in_queue(slurm, f"2 RUNNING slurmtrain:{new.id}:s0")
+    assert state_module.state(old).status == "failed" and state_module.state(new).alive
+    assert main(["cancel", old.id]) == 0
+    assert cancelled(slurm) == []
+    assert main(["resume", old.id]) == 0
+    assert old.info()["job_ids"] == [*ids, "101"]
+    assert main(["cancel", new.id]) == 0
+    assert cancelled(slurm) == ["2"]
+
+
+def test_a_run_that_waited_is_gone_when_another_runs_job_has_its_id(make: Make, slurm: FakeSlurm) -> None:
+    old = make("2")
+    in_queue(slurm, "2 PENDING slurmtrain:20261122-000000-00000:s0")
+    assert state_module.state(old).status == "lost"
+    assert main(["cancel", old.id]) == 0
+    assert cancelled(slurm) == []
+
+
+def test_cancel_of_an_old_sweep_leaves_alone_the_array_of_another_that_has_its_id(
+    project: Path, slurm: FakeSlurm
+) -> None:
+    assert main(["-m", "+cluster=a100x4", "train.seed=1,2", "submit"]) == 0
+    sweep = Sweep(next(project.glob("runs/*.sweep-*")))
+    in_queue(slurm, "101_0 RUNNING slurmtrain:sweep-another:0000", "101_1 RUNNING slurmtrain:sweep-another:0000")
+    assert main(["sweep", "cancel", "last"]) == 0
+    assert cancelled(slurm) == []
+    in_queue(slurm, f"101_1 RUNNING slurmtrain:{sweep.token(0)}")
+    assert main(["sweep", "cancel", "last"]) == 0
+    assert cancelled(slurm) == ["101"]
+
+
+@pytest.mark.parametrize("mode", ["requeue", "resubmit"])
+def test_resume_takes_the_replacement_that_nobody_noted_for_the_runs_next_job(
+    mode: str, make: Make, slurm: FakeSlurm, capsys: Out
+) -> None:
+    """SLURM refused the requeue, took a new job instead, and the batch shell was killed before it could note that."""
+    run = make("70", words=(f"requeue.mode={mode}",))
+    failed(run, "70")
+    in_queue(slurm, f"77 PENDING slurmtrain:{run.id}:1")
+    assert main(["resume", run.id]) == 0
+    assert slurm.submitted == [] and run.info()["job_ids"] == ["70", "77"]
+    assert "as job 77" in capsys.readouterr().out
+
+
+# Claims.
+
+
+def claim_elsewhere(folder: Path, *, age_s: float) -> Path:
+    claim = folder / "claim-0001.json"
+    claim.write_text(json.dumps({"host": "another-host", "pid": 1, "born": 1.0}))
+    os.utime(claim, (time.time() - age_s,) * 2)
+    return claim
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_claims, "HEARTBEAT_S", 0.2)
+    monkeypatch.setattr(file_claims, "CLAIM_LASTS_S", 2.0)
+    monkeypatch.setattr(file_claims, "POLL_S", 0.02)
+
+
+@pytest.mark.parametrize("age_s", [0.0, 1000.0])
+def test_the_claim_of_a_shell_that_died_on_another_host_is_taken_over_soon(
+    tmp_path: Path, quick: None, age_s: float
+) -> None:
+    claim_elsewhere(tmp_path, age_s=age_s)
+    with claimed(tmp_path, lambda owner: None) as somebody_before:
+        assert somebody_before
+
+
+def test_the_claim_of_a_shell_that_lives_on_another_host_is_kept_by_its_heartbeat(tmp_path: Path, quick: None) -> None:
+    """Whatever its clock says: here it is an hour behind."""
+    claim = claim_elsewhere(tmp_path, age_s=3600.0)
+    over = threading.Event()
+
+    def beat() -> None:
+        for beats in range(30):
+            os.utime(claim, (time.time() - 3600.0 + beats,) * 2)
+            over.wait(0.1)
+        claim.with_suffix(".over").touch()
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    told: list[str] = []
+    with claimed(tmp_path, lambda owner: told.append(owner["host"])):
+        assert claim.with_suffix(".over").exists() and told == ["another-host"]
+    thread.join()
+
+
+def test_whoever_has_a_claim_gives_signs_of_life(tmp_path: Path, quick: None) -> None:
+    with claimed(tmp_path, lambda owner: None):
+        (claim,) = file_claims.claims(tmp_path)
+        os.utime(claim, (0, 0))
+        deadline = time.monotonic() + 60
+        while claim.stat().st_mtime < time.time() - 60:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert is_claimed(tmp_path)
+    assert not is_claimed(tmp_path)
+
+
+def test_a_claim_whose_making_nfs_has_not_confirmed_is_ones_own(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to link(2) is lost, the client asks once more, and is told that the file is there."""
+    link = os.link
+
+    def without_answer(source: Path, target: Path) -> None:
+        link(source, target)
+        raise FileExistsError(target)
+
+    monkeypatch.setattr(os, "link", without_answer)
+
+    def busy(owner: file_claims.Owner) -> None:
+        raise AssertionError(f"it waits for {owner}")
+
+    with claimed(tmp_path, busy) as somebody_before:
+        assert not somebody_before and len(file_claims.claims(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("torn", ["", '{"host": "a', "{}", '{"host": 1, "pid": "x", "born": null}'])
+def test_a_torn_claim_counts_by_its_age(tmp_path: Path, quick: None, torn: str) -> None:
+    claim = claim_elsewhere(tmp_path, age_s=0.0)
+    claim.write_text(torn)
+    assert is_claimed(tmp_path)
+    with claimed(tmp_path, lambda owner: None) as somebody_before:
+        assert somebody_before
+    claim.with_name("claim-0002.over").unlink()
+    claim.with_name("claim-0002.json").write_text(torn)
+    os.utime(claim.with_name("claim-0002.json"), (0, 0))
+    assert not is_claimed(tmp_path)
+
+
+def test_a_minute_is_how_long_a_dead_shell_is_waited_for() -> None:
+    assert file_claims.CLAIM_LASTS_S <= 60 and file_claims.HEARTBEAT_S <= file_claims.CLAIM_LASTS_S / 4

@@ -1,0 +1,235 @@
+"""The program of job.command: what is missing is said before the queue (78), or by the job, and not tried again."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.cli import main
+from slurmtrain.config.compose import compose
+from slurmtrain.config.program_words import module_of, paths_in, script_of
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import EXIT_CONFIG, ConfigError, exit_code_of
+from slurmtrain.launch.memory_check import host_memory
+from slurmtrain.launch.program_check import check_program, imports_of
+from slurmtrain.planner.fit import GIB, check_host_memory
+from tests.support.commands import Cli, FakeSlurm
+from tests.unit.launch.test_snapshot import git
+
+
+@pytest.mark.parametrize(
+    ("command", "script"),
+    [
+        ("python train.py --lr 1", "train.py"),
+        ("/env/bin/python3.11 -u -X faulthandler -W ignore a/train.py", "a/train.py"),
+        ("python -m my.train", None),
+        ("python -c 'print(1)'", None),
+        ("python -uc 'print(1)'", None),
+        ("bash -e run.sh", "run.sh"),
+        ("bash -c 'a b'", None),
+        ("./run.sh", "./run.sh"),
+        ("torchrun --nproc-per-node 2 --rdzv-id=a.py train.py", "train.py"),
+        ("my_program", None),
+        ("python $SCRIPT", None),
+        ("python", None),
+        ("python -Ximporttime train.py", "train.py"),
+        ("torchrun -m my.train x.py", None),
+    ],
+)
+def test_the_script_that_a_command_runs(command: str, script: str | None) -> None:
+    assert script_of(command) == script
+
+
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        ("python -m my.train --data -m", "my.train"),
+        ("/env/bin/python3.11 -u -X faulthandler -m my.train", "my.train"),
+        ("python -um my.train", "my.train"),
+        ("python -mmy.train", "my.train"),
+        ("python -Ximporttime -m my.train", "my.train"),
+        ("python train.py -m x", None),
+        ("python -c 'print(1)' -m x", None),
+        ("python -m $MODULE", None),
+        ("torchrun --nproc-per-node 2 -m my.train --config a.py", "my.train"),
+        ("torchrun train.py -m x", None),
+        ("my_program -m x", None),
+        ("'", None),
+    ],
+)
+def test_the_module_that_a_command_runs(command: str, module: str | None) -> None:
+    assert module_of(command) == module
+
+
+@pytest.mark.parametrize(
+    ("command", "paths"),
+    [
+        ("python train.py a.bin --data ./b.bin --out=c/d x=e", ["a.bin", "./b.bin", "c/d", "e"]),
+        ("python -m my.train a --data /abs ~/b $HOME/c '*.d' --e", ["a"]),
+        ("bash -c 'python train.py a.bin'", ["train.py", "a.bin"]),
+        ("bash -c 'cd data && python train.py a.bin'", []),
+        ("bash run.sh a.bin", ["a.bin"]),
+        ("'", []),
+    ],
+)
+def test_the_files_that_a_command_may_name(command: str, paths: list[str]) -> None:
+    assert [path for _, path in paths_in(command) if path not in ("--data", "python")] == paths
+
+
+def test_a_missing_script_is_said_before_the_queue(cli: Cli, project: Path, fake_slurm: FakeSlurm) -> None:
+    answer = cli("+cluster=a100x4", "job=command", "job.command=python trian.py", "submit")
+    assert answer.returncode == EXIT_CONFIG and f"job.command: there is no trian.py in {project}" in answer.stderr
+    assert not fake_slurm.submitted and not (project / "runs").exists()
+
+
+def test_a_program_that_cannot_be_executed_is_said_before_the_queue(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("true\n")
+    config = compose(["cluster=a100x4", "job=command", "job.command=./run.sh"])
+    with pytest.raises(ConfigError, match="cannot be executed") as caught:
+        check_program(config, tmp_path)
+    assert caught.value.hint is not None and "bash ./run.sh" in caught.value.hint
+    (tmp_path / "run.sh").chmod(0o755)
+    check_program(config, tmp_path)
+
+
+@pytest.fixture
+def ignoring(project: Path) -> Path:
+    """A git work tree in which git ignores one of each: a script, a module, a folder, and another file."""
+    git("init", "-q", cwd=project)
+    (project / ".gitignore").write_text("mine.py\ndata.bin\nout/\npackage/hidden.py\n")
+    for name in ("mine.py", "data.bin", "out/x", "seen.py", "seen.bin", "package/__init__.py", "package/hidden.py"):
+        (project / name).parent.mkdir(exist_ok=True)
+        (project / name).touch()
+    return project
+
+
+@pytest.mark.parametrize("sweep", [(), ("-m", "train.seed=1,2")], ids=["run", "sweep"])
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("python mine.py", "mine.py is not in the snapshot that the job would run, because git ignores it"),
+        ("python -m package.hidden", "the module package.hidden is not in the snapshot that the job would run"),
+        ("python -m package.gone", "there is no module package.gone in "),
+        ("python gone.py", "there is no gone.py in "),
+        (f"{sys.executable} -m not_installed_at_all.train", "needs not_installed_at_all, which "),
+    ],
+)
+def test_a_program_that_would_not_be_there_is_said_before_the_queue(
+    command: str,
+    told: str,
+    sweep: tuple[str, ...],
+    ignoring: Path,
+    fake_slurm: FakeSlurm,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*sweep, "+cluster=a100x4", "submit", "--", *command.split()]) == EXIT_CONFIG
+    assert told in capsys.readouterr().err
+    assert not fake_slurm.submitted and not list(ignoring.glob("runs/*/*"))
+
+
+def test_files_that_the_snapshot_does_not_have_are_named_before_the_queue(
+    ignoring: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--data",
+        "./data.bin",
+        "--also=data.bin",
+        "--out",
+        "out",
+        "--in",
+        "seen.bin",
+        str(ignoring / "data.bin"),
+        "3",
+    ]
+    for sweep in ([], ["-m", "train.seed=1,2"]):
+        assert main([*sweep, "+cluster=a100x4", "submit", "--", "python", "seen.py", *words]) == 0
+        warnings = [line for line in capsys.readouterr().err.splitlines() if "snapshot" in line]
+        assert len(warnings) == 3
+        assert warnings[0] == (
+            "slurmtrain: warning: ./data.bin is not in the snapshot that the job runs, because git ignores it, so "
+            f"`./data.bin` does not name it there; name it by its absolute path: {ignoring}/data.bin"
+        )
+        assert "so `--also=data.bin` does not name it there" in warnings[1] and "warning: out is not in" in warnings[2]
+
+
+def test_a_file_outside_of_the_work_tree_is_told_apart_from_an_ignored_one(
+    ignoring: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (ignoring.parent / "large.bin").touch()
+    (ignoring / "link.bin").symlink_to("../large.bin")
+    assert main(["+cluster=a100x4", "submit", "--", "python", "seen.py", "../large.bin", "link.bin"]) == 0
+    assert capsys.readouterr().err.count(f"because it lies outside of {ignoring}, so") == 2
+    assert main(["+cluster=a100x4", "job.snapshot=none", "submit", "--", "python", "mine.py", "link.bin"]) == 0
+    assert "snapshot" not in capsys.readouterr().err
+
+
+def command(words: str, *more: str) -> Config:
+    return compose(["cluster=local", "job=command", f"job.command='{words}'", *more])
+
+
+def test_a_package_that_the_script_imports_and_nobody_has_installed_is_said_before_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    (tmp_path / "helpers.py").touch()
+    script.write_text("import os, torch, helpers\nfrom not_installed_at_all.deep import x\n")
+    with pytest.raises(ConfigError, match=r"train\.py imports not_installed_at_all, which .* does not find"):
+        check_program(command(f"{sys.executable} train.py"), tmp_path)
+    # Set-up lines, modules and containers may bring it.
+    check_program(command(f"{sys.executable} train.py", "cluster.modules=[torch]"), tmp_path)
+    script.write_text("import os\ntry:\n    import not_installed_at_all\nexcept ImportError:\n    pass\n")
+    check_program(command(f"{sys.executable} train.py"), tmp_path)
+    script.write_text("import sys\nsys.path.append('x')\nimport not_installed_at_all\n")
+    assert not list(imports_of(script))
+    # As `PYTHONPATH=src python train.py` finds it: the job gets the variable, too.
+    (tmp_path / "src" / "not_installed_at_all").mkdir(parents=True)
+    script.write_text("import not_installed_at_all\n")
+    with monkeypatch.context() as shell:
+        shell.setenv("PYTHONPATH", "src")
+        check_program(command(f"{sys.executable} train.py"), tmp_path)
+    script.write_text("import (\n")  # it says so itself
+    assert not list(imports_of(script))
+
+
+def test_a_package_that_is_missing_in_the_job_is_no_reason_to_try_again(cli: Cli, project: Path) -> None:
+    (project / "loop.py").write_text(
+        "import slurmtrain\nslurmtrain.init()\nif True:\n    import not_installed_at_all\n"
+    )
+    job = ("+cluster=local", "job=command", f"job.command={sys.executable} loop.py", "job.snapshot=none")
+    answer = cli(*job, "submit")
+    assert answer.returncode == EXIT_CONFIG, answer.stdout
+    assert answer.stdout.count("No module named 'not_installed_at_all'") == 2  # the traceback, and why it ended
+    assert "--set KEY=VALUE changes its config" in answer.stdout
+    assert exit_code_of(ModuleNotFoundError("x")) == EXIT_CONFIG and exit_code_of(ImportError("x")) == 1
+
+
+def test_a_model_that_this_machines_memory_cannot_hold_is_refused_before_it_swaps(cli: Cli, project: Path) -> None:
+    answer = cli("+cluster=local", "model=llama3_405b", "train.device=cpu", "submit")
+    assert answer.returncode == EXIT_CONFIG and "this machine has" in answer.stderr, answer.stderr
+    assert not (project / "runs").exists()
+
+
+def test_host_memory_counts_where_the_job_computes_on_cpus() -> None:
+    large = compose(["cluster=local", "model=llama3_8b"])
+    with pytest.raises(ConfigError, match=r"take \d+\.\d GiB on the CPUs of a node, and this machine has 24\.0 GiB"):
+        check_host_memory(large, 24 * GIB, has_gpu=False)
+    check_host_memory(large, 24 * GIB, has_gpu=True)
+    check_host_memory(large, 512 * GIB, has_gpu=False)
+    check_host_memory(large, None, has_gpu=False)
+    check_host_memory(compose(["cluster=local"]), 4 * GIB, has_gpu=False)
+    asked = ["cluster=sandbox", "model=llama3_8b", "cluster.mem_per_node_gb=24"]
+    with pytest.raises(ConfigError, match=r"cluster\.mem_per_node_gb=24 gives 24\.0 GiB"):
+        check_host_memory(compose(asked), 512 * GIB, has_gpu=False)
+    check_host_memory(compose([*asked, "cluster.gpus_per_node=2"]), None, has_gpu=False)
+
+
+def test_the_memory_of_a_container_is_what_it_may_have(tmp_path: Path) -> None:
+    info, limit = tmp_path / "meminfo", tmp_path / "memory.max"
+    info.write_text("MemTotal:       1024 kB\nMemFree: 1 kB\n")
+    assert host_memory(info, limit) == 1 << 20
+    limit.write_text("max\n")
+    assert host_memory(info, limit) == 1 << 20
+    limit.write_text("4096\n")
+    assert host_memory(info, limit) == 4096 and host_memory(tmp_path / "a", tmp_path / "b") is None

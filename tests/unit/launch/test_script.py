@@ -1,0 +1,777 @@
+"""The sbatch text: its goldens, that every way to it gives the same, and what bash makes of it.
+
+python -m pytest tests/unit/launch/test_script.py --update-goldens    writes jobs/golden anew; read the diff
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurmtrain.cli import main
+from slurmtrain.config.compose import compose, config_groups
+from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, HooksConfig
+from slurmtrain.config.validate import validate
+from slurmtrain.launch.script import JobPaths, render_script, sbatch_directives, setup_lines, srun_words
+from slurmtrain.launch.submit import preparing, resubmit, submit
+from slurmtrain.report.status import state
+from slurmtrain.resources import shipped
+from slurmtrain.runs.run_dir import RunDir
+from tests.support.children import children
+from tests.support.commands import Cli, FakeSlurm
+
+GOLDENS = shipped("jobs") / "golden"
+RUN = Path("/home/me/project/runs/train/RUN_ID")
+PYTHON = "/home/me/venv/bin/python"
+SUBMIT_DIR = Path("/home/me/project")
+PATHS = JobPaths([RUN], "code", PYTHON, submit_dir=SUBMIT_DIR)
+SLURM_CLUSTERS = [name for name in config_groups()["cluster"] if name != "local"]
+
+EVERYTHING = r"""
+    cluster=a100x8  cluster.nodes=4  cluster.partition=gpu  cluster.account='my project'  cluster.qos=high
+    cluster.constraint='[rack1|rack2]'  cluster.reservation=friday  cluster.exclude='node[03-04]'
+    cluster.mem_per_node_gb=null  cluster.mem_per_gpu_gb=100  cluster.exclusive=false
+    +cluster.sbatch.comment='it is "mine"'  +cluster.sbatch.mail-type=END  +cluster.sbatch.no-kill=true
+    cluster.modules=[cuda/12.8,nccl]  cluster.setup=['ulimit -l unlimited','export SCRATCH=\${TMPDIR:-/tmp}']
+    cluster.conda_env=/home/me/envs/torch  +cluster.env.NCCL_DEBUG=INFO  +cluster.env.GREETING='two words'
+    cluster.container.kind=pyxis  cluster.container.image='nvcr.io#nvidia/pytorch:26.01'
+    cluster.container.mounts=[/data:/data:ro]  cluster.container.args=[--no-container-mount-home]
+    cluster.srun_args=['--mpi=pmix']  train.global_batch_size=32  requeue.restart_delay_s=20
+    hooks.on_failure='mail -s "$SLURMTRAIN_SENTENCE" me'
+"""
+APPTAINER = """
+    cluster=a100x4  cluster.container.kind=apptainer  cluster.container.image=/images/torch.sif
+    cluster.container.args=[--nv]  cluster.container.mounts=[/data:/data:ro]  requeue=off
+"""
+
+
+def config_of(text: str) -> Config:
+    config = compose([word for line in text.split("\n") for word in line.strip().split("  ") if word.strip()])
+    validate(config)
+    return config
+
+
+def golden_text(name: str) -> str:
+    if name == "everything":
+        return render_script(config_of(EVERYTHING), PATHS)
+    if name == "apptainer":
+        return render_script(config_of(APPTAINER), JobPaths([RUN], "/home/me/project", PYTHON, submit_dir=SUBMIT_DIR))
+    if name == "array":
+        runs = [RUN.with_name(f"RUN_{letter}") for letter in "ABC"]
+        return render_script(
+            config_of("cluster=a100x4"), JobPaths(runs, "code/experiments", PYTHON, submit_dir=SUBMIT_DIR)
+        )
+    if name == "pack":
+        runs = [RUN.with_name(f"RUN_{letter}") for letter in "ABCDE"]
+        return render_script(
+            config_of("cluster=a100x4"), JobPaths(runs, "code", PYTHON, parallelism=1, pack=3, submit_dir=SUBMIT_DIR)
+        )
+    if name in ("resubmit", "chain"):
+        return render_script(config_of(f"cluster=a100x4  requeue={name}  job.singleton=true"), PATHS)
+    return render_script(config_of(f"cluster={name}"), PATHS)
+
+
+ALL_GOLDENS = [*SLURM_CLUSTERS, "everything", "apptainer", "array", "pack", "resubmit", "chain"]
+
+
+# Goldens.
+
+
+@pytest.mark.parametrize("name", ALL_GOLDENS)
+def test_the_script_is_the_golden_one(name: str, request: pytest.FixtureRequest) -> None:
+    golden = GOLDENS / f"{name}.sbatch"
+    if request.config.getoption("--update-goldens"):
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(golden_text(name))
+    assert golden_text(name) == golden.read_text()
+
+
+@pytest.mark.parametrize("name", ALL_GOLDENS)
+def test_bash_can_read_every_golden(name: str) -> None:
+    checked = subprocess.run(["bash", "-n", GOLDENS / f"{name}.sbatch"], capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_every_golden_belongs_to_something_shipped() -> None:
+    assert {path.stem for path in GOLDENS.iterdir()} == set(ALL_GOLDENS)
+
+
+@pytest.mark.parametrize("name", ALL_GOLDENS)
+def test_directives_come_before_the_first_command(name: str) -> None:
+    # sbatch stops reading #SBATCH lines at the first line that is neither empty nor a comment.
+    lines = golden_text(name).splitlines()
+    last_directive = max(index for index, line in enumerate(lines) if line.startswith("#SBATCH"))
+    assert all(line.startswith("#") for line in lines[: last_directive + 1])
+
+
+# One source: render, --dry-run and submit.
+
+
+@pytest.mark.parametrize("where", ["outside of git", "in git", "in a folder of a git work tree"])
+def test_dry_run_render_and_submit_give_the_same_text(
+    where: str,
+    project: Path,
+    fake_slurm: FakeSlurm,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = project
+    if where != "outside of git":
+        subprocess.run(["git", "init", "-q"], check=True)
+    if where.startswith("in a folder"):
+        folder = project / "sub"
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+    words = ["+cluster=a100x4", "+cluster.env.A='it is'", "cluster.nodes=2"]
+    assert main([*words, "submit", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert main([*words, "render"]) == 0
+    assert capsys.readouterr().out == shown
+    assert main([*words, "submit"]) == 0
+    submitted = next(folder.glob("runs/train/*"))
+    assert main([*words, "render", "-o", "job.sbatch"]) == 0
+    rendered = next(path for path in folder.glob("runs/train/*") if path != submitted)
+
+    def with_placeholder(text: str, run_dir: Path) -> str:
+        return text.replace(str(run_dir), str(run_dir.with_name("RUN_ID")))
+
+    assert with_placeholder(fake_slurm.submitted[0], submitted) == shown
+    assert with_placeholder((folder / "job.sbatch").read_text(), rendered) == shown
+    assert (submitted / "job.sbatch").read_text() == fake_slurm.submitted[0]
+
+
+def test_a_dry_run_leaves_nothing_and_asks_nobody(
+    project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["+cluster=sandbox", "submit", "--dry-run"]) == 0  # of a sandbox that need not run
+    assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH")
+    assert list(project.iterdir()) == [] and fake_slurm.submitted == []
+
+
+def test_submitting_inside_a_job_hides_that_job_but_keeps_slurm_conf(
+    project: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    inherited = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
+        "SLURM_MEM_PER_NODE": "1",
+        "SUBMITIT_EXECUTOR": "slurm",
+        "SLURMTRAIN_RUN_DIR": "/other/run",
+        "SLURMTRAIN_ATTEMPT": "4",
+        "PMI_RANK": "3",
+    }
+    kept = {"SLURM_CONF": "/etc/slurm/other.conf", "SLURMTRAIN_RUNS": "runs", "MY_OWN": "a b"}
+    for name, value in (inherited | kept).items():
+        monkeypatch.setenv(name, value)
+    assert main(["+cluster=a100x4", "submit"]) == 0
+    assert inherited.keys().isdisjoint(fake_slurm.environment)
+    assert kept.items() <= fake_slurm.environment.items()
+
+
+SET_BY_THE_SHELL = {
+    "SBATCH_TIMELIMIT": "1",
+    "SBATCH_NO_REQUEUE": "1",
+    "SBATCH_ARRAY_INX": "0-9",
+    "SBATCH_WAIT": "1",
+    "SBATCH_OUTPUT": "/x",
+    "SBATCH_GPUS_PER_TASK": "1",
+    "SBATCH_GRES": "gpu:1",
+    "SBATCH_MEM_PER_CPU": "1G",
+}
+LEFT_TO_THE_SHELL = {
+    "SBATCH_ACCOUNT": "mine",
+    "SBATCH_QOS": "high",
+    "SBATCH_EXPORT": "ALL",
+    "SBATCH_GRES_FLAGS": "x",
+    "SBATCH_CLUSTERS": "b",
+}
+
+
+def test_variables_of_sbatch_do_not_beat_the_config_and_give_what_it_leaves_open(
+    project: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (SET_BY_THE_SHELL | LEFT_TO_THE_SHELL).items():
+        monkeypatch.setenv(name, value)
+    words = ["+cluster=a100x4", "cluster.account=null", "cluster.qos=null", "cluster.mem_per_node_gb=10"]
+    assert main([*words, "cluster.partition=long", "submit"]) == 0
+    assert SET_BY_THE_SHELL.keys().isdisjoint(fake_slurm.environment)
+    assert LEFT_TO_THE_SHELL.items() <= fake_slurm.environment.items()
+    said = capsys.readouterr().err
+    assert all(name in said for name in SET_BY_THE_SHELL) and not any(name in said for name in LEFT_TO_THE_SHELL)
+    monkeypatch.setenv("SBATCH_PARTITION", "long")  # says the same
+    assert main([*words, "cluster.partition=long", "submit"]) == 0
+    assert "SBATCH_PARTITION" not in capsys.readouterr().err
+    assert main([*words, "cluster.account=theirs", "submit"]) == 0
+    assert "SBATCH_ACCOUNT=mine (cluster.account)" in capsys.readouterr().err
+
+
+def test_a_cluster_with_its_own_slurm_conf_is_the_one_that_sbatch_talks_to(
+    project: Path, fake_slurm: FakeSlurm, tmp_path: Path
+) -> None:
+    conf = tmp_path / "slurm.conf"
+    conf.write_text("")
+    assert main(["+cluster=a100x4", f"cluster.slurm_conf={conf}", "submit"]) == 0
+    assert fake_slurm.environment["SLURM_CONF"] == str(conf)
+    info = json.loads(next(project.glob("runs/train/*/run.json")).read_text())
+    assert info["slurm_conf"] == str(conf)
+
+
+def test_a_run_submitted_inside_a_job_does_not_remember_the_nodes_own_copy_of_slurm_conf(
+    project: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On clusters without configuration files on their nodes, slurmd sets SLURM_CONF to a copy that exists there alone."""
+    copy = tmp_path / "spool" / "conf-cache" / "slurm.conf"
+    copy.parent.mkdir(parents=True)
+    copy.touch()
+    monkeypatch.setenv("SLURM_CONF", str(copy))
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    assert main(["+cluster=a100x4", "submit"]) == 0
+    (run,) = project.glob("runs/train/*")
+    assert json.loads((run / "run.json").read_text())["slurm_conf"] is None
+    monkeypatch.delenv("SLURM_CONF")  # on the login node
+    fake_slurm.command("squeue", 'echo "4711|4711_N/A|PENDING|N/A|Priority"')
+    assert state(RunDir(run)).status == "waiting"
+
+
+def test_several_runs_are_one_array_and_each_can_be_resumed_alone(project: Path, fake_slurm: FakeSlurm) -> None:
+    config = config_of("cluster=a100x4")
+    runs = []
+    for _ in range(3):
+        with preparing(config, [], project) as run_dir:
+            runs.append(run_dir)
+    assert submit(runs, config) == "4711"
+    assert [run.info()["job_ids"] for run in runs] == [["4711_0"], ["4711_1"], ["4711_2"]]
+    assert "#SBATCH --array=0-2\n" in fake_slurm.submitted[0]
+    assert all(run.script.read_text() == fake_slurm.submitted[0] for run in runs)
+    resubmit(runs[1])
+    alone = fake_slurm.submitted[1]
+    assert "--array" not in alone
+    assert f"run_dir={runs[1].path}\n" in alone
+    assert runs[1].info()["job_ids"] == ["4711_1", "4711"]
+
+
+# Values are quoted where they may hold anything, and put in the right place.
+
+NASTY = [
+    "two words",
+    "it's",
+    'say "hi"',
+    "$(touch x)",
+    "`touch x`",
+    "$HOME",
+    "a;b&c|d>e",
+    "\\",
+    "*",
+    "!x",
+    "#c",
+    "é",
+    "",
+]
+
+
+def test_the_ranks_get_environment_values_to_the_letter(tmp_path: Path) -> None:
+    env = {f"V{index}": value for index, value in enumerate(NASTY)}
+    script = render_script(Config(cluster=ClusterConfig(env=env)), PATHS)
+    exports = [line for line in script.splitlines() if line.startswith("export V")]
+    assert len(exports) == len(NASTY)
+    printed = "; ".join(f'printf "%s\\0" "${name}"' for name in env)
+    done = subprocess.run(
+        ["bash", "-c", "\n".join([*exports, printed])], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split("\0")[:-1] == NASTY
+    assert list(tmp_path.iterdir()) == []
+
+
+PRINTABLE = st.text(st.characters(min_codepoint=32, exclude_characters="\x7f", exclude_categories=["Cs"]), min_size=1)
+
+
+@given(value=PRINTABLE)
+def test_directives_survive_any_value(value: str) -> None:
+    cluster = ClusterConfig(partition=value, account=value, constraint=value, sbatch={"comment": value})
+    words = [shlex.split(line) for line in sbatch_directives(Config(cluster=cluster), PATHS)]
+    for name in ("partition", "account", "constraint", "comment"):
+        assert [f"--{name}={value}"] in words
+
+
+@given(value=PRINTABLE)
+def test_srun_words_survive_any_value(value: str) -> None:
+    container = ContainerConfig(kind="pyxis", image=value, mounts=[f"{value}:/x"], args=[f"--a={value}"])
+    words = shlex.split(" ".join(srun_words(ClusterConfig(container=container, srun_args=[f"--b={value}"]), PATHS)))
+    assert f"--container-image={value}" in words
+    assert f"--container-mounts=$run_dir:$run_dir,{value}:/x" in words
+    assert f"--a={value}" in words and f"--b={value}" in words
+
+
+@pytest.mark.parametrize("folder", ["it's $(touch x)", "two words", "normal"])
+def test_run_directories_with_odd_names_work(folder: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / folder / "runs" / "train" / "RUN"
+    (run_dir / "attempts").mkdir(parents=True)
+    (run_dir / "code").mkdir()
+    done = run_script(
+        render_script(Config(), JobPaths([run_dir], "code", "true")), tmp_path, srun="pwd >cwd-of-$0; exit 0"
+    )
+    assert done.returncode == 0, done.stderr
+    assert (run_dir / "code" / "cwd-of-srun").read_text() == f"{run_dir}/code\n"
+
+
+def test_modules_come_first_then_own_lines_then_the_environment() -> None:
+    lines = setup_lines(ClusterConfig(modules=["cuda/12", "a b"], setup=["export A=$B"], venv="/my env"))
+    assert lines == ["module load cuda/12", "module load 'a b'", "export A=$B", "source '/my env/bin/activate'"]
+    assert setup_lines(ClusterConfig(conda_env="x"))[-1] == "conda activate x"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "python"),
+    [
+        (ClusterConfig(), PYTHON),
+        (ClusterConfig(venv="/v"), "python"),
+        (ClusterConfig(conda_env="c"), "python"),
+        (ClusterConfig(container=ContainerConfig(kind="pyxis", image="i")), "python"),
+        (ClusterConfig(venv="/v", python="/opt/my python"), "'/opt/my python'"),
+    ],
+)
+def test_the_ranks_use_the_python_of_the_environment_that_was_activated(cluster: ClusterConfig, python: str) -> None:
+    assert f' {python} -u -m slurmtrain train "$run_dir"' in srun_words(cluster, PATHS)[-1]
+
+
+def test_srun_is_told_again_what_it_does_not_inherit() -> None:
+    words = srun_words(ClusterConfig(cpus_per_task=7, srun_wait_s=33), PATHS)
+    assert {"--cpus-per-task=7", "--kill-on-bad-exit=1", "--wait=33"} <= set(words)
+
+
+def test_a_secret_is_inherited_and_never_written(
+    project: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "it's s3cret")
+    words = [
+        "+cluster.env.WANDB_API_KEY='${oc.env:WANDB_API_KEY}'",
+        "+cluster.env.AUTH='Bearer ${oc.env:WANDB_API_KEY}!'",
+    ]
+    assert main(["+cluster=a100x4", *words, "submit"]) == 0
+    assert not [path for path in project.rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()]
+    assert fake_slurm.environment["WANDB_API_KEY"] == "it's s3cret"  # --export=ALL hands it to the job
+    exports = [
+        line for line in fake_slurm.submitted[0].splitlines() if line.startswith(("export WANDB", "export AUTH"))
+    ]
+    done = subprocess.run(["bash", "-c", "\n".join([*exports, "env"])], capture_output=True, text=True, check=True)
+    assert "\nWANDB_API_KEY=it's s3cret\n" in done.stdout and "\nAUTH=Bearer it's s3cret!\n" in done.stdout
+
+
+def test_a_secret_is_there_for_local_ranks_too(cli: Cli, project: Path) -> None:
+    (project / "check.sh").write_text('[ "$(echo "$AUTH" | rev)" = "terc3s reraeB" ]')
+    secret = "+cluster.env.AUTH='Bearer ${oc.env:MY_TOKEN}'"
+    words = ["+cluster=local", "job=command", "job.command='bash check.sh'", "requeue=off"]
+    done = cli(*words, secret, "submit", MY_TOKEN="s3cret")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not [path for path in project.rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()]
+    assert cli(*words, "+cluster.env.AUTH=other", "submit").returncode == 1
+
+
+# What the script does, with stand-ins for srun, scontrol and `finish-attempt`.
+
+
+def run_script(
+    script: str, tmp_path: Path, *, srun: str, settle: str = "", squeue: str = "", again: str = "", **env: str
+) -> subprocess.CompletedProcess[str]:
+    process = start_script(script, tmp_path, srun=srun, settle=settle, squeue=squeue, again=again, **env)
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def start_script(
+    script: str, tmp_path: Path, *, srun: str, settle: str = "", squeue: str = "", again: str = "", **env: str
+) -> subprocess.Popen[str]:
+    """The script as a batch shell would run it. All but scontrol and `resubmit`, which note their arguments down, are bash."""
+    fake = FakeSlurm(tmp_path / "bin")
+    fake.directory.mkdir()
+    fake.command("srun", srun.replace("$0", "srun"))
+    fake.command("scontrol", 'echo "$*" >>"$here/../scontrol-calls"')
+    job = '"${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"'
+    noted = f'echo "${{@:4}}" >>"$here/../again-calls"; echo {job} >"$here/../again-element"'
+    fake.command("settle-python", f'if [ "$3" = resubmit ]; then {noted}; {again or ":"}; fi\n{settle or "exit 0"}')
+    fake.command("squeue", squeue or "exit 1")
+    variables = {"PATH": f"{fake.directory}:{os.environ['PATH']}", "SLURM_JOB_ID": "77", "HOME": str(tmp_path), **env}
+    return subprocess.Popen(
+        ["bash", "-c", script], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    path = tmp_path / "run"
+    (path / "attempts").mkdir(parents=True)
+    (path / "code").mkdir()
+    return path
+
+
+def script_for(*run_dirs: Path, config: Config | None = None) -> str:
+    python = str(run_dirs[0].parent / "bin" / "settle-python")
+    return render_script(config or Config(), JobPaths(list(run_dirs), "code", python))
+
+
+def scontrol_calls(tmp_path: Path) -> list[str]:
+    calls = tmp_path / "scontrol-calls"
+    return calls.read_text().splitlines() if calls.exists() else []
+
+
+def again_calls(tmp_path: Path) -> list[str]:
+    calls = tmp_path / "again-calls"
+    return calls.read_text().splitlines() if calls.exists() else []
+
+
+@pytest.mark.parametrize("code", [0, 1, 75, 78, 137])
+def test_without_a_requeue_the_script_ends_with_the_ranks_code(code: int, run_dir: Path, tmp_path: Path) -> None:
+    done = run_script(
+        script_for(run_dir), tmp_path, srun=f"exit {code}", settle='echo "$@" >"$here/../settled"; echo end'
+    )
+    assert done.returncode == (code or 1)  # 0 of srun, which may have lost its ranks, is no success by itself
+    assert (
+        tmp_path / "settled"
+    ).read_text() == f"-m slurmtrain finish-attempt {run_dir} --attempt 1 --exit-code {code}\n"
+    assert scontrol_calls(tmp_path) == []
+
+
+@pytest.mark.parametrize("mode", ["requeue", "resubmit", "chain", "off"])
+@pytest.mark.parametrize(("word", "code"), [("done", 0), ("end", 1), ("next", 1), ("", 0)])
+def test_a_job_is_a_success_to_those_who_wait_for_it_only_if_its_run_has_finished(
+    run_dir: Path, tmp_path: Path, mode: str, word: str, code: int
+) -> None:
+    script = script_for(run_dir, config=compose(["cluster=a100x4", f"requeue.mode={mode}"]))
+    assert (
+        run_script(script, tmp_path, srun="exit 0", settle=f'[ "$3" != finish-attempt ] || echo {word}').returncode
+        == code
+    )
+
+
+def test_the_verdict_requeue_lets_the_run_go_on(run_dir: Path, tmp_path: Path) -> None:
+    done = run_script(script_for(run_dir), tmp_path, srun="exit 75", settle="echo requeue")
+    assert done.returncode == 75
+    assert again_calls(tmp_path) == [f"{run_dir} --attempt 1"] and scontrol_calls(tmp_path) == []
+
+
+def test_where_our_own_python_fails_the_job_is_requeued_all_the_same(run_dir: Path, tmp_path: Path) -> None:
+    done = run_script(script_for(run_dir), tmp_path, srun="exit 75", settle="echo requeue", again="exit 1")
+    assert (done.returncode, scontrol_calls(tmp_path)) == (75, ["requeue incomplete 77"]), done.stderr
+
+
+@pytest.mark.parametrize(("word", "code"), [("done", 0), ("end", 1)])
+def test_a_job_that_slurm_starts_again_after_the_run_has_ended_claims_no_attempt(
+    run_dir: Path, tmp_path: Path, word: str, code: int
+) -> None:
+    said = f'[ "$3" = begin-attempt ] && echo {word}'
+    done = run_script(
+        script_for(run_dir), tmp_path, srun='touch "$here/../started"', settle=said, SLURM_RESTART_COUNT="2"
+    )
+    assert done.returncode == code, done.stderr
+    assert not (tmp_path / "started").exists() and list((run_dir / "attempts").iterdir()) == []
+    assert scontrol_calls(tmp_path) == []
+
+
+@pytest.mark.parametrize("mode", ["requeue", "resubmit"])
+@pytest.mark.parametrize(("word", "code"), [("done", 0), ("end", 1)])
+def test_a_job_that_goes_on_after_another_claims_no_attempt_when_the_run_has_ended_meanwhile(
+    run_dir: Path, tmp_path: Path, mode: str, word: str, code: int
+) -> None:
+    (run_dir / "attempts" / "0001").mkdir()
+    script = script_for(run_dir, config=compose(["cluster=a100x4", f"requeue.mode={mode}"]))
+    done = run_script(
+        script, tmp_path, srun='touch "$here/../started"', settle=f'[ "$3" = begin-attempt ] && echo {word}'
+    )
+    assert done.returncode == code, done.stderr
+    assert not (tmp_path / "started").exists() and len(list((run_dir / "attempts").iterdir())) == 1
+    assert again_calls(tmp_path) == [] and scontrol_calls(tmp_path) == []
+
+
+@pytest.mark.parametrize("mode", ["requeue", "resubmit"])
+def test_the_first_start_of_a_run_asks_nothing(run_dir: Path, tmp_path: Path, mode: str) -> None:
+    script = script_for(run_dir, config=compose(["cluster=a100x4", f"requeue.mode={mode}"]))
+    settle = '[ "$3" != begin-attempt ] || touch "$here/../asked"; echo done'
+    run_script(script, tmp_path, srun='touch "$here/../started"', settle=settle)
+    assert (tmp_path / "started").exists() and not (tmp_path / "asked").exists()
+
+
+@pytest.mark.parametrize("settle", ["exit 0", "exit 1"])
+def test_a_restart_of_a_run_that_has_not_ended_or_that_cannot_be_asked_goes_on(
+    run_dir: Path, tmp_path: Path, settle: str
+) -> None:
+    run_script(script_for(run_dir), tmp_path, srun='touch "$here/../started"', settle=settle, SLURM_RESTART_COUNT="1")
+    assert (tmp_path / "started").exists() and (run_dir / "attempts" / "0001").is_dir()
+
+
+def test_an_array_task_requeues_itself_alone(run_dir: Path, tmp_path: Path) -> None:
+    script = script_for(tmp_path / "a", run_dir, tmp_path / "b")
+    array = {"SLURM_JOB_ID": "70", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "1"}
+    done = run_script(script, tmp_path, srun="exit 75", settle="echo requeue", **array)
+    assert done.returncode == 75, done.stderr
+    assert (tmp_path / "again-element").read_text() == "70_1\n"
+    assert (run_dir / "attempts" / "0001").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "requeued"),
+    [(75, "RUNNING", True), (75, "COMPLETING", False), (1, "RUNNING", False), (0, "RUNNING", False)],
+)
+def test_a_settle_that_fails_does_not_lose_a_stopped_run(
+    run_dir: Path, tmp_path: Path, code: int, state: str, requeued: bool
+) -> None:
+    """And does not revive a job that SLURM has ended: a requeue while it is COMPLETING would."""
+    done = run_script(script_for(run_dir), tmp_path, srun=f"exit {code}", settle="exit 1", squeue=f"echo {state}")
+    assert done.returncode == (75 if requeued else code), done.stderr
+    assert bool(again_calls(tmp_path)) == requeued
+
+
+def test_the_script_asks_slurm_without_the_persons_defaults_for_its_commands(run_dir: Path, tmp_path: Path) -> None:
+    """SQUEUE_STATES=PENDING would hide this job. The ranks have what the person has."""
+    squeue = '[ -z "$SQUEUE_STATES$SLURM_CLUSTERS" ] && echo RUNNING'
+    env = {"SQUEUE_STATES": "PENDING", "SLURM_CLUSTERS": "a,b", "SLURM_JWT": "expired"}
+    srun = 'echo "$SQUEUE_STATES|$SLURM_JWT" >"$here/../seen"; exit 75'
+    done = run_script(script_for(run_dir), tmp_path, srun=srun, settle="exit 1", squeue=squeue, **env)
+    assert done.returncode == 75 and again_calls(tmp_path)
+    assert (tmp_path / "seen").read_text() == "PENDING|\n"
+
+
+def test_each_start_claims_the_next_attempt(run_dir: Path, tmp_path: Path) -> None:
+    for number in ("0001", "0002"):
+        (run_dir / "attempts" / number).mkdir()
+    srun = 'echo "$SLURMTRAIN_ATTEMPT $SLURMTRAIN_RUN_DIR" >"$here/../seen"'
+    assert run_script(script_for(run_dir), tmp_path, srun=srun).returncode == 0
+    assert (tmp_path / "seen").read_text() == f"3 {run_dir}\n"
+    assert (run_dir / "attempts" / "0003").is_dir()
+
+
+def test_a_run_directory_that_is_not_mounted_ends_the_job_with_78(tmp_path: Path) -> None:
+    done = run_script(script_for(tmp_path / "gone"), tmp_path, srun="exit 0")
+    assert done.returncode == 78
+    assert "cannot create" in done.stderr and "is its file system mounted" in done.stderr
+
+
+OTHER_NODES = ("n[1-7]", "n[1-8]")
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "changes"),
+    [
+        ({}, 75, ["requeue incomplete 77", "update jobid=77 excnodelist=n9 starttime=now+{delay}"]),
+        ({"restarts": 0}, 78, []),  # the config names a folder that no node has, for all that is known
+        ({"state": "COMPLETING"}, 78, []),  # cancelled, say, which a requeue would revive
+        ({"test_only": 1}, 78, []),  # no node would be left
+        (
+            {"excluded": OTHER_NODES[0]},
+            75,
+            ["requeue incomplete 77", "update jobid=77 excnodelist=n[1-7],n9 starttime=now+{delay}"],
+        ),
+        ({"excluded": OTHER_NODES[1]}, 78, []),  # so many are not the nodes' fault
+        ({"update": "exit 1"}, 75, ["requeue incomplete 77", "hold 77"]),  # or it would come back to this node for ever
+    ],
+)
+def test_a_restarted_job_on_a_node_without_the_run_directory_starts_elsewhere_and_not_for_ever(
+    case: dict[str, Any], code: int, changes: list[str], tmp_path: Path
+) -> None:
+    fake = FakeSlurm(tmp_path / "slurm")
+    fake.directory.mkdir()
+    fake.command("sleep", "exit 0")
+    fake.command("sbatch", f"exit {case.get('test_only', 0)}")
+    excluded = case.get("excluded", "(null)")
+    fake.command(
+        "scontrol",
+        f"""case "$*" in
+  "show job"*) echo "JobId=77 ExcNodeList={excluded} Restarts=1" ;;
+  "show hostnames"*) seq 1 {8 if excluded == OTHER_NODES[1] else 7} ;;
+  update*) {case.get("update", 'echo "$*" >>"$here/changes"')} ;;
+  *) echo "$*" >>"$here/changes" ;;
+esac""",
+    )
+    config = Config()
+    script = script_for(tmp_path / "gone", config=config)
+    done = run_script(
+        f"PATH={fake.directory}:$PATH\n{script}",
+        tmp_path,
+        srun="exit 0",
+        squeue=f"echo {case.get('state', 'RUNNING')}",
+        SLURM_RESTART_COUNT=str(case.get("restarts", 1)),
+        SLURMD_NODENAME="n9",
+    )
+    made = fake.directory / "changes"
+    found = made.read_text().splitlines() if made.exists() else []
+    assert found == [each.format(delay=config.requeue.restart_delay_s) for each in changes], done.stderr
+    assert done.returncode == code and "is its file system mounted" in done.stderr
+
+
+def test_a_set_up_line_that_fails_ends_the_job_with_78_and_says_which(run_dir: Path, tmp_path: Path) -> None:
+    config = Config(cluster=ClusterConfig(setup=["export FINE=1", "ls /no/such/folder", "export LATER=1"]))
+    done = run_script(script_for(run_dir, config=config), tmp_path, srun='touch "$here/../started"')
+    assert done.returncode == 78
+    said = (run_dir / "attempts" / "0001" / "setup-failed").read_text()
+    assert said.startswith("set-up failed with code 2") and "ls /no/such/folder" in said
+    assert not (tmp_path / "started").exists()
+
+
+def test_set_up_lines_reach_the_ranks(run_dir: Path, tmp_path: Path) -> None:
+    config = Config(cluster=ClusterConfig(setup=['export A="x y"'], env={"B": "$A"}, cpus_per_task=3))
+    srun = 'echo "$A|$B|$OMP_NUM_THREADS|$PYTHONPATH" >"$here/../seen"'
+    run_script(script_for(run_dir, config=config), tmp_path, srun=srun)
+    assert (tmp_path / "seen").read_text() == f"x y|$A|3|{run_dir}/code\n"
+
+
+def test_the_batch_shell_outlives_the_signals_and_settles_after_the_last_rank(run_dir: Path, tmp_path: Path) -> None:
+    srun = 'trap "" TERM USR2; touch "$here/../started"; while [ ! -e "$here/../go" ]; do sleep 0.02; done; exit 75'
+    process = start_script(script_for(run_dir), tmp_path, srun=srun, settle="echo requeue")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "started").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGTERM):
+        process.send_signal(number)
+        time.sleep(0.05)
+    assert process.poll() is None and again_calls(tmp_path) == []
+    (tmp_path / "go").touch()
+    assert process.wait(timeout=60) == 75
+    assert again_calls(tmp_path) == [f"{run_dir} --attempt 1"]
+    process.communicate()
+
+
+# Several runs in one job.
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> list[Path]:
+    runs = [tmp_path / name for name in "abcde"]
+    for run in runs:
+        for folder in ("attempts", "code"):
+            (run / folder).mkdir(parents=True)
+    return runs
+
+
+SECOND_OF_TWO = {"SLURM_JOB_ID": "70", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "1"}
+NAME = 'name=$(basename "$SLURMTRAIN_RUN_DIR")'
+AS_NAMED = f'{NAME}; code=$(cat "$here/../code-$name" 2>/dev/null); exit "${{code:-0}}"'
+REQUEUE_75 = '[ "$3" = begin-attempt ] || [ "${!#}" != 75 ] || echo requeue'
+
+
+def pack_script(packed: list[Path], config: Config | None = None, pack: int = 3) -> str:
+    python = str(packed[0].parent / "bin" / "settle-python")
+    return render_script(config or Config(), JobPaths(packed, "code", python, pack=pack))
+
+
+def test_the_runs_of_a_pack_run_at_the_same_time_each_in_its_own_attempt(packed: list[Path], tmp_path: Path) -> None:
+    srun = f'{NAME}; touch "$here/../here-$name"; until [ -e "$here/../here-d" -a -e "$here/../here-e" ]; do sleep 0.02; done'
+    srun += '; echo "$SLURMTRAIN_ATTEMPT $PWD $OMP_NUM_THREADS" >"$here/../seen-$name"'
+    config = Config(cluster=ClusterConfig(cpus_per_task=7))
+    done = run_script(pack_script(packed, config), tmp_path, srun=srun, **SECOND_OF_TWO)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.glob("seen-*")} == {"seen-d", "seen-e"}  # a, b and c are the first task's
+    assert (tmp_path / "seen-e").read_text() == f"1 {packed[4]}/code 2\n"
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "requeued"),
+    [
+        ({}, 0, False),
+        ({"a": 1}, 1, False),
+        ({"a": 75, "b": 1}, 75, True),
+        ({"a": 75, "b": 75, "c": 75}, 75, True),
+        ({"a": 78, "c": 3}, 78, False),
+    ],
+)
+def test_a_pack_is_requeued_once_when_one_is_to_go_on_and_fails_when_one_fails(
+    packed: list[Path], tmp_path: Path, codes: dict[str, int], code: int, requeued: bool
+) -> None:
+    for name, its in codes.items():
+        (tmp_path / f"code-{name}").write_text(str(its))
+    done = run_script(pack_script(packed[:3]), tmp_path, srun=AS_NAMED, settle=REQUEUE_75)
+    assert done.returncode == code, done.stderr
+    going_on = " ".join(str(packed["abc".index(name)]) for name, its in codes.items() if its == 75)
+    assert again_calls(tmp_path) == ([going_on] if requeued else [])
+
+
+def test_every_run_of_a_pack_has_its_hook(packed: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "code-b").write_text("75")
+    config = Config(hooks=HooksConfig(on_finish="true"))
+    settle = f'[ "$3" = hook ] && echo "$*" >>"$here/../hooks"; {REQUEUE_75}'
+    done = run_script(pack_script(packed[:3], config), tmp_path, srun=AS_NAMED, settle=settle)
+    assert done.returncode == 75 and again_calls(tmp_path), done.stderr
+    told = [f"-m slurmtrain hook {run} --attempt 1" for run in packed[:3]]
+    assert sorted((tmp_path / "hooks").read_text().splitlines()) == told
+
+
+def test_a_run_of_a_pack_that_stopped_for_good_is_not_taken_for_one_that_goes_on(
+    packed: list[Path], tmp_path: Path
+) -> None:
+    (tmp_path / "code-b").write_text("75")
+    done = run_script(pack_script(packed[:3]), tmp_path, srun=AS_NAMED, settle="exit 0")
+    assert (done.returncode, again_calls(tmp_path)) == (1, []), done.stderr
+
+
+@pytest.mark.parametrize(("word", "code"), [("done", 0), ("end", 1)])
+def test_runs_of_a_pack_with_nothing_left_to_do_claim_no_attempt(
+    packed: list[Path], tmp_path: Path, word: str, code: int
+) -> None:
+    begin = f'[ "$3" = begin-attempt ] && [ "$(basename "$4")" != b ] && echo {word}; exit 0'
+    done = run_script(pack_script(packed[:3]), tmp_path, srun="exit 0", settle=begin)
+    assert done.returncode == code, done.stderr
+    assert [len(list((run / "attempts").iterdir())) for run in packed[:3]] == [0, 1, 0]
+
+
+def test_the_shells_of_a_pack_outlive_the_signals(packed: list[Path], tmp_path: Path) -> None:
+    srun = 'trap "" TERM USR2; echo >>"$here/../started"; while [ ! -e "$here/../go" ]; do sleep 0.02; done; exit 75'
+    process = start_script(
+        pack_script(packed[:3]), tmp_path, srun=srun, settle='[ "$3" = begin-attempt ] || echo requeue'
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "started").exists() or len((tmp_path / "started").read_text()) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    shells = children(process.pid)
+    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGTERM):
+        for pid in (process.pid, *shells):
+            os.kill(pid, number)
+        time.sleep(0.05)
+    assert process.poll() is None and len(shells) == 3
+    (tmp_path / "go").touch()
+    assert process.wait(timeout=60) == 75
+    assert again_calls(tmp_path)
+    process.communicate()
+
+
+def test_the_ranks_ignore_the_signals_until_python_listens(run_dir: Path, tmp_path: Path) -> None:
+    # What stands behind srun's own words, run as it is, with a python that says what it inherited.
+    show = "import signal, sys; print([signal.getsignal(n) == signal.SIG_IGN for n in (15, 12)], sys.argv[1:])"
+    fake_python = tmp_path / "python"
+    fake_python.write_text(f'#!/bin/bash\nexec {sys.executable} -c "{show}" "$@"\n')
+    fake_python.chmod(0o755)
+    words = srun_words(ClusterConfig(python=str(fake_python)), PATHS)[-1]
+    done = subprocess.run(["bash", "-c", f"run_dir=/r; {words}"], capture_output=True, text=True, check=True)
+    assert done.stdout == "[True, True] ['-u', '-m', 'slurmtrain', 'train', '/r']\n"
+
+
+def test_a_percent_sign_in_a_path_is_no_pattern_of_slurm() -> None:
+    text = render_script(Config(), JobPaths([Path("/a/50%/%j/run")], "code", PYTHON))
+    assert "#SBATCH --output=/a/50%%/%%j/run/slurm-%j.log\n" in text
+    assert '--output="${attempt_dir//%/%%}/rank-%t.log"' in text and "run_dir=/a/50%/%j/run\n" in text
+
+
+def test_what_a_container_image_sets_does_not_overrule_what_the_job_sets() -> None:
+    cluster = ClusterConfig(
+        container=ContainerConfig(kind="pyxis", image="a", args=["--container-env=MINE,PYTHONPATH", "--other"]),
+        env={"NCCL_DEBUG": "INFO"},
+    )
+    words = next(line for line in srun_of(Config(cluster=cluster, secrets={"TOKEN": "env"})) if "container-env" in line)
+    names = words.split("=")[1].split(",")
+    assert set(names) > {"PYTHONPATH", "OMP_NUM_THREADS", "SLURMTRAIN_RUN_DIR", "SLURMTRAIN_ATTEMPT"}
+    assert set(names) > {"NCCL_DEBUG", "TOKEN", "MINE"} and len(names) == len(set(names))
+
+
+def srun_of(config: Config) -> list[str]:
+    script = render_script(config, PATHS)
+    return [line.strip(" \\") for line in script[script.index("\nsrun ") :].splitlines()]

@@ -1,0 +1,244 @@
+"""Secrets: every rank has them, and nothing that is written down does."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.cli import main
+from slurmtrain.config import secrets
+from slurmtrain.config.compose import compose, freeze, load_frozen
+from slurmtrain.config.validate import validate
+from slurmtrain.errors import ConfigError
+from slurmtrain.launch.submit_once import export_option
+from slurmtrain.system import redaction
+from slurmtrain.system.files import read_json, write_json
+from tests.support.commands import Cli, FakeSlurm
+from tests.unit.launch.test_script import run_script, script_for
+
+VALUE = "hf_0123456789"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "a token"
+    path.write_text(VALUE + "\n")
+    path.chmod(0o600)
+    return path
+
+
+def files_with(value: str, folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and value.encode() in path.read_bytes()]
+
+
+# Where they come from.
+
+
+def test_they_come_from_the_environment_and_from_files(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_LOGIN", "from-env")
+    config = compose(["+secrets.MY_LOGIN=env", f"+secrets.HF='file:{file}'", "+model.login='${oc.env:HF}'"])
+    assert secrets.read(config.secrets) == {"MY_LOGIN": "from-env", "HF": VALUE}
+    assert config.model["login"] == "${oc.env:HF}" and VALUE not in freeze(config)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o700, 0o4600])
+def test_a_file_that_others_may_read_is_refused(mode: int, file: Path) -> None:
+    file.chmod(mode)
+    with pytest.raises(ConfigError, match=r"secrets\.HF=file:.* must be a file of your own that nobody else may read"):
+        compose([f"+secrets.HF='file:{file}'"])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (f"+secrets.HF={VALUE}", r"secrets\.HF is neither env nor file:PATH"),
+        ("+secrets.HF=file:token", "the path must be absolute"),
+        ("+secrets.HF=file:/no/such/file", "cannot be read: No such file"),
+        ("+secrets.HF=file:/dev/null", "must be a file of your own"),
+        ("+secrets.SURELY_NOT_SET=env", "the environment variable SURELY_NOT_SET is not set"),
+        ("+secrets={a-b: env}", "secrets has 'a-b', which is no name"),
+        ("+secrets.EMPTY=env", "has no value"),
+    ],
+)
+def test_what_is_no_source_is_said_without_the_value(
+    override: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMPTY", "")
+    with pytest.raises(ConfigError, match=words) as error:
+        compose([override])
+    assert VALUE not in str(error.value)
+
+
+def test_inside_of_an_attempt_they_are_in_the_environment(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container has no such file, but what the batch script has read."""
+    path = tmp_path / "config.yaml"
+    path.write_text(freeze(compose([f"+secrets.HF='file:{file}'", "+model.login='${oc.env:HF}'"])))
+    file.unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_frozen(path)
+    monkeypatch.setenv("SLURMTRAIN_ATTEMPT", "1")
+    monkeypatch.setenv("HF", VALUE)
+    assert load_frozen(path).model["login"] == VALUE
+    assert load_frozen(path, with_secrets=False).model["login"] == "${oc.env:HF}"
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400, 0o640])
+def test_the_script_reads_files_that_are_private_and_no_others(file: Path, tmp_path: Path, mode: int) -> None:
+    (tmp_path / "run" / "attempts").mkdir(parents=True)
+    (tmp_path / "run" / "code").mkdir()
+    config = compose(["cluster=a100x4", f"+secrets.HF='file:{file}'", "+cluster.env.LOGIN='as ${oc.env:HF}'"])
+    file.chmod(mode)
+    script = script_for(tmp_path / "run", config=config)
+    done = run_script(script, tmp_path, srun='echo "$HF $LOGIN $SLURM_EXPORT_ENV"; exit 0', SLURM_EXPORT_ENV="NONE")
+    assert VALUE not in script
+    if mode & 0o077:
+        assert done.returncode == 78 and VALUE not in done.stdout + done.stderr
+        failed = (tmp_path / "run" / "attempts" / "0001" / "setup-failed").read_text()
+        assert f"secrets.HF: {file} must be a file of" in failed
+    else:
+        assert (done.returncode, done.stdout) == (0, f"{VALUE} as {VALUE} ALL\n"), done.stderr
+
+
+# What sbatch is told.
+
+
+@pytest.mark.parametrize(
+    ("told", "options"),
+    [
+        (None, []),
+        ("ALL", []),
+        ("ALL,X=1", []),
+        ("NONE", ["--export=MY_LOGIN,MY_TOKEN"]),
+        ("HOME,MY_LOGIN", ["--export=HOME,MY_LOGIN,MY_TOKEN"]),
+    ],
+)
+def test_where_sbatch_exports_less_they_go_along(
+    told: str | None, options: list[str], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_LOGIN", "from-env")
+    monkeypatch.setenv("MY_TOKEN", "another")
+    monkeypatch.delenv("SBATCH_EXPORT", raising=False)
+    config = compose(["+secrets.MY_LOGIN=env", f"+secrets.HF='file:{file}'", "+model.a='${oc.env:MY_TOKEN}'"])
+    if told is not None:
+        monkeypatch.setenv("SBATCH_EXPORT", told)
+    assert export_option(config) == options
+
+
+def test_a_resumed_run_wants_them_again(
+    project: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_LOGIN", "from-env")
+    fake_slurm.command("squeue", "exit 0")
+    assert main(["+cluster=a100x4", "+secrets.MY_LOGIN=env", "submit"]) == 0
+    assert not files_with("from-env", project)
+    monkeypatch.delenv("MY_LOGIN")
+    assert main(["resume", "last"]) == 78
+    assert "the environment variable MY_LOGIN is not set" in capsys.readouterr().err
+    assert len(fake_slurm.submitted) == 1
+
+
+# Written out.
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["job=command", f"job.command='python x.py --key {VALUE}'"],
+        [f"cluster.setup=['login {VALUE}']"],
+        [f"+model.deep={{a: [1, b{VALUE}]}}"],
+        [f"+model.{VALUE}=1"],
+        ["hooks.on_finish='curl -d " + VALUE + " x'"],
+        [f"hydra.job.name={VALUE}"],
+    ],
+)
+@pytest.mark.parametrize("multirun", [False, True])
+def test_a_value_that_is_written_out_is_refused_and_nothing_is_left(
+    words: list[str],
+    multirun: bool,
+    project: Path,
+    fake_slurm: FakeSlurm,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MY_LOGIN", VALUE)
+    line = [
+        *(["-m", "train.seed=1,2"] if multirun else []),
+        "+cluster=a100x4",
+        "+secrets.MY_LOGIN=env",
+        *words,
+        "submit",
+    ]
+    assert main(line) == 78
+    said = capsys.readouterr()
+    assert "holds the value of the secret MY_LOGIN" in said.err and VALUE not in said.err + said.out
+    assert os.listdir(project) == [] and fake_slurm.submitted == []
+
+
+@pytest.mark.parametrize("words", [(), ("-m", "train.seed=1,2")])
+def test_a_secret_that_is_a_part_of_a_path_is_refused_and_nothing_is_left(
+    words: tuple[str, ...], project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOGIN", project.name)
+    assert main([*words, "cluster=local", "job=command", "job.command=true", "+secrets.LOGIN=env", "submit"]) == 78
+    said = capsys.readouterr().err
+    assert "a part of this run's" in said and "***LOGIN***" in said
+    assert not [path for path in project.rglob("*") if path.is_file()]
+
+
+def test_a_hook_with_a_secret_in_its_command_line_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", VALUE)
+    with pytest.raises(ConfigError, match=r"hooks\.on_finish holds the secret"):
+        validate(compose(["hooks.on_finish='curl ${oc.env:MY_TOKEN}'"]))
+
+
+# Redaction.
+
+
+def test_what_is_written_has_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    redaction.hide({"A": "abcdefgh", "B": "abcdefghij", "C": "short"})
+    assert redaction.redact("abcdefghijk abcdefgh short") == "***B***k ***A*** short"
+    write_json(tmp_path / "x", {"abcdefgh": ["is abcdefgh", {"a": "abcdefghij"}, 1, None]})
+    assert read_json(tmp_path / "x") == {"abcdefgh": ["is ***A***", {"a": "***B***"}, 1, None]}
+    printed = io.StringIO()
+    for name in ("stdout", "stderr", "__stdout__", "__stderr__"):
+        monkeypatch.setattr(sys, name, printed)
+    redaction.redact_output()
+    print("x", "abcdefgh", end="!")
+    sys.stderr.writelines(["abcdefghij", "\n"])
+    assert printed.getvalue() == "x ***A***!***B***\n"
+
+
+def test_bytes_and_the_first_standard_output_have_a_stand_in_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    redaction.hide({"A": "abcdefgh"})
+    streams = {name: io.TextIOWrapper(io.BytesIO()) for name in ("stdout", "stderr", "__stdout__", "__stderr__")}
+    for name, stream in streams.items():
+        monkeypatch.setattr(sys, name, stream)
+    redaction.redact_output()
+    assert sys.stdout.buffer.write(b"<abcdefgh>") == 10
+    sys.stdout.buffer.writelines([b"<", b"abcdefgh"])
+    print("abcdefgh", end="", file=sys.__stderr__, flush=True)
+    assert streams["stdout"].buffer.getvalue() == b"<***A***><***A***"  # type: ignore[attr-defined]
+    assert streams["__stderr__"].buffer.getvalue() == b"***A***"  # type: ignore[attr-defined]
+
+
+def test_a_crash_with_a_secret_in_its_words_tells_it_nowhere(cli: Cli, project: Path) -> None:
+    """Also an own loop's: `init` sees to it. The hook, which has it, too, is redacted as well."""
+    (project / "loop.py").write_text(
+        "import os, slurmtrain\nslurmtrain.init()\nprint(os.environ['MY_LOGIN'])\n"
+        "raise ValueError('no login as ' + os.environ['MY_LOGIN'])\n"
+    )
+    words = ["+cluster=local", "+secrets.MY_LOGIN=env", "job=command", f"job.command='{sys.executable} loop.py'"]
+    hook = 'hooks.on_failure=\'test -n "$MY_LOGIN" && echo "$MY_LOGIN: $SLURMTRAIN_SENTENCE"\''
+    done = cli(*words, hook, "requeue=off", "submit", MY_LOGIN=VALUE)
+    assert done.returncode == 1 and VALUE not in done.stdout + done.stderr
+    assert not files_with(VALUE, project / "runs")
+    (log,) = project.glob("runs/*/*/attempts/0001/hook.log")
+    assert log.read_text() == "***MY_LOGIN***: crashed: rank 0: ValueError: no login as ***MY_LOGIN***; it is not " + (
+        "requeued (requeue.mode=off)\n"
+    )

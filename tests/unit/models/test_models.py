@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch.nn import functional as F
+
+from slurmtrain.config.compose import compose
+from slurmtrain.errors import ConfigError
+from slurmtrain.models import Decoder
+from slurmtrain.models.attention import CausalAttention, Mask
+from slurmtrain.models.decoder import rotary_angles, rotate
+from slurmtrain.planner.shape import DecoderShape
+
+CONF = Path(__file__).parents[3] / "conf"
+SIZES: dict[str, Any] = {
+    "vocab_size": 50, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "max_seq_len": 16,
+}  # fmt: skip
+SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_seq_len": 16}
+
+
+def decoder(seed: int = 0, **changes: Any) -> Decoder:
+    torch.manual_seed(seed)
+    return Decoder(**{**SIZES, **changes})
+
+
+def tokens(batch: int = 2, seq_len: int = 16) -> torch.Tensor:
+    return torch.randint(50, (batch, seq_len), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", ["tiny", "small"])
+def test_the_shipped_configs_build_a_model_that_runs(name: str) -> None:
+    model = instantiate(OmegaConf.load(CONF / "model" / f"{name}.yaml"))
+    assert model(torch.zeros(1, 8, dtype=torch.int64)).shape == (1, 8, 256)
+
+
+# Parameters of the published weights, tied matrices counted once.
+PUBLISHED = {
+    "llama3_1b": 1_235_814_400,
+    "llama3_3b": 3_212_749_824,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    "qwen2_5_0_5b": 494_032_768,
+    "qwen2_5_1_5b": 1_543_714_304,
+    "qwen2_5_3b": 3_085_938_688,
+    "qwen2_5_7b": 7_615_616_512,
+    "qwen2_5_14b": 14_770_033_664,
+    "qwen2_5_32b": 32_763_876_352,
+    "qwen2_5_72b": 72_706_203_648,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_1_7b": 1_720_574_976,
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_14b": 14_768_307_200,
+    "qwen3_32b": 32_762_123_264,
+}
+
+
+def test_the_presets_have_the_parameters_of_the_published_models() -> None:
+    assert PUBLISHED.keys() == {path.stem for path in (CONF / "model").glob("*.yaml")} - {
+        "tiny",
+        "small",
+        "huggingface",
+    }
+    for name, parameters in PUBLISHED.items():
+        config = compose([f"model={name}"])
+        with torch.device("meta"):
+            model = instantiate(config.model)
+        assert (name, model.num_parameters()) == (name, parameters)
+        assert DecoderShape.of(config.model).num_parameters() == parameters
+        if name.startswith("llama3"):
+            assert model.blocks["0"].attention.rope_scaling.factor == (32 if name in ("llama3_1b", "llama3_3b") else 8)
+
+
+def test_a_token_sees_only_those_before_it() -> None:
+    model, original = decoder(), tokens()
+    changed = original.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 50
+    difference = (model(original) - model(changed)).abs().amax(dim=(0, 2))
+    assert torch.all(difference[:9] == 0)
+    assert torch.all(difference[9:] > 0)
+
+
+def test_the_loss_starts_at_the_logarithm_of_the_vocabulary() -> None:
+    batch = tokens()
+    loss = F.cross_entropy(decoder()(batch).flatten(0, 1), batch.roll(-1, dims=1).flatten())
+    assert loss.item() == pytest.approx(math.log(50), abs=0.1)
+
+
+def test_a_small_text_is_learnt_by_heart() -> None:
+    model, batch = decoder(), tokens(batch=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.1
+
+
+def test_projections_into_the_residual_stream_start_smaller_with_depth() -> None:
+    model = decoder(width=128, layers=8)
+    first: Any = model.blocks["0"]
+    assert first.attention.query.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert first.attention.out.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+    assert first.feed_forward.down.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+
+
+def test_grouped_heads_are_multi_head_attention_with_repeated_keys_and_values() -> None:
+    grouped, full = decoder(), decoder(kv_heads=4)
+    state = grouped.state_dict()
+    for name in [name for name in state if ".key." in name or ".value." in name]:
+        state[name] = state[name].view(2, 8, 32).repeat_interleave(2, dim=0).view(32, 32)
+    full.load_state_dict(state)
+    torch.testing.assert_close(grouped(tokens()), full(tokens()))
+
+
+def test_rotary_positions_make_attention_depend_on_distance_alone() -> None:
+    q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0))
+
+    def score(query_position: int, key_position: int) -> float:
+        cos, sin = rotary_angles(torch.tensor([query_position, key_position]), 8, 10000.0)
+        return (rotate(q, cos[:1], sin[:1]) * rotate(k, cos[1:], sin[1:])).sum().item()
+
+    assert score(7, 4) == pytest.approx(score(103, 100), abs=1e-4)
+    assert score(7, 4) != pytest.approx(score(7, 5), abs=1e-3)
+    assert score(0, 0) == pytest.approx((q * k).sum().item())
+
+
+def test_a_stage_takes_up_where_the_one_before_has_ended() -> None:
+    whole, first, last = decoder(), decoder(), decoder()
+    first.norm = None
+    del first.blocks["1"]
+    del last.blocks["0"]
+    stream = first(tokens())
+    assert stream.shape == (2, 16, 32)
+    assert torch.equal(last(stream), whole(tokens()))
+
+
+def test_a_part_of_a_sequence_stands_where_its_positions_say() -> None:
+    model, batch = decoder(), tokens(seq_len=8)
+    assert torch.equal(model(batch, torch.arange(8)), model(batch))
+    torch.testing.assert_close(model(batch, torch.arange(8) + 5), model(batch))  # distances are the same
+    assert not torch.allclose(model(batch, torch.arange(8) * 2), model(batch), atol=1e-5)
+
+
+def test_attention_can_be_replaced() -> None:
+    model: Any = decoder()
+    shapes = []
+
+    class Noted(CausalAttention):
+        def __call__(
+            self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, mask: Mask | None = None
+        ) -> torch.Tensor:
+            shapes.append((q.shape, k.shape, v.shape, dropout))
+            return super().__call__(q, k, v, dropout, mask)
+
+    for block in model.blocks.values():
+        block.attention.attend = Noted()
+    assert torch.equal(model(tokens()), decoder()(tokens()))
+    assert shapes == [((2, 16, 4, 8), (2, 16, 2, 8), (2, 16, 2, 8), 0.0)] * 2
+
+
+def test_parameters_and_flops_are_counted_as_published() -> None:
+    model = decoder(ffn_width=96)
+    per_layer = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 96 + 2 * 32
+    parameters = 50 * 32 + 2 * per_layer + 32
+    assert model.num_parameters() == parameters
+    assert model.flops_per_token(16) == 6 * parameters + 12 * 2 * 32 * 16
+    untied = decoder(ffn_width=96, tie_embeddings=False)
+    assert untied.num_parameters() == parameters + 50 * 32
+    assert untied.flops_per_token(16) == model.flops_per_token(16)
+
+
+def test_dropout_acts_in_training_and_never_in_evaluation() -> None:
+    model = decoder(dropout=0.5)
+    assert not torch.equal(model(tokens()), model(tokens()))
+    model.eval()
+    assert torch.equal(model(tokens()), model(tokens()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message", "hint"),
+    [
+        ({"heads": 5}, "model.width = 32 cannot be divided among model.heads = 5", "model.heads=4"),
+        ({"width": 36, "heads": 4}, "is odd", "model.width=40"),
+        ({"kv_heads": 3}, "model.kv_heads = 3", "1, 2, 4"),
+        ({"layers": 0}, "model.layers is 0", "1 or more"),
+        ({"dropout": 1.0}, "model.dropout is 1.0", "[0, 1)"),
+        ({"head_dim": 7}, "model.head_dim is 7", "model.head_dim=8"),
+        (
+            {"rope_scaling": {**SCALING, "factor": 0.5}},
+            "'factor': 0.5",
+            "factor and original_seq_len must be at least 1",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_a_way_out(changes: dict[str, Any], message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        decoder(**changes)
+    assert message in error.value.message
+    assert hint in (error.value.hint or "")
+
+
+def test_a_sequence_that_is_too_long_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"17 tokens is longer than model\.max_seq_len = 16"):
+        decoder()(torch.zeros(1, 17, dtype=torch.int64))

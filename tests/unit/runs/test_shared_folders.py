@@ -1,0 +1,562 @@
+"""Folders of runs are shared: reading never executes, writes or follows what another user has put there.
+
+Verbs that change a run take the reader's own alone, and one bad run takes nobody's list down.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.checkpoint import blocks, commit
+from slurmtrain.cli import main
+from slurmtrain.errors import ClusterError, ConfigError, UnreadableRecord, UsageError
+from slurmtrain.report import status
+from slurmtrain.runs import attempts, lookup
+from slurmtrain.runs.create import create_run_dir
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm import trusted_conf
+from slurmtrain.system import records
+from slurmtrain.system.files import write_json
+from tests.support.commands import FakeSlurm
+from tests.support.run_info import run_info
+from tests.support.stranger import Stranger
+
+Out = pytest.CaptureFixture[str]
+Plant = Callable[..., RunDir]
+
+INFO = run_info(job_ids=["4711"], config_hash="0", steps=5, workdir=".", submit_dir="/", version="1")
+
+
+def write_run(path: Path, **facts: object) -> None:
+    """A run that was submitted and whose job is gone, by whoever calls this."""
+    (path / "attempts").mkdir(parents=True)
+    (path / "checkpoints").mkdir()
+    (path / "run.json").write_text(json.dumps({**INFO, "id": path.name, "created": time.time(), **facts}))
+    (path / "config.yaml").write_text("cluster: {backend: slurm}\n")
+    (path / "job.sbatch").write_text("#!/bin/bash\n")
+
+
+def write_info(run: RunDir) -> None:
+    run.info_file.write_text(json.dumps({**INFO, "id": run.id}))
+
+
+@pytest.fixture
+def shared(tmp_path: Path, stranger: Stranger, monkeypatch: pytest.MonkeyPatch, project: Path) -> Path:
+    """A folder of runs that everybody can read and write, in which the verbs look."""
+    root = stranger.folder / tmp_path.name
+    root.mkdir()
+    root.chmod(0o1777)
+    monkeypatch.setenv("SLURMTRAIN_RUNS", str(root))
+    return root
+
+
+@pytest.fixture
+def plant(shared: Path, stranger: Stranger) -> Plant:
+    """A run that the second user has put there."""
+
+    def planted(run_id: str = "20990101-000000-000aa", **facts: object) -> RunDir:
+        path = shared / "theirs" / run_id
+        stranger.does(lambda: write_run(path, **facts))
+        return RunDir(path)
+
+    return planted
+
+
+@pytest.fixture
+def mine(shared: Path) -> RunDir:
+    path = shared / "mine" / "20200101-000000-000bb"
+    write_run(path)
+    return RunDir(path)
+
+
+@pytest.fixture
+def asked(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """Which slurm.conf the commands of SLURM were run with, one line a command."""
+    monkeypatch.setattr(status, "CONFIRM_EVERY_S", 0.0)
+    for name in ("squeue", "scontrol", "scancel", "sbatch"):
+        fake_slurm.command(name, f'echo "{name} ${{SLURM_CONF:-none}}" >>"$here/asked"')
+    path = fake_slurm.directory / "asked"
+    return lambda: path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["status"], ["status", "20990101"], ["runs", "list"], ["runs", "prune", "--dry-run"], ["logs", "20990101"]],
+)
+def test_a_slurm_conf_that_somebody_else_names_is_not_used(
+    words: list[str], plant: Plant, stranger: Stranger, shared: Path, asked: Callable[[], list[str]], capsys: Out
+) -> None:
+    """It names libraries that squeue would load."""
+    conf = shared / "slurm.conf"
+    stranger.does(lambda: conf.write_text("PluginDir=/tmp/evil\n"))
+    plant(slurm_conf=str(conf))
+    main(words)
+    assert not [line for line in asked() if str(conf) in line]
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_slurm_conf_of_ones_own_run_is_not_used_when_somebody_else_has_put_it_there(
+    mine: RunDir, stranger: Stranger, shared: Path, asked: Callable[[], list[str]], capsys: Out
+) -> None:
+    """A sandbox in /tmp is gone after a reboot, and its place is anybody's."""
+    conf = shared / "slurm.conf"
+    stranger.does(lambda: conf.write_text("PluginDir=/tmp/evil\n"))
+    mine.update_info(slurm_conf=str(conf))
+    assert main(["status"]) == 0
+    assert "not used, because it may be somebody else's work" in capsys.readouterr().out
+    assert main(["cancel", "last"]) != 0
+    assert asked() == []
+
+
+def test_a_slurm_conf_of_ones_own_is_used(mine: RunDir, tmp_path: Path, asked: Callable[[], list[str]]) -> None:
+    conf = tmp_path / "slurm.conf"
+    conf.touch()
+    mine.update_info(slurm_conf=str(conf))
+    assert main(["status"]) == 0
+    assert set(asked()) == {f"squeue {conf}"}
+
+
+@pytest.fixture
+def in_team(shared: Path, stranger: Stranger, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run of one's own in a team's folder, whose folders the team may rename."""
+    team = shared / "team"
+    team.mkdir()
+    os.chown(team, -1, stranger.gid)
+    team.chmod(0o2770)
+    run = create_run_dir(team, "llama")
+    for folder in (run.attempts, run.checkpoints):
+        folder.rmdir()
+    write_run(run.path)
+    monkeypatch.setenv("SLURMTRAIN_RUNS", str(team))
+    return run
+
+
+def test_ones_own_run_in_a_teams_folder_is_asked_about_and_cancelled_with_its_slurm_conf(
+    in_team: RunDir, tmp_path: Path, asked: Callable[[], list[str]]
+) -> None:
+    conf = tmp_path / "slurm.conf"
+    conf.touch()
+    in_team.update_info(slurm_conf=str(conf))
+    for mode in (0o700, 0o750):  # as it is made, and as `chmod -R g+rX` lets the team read it
+        in_team.path.chmod(mode)
+        assert in_team.slurm_conf() == str(conf)
+    assert main(["status"]) == 0
+    assert set(asked()) == {f"squeue {conf}"}
+
+
+def test_what_the_team_may_write_into_a_run_names_no_slurm_conf(
+    in_team: RunDir, stranger: Stranger, tmp_path: Path
+) -> None:
+    conf = tmp_path / "slurm.conf"
+    conf.touch()
+    in_team.update_info(slurm_conf=str(conf))
+    os.chown(in_team.path, -1, stranger.gid)
+    in_team.path.chmod(0o770)
+    with pytest.raises(ClusterError, match="somebody else's work"):
+        in_team.slurm_conf()
+    in_team.path.chmod(0o700)
+    os.chown(in_team.info_file, stranger.uid, -1)
+    with pytest.raises(ClusterError, match="somebody else's work"):
+        in_team.slurm_conf()
+
+
+def test_a_slurm_conf_of_the_account_of_slurm_is_used_where_root_has_given_it_the_folder(
+    mine: RunDir, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/etc", prefix="slurmtrain-test-") as given:
+        for folder, used in ((Path(given), True), (stranger.folder, False)):
+            folder.chmod(0o755 if used else 0o1777)
+            conf = folder / "their-slurm.conf"
+            conf.touch()
+            os.chown(conf, stranger.uid, stranger.gid)
+            if used:
+                os.chown(folder, stranger.uid, stranger.gid)
+            mine.update_info(slurm_conf=str(conf))
+            with pytest.raises(ClusterError, match=f"belongs to user {stranger.uid}"):
+                mine.slurm_conf()
+            with monkeypatch.context() as patch:
+                patch.setattr(trusted_conf, "_slurm_account", lambda: stranger.uid)
+                if used:
+                    assert mine.slurm_conf() == str(conf)
+                else:  # anybody may put something there
+                    with pytest.raises(ClusterError, match=f"belongs to user {stranger.uid}"):
+                        mine.slurm_conf()
+
+
+def test_status_writes_nothing_through_a_link_that_somebody_has_planted(
+    plant: Plant, stranger: Stranger, tmp_path: Path, asked: Callable[[], list[str]]
+) -> None:
+    """The event that a job is gone ended a shell's start-up file."""
+    profile = tmp_path / ".bashrc"
+    profile.write_text("alias ll='ls -l'\n")
+    run = plant()
+    stranger.does(lambda: run.events_file.symlink_to(profile))
+    assert main(["status"]) == 0
+    assert profile.read_text() == "alias ll='ls -l'\n"
+
+
+def test_reading_writes_nothing_into_a_run_of_somebody_else(
+    plant: Plant, stranger: Stranger, asked: Callable[[], list[str]]
+) -> None:
+    run = plant()
+    stranger.does(lambda: [path.chmod(0o777) for path in (run.path, run.checkpoints, run.attempts)])
+    before = sorted(run.path.rglob("*"))
+    for words in (["status"], ["status", run.id], ["runs", "list", "--size"], ["runs", "prune", "--dry-run"]):
+        main(words)
+    assert asked()
+    assert sorted(run.path.rglob("*")) == before
+
+
+def test_checkpoints_that_the_reader_may_not_list_do_not_end_the_table(
+    mine: RunDir, asked: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(folder: Path) -> int | None:  # in place of a mode: root may list everything
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(attempts, "newest_committed_step", closed)
+    now = status.states([mine])[mine.id]
+    assert now.status == "lost" and now.step is None
+
+
+def test_an_event_is_appended_to_no_file_but_a_regular_one_of_ones_own(tmp_path: Path, stranger: Stranger) -> None:
+    theirs = stranger.folder / "events"
+    stranger.does(lambda: [theirs.touch(), theirs.chmod(0o666)])
+    link, pipe, own = tmp_path / "link", tmp_path / "pipe", tmp_path / "own"
+    link.symlink_to(own)
+    os.mkfifo(pipe)
+    for path in (theirs, link, pipe):
+        with pytest.raises(OSError, match=r"regular file of yours|symbolic links|No such device"):
+            records.append_line(path, "x\n")
+    assert not own.exists()
+    records.append_line(own, "x\n")
+    assert own.read_text() == "x\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["resume"],
+        ["cancel"],
+        ["requeue"],
+        ["preempt"],
+        ["evaluate"],
+    ],
+)
+def test_a_run_of_somebody_else_is_neither_started_nor_changed(
+    words: list[str], plant: Plant, asked: Callable[[], list[str]], capsys: Out
+) -> None:
+    """Its script and its config would be run as whoever resumes it."""
+    run = plant()
+    assert main([words[0], run.id, *words[1:]]) == 2
+    assert "only who has submitted a run may change it" in capsys.readouterr().err
+    assert asked() == []
+
+
+def test_last_is_ones_own_last_run(plant: Plant, mine: RunDir, asked: Callable[[], list[str]], capsys: Out) -> None:
+    plant()
+    assert main(["status", "last"]) == 0
+    assert mine.id in capsys.readouterr().out
+
+
+def test_without_a_run_of_ones_own_there_is_no_last(plant: Plant, shared: Path) -> None:
+    plant()
+    with pytest.raises(UsageError, match=r"none of the runs .* is yours"):
+        lookup.find("last", shared)
+
+
+def test_a_link_of_somebody_else_does_not_name_a_run(
+    shared: Path, mine: RunDir, plant: Plant, stranger: Stranger
+) -> None:
+    """It would make an older run of one's own the last."""
+    run = plant()
+    link = run.path.with_name("20991231-000000-000cc")
+    stranger.does(lambda: link.symlink_to(mine.path))
+    assert [each.path for each in lookup.all_runs(shared)] == [mine.path, run.path]
+
+
+def test_an_id_that_somebody_has_copied_means_ones_own_run(plant: Plant, mine: RunDir, shared: Path) -> None:
+    plant(mine.id)
+    assert lookup.find(mine.id, shared).path == mine.path
+    assert lookup.find(mine.id[:-1], shared).path == mine.path
+
+
+@pytest.mark.parametrize("part", ["attempts", "checkpoints", "evaluations"])
+def test_a_part_that_somebody_has_linked_is_not_followed(
+    part: str,
+    plant: Plant,
+    stranger: Stranger,
+    tmp_path: Path,
+    shared: Path,
+    asked: Callable[[], list[str]],
+    capsys: Out,
+) -> None:
+    run = plant()
+
+    def link() -> None:
+        if (run.path / part).exists():
+            (run.path / part).rmdir()
+        (run.path / part).symlink_to(tmp_path)
+
+    stranger.does(link)
+    assert main(["status"]) == 0
+    assert f"{part} is a link" in capsys.readouterr().out
+    with pytest.raises(UnreadableRecord, match=f"{part} is a link"):
+        lookup.find(run.id, shared)
+
+
+def test_checkpoints_of_somebody_else_are_not_pruned(
+    plant: Plant, stranger: Stranger, asked: Callable[[], list[str]], capsys: Out
+) -> None:
+    run = plant()
+    for where in (run.id, str(run.checkpoints)):
+        if where != run.id:
+            stranger.does(lambda: (run.checkpoints / "checkpoint_0000001").mkdir())
+        assert main(["checkpoints", where, "prune"]) == 2
+        assert "belongs to user" in capsys.readouterr().err
+
+
+def test_nothing_is_pruned_through_a_link(
+    mine: RunDir, tmp_path: Path, asked: Callable[[], list[str]], capsys: Out
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "checkpoint_0000001.tmp-1").mkdir(parents=True)
+    mine.checkpoints.rmdir()
+    mine.checkpoints.symlink_to(elsewhere)
+    assert main(["checkpoints", "last", "prune", "--leftovers"]) == 2
+    assert "nothing is removed through a link" in capsys.readouterr().err
+    os.utime(mine.info_file, (0, 0))
+    main(["runs", "prune", "--state", "lost", "stopped"])
+    assert list(elsewhere.iterdir())
+    assert mine.path.exists()
+
+
+def test_runs_of_somebody_else_are_not_pruned(
+    plant: Plant, mine: RunDir, asked: Callable[[], list[str]], capsys: Out
+) -> None:
+    plant()
+    assert main(["runs", "prune", "--dry-run"]) == 0
+    assert "20990101" not in capsys.readouterr().out
+
+
+def test_a_sweep_of_somebody_else_is_neither_gone_on_with_nor_cancelled(
+    shared: Path, stranger: Stranger, asked: Callable[[], list[str]], capsys: Out
+) -> None:
+    def write() -> None:
+        (shared / "x.sweep-1" / "arrays").mkdir(parents=True)
+        info = {**INFO, "pack": 1, "parallelism": None, "after": [], "token": "t"}
+        (shared / "x.sweep-1" / "sweep.json").write_text(json.dumps(info))
+        (shared / "x.sweep-1" / "points.jsonl").touch()
+
+    stranger.does(write)
+    for action in ("retry", "cancel"):
+        assert main(["sweep", action, "x.sweep-1"]) == 2
+        assert "only who has submitted a sweep may change it" in capsys.readouterr().err
+        assert main(["sweep", action, "last"]) == 2
+        assert "is yours" in capsys.readouterr().err
+    assert main(["sweep", "list"]) == 0
+    assert asked() == []
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o777, 0o1777])
+def test_nothing_is_submitted_below_a_folder_that_somebody_else_has_made_ready(
+    mode: int, shared: Path, stranger: Stranger
+) -> None:
+    """They could put another run in the place of one's own, and the next attempt would run that."""
+    stranger.does(lambda: [(shared / "train").mkdir(), (shared / "train").chmod(mode)])
+    with pytest.raises(ConfigError, match=r"may replace what is in|cannot create"):
+        create_run_dir(shared, "train")
+
+
+def test_nothing_is_submitted_where_everybody_may_replace_it(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train").chmod(0o777)
+    with pytest.raises(ConfigError, match="everybody may replace what is in"):
+        create_run_dir(tmp_path, "train")
+    (tmp_path / "train").chmod(0o1777)
+    assert create_run_dir(tmp_path, "train").path.exists()
+
+
+def test_in_a_teams_folder_each_adds_runs_reads_what_is_shared_and_changes_what_is_theirs(
+    shared: Path, stranger: Stranger, asked: Callable[[], list[str]], capsys: Out
+) -> None:
+    team = shared / "team"
+    team.mkdir()
+    os.chown(team, -1, stranger.gid)
+    team.chmod(0o2770)
+    own = create_run_dir(team, "llama")
+    assert (own.path.parent.stat().st_mode & 0o7770, own.path.parent.stat().st_gid) == (0o3770, stranger.gid)
+    write_info(own)
+    theirs = team / "llama" / "20990101-000000-000aa"
+
+    def add_and_share() -> None:
+        create_run_dir(team, "llama")
+        write_run(theirs)
+        with pytest.raises(PermissionError):
+            own.path.rename(team / "llama" / "mine-now")
+        with pytest.raises(PermissionError):
+            (own.path / "planted").touch()
+        assert {"attempts", "checkpoints", "run.json"} <= set(os.listdir(own.path))
+
+    stranger.does(add_and_share, groups=[stranger.gid])
+    assert main(["status", str(theirs)]) == 0
+    assert main(["cancel", str(theirs)]) == 2
+    assert [run.id for run in lookup.all_runs(team)] == [own.id, theirs.name]
+    assert lookup.find("last", team).path == own.path
+
+
+def read_all(path: Path) -> None:
+    """Read each file below a folder. Raises: OSError: one of them, or a folder, cannot be read."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for folder, _, names in os.walk(path, onerror=refuse):
+        for name in names:
+            Path(folder, name).read_bytes()
+
+
+def test_in_a_teams_folder_the_team_reads_every_attempt_and_checkpoint_of_a_run_and_nobody_else_does(
+    shared: Path, stranger: Stranger, project: Path, capsys: Out
+) -> None:
+    team = shared / "team"
+    team.mkdir()
+    os.chown(team, -1, stranger.gid)
+    team.chmod(0o2770)
+    (project / "train.py").touch()
+    (project / "train.py").chmod(0o666)  # as a umask of 0 leaves it
+    words = ["+cluster=local", f"job.runs_dir={team}", "job.snapshot=cwd", "requeue.max_attempts_without_progress=2"]
+    assert main([*words, "submit", "--", "bash", "-c", "echo crash; exit 1"]) == 1
+    (run,) = lookup.all_runs(team)
+    assert run.attempt_numbers() == [1, 2]
+    script = golden_lines("# Claim the next attempt.", 'echo "$job')  # as the batch script begins one
+    subprocess.run(["bash", "-ec", f"run_dir={run.path}\n{script}"], check=True)
+    assert run.attempt_numbers() == [1, 2, 3]
+    incarnation = commit.claim(run.checkpoints, None)
+    saving = commit.begin(run.checkpoints, 1, incarnation)
+    with ThreadPoolExecutor(1) as pool:
+        blocks.write(saving / "rank-0.safetensors", memoryview(b"weights"), pool)
+    commit.write_synced(saving / "manifest.json", b"{}")
+    run.update_info(steps=3)
+
+    def look() -> None:
+        read_all(run.path)
+        assert main(["status", str(run.path)]) == 0
+        assert main(["logs", str(run.path), "--attempt", "2"]) == 0
+        for path in (run.path, run.attempt(3), saving):
+            with pytest.raises(PermissionError):
+                (path / "planted").touch()
+
+    stranger.does(look, groups=[stranger.gid])
+    assert "crash" in capsys.readouterr().out
+    assert not run.path.stat().st_mode & 0o027
+    for path in (run.code, run.code / "train.py", run.script, run.config_file, run.info_file, run.attempt(2), saving):
+        assert not path.stat().st_mode & 0o022, path
+
+
+def golden_lines(begin: str, end: str) -> str:
+    text = (Path(__file__).parents[3] / "jobs" / "golden" / "sandbox.sbatch").read_text()
+    return text[text.index(begin) : text.index(end)]
+
+
+def test_a_run_of_ones_own_is_private_whatever_the_umask(project: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        run = create_run_dir(project / "runs", "train")
+        write_json(run.info_file, INFO)
+        run.event("submitted")
+        run.attempt(run.new_attempt())
+        modes = {path.stat().st_mode & 0o077 for path in [run.path, *run.path.rglob("*")]}
+    finally:
+        os.umask(before)
+    assert modes == {0}
+
+
+BAD = {
+    "not UTF-8": lambda path: path.write_bytes(b'{"name": "\xff"}'),
+    "empty": lambda path: path.write_text("{}"),
+    "no JSON": lambda path: path.write_text("{'name"),
+    "deep": lambda path: path.write_text("[" * 100_000),
+    "of other types": lambda path: path.write_text(json.dumps({**INFO, "job_ids": {"a": 1}, "created": "now"})),
+    "a time that no calendar knows": lambda path: path.write_text(json.dumps({**INFO, "created": 1e300})),
+    "a pipe": lambda path: os.mkfifo(path),
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a folder": lambda path: path.mkdir(),
+    "a terabyte": lambda path: [path.touch(), os.truncate(path, 1 << 40)],
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_one_bad_run_is_a_row_and_takes_nobodys_list_down(
+    kind: str, plant: Plant, mine: RunDir, stranger: Stranger, asked: Callable[[], list[str]], capsys: Out
+) -> None:
+    run = plant()
+
+    def spoil() -> None:
+        run.info_file.unlink()
+        BAD[kind](run.info_file)
+
+    stranger.does(spoil)
+    for words in (["status"], ["runs", "list"], ["runs", "prune", "--dry-run"], ["status", "--json"]):
+        assert main(words) == 0
+        out = capsys.readouterr().out
+        assert mine.id in out or words[1:2] == ["prune"]
+        if "prune" not in words:
+            assert "unreadable" in out
+    assert main(["status", run.id]) == 2
+    assert main(["logs", run.id]) == 2
+    assert main(["resume", run.id]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_what_a_run_says_does_not_steer_the_terminal(plant: Plant, asked: Callable[[], list[str]], capsys: Out) -> None:
+    run = plant(name="\x1b]0;owned\x07", overrides=["a=\x1b[2J"], user="\ud800")
+    for words in (["status"], ["status", run.id], ["status", run.id, "--json"]):
+        assert main(words) == 0
+        assert "\x1b" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("started", "now"), ("started", 1e300), ("nodes", [1]), ("pid", "1"), ("stalled", 1), ("start_up_s", {"a": None})],
+)
+def test_a_field_of_an_attempt_of_another_type_is_told_by_name(field: str, value: object, mine: RunDir) -> None:
+    mine.attempt(1).mkdir()
+    write_json(mine.attempt(1) / "attempt.json", {field: value})
+    with pytest.raises(UnreadableRecord, match=f"attempt.json: {field} is .*, not "):
+        attempts.read_attempt(mine, 1)
+
+
+class Written:
+    """A standard output that keeps only how much it was given, and the most at once."""
+
+    def __init__(self) -> None:
+        self.total = self.most = 0
+
+    def write(self, text: str) -> None:
+        self.total, self.most = self.total + len(text), max(self.most, len(text))
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("words", [[], ["--rank", "all"], ["-f"]])
+def test_a_log_larger_than_the_memory_is_printed_in_pieces(
+    words: list[str], mine: RunDir, asked: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine.attempt(1).mkdir()
+    write_json(mine.attempt(1) / "attempt.json", {"verdict": "end", "started": 1.0, "ended": 2.0})
+    log = mine.attempt(1) / "rank-0.log"
+    log.write_bytes(b"\xc3\xa4" * 4_000_000 + b"\n")
+    monkeypatch.setattr("sys.stdout", written := Written())
+    assert main(["logs", "last", *words]) == 0
+    assert 4_000_000 < written.total < 4_000_100
+    assert written.most < 2_500_000

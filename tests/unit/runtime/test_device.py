@@ -1,0 +1,139 @@
+"""Which device a rank computes on: a job that asks for GPUs never trains on the CPU without a word."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slurmtrain.config.schema import ClusterConfig
+from slurmtrain.errors import EXIT_CONFIG, EnvironmentMismatch
+from slurmtrain.runtime.distributed_context import _check_own_gpu, choose_device, join, threads_of
+from slurmtrain.slurm.environment import Environment, check_gpu_files
+from slurmtrain.system.signals import StopSignals
+from tests.support.commands import Cli
+
+RANK_3 = Environment(
+    source="slurm",
+    rank=3,
+    world_size=4,
+    local_rank=1,
+    local_world_size=2,
+    node_rank=1,
+    nodes=("n0", "n1"),
+    tasks_per_node=(2, 2),
+)
+HERE = (
+    "+cluster=local",
+    "cluster.gpus_per_node=1",
+    "optim.warmup_steps=0",
+    "train.steps=1",
+    "train.global_batch_size=2",
+)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return monkeypatch
+
+
+def see(gpus: pytest.MonkeyPatch, number: int) -> None:
+    gpus.setattr(torch.cuda, "device_count", lambda: number)
+
+
+def test_a_job_that_asks_for_gpus_and_sees_none_ends_with_78_and_does_not_train_on_the_cpu(cli: Cli) -> None:
+    answer = cli(*HERE, "submit", CUDA_VISIBLE_DEVICES="")
+    assert answer.returncode == EXIT_CONFIG, answer.stdout + answer.stderr
+    assert "cluster.gpus_per_node=1, but rank 0 on " in answer.stdout and "sees no GPU" in answer.stdout
+    assert "training started" not in answer.stdout and "Traceback" not in answer.stdout
+
+
+def test_a_program_that_asks_for_gpus_where_none_can_be_is_not_started(cli: Cli, project: Path) -> None:
+    program = ("+cluster=local", "cluster.gpus_per_node=1", "job=command", "job.command=touch started", "submit")
+    answer = cli(*program, "job.snapshot=none", CUDA_VISIBLE_DEVICES="")
+    assert answer.returncode == EXIT_CONFIG, answer.stdout + answer.stderr
+    assert "cluster.gpus_per_node=1, but rank 0 on " in answer.stdout and "CUDA_VISIBLE_DEVICES=''" in answer.stdout
+    assert not (project / "started").exists()
+    assert cli(*program, "job.snapshot=none", "train.device=cpu", CUDA_VISIBLE_DEVICES="").returncode == 0
+    assert (project / "started").exists()
+
+
+def test_an_own_loop_of_a_job_with_gpus_goes_to_the_cpu_only_when_it_is_told_to(cli: Cli, project: Path) -> None:
+    (project / "loop.py").write_text("import slurmtrain\nprint('device', slurmtrain.init().device.type)\n")
+    program = ("+cluster=local", "job=command", f"job.command={sys.executable} loop.py", "job.snapshot=none", "submit")
+    answer = cli(*program, "cluster.gpus_per_node=1", "train.device=cpu", CUDA_VISIBLE_DEVICES="")
+    assert answer.returncode == 0 and "device cpu" in answer.stdout, answer.stdout
+
+
+def test_ranks_that_meet_know_what_the_job_has_asked_for(gpus: pytest.MonkeyPatch) -> None:
+    see(gpus, 0)
+    with pytest.raises(EnvironmentMismatch, match=r"cluster\.gpus_per_node=2, but rank 3 on n1 sees no GPU"):
+        join(ClusterConfig(gpus_per_node=2), "auto", RANK_3, None, StopSignals())
+
+
+def test_auto_is_a_gpu_where_one_was_asked_for_or_is_visible_and_else_the_cpu(gpus: pytest.MonkeyPatch) -> None:
+    see(gpus, 2)
+    assert choose_device("auto", RANK_3, gpus_per_node=2) == torch.device("cuda", 1)
+    assert choose_device("auto", RANK_3) == torch.device("cuda", 1)
+    assert choose_device("cpu", RANK_3, gpus_per_node=2) == torch.device("cpu")
+    see(gpus, 1)  # SLURM has given each rank its own
+    assert choose_device("auto", RANK_3, gpus_per_node=2) == torch.device("cuda", 0)
+    see(gpus, 0)
+    assert choose_device("auto", RANK_3) == torch.device("cpu")
+    with pytest.raises(EnvironmentMismatch, match=r"cluster\.gpus_per_node=2, but rank 3 on n1 sees no GPU"):
+        choose_device("auto", RANK_3, gpus_per_node=2)
+
+
+def test_a_rank_that_sees_fewer_gpus_than_it_should_names_the_node_and_what_was_asked_for(
+    gpus: pytest.MonkeyPatch,
+) -> None:
+    last = dataclasses.replace(RANK_3, rank=7, world_size=8, local_rank=3, local_world_size=4, tasks_per_node=(4, 4))
+    see(gpus, 3)
+    with pytest.raises(
+        EnvironmentMismatch, match=r"4 ranks on n1, but only 3 GPUs of cluster\.gpus_per_node=4"
+    ) as caught:
+        choose_device("auto", last, gpus_per_node=4)
+    assert caught.value.exit_code == EXIT_CONFIG and "cluster.exclude=n1" in str(caught.value)
+
+
+def test_two_ranks_that_see_one_and_the_same_gpu_are_refused(gpus: pytest.MonkeyPatch) -> None:
+    class Properties:
+        uuid = "GPU-1"
+
+    gpus.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    store = dist.HashStore()
+    store.set("gpu/2", "GPU-0")
+    _check_own_gpu(store, RANK_3, torch.device("cuda", 0))
+    store.set("gpu/2", "GPU-1")
+    with pytest.raises(EnvironmentMismatch, match="ranks 2, 3 on n1 see one and the same GPU"):
+        _check_own_gpu(store, RANK_3, torch.device("cuda", 0))
+
+
+def test_for_a_program_only_what_is_certain_is_refused(tmp_path: Path) -> None:
+    def refused(gpus_per_node: int, visible: str | None = None) -> str | None:
+        variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        try:
+            check_gpu_files(RANK_3, gpus_per_node, variables, tmp_path)
+        except EnvironmentMismatch as error:
+            return error.message
+        return None
+
+    assert "cluster.gpus_per_node=4, but rank 3 on n1 sees no GPU" in (refused(4) or "")
+    assert refused(0) is None
+    (tmp_path / "nvidiactl").touch()  # of the driver, not of a GPU
+    assert refused(4)
+    (tmp_path / "nvidia0").touch()
+    assert not refused(4) and not refused(4, "0,1") and not refused(4, "GPU-8f3")
+    assert refused(4, "") and refused(4, "-1")
+
+
+@pytest.mark.parametrize(
+    ("setting", "threads"), [("4", 4), ("4,2", 4), (" 3 , 1", 3), ("", 8), ("0", 8), ("all", 8), ("-1", 8), ("²", 8)]
+)
+def test_threads_are_what_openmp_takes_them_for(setting: str, threads: int) -> None:
+    assert threads_of(setting, 8) == threads

@@ -1,0 +1,209 @@
+"""The dry run of a layout: the real model on the real mesh, without GPUs, ranks or memory; against sums by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from slurmtrain.cli import main
+from slurmtrain.config.compose import compose
+from slurmtrain.config.parallel_dims import parallel_dims_of
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import ConfigError
+from slurmtrain.launch import memory_check
+from slurmtrain.planner.fit import GIB, memory_of
+from slurmtrain.runtime.jobs.dry_run import lay_out
+from tests.support.commands import Cli, FakeSlurm
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+ROOT = str(Path(__file__).parents[3])
+TIGHT = ["+cluster=h100x8", "model=llama3_8b", "parallel=fsdp", "cluster.gpu_memory_gb=40"]
+# Bytes of an element: parameter, gradient, two moments of Adam. Adam counts its steps in 4 bytes for each parameter.
+FLOAT32 = 4
+
+
+def test_72b_on_16_nodes_of_8_gpus_is_what_one_counts_by_hand() -> None:
+    """128 ranks: TP 8 x PP 2 x FSDP 8. 64 micro batches of one sequence go through two stages."""
+    config = compose(
+        [
+            *("cluster=a100x8", "cluster.nodes=16", "model=qwen2_5_72b", "data.seq_len=4096"),
+            *("parallel=fsdp_tp", "parallel.tp=8", "parallel.pp=2", "parallel.param_dtype=bfloat16"),
+            *("parallel.activation_checkpointing=full", "train.global_batch_size=512", "train.micro_batch_size=1"),
+        ]
+    )
+    assert str(parallel_dims_of(config)) == "128 ranks = 8 data-parallel groups (8 shards) x TP 8 x PP 2"
+    first, last = lay_out(config)
+    assert (first.stage, first.rank, last.stage, last.rank) == (0, 0, 1, 64)
+
+    query_and_out, key_and_value, feed_forward = 2 * 8192 * 8192, 2 * 1024 * 8192, 3 * 29568 * 8192
+    biases, norms = 8192 + 2 * 1024, 2 * 8192  # norms are cut by FSDP alone
+    of_a_layer, vocabulary = query_and_out + key_and_value + feed_forward + biases, 152064 * 8192
+    held = 40 * (of_a_layer // 64 + norms // 8) + vocabulary // 64  # 40 layers and the embedding
+    assert first.parameters == first.gradients == FLOAT32 * held == 2_272_355_328
+    assert first.optimizer == 2 * FLOAT32 * held + 4 * (40 * 12 + 1)
+    held += 8192 // 8  # 40 layers, the output, and the last norm
+    assert last.parameters == last.gradients == FLOAT32 * held
+    assert last.optimizer == 2 * FLOAT32 * held + 4 * (40 * 12 + 2)
+
+    # Kept over the micro batches of a step: whole parameters in bfloat16, whole gradients in float32, of a TP rank.
+    whole = 40 * (of_a_layer // 8 + norms) + vocabulary // 8
+    assert first.gathered == whole * (2 + FLOAT32)
+    assert last.gathered == (whole + 8192) * (2 + FLOAT32)
+    # A token, elements: the input of each layer, and all of one layer that is computed again: two pieces of the residual
+    # stream, two gathered inputs, q k v and their result, four of the feed-forward.
+    inputs = 40 * 8192 // 8
+    again = 2 * 8192 // 8 + 2 * 8192 + (64 + 8 + 8 + 64) * 128 // 8 + 4 * 29568 // 8
+    assert first.activations == 4096 * 2 * (2 * inputs + again)  # two micro batches in flight, bfloat16
+    logits = 152064 // 8 * (4 + 4 + 2)
+    assert last.activations == 4096 * (2 * (inputs + again) + logits + (8192 // 8 + 8192) * 2)
+    assert first.total == sum((first.parameters, first.gradients, first.optimizer, first.gathered, first.activations))
+
+
+LLAMA_70B = ["model=llama3_70b", "train.global_batch_size=512"]
+LLAMA_70B_LAYER = 2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 28672 * 8192  # and two norms
+LLAMA_VOCABULARY = 128256 * 8192
+
+
+def test_512_ranks_of_tp_8_and_fsdp_64() -> None:
+    config = compose(["cluster=a100x8", "cluster.nodes=64", *LLAMA_70B, "parallel=fsdp_tp", "parallel.tp=8"])
+    assert str(parallel_dims_of(config)) == "512 ranks = 64 data-parallel groups (64 shards) x TP 8"
+    (one,) = lay_out(config)
+    rows = 251  # of 128256 / 8 tokens, which 64 shards cannot cut evenly; the first has most
+    held = 80 * (LLAMA_70B_LAYER // 512 + 2 * 8192 // 64) + 2 * rows * 8192 + 8192 // 64
+    assert one.parameters == one.gradients == FLOAT32 * held
+    assert one.optimizer == 2 * FLOAT32 * held + 4 * (80 * 9 + 3)
+
+
+def test_512_ranks_of_tp_8_pp_8_and_dp_8() -> None:
+    config = compose(["cluster=a100x8", "cluster.nodes=64", *LLAMA_70B, "parallel.tp=8", "parallel.pp=8"])
+    assert str(parallel_dims_of(config)) == "512 ranks = 8 data-parallel groups x TP 8 x PP 8"
+    stages = lay_out(config)
+    assert [stage.rank for stage in stages] == list(range(0, 512, 64))
+    layers = 10 * (LLAMA_70B_LAYER // 8 + 2 * 8192)
+    held = [layers + LLAMA_VOCABULARY // 8, *[layers] * 6, layers + LLAMA_VOCABULARY // 8 + 8192]
+    assert [stage.parameters for stage in stages] == [FLOAT32 * elements for elements in held]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["parallel.tp=1"],
+        ["parallel=hsdp", "cluster.nodes=2", "parallel.dp_shard=4"],
+        ["parallel=fsdp", "parallel.cp=2", "parallel.tp=2", "model.qkv_bias=true", "model.tie_embeddings=true"],
+        ["parallel.pp=2", "parallel.pp_schedule=interleaved_1f1b", "model.layers=5", "model.tie_embeddings=true"],
+    ],
+    ids=" ".join,
+)
+def test_arithmetic_agrees_with_what_is_laid_out(words: list[str]) -> None:
+    base = ["cluster=a100x8", "model.tie_embeddings=false", "model.kv_heads=2", "train.global_batch_size=64"]
+    config = compose([*base, *words])
+    laid, counted = lay_out(config), memory_of(config, parallel_dims_of(config))
+    assert counted is not None and laid[0].parameters > 0
+    for stage, expected in zip(laid, counted, strict=True):
+        # Adam's counts of steps are all there is besides.
+        assert (stage.parameters, stage.gradients) == (expected.parameters, expected.gradients)
+        assert expected.optimizer < stage.optimizer < expected.optimizer + 4 * 200
+
+
+@pytest.mark.usefixtures("project")
+def test_layout_memory_tells_bytes_and_whether_they_fit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", ROOT)
+    assert main([*TIGHT, "layout", "--memory", "--json"]) == 0  # by a process of its own
+    (stage,) = json.loads(capsys.readouterr().out)["memory"]
+    (here,) = lay_out(compose([word.lstrip("+") for word in TIGHT]))
+    assert stage == {**vars(here), "total": here.total}
+
+    monkeypatch.setattr("slurmtrain.cli.layout.laid_out", lay_out)
+    assert main([*TIGHT, "layout", "--memory"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    row = lines[3].split()
+    assert row[:4] == ["0", "0", f"{here.parameters / GIB:.1f}", f"{here.gradients / GIB:.1f}"]
+    assert row[-1] == f"{here.total / GIB:.1f}" and lines[-1] == "fits into cluster.gpu_memory_gb=40"
+
+    assert main([*TIGHT, "cluster.gpu_memory_gb=20", "layout", "--memory"]) == 78
+    out, err = capsys.readouterr()
+    assert out.splitlines()[3].split() == row
+    assert "more" not in err and f"needs {here.total / GIB:.1f} GB" in err and "what would fit: " in err
+
+
+REPORT = """
+import sys
+from slurmtrain.cli import main
+print("CODE", main(sys.argv[1:]), "torch" in sys.modules)
+"""
+
+
+def test_submit_lays_out_what_is_tight_and_imports_no_torch(cli: Cli, fake_slurm: FakeSlurm) -> None:
+    done = cli(*TIGHT, "submit", program=("-c", REPORT), PYTHONPATH=ROOT)
+    assert done.stdout.splitlines()[-1] == "CODE 0 False" and "warning" not in done.stderr, done
+    assert len(fake_slurm.submitted) == 1
+
+
+def test_a_model_of_ones_own_is_refused_when_its_state_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = own_model(100_000)
+    monkeypatch.setattr(memory_check, "laid_out", lay_out)
+    with pytest.raises(ConfigError, match=r"needs 149\.0 GB \(parameters 37\.3, gradients 37\.3, optimiser 74\.5\)"):
+        memory_check.check_memory(config)
+    assert memory_check.check_memory(own_model(50_000)) == []
+
+
+def own_model(width: int) -> Config:
+    config = compose(["cluster=h100x8"])
+    config.model = {"_target_": "torch.nn.Linear", "in_features": width, "out_features": width}
+    return config
+
+
+@pytest.mark.usefixtures("project")
+def test_a_layout_for_which_the_model_is_not_made_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", ROOT)
+    config = own_model(8)
+    config.parallel.tp = 2
+    with pytest.raises(ConfigError, match=r"parallel\.tp: Linear has no plan for tensor parallelism"):
+        memory_check.check_memory(config)
+
+
+@pytest.mark.usefixtures("project")
+@pytest.mark.parametrize("missing", ["torch", "model"])
+def test_where_it_cannot_be_known_there_is_a_warning(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = own_model(8)
+    if missing == "torch":
+        (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    else:
+        config.model = {"_target_": "only.in.the.Container"}
+        monkeypatch.setattr(memory_check, "laid_out", lay_out)
+    (warning,) = memory_check.check_memory(config)
+    assert warning.startswith("whether it fits into cluster.gpu_memory_gb=79 is not known: ")
+    assert ("no torch here" if missing == "torch" else "only.in.the.Container") in warning
+
+
+@pytest.mark.usefixtures("project", "fake_slurm")
+def test_of_a_sweep_the_largest_point_is_laid_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def laid_out(config: Config) -> list[object]:
+        asked.append(config.model["layers"])
+        return list(lay_out(config))
+
+    monkeypatch.setattr(memory_check, "laid_out", laid_out)
+    sweep = ["-m", *TIGHT, "submit", "--dry-run"]
+    assert main([*sweep, "model.layers=2,32,3"]) == 0
+    assert asked == [32]
+    assert main([*sweep, "model.layers=2,320"]) == 78
+    assert "point 1 (model.layers=320): 8 ranks = " in capsys.readouterr().err
+    assert asked == [32]
+
+
+def test_laying_out_leaves_nothing_behind() -> None:
+    lay_out(own_model(8))
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,134 @@
+"""How often ranks look into a shared folder while they wait for rank 0, and that each gets what it has published."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.runtime import shared_file_wait as published_module
+from slurmtrain.runtime.shared_file_wait import Pauses, Published
+from slurmtrain.slurm.environment import Environment
+from slurmtrain.system.files import write_json
+from tests.support.stranger import Stranger
+
+
+def rank_on(node: int, local_rank: int, *, nodes: int, per_node: int) -> Environment:
+    return Environment(
+        rank=node * per_node + local_rank,
+        world_size=nodes * per_node,
+        local_rank=local_rank,
+        local_world_size=per_node,
+        node_rank=node,
+        nodes=tuple(f"n{each}" for each in range(nodes)),
+        source="slurm",
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(published_module, "Path", lambda path: tmp_path if path == "/dev/shm" else Path(path))
+    (tmp_path / "attempt").mkdir()
+    return tmp_path / "attempt"
+
+
+def looks_within(seconds: float, environment: Environment, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often a rank that waits so long in vain reads the shared directory."""
+    now, looks = 0.0, 0
+
+    def sleep(pause: float) -> None:
+        nonlocal now
+        now += pause
+
+    def listdir(path: Path) -> list[str]:
+        nonlocal looks
+        looks += 1
+        return []
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "listdir", listdir)
+        waits, pauses = Published(folder / "x.json", environment, clock=lambda: now), Pauses(sleep=sleep)
+        while now < seconds:
+            assert waits.look() is None
+            pauses.pause()
+    return looks
+
+
+@pytest.mark.parametrize("nodes", [1, 16, 128])
+def test_the_ranks_of_a_node_look_as_often_as_one_and_less_and_less(
+    nodes: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 1,024 ranks that waited for a minute, each looked 50 times a second: 3 million times."""
+    first = looks_within(60.0, rank_on(0, 0, nodes=nodes, per_node=8), folder, monkeypatch)
+    other = looks_within(60.0, rank_on(0, 1, nodes=nodes, per_node=8), folder, monkeypatch)
+    assert first <= 80 and other <= 4
+    assert nodes * (first + 7 * other) <= nodes * 110  # 128 nodes: 14,000
+
+
+def test_every_rank_gets_what_rank_0_has_published_through_the_first_of_its_node(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (Published(folder / "x.json", rank_on(1, each, nodes=2, per_node=2)) for each in (0, 1))
+    assert first.look() is None and second.look() is None
+    write_json(folder / "x.json", {"port": 7})
+    assert second.look() is None
+    assert first.look() == {"port": 7}
+    monkeypatch.setattr(os, "listdir", lambda path: pytest.fail("looks into the shared folder"))
+    assert second.look() == {"port": 7}
+    first.forget()
+    assert second.look() is None
+
+
+def test_a_rank_that_the_first_of_its_node_does_not_reach_looks_by_itself(folder: Path) -> None:
+    now = 0.0
+    waits = Published(folder / "x.json", rank_on(1, 1, nodes=2, per_node=2), clock=lambda: now)
+    write_json(folder / "x.json", {"port": 7})
+    assert waits.look() is None
+    now = 6.0
+    assert waits.look() == {"port": 7}
+
+
+def test_what_others_put_in_its_place_is_not_believed(folder: Path) -> None:
+    waits = Published(folder / "x.json", rank_on(1, 1, nodes=2, per_node=2))
+    mine = folder / "planted"
+    mine.write_text('{"port": 1}')
+    waits._on_node.symlink_to(mine)
+    assert waits.look() is None
+    if os.geteuid() == 0:
+        waits._on_node.unlink()
+        waits._on_node.write_text('{"port": 1}')
+        os.chown(waits._on_node, 12345, 12345)
+        assert waits.look() is None
+
+
+def test_a_file_that_somebody_else_has_put_in_its_place_ends_no_run(
+    folder: Path, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a sticky folder, as /dev/shm is, nobody but its owner removes it; root can, so another process has to try."""
+    memory = stranger.folder / "memory"
+    memory.mkdir()
+    memory.chmod(0o1777)
+    first, second = (Published(folder / "x.json", rank_on(0, each, nodes=1, per_node=2)) for each in (0, 1))
+    for rank in (first, second):
+        rank._on_node = memory / rank._on_node.name
+    first._on_node.write_text('{"port": 1}')
+    monkeypatch.setattr(first, "_look_in_folder", lambda: {"port": 7})  # which is closed to the other user
+
+    def look_and_forget() -> None:
+        assert first.look() == {"port": 7}
+        first.forget()
+        assert second.look() is None
+
+    stranger.does(look_and_forget)
+    assert first._on_node.read_text() == '{"port": 1}'
+
+
+def test_pauses_grow_and_differ_between_ranks() -> None:
+    seen: list[float] = []
+    pauses = Pauses(1.0, seen.append)
+    for _ in range(30):
+        pauses.pause()
+    assert seen[0] < 0.03 and 0.75 <= seen[-1] <= 1.25 and len(set(seen)) == 30
+    for number in range(1, 30):
+        assert seen[number] <= 0.05 + sum(seen[:number])  # nobody waits longer than it has waited

@@ -1,0 +1,187 @@
+"""Rank 0's watchman: a stop is asked for early enough for the step that runs and a save, by what was measured."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmtrain.runs.create import create_run_dir
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runtime import stop_watcher as watch_module
+from slurmtrain.runtime.stop_watcher import Watch
+from slurmtrain.slurm.client import JobFacts
+from slurmtrain.system.files import read_json
+from slurmtrain.system.signals import StopSignals
+
+
+class Slurm:
+    """Says when the job's time ends."""
+
+    def __init__(self, *left_s: float | None):
+        self.ends = [None if seconds is None else time.time() + seconds for seconds in left_s]
+        self.asked = 0
+
+    def job(self, job_id: str) -> JobFacts:
+        self.asked += 1
+        return JobFacts("RUNNING", end_time=self.ends.pop(0) if len(self.ends) > 1 else self.ends[0])
+
+
+def watch(signals: StopSignals, tmp_path: Path, client: Any) -> Watch:
+    made = Watch(signals, tmp_path, client, signal_lead_s=0)
+    deadline = time.monotonic() + 60
+    while made._end_time is None and time.monotonic() < deadline:  # it asks in a thread of its own
+        time.sleep(0.005)
+    return made
+
+
+def test_slow_saves_bring_the_last_one_forward(tmp_path: Path) -> None:
+    signals = StopSignals()
+    made = watch(signals, tmp_path, Slurm(150.3))
+    made.plan_stop(10.0, 40.0)  # 1.5 x 50 s before the end: 75 s from now
+    assert not signals.wait(0.2)
+    made.plan_stop(10.0, 90.0)  # 150 s before the end: at once
+    assert signals.wait(60)
+    assert signals.first is not None and signals.first.cause == "deadline"
+
+
+def test_a_preemption_s_grace_time_is_what_is_left(tmp_path: Path) -> None:
+    signals = StopSignals()
+    made = watch(signals, tmp_path, slurm := Slurm(3600.0, 30.0))
+    signals.request("SIGTERM")
+    before = time.time()
+    left = made.seconds_left()
+    assert left is not None and before <= slurm.ends[0] - left <= time.time()
+
+
+def test_a_time_limit_that_was_extended_is_followed(tmp_path: Path) -> None:
+    """`scontrol update TimeLimit`: SLURM is asked before the clock is believed, and not all the time."""
+    signals, slurm = StopSignals(), Slurm(1.0, 3600.0)
+    made = Watch(signals, tmp_path, slurm, signal_lead_s=0.5)  # type: ignore[arg-type]
+    deadline = time.monotonic() + 60
+    while made._end_time != slurm.ends[-1] and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert not signals.wait(0.3) and slurm.asked == 2
+    made.plan_stop(1.0, 1.0)
+    signals.request("SIGUSR2")
+    made.wait_for_record()
+    record = read_json(tmp_path / "stop.json")
+    assert record is not None and 3500 < record["seconds_left"] <= 3600
+
+
+def test_a_save_that_was_planned_for_follows_the_time_limit(tmp_path: Path) -> None:
+    signals, slurm = StopSignals(), Slurm(150.0, 3600.0)
+    made = watch(signals, tmp_path, slurm)
+    made.plan_stop(10.0, 90.0)  # 150 s before the end: at once, were that still the end
+    deadline = time.monotonic() + 60
+    while slurm.asked < 2 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert not signals.wait(0.3)
+    made.plan_stop(10.0, 3000.0)
+    assert signals.wait(60)
+    assert signals.first is not None and signals.first.cause == "deadline"
+
+
+def test_a_time_limit_that_was_lifted_stops_nobody_and_a_later_one_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals, slurm = StopSignals(), Slurm(1.0, None)
+    made = Watch(signals, tmp_path, slurm, signal_lead_s=0.5)  # type: ignore[arg-type]
+    deadline = time.monotonic() + 60
+    while (slurm.asked < 2 or made._end_time is not None) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert not signals.wait(0.8)
+    assert made._end_time is None
+    slurm.ends = [time.time() + 1.0]
+    assert made._limit_has_moved()
+    assert made._end_time == slurm.ends[0]
+    signals.request("SIGUSR2")
+    made.wait_for_record()
+
+
+def test_a_time_limit_that_was_shortened_is_heard_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "ASK_EVERY_S", 0.05)
+    signals = StopSignals()
+    watch_made = Watch(signals, tmp_path, Slurm(3600.0, 1.0), signal_lead_s=0.5)  # type: ignore[arg-type]
+    assert signals.wait(60) and signals.first is not None and signals.first.cause == "deadline"
+    watch_made.wait_for_record()
+
+
+@pytest.mark.parametrize("how", ["refuses", "hangs"])
+def test_where_slurm_does_not_answer_the_clock_is_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    class Silent(Slurm):
+        def job(self, job_id: str) -> JobFacts | None:  # type: ignore[override]
+            if self.asked and how == "hangs":
+                threading.Event().wait()
+            return super().job(job_id) if self.asked == 0 else None
+
+    monkeypatch.setattr(watch_module, "ANSWER_S", 0.1)
+    signals = StopSignals()
+    Watch(signals, tmp_path, Silent(1.0), signal_lead_s=1.0)  # type: ignore[arg-type]
+    assert signals.wait(60) and signals.first is not None and signals.first.cause == "deadline"
+
+
+def test_without_slurm_nothing_is_planned(tmp_path: Path) -> None:
+    signals = StopSignals()
+    made = Watch(signals, tmp_path, None, signal_lead_s=0)
+    made.plan_stop(1e6, 1e6)
+    assert not signals.wait(0.1)
+    signals.request("SIGTERM")
+    assert made.seconds_left() is None
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return create_run_dir(tmp_path, "run")
+
+
+def test_a_file_saves_once_and_another_ends_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "LOOK_EVERY_S", 0.01)
+    signals = StopSignals()
+    (run_dir.path / "save").touch()
+    made = Watch(signals, run_dir.attempts, None, signal_lead_s=0, run_dir=run_dir)
+    deadline = time.monotonic() + 60
+    while not made.take_save():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert not made.take_save() and not (run_dir.path / "save").exists() and not signals.requested
+    (run_dir.path / "stop").touch()
+    assert signals.wait(60)
+    made.wait_for_record()
+    assert not (run_dir.path / "stop").exists()
+    record = read_json(run_dir.attempts / "stop.json")
+    assert record is not None and record["cause"] == "the file stop"
+    request = read_json(run_dir.request_file)
+    assert request is not None and request["action"] == "stop"
+
+
+class AskedMeanwhile(threading.Event):
+    """Set by somebody else right after it was looked at."""
+
+    def is_set(self) -> bool:
+        before = super().is_set()
+        self.set()
+        return before
+
+
+def test_a_save_that_is_asked_for_while_somebody_looks_is_not_forgotten(tmp_path: Path) -> None:
+    signals = StopSignals()
+    made = Watch(signals, tmp_path, None, signal_lead_s=0)
+    made._save_asked = AskedMeanwhile()
+    assert [made.take_save(), made.take_save()] == [False, True]
+    signals.request("SIGTERM")
+
+
+def test_a_switch_that_cannot_be_taken_away_is_not_obeyed(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end every life of the run, and nobody could resume it."""
+    monkeypatch.setattr(watch_module, "LOOK_EVERY_S", 0.01)
+    signals = StopSignals()
+    (run_dir.path / "stop").mkdir()
+    Watch(signals, run_dir.attempts, None, signal_lead_s=0, run_dir=run_dir)
+    assert not signals.wait(0.2)
+    signals.request("SIGTERM")

@@ -1,0 +1,111 @@
+"""What a sandbox writes for SLURM, by version, and which SLURM its commands are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.cli import main
+from slurmtrain.errors import ClusterError, UsageError
+from slurmtrain.sandbox import SandboxSpec
+from slurmtrain.sandbox.files import find_programs, task_prolog_text, write_files
+from slurmtrain.sandbox.spec import Site, slurm_conf
+from slurmtrain.slurm.client import PREFIX_FILE, clean_environment, programs_beside, submission_environment
+from slurmtrain.slurm.versions import Version
+
+PROGRAMS = ("sinfo", "squeue", "scontrol", "scancel", "sbatch", "srun", "slurmctld", "slurmd")
+
+
+def a_slurm(prefix: Path, version: str = "25.05.9") -> Path:
+    """A folder that looks like an installed SLURM of this version."""
+    for name in PROGRAMS:
+        program = prefix / ("sbin" if name.endswith("d") else "bin") / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(f"#!/bin/sh\necho slurm {version}\n")
+        program.chmod(0o755)
+    return prefix
+
+
+@pytest.mark.parametrize(("version", "cgroups"), [("22.05.8", None), ("23.11.11", None), ("24.05.0", "disabled")])
+def test_slurmd_needs_no_cgroups_where_it_can_be_told_so(tmp_path: Path, version: str, cgroups: str | None) -> None:
+    sandbox = tmp_path / "sandbox"
+    sandbox.mkdir()
+    prefix = a_slurm(tmp_path / "slurm", version)
+    write_files(SandboxSpec(nodes=1), sandbox, 17000, find_programs(prefix), prefix)
+    conf = sandbox / "cgroup.conf"
+    assert (conf.read_text() if conf.exists() else None) == (cgroups and f"CgroupPlugin={cgroups}\n")
+
+
+@pytest.mark.parametrize(
+    ("mode", "lines"),
+    [
+        ("requeue", ("PreemptMode=REQUEUE", "PreemptMode=REQUEUE GraceTime=10")),
+        ("cancel", ("PreemptMode=CANCEL", "PreemptMode=CANCEL GraceTime=10")),
+        ("suspend", ("PreemptMode=SUSPEND,GANG", "PreemptMode=SUSPEND GraceTime=10")),
+    ],
+)
+@pytest.mark.parametrize(
+    ("version", "signal"),
+    [((22, 5), "SlurmctldParameters=preempt_send_user_signal"), ((24, 11), "PreemptParameters=send_user_signal")],
+)
+def test_a_sandbox_preempts_as_it_was_asked_to(
+    mode: str, lines: tuple[str, str], version: Version, signal: str, tmp_path: Path
+) -> None:
+    spec = SandboxSpec(preempt_mode=mode, user_signal=True)
+    text = slurm_conf(spec, Site(tmp_path, "me", "here", 17000, version))
+    assert f"\n{lines[0]}\n{signal}\n" in text and f" {lines[1]} " in text
+    with pytest.raises(UsageError, match="preempt_mode='kill'"):
+        SandboxSpec(preempt_mode="kill")
+
+
+def test_a_prefix_without_slurm_is_refused_with_what_is_missing(tmp_path: Path) -> None:
+    prefix = a_slurm(tmp_path / "slurm")
+    assert find_programs(prefix)["slurmctld"] == str(prefix / "sbin" / "slurmctld")
+    (prefix / "bin" / "srun").unlink()
+    with pytest.raises(ClusterError, match=f"there is no SLURM in {prefix}: no srun in its bin or sbin"):
+        find_programs(prefix)
+
+
+def test_the_commands_of_a_sandbox_are_those_of_its_own_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    conf = tmp_path / "sandbox" / "slurm.conf"
+    conf.parent.mkdir()
+    conf.touch()
+    assert programs_beside(str(conf)) is None and programs_beside(None) is None
+    noted = conf.with_name(PREFIX_FILE)
+    noted.touch(0o600)
+    noted.write_text("/opt/slurm\n")
+    path = f"/opt/slurm/bin{os.pathsep}/usr/bin"
+    assert clean_environment({"PATH": "/usr/bin"}, str(conf))["PATH"] == path
+    assert submission_environment({"PATH": path, "SLURM_CONF": str(conf)})["PATH"] == path  # in the job
+    noted.chmod(0o666)  # anybody could have written it
+    assert programs_beside(str(conf)) is None
+    noted.unlink()
+    noted.symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").write_text("/opt/slurm\n")
+    assert programs_beside(str(conf)) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "printed"),
+    [
+        ("/usr/bin:/bin", "export PATH=/opt/my slurm/bin:/usr/bin:/bin\n"),
+        (
+            "/front:/opt/my slurm/bin:/usr/bin:/bin",
+            "",
+        ),  # the person's order: a front for one of the commands stays before
+    ],
+)
+def test_a_task_finds_the_commands_of_its_own_slurm(path: str, printed: str) -> None:
+    script = task_prolog_text("/opt/my slurm/bin")
+    done = subprocess.run(["/bin/sh", "-c", script], env={"PATH": path}, capture_output=True, text=True, check=True)
+    assert done.stdout == printed
+
+
+def test_another_slurm_than_the_one_on_path_is_asked_for_by_its_prefix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sandbox", "up", "--name", "none", "--slurm-prefix", str(tmp_path)]) == 1
+    assert f"there is no SLURM in {tmp_path}" in capsys.readouterr().err

@@ -1,0 +1,425 @@
+"""The SLURM client: parsing what 22.05 prints, and saying what went wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurmtrain.errors import ClusterError
+from slurmtrain.slurm.client import (
+    JobFacts,
+    PreemptionTimes,
+    QueuedJob,
+    SlurmClient,
+    belongs_to_a_job,
+    chosen_partition,
+    clean_environment,
+    met_dependency,
+    moved_dependency,
+    parse_duration,
+    parse_show_config,
+    parse_show_job,
+    parse_time,
+)
+from slurmtrain.slurm.versions import parse_version
+from tests.support.commands import FakeSlurm
+
+# `scontrol show job -o 1`, 22.05, of a job whose comment tries to look like fields.
+SHOW_JOB = (
+    "JobId=1 JobName=train UserId=me(1000) GroupId=me(1000) MCS_label=N/A Priority=4294901759 Nice=0 Account=(null) "
+    "QOS=(null) JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 ExitCode=0:0 "
+    "RunTime=00:00:01 TimeLimit=01:00:00 TimeMin=N/A SubmitTime=2026-11-21T10:13:55 EligibleTime=2026-11-21T10:13:56 "
+    "AccrueTime=2026-11-21T10:13:55 StartTime=2026-11-21T10:13:57 EndTime=2026-11-21T11:13:57 Deadline=N/A "
+    "PreemptEligibleTime=2026-11-21T10:13:55 PreemptTime=None SuspendTime=None SecsPreSuspend=0 "
+    "LastSchedEval=2026-11-21T10:13:55 Scheduler=Backfill Partition=low AllocNode:Sid=localhost:10679 "
+    "ReqNodeList=(null) ExcNodeList=(null) NodeList=n[0-1] BatchHost=n0 NumNodes=2 NumCPUs=4 NumTasks=4 CPUs/Task=1 "
+    "ReqB:S:C:T=0:0:*:* TRES=cpu=4,mem=2000M,node=2,billing=4 Socks/Node=* NtasksPerN:B:S:C=0:0:*:* CoreSpec=* "
+    "MinCPUsNode=1 MinMemoryCPU=2000M MinTmpDiskNode=0 Features=(null) DelayBoot=00:00:00 OverSubscribe=OK "
+    "Contiguous=0 Licenses=(null) Network=(null) Command=/home/me/j.sh WorkDir=/home/me "
+    'Comment=it\'s "mine" JobState=FAILED Restarts=9 #1  StdErr=/dev/null StdIn=/dev/null StdOut=/dev/null Power= \n'
+)
+
+
+def answers(stdout: str = "", returncode: int = 0, stderr: str = "") -> tuple[SlurmClient, list[list[str]]]:
+    """A client whose commands all answer this, and the commands that it ran."""
+    ran: list[list[str]] = []
+
+    def run(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+        ran.append(list(command))
+        return subprocess.CompletedProcess(command, returncode, stdout, stderr)
+
+    return SlurmClient(run=run), ran
+
+
+def never_answers(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    raise subprocess.TimeoutExpired(command, 60)
+
+
+def seconds(text: str) -> float:
+    return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+
+
+# Parsing.
+
+
+def test_the_facts_of_a_job_are_read_and_its_comment_cannot_fake_them() -> None:
+    assert parse_show_job(SHOW_JOB) == JobFacts(
+        state="RUNNING",
+        reason="None",
+        restarts=2,
+        start_time=seconds("2026-11-21T10:13:57"),
+        end_time=seconds("2026-11-21T11:13:57"),
+        preempt_time=None,
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\n", "slurm_load_jobs error: Invalid job id specified\n", "No jobs in the system\n"]
+)
+def test_what_is_no_job_reads_as_none(text: str) -> None:
+    assert parse_show_job(text) is None
+
+
+def test_of_an_array_the_first_element_is_read() -> None:
+    second = SHOW_JOB.replace("Restarts=2", "Restarts=7")
+    facts = parse_show_job(SHOW_JOB + second)
+    assert facts is not None and facts.restarts == 2
+
+
+@pytest.mark.parametrize("text", ["Unknown", "None", "N/A", "", "(null)", "2026-11-21"])
+def test_times_that_are_none(text: str) -> None:
+    assert parse_time(text) is None
+
+
+@pytest.mark.parametrize(
+    ("preempt_time", "start_time", "preempted"),
+    [(None, 5.0, False), (7.0, 5.0, True), (5.0, 5.0, True), (4.0, 5.0, False), (4.0, None, True)],
+)
+def test_only_a_preemption_of_this_life_counts(
+    preempt_time: float | None, start_time: float | None, preempted: bool
+) -> None:
+    # 22.05 keeps PreemptTime of an earlier life after a restart.
+    assert JobFacts("RUNNING", start_time=start_time, preempt_time=preempt_time).preempted is preempted
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_parsed_or_none(text: str) -> None:
+    assert parse_show_job(text) is None or "JobState" in text
+
+
+# `scontrol show config`: 22.05, and 24.11, which has more lines and other spaces.
+SHOW_CONFIG = {
+    "22.05": "Configuration data as of 2026-11-21T10:13:55\nAccountingStorageBackupHost = (null)\n"
+    "KillOnBadExit           = 0\nKillWait                = 30 sec\nLaunchParameters        = (null)\n"
+    "PreemptMode             = REQUEUE\nPreemptType             = preempt/partition_prio\nPreemptExemptTime       = 00:00:00\n"
+    "SLURM_CONF              = /etc/slurm/slurm.conf\n\nSlurmctld(primary) at login is UP\n",
+    "24.11": "Configuration data as of 2026-11-21T10:13:55\nKillOnBadExit           = 0\nKillWait = 30 sec\n"
+    "PreemptParameters       = send_user_signal\nPreemptType             = preempt/partition_prio\n\n"
+    "Cgroup Support Configuration:\nAllowedRAMSpace         = 100.0%\n",
+}
+SHOW_PARTITION = (
+    "PartitionName=low AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default=YES QoS=N/A "
+    "DefaultTime=NONE DisableRootJobs=NO ExclusiveUser=NO GraceTime=120 Hidden=NO MaxNodes=UNLIMITED "
+    "MaxTime=UNLIMITED MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED Nodes=n[0-3] PriorityJobFactor=1 PriorityTier=1 "
+    "RootOnly=NO ReqResv=NO OverSubscribe=NO OverTimeLimit=NONE PreemptMode=REQUEUE State=UP TotalCPUs=16 \n"
+    "PartitionName=high AllowGroups=ALL Default=NO GraceTime=0 PriorityTier=10 PreemptMode=OFF State=UP\n"
+)
+
+
+@pytest.mark.parametrize("version", SHOW_CONFIG)
+def test_the_settings_of_a_cluster_are_read(version: str) -> None:
+    config = parse_show_config(SHOW_CONFIG[version])
+    assert (config["KillWait"], config["PreemptType"]) == ("30 sec", "preempt/partition_prio")
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "grace"),
+    [(None, "low", "120"), ("low", "low", "120"), ("high,low", "high", "0"), ("nope", "nope", None)],
+)
+def test_the_partition_of_a_job_is_found(name: str | None, found: str, grace: str | None) -> None:
+    partition, fields = chosen_partition(SHOW_PARTITION, name)
+    assert (partition, fields.get("GraceTime")) == (found, grace)
+
+
+@pytest.mark.parametrize(
+    ("text", "duration"),
+    [
+        ("30 sec", 30),
+        ("120", 120),
+        ("00:02:00", 120),
+        ("1-01:00:01", 90001),
+        ("", None),
+        ("NONE", None),
+        ("(null)", None),
+    ],
+)
+def test_durations(text: str, duration: float | None) -> None:
+    assert parse_duration(text) == duration
+
+
+def scripted(answers: dict[str, str], seen: list[list[str]]) -> SlurmClient:
+    """A client whose commands answer by their last but one or last word; others fail."""
+
+    def run(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+        seen.append(list(command))
+        found = next((text for word, text in answers.items() if word in command), None)
+        return subprocess.CompletedProcess(command, 0 if found is not None else 1, found or "", "")
+
+    return SlurmClient(run=run)
+
+
+def test_how_long_a_preempted_job_lives_takes_two_short_questions(fake_slurm: FakeSlurm) -> None:
+    seen: list[list[str]] = []
+    client = scripted({"config": SHOW_CONFIG["22.05"], "partition": SHOW_PARTITION}, seen)
+    assert client.preemption_times(None, None) == PreemptionTimes(30, 120, "partition low")
+    assert [command[-2:] for command in seen] == [["show", "config"], ["partition", "-o"]]
+    assert client.preemption_times("high", None) == PreemptionTimes(30)
+    assert scripted({}, seen).preemption_times(None, None) is None
+
+
+def test_the_grace_of_a_qos_is_asked_for_where_qos_preempt_and_sacctmgr_is_there(
+    fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    fake_slurm.command("timeout", "exit 0")
+    monkeypatch.setenv("PATH", str(fake_slurm.directory))
+    config = SHOW_CONFIG["22.05"].replace("partition_prio", "qos")
+    client = scripted({"config": config, "qos": "00:01:00\n"}, seen)
+    assert client.preemption_times("low", "cheap") == PreemptionTimes(30, None, "QOS cheap")
+    fake_slurm.command("sacctmgr", "exit 0")
+    client = scripted({"config": config, "qos": "00:01:00\n"}, seen)
+    assert client.preemption_times("low", "cheap") == PreemptionTimes(30, 60, "QOS cheap")
+    assert client.preemption_times("low", None) == PreemptionTimes(30)
+
+
+def test_a_glance_that_takes_too_long_is_no_answer(fake_slurm: FakeSlurm) -> None:
+    fake_slurm.command("scontrol", "sleep 600")
+    started = time.monotonic()
+    assert SlurmClient().preemption_times("low", None) is None
+    assert time.monotonic() - started < 60
+
+
+def test_a_job_is_found_by_a_word_of_its_comment(fake_slurm: FakeSlurm) -> None:
+    client, _ = answers(
+        "5|CANCELLED|slurmtrain:RUN:1\n6|RUNNING|(null)\n7|PENDING|mine | and slurmtrain:RUN:12\n8|PENDING|slurmtrain:RUN:1\n"
+    )
+    assert client.find_by_comment("slurmtrain:RUN:1") == ["8"]
+    assert client.find_by_comment("slurmtrain:RUN:") == ["7", "8"]
+    assert client.find_by_comment("slurmtrain:RUN:2") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "moved"),
+    [
+        ("afterok:12(unfulfilled)", "afterok:99"),
+        ("afterok:12", "afterok:99"),  # without a remark
+        ("afterok:3(unfulfilled),afterok:12(unfulfilled),singleton(unfulfilled)", "afterok:3,afterok:99,singleton"),
+        ("afterany:12(unfulfilled)", None),  # a successor of its own
+        ("afterok:123(unfulfilled)", None),
+        ("afterok:12_1(unfulfilled)", None),
+        ("(null)", None),
+        ("", None),
+    ],
+)
+def test_who_waits_for_a_run_waits_for_its_next_job(text: str, moved: str | None) -> None:
+    assert moved_dependency(text, "12", "99") == moved
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("afterok:12(unfulfilled)", ""),
+        ("afterok:3(unfulfilled),afterok:12(unfulfilled),singleton(unfulfilled)", "afterok:3,singleton"),
+        ("afterok:12(unfulfilled)?afterok:13(unfulfilled)", ""),  # one of them was enough
+        ("afterany:12(unfulfilled)", None),
+        ("afterok:123(unfulfilled)", None),
+        ("(null)", None),
+    ],
+)
+def test_who_waits_for_a_run_that_has_finished_waits_for_it_no_more(text: str, left: str | None) -> None:
+    assert met_dependency(text, "12") == left
+
+
+def test_a_sweep_that_waits_is_freed_with_one_call(fake_slurm: FakeSlurm) -> None:
+    client, ran = answers("55|afterok:12(unfulfilled)\n55|afterok:12(unfulfilled)\n56|(null)\n")
+    assert client.free_dependents("12") == ["55"]
+    assert [command for command in ran if "update" in command] == [["scontrol", "update", "JobId=55", "Dependency="]]
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [("22.05.8", (22, 5)), ("slurm-wlm 22.05.8", (22, 5)), ("slurm 24.11.0-0rc1", (24, 11)), ("", None)],
+)
+def test_the_version_of_a_cluster(text: str, version: tuple[int, int] | None, fake_slurm: FakeSlurm) -> None:
+    assert parse_version(text) == version
+    assert answers(f"SLURM_VERSION           = {text}\n")[0].version() == version
+
+
+@pytest.mark.parametrize(
+    ("shown", "lacks"),
+    [
+        ("up idle\nup mixed\nup idle~\nup completing\n", False),
+        ("up idle\nup drained\n", True),
+        ("up down*\n", True),
+        ("up idle*\n", True),  # it does not answer
+        ("down idle\n", True),
+        ("up reserved\n", True),
+        (None, True),
+    ],
+)
+def test_whether_a_partition_has_all_its_nodes(shown: str | None, lacks: bool, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.command("sinfo", "exit 0")
+    assert scripted({"--partition=low": shown} if shown else {}, []).lacks_nodes("low") is lacks
+
+
+# Asking.
+
+
+ANSWERS_CHANGED = {
+    "SQUEUE_PARTITION": "p",
+    "SQUEUE_STATES": "CD",
+    "SCONTROL_LOCAL": "1",
+    "SCANCEL_STATE": "PD",
+    "SINFO_ALL": "1",
+    "SACCT_FORMAT": "x",
+    "SLURM_TIME_FORMAT": "relative",
+    "SLURM_BITSTR_LEN": "1",
+    "SLURM_JOB_ID": "7",
+}
+WHERE_AND_WHO = {
+    "SLURM_CONF": "/etc/a.conf",
+    "SLURM_CONF_SERVER": "login:6817",
+    "SLURM_CLUSTERS": "b",
+    "SLURM_JWT": "token",
+    "SLURM_SACK_SOCKET": "/run/sack",
+}
+
+
+def test_commands_see_where_slurm_is_and_who_asks_and_nothing_that_changes_the_answer() -> None:
+    mine = {"PATH": "/bin", "SLURMTRAIN_RUNS": "runs"}
+    assert clean_environment({**ANSWERS_CHANGED, **WHERE_AND_WHO, **mine}) == {**WHERE_AND_WHO, **mine}
+
+
+def test_of_another_cluster_than_the_shells_only_its_slurm_conf_is_known() -> None:
+    """A token, or names of clusters, would be refused there; a sandbox is such a one."""
+    variables = {**ANSWERS_CHANGED, **WHERE_AND_WHO, "SBATCH_CLUSTERS": "b", "PATH": "/bin"}
+    assert clean_environment(variables, "/sandbox.conf") == {"PATH": "/bin", "SLURM_CONF": "/sandbox.conf"}
+    assert clean_environment(variables, "/etc/a.conf")["SLURM_JWT"] == "token"
+
+
+def test_jobs_are_looked_for_where_sbatch_sends_them() -> None:
+    assert clean_environment({"SBATCH_CLUSTERS": "b"})["SLURM_CLUSTERS"] == "b"
+    assert clean_environment({"SBATCH_CLUSTERS": "b", "SLURM_CLUSTERS": "c"})["SLURM_CLUSTERS"] == "c"  # as for sbatch
+
+
+def test_a_job_is_asked_for_by_its_id(fake_slurm: FakeSlurm) -> None:
+    client, ran = answers(SHOW_JOB)
+    facts = client.job("12_3")
+    assert facts is not None and facts.state == "RUNNING"
+    assert ran[0][-4:] == ["show", "job", "-o", "12_3"]
+
+
+def test_an_unknown_job_is_none(fake_slurm: FakeSlurm) -> None:
+    client, _ = answers(returncode=1, stderr="slurm_load_jobs error: Invalid job id specified")
+    assert client.job("99") is None
+
+
+def test_a_controller_that_does_not_answer_is_none_for_the_judge(fake_slurm: FakeSlurm) -> None:
+    assert SlurmClient(run=never_answers).job("1") is None
+
+
+def test_a_machine_without_slurm_is_none_for_the_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    client, ran = answers(SHOW_JOB)
+    assert not client.available
+    assert client.job("1") is None and ran == []
+
+
+def test_one_squeue_call_finds_jobs_and_array_elements(fake_slurm: FakeSlurm) -> None:
+    client, ran = answers(
+        "2|2_0|PENDING|N/A|JobHeldUser|(null)\n12|2_1|RUNNING|2026-01-02T03:04:05|None|mine slurmtrain:a:1\n"
+        "1|1_N/A|RUNNING|N/A|None\n"
+        "7|7_N/A|PENDING|N/A|Nodes required for job are DOWN, DRAINED|or reserved|(null)\n"
+    )
+    assert client.queue(["1", "2_1", "7", "99", "2_0"]) == {
+        "2_0": QueuedJob("PENDING", "JobHeldUser", "N/A"),
+        "2_1": QueuedJob("RUNNING", "None", "2026-01-02T03:04:05", ("mine", "slurmtrain:a:1")),
+        "1": QueuedJob("RUNNING", "None", "N/A"),
+        "7": QueuedJob("PENDING", "Nodes required for job are DOWN, DRAINED|or reserved", "N/A"),
+    }
+    assert len(ran) == 1
+
+
+def test_nothing_to_look_up_asks_nobody(fake_slurm: FakeSlurm) -> None:
+    client, ran = answers()
+    assert client.queue([]) == {} and ran == []
+
+
+ACTIONS: list[Callable[[SlurmClient], object]] = [
+    lambda client: client.queue(["1"]),
+    lambda client: client.cancel("1"),
+    lambda client: client.signal("1", "TERM"),
+    lambda client: client.release("1"),
+    lambda client: client.start_now("1"),
+    lambda client: client.find_by_comment("x"),
+]
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_every_action_says_when_the_controller_is_silent_refuses_or_is_not_there(
+    action: Callable[[SlurmClient], object], fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ClusterError, match=r"did not answer `s(queue|cancel|control)` within 60 s"):
+        action(SlurmClient(run=never_answers))
+    with pytest.raises(ClusterError, match="failed: Access/permission denied"):
+        action(answers(returncode=1, stderr="x\nAccess/permission denied\n")[0])
+    with pytest.raises(ClusterError, match="failed: exit code 3"):
+        action(answers(returncode=3)[0])
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ClusterError, match=r"there is no `s(queue|cancel|control)` on this machine"):
+        action(answers()[0])
+
+
+def test_the_actions_are_slurms(fake_slurm: FakeSlurm) -> None:
+    client, ran = answers()
+    for action in ACTIONS[1:-1]:
+        action(client)
+    assert ran == [
+        ["scancel", "1"],
+        ["scancel", "--signal=TERM", "1"],
+        ["scontrol", "release", "1"],
+        ["scontrol", "update", "JobId=1", "StartTime=now"],
+    ]
+
+
+# The environment.
+
+
+def test_commands_run_outside_of_the_surrounding_job_but_on_its_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Mapping[str, str]] = []
+
+    def run(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+        seen.append(environment)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setenv("SLURM_CONF", "/etc/one.conf")
+    SlurmClient(run=run)._call(["true"])
+    SlurmClient("/etc/other.conf", run=run)._call(["true"])
+    assert [environment["SLURM_CONF"] for environment in seen] == ["/etc/one.conf", "/etc/other.conf"]
+    assert all("SLURM_JOB_ID" not in environment for environment in seen)
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_CPU_BIND", "SUBMITIT_X", "SLURMTRAIN_RUN_DIR", "SRUN_DEBUG"])
+def test_variables_of_a_job(name: str) -> None:
+    assert belongs_to_a_job(name)
+
+
+def test_variables_of_a_person_are_kept() -> None:
+    mine = {"SLURM_CONF": "x", "SLURMTRAIN_RUNS": "y", "PATH": "z", "SBATCH_ACCOUNT": "a", "SLURMY": "b"}
+    assert clean_environment(mine | {"SLURM_NTASKS": "1"}) == mine

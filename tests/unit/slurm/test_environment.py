@@ -1,0 +1,184 @@
+"""Who am I: what each launcher's variables are read as. The values are those of real launches (SLURM 22.05, torchrun)."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from slurmtrain.errors import EXIT_CONFIG, EnvironmentMismatch
+from slurmtrain.slurm.environment import Environment, check_world_size, in_slurm_step
+
+HOST = socket.gethostname()
+
+BATCH_SHELL = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_JOB_NODELIST": "n[0-1]",
+    "SLURM_NNODES": "2",
+    "SLURM_NTASKS": "4",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+}
+STEP = BATCH_SHELL | {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[0-1]",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_RESTART_COUNT": "2",
+}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "n0",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_a_task_of_srun_is_a_rank_of_its_step() -> None:
+    assert Environment.detect(STEP) == Environment(
+        source="slurm",
+        rank=3,
+        world_size=4,
+        local_rank=1,
+        local_world_size=2,
+        node_rank=1,
+        nodes=("n0", "n1"),
+        tasks_per_node=(2, 2),
+        job_id="1234",
+        step_id="0",
+        restart_count=2,
+    )
+
+
+def test_a_step_on_a_part_of_the_job_is_a_world_of_its_own() -> None:
+    part = {"SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    found = Environment.detect(
+        STEP | part | {"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
+    )
+    assert (found.world_size, found.nodes, found.step_id) == (1, ("n1",), "1")
+
+
+def test_uneven_tasks_per_node() -> None:
+    uneven = STEP | {
+        "SLURM_STEP_NODELIST": "n[0-2]",
+        "SLURM_STEP_NUM_TASKS": "5",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+        "SLURM_PROCID": "4",
+        "SLURM_NODEID": "2",
+        "SLURM_LOCALID": "0",
+    }
+    found = Environment.detect(uneven)
+    assert found.tasks_per_node == (2, 2, 1) and found.local_world_size == 1 and found.node == "n2"
+    assert [found.expected_node(rank) for rank in range(6)] == ["n0", "n0", "n1", "n1", "n2", "an unknown node"]
+
+
+def test_an_array_task_has_its_own_raw_id() -> None:
+    task = STEP | {"SLURM_ARRAY_JOB_ID": "1230", "SLURM_ARRAY_TASK_ID": "4"}
+    assert Environment.detect(task).job_id == "1234"
+
+
+@pytest.mark.parametrize(
+    ("kind", "variables"),
+    [
+        ("batch shell", BATCH_SHELL),
+        ("batch shell with the batch step's id", BATCH_SHELL | {"SLURM_STEP_ID": "4294967291"}),
+        ("shell of salloc", {name: value for name, value in BATCH_SHELL.items() if "ID" not in name[6:]}),
+        ("salloc with use_interactive_step", STEP | {"SLURM_STEP_ID": "4294967290"}),
+        ("srun --pty bash", STEP | {"SLURM_PTY_PORT": "40001", "SLURM_PTY_WIN_COL": "80"}),
+        ("extern step of ssh", STEP | {"SLURM_STEP_ID": "4294967292"}),
+        ("plain login shell", {}),
+        ("step id that is no number", STEP | {"SLURM_STEP_ID": "batch"}),
+    ],
+)
+def test_a_shell_in_a_job_is_one_process_and_not_a_rank(kind: str, variables: dict[str, str]) -> None:
+    assert not in_slurm_step(variables, terminal=True)
+    found = Environment.detect(variables, terminal=True)
+    assert (found.source, found.rank, found.world_size, found.nodes) == ("single", 0, 1, (HOST,)), kind
+
+
+def test_what_srun_starts_from_a_pty_shell_are_ranks() -> None:
+    """They inherit the shell's SLURM_PTY_PORT, but have no terminal."""
+    assert in_slurm_step(STEP | {"SLURM_PTY_PORT": "40001"}, terminal=False)
+
+
+def test_torchrun_gives_the_ranks() -> None:
+    found = Environment.detect(TORCHRUN)
+    assert (found.source, found.rank, found.world_size, found.local_rank) == ("torchrun", 5, 8, 1)
+    assert (found.local_world_size, found.node_rank, len(found.nodes)) == (4, 1, 2)
+    assert found.node == HOST and not found.single_node
+
+
+def test_torchrun_under_srun_wins_over_srun() -> None:
+    found = Environment.detect(STEP | TORCHRUN)
+    assert (found.source, found.rank, found.world_size, found.job_id) == ("torchrun", 5, 8, "1234")
+
+
+def test_rank_variables_without_a_launcher_that_sets_them_mean_nothing() -> None:
+    # Left over from another shell: RANK alone does not make a process a rank.
+    assert Environment.detect({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}).source == "single"
+
+
+def test_cluster_local_starts_ranks_on_one_node() -> None:
+    local = {"SLURMTRAIN_LAUNCHER": "local", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    found = Environment.detect(local)
+    assert (found.source, found.rank, found.world_size, found.single_node) == ("local", 1, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "8"}, "8 ranks, but of 2 nodes with 2, 2 ranks each"),
+        ({"SLURM_STEP_NODELIST": "n[0-2]"}, "4 ranks, but of 3 nodes"),
+        ({"SLURM_PROCID": "4"}, "rank 4 of 4"),
+        ({"SLURM_NODEID": "2"}, "on node 2"),
+        ({"SLURM_LOCALID": ""}, "SLURM_LOCALID is ''"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "two"}, "cannot read the task counts 'two'"),
+        ({"SLURM_STEP_NODELIST": "n[0-"}, "cannot read the node list 'n\\[0-'"),
+    ],
+)
+def test_leftovers_that_contradict_each_other_are_an_error_of_the_environment(
+    change: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(EnvironmentMismatch, match=sentence) as caught:
+        Environment.detect(STEP | change)
+    assert caught.value.exit_code == EXIT_CONFIG
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"RANK": "8"}, "rank 8 of 8"),
+        ({"WORLD_SIZE": "7"}, "7 ranks, but of 1 nodes with 4 ranks each"),
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE is 'many'"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is 0"),
+        ({"GROUP_RANK": "2"}, "on node 2"),
+    ],
+)
+def test_contradicting_variables_of_torchrun_are_an_error_too(change: dict[str, str], sentence: str) -> None:
+    with pytest.raises(EnvironmentMismatch, match=sentence):
+        Environment.detect(TORCHRUN | change)
+
+
+def test_a_missing_variable_is_named() -> None:
+    with pytest.raises(EnvironmentMismatch, match="SLURM_NODEID is 'not set'"):
+        Environment.detect({name: value for name, value in STEP.items() if name != "SLURM_NODEID"})
+
+
+def test_another_number_of_ranks_than_configured_names_both() -> None:
+    found = Environment.detect(STEP)
+    check_world_size(found, nodes=2, tasks_per_node=2)
+    check_world_size(found, nodes=1, tasks_per_node=4)
+    with pytest.raises(
+        EnvironmentMismatch, match=r"slurm started 4 ranks on 2 nodes.*nodes=2 x .*tasks_per_node=4 = 8"
+    ):
+        check_world_size(found, nodes=2, tasks_per_node=4)

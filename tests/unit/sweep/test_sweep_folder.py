@@ -1,0 +1,302 @@
+"""Folders of sweeps: what a killed maker leaves, what belongs to somebody else, what was cancelled."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slurmtrain.cli import main
+from slurmtrain.runs import staging_dir
+from slurmtrain.runs.outcome import Verdict
+from slurmtrain.runs.run_dir import PREPARING
+from slurmtrain.runs.sweep_dir import Sweep
+from slurmtrain.runtime.begin_attempt import ended_before
+from slurmtrain.sweep import create, jobs
+from slurmtrain.sweep import folder as sweeps
+from slurmtrain.sweep.folder import note_jobs
+from slurmtrain.system import process
+from slurmtrain.system.files import write_json
+from tests.support.commands import FakeSlurm
+
+Out = pytest.CaptureFixture[str]
+SWEEP = ["-m", "+cluster=a100x4", "cluster.nodes=1,2", "train.seed=1,2", "submit"]  # two arrays
+PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
+
+
+@pytest.fixture
+def slurm(fake_slurm: FakeSlurm) -> FakeSlurm:
+    """sbatch counts the ids up from 101, as long as there is room; jobs are pending."""
+    fake_slurm.command(
+        "sbatch",
+        'case "$*" in *--test-only*) exit 0;; esac\n'
+        'n=$(ls "$here" | grep -c "^script-")\n'
+        'room="$(cat "$here/room" 2>/dev/null || echo 9)"\n'
+        '[ "$n" -lt "$room" ] || { echo "MaxSubmitJobsPerUser: submit limit" >&2; exit 1; }\n'
+        'cp "${!#}" "$here/script-$n"; bash "$here/meanwhile" 2>/dev/null; echo "Submitted batch job $((101 + n))"',
+    )
+    rows = [f"{job}|{job}_{task}|PENDING|x" for job in range(101, 105) for task in range(2)]
+    fake_slurm.command("squeue", f"printf '%s\\n' {' '.join(map(repr, rows))}")
+    fake_slurm.command("scancel", 'echo "$*" >>"$here/cancelled"')
+    fake_slurm.command("scontrol", "exit 1")
+    return fake_slurm
+
+
+def the_sweep(project: Path) -> Sweep:
+    return Sweep(min(project.glob("runs/*.sweep-*")))
+
+
+# In the making.
+
+
+def test_what_a_killed_maker_has_left_goes_with_the_next_submission_and_nothing_else(
+    project: Path, slurm: FakeSlurm
+) -> None:
+    folder = project / "runs" / PREPARING
+    folder.mkdir(parents=True)
+    host, me = socket.gethostname(), os.getpid()
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    born = process.born(me)
+    left = [f"a.by-00aa-{dead.pid}-{born}-{host}", f"a.by-00aa-{me}-1-{host}", "a-17-old", "a.by-00aa-1-1-far-away-old"]
+    kept = [staging_dir.folder(project / "runs", "a").name, "a.by-00aa-1-1-far-away", "a-17-abcdef"]
+    for name in (*left, *kept):
+        (folder / name / "code").mkdir(parents=True)
+        if name.endswith("-old"):
+            os.utime(folder / name, (0, 0))
+    assert main(SWEEP) == 0
+    assert sorted(path.name for path in folder.iterdir()) == sorted(kept)
+
+
+# Somebody else's.
+
+
+def as_others_see_it(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command without the rights by which root reads what is not meant for it."""
+
+    def drop() -> None:
+        libc = ctypes.CDLL(None)
+        for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
+            libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+
+    return subprocess.run(
+        [sys.executable, "-m", "slurmtrain", *words], preexec_fn=drop, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture
+def closed(project: Path, slurm: FakeSlurm) -> Callable[[Path], None]:
+    """Give a folder away: mode 000 to those who own it is 0700 to those who do not."""
+    given: list[Path] = []
+
+    def close(path: Path) -> None:
+        given.append(path)
+        path.chmod(0)
+
+    yield close
+    for path in given:
+        path.chmod(0o700)
+
+
+def test_what_belongs_to_others_is_left_out_and_counted(
+    project: Path, slurm: FakeSlurm, closed: Callable[[Path], None]
+) -> None:
+    for line in (SWEEP, ["-m", "+cluster=a100x4", "job.name=mine", "submit"], ["+cluster=a100x4", "submit"]):
+        assert main(line) == 0
+    mine = Sweep(next(project.glob("runs/mine.sweep-*")))
+    closed(next(project.glob("runs/train.sweep-*")))
+    closed(next(project.glob("runs/train/*")))
+    run_id = mine.points()[0].run_id
+    for line, shown in {
+        "status": run_id,
+        "runs list": run_id,
+        "sweep list": mine.id,
+        "runs prune --dry-run": "",
+    }.items():
+        done = as_others_see_it(*line.split())
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+        assert done.stderr.count("2 folders are left out, being somebody else's") == 1
+        assert shown in done.stdout and "train.sweep" not in done.stdout
+
+
+@pytest.mark.parametrize("how", ["name", "path"])
+@pytest.mark.parametrize("verb", [["status"], ["sweep", "status"]])
+def test_naming_what_belongs_to_somebody_else_gives_one_sentence(
+    verb: list[str], how: str, project: Path, slurm: FakeSlurm, closed: Callable[[Path], None]
+) -> None:
+    assert main(SWEEP if verb[0] == "sweep" else ["+cluster=a100x4", "submit"]) == 0
+    path = next(project.glob("runs/train.sweep-*" if verb[0] == "sweep" else "runs/train/*"))
+    closed(path)
+    done = as_others_see_it(*verb, path.name if how == "name" else str(path))
+    assert done.returncode != 0 and done.stdout == ""
+    assert done.stderr.startswith("slurmtrain: error: ") and path.name in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_sweep_of_somebody_else_with_the_same_points_is_not_in_the_way(
+    project: Path, slurm: FakeSlurm, closed: Callable[[Path], None]
+) -> None:
+    assert main(SWEEP) == 0
+    closed(the_sweep(project).path)
+    done = as_others_see_it(*SWEEP)
+    assert done.returncode == 0, done.stderr
+    assert f"sweep {the_sweep(project).id}.2 of 4 points is submitted" in done.stdout
+    assert f"sweep {the_sweep(project).id}.2 is there already" in as_others_see_it(*SWEEP).stdout
+
+
+# Cancelled.
+
+
+def test_a_cancelled_sweep_is_not_submitted_by_the_same_command_but_by_retry(
+    project: Path, slurm: FakeSlurm, capsys: Out
+) -> None:
+    (slurm.directory / "room").write_text("1")  # the second array does not fit
+    assert main(SWEEP) == 1
+    (slurm.directory / "room").unlink()
+    slurm.command("squeue", "exit 0")
+    sweep = the_sweep(project)
+    assert [sweep.job_id(0), sweep.job_id(1)] == ["101", None]
+    assert main(["sweep", "cancel", sweep.id]) == 0
+    capsys.readouterr()
+    assert main(SWEEP) == 1
+    error = capsys.readouterr().err
+    assert "was cancelled, so nothing of it is submitted" in error
+    assert f"sweep retry {sweep.id}" in error and "--again" in error
+    assert len(slurm.submitted) == 1
+    assert main(["sweep", "status", sweep.id]) == 0
+    assert f"cancelled, sweep retry {sweep.id} goes on" in capsys.readouterr().out
+    assert main(["sweep", "retry", sweep.id]) == 0
+    assert sweep.job_id(1) is not None and len(slurm.submitted) == 4  # what was left out, halved, and what was lost
+    assert main(SWEEP) == 0
+    assert len(slurm.submitted) == 4
+
+
+def test_a_sweep_that_is_cancelled_while_it_is_submitted_stops_there(
+    project: Path, slurm: FakeSlurm, capsys: Out
+) -> None:
+    (slurm.directory / "meanwhile").write_text(f"touch $(echo {project}/runs/train.sweep-*)/cancelled")
+    assert main(SWEEP) == 1
+    assert "was cancelled" in capsys.readouterr().err
+    assert len(slurm.submitted) == 1
+    assert (slurm.directory / "cancelled").read_text() == "101\n"
+
+
+def test_an_array_waits_for_no_array_that_has_ended(
+    project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM may have forgotten it, and some versions refuse to wait for what they do not know."""
+    slurm.command("scontrol", "echo MaxArraySize = 2")
+    (slurm.directory / "room").write_text("1")
+    words = ["-m", "+cluster=a100x4", "train.seed=1,2,3", "submit", "--array-parallelism", "1"]
+    assert main(words) == 1
+    (slurm.directory / "room").unlink()
+    sweep = the_sweep(project)
+    script = jobs._script(sweep, 1)
+    assert "#SBATCH --dependency=afterany:101" in script
+    monkeypatch.setattr(jobs, "is_over", lambda run_dir: True)
+    assert "#SBATCH --dependency" not in jobs._script(sweep, 1)
+
+
+def test_a_point_that_is_not_submitted_yet_says_how_without_naming_the_script_of_its_array(
+    project: Path, slurm: FakeSlurm
+) -> None:
+    """Handed to sbatch by hand, that script would be the whole array once more."""
+    (slurm.directory / "room").write_text("1")
+    assert main(SWEEP) == 1
+    sweep = the_sweep(project)
+    waiting = [now.explanation for now in sweeps.states_of(sweep).values() if now.status == "prepared"]
+    assert waiting == [f"not submitted yet: the command that made the sweep, or `sweep retry {sweep.id}`, does it"] * 2
+
+
+# Above a limit on jobs.
+
+LIMITED = r"""
+case "$*" in *--test-only*) exit 0;; esac
+last=$(sed -n 's/^#SBATCH --array=0-\([0-9]*\).*/\1/p' "${!#}")
+queued=$(($(cat "$here/queued" 2>/dev/null || echo 0) + ${last:-0} + 1))
+[ "$queued" -le 3 ] || { echo "sbatch: error: AssocMaxSubmitJobLimit" >&2; exit 1; }
+echo "$queued" >"$here/queued"
+n=$(ls "$here" | grep -c "^script-"); cp "${!#}" "$here/script-$n"; echo "Submitted batch job $((101 + n))"
+"""
+
+
+@pytest.fixture
+def limited(slurm: FakeSlurm) -> Callable[[], None]:
+    """Three tasks may be in the queue. Calling it lets all end."""
+    slurm.command("sbatch", LIMITED)
+    slurm.command("squeue", "exit 0")
+
+    def end() -> None:
+        (slurm.directory / "queued").unlink()
+
+    return end
+
+
+def elements(sweep: Sweep) -> list[str]:
+    return [job for run_dir in sweep.run_dirs().values() for job in run_dir.info()["job_ids"]]
+
+
+@pytest.mark.parametrize("parallelism", [None, 1])
+def test_a_sweep_above_the_submit_limit_is_submitted_in_parts_each_run_once(
+    parallelism: int | None, project: Path, slurm: FakeSlurm, limited: Callable[[], None], capsys: Out
+) -> None:
+    limit = [] if parallelism is None else ["--array-parallelism", str(parallelism)]
+    words = ["-m", "+cluster=a100x4", "train.seed=range(7)", "submit", *limit]
+    for left in (4, 1):
+        assert main(words) == 1
+        assert f"{left} runs could not be submitted" in capsys.readouterr().err
+        assert len(elements(the_sweep(project))) == 7 - left
+        limited()
+    assert main(words) == 0
+    sweep = the_sweep(project)
+    assert len(set(elements(sweep))) == len(elements(sweep)) == 7
+    members = [run_id for number in sweep.array_numbers() for run_id in sweep.members(number)]
+    assert sorted(members) == sorted(sweep.run_dirs())
+    if parallelism == 1:  # no two parts at the same time
+        assert [("--dependency=afterany" in script) for script in slurm.submitted] == [
+            number > 0 for number in range(len(slurm.submitted))
+        ]
+
+
+def test_a_sweep_that_was_cut_short_while_it_was_halved_loses_no_run(
+    project: Path, slurm: FakeSlurm, limited: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*arguments: object, **options: object) -> bool:
+        raise KeyboardInterrupt
+
+    words = ["-m", "+cluster=a100x4", "train.seed=range(4)", "submit"]
+    with monkeypatch.context() as patch:
+        patch.setattr(create, "append_arrays", killed)
+        assert main(words) == 130
+    sweep = the_sweep(project)
+    assert sorted(sweep.planned(0)) == sorted(sweep.run_dirs()) and len(sweep.members(0)) == 2
+    assert main(words) == 1
+    limited()
+    assert main(words) == 0
+    assert len(set(elements(sweep))) == len(elements(sweep)) == 4
+
+
+# Which job is a run's latest.
+
+
+@pytest.mark.parametrize(("later_s", "job_ids"), [(60.0, ["101_0", "3_0"]), (-60.0, ["3_0", "101_0"])])
+def test_jobs_are_noted_in_the_order_of_their_submission_whatever_their_ids_are(
+    later_s: float, job_ids: list[str], project: Path, slurm: FakeSlurm
+) -> None:
+    """Ids begin anew on a cluster that is set up again. The latest is the one that may work; the others leave at once."""
+    assert main(SWEEP) == 0
+    sweep = the_sweep(project)
+    run = sweep.run_dir(sweep.members(0)[0])
+    assert run.info()["job_ids"] == ["101_0"]
+    write_json(sweep.array(0) / "job.json", {"job_id": "3", "time": time.time() + later_s})
+    note_jobs(sweep, 0)
+    note_jobs(sweep, 0)
+    assert run.info()["job_ids"] == job_ids
+    assert ended_before(run, job_ids[-1], 0) is None and ended_before(run, job_ids[0], 0) is Verdict.END

@@ -1,0 +1,242 @@
+"""Stop signals, in processes of their own: seen at once, harmless to children, and never lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+
+import pytest
+
+
+class Process:
+    """A Python program that talks in lines."""
+
+    def __init__(self, code: str, blocked: set[signal.Signals] | None = None):
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-c", textwrap.dedent(code)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, blocked)) if blocked else None,
+        )
+        self.pid = self._process.pid
+
+    def line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def say(self, text: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(text + "\n")
+        self._process.stdin.flush()
+
+    def kill(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def end(self) -> int:
+        return self._process.wait(timeout=60)
+
+    def clean_up(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture
+def start() -> Iterator[type[Process]]:
+    started: list[Process] = []
+
+    class Started(Process):
+        def __init__(self, code: str, blocked: set[signal.Signals] | None = None):
+            super().__init__(code, blocked)
+            started.append(self)
+
+    yield Started
+    for process in started:
+        process.clean_up()
+
+
+BLOCKED_IN_C = """
+    import hashlib, threading
+    from slurmtrain.system.signals import arm
+    stop = arm()
+    working = True
+    def report():
+        stop.wait()
+        print(stop.first.cause, working)
+    reporter = threading.Thread(target=report)
+    reporter.start()
+    print("ready")
+    hashlib.pbkdf2_hmac("sha256", b"x", b"y", 600_000_000)  # one C call, without the GIL, for minutes
+    working = False
+    reporter.join()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_seen_at_once_while_the_main_thread_is_in_a_long_c_call(
+    number: signal.Signals, start: type[Process]
+) -> None:
+    process = start(BLOCKED_IN_C)
+    assert process.line() == "ready"
+    time.sleep(0.1)  # until it is in the call
+    process.kill(number)
+    assert process.line() == f"{number.name} True"
+
+
+def test_the_first_cause_is_kept_and_nothing_is_raised(start: type[Process]) -> None:
+    process = start(
+        """
+        import sys
+        from slurmtrain.system.signals import arm
+        stop = arm()
+        assert arm() is stop and not stop.requested
+        print("ready")
+        stop.wait()
+        print(stop.first.cause)
+        sys.stdin.readline()  # the second signal comes meanwhile
+        stop.request("deadline")
+        print(stop.first.cause, stop.requested)
+        """
+    )
+    process.line()
+    process.kill(signal.SIGUSR2)
+    assert process.line() == "SIGUSR2"
+    process.kill(signal.SIGTERM)
+    time.sleep(0.1)
+    process.say("go on")
+    assert process.line() == "SIGUSR2 True"
+    assert process.end() == 0
+
+
+def test_a_second_ctrl_c_does_not_wait(start: type[Process]) -> None:
+    process = start(
+        """
+        import time
+        from slurmtrain.system.signals import arm
+        stop = arm()
+        print("ready")
+        stop.wait()
+        print("saving")
+        time.sleep(60)
+        """
+    )
+    process.line()
+    process.kill(signal.SIGINT)
+    assert process.line() == "saving"
+    process.kill(signal.SIGINT)
+    assert process.end() == 130
+
+
+FORKED = """
+    import os, signal, sys, time
+    from slurmtrain.system.signals import arm
+    stop = arm()
+    child = os.fork()
+    if child == 0:
+        if OWN_HANDLER:
+            signal.signal(signal.SIGTERM, lambda number, frame: os._exit(7))
+        print("child", os.getpid())
+        time.sleep(60)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    time.sleep(0.2)
+    print(os.waitstatus_to_exitcode(status), stop.requested)
+"""
+
+
+@pytest.mark.parametrize(("own_handler", "code"), [(False, -signal.SIGTERM), (True, 7)])
+def test_a_forked_worker_survives_usr2_and_its_own_end_is_not_ours(
+    own_handler: bool, code: int, start: type[Process]
+) -> None:
+    process = start(FORKED.replace("OWN_HANDLER", str(own_handler)))
+    child = int(process.line().split()[1])
+    for _ in range(3):
+        os.kill(child, signal.SIGUSR2)
+    time.sleep(0.1)
+    os.kill(child, 0)  # it lives
+    os.kill(child, signal.SIGTERM)  # as a pool does that is shut down
+    assert process.line() == f"{int(code)} False"
+
+
+@pytest.mark.parametrize("how", ["subprocess", "spawn", "forkserver"])
+def test_a_spawned_worker_survives_usr2(how: str, start: type[Process]) -> None:
+    process = start(
+        f"""
+        import multiprocessing, subprocess, sys, time
+        from slurmtrain.system.signals import arm
+        stop = arm()
+        if {how!r} == "subprocess":
+            worker = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"],
+                                      stdout=subprocess.PIPE)
+            worker.stdout.readline()
+            alive = lambda: worker.poll() is None
+        else:
+            worker = multiprocessing.get_context({how!r}).Process(target=time.sleep, args=(60,))
+            worker.start()
+            time.sleep(0.5)
+            alive = worker.is_alive
+        print(worker.pid)
+        sys.stdin.readline()
+        print(alive(), stop.requested)
+        worker.terminate()
+        """
+    )
+    worker = int(process.line())
+    os.kill(worker, signal.SIGUSR2)
+    time.sleep(0.2)
+    process.say("look")
+    assert process.line() == "True False"
+    assert process.end() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT])
+def test_a_signal_that_a_launcher_held_back_arrives_when_somebody_listens(
+    number: signal.Signals, start: type[Process]
+) -> None:
+    process = start(
+        """
+        import sys
+        print("not armed yet")
+        sys.stdin.readline()
+        from slurmtrain.system.signals import arm
+        stop = arm()
+        print(stop.wait(60), stop.first.cause)
+        """,
+        blocked={signal.SIGTERM, signal.SIGUSR2, signal.SIGINT},
+    )
+    process.line()
+    process.kill(number)
+    time.sleep(0.1)
+    process.say("arm")
+    assert process.line() == f"True {number.name}"
+    assert process.end() == 0
+
+
+def test_signals_on_the_way_out_do_not_change_the_exit_code(start: type[Process]) -> None:
+    process = start(
+        """
+        import sys, time
+        from slurmtrain.system.signals import arm, ignore_further_stop_signals
+        arm()
+        ignore_further_stop_signals()
+        print("leaving")
+        sys.stdin.readline()
+        sys.exit(75)
+        """
+    )
+    process.line()
+    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGINT):
+        process.kill(number)
+    time.sleep(0.1)
+    process.say("go")
+    assert process.end() == 75
+
+
+def test_arming_imports_no_torch(start: type[Process]) -> None:
+    process = start("import sys; from slurmtrain.system import signals; signals.arm(); print('torch' in sys.modules)")
+    assert process.line() == "False"

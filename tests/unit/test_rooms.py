@@ -1,0 +1,105 @@
+"""The rooms of the package: each imports only from those below it, in no circle, and the login node needs no torch."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "slurmtrain"
+# From the top down.
+ROOMS = (
+    *("cli", "sweep", "launch", "report", "runtime", "training", "observe", "parallel", "models", "data", "planner"),
+    *("config", "runs", "checkpoint", "sandbox", "slurm", "system"),
+)
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(path): path for path in PACKAGE.rglob("*.py")}
+
+
+@functools.cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
+
+
+def imported(nodes: Iterator[ast.AST]) -> set[str]:
+    """The modules of this package that these statements import."""
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & MODULES.keys()
+
+
+def at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements that run when a module is imported: not those of functions, nor those for type checkers."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        yield child
+        yield from at_import(child)
+
+
+def room_of(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and (PACKAGE / parts[1]).is_dir() else None
+
+
+def test_every_folder_of_the_package_is_a_room_that_is_named_here() -> None:
+    folders = {path.parent.relative_to(PACKAGE).parts[0] for path in PACKAGE.glob("*/**/*.py")}
+    assert folders == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_from_rooms_below_it(room: str) -> None:
+    above = ROOMS[: ROOMS.index(room)]
+    upward = [
+        f"{module} imports {other}"
+        for module in MODULES
+        if room_of(module) == room
+        for other in imported(ast.walk(tree_of(module)))
+        if room_of(other) in above
+    ]
+    assert upward == []
+
+
+def test_no_modules_import_each_other() -> None:
+    graph = {module: imported(at_import(tree_of(module))) - {module} for module in MODULES}
+    packages = {module for module, path in MODULES.items() if path.name == "__init__.py"}
+    for module, others in graph.items():
+        graph[module] = {other for other in others if not (other in packages and module.startswith(f"{other}."))}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_no_room_of_the_login_node_imports_torch_when_it_is_loaded() -> None:
+    reached: dict[str, str] = {}
+    left = [(module, module) for module in MODULES if room_of(module) in ("cli", "sweep", "launch", "report")]
+    while left:
+        module, since = left.pop()
+        if module in reached:
+            continue
+        reached[module] = since
+        left += [(other, since) for other in imported(at_import(tree_of(module)))]
+    heavy = [
+        f"{module}, loaded by {since}"
+        for module, since in reached.items()
+        for node in at_import(tree_of(module))
+        if (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch")
+        or (isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "torch" for alias in node.names))
+    ]
+    assert heavy == []
