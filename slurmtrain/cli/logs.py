@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import codecs
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -54,7 +53,7 @@ def main(verb: str, words: list[str]) -> int:
             hint=f"status {run_dir.id}; logs -f waits for it",
         )
     number = attempt or numbers[-1]
-    marked = options.rank is None and _logs_of(run_dir, number)
+    marked = options.rank is None and run_dir.attempt(number).rank_logs()
     logs = marked or {0: _log_file(run_dir, options.rank or 0, number)}
     for rank, log in logs.items():
         tail = Tail(log, rank if marked else None)
@@ -72,20 +71,13 @@ def _rank(text: str) -> int | None:
     return int(text)
 
 
-def _logs_of(run_dir: RunDir, number: int) -> dict[int, Path]:
-    """Return the logs of all ranks of an attempt, in their order."""
-    paths = run_dir.attempt(number).glob("rank-*.log")
-    found = {int(path.stem[5:]): path for path in paths if re.fullmatch("rank-[0-9]{1,9}", path.stem)}
-    return dict(sorted(found.items()))
-
-
 def _log_file(run_dir: RunDir, rank: int, number: int) -> Path:
-    directory = run_dir.attempt(number)
-    log = directory / f"rank-{rank}.log"
+    attempt_dir = run_dir.attempt(number)
+    log = attempt_dir.rank_log(rank)
     if os.path.lexists(log):
         return log
-    ranks = list(_logs_of(run_dir, number))
-    for other in (directory / "setup-failed", directory / "srun.log"):
+    ranks = list(attempt_dir.rank_logs())
+    for other in (attempt_dir.setup_failure_file, attempt_dir.srun_log):
         if not ranks and os.path.lexists(other):
             return other
     raise UsageError(
@@ -163,10 +155,10 @@ def lines_as_they_come(
     asked = time.monotonic() - ASK_EVERY_S
     ended = looked = False
     while True:
-        ranks = [rank] if rank is not None else list(_logs_of(run_dir, number))
+        ranks = [rank] if rank is not None else list(run_dir.attempt(number).rank_logs())
         for each in ranks:
             if each not in tails:
-                tails[each] = Tail(run_dir.attempt(number) / f"rank-{each}.log", each if rank is None else None)
+                tails[each] = Tail(run_dir.attempt(number).rank_log(each), each if rank is None else None)
         came = False
         for each in ranks:
             for text in tails[each].pieces():

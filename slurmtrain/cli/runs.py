@@ -413,7 +413,7 @@ def _next_step(run_dir: RunDir, now: RunState) -> str | None:
     from slurmtrain.config.compose import load_frozen
 
     # The launchers write a log of every rank; ranks that somebody started by hand print where they were started.
-    by_hand = not now.own_job and not (run_dir.attempt(now.attempts[-1].number) / "rank-0.log").exists()
+    by_hand = not now.own_job and not run_dir.attempt(now.attempts[-1].number).rank_log(0).exists()
     if by_hand:
         return None
     config = load_frozen(run_dir.config_file, with_secrets=False)
@@ -567,7 +567,7 @@ def _way_out(run_dir: RunDir, now: RunState) -> str:
     if not _is_local(run_dir, now):
         return "try again when SLURM answers"
     last = now.attempts[-1]  # its host may have been a container that no longer exists
-    record = run_dir.attempt(last.number) / "attempt.json"
+    record = run_dir.attempt(last.number).record_file
     return f"type `resume {run_dir.id}` there; if {last.host} is gone for good, remove {record} a minute before"
 
 

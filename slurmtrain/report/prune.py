@@ -166,7 +166,7 @@ def _sources(runs: Sequence[RunDir]) -> dict[Path, str]:
 def fingerprint(run: RunDir) -> tuple[object, ...]:
     """Return facts that change when a run is submitted, resumed, started or gets a request."""
     files = (run.info_file, run.events_file, run.request_file, run.attempts, run.checkpoints, run.evaluations)
-    return (*(_stamp(path) for path in files), *(_stamp(run.attempt(number)) for number in run.attempt_numbers()))
+    return (*(_stamp(path) for path in files), *(_stamp(run.attempt(number).path) for number in run.attempt_numbers()))
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
@@ -180,7 +180,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 def _changed(run: RunDir) -> float:
     """Return when something last happened to the run, in unix seconds."""
     times = [0.0]
-    attempts = [run.attempt(number) for number in run.attempt_numbers()]
+    attempts = [run.attempt(number).path for number in run.attempt_numbers()]
     for path in (run.info_file, run.events_file, run.metrics_file, run.attempts, run.checkpoints, *attempts):
         with suppress(OSError):
             times.append(path.stat().st_mtime)

@@ -232,7 +232,7 @@ class _Record:
         """The file with the message of a set-up that failed, if nobody could settle the attempt; else None."""
         if self.last is None or self.last.verdict is not None:
             return None
-        path = self.run_dir.attempt(self.last.number) / "setup-failed"
+        path = self.run_dir.attempt(self.last.number).setup_failure_file
         return path if os.path.lexists(path) else None
 
     @property
@@ -443,7 +443,7 @@ def _without_slurm(record: _Record) -> tuple[str, str, bool]:
                 True,
             )
         return ("running", f"attempt {last.number} on {last.host}", True) if lives else (*_ended(record), False)
-    since = last.ended or record.run_dir.attempt(last.number).stat().st_mtime
+    since = last.ended or record.run_dir.attempt(last.number).path.stat().st_mtime
     if time.time() - since < LOCAL_START_S:
         number = last.number if record.setting_up else last.number + 1
         return "starting", f"attempt {number} is setting up", True

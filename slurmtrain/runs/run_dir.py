@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.errors import UnreadableRecord
+from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, write_json
@@ -99,8 +100,8 @@ class RunDir:
     def attempts(self) -> Path:
         return self.path / "attempts"
 
-    def attempt(self, number: int) -> Path:
-        return self.attempts / f"{number:04d}"
+    def attempt(self, number: int) -> AttemptDir:
+        return AttemptDir(self.attempts / f"{number:04d}")
 
     @cached_property
     def checkpoints(self) -> Path:
@@ -383,7 +384,7 @@ class RunDir:
         number = (self.attempt_numbers() or [0])[-1] + 1
         while True:
             try:
-                self.attempt(number).mkdir(mode=folder_mode(self.attempts))
+                self.attempt(number).path.mkdir(mode=folder_mode(self.attempts))
                 return number
             except FileExistsError:
                 number += 1

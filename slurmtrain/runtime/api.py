@@ -108,7 +108,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
         secrets.take(config.secrets)
         cluster = config.cluster
         device = config.train.device if device == "auto" else device
-    meeting = _context.attempt_dir if _context else None
+    meeting = _context.attempt_dir.path if _context else None
     if meeting is None and environment.source == "slurm" and environment.world_size > 1:
         meeting = attempt_context.meeting_directory(environment, lookup.runs_root())
     _distributed = join(cluster, device, environment, meeting, _stop)

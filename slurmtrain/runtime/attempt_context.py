@@ -19,6 +19,7 @@ from pathlib import Path
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EnvironmentMismatch
 from slurmtrain.runs import attempts
+from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RunDir
 from slurmtrain.runtime.finish_attempt import REPORTING, close_abandoned, own_job_id
@@ -40,7 +41,7 @@ class AttemptContext:
     supervised: bool
 
     @property
-    def attempt_dir(self) -> Path:
+    def attempt_dir(self) -> AttemptDir:
         return self.run_dir.attempt(self.number)
 
     def incarnation_label(self, environment: Environment) -> str:

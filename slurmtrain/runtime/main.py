@@ -151,7 +151,8 @@ def _join(
     meeting = None
     if given is None and environment.source == "slurm" and environment.world_size > 1:
         meeting = attempt_context.meeting_directory(environment, Path(config.job.runs_dir))
-    distributed = join(config.cluster, config.train.device, environment, given.attempt_dir if given else meeting, stop)
+    directory = given.attempt_dir.path if given else meeting
+    distributed = join(config.cluster, config.train.device, environment, directory, stop)
     timeline.mark("rendezvous")
     if given is not None:
         return distributed, given

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from slurmtrain.checkpoint.interval import latest_stop
 from slurmtrain.runs import attempts
+from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.finish_attempt import own_job_id
 from slurmtrain.slurm.client import JobFacts, SlurmClient
@@ -39,7 +40,7 @@ class Watch:
     def __init__(
         self,
         signals: StopSignals,
-        attempt_dir: Path,
+        attempt_dir: AttemptDir,
         client: SlurmClient | None,
         *,
         signal_lead_s: float,
