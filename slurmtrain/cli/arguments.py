@@ -75,6 +75,9 @@ class HelpFormatter(argparse.HelpFormatter):
         return super()._fill_text(text, width, indent)
 
 
+RUN_HELP = "a run id, a unique beginning of one, a path, or last"
+
+
 class Parser(argparse.ArgumentParser):
     """A parser for verbs that compose no config: it raises errors of argparse as one sentence with a hint."""
 

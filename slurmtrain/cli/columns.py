@@ -136,3 +136,8 @@ def _tokens(value: float | None) -> str:
     from slurmtrain.observe.progress import format_count
 
     return format_count(value)
+
+
+def format_size(size: int) -> str:
+    """Format a number of bytes for a person, in units of 10^6 or 10^9."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from slurmtrain.checkpoint.commit import step_of
-from slurmtrain.cli.arguments import Parser
+from slurmtrain.cli.arguments import RUN_HELP, Parser
 from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.errors import UsageError
@@ -23,7 +23,7 @@ from slurmtrain.runs.run_dir import RunDir
 def main(verb: str, words: list[str]) -> int:
     """Run the verb and return its exit code."""
     parser = Parser.of(verb)
-    parser.add_argument("run", metavar="RUN", help="a run id, a unique beginning of one, a path, or last")
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     parser.add_argument("--step", type=int, metavar="N", help="the step of the checkpoint (default: the newest)")
     parser.add_argument("--submit", action="store_true", help="submit it as a job, with the changes of eval.cluster")
     parser.add_argument("--due", action="store_true", help=argparse.SUPPRESS)

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from slurmtrain.cli.arguments import Arguments
+from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.json_output import print_json
-from slurmtrain.cli.runs import print_table
 from slurmtrain.cli.submit import compose_and_validate
 from slurmtrain.config.parallel_dims import AXES, ParallelDims, parallel_dims_of
 from slurmtrain.config.schema import Config

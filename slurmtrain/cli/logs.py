@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from slurmtrain.cli.arguments import Parser
+from slurmtrain.cli.arguments import RUN_HELP, Parser
 from slurmtrain.errors import UsageError
 from slurmtrain.report.status import WAITING, is_over, state
 from slurmtrain.runs import lookup
@@ -26,7 +26,7 @@ ASK_EVERY_S = 5.0  # the controller belongs to everybody
 def main(verb: str, words: list[str]) -> int:
     """Run the verb and return its exit code."""
     parser = Parser.of(verb)
-    parser.add_argument("run", metavar="RUN", help="a run id, a unique beginning of one, a path, or last")
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     parser.add_argument(
         "-f", "--follow", action="store_true", help="follow it through all attempts until the run has ended"
     )

@@ -23,7 +23,7 @@ from slurmtrain.cli.columns import (
 )
 from slurmtrain.cli.json_output import point_object, print_json
 from slurmtrain.cli.multirun import run_on_this_machine
-from slurmtrain.cli.runs import say_doubts, say_unreadable
+from slurmtrain.cli.status import say_doubts, say_unreadable
 from slurmtrain.cli.submit import say
 from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, watch
 from slurmtrain.errors import ClusterError, UsageError

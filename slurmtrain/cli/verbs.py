@@ -95,7 +95,7 @@ VERBS: dict[str, Verb] = {
     "status": Verb(
         "status [RUN] [-w] [--every SECONDS] [--json]",
         "show all runs, or one attempt by attempt",
-        "slurmtrain.cli.runs",
+        "slurmtrain.cli.status",
         "Show all runs, or one of them attempt by attempt: step, loss, tokens per second, time left, why each attempt ended, "
         "why the job waits and when SLURM expects to start it.",
         examples=(
@@ -119,7 +119,7 @@ VERBS: dict[str, Verb] = {
     "cancel": Verb(
         "cancel RUN [--json]",
         "end a run for good",
-        "slurmtrain.cli.runs",
+        "slurmtrain.cli.stop",
         "End a run for good. It saves a checkpoint if the grace time allows, and is not requeued.",
         examples=("cancel last",),
         topic="requeue",
@@ -127,7 +127,7 @@ VERBS: dict[str, Verb] = {
     "preempt": Verb(
         "preempt RUN [--json]",
         "send a run the signal of a preemption, as a drill",
-        "slurmtrain.cli.runs",
+        "slurmtrain.cli.stop",
         "Send a run the signal of a preemption. It saves, leaves, is requeued and resumes; the answer says how long that took.",
         examples=("preempt last",),
         topic="clusters",
@@ -135,7 +135,7 @@ VERBS: dict[str, Verb] = {
     "requeue": Verb(
         "requeue RUN [--json]",
         "save and start again; start a waiting job now",
-        "slurmtrain.cli.runs",
+        "slurmtrain.cli.stop",
         "Let a run save and start again. A job that waits or is held starts now.",
         examples=("requeue last",),
         topic="requeue",
@@ -143,7 +143,7 @@ VERBS: dict[str, Verb] = {
     "resume": Verb(
         "resume RUN [--set KEY=VALUE ...] [--code] [--json]",
         "continue a run that has ended",
-        "slurmtrain.cli.runs",
+        "slurmtrain.cli.resume",
         "Continue a run that has ended, from its newest checkpoint, with the config and the code that it was submitted with.",
         examples=("resume last", "resume last --set optim.lr=1e-4 --code  # another value, and the code as it is now"),
         topic="requeue",
@@ -151,7 +151,7 @@ VERBS: dict[str, Verb] = {
     "runs": Verb(
         "runs list | compare A B | prune [--older-than DAYS] [--state STATE ...] [--dry-run] ...",
         "list runs, compare two, remove those that have ended",
-        "slurmtrain.cli.manage",
+        "slurmtrain.cli.runs.main",
         "List runs; show what differs between two of them, and from which step on; remove those that have ended.",
         examples=("runs list --size", "runs compare A B", "runs prune --older-than 30 --dry-run  # say what would go"),
         topic="runs",
@@ -171,7 +171,7 @@ VERBS: dict[str, Verb] = {
     "checkpoints": Verb(
         "checkpoints RUN [list | verify [STEP] | prune [--dry-run] ... | export OUT ...]",
         "list, verify, prune or export the checkpoints of a run",
-        "slurmtrain.cli.checkpoints",
+        "slurmtrain.cli.checkpoints.main",
         "List what a run can be resumed from, compare every file with its digest, remove what need not be kept, or export the "
         "weights. RUN may also be a directory of checkpoints, or one checkpoint.",
         examples=(

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from slurmtrain.checkpoint.commit import committed
-from tests.distributed.conftest import checkpoint_tensors
 from tests.support.children import children
 from tests.support.gloo import wait_until
 from tests.support.local_runs import LocalRun, Project, assert_same_tensors, clean_environment
+from tests.support.reading import checkpoint_tensors
 
 JOBS = Path(__file__).parents[2] / "jobs"
 STEPS = 60

@@ -26,10 +26,10 @@ from slurmtrain.runtime.jobs.train import build_trainer
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.system import signals
 from slurmtrain.training.trainer import Outcome
-from tests.distributed.conftest import checkpoint_tensors
 from tests.distributed.test_training import experiment
 from tests.support.gloo import GlooRanks
 from tests.support.local_runs import TIMING, assert_same_tensors
+from tests.support.reading import checkpoint_tensors
 
 STEPS = 40
 OVERRIDES = [

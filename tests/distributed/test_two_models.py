@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from slurmtrain.checkpoint.commit import committed, read_manifest, step_of
-from tests.distributed.conftest import checkpoint_tensors
 from tests.distributed.test_own_scripts import TORCHRUN, Program, folder_with_jobs
 from tests.support.children import children
 from tests.support.gloo import wait_until
 from tests.support.local_runs import assert_same_tensors
+from tests.support.reading import checkpoint_tensors
 
 STEPS, SAVE_EVERY = 60, 7
 SCRIPT = ["jobs/own_two_models.py", "--steps", str(STEPS), "--batch", "16", "--save-every", str(SAVE_EVERY)]

@@ -14,9 +14,6 @@ from slurmtrain.sandbox import SandboxSpec, default_directory, up
 from slurmtrain.slurm.client import PREFIX_FILE
 from tests.support.slurm_cluster import Cluster
 
-Job = dict[str, str]
-"""What `scontrol show job -o` says about one job, by key."""
-
 
 def _cluster(name: str, spec: SandboxSpec) -> Iterator[Cluster]:
     sandbox = up(spec, default_directory(f"{name}-{os.getpid()}"))

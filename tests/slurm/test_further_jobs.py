@@ -141,7 +141,7 @@ def test_a_task_of_an_array_is_submitted_again_alone(project: Project, monkeypat
 
 
 def test_a_run_after_another_starts_when_that_one_has_finished_in_whatever_attempt(project: Project) -> None:
-    paced = [*SLOW, "cluster.tasks_per_node=1", "model.pause_s=0.4"]
+    paced = [*SLOW, "cluster.tasks_per_node=1", "model.pause_s=1.0"]  # the last one must not finish before its turn
     first = project.submit(*paced, nodes="n0")
     chain = project.submit(*paced, "requeue=chain", nodes="n1")
     resubmitted = project.submit(*paced, "requeue=resubmit", nodes="n2")

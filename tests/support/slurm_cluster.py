@@ -14,7 +14,9 @@ import pytest
 from slurmtrain.sandbox import Sandbox
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.versions import Difference
-from tests.slurm.conftest import Job
+
+Job = dict[str, str]
+"""What `scontrol show job -o` says about one job, by key."""
 
 
 @dataclass(frozen=True)

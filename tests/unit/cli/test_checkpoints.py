@@ -19,7 +19,7 @@ from slurmtrain.checkpoint import blocks, retention
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.commit import Incarnation, claim, committed, set_aside
 from slurmtrain.checkpoint.retention import Keep
-from slurmtrain.cli import checkpoints, main
+from slurmtrain.cli import main
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.records import printable
@@ -402,6 +402,7 @@ def test_it_loads_no_torch(words: list[str], run: RunDir) -> None:
 
 
 def test_the_choices_of_dtype_are_those_of_export() -> None:
-    from slurmtrain.checkpoint.export import DTYPES
+    from slurmtrain.checkpoint import export
+    from slurmtrain.cli.checkpoints.main import DTYPES
 
-    assert checkpoints.DTYPES == DTYPES
+    assert export.DTYPES == DTYPES

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from slurmtrain.cli import main, runs
+from slurmtrain.cli import main, resume
 from slurmtrain.config import migrations
 from slurmtrain.config.compose import compose, freeze, load_frozen
 from slurmtrain.config.migrations import SCHEMA_VERSION, migrate, version_of
@@ -22,6 +22,7 @@ from slurmtrain.errors import EXIT_CONFIG, ConfigError, UsageError
 from slurmtrain.launch import changes
 from slurmtrain.launch.changes import change, changed, check_of_one_run, undo_unfinished
 from slurmtrain.launch.snapshot import Snapshot
+from slurmtrain.runs import lookup
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.jobs.train import _of_optimizer
@@ -157,8 +158,8 @@ def test_several_values_may_follow_one_set(
     words: list[str], set_to: list[str], project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(runs.lookup, "find", lambda reference, root: asked.append(reference) or made)
-    monkeypatch.setattr(runs, "_resume", lambda run, overrides, code: asked.append(overrides) or "resumed")
+    monkeypatch.setattr(lookup, "find", lambda reference, root: asked.append(reference) or made)
+    monkeypatch.setattr(resume, "_resume", lambda run, overrides, code: asked.append(overrides) or "resumed")
     made = create_run_dir(project / "runs", "train")
     write_json(made.info_file, run_info())
     assert main(["resume", *words]) == 0

@@ -1,115 +1,26 @@
-"""runs: list runs, compare two of them, and remove those that have ended. Imports no torch."""
+"""runs compare: what differs between two runs, as text or JSON."""
 
 from __future__ import annotations
 
 import argparse
 import math
-import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
-from slurmtrain.cli.arguments import Parser
-from slurmtrain.cli.checkpoints import format_size
 from slurmtrain.cli.columns import print_table
-from slurmtrain.cli.json_output import print_json, run_object
-from slurmtrain.cli.runs import runs_or_refuse, say_doubts, say_unreadable
+from slurmtrain.cli.json_output import print_json
 from slurmtrain.errors import UsageError
-from slurmtrain.report import compare, prune
+from slurmtrain.report import compare
 from slurmtrain.report.compare import MISSING, Comparison
-from slurmtrain.report.status import states
 from slurmtrain.report.table_files import short
 from slurmtrain.runs import lookup
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system import files
 from slurmtrain.system.records import printable
 
 FILES_SHOWN = 10
 
 
-def main(verb: str, words: list[str]) -> int:
-    """Run the verb and return its exit code."""
-    options = _parser(verb).parse_args(words)
-    actions: dict[str, Callable[[argparse.Namespace], int]] = {"list": _list, "compare": _compare, "prune": _prune}
-    return actions[options.action](options)
-
-
-def _parser(verb: str) -> Parser:
-    prog = f"python -m slurmtrain {verb}"
-    parser = Parser.of(verb)
-    actions = parser.add_subparsers(dest="action", metavar="list|compare|prune", title="actions", required=True)
-
-    listing = actions.add_parser(
-        "list", prog=f"{prog} list", help="list all runs", description="List all runs, oldest first."
-    )
-    listing.add_argument("--size", action="store_true", help="show the bytes on disk, too, which takes a while")
-    listing.add_argument("--json", action="store_true", help="print a list of objects with the keys of `status --json`")
-
-    comparing = actions.add_parser(
-        "compare",
-        prog=f"{prog} compare",
-        help="show what differs between two runs",
-        description="Show what differs between two runs: config, code, the first step where the samples that they have seen, "
-        "their metrics or their weights part, and the last values. Metrics whose name ends in _s measure speed and always "
-        "differ.",
-    )
-    for name in ("a", "b"):
-        comparing.add_argument(name, metavar=name.upper(), help="a run id, a unique beginning of one, a path, or last")
-    comparing.add_argument(
-        "--tolerance", type=float, default=0.0, metavar="R", help="relative; values part beyond it (default: any bit)"
-    )
-    comparing.add_argument(
-        "--weights", action="store_true", help="read the checkpoints of large models, too (over 2 GB)"
-    )
-    comparing.add_argument("--json", action="store_true", help="the same for a program")
-
-    pruning = actions.add_parser(
-        "prune",
-        prog=f"{prog} prune",
-        help="remove runs that have ended",
-        description="Removes directories of runs that have ended, checkpoints and all. What is alive, waits, cannot be "
-        "asked about, is being read, or is what another run begins from, always stays.",
-    )
-    pruning.add_argument("--older-than", type=float, metavar="DAYS", help="nothing has happened to it for so long")
-    pruning.add_argument(
-        "--state", nargs="+", choices=prune.ENDED, metavar="STATE", help=f"only these: {', '.join(prune.ENDED)}"
-    )
-    pruning.add_argument("--keep-checkpoints", action="store_true", help="all but checkpoints and config.yaml")
-    pruning.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    return parser
-
-
-# list
-
-
-def _list(options: argparse.Namespace) -> int:
-    runs = runs_or_refuse(lookup.runs_root())
-    found = states(runs)
-    sizes = {run.id: files.disk_usage(run.path) for run in runs} if options.size else {}
-    if options.json:
-        size = {run_id: {"size_bytes": size} for run_id, size in sizes.items()}
-        print_json([{**run_object(run, found[run.id]), **size.get(run.id, {})} for run in runs])
-        return 0
-    rows = []
-    for run in runs:
-        now = found[run.id]
-        row = [run.id, run.path.parent.name, now.status, "?" if now.step is None else str(now.step)]
-        created = run.info()["created"] if now.status != "unreadable" else None
-        row += [str(len(now.attempts)), _date(created)]
-        rows.append(row + ([format_size(sizes[run.id])] if options.size else []))
-    print_table(["run", "name", "state", "step", "attempts", "created", *(["size"] if options.size else [])], rows)
-    say_doubts(found.values())
-    return 0
-
-
-def _date(seconds: float | None) -> str:
-    return "?" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
-
-
-# compare
-
-
-def _compare(options: argparse.Namespace) -> int:
+def compare_runs(options: argparse.Namespace) -> int:
+    """Print what differs between two runs."""
     if not (math.isfinite(options.tolerance) and options.tolerance >= 0):
         raise UsageError(f"--tolerance {options.tolerance:g} is no tolerance", hint="0, or a small number such as 1e-6")
     root = lookup.runs_root()
@@ -249,48 +160,3 @@ def _comparison_object(a: RunDir, b: RunDir, found: Comparison, tolerance: float
             for name, final in found.final.items()
         },
     }
-
-
-# prune
-
-
-def _prune(options: argparse.Namespace) -> int:
-    if options.older_than is None and options.state is None and not options.dry_run:
-        raise UsageError(
-            "this would remove every run that has ended, with its checkpoints",
-            hint=f"say which: --older-than DAYS, or --state {' '.join(prune.ENDED)}; --dry-run shows them",
-        )
-    days = options.older_than or 0.0
-    if not (math.isfinite(days) and days >= 0):
-        raise UsageError(f"--older-than {days:g} is no number of days", hint="such as 30, or 0.5 for twelve hours")
-    say_unreadable(lookup.runs_root())
-    decided = prune.plan(
-        lookup.runs_root(),
-        now=time.time(),
-        words=options.state or prune.ENDED,
-        older_than_s=days * 86400,
-        keep_checkpoints=options.keep_checkpoints,
-    )
-    for run_id, reason in decided.stays.items():
-        print(f"{run_id} stays: {reason}")
-    freed, failed = 0, 0
-    for removal in decided.removals:
-        if not options.dry_run:
-            try:
-                if not prune.remove(removal, now=time.time()):
-                    print(f"{removal.path.name} stays: something has happened to it just now")
-                    continue
-            except OSError as error:
-                print(f"{removal.path.name} cannot be removed: {error.strerror}", file=sys.stderr)
-                failed += 1
-                continue
-        freed += removal.size
-        left = ", all but its checkpoints" if removal.keep else ""
-        verb = "would remove" if options.dry_run else "removed"
-        print(f"{verb} {removal.path.name} ({removal.what}, {format_size(removal.size)}{left})")
-    if decided.removals:
-        print(f"{format_size(freed)} {'would be' if options.dry_run else 'were'} freed ({freed} bytes)")
-    else:
-        print("nothing to remove")
-    say_doubts(decided.states.values())
-    return 1 if failed else 0

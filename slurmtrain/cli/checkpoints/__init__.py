@@ -1,0 +1,1 @@
+"""The verb `checkpoints`: one module for each of its actions."""

@@ -1,0 +1,100 @@
+"""checkpoints: list, verify, prune and export the checkpoints that a run can be resumed from.
+
+Works on a run, on any directory of checkpoints, and on a single one. Only `export` imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from slurmtrain.cli.arguments import Parser
+from slurmtrain.cli.checkpoints.export import export_weights
+from slurmtrain.cli.checkpoints.listing import list_checkpoints
+from slurmtrain.cli.checkpoints.prune import prune_checkpoints
+from slurmtrain.cli.checkpoints.target import CheckpointTarget, find_target
+from slurmtrain.cli.checkpoints.verify import verify_checkpoints
+from slurmtrain.errors import SlurmtrainError
+from slurmtrain.system.records import printable
+
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+def main(verb: str, words: list[str]) -> int:
+    """Run the verb and return its exit code."""
+    options = _parser(verb).parse_args(words)
+    actions: dict[str, Callable[[CheckpointTarget, argparse.Namespace], int]] = {
+        "list": list_checkpoints,
+        "verify": verify_checkpoints,
+        "prune": prune_checkpoints,
+        "export": export_weights,
+    }
+    try:
+        return actions[options.action or "list"](find_target(options.run), options)
+    except SlurmtrainError as error:
+        # Names out of a checkpoint must not steer the terminal.
+        error.message = printable(error.message)
+        error.hint = printable(error.hint) if error.hint else None
+        raise
+
+
+def _parser(verb: str) -> Parser:
+    prog = f"python -m slurmtrain {verb}"
+    parser = Parser.of(verb)
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        help="a run id, a unique beginning of one, a path, or last; or the path of a directory of checkpoints, or of one",
+    )
+    parser.add_argument("--json", action="store_true", help="list and verify print a list of objects, for a program")
+    actions = parser.add_subparsers(dest="action", metavar="list|verify|prune|export", title="actions")
+    listing = actions.add_parser(
+        "list", prog=f"{prog} RUN list", help="print a table of what is there; looks at sizes only (default)"
+    )
+
+    verify = actions.add_parser(
+        "verify",
+        prog=f"{prog} RUN verify",
+        help="compare every file with its digest, and what they say with each other",
+        description="Reads every file, compares it with its digest, and checks that together they hold every tensor. "
+        "Exit code 1 when anything is damaged.",
+    )
+    verify.add_argument("step", nargs="?", type=int, metavar="STEP", help="this one only")
+    for action in (listing, verify):  # suppressed: its absence here must not undo what stands before the action
+        action.add_argument(
+            "--json", action="store_true", default=argparse.SUPPRESS, help="print a list, for a program"
+        )
+
+    prune = actions.add_parser(
+        "prune",
+        prog=f"{prog} RUN prune",
+        help="remove what need not be kept",
+        description="Removes checkpoints that no rule wants, once the newest is verified. The newest two always stay, and "
+        "what somebody reads. Without an option: by the run's own checkpoint.keep_* (no run: the last 2), and leftovers.",
+    )
+    prune.add_argument("--keep-last", type=int, metavar="N", help="the newest N stay, at least 2")
+    prune.add_argument("--keep-every", type=int, metavar="N", help="those whose step is a multiple of N stay, too")
+    prune.add_argument("--best", type=int, metavar="N", help="the N best by --metric stay, too")
+    prune.add_argument("--metric", metavar="NAME", help="a metric that was saved with them (default: valid_loss)")
+    prune.add_argument("--mode", choices=("min", "max"), help="which values of it are good (default: min)")
+    prune.add_argument("--damaged", action="store_true", help="remove those that a restore has set aside as damaged")
+    prune.add_argument(
+        "--leftovers", action="store_true", help="remove what killed saves have left, unchanged for an hour"
+    )
+    prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+
+    export = actions.add_parser(
+        "export",
+        prog=f"{prog} RUN export",
+        help="write the weights to one file for other programs",
+        description="Writes the tensors of one object to a file, by their names in it, whatever number of ranks saved them.",
+    )
+    export.add_argument("out", type=Path, metavar="OUT", help="FILE.safetensors, or FILE.pt or FILE.pth for torch.load")
+    export.add_argument("--step", type=int, metavar="N", help="default: the newest checkpoint")
+    export.add_argument(
+        "--only", default="model", metavar="NAME", help="the object that was saved as NAME (default: model)"
+    )
+    export.add_argument("--dtype", choices=DTYPES, help="convert floating point tensors; default: as they are")
+    export.add_argument("--force", action="store_true", help="replace OUT when it exists")
+    return parser

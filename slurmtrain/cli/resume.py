@@ -1,0 +1,157 @@
+"""resume: continue a run that has ended."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+
+from slurmtrain.cli.run_control import (
+    claimed_alone,
+    client,
+    has_no_job,
+    jobs_in_queue,
+    open_run,
+    parser_of,
+    say,
+)
+from slurmtrain.errors import ClusterError, UsageError
+from slurmtrain.report.status import RunState, state
+from slurmtrain.runs import lookup
+from slurmtrain.runs.attempts import reopen
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system.paths import current_folder
+
+OVERRIDE = re.compile(r"[+~]{0,2}\w[\w.@-]*=")  # not a path with a = in it
+
+
+def main(verb: str, words: list[str]) -> int:
+    """Run the verb and return its exit code."""
+    parser = parser_of(verb)
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="continue with these values: --set KEY=VALUE KEY=VALUE ...",
+    )
+    parser.add_argument("--code", action="store_true", help="take a new snapshot: continue with the code as it is now")
+    options = parser.parse_args(_with_each_set(words))
+    run_dir = open_run(options.run)
+    if options.json and run_dir.info()["backend"] == "local":
+        raise UsageError(f"--json: run {run_dir.id} is resumed here, in the foreground, and shows its output")
+    said = _resume(run_dir, options.set, code=options.code)
+    if isinstance(said, int):
+        return said
+    say(run_dir, said, as_json=options.json)
+    return 0
+
+
+def _with_each_set(words: Sequence[str]) -> list[str]:
+    """Put a --set before each further KEY=VALUE after one, as argparse reads them. A RUN may still follow.
+
+    Raises:
+        UsageError: there is a KEY=VALUE without any --set.
+    """
+    found: list[str] = []
+    setting = False
+    for before, word in zip(["", *words], words, strict=False):
+        is_value = OVERRIDE.match(word) is not None
+        if is_value and before != "--set" and not setting:
+            raise UsageError(f"{word} after resume needs a --set before it", hint=f"--set {word}")
+        if is_value and before != "--set":
+            found.append("--set")
+        found.append(word)
+        setting = is_value or word.startswith("--set=")
+    return found
+
+
+def _resume(run_dir: RunDir, overrides: Sequence[str] = (), *, code: bool = False) -> str | int:
+    """Resume a run; return what was done, or the exit code of a run that was resumed here, in the foreground.
+
+    Args:
+        overrides: fields of its config to change.
+        code: use the code as it is now.
+    """
+    with claimed_alone(run_dir):
+        return _resume_alone(run_dir, overrides, code=code)
+
+
+def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> str | int:
+    now = state(run_dir)
+    if now.alive:
+        raise ClusterError(
+            f"run {run_dir.id} has not ended: {now.status}, {now.explanation}",
+            hint=_way_out(run_dir, now) if now.status == "unknown" else f"requeue {run_dir.id} restarts it",
+        )
+    before = [job for job in run_dir.info()["job_ids"] if job != now.job_id]
+    left = [job for job in jobs_in_queue(run_dir, now) if job in before]
+    if left:
+        raise ClusterError(
+            f"run {run_dir.id} has ended in its latest job, but an earlier one, {left[0]}, is still in the queue",
+            hint=f"cancel {run_dir.id} takes it out",
+        )
+    finished = now.status == "finished"
+    if finished and (overrides or code):
+        _check_lengthened(run_dir, now, overrides)
+    elif finished:
+        return f"run {run_dir.id} is finished: there is nothing to resume"
+    if lookup.is_sweep(run_dir.path.parent):
+        from slurmtrain.sweep.folder import check_not_planned
+
+        check_not_planned(run_dir)
+    from slurmtrain.launch.changes import change, undo_unfinished
+
+    undo_unfinished(run_dir)
+    if overrides or code:
+        change(run_dir, overrides, current_folder(), code=code)
+    if finished:
+        reopen(run_dir, now.attempts[-1], run_dir.info()["steps"])
+    run_dir.request_file.unlink(missing_ok=True)
+    run_dir.event("resume asked")
+    if run_dir.info()["backend"] == "local":
+        from slurmtrain.launch.local import run_local
+
+        return run_local(run_dir, lambda text: print(f"slurmtrain: {text}", flush=True))
+    from slurmtrain.launch import resubmit
+
+    try:
+        job_ids = resubmit.resume(run_dir, client(run_dir))
+    except KeyboardInterrupt:
+        from slurmtrain.launch.submit import interrupted
+
+        print(f"slurmtrain: {interrupted(run_dir, client(run_dir))}", file=sys.stderr, flush=True)
+        raise
+    return f"run {run_dir.id} is submitted again as job {', then '.join(job_ids)}"
+
+
+def _check_lengthened(run_dir: RunDir, now: RunState, overrides: Sequence[str]) -> None:
+    """Look whether a finished run of the trainer is given more steps: then its last checkpoint is one on the way to them.
+
+    Raises:
+        UsageError: it is not, or the run is one of a sweep, whose results are in already.
+    """
+    from slurmtrain.config.compose import load_frozen
+    from slurmtrain.launch.changes import changed
+
+    config = load_frozen(run_dir.config_file, with_secrets=False)
+    done = now.attempts[-1].last_step
+    more = (
+        config.job.kind == "train"
+        and done is not None
+        and changed(config, overrides, current_folder()).train.steps > done
+    )
+    if not more or lookup.is_sweep(run_dir.path.parent):
+        raise UsageError(
+            f"run {run_dir.id} is finished, so nothing of it is changed, unless it trains on: --set train.steps=MORE",
+            hint="that is for runs of the trainer by themselves; of others, submit a run with more train.steps and "
+            f"checkpoint.restore_from=CHECKPOINT (`checkpoints {run_dir.id}` lists them)",
+        )
+
+
+def _way_out(run_dir: RunDir, now: RunState) -> str:
+    if not has_no_job(run_dir, now):
+        return "try again when SLURM answers"
+    last = now.attempts[-1]  # its host may have been a container that no longer exists
+    record = run_dir.attempt(last.number).record_file
+    return f"type `resume {run_dir.id}` there; if {last.host} is gone for good, remove {record} a minute before"

@@ -1,0 +1,83 @@
+"""What cancel, preempt, requeue and resume share: their arguments, their run, and its jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from slurmtrain.cli.arguments import RUN_HELP, Parser
+from slurmtrain.cli.json_output import print_json
+from slurmtrain.errors import ClusterError
+from slurmtrain.report.status import RunState
+from slurmtrain.runs import lookup, ownership
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.system.file_claims import Owner, claimed
+
+
+def parser_of(verb: str) -> Parser:
+    """Return the parser of a verb for one run, with RUN and --json."""
+    parser = Parser.of(verb)
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON, for a program")
+    return parser
+
+
+def open_run(reference: str) -> RunDir:
+    """Return the run that a person means by RUN, after a look that it is theirs and can be read whole."""
+    run_dir = lookup.find(reference, lookup.runs_root())
+    ownership.require_own(run_dir)
+    run_dir.info(whole=True)
+    return run_dir
+
+
+def say(run_dir: RunDir, said: str, *, as_json: bool) -> None:
+    """Print what was done to a run, for a person or for a program."""
+    if as_json:
+        print_json({"run": run_dir.id, "said": said, "job_ids": run_dir.info()["job_ids"]})
+    else:
+        print(said)
+
+
+@contextlib.contextmanager
+def claimed_alone(run_dir: RunDir) -> Iterator[None]:
+    """Claim the right to resume this run.
+
+    A process that finds it ended must record its next job before another process looks.
+    """
+
+    def busy(owner: Owner) -> None:
+        who = f"process {owner['pid']} on {owner['host']}"
+        if run_dir.info()["backend"] == "local":  # it is at it until the run has ended
+            raise ClusterError(f"{who} is running {run_dir.id} already", hint=f"status {run_dir.id}")
+        print(f"slurmtrain: {who} is resuming it; waiting for that", file=sys.stderr, flush=True)
+
+    with claimed(claim_folder(run_dir), busy):
+        yield
+
+
+def claim_folder(run_dir: RunDir) -> Path:
+    """Return the folder of the claim to resume the run: that of all runs of a sweep, which `sweep retry` resumes together."""
+    in_sweep = lookup.is_sweep(run_dir.path.parent) and run_dir.info()["backend"] == "slurm"
+    return run_dir.path.parent / "arrays" if in_sweep else run_dir.path
+
+
+def jobs_in_queue(run_dir: RunDir, now: RunState) -> list[str]:
+    """Return all jobs of the run that SLURM still has; none if it has no jobs, or SLURM cannot be asked."""
+    if run_dir.info()["backend"] == "local" or now.slurm_error is not None:
+        return []
+    from slurmtrain.launch.own_jobs import in_queue
+
+    return in_queue([run_dir], client(run_dir))[run_dir.id]
+
+
+def has_no_job(run_dir: RunDir, now: RunState) -> bool:
+    """Return whether the run is not a job of SLURM."""
+    return run_dir.info()["backend"] == "local" or now.job_id is None
+
+
+def client(run_dir: RunDir) -> SlurmClient:
+    """Return the client of the SLURM that the run was submitted to."""
+    return SlurmClient(run_dir.slurm_conf())

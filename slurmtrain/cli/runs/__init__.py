@@ -1,0 +1,1 @@
+"""The verb `runs`: one module for each of its actions."""

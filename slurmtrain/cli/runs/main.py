@@ -1,0 +1,68 @@
+"""runs: list runs, compare two of them, and remove those that have ended. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from slurmtrain.cli.arguments import RUN_HELP, Parser
+from slurmtrain.cli.runs.compare import compare_runs
+from slurmtrain.cli.runs.listing import list_runs
+from slurmtrain.cli.runs.prune import prune_runs
+from slurmtrain.report import prune
+
+
+def main(verb: str, words: list[str]) -> int:
+    """Run the verb and return its exit code."""
+    options = _parser(verb).parse_args(words)
+    actions: dict[str, Callable[[argparse.Namespace], int]] = {
+        "list": list_runs,
+        "compare": compare_runs,
+        "prune": prune_runs,
+    }
+    return actions[options.action](options)
+
+
+def _parser(verb: str) -> Parser:
+    prog = f"python -m slurmtrain {verb}"
+    parser = Parser.of(verb)
+    actions = parser.add_subparsers(dest="action", metavar="list|compare|prune", title="actions", required=True)
+
+    listing = actions.add_parser(
+        "list", prog=f"{prog} list", help="list all runs", description="List all runs, oldest first."
+    )
+    listing.add_argument("--size", action="store_true", help="show the bytes on disk, too, which takes a while")
+    listing.add_argument("--json", action="store_true", help="print a list of objects with the keys of `status --json`")
+
+    comparing = actions.add_parser(
+        "compare",
+        prog=f"{prog} compare",
+        help="show what differs between two runs",
+        description="Show what differs between two runs: config, code, the first step where the samples that they have seen, "
+        "their metrics or their weights part, and the last values. Metrics whose name ends in _s measure speed and always "
+        "differ.",
+    )
+    for name in ("a", "b"):
+        comparing.add_argument(name, metavar=name.upper(), help=RUN_HELP)
+    comparing.add_argument(
+        "--tolerance", type=float, default=0.0, metavar="R", help="relative; values part beyond it (default: any bit)"
+    )
+    comparing.add_argument(
+        "--weights", action="store_true", help="read the checkpoints of large models, too (over 2 GB)"
+    )
+    comparing.add_argument("--json", action="store_true", help="the same for a program")
+
+    pruning = actions.add_parser(
+        "prune",
+        prog=f"{prog} prune",
+        help="remove runs that have ended",
+        description="Removes directories of runs that have ended, checkpoints and all. What is alive, waits, cannot be "
+        "asked about, is being read, or is what another run begins from, always stays.",
+    )
+    pruning.add_argument("--older-than", type=float, metavar="DAYS", help="nothing has happened to it for so long")
+    pruning.add_argument(
+        "--state", nargs="+", choices=prune.ENDED, metavar="STATE", help=f"only these: {', '.join(prune.ENDED)}"
+    )
+    pruning.add_argument("--keep-checkpoints", action="store_true", help="all but checkpoints and config.yaml")
+    pruning.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    return parser

@@ -1,0 +1,190 @@
+"""status: all runs, or one of them attempt by attempt."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from slurmtrain.cli.arguments import RUN_HELP, Parser
+from slurmtrain.cli.columns import (
+    PROGRESS,
+    counts,
+    doubts,
+    one_line,
+    print_table,
+    progress_cells,
+    progress_sentence,
+    remark,
+    summary,
+    table_lines,
+    terminal_width,
+    urgency,
+)
+from slurmtrain.cli.json_output import evaluation_object, print_json, run_object
+from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, watch
+from slurmtrain.errors import UnreadableRecord
+from slurmtrain.report.status import WAITING, RunState, states
+from slurmtrain.runs import lookup
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system.records import printable
+
+HEADER = ("run", "name", "state", *PROGRESS, "attempts", "")
+EVALUATIONS_HEADER = ("evaluation", "job", "state", "measured", "")
+ATTEMPTS_HEADER = ("attempt", "job", "started", "took", "nodes", "steps", "reason", "then")
+
+Table = tuple[Sequence[str], list[list[str]]]
+
+
+def main(verb: str, words: list[str]) -> int:
+    """Run the verb and return its exit code."""
+    parser = Parser.of(verb)
+    parser.add_argument("run", nargs="?", metavar="RUN", help=RUN_HELP)
+    parser.add_argument("--json", action="store_true", help="print an object, or a list of them, for a program")
+    add_watch_options(parser)
+    options = parser.parse_args(words)
+    check_watch_options(options)
+    root = lookup.runs_root()
+    run_dir = lookup.find(options.run, root) if options.run is not None else None
+    if options.watch and run_dir is None:
+        runs_or_refuse(root)
+    if options.watch:
+        return watch(lambda: _view_of(run_dir) if run_dir else _view(root), options.every)
+    return _one(run_dir, as_json=options.json) if run_dir else _all(root, as_json=options.json)
+
+
+def _all(root: Path, *, as_json: bool) -> int:
+    runs = runs_or_refuse(root)
+    found = states(runs)
+    if as_json:
+        print_json([run_object(run, found[run.id]) for run in runs])
+        return 0
+    print_table(HEADER, [_row(run, found[run.id]) for run in runs])
+    say_doubts(found.values())
+    return 0
+
+
+def _row(run: RunDir, now: RunState) -> list[str]:
+    return [run.id, run.path.parent.name, now.status, *progress_cells(now), str(len(now.attempts)), remark(now)]
+
+
+def _view(root: Path) -> View:
+    """Return all runs, first those that run, then those that wait, then those that have ended; the newest of each first."""
+    runs = lookup.all_runs(root)
+    found = states(runs)
+    runs.sort(key=lambda run: run.id, reverse=True)
+    runs.sort(key=lambda run: urgency(found[run.id]))
+    lines = table_lines(HEADER, [_row(run, found[run.id]) for run in runs], terminal_width())
+    over = not any(now.alive for now in found.values())
+    return View([summary(counts(found.values())), "", *lines], doubts(found.values()), over)
+
+
+def runs_or_refuse(root: Path) -> list[RunDir]:
+    """Return all runs under `root`, oldest first.
+
+    Raises:
+        UsageError: there are none.
+    """
+    runs = lookup.all_runs(root)
+    say_unreadable(root)
+    if not runs:
+        raise lookup.nothing_under(root, "runs")
+    return runs
+
+
+def say_unreadable(root: Path) -> None:
+    """Print how many folders are left out because they belong to another user."""
+    closed = lookup.unreadable(root)
+    if closed:
+        what = "1 folder is" if len(closed) == 1 else f"{len(closed)} folders are"
+        first = printable(str(closed[0]))
+        print(f"slurmtrain: {what} left out, being somebody else's: {first} cannot be read", file=sys.stderr)
+
+
+def _one(run_dir: RunDir, *, as_json: bool) -> int:
+    evaluations = run_dir.all_evaluations()
+    found = states([run_dir, *evaluations])
+    now = found[run_dir.id]
+    if now.status == "unreadable":
+        raise UnreadableRecord(now.explanation)
+    if as_json:
+        objects = [evaluation_object(each, found[each.id]) for each in evaluations]
+        print_json({**run_object(run_dir, now), "evaluations": objects})
+        return 0
+    print("\n".join(_lines(run_dir, now)))
+    for table in _tables(evaluations, found, now):
+        print()
+        print_table(*table)
+    say_doubts([now])
+    return 0
+
+
+def _tables(evaluations: Sequence[RunDir], found: Mapping[str, RunState], now: RunState) -> list[Table]:
+    """Return header and rows of the attempts and of the evaluations by other jobs, if there are any."""
+    attempts = [_attempt_row(attempt, now) for attempt in now.attempts]
+    others = [_evaluation_row(each, found[each.id]) for each in evaluations]
+    return [table for table in ((ATTEMPTS_HEADER, attempts), (EVALUATIONS_HEADER, others)) if table[1]]
+
+
+def _evaluation_row(evaluation: RunDir, now: RunState) -> list[str]:
+    found = evaluation.measured() if now.status != "unreadable" else {}
+    losses = {name: value for name, value in found.items() if name.endswith("_loss")}
+    measured = ", ".join(f"{name} {value:.4f}" for name, value in losses.items())
+    return [evaluation.path.name, now.job_id or "-", now.status, measured or "-", now.explanation]
+
+
+def _view_of(run_dir: RunDir) -> View:
+    evaluations = run_dir.all_evaluations()
+    found = states([run_dir, *evaluations])
+    now, width = found[run_dir.id], terminal_width()
+    tables = [line for table in _tables(evaluations, found, now) for line in ("", *table_lines(*table, width))]
+    over = not any(each.alive for each in found.values())
+    return View([*_lines(run_dir, now), *tables], doubts([now]), over)
+
+
+def _lines(run_dir: RunDir, now: RunState) -> list[str]:
+    """Return what there is to say of one run, without its attempts."""
+    info, progress = run_dir.info(), progress_sentence(now, time.time())
+    jobs = f" as job {', '.join(info['job_ids'])}" if info["job_ids"] else ""
+    return [
+        f"run {run_dir.id} ({one_line(info['name'])}): {now.status}",
+        f"  {printable(now.explanation)}",
+        *([f"  {progress}"] if progress else []),
+        f"  submitted {_time(info['created'])} by {one_line(info['user'])} on {one_line(info['host'])}{jobs}",
+        f"  overrides: {one_line(' '.join(info['overrides'])) or 'none'}",
+        f"  {one_line(str(run_dir.path))}",
+    ]
+
+
+def say_doubts(found: Iterable[RunState]) -> None:
+    """Print why SLURM could not be asked, each reason once."""
+    for doubt in doubts(found):
+        print(f"\nSLURM cannot be asked: {printable(doubt)}")
+
+
+def _attempt_row(attempt: Attempt, now: RunState) -> list[str]:
+    waits = now.status in WAITING
+    current = attempt is now.attempts[-1] and now.alive and not waits and attempt.ended is None
+    last = now.step if current else attempt.last_step
+    end = attempt.ended or (time.time() if current else None)
+    nodes = ",".join(attempt.nodes[:4]) + (f" +{len(attempt.nodes) - 4}" if len(attempt.nodes) > 4 else "")
+    return [
+        str(attempt.number),
+        attempt.job_id or "-",
+        _time(attempt.started) if attempt.started else "-",
+        f"{end - attempt.started:.0f} s" if end and attempt.started else "-",
+        nodes or "-",
+        f"{_number(attempt.first_step)}-{_number(last)}",
+        attempt.reason or (now.status if current else "?"),
+        attempt.sentence or "",
+    ]
+
+
+def _number(value: int | None) -> str:
+    return "?" if value is None else str(value)
+
+
+def _time(seconds: float) -> str:
+    return time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))

@@ -1,0 +1,230 @@
+"""The verbs that stop a run: cancel, for good; preempt and requeue, to start it again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from slurmtrain.cli.run_control import (
+    claim_folder,
+    claimed_alone,
+    client,
+    has_no_job,
+    jobs_in_queue,
+    open_run,
+    parser_of,
+    say,
+)
+from slurmtrain.errors import ClusterError
+from slurmtrain.report.status import WAITING, RunState, process_lives, state
+from slurmtrain.runs.attempts import write_request
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system.file_claims import is_claimed
+
+
+def main(verb: str, words: list[str]) -> int:
+    """Run the verb and return its exit code."""
+    options = parser_of(verb).parse_args(words)
+    run_dir = open_run(options.run)
+    verbs: dict[str, Callable[[RunDir], str]] = {
+        "cancel": _cancel,
+        "preempt": lambda run: _stop_and_start_again(run, "preempt", "TERM"),
+        "requeue": lambda run: _stop_and_start_again(run, "requeue", "USR2"),
+    }
+    say(run_dir, verbs[verb](run_dir), as_json=options.json)
+    return 0
+
+
+def _cancel(run_dir: RunDir) -> str:
+    """End a run, and the jobs that evaluate its checkpoints."""
+    said = [_cancel_one(run_dir)]
+    if run_dir.info()["backend"] == "slurm" and is_claimed(claim_folder(run_dir)):
+        with claimed_alone(run_dir):  # somebody was resuming it at the same moment
+            said = [_cancel_one(run_dir)]
+    if run_dir.evaluations.exists():
+        from slurmtrain.launch.evaluations import cancel_all
+
+        ended = cancel_all([run_dir], client(run_dir))
+        said += [f"its evaluation {evaluation.path.name} is told to end" for evaluation in ended]
+    return "\n".join(said)
+
+
+def _cancel_one(run_dir: RunDir) -> str:
+    now = state(run_dir)
+    others = [job for job in jobs_in_queue(run_dir, now) if job not in (now.job_id, *now.following)]
+    if now.queued_again:
+        client(run_dir).cancel(_job_id(now), *others)
+        return f"run {run_dir.id} has ended: {now.status}; its job {now.job_id} is taken out of the queue"
+    if others and not (now.alive and now.own_job and not now.packed):
+        with _asking(run_dir, "cancel"):
+            client(run_dir).cancel(*others)
+    if not now.alive and not others:
+        return f"run {run_dir.id} is not running: {now.explanation}"
+    if not now.alive:
+        pass
+    elif has_no_job(run_dir, now) or not now.own_job:
+        _signal_rank_0(run_dir, now, "cancel", signal.SIGTERM)
+    elif now.packed:
+        _cancel_in_pack(run_dir, now)
+    else:
+        job_id = _job_id(now)
+        with _asking(run_dir, "cancel"):
+            # The last of a chain first: each would start when those before it are gone.
+            client(run_dir).cancel(*reversed(now.following), job_id, *others)
+    run_dir.event("cancel asked")
+    return f"run {run_dir.id} is told to end; it saves if time allows and does not come back"
+
+
+def _cancel_in_pack(run_dir: RunDir, now: RunState) -> None:
+    """End this run, but not the others of its job. A run that waits is left out when the job starts (again)."""
+    _refuse_while_setting_up(run_dir, now)
+    with _asking(run_dir, "cancel"):
+        if now.status in ("running", "unknown"):
+            client(run_dir).signal(_step_id(now), "TERM")
+
+
+def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> str:
+    """Stop a running job for `preempt` or `requeue`, with the signal of a preemption or the early warning."""
+    now = state(run_dir)
+    if not now.alive:
+        raise ClusterError(f"run {run_dir.id} is not running: {now.explanation}", hint=f"resume {run_dir.id}")
+    if now.status in WAITING:
+        if action == "preempt":
+            raise ClusterError(
+                f"run {run_dir.id} is not running but {now.status}", hint=f"requeue {run_dir.id} starts it now"
+            )
+        if now.status == "held":
+            client(run_dir).release(_job_id(now))
+        client(run_dir).start_now(_job_id(now))
+        return f"run {run_dir.id} is asked to start now"
+    _refuse_while_setting_up(run_dir, now)
+    if now.status == "suspended":
+        raise ClusterError(
+            f"run {run_dir.id} is suspended, so it cannot save now: {now.explanation}",
+            hint=f"`cancel {run_dir.id}` ends it",
+        )
+    if now.status == "stopping":
+        raise ClusterError(f"run {run_dir.id} is leaving already: {now.explanation}", hint=f"status {run_dir.id}")
+    next_step, asked = _next_step(run_dir, now), time.time()
+    if has_no_job(run_dir, now) or not now.own_job:
+        _signal_rank_0(run_dir, now, action, signal.SIGTERM if name == "TERM" else signal.SIGUSR2)
+    else:
+        with _asking(run_dir, action):
+            client(run_dir).signal(_step_id(now) if now.packed else _job_id(now), name)
+    run_dir.event(f"{action} asked")
+    goes_on = f"leave; {next_step} (logs {run_dir.id} -f)"
+    said = (
+        f"run {run_dir.id} is told to save and {goes_on if next_step else f'end; `resume {run_dir.id}` continues it'}"
+    )
+    if action != "preempt" or has_no_job(run_dir, now) or not now.own_job:
+        return said
+    return "\n".join([said, *_how_long_leaving_took(run_dir, now, asked)])
+
+
+def _how_long_leaving_took(run_dir: RunDir, now: RunState, asked: float) -> list[str]:
+    """Wait until the job has stopped, and return a sentence.
+
+    Return nothing if SLURM does not say how long a preempted job may take.
+    """
+    from slurmtrain.config.compose import load_frozen
+    from slurmtrain.report.leaving_time import leaving_sentence, time_to_leave, wait_until_left
+
+    cluster = load_frozen(run_dir.config_file, with_secrets=False).cluster
+    times = client(run_dir).preemption_times(cluster.partition, cluster.qos)
+    within_s = time_to_leave(times)
+    if times is None or within_s is None:
+        return []
+    print(f"slurmtrain: waiting until it has stopped, for {within_s:.0f} s at most", file=sys.stderr, flush=True)
+    left = wait_until_left(run_dir, now.attempts[-1].number, within_s)
+    return [leaving_sentence(left, asked, within_s, times)]
+
+
+def _refuse_while_setting_up(run_dir: RunDir, now: RunState) -> None:
+    """Raise ClusterError if a signal would reach nobody, or a shell that ignores it."""
+    if now.status == "starting":
+        raise ClusterError(
+            f"run {run_dir.id} is still setting up: {now.explanation}",
+            hint=f"try again when `status {run_dir.id}` shows steps",
+        )
+
+
+def _step_id(now: RunState) -> str:
+    """Return the step id of a running run.
+
+    Raises:
+        ClusterError: it cannot be known whether the run is running.
+    """
+    if now.slurm_error is not None:
+        raise ClusterError(f"SLURM cannot be asked: {now.slurm_error}", hint="try again later")
+    step_id = now.attempts[-1].step_id
+    assert step_id is not None  # rank 0 writes it down before the run is called running
+    return step_id
+
+
+@contextlib.contextmanager
+def _asking(run_dir: RunDir, action: str) -> Iterator[None]:
+    """Leave the request for `finish-attempt` to find, and remove it again if it could not be passed on."""
+    write_request(run_dir, action)
+    try:
+        yield
+    except BaseException:
+        run_dir.request_file.unlink(missing_ok=True)
+        raise
+
+
+def _job_id(now: RunState) -> str:
+    assert now.job_id is not None
+    return now.job_id
+
+
+def _next_step(run_dir: RunDir, now: RunState) -> str | None:
+    """Describe how the run continues after a stop; None when it does not."""
+    from slurmtrain.config.compose import load_frozen
+
+    # The launchers write a log of every rank; ranks that somebody started by hand print where they were started.
+    by_hand = not now.own_job and not run_dir.attempt(now.attempts[-1].number).rank_log(0).exists()
+    if by_hand:
+        return None
+    config = load_frozen(run_dir.config_file, with_secrets=False)
+    mode = "requeue" if config.cluster.backend == "local" and config.requeue.mode != "off" else config.requeue.mode
+    if mode == "chain" and not now.following:
+        return None
+    if mode == "requeue" and now.packed:
+        return "it is requeued and resumes by itself when the others of its pack have left, too"
+    return {
+        "requeue": "it is requeued and resumes by itself",
+        "resubmit": "it is submitted again and resumes by itself",
+        "chain": f"the next job of its chain, {', '.join(now.following[:1])}, resumes it",
+    }.get(mode)
+
+
+def _signal_rank_0(run_dir: RunDir, now: RunState, action: str, number: int) -> None:
+    """Signal rank 0 of a run that has no job of its own; rank 0 tells the others.
+
+    Raises:
+        ClusterError: the run has no rank 0 yet, or none on this host.
+    """
+    last = now.attempts[-1] if now.attempts else None
+    if last is None or last.pid is None or last.ended is not None:
+        raise ClusterError(
+            f"run {run_dir.id} is still setting up: {now.explanation}",
+            hint=f"try again when `status {run_dir.id}` shows steps",
+        )
+    if not process_lives(last):
+        if now.job_id is None or now.own_job:
+            raise ClusterError(f"run {run_dir.id} runs on {last.host}", hint=f"type `{action} {run_dir.id}` there")
+        # A job that does more than this run must not be ended, and it is not known which of its steps is ours.
+        raise ClusterError(
+            f"run {run_dir.id} was started by hand inside job {now.job_id}, which may do other things, on {last.host}",
+            hint=f"Ctrl-C (twice for srun) where it was started, or `squeue --steps --jobs={now.job_id}` and "
+            f"`scancel --signal=TERM {now.job_id}.STEP`",
+        )
+    with _asking(run_dir, action):
+        try:
+            os.kill(last.pid, number)
+        except OSError as error:  # it has just left, or is somebody else's
+            raise ClusterError(f"cannot signal rank 0, process {last.pid}: {error.strerror}") from None
