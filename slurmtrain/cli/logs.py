@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slurmtrain.cli.arguments import RUN_HELP, Parser
 from slurmtrain.errors import UsageError
-from slurmtrain.report.status import WAITING, is_over, state
+from slurmtrain.report.status import WAITING, RunStatus, is_over, state
 from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import read_attempt
 from slurmtrain.runs.outcome import Verdict, exit_code_of_run
@@ -182,7 +182,7 @@ def lines_as_they_come(
         if not ended and time.monotonic() - asked >= ASK_EVERY_S:
             now = state(run_dir)
             ended, asked = not now.alive, time.monotonic()
-            if now.status in (*WAITING, "starting") and said != (said := f"{now.status}: {now.explanation}"):
+            if now.status in (*WAITING, RunStatus.STARTING) and said != (said := f"{now.status}: {now.explanation}"):
                 say(said)
         time.sleep(FOLLOW_POLL_S)
 
@@ -199,7 +199,7 @@ def follow_to_the_end(run_dir: RunDir) -> int:
         return 130
     now = state(run_dir)
     print(f"run {run_dir.id}: {now.status}: {now.explanation}")
-    if now.status == "finished" or not now.attempts:
-        return 0 if now.status == "finished" else 1
+    if now.status == RunStatus.FINISHED or not now.attempts:
+        return 0 if now.status == RunStatus.FINISHED else 1
     last = now.attempts[-1]
     return exit_code_of_run(last.verdict, last.reason, last.exit_code) or 1

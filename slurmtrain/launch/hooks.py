@@ -23,6 +23,7 @@ from slurmtrain.config.schema import HooksConfig
 from slurmtrain.errors import EXIT_CONFIG, ConfigError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.finish_attempt import own_job_id
@@ -45,14 +46,14 @@ def run_hook(run_dir: RunDir, number: int) -> None:
         log = run_dir.attempt(number).hook_log.open("x")
     except FileExistsError:  # it has run, or is running
         return
-    run_dir.event("hook started", attempt=number, hook=name)
+    run_dir.event(Event.HOOK_STARTED, attempt=number, hook=name)
     with log:
         try:
             secrets.take(config.secrets)
             outcome = _run(command, config.hooks, run_dir, attempt, log)
         except (ConfigError, OSError) as error:
             outcome = f"could not be run: {error}"
-    run_dir.event("hook ended", attempt=number, hook=name, outcome=outcome)
+    run_dir.event(Event.HOOK_ENDED, attempt=number, hook=name, outcome=outcome)
     print(f"slurmtrain: hooks.{name} {outcome}", file=sys.stderr, flush=True)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from slurmtrain.checkpoint.commit import newest_committed_step
 from slurmtrain.errors import UnreadableRecord
 from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import JobFacts, parse_time
@@ -182,7 +183,7 @@ def reopen(run_dir: RunDir, attempt: Attempt, steps: int) -> None:
     attempt.verdict, attempt.reason = Verdict.END, Reason.ASKED
     attempt.sentence = f"finished after {attempt.last_step} steps, and was then given {steps}"
     write_attempt(run_dir, attempt)
-    run_dir.event("lengthened", attempt=attempt.number, steps=steps)
+    run_dir.event(Event.LENGTHENED, attempt=attempt.number, steps=steps)
 
 
 def all_attempts(run_dir: RunDir) -> list[Attempt]:

@@ -20,6 +20,7 @@ from typing import Any
 
 from slurmtrain.errors import UnreadableRecord
 from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.runs.events import Event
 from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, write_json
@@ -302,7 +303,7 @@ class RunDir:
             job_ids = list(info["job_ids"])
             if job_id in job_ids:
                 return False
-            events = [event for event in self.events() if event["event"] == "submitted"] if job_ids else []
+            events = [event for event in self.events() if event["event"] == Event.SUBMITTED] if job_ids else []
             # An event that is added here also says when that job was submitted.
             later = [
                 event.get("job_id") for event in events if (finite(event.get("submitted")) or event["time"]) > submitted
@@ -339,7 +340,7 @@ class RunDir:
         finally:
             os.close(descriptor)
 
-    def event(self, name: str, **facts: Any) -> None:
+    def event(self, name: Event, **facts: Any) -> None:
         """Append one line to events.jsonl, a file of this user.
 
         Raises:

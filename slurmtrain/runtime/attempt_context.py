@@ -21,6 +21,7 @@ from slurmtrain.errors import EnvironmentMismatch
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RunDir
 from slurmtrain.runtime.finish_attempt import REPORTING, close_abandoned, own_job_id
 from slurmtrain.slurm.client import SlurmClient
@@ -119,7 +120,7 @@ def open_attempt(context: AttemptContext, environment: Environment, config: Conf
     )
     attempts.write_attempt(context.run_dir, attempt)
     context.run_dir.event(
-        "attempt started",
+        Event.ATTEMPT_STARTED,
         attempt=context.number,
         job_id=attempt.job_id,
         nodes=attempt.nodes,

@@ -20,6 +20,7 @@ from slurmtrain.errors import ClusterError
 from slurmtrain.runs import attempts, chain
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt, Failure
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import (
     AttemptOutcome,
     Evidence,
@@ -101,7 +102,7 @@ def free_dependents(run_dir: RunDir, attempt: Attempt, client: SlurmClient) -> N
         print(f"slurmtrain: jobs that wait for this run may start late or never: {error.message}", file=sys.stderr)
         return
     if freed:
-        run_dir.event("dependents freed", job_ids=freed, job_id=job_id)
+        run_dir.event(Event.DEPENDENTS_FREED, job_ids=freed, job_id=job_id)
 
 
 def own_restart_count() -> int:
@@ -189,7 +190,7 @@ def _record(run_dir: RunDir, attempt: Attempt, outcome: AttemptOutcome) -> None:
         attempt.bad_nodes = [outcome.bad_node]
     attempts.write_attempt(run_dir, attempt)
     run_dir.event(
-        "attempt ended",
+        Event.ATTEMPT_ENDED,
         attempt=attempt.number,
         reason=outcome.reason,
         verdict=outcome.verdict,

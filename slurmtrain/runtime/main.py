@@ -21,6 +21,7 @@ from slurmtrain.config.compose import load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_REQUEUE, CheckpointMismatch, LostPeers, SlurmtrainError, Superseded, exit_code_of
 from slurmtrain.runs import attempts
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
@@ -188,7 +189,7 @@ def _train(
         said = "finished" if outcome.finished else "stopped"
         attempt_context.update_attempt(context, said=said, last_step=outcome.step)
         context.run_dir.event(
-            f"training {said}",
+            Event.TRAINING_FINISHED if outcome.finished else Event.TRAINING_STOPPED,
             attempt=context.number,
             step=outcome.step,
             save_s=outcome.saved.seconds if outcome.saved else None,

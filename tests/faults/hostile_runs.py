@@ -19,6 +19,7 @@ from typing import Any
 
 from slurmtrain.cli import main
 from slurmtrain.report import status
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import files
 from tests.faults.outcome import Outcome, Trial
@@ -91,7 +92,7 @@ def write_run(run: RunDir, **facts: Any) -> None:
     run.evaluations_file.write_text('{"step": 4, "valid_loss": 2.5}\n')
     events = (
         {"time": 1_700_000_000.0, "event": name, "job_ids": ["1"], "job_id": "4711"}
-        for name in ("submitted", status.GONE_EVENT)
+        for name in ("submitted", Event.GONE_FROM_QUEUE)
     )
     run.events_file.write_text("".join(json.dumps(event) + "\n" for event in events))
     for step in (2, 4):

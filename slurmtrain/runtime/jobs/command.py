@@ -27,6 +27,7 @@ from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, RendezvousError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.addresses import free_port, machine, own_addresses
@@ -174,7 +175,7 @@ def _wait_for_descendants(
         shown = "; ".join(left[:5]) + ("; ..." if len(left) > 5 else "")
         print(f"slurmtrain: left behind by the program, and ended: {shown}", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError):  # a full disk must not make a crash of it
-            context.run_dir.event("left behind", attempt=context.number, rank=environment.rank, processes=left[:20])
+            context.run_dir.event(Event.LEFT_BEHIND, attempt=context.number, rank=environment.rank, processes=left[:20])
 
 
 def _end_of_grace(context: AttemptContext, stop: StopSignals) -> float:
