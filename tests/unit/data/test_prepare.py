@@ -318,7 +318,7 @@ def test_ctrl_c_leaves_whole_units_and_no_process_and_says_how_to_go_on(
         for pid in (*crew, process.pid):  # as a terminal does
             os.kill(pid, signal.SIGINT)
         said, _ = process.communicate(timeout=180)
-    assert process.returncode == 75 and "the same command again goes on" in said, said
+    assert process.returncode == 75 and "the same command continues from there" in said, said
     assert "Traceback" not in said and not any(map(lives, crew))
     assert not (tmp_path / "out/manifest.json").exists()
 
