@@ -30,6 +30,7 @@ from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime.finish_attempt import finish_attempt, run_hook_of
 from slurmtrain.slurm.client import belongs_to_a_job
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE
+from slurmtrain.system.signals import STOP_SIGNALS
 
 PR_SET_PDEATHSIG = 1
 
@@ -214,5 +215,5 @@ def _prepare_rank() -> None:
     Signals are blocked until the rank has handlers. A rank whose launcher was killed gets SIGTERM, so that it saves and
     exits instead of training on for nobody.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2})
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 
 # USR2 is the early warning (USR1 is taken by NCCL). TERM is what a preemption sends where the site did not set
-# send_user_signal, and what scancel and requeue send. INT is Ctrl-C of a person.
-STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+# send_user_signal, and what scancel and requeue send.
+SLURM_STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
+STOP_SIGNALS = (*SLURM_STOP_SIGNALS, signal.SIGINT)  # INT is Ctrl-C of a person
 
 
 @dataclass(frozen=True)

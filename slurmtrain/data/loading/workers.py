@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from slurmtrain.data.loading.shared_memory import Packed, Slots
 from slurmtrain.errors import SlurmtrainError, how_it_ended
+from slurmtrain.system.signals import SLURM_STOP_SIGNALS
 
 Jobs = TypeVar("Jobs", bound=Sized)
 Result = TypeVar("Result")
@@ -40,7 +41,6 @@ CLOSE_GRACE_S = 2.0  # seconds for a worker to exit by itself before it is kille
 MOST_MESSAGES = 8  # under way to and from a worker
 MESSAGE_S = 5e-3  # seconds of work per message: sending one costs a tenth of a millisecond
 MOST_JOBS = 32  # in a message, for this reason
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
 class Workers(Generic[Jobs, Result]):
@@ -96,7 +96,7 @@ class Workers(Generic[Jobs, Result]):
         before = set(multiprocessing.active_children())
         # Blocked across the fork, so that no signal meets a worker before it has learnt to ignore them. Those that
         # arrive for this process meanwhile are delivered afterwards.
-        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SLURM_STOP_SIGNALS)
         try:
             self._messages = iter(loader)
         except BaseException:
@@ -168,9 +168,9 @@ class Workers(Generic[Jobs, Result]):
 
 def ignore_stop_signals(worker_id: int) -> None:
     """Ignore the stop signals in this worker, since only the ranks act on them."""
-    for number in _STOP_SIGNALS:
+    for number in SLURM_STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SLURM_STOP_SIGNALS)
 
 
 class _Position(NamedTuple):

@@ -24,8 +24,8 @@ from slurmtrain.data.prepare.file_errors import in_a_sentence
 from slurmtrain.data.prepare.plan import PreparePlan, Unit
 from slurmtrain.data.prepare.unit import Progress, Task, UnitRecord, describe, prepare_unit, read_records
 from slurmtrain.errors import ConfigError, DataError, SlurmtrainError, how_it_ended
+from slurmtrain.system.signals import STOP_SIGNALS
 
-STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}
 PR_SET_PDEATHSIG = 1
 HOPELESS = 100  # bad records before the first good one
 

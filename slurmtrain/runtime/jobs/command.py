@@ -37,10 +37,10 @@ from slurmtrain.runtime.stop_watcher import Watch
 from slurmtrain.slurm.environment import Environment, check_gpu_files
 from slurmtrain.system import descendants
 from slurmtrain.system.files import read_json, write_json
-from slurmtrain.system.signals import StopSignals
+from slurmtrain.system.signals import SLURM_STOP_SIGNALS, StopSignals
 
 # Exit codes of a program that died of a stop signal, directly or as a shell reports it.
-DIED_OF_A_STOP = {sign for number in (signal.SIGTERM, signal.SIGUSR2) for sign in (-number, 128 + number)}
+DIED_OF_A_STOP = {sign for number in SLURM_STOP_SIGNALS for sign in (-number, 128 + number)}
 SIGNAL_LAG_S = 1.0
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh")
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
@@ -289,9 +289,9 @@ def _reachable(address: dict[str, object]) -> str:
 
 
 def _default_signals() -> None:
-    for number in (signal.SIGTERM, signal.SIGUSR2):
+    for number in SLURM_STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2, signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SLURM_STOP_SIGNALS)
 
 
 def _pass_on(stop: StopSignals, source: str) -> None:
