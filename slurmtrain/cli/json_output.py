@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from slurmtrain.report.status import RunState
+from slurmtrain.report.status import RunState, RunStatus
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.json_text import json_text
@@ -44,7 +44,7 @@ def run_object(run_dir: RunDir, now: RunState) -> dict[str, Any]:
     attempts     attempts, oldest first, each with number, job_id, nodes, started, ended (unix times), first_step, last_step,
                  reason, verdict, exit_code and sentence; null where it is not known
     """
-    info = run_dir.info() if now.status != "unreadable" else {"job_ids": []}
+    info = run_dir.info() if now.status != RunStatus.UNREADABLE else {"job_ids": []}
     return {
         "id": run_dir.id,
         "name": run_dir.path.parent.name,
@@ -74,8 +74,8 @@ def evaluation_object(evaluation: RunDir, now: RunState) -> dict[str, Any]:
         "state": now.status,
         "sentence": now.explanation,
         "job_id": now.job_id,
-        "job_ids": evaluation.info()["job_ids"] if now.status != "unreadable" else [],
-        "metrics": evaluation.measured() if now.status != "unreadable" else {},
+        "job_ids": evaluation.info()["job_ids"] if now.status != RunStatus.UNREADABLE else [],
+        "metrics": evaluation.measured() if now.status != RunStatus.UNREADABLE else {},
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import codecs
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from slurmtrain.cli.arguments import RUN_HELP, Parser
 from slurmtrain.errors import UsageError
-from slurmtrain.report.status import WAITING, is_over, state
+from slurmtrain.report.status import WAITING, RunStatus, is_over, state
 from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import read_attempt
 from slurmtrain.runs.outcome import Verdict, exit_code_of_run
@@ -54,7 +53,7 @@ def main(verb: str, words: list[str]) -> int:
             hint=f"status {run_dir.id}; logs -f waits for it",
         )
     number = attempt or numbers[-1]
-    marked = options.rank is None and _logs_of(run_dir, number)
+    marked = options.rank is None and run_dir.attempt(number).rank_logs()
     logs = marked or {0: _log_file(run_dir, options.rank or 0, number)}
     for rank, log in logs.items():
         tail = Tail(log, rank if marked else None)
@@ -72,20 +71,13 @@ def _rank(text: str) -> int | None:
     return int(text)
 
 
-def _logs_of(run_dir: RunDir, number: int) -> dict[int, Path]:
-    """Return the logs of all ranks of an attempt, in their order."""
-    paths = run_dir.attempt(number).glob("rank-*.log")
-    found = {int(path.stem[5:]): path for path in paths if re.fullmatch("rank-[0-9]{1,9}", path.stem)}
-    return dict(sorted(found.items()))
-
-
 def _log_file(run_dir: RunDir, rank: int, number: int) -> Path:
-    directory = run_dir.attempt(number)
-    log = directory / f"rank-{rank}.log"
+    attempt_dir = run_dir.attempt(number)
+    log = attempt_dir.rank_log(rank)
     if os.path.lexists(log):
         return log
-    ranks = list(_logs_of(run_dir, number))
-    for other in (directory / "setup-failed", directory / "srun.log"):
+    ranks = list(attempt_dir.rank_logs())
+    for other in (attempt_dir.setup_failure_file, attempt_dir.srun_log):
         if not ranks and os.path.lexists(other):
             return other
     raise UsageError(
@@ -163,10 +155,10 @@ def lines_as_they_come(
     asked = time.monotonic() - ASK_EVERY_S
     ended = looked = False
     while True:
-        ranks = [rank] if rank is not None else list(_logs_of(run_dir, number))
+        ranks = [rank] if rank is not None else list(run_dir.attempt(number).rank_logs())
         for each in ranks:
             if each not in tails:
-                tails[each] = Tail(run_dir.attempt(number) / f"rank-{each}.log", each if rank is None else None)
+                tails[each] = Tail(run_dir.attempt(number).rank_log(each), each if rank is None else None)
         came = False
         for each in ranks:
             for text in tails[each].pieces():
@@ -190,7 +182,7 @@ def lines_as_they_come(
         if not ended and time.monotonic() - asked >= ASK_EVERY_S:
             now = state(run_dir)
             ended, asked = not now.alive, time.monotonic()
-            if now.status in (*WAITING, "starting") and said != (said := f"{now.status}: {now.explanation}"):
+            if now.status in (*WAITING, RunStatus.STARTING) and said != (said := f"{now.status}: {now.explanation}"):
                 say(said)
         time.sleep(FOLLOW_POLL_S)
 
@@ -207,7 +199,7 @@ def follow_to_the_end(run_dir: RunDir) -> int:
         return 130
     now = state(run_dir)
     print(f"run {run_dir.id}: {now.status}: {now.explanation}")
-    if now.status == "finished" or not now.attempts:
-        return 0 if now.status == "finished" else 1
+    if now.status == RunStatus.FINISHED or not now.attempts:
+        return 0 if now.status == RunStatus.FINISHED else 1
     last = now.attempts[-1]
     return exit_code_of_run(last.verdict, last.reason, last.exit_code) or 1

@@ -15,6 +15,7 @@ from slurmtrain.errors import EXIT_REQUEUE, UsageError
 from slurmtrain.launch.memory_check import check_memory
 from slurmtrain.launch.named_paths import check_named_paths
 from slurmtrain.planner.fit import check_fits, share_of_gpu
+from slurmtrain.report.status import RunStatus
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.sweep import folder as sweeps
@@ -28,7 +29,7 @@ from slurmtrain.system.paths import current_folder
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"  # Hydra's own: choices and nothing else
 
-DONE_WITH = {"finished", "removed"}  # states of runs that nobody has to start again
+DONE_WITH = {RunStatus.FINISHED, RunStatus.REMOVED}  # states of runs that nobody has to start again
 
 
 def submit(arguments: Arguments) -> int:

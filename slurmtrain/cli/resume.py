@@ -16,9 +16,10 @@ from slurmtrain.cli.run_control import (
     say,
 )
 from slurmtrain.errors import ClusterError, UsageError
-from slurmtrain.report.status import RunState, state
+from slurmtrain.report.status import RunState, RunStatus, state
 from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import reopen
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.paths import current_folder
 
@@ -82,7 +83,7 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
     if now.alive:
         raise ClusterError(
             f"run {run_dir.id} has not ended: {now.status}, {now.explanation}",
-            hint=_way_out(run_dir, now) if now.status == "unknown" else f"requeue {run_dir.id} restarts it",
+            hint=_way_out(run_dir, now) if now.status == RunStatus.UNKNOWN else f"requeue {run_dir.id} restarts it",
         )
     before = [job for job in run_dir.info()["job_ids"] if job != now.job_id]
     left = [job for job in jobs_in_queue(run_dir, now) if job in before]
@@ -91,7 +92,7 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
             f"run {run_dir.id} has ended in its latest job, but an earlier one, {left[0]}, is still in the queue",
             hint=f"cancel {run_dir.id} takes it out",
         )
-    finished = now.status == "finished"
+    finished = now.status == RunStatus.FINISHED
     if finished and (overrides or code):
         _check_lengthened(run_dir, now, overrides)
     elif finished:
@@ -108,7 +109,7 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
     if finished:
         reopen(run_dir, now.attempts[-1], run_dir.info()["steps"])
     run_dir.request_file.unlink(missing_ok=True)
-    run_dir.event("resume asked")
+    run_dir.event(Event.RESUME_ASKED)
     if run_dir.info()["backend"] == "local":
         from slurmtrain.launch.local import run_local
 
@@ -153,5 +154,5 @@ def _way_out(run_dir: RunDir, now: RunState) -> str:
     if not has_no_job(run_dir, now):
         return "try again when SLURM answers"
     last = now.attempts[-1]  # its host may have been a container that no longer exists
-    record = run_dir.attempt(last.number) / "attempt.json"
+    record = run_dir.attempt(last.number).record_file
     return f"type `resume {run_dir.id}` there; if {last.host} is gone for good, remove {record} a minute before"

@@ -25,7 +25,7 @@ from slurmtrain.cli.columns import (
 from slurmtrain.cli.json_output import evaluation_object, print_json, run_object
 from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, watch
 from slurmtrain.errors import UnreadableRecord
-from slurmtrain.report.status import WAITING, RunState, states
+from slurmtrain.report.status import WAITING, RunState, RunStatus, states
 from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
@@ -107,7 +107,7 @@ def _one(run_dir: RunDir, *, as_json: bool) -> int:
     evaluations = run_dir.all_evaluations()
     found = states([run_dir, *evaluations])
     now = found[run_dir.id]
-    if now.status == "unreadable":
+    if now.status == RunStatus.UNREADABLE:
         raise UnreadableRecord(now.explanation)
     if as_json:
         objects = [evaluation_object(each, found[each.id]) for each in evaluations]
@@ -129,7 +129,7 @@ def _tables(evaluations: Sequence[RunDir], found: Mapping[str, RunState], now: R
 
 
 def _evaluation_row(evaluation: RunDir, now: RunState) -> list[str]:
-    found = evaluation.measured() if now.status != "unreadable" else {}
+    found = evaluation.measured() if now.status != RunStatus.UNREADABLE else {}
     losses = {name: value for name, value in found.items() if name.endswith("_loss")}
     measured = ", ".join(f"{name} {value:.4f}" for name, value in losses.items())
     return [evaluation.path.name, now.job_id or "-", now.status, measured or "-", now.explanation]

@@ -20,8 +20,9 @@ from slurmtrain.cli.run_control import (
     say,
 )
 from slurmtrain.errors import ClusterError
-from slurmtrain.report.status import WAITING, RunState, process_lives, state
+from slurmtrain.report.status import WAITING, RunState, RunStatus, process_lives, state
 from slurmtrain.runs.attempts import write_request
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.file_claims import is_claimed
 
@@ -75,7 +76,7 @@ def _cancel_one(run_dir: RunDir) -> str:
         with _asking(run_dir, "cancel"):
             # The last of a chain first: each would start when those before it are gone.
             client(run_dir).cancel(*reversed(now.following), job_id, *others)
-    run_dir.event("cancel asked")
+    run_dir.event(Event.CANCEL_ASKED)
     return f"run {run_dir.id} is told to end; it saves if time allows and does not come back"
 
 
@@ -83,7 +84,7 @@ def _cancel_in_pack(run_dir: RunDir, now: RunState) -> None:
     """End this run, but not the others of its job. A run that waits is left out when the job starts (again)."""
     _refuse_while_setting_up(run_dir, now)
     with _asking(run_dir, "cancel"):
-        if now.status in ("running", "unknown"):
+        if now.status in (RunStatus.RUNNING, RunStatus.UNKNOWN):
             client(run_dir).signal(_step_id(now), "TERM")
 
 
@@ -97,17 +98,17 @@ def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> str:
             raise ClusterError(
                 f"run {run_dir.id} is not running but {now.status}", hint=f"requeue {run_dir.id} starts it now"
             )
-        if now.status == "held":
+        if now.status == RunStatus.HELD:
             client(run_dir).release(_job_id(now))
         client(run_dir).start_now(_job_id(now))
         return f"run {run_dir.id} is asked to start now"
     _refuse_while_setting_up(run_dir, now)
-    if now.status == "suspended":
+    if now.status == RunStatus.SUSPENDED:
         raise ClusterError(
             f"run {run_dir.id} is suspended, so it cannot save now: {now.explanation}",
             hint=f"`cancel {run_dir.id}` ends it",
         )
-    if now.status == "stopping":
+    if now.status == RunStatus.STOPPING:
         raise ClusterError(f"run {run_dir.id} is leaving already: {now.explanation}", hint=f"status {run_dir.id}")
     next_step, asked = _next_step(run_dir, now), time.time()
     if has_no_job(run_dir, now) or not now.own_job:
@@ -115,7 +116,7 @@ def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> str:
     else:
         with _asking(run_dir, action):
             client(run_dir).signal(_step_id(now) if now.packed else _job_id(now), name)
-    run_dir.event(f"{action} asked")
+    run_dir.event(Event.PREEMPT_ASKED if action == "preempt" else Event.REQUEUE_ASKED)
     goes_on = f"leave; {next_step} (logs {run_dir.id} -f)"
     said = (
         f"run {run_dir.id} is told to save and {goes_on if next_step else f'end; `resume {run_dir.id}` continues it'}"
@@ -145,7 +146,7 @@ def _how_long_leaving_took(run_dir: RunDir, now: RunState, asked: float) -> list
 
 def _refuse_while_setting_up(run_dir: RunDir, now: RunState) -> None:
     """Raise ClusterError if a signal would reach nobody, or a shell that ignores it."""
-    if now.status == "starting":
+    if now.status == RunStatus.STARTING:
         raise ClusterError(
             f"run {run_dir.id} is still setting up: {now.explanation}",
             hint=f"try again when `status {run_dir.id}` shows steps",
@@ -186,7 +187,7 @@ def _next_step(run_dir: RunDir, now: RunState) -> str | None:
     from slurmtrain.config.compose import load_frozen
 
     # The launchers write a log of every rank; ranks that somebody started by hand print where they were started.
-    by_hand = not now.own_job and not (run_dir.attempt(now.attempts[-1].number) / "rank-0.log").exists()
+    by_hand = not now.own_job and not run_dir.attempt(now.attempts[-1].number).rank_log(0).exists()
     if by_hand:
         return None
     config = load_frozen(run_dir.config_file, with_secrets=False)

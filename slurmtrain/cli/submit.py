@@ -24,6 +24,7 @@ from slurmtrain.launch.time_limit_check import look_ahead
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import write_request
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system.paths import current_folder
@@ -166,7 +167,7 @@ def _render(config: Config, arguments: Arguments) -> int:
         raise UsageError(f"cannot write {output}: it is a folder, or its folder does not exist", hint="-o job.sbatch")
     with preparing(config, arguments.overrides, current_folder(), say) as run_dir:
         shutil.copyfile(run_dir.script, output)
-    run_dir.event("rendered", file=str(output.resolve()))
+    run_dir.event(Event.RENDERED, file=str(output.resolve()))
     print(f"wrote {output} for run {run_dir.id} in {run_dir.path}\n  start it with: sbatch {output}")
     return 0
 

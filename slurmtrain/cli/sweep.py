@@ -29,7 +29,7 @@ from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, w
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.report import collect
 from slurmtrain.report.progress import eta_of_all, lowest, roughly
-from slurmtrain.report.status import RunState
+from slurmtrain.report.status import RunState, RunStatus
 from slurmtrain.runs import lookup
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Point, Sweep
@@ -146,9 +146,13 @@ def _row(point: Point, now: RunState) -> list[str]:
 
 def _headline(sweep: Sweep, points: Sequence[Point], now: dict[str, RunState]) -> str:
     """Return the number of points in each state, the time left for all of them, and the best loss so far."""
-    running = [state.progress for state in now.values() if state.status == "running"]
+    running = [state.progress for state in now.values() if state.status == RunStatus.RUNNING]
     # Prepared runs are started later on this machine, or when there is room for more jobs.
-    waiting = [each for each in now.values() if each.status == "prepared" or (each.alive and each.status != "running")]
+    waiting = [
+        each
+        for each in now.values()
+        if each.status == RunStatus.PREPARED or (each.alive and each.status != RunStatus.RUNNING)
+    ]
     words = [f"{sweep.id}: {summary(counts(now.values())) or 'no points yet'}"]
     eta_s = eta_of_all([each.progress for each in waiting], running)
     if eta_s is not None:

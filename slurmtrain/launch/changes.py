@@ -28,6 +28,7 @@ from slurmtrain.launch.snapshot import Snapshot, find_source, take_snapshot
 from slurmtrain.launch.submit import job_paths, steps_of
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.runs import lookup
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import files
 
@@ -88,7 +89,7 @@ def change(run_dir: RunDir, overrides: Sequence[str], cwd: Path, *, code: bool =
         )
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    run_dir.event("changed", set=list(overrides), code=facts.get("code"))
+    run_dir.event(Event.CHANGED, set=list(overrides), code=facts.get("code"))
 
 
 def _code_taken(info: Mapping[str, Any]) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.submit import slurm_conf_of
-from slurmtrain.report.status import RunState, is_over, state, states
+from slurmtrain.report.status import RunState, RunStatus, is_over, state, states
 from slurmtrain.runs import lookup
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.finish_attempt import free_dependents
@@ -63,7 +63,7 @@ def check_again(references: str, root: Path, client: SlurmClient) -> None:
     for run_dir in find_runs(references, root):
         if is_over(run_dir):
             now = state(run_dir)
-            if now.status != "finished":
+            if now.status != RunStatus.FINISHED:
                 raise _will_not_finish(run_dir, now)
             # `finish-attempt` has freed the jobs that waited then; this job may have come too late for that.
             free_dependents(run_dir, now.attempts[-1], client)
@@ -91,7 +91,7 @@ def with_dependency(config: Config, conditions: Sequence[str]) -> Config:
 
 def _condition(run_dir: RunDir, now: RunState, here: str | None) -> str | None:
     """Return the dependency that is met when this run has finished; None when it has."""
-    if now.status == "finished":
+    if now.status == RunStatus.FINISHED:
         return None
     if not now.alive:
         raise _will_not_finish(run_dir, now)
@@ -112,7 +112,7 @@ def _condition(run_dir: RunDir, now: RunState, here: str | None) -> str | None:
 
 
 def _will_not_finish(run_dir: RunDir, now: RunState) -> UsageError:
-    what = "has not been submitted yet" if now.status == "prepared" else f"will not finish: {now.status}"
+    what = "has not been submitted yet" if now.status == RunStatus.PREPARED else f"will not finish: {now.status}"
     return UsageError(
         f"run {run_dir.id} {what}, {now.explanation}", hint=f"resume {run_dir.id}, then submit --after it again"
     )

@@ -32,6 +32,7 @@ from slurmtrain.launch.script import render_script
 from slurmtrain.launch.submit import job_paths, slurm_conf_of, submit
 from slurmtrain.report.status import states
 from slurmtrain.runs import attempts
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system import files
@@ -132,7 +133,7 @@ def cancel_all(run_dirs: Iterable[RunDir], client: SlurmClient) -> list[RunDir]:
     alive = [each for each in evaluations if left.get(each.id)]
     for evaluation in alive:
         attempts.write_request(evaluation, "cancel")
-        evaluation.event("cancel asked")
+        evaluation.event(Event.CANCEL_ASKED)
     if alive:
         client.cancel(*(job_id for each in alive for job_id in left[each.id]))
     for evaluation in alive:  # one that waited has nobody who would
@@ -155,17 +156,19 @@ def _submit_first(run_dir: RunDir, checkpoint: Path, say: Callable[[str], None])
             _write(evaluation, run_dir, config)
             job_id = submit([evaluation], config, say)
     except SlurmtrainError as error:
-        run_dir.event("evaluation not submitted", step=step, error=error.message)
+        run_dir.event(Event.EVALUATION_NOT_SUBMITTED, step=step, error=error.message)
         raise
-    run_dir.event("evaluation submitted", step=step, job_id=job_id)
+    run_dir.event(Event.EVALUATION_SUBMITTED, step=step, job_id=job_id)
     if _is_cancelled(run_dir):  # while sbatch was at work
         SlurmClient(evaluation.slurm_conf()).cancel(job_id)
 
 
 def _is_cancelled(run_dir: RunDir) -> bool:
     """Return whether the last request to the run was to end it."""
-    ends = ("cancel asked", "the file stop was found")
-    words = [event["event"] for event in run_dir.events() if event["event"] in (*ends, "submitted", "resume asked")]
+    ends = (Event.CANCEL_ASKED, Event.STOP_FILE_FOUND)
+    words = [
+        event["event"] for event in run_dir.events() if event["event"] in (*ends, Event.SUBMITTED, Event.RESUME_ASKED)
+    ]
     return bool(words) and words[-1] in ends
 
 

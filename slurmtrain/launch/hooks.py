@@ -23,6 +23,7 @@ from slurmtrain.config.schema import HooksConfig
 from slurmtrain.errors import EXIT_CONFIG, ConfigError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.finish_attempt import own_job_id
@@ -42,17 +43,17 @@ def run_hook(run_dir: RunDir, number: int) -> None:
     if command is None:
         return
     try:
-        log = (run_dir.attempt(number) / "hook.log").open("x")
+        log = run_dir.attempt(number).hook_log.open("x")
     except FileExistsError:  # it has run, or is running
         return
-    run_dir.event("hook started", attempt=number, hook=name)
+    run_dir.event(Event.HOOK_STARTED, attempt=number, hook=name)
     with log:
         try:
             secrets.take(config.secrets)
             outcome = _run(command, config.hooks, run_dir, attempt, log)
         except (ConfigError, OSError) as error:
             outcome = f"could not be run: {error}"
-    run_dir.event("hook ended", attempt=number, hook=name, outcome=outcome)
+    run_dir.event(Event.HOOK_ENDED, attempt=number, hook=name, outcome=outcome)
     print(f"slurmtrain: hooks.{name} {outcome}", file=sys.stderr, flush=True)
 
 
@@ -93,7 +94,7 @@ def _plain(text: str) -> str:
 def _judged(run_dir: RunDir, number: int) -> Attempt:
     """Return the attempt's record, completed here for an attempt whose set-up has failed, which nobody settles."""
     attempt = attempts.read_attempt(run_dir, number)
-    set_up = run_dir.attempt(number) / "setup-failed"
+    set_up = run_dir.attempt(number).setup_failure_file
     if attempt.reason is None and set_up.exists():
         attempt.reason, attempt.verdict, attempt.exit_code = Reason.CONFIG, Verdict.END, EXIT_CONFIG
         attempt.sentence = set_up.read_text(errors="replace").strip()
@@ -105,7 +106,7 @@ def _run(command: str, hooks: HooksConfig, run_dir: RunDir, attempt: Attempt, lo
     become_subreaper()  # its background processes stay below us
     began = time.monotonic()
     name = hook_of(attempt) or ""
-    record = run_dir.attempt(attempt.number) / "attempt.json"
+    record = run_dir.attempt(attempt.number).record_file
     with (record if record.exists() else Path(os.devnull)).open() as facts:
         shell = subprocess.Popen(
             ["bash", "-c", command],

@@ -67,7 +67,7 @@ class LocalAttempt:
         self.number = run_dir.new_attempt()
         self.told_to_stop = False
         self._run_dir, self._config = run_dir, config
-        self._directory = run_dir.attempt(self.number)
+        self._attempt_dir = run_dir.attempt(self.number)
         # SimpleQueue.put may be called from a signal handler; Queue.put may not.
         self._events: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
 
@@ -130,7 +130,7 @@ class LocalAttempt:
             preexec_fn=_prepare_rank,
         )
         os.close(theirs)
-        log = (self._directory / f"rank-{rank}.log").open("wb")
+        log = self._attempt_dir.rank_log(rank).open("wb")
         copier = threading.Thread(target=_copy, args=(ours, log, rank == 0), daemon=True)
         copier.start()
         self._copiers.append(copier)

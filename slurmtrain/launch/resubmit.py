@@ -20,6 +20,7 @@ from slurmtrain.launch.script import EXCLUDED_MAX, directive
 from slurmtrain.launch.submit import note, resubmit
 from slurmtrain.launch.submit_once import Passing
 from slurmtrain.runs import attempts
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.runs.outcome import Verdict, is_cancelled
 from slurmtrain.runs.run_dir import RunDir
@@ -201,7 +202,7 @@ def leave_out(runs: Sequence[tuple[RunDir, int]], job_id: str, client: SlurmClie
         print(f"slurmtrain: {excluded} cannot be left out: {error.message}", file=sys.stderr)
         return ""
     for run_dir, _ in runs:
-        run_dir.event("nodes left out", nodes=excluded, job_id=job_id)
+        run_dir.event(Event.NODES_LEFT_OUT, nodes=excluded, job_id=job_id)
     return excluded
 
 
@@ -230,7 +231,7 @@ def excluding(run_dir: RunDir, number: int, client: SlurmClient, before: str = "
         why = words.splitlines()[-1] if words else f"more than {EXCLUDED_MAX} nodes"
         said = f"{', '.join(bad)} cannot be left out, since the job may then never start: {why}"
         print(f"slurmtrain: {said}", file=sys.stderr)
-        run_dir.event("nodes not left out", nodes=",".join(bad), why=why)
+        run_dir.event(Event.NODES_NOT_LEFT_OUT, nodes=",".join(bad), why=why)
         return ""
     return nodes
 
@@ -330,7 +331,7 @@ def _pass_on_dependents(run_dir: RunDir, job_id: str, new: str, client: SlurmCli
         print(f"slurmtrain: jobs that wait for this run may never start: {error.message}", file=sys.stderr)
         return
     if moved:
-        run_dir.event("dependents passed on", job_ids=moved, job_id=new)
+        run_dir.event(Event.DEPENDENTS_PASSED_ON, job_ids=moved, job_id=new)
 
 
 def _ended_by_cancel(run_dir: RunDir, number: int) -> bool:
@@ -354,4 +355,4 @@ def _end(run_dir: RunDir, number: int, why: str) -> None:
     sentence = (attempt.sentence or "stopped").removesuffix("; it is submitted again").removesuffix("; it is requeued")
     attempt.sentence = f"{sentence}; {why}"
     attempts.write_attempt(run_dir, attempt)
-    run_dir.event("not started again", attempt=number, sentence=attempt.sentence)
+    run_dir.event(Event.NOT_STARTED_AGAIN, attempt=number, sentence=attempt.sentence)

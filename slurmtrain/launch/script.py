@@ -21,6 +21,7 @@ from slurmtrain.errors import EnvironmentMismatch
 from slurmtrain.launch.arrays import array_option
 from slurmtrain.launch.import_paths import pythonpath_folders
 from slurmtrain.resources import shipped
+from slurmtrain.runs.attempt_dir import rank_log_name
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from slurmtrain.runs.sweep_dir import tasks_of
 from slurmtrain.slurm.client import OF_QUERIES
@@ -286,7 +287,7 @@ def srun_words(cluster: ClusterConfig, paths: JobPaths, variables: Sequence[str]
         f"--wait={cluster.srun_wait_s}",
         *(["--overlap"] if paths.pack > 1 else []),
         "--unbuffered",
-        f'--output="{logs}/rank-%t.log"',
+        f'--output="{logs}/{rank_log_name("%t")}"',
     ]
     mounts = ['"$run_dir:$run_dir"', *(shlex.quote(mount) for mount in container.mounts)]
     if paths.workdir.startswith("/"):

@@ -24,13 +24,13 @@ from slurmtrain.launch.script import JobPaths, render_script, without_past
 from slurmtrain.launch.snapshot import CodeSource, Snapshot, find_source, take_snapshot
 from slurmtrain.launch.submit_once import NotSubmitted, comment_option, export_option, hand_over, sbatch
 from slurmtrain.runs.create import create_run_dir
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import INSTALL_HINT, SlurmClient, clean_environment
 from slurmtrain.system import files
 from slurmtrain.system.redaction import redacted
 
-SUBMITTING = "submitting"  # the event before sbatch is called
 PLACEHOLDER_ID = "RUN_ID"  # stands for the run's id in a dry run, which creates nothing
 
 
@@ -94,7 +94,7 @@ def submit(run_dirs: Sequence[RunDir], config: Config, say: Callable[[str], None
     for index, run_dir in enumerate(run_dirs):
         element = f"{job_id}_{index}" if len(run_dirs) > 1 else job_id
         run_dir.add_job(element, slurm_conf=slurm_conf)
-        run_dir.event("submitted", job_id=element)
+        run_dir.event(Event.SUBMITTED, job_id=element)
     return job_id
 
 
@@ -155,7 +155,7 @@ def resubmit(
 def note(run_dir: RunDir, job_id: str, **facts: object) -> None:
     """Record that this job is the run's latest, and that no other run shares it."""
     run_dir.add_job(job_id, packed=False)
-    run_dir.event("submitted", job_id=job_id, **facts)
+    run_dir.event(Event.SUBMITTED, job_id=job_id, **facts)
 
 
 def check_slurm_is_here(slurm_conf: str | None) -> None:
@@ -211,7 +211,7 @@ def _hand_over(
     """
     token = f"{run_dir.id}{'-array-' if shared else ':'}s{len(run_dir.info()['job_ids'])}"
     before = token in _submitting(run_dir)
-    run_dir.event(SUBMITTING, token=token)
+    run_dir.event(Event.SUBMITTING, token=token)
     return hand_over(
         script,
         run_dir.path / "submitit",
@@ -226,7 +226,7 @@ def _hand_over(
 
 def _submitting(run_dir: RunDir) -> list[str]:
     """Return the tokens of the submissions that were begun."""
-    return [str(event.get("token")) for event in run_dir.events() if event["event"] == SUBMITTING]
+    return [str(event.get("token")) for event in run_dir.events() if event["event"] == Event.SUBMITTING]
 
 
 def _write(

@@ -17,6 +17,7 @@ from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.validate import SLURM_EARLY_S
 from slurmtrain.errors import ConfigError, UnreadableRecord
 from slurmtrain.runs import attempts, lookup
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import PreemptionTimes, SlurmClient
 from slurmtrain.system.records import finite
@@ -135,7 +136,7 @@ def _measured(run_dir: RunDir, world_size: int) -> Measured | None:
         return None
     logged = attempts.records_with("step_time_s", attempts.tail(run_dir.metrics_file))
     steps = [value for each in logged if (value := finite(each["step_time_s"]))]
-    saved = [finite(each.get("seconds")) for each in run_dir.events() if each["event"] == "checkpoint"]
+    saved = [finite(each.get("seconds")) for each in run_dir.events() if each["event"] == Event.CHECKPOINT]
     saves = [value for value in saved if value is not None]
     if not steps or not saves:
         return None

@@ -21,7 +21,7 @@ from pathlib import Path
 from slurmtrain.checkpoint import retention
 from slurmtrain.checkpoint.commit import committed
 from slurmtrain.errors import UnreadableRecord
-from slurmtrain.report.status import RunState, states
+from slurmtrain.report.status import RunState, RunStatus, states
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.ownership import is_own
 from slurmtrain.runs.run_dir import RunDir
@@ -29,7 +29,7 @@ from slurmtrain.system.files import disk_usage
 from slurmtrain.system.paths import located
 from slurmtrain.system.records import is_mine
 
-ENDED = ("finished", "stopped", "failed", "lost")  # the words of a state that nobody runs any more
+ENDED = (RunStatus.FINISHED, RunStatus.STOPPED, RunStatus.FAILED, RunStatus.LOST)  # nobody runs it any more
 # A local run has no attempt for a moment after it was prepared, and looks lost; so does one between two attempts.
 QUIET_S = 600.0
 REMOVED = ".removed-"  # a hidden name, which `all_runs` does not look into
@@ -134,7 +134,7 @@ def _reason_to_stay(
         return f"job {state.job_id} is in the queue once more, though the run has ended"
     if run.id in twice:
         return "there are two runs of this id, and their states cannot be told apart"
-    if state.status == "lost":  # no file says "lost": it is the state when nobody knows of the job
+    if state.status == RunStatus.LOST:  # no file says "lost": it is the state when nobody knows of the job
         if now - _changed(run) < QUIET_S:
             return f"it looks lost, but something happened to it {now - _changed(run):.0f} s ago: it may be starting"
         if run.info()["host"] != socket.gethostname():
@@ -166,7 +166,7 @@ def _sources(runs: Sequence[RunDir]) -> dict[Path, str]:
 def fingerprint(run: RunDir) -> tuple[object, ...]:
     """Return facts that change when a run is submitted, resumed, started or gets a request."""
     files = (run.info_file, run.events_file, run.request_file, run.attempts, run.checkpoints, run.evaluations)
-    return (*(_stamp(path) for path in files), *(_stamp(run.attempt(number)) for number in run.attempt_numbers()))
+    return (*(_stamp(path) for path in files), *(_stamp(run.attempt(number).path) for number in run.attempt_numbers()))
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
@@ -180,7 +180,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 def _changed(run: RunDir) -> float:
     """Return when something last happened to the run, in unix seconds."""
     times = [0.0]
-    attempts = [run.attempt(number) for number in run.attempt_numbers()]
+    attempts = [run.attempt(number).path for number in run.attempt_numbers()]
     for path in (run.info_file, run.events_file, run.metrics_file, run.attempts, run.checkpoints, *attempts):
         with suppress(OSError):
             times.append(path.stat().st_mtime)

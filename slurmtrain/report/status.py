@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from slurmtrain.report.progress import Progress, at_about, read_progress
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.chain import links
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import is_anothers, names_of
 from slurmtrain.runs.lookup import is_sweep
 from slurmtrain.runs.outcome import Reason, Verdict
@@ -36,8 +38,29 @@ from slurmtrain.system.records import is_job_id, read_text
 CONFIRMATIONS = 3  # answers without a job after which it is taken for gone
 CONFIRM_EVERY_S = 0.7
 USER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}")
-GONE_EVENT = "gone from the queue"
-WAITING = ("waiting", "requeued", "held")  # words for a run whose job is pending
+
+
+class RunStatus(StrEnum):
+    """The status of a run."""
+
+    PREPARED = "prepared"  # nothing has been submitted or started yet
+    WAITING = "waiting"  # for its first start, in the queue
+    STARTING = "starting"
+    RUNNING = "running"
+    SUSPENDED = "suspended"
+    STOPPING = "stopping"  # its ranks are leaving
+    REQUEUED = "requeued"  # it waits to start again
+    HELD = "held"
+    UNKNOWN = "unknown"  # SLURM, or the host of a local run, cannot be asked
+    FINISHED = "finished"
+    STOPPED = "stopped"  # somebody or something ended it before it had finished; it can be resumed
+    FAILED = "failed"
+    LOST = "lost"  # its job is gone, and the run has not ended
+    UNREADABLE = "unreadable"  # its files cannot be used
+    REMOVED = "removed"  # only a sweep's point: its run directory is gone
+
+
+WAITING = (RunStatus.WAITING, RunStatus.REQUEUED, RunStatus.HELD)  # words for a run whose job is pending
 LOCAL_START_S = 60.0  # a local attempt whose rank 0 has not said anything for longer than this never will
 
 
@@ -46,9 +69,7 @@ class RunState:
     """The state of a run.
 
     Attributes:
-        status: one of "prepared", "waiting", "starting", "running", "suspended", "stopping", "requeued", "held",
-            "unknown", "finished", "stopped", "failed", "lost"; "unreadable" if the run's files cannot be used; for a
-            sweep's point also "removed".
+        status: what a person reads of it first.
         explanation: why, and what comes next.
         alive: SLURM or a local launcher still has it, or may have it as far as can be known here.
         own_job: it was submitted as this job; False if somebody started the run inside of an allocation.
@@ -61,7 +82,7 @@ class RunState:
         expected_start: when SLURM expects to start it, in unix seconds; None while SLURM has not worked that out.
     """
 
-    status: str
+    status: RunStatus
     explanation: str
     alive: bool
     attempts: list[Attempt]
@@ -111,7 +132,7 @@ def states(run_dirs: Iterable[RunDir]) -> dict[str, RunState]:
 
 
 def _unreadable(error: UnreadableRecord) -> RunState:
-    return RunState("unreadable", error.message, False, [], None)
+    return RunState(RunStatus.UNREADABLE, error.message, False, [], None)
 
 
 def state(run_dir: RunDir) -> RunState:
@@ -121,7 +142,7 @@ def state(run_dir: RunDir) -> RunState:
         UnreadableRecord: its files cannot be used.
     """
     now = states([run_dir])[run_dir.id]
-    if now.status == "unreadable":
+    if now.status == RunStatus.UNREADABLE:
         raise UnreadableRecord(now.explanation)
     return now
 
@@ -202,7 +223,9 @@ class _Record:
             events = self.run_dir.events()
         except UnreadableRecord:  # it only spares the next look
             return True
-        return self.possible_jobs not in [event.get("job_ids") for event in events if event["event"] == GONE_EVENT]
+        return self.possible_jobs not in [
+            event.get("job_ids") for event in events if event["event"] == Event.GONE_FROM_QUEUE
+        ]
 
     @property
     def own_job(self) -> bool:
@@ -232,7 +255,7 @@ class _Record:
         """The file with the message of a set-up that failed, if nobody could settle the attempt; else None."""
         if self.last is None or self.last.verdict is not None:
             return None
-        path = self.run_dir.attempt(self.last.number) / "setup-failed"
+        path = self.run_dir.attempt(self.last.number).setup_failure_file
         return path if os.path.lexists(path) else None
 
     @property
@@ -307,7 +330,7 @@ def _latest_job_id(run_dir: RunDir, submitted: list[str], tries: list[Attempt]) 
     ran = [attempt.job_id for attempt in tries if attempt.job_id]
     opened = tries[-1].started if tries else 0.0
     if submitted and submitted[-1] not in ran:
-        at = [float(event["time"]) for event in run_dir.events() if event["event"] == "submitted"] if opened else []
+        at = [float(event["time"]) for event in run_dir.events() if event["event"] == Event.SUBMITTED] if opened else []
         if not at or at[-1] > opened:  # otherwise somebody started the run by hand since
             return submitted[-1]
     logs = []
@@ -363,7 +386,7 @@ def _confirmed_queue(owner: _Owner, records: list[_Record]) -> _Queue:
     for record in records:
         if queue.doubt is None and record.is_missing_from(queue) and is_own(record.run_dir):
             with contextlib.suppress(OSError):  # it is told only to spare the next look
-                record.run_dir.event(GONE_EVENT, job_ids=record.possible_jobs)
+                record.run_dir.event(Event.GONE_FROM_QUEUE, job_ids=record.possible_jobs)
     return queue
 
 
@@ -403,7 +426,7 @@ def _state(record: _Record, queue: _Queue) -> RunState:
     else:
         word, sentence, alive = _asked(record, job)
     waits = word in WAITING
-    running_since = record.last.started if word == "running" and record.last is not None else None
+    running_since = record.last.started if word == RunStatus.RUNNING and record.last is not None else None
     return RunState(
         word,
         sentence,
@@ -427,26 +450,26 @@ def _expected_start(job: QueuedJob) -> float | None:
     return start if start is not None and start > time.time() else None
 
 
-def _without_slurm(record: _Record) -> tuple[str, str, bool]:
+def _without_slurm(record: _Record) -> tuple[RunStatus, str, bool]:
     """Return word, sentence and `alive` of a run outside of SLURM, of which only the processes can be looked at."""
     last = record.last
     if last is None:
-        return "prepared", _how_to_begin(record), False
+        return RunStatus.PREPARED, _how_to_begin(record), False
     if record.over:
         return *_ended(record), False
     if last.started and last.verdict is None:
         lives = process_lives(last)
         if lives is None:
             return (
-                "unknown",
+                RunStatus.UNKNOWN,
                 f"attempt {last.number} began on {last.host}, and only there can be seen what became of it",
                 True,
             )
-        return ("running", f"attempt {last.number} on {last.host}", True) if lives else (*_ended(record), False)
-    since = last.ended or record.run_dir.attempt(last.number).stat().st_mtime
+        return (RunStatus.RUNNING, f"attempt {last.number} on {last.host}", True) if lives else (*_ended(record), False)
+    since = last.ended or record.run_dir.attempt(last.number).path.stat().st_mtime
     if time.time() - since < LOCAL_START_S:
         number = last.number if record.setting_up else last.number + 1
-        return "starting", f"attempt {number} is setting up", True
+        return RunStatus.STARTING, f"attempt {number} is setting up", True
     return *_ended(record), False
 
 
@@ -459,7 +482,7 @@ def _how_to_begin(record: _Record) -> str:
     return f"not submitted yet: sbatch {record.run_dir.script}"
 
 
-def _unasked(record: _Record) -> tuple[str, str, bool]:
+def _unasked(record: _Record) -> tuple[RunStatus, str, bool]:
     """Return word, sentence and `alive` of a run when SLURM does not answer: a run without a recorded end may be alive."""
     last = record.last
     if record.over or ((record.waits or record.setting_up) and record.cancelled("")):
@@ -472,10 +495,10 @@ def _unasked(record: _Record) -> tuple[str, str, bool]:
         known = str(last.sentence)
     else:
         known = f"attempt {last.number} has not ended as far as its files say"
-    return "unknown", f"SLURM cannot be asked; {known}", True
+    return RunStatus.UNKNOWN, f"SLURM cannot be asked; {known}", True
 
 
-def _asked(record: _Record, job: QueuedJob) -> tuple[str, str, bool]:
+def _asked(record: _Record, job: QueuedJob) -> tuple[RunStatus, str, bool]:
     """Return word, sentence and `alive` of a run from squeue's entry of its job, which is empty when SLURM has forgotten it."""
     last, job_id, queued = record.last, record.job_id, job.state
     waits = record.waits or queued == "PENDING"
@@ -490,25 +513,25 @@ def _asked(record: _Record, job: QueuedJob) -> tuple[str, str, bool]:
         return *_ended(record, queued if queued in GONE else ""), False
     if queued == "SUSPENDED":
         return (
-            "suspended",
+            RunStatus.SUSPENDED,
             f"SLURM has suspended job {job_id}, and lets it go on when those that took its place are done",
             True,
         )
     if queued == "COMPLETING":
-        return "stopping", f"job {job_id}: the last ranks are leaving", True
+        return RunStatus.STOPPING, f"job {job_id}: the last ranks are leaving", True
     if last is not None and last.verdict in (Verdict.RESUBMIT, Verdict.NEXT) and last.job_id == job_id:
-        return "stopping", f"{last.sentence}; job {job_id} is about to leave", True
+        return RunStatus.STOPPING, f"{last.sentence}; job {job_id} is about to leave", True
     if record.packed and last is not None and last.verdict == Verdict.REQUEUE and last.job_id == job_id:
-        return "stopping", f"{last.sentence} when the others of its pack have left job {job_id}", True
+        return RunStatus.STOPPING, f"{last.sentence} when the others of its pack have left job {job_id}", True
     if last is not None and record.setting_up:
-        return "starting", f"attempt {last.number} is setting up, job {job_id}", True
+        return RunStatus.STARTING, f"attempt {last.number} is setting up, job {job_id}", True
     if last is None or not record.has_begun or last.verdict is not None:
         number = (last.number if last is not None else 0) + 1
         before = f"{last.sentence}; " if last is not None and record.has_begun else ""
-        return "starting", f"{before}attempt {number} is about to begin, job {job_id}", True
+        return RunStatus.STARTING, f"{before}attempt {number} is about to begin, job {job_id}", True
     if not record.own_job and process_lives(last) is False:
         return *_ended(record), False
-    return "running", f"attempt {last.number}, job {job_id}", True
+    return RunStatus.RUNNING, f"attempt {last.number}, job {job_id}", True
 
 
 def _queued_again(record: _Record) -> str:
@@ -531,10 +554,10 @@ def _why_again(record: _Record) -> str:
     return ", as SLURM does from 24.05 on with a job that was preempted before" if preempted else ""
 
 
-def _pending(record: _Record, queued: QueuedJob) -> tuple[str, str]:
+def _pending(record: _Record, queued: QueuedJob) -> tuple[RunStatus, str]:
     why = in_words(queued.reason, record.id)
     if is_held(queued.reason):
-        return "held", f"SLURM holds it: {why}"
+        return RunStatus.HELD, f"SLURM holds it: {why}"
     last = record.last
     job = f"job {record.job_id}"
     if record.chain:
@@ -543,41 +566,45 @@ def _pending(record: _Record, queued: QueuedJob) -> tuple[str, str]:
     if start is not None:
         why += f"; SLURM expects to start it {at_about(start, time.time())}"
     if last is None or not record.has_begun:
-        return "waiting", f"{job} is pending: {why}"
+        return RunStatus.WAITING, f"{job} is pending: {why}"
     before = last.sentence or (
         f"attempt {last.number} ended while it was set up" if record.setting_up else "was requeued"
     )
     as_job = f" as {job.rstrip(',')}" if record.job_id != last.job_id and last.job_id is not None else ""
-    return "requeued", f"{before}; waiting to start again{as_job}: {why}"
+    return RunStatus.REQUEUED, f"{before}; waiting to start again{as_job}: {why}"
 
 
-def _ended(record: _Record, queued: str = "") -> tuple[str, str]:
+def _ended(record: _Record, queued: str = "") -> tuple[RunStatus, str]:
     """Return word and sentence for a run that nobody runs any more."""
     last = record.last
     resume = f"`resume {record.id}` continues it"
     if last is None or not record.has_begun:
         what = f"job {record.job_id}" if record.job_id else "it"
         if record.cancelled(queued):
-            return "stopped", f"cancelled while it waited. {resume}"
+            return RunStatus.STOPPED, f"cancelled while it waited. {resume}"
         if queued:
-            return "failed", f"{what} ended as {queued} before its first attempt; see {record.run_dir.path}/slurm-*.log"
-        return "lost", f"{what} is gone and left no attempt; `resume {record.id}` starts it again"
+            return (
+                RunStatus.FAILED,
+                f"{what} ended as {queued} before its first attempt; see {record.run_dir.path}/slurm-*.log",
+            )
+        return RunStatus.LOST, f"{what} is gone and left no attempt; `resume {record.id}` starts it again"
     if record.setup_failed is not None:
-        return "failed", read_text(record.setup_failed).strip()
+        return RunStatus.FAILED, read_text(record.setup_failed).strip()
     if last.verdict == Verdict.DONE:
-        return "finished", f"{last.sentence or 'finished'}{_started_again(record, last)}"
+        return RunStatus.FINISHED, f"{last.sentence or 'finished'}{_started_again(record, last)}"
     if last.verdict == Verdict.END:
         if last.reason == Reason.CONFIG:
             resume = (
                 f"When that is put right: `resume {record.id}` (--set KEY=VALUE changes its config), or submit again"
             )
-        word = "stopped" if last.reason in ("cancelled", "asked", "time limit", "preempted") else "failed"
+        interrupted = last.reason in (Reason.CANCELLED, Reason.ASKED, Reason.TIME_LIMIT, Reason.PREEMPTED)
+        word = RunStatus.STOPPED if interrupted else RunStatus.FAILED
         return word, f"{last.sentence}{_started_again(record, last)}. {resume}"
     if record.cancelled(queued):
         if last.verdict is not None:
-            return "stopped", f"cancelled while it waited to start again. {resume}"
+            return RunStatus.STOPPED, f"cancelled while it waited to start again. {resume}"
         when = "while it was set up" if record.setting_up else "and left no word"
-        return "stopped", f"attempt {last.number} was cancelled {when}. {resume}"
+        return RunStatus.STOPPED, f"attempt {last.number} was cancelled {when}. {resume}"
     if last.verdict is None:
-        return "lost", f"attempt {last.number} ended without a word; {resume}"
-    return "lost", f"{last.sentence}, but its job is gone; {resume}"
+        return RunStatus.LOST, f"attempt {last.number} ended without a word; {resume}"
+    return RunStatus.LOST, f"{last.sentence}, but its job is gone; {resume}"

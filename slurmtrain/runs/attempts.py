@@ -21,6 +21,8 @@ from typing import Any
 
 from slurmtrain.checkpoint.commit import newest_committed_step
 from slurmtrain.errors import UnreadableRecord
+from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import JobFacts, parse_time
@@ -56,7 +58,6 @@ _KINDS = {
     "None": NOTHING,
 }
 _STOP = {"cause": TEXT, "time": TIME, "seconds_left": NUMBER | NOTHING, "facts": OBJECT | NOTHING}
-STOP_RECORD = "stop.json"  # in an attempt's folder
 
 
 @dataclass
@@ -157,12 +158,12 @@ def read_attempt(run_dir: RunDir, number: int) -> Attempt:
         UnreadableRecord: its files cannot be used.
     """
     folder = run_dir.attempt(number)
-    path = folder / "attempt.json"
+    path = folder.record_file
     values = read_json(path) or {}
     records.check_fields(values, _FIELDS, path)
     known = {name: value for name, value in values.items() if name in Attempt.__dataclass_fields__}
     attempt = Attempt(**{**known, "number": number})
-    path = folder / STOP_RECORD
+    path = folder.stop_file
     stop = read_json(path)
     if stop:
         stop = {**dict.fromkeys(_STOP), **stop}
@@ -174,7 +175,7 @@ def read_attempt(run_dir: RunDir, number: int) -> Attempt:
 
 def write_attempt(run_dir: RunDir, attempt: Attempt) -> None:
     """Write the record of an attempt."""
-    write_json(run_dir.attempt(attempt.number) / "attempt.json", asdict(attempt))
+    write_json(run_dir.attempt(attempt.number).record_file, asdict(attempt))
 
 
 def reopen(run_dir: RunDir, attempt: Attempt, steps: int) -> None:
@@ -182,7 +183,7 @@ def reopen(run_dir: RunDir, attempt: Attempt, steps: int) -> None:
     attempt.verdict, attempt.reason = Verdict.END, Reason.ASKED
     attempt.sentence = f"finished after {attempt.last_step} steps, and was then given {steps}"
     write_attempt(run_dir, attempt)
-    run_dir.event("lengthened", attempt=attempt.number, steps=steps)
+    run_dir.event(Event.LENGTHENED, attempt=attempt.number, steps=steps)
 
 
 def all_attempts(run_dir: RunDir) -> list[Attempt]:
@@ -281,7 +282,7 @@ def records_with(name: str, log: bytes) -> Iterator[dict[str, Any]]:
 
 
 def record_stop(
-    attempt_dir: Path, *, cause: str, cause_time: float, seconds_left: float | None, facts: JobFacts | None
+    attempt_dir: AttemptDir, *, cause: str, cause_time: float, seconds_left: float | None, facts: JobFacts | None
 ) -> None:
     """Record why the ranks were told to stop, at once, in a thread of rank 0: the grace time may be too short for more."""
     record = {
@@ -290,11 +291,11 @@ def record_stop(
         "seconds_left": seconds_left,
         "facts": asdict(facts) if facts else None,
     }
-    write_json(attempt_dir / STOP_RECORD, record)
+    write_json(attempt_dir.stop_file, record)
 
 
 def record_failure(
-    attempt_dir: Path,
+    attempt_dir: AttemptDir,
     rank: int,
     *,
     exit_code: int,
@@ -316,7 +317,7 @@ def record_failure(
     if on_any_node:
         record["on_any_node"] = True
     record["node"] = os.environ.get("SLURMD_NODENAME")
-    write_json(attempt_dir / f"failed-{rank}.json", {**record, "time": time.time()})
+    write_json(attempt_dir.failure_file(rank), {**record, "time": time.time()})
 
 
 @dataclass(frozen=True)
@@ -336,9 +337,9 @@ class Failure:
     on_any_node: bool = False
 
 
-def first_failure(attempt_dir: Path, *, because_of_peer: bool = False) -> Failure | None:
+def first_failure(attempt_dir: AttemptDir, *, because_of_peer: bool = False) -> Failure | None:
     """Return the record of the first rank that failed: by itself, or because another rank had exited."""
-    found = [record for path in attempt_dir.glob("failed-*.json") if (record := read_json(path))]
+    found = [record for path in attempt_dir.failure_files() if (record := read_json(path))]
     chosen = [record for record in found if bool(record.get("because_of_peer")) == because_of_peer]
     if not chosen:
         return None
@@ -352,18 +353,18 @@ def first_failure(attempt_dir: Path, *, because_of_peer: bool = False) -> Failur
     )
 
 
-def failed_set_up(attempt_dir: Path) -> str | None:
+def failed_set_up(attempt_dir: AttemptDir) -> str | None:
     """Return the batch script's message about a set-up that failed before any rank was started; None if there is none."""
     try:
-        return (attempt_dir / "setup-failed").read_text(errors="replace").strip()
+        return attempt_dir.setup_failure_file.read_text(errors="replace").strip()
     except OSError:
         return None
 
 
-def claimed_by(attempt_dir: Path) -> tuple[str | None, int]:
+def claimed_by(attempt_dir: AttemptDir) -> tuple[str | None, int]:
     """Return job and restart count of the batch script that has claimed an attempt; the job is None if none has."""
     try:
-        job_id, restart_count, *_ = (attempt_dir / "job").read_text().split()
+        job_id, restart_count, *_ = attempt_dir.claim_file.read_text().split()
         return job_id, int(restart_count)
     except (OSError, ValueError):
         return None, 0
@@ -372,7 +373,7 @@ def claimed_by(attempt_dir: Path) -> tuple[str | None, int]:
 def claimed_at(run_dir: RunDir, number: int) -> float | None:
     """Return when an attempt was claimed by its batch script, or opened by rank 0, in unix seconds; None if not known."""
     with contextlib.suppress(OSError, UnreadableRecord, ValueError, IndexError):
-        claimed = float(records.read_bytes(run_dir.attempt(number) / "job").split()[2])
+        claimed = float(records.read_bytes(run_dir.attempt(number).claim_file).split()[2])
         if records.is_time(claimed):
             return claimed
     return read_attempt(run_dir, number).started or None
@@ -384,10 +385,10 @@ def came_to_an_end(run_dir: RunDir, last: Attempt) -> bool:
     return last.verdict == Verdict.END or unsettled
 
 
-def killed_tasks(attempt_dir: Path) -> str | None:
+def killed_tasks(attempt_dir: AttemptDir) -> str | None:
     """Return srun's own words on a task that was killed, since that rank could not leave a record."""
     try:
-        text = records.read_tail(attempt_dir / "srun.log", LOG_BYTES).decode(errors="replace")
+        text = records.read_tail(attempt_dir.srun_log, LOG_BYTES).decode(errors="replace")
     except UnreadableRecord:
         return None
     match = re.search(
@@ -458,7 +459,7 @@ def take_request(run_dir: RunDir, attempt: Attempt) -> str | None:
     The file is moved into the attempt's folder atomically, so that a request that is found in the run's folder
     afterwards has come too late for this attempt, and was not seen when the attempt was judged.
     """
-    taken = run_dir.attempt(attempt.number) / "request.json"
+    taken = run_dir.attempt(attempt.number).request_file
     found = read_request(run_dir.request_file)
     if found is not None and found.is_for_later(run_dir, attempt.number):  # it stays, for that one
         found = read_request(taken)

@@ -10,6 +10,7 @@ from typing import Any
 
 from slurmtrain.errors import ClusterError
 from slurmtrain.runs import attempts
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import GONE, SlurmClient
@@ -45,7 +46,7 @@ def cancel_rest(run_dir: RunDir, job_id: str | None, client: SlurmClient) -> Non
     rest = waiting_after(run_dir, job_id, client)
     if rest:
         client.cancel(*reversed(rest))
-        run_dir.event("rest of the chain cancelled", job_ids=rest)
+        run_dir.event(Event.CHAIN_CANCELLED, job_ids=rest)
 
 
 def ended_before(run_dir: RunDir) -> Verdict | None:

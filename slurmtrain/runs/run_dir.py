@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.errors import UnreadableRecord
+from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.runs.events import Event
 from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, write_json
@@ -99,8 +101,8 @@ class RunDir:
     def attempts(self) -> Path:
         return self.path / "attempts"
 
-    def attempt(self, number: int) -> Path:
-        return self.attempts / f"{number:04d}"
+    def attempt(self, number: int) -> AttemptDir:
+        return AttemptDir(self.attempts / f"{number:04d}")
 
     @cached_property
     def checkpoints(self) -> Path:
@@ -301,7 +303,7 @@ class RunDir:
             job_ids = list(info["job_ids"])
             if job_id in job_ids:
                 return False
-            events = [event for event in self.events() if event["event"] == "submitted"] if job_ids else []
+            events = [event for event in self.events() if event["event"] == Event.SUBMITTED] if job_ids else []
             # An event that is added here also says when that job was submitted.
             later = [
                 event.get("job_id") for event in events if (finite(event.get("submitted")) or event["time"]) > submitted
@@ -338,7 +340,7 @@ class RunDir:
         finally:
             os.close(descriptor)
 
-    def event(self, name: str, **facts: Any) -> None:
+    def event(self, name: Event, **facts: Any) -> None:
         """Append one line to events.jsonl, a file of this user.
 
         Raises:
@@ -383,7 +385,7 @@ class RunDir:
         number = (self.attempt_numbers() or [0])[-1] + 1
         while True:
             try:
-                self.attempt(number).mkdir(mode=folder_mode(self.attempts))
+                self.attempt(number).path.mkdir(mode=folder_mode(self.attempts))
                 return number
             except FileExistsError:
                 number += 1

@@ -132,7 +132,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
         secrets.take(config.secrets)
         cluster = config.cluster
         device = config.train.device if device == "auto" else device
-    meeting = session.context.attempt_dir if session.context else None
+    meeting = session.context.attempt_dir.path if session.context else None
     if meeting is None and environment.source == "slurm" and environment.world_size > 1:
         meeting = attempt_context.meeting_directory(environment, lookup.runs_root())
     session.distributed = join(cluster, device, environment, meeting, stop)

@@ -19,7 +19,9 @@ from pathlib import Path
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EnvironmentMismatch
 from slurmtrain.runs import attempts
+from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RunDir
 from slurmtrain.runtime.finish_attempt import REPORTING, close_abandoned, own_job_id
 from slurmtrain.slurm.client import SlurmClient
@@ -40,7 +42,7 @@ class AttemptContext:
     supervised: bool
 
     @property
-    def attempt_dir(self) -> Path:
+    def attempt_dir(self) -> AttemptDir:
         return self.run_dir.attempt(self.number)
 
     def incarnation_label(self, environment: Environment) -> str:
@@ -118,7 +120,7 @@ def open_attempt(context: AttemptContext, environment: Environment, config: Conf
     )
     attempts.write_attempt(context.run_dir, attempt)
     context.run_dir.event(
-        "attempt started",
+        Event.ATTEMPT_STARTED,
         attempt=context.number,
         job_id=attempt.job_id,
         nodes=attempt.nodes,

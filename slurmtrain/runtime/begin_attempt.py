@@ -16,6 +16,7 @@ import time
 from slurmtrain.config.schema import Config
 from slurmtrain.runs import attempts, chain
 from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.finish_attempt import close_abandoned, own_job_id, own_restart_count, run_hook_of, spent_by
@@ -73,7 +74,7 @@ def budget_used_up(run_dir: RunDir, config: Config, client: SlurmClient | None) 
     said = (last.sentence or "").rpartition("; ")[0] or "ended"  # without what was to come next
     last.verdict, last.sentence = Verdict.END, f"{said}; {spent}"
     attempts.write_attempt(run_dir, last)
-    run_dir.event("given up", attempt=last.number, sentence=last.sentence)
+    run_dir.event(Event.GIVEN_UP, attempt=last.number, sentence=last.sentence)
     run_hook_of(run_dir, last.number, config)
     return Verdict.END
 
@@ -94,7 +95,7 @@ def scancelled_before(run_dir: RunDir, job_id: str | None, client: SlurmClient) 
     said = (last.sentence or "").rpartition("; ")[0] or "stopped"  # without what was to come next
     last.verdict, last.sentence = Verdict.END, f"{said}; {_SCANCELLED}"
     attempts.write_attempt(run_dir, last)
-    run_dir.event("not started again", attempt=last.number, sentence=last.sentence)
+    run_dir.event(Event.NOT_STARTED_AGAIN, attempt=last.number, sentence=last.sentence)
     return Verdict.END
 
 
@@ -108,7 +109,7 @@ def _goes_on_after(run_dir: RunDir, last: Attempt, job_id: str | None) -> bool:
         return last.verdict == Verdict.NEXT and last.number > int(info.get("chain_after") or 0)
     if last.verdict != Verdict.RESUBMIT:
         return False
-    mine = [event for event in run_dir.events() if event["event"] == "submitted" and event.get("job_id") == job_id]
+    mine = [event for event in run_dir.events() if event["event"] == Event.SUBMITTED and event.get("job_id") == job_id]
     if not mine:
         return False
     found_by = str(mine[-1].get("found_by"))  # the token, if the submitter was killed before it noted the job
@@ -147,16 +148,16 @@ def _is_of_this_job(run_dir: RunDir, attempt: Attempt, job_id: str | None, resta
         return False
     submitted = ended = -1
     for place, event in enumerate(run_dir.events()):
-        if event["event"] == "submitted" and event.get("job_id") == job_id:
+        if event["event"] == Event.SUBMITTED and event.get("job_id") == job_id:
             submitted = place
-        elif event["event"] == "attempt ended" and event.get("attempt") == attempt.number:
+        elif event["event"] == Event.ATTEMPT_ENDED and event.get("attempt") == attempt.number:
             ended = place
     return ended < 0 or ended > submitted
 
 
 def record_leaving(run_dir: RunDir, job_id: str | None) -> None:
     """Record in the last attempt, for `status`, that a start of its job had nothing left to do."""
-    run_dir.event("left at once", job_id=job_id)
+    run_dir.event(Event.LEFT_AT_ONCE, job_id=job_id)
     last = attempts.read_attempt(run_dir, run_dir.attempt_numbers()[-1])
     if last.job_id == job_id:
         last.started_again += 1

@@ -18,7 +18,9 @@ from slurmtrain.checkpoint.commit import step_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
 from slurmtrain.runs import attempts, chain
+from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt, Failure
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import (
     AttemptOutcome,
     Evidence,
@@ -100,7 +102,7 @@ def free_dependents(run_dir: RunDir, attempt: Attempt, client: SlurmClient) -> N
         print(f"slurmtrain: jobs that wait for this run may start late or never: {error.message}", file=sys.stderr)
         return
     if freed:
-        run_dir.event("dependents freed", job_ids=freed, job_id=job_id)
+        run_dir.event(Event.DEPENDENTS_FREED, job_ids=freed, job_id=job_id)
 
 
 def own_restart_count() -> int:
@@ -125,19 +127,20 @@ def close_abandoned(run_dir: RunDir, current: int, config: Config, client: Slurm
     closed = []
     for number in reversed(run_dir.attempt_numbers()):
         attempt = attempts.read_attempt(run_dir, number)
-        if number >= current or attempt.reason is not None or (run_dir.attempt(number) / "setup-failed").exists():
+        attempt_dir = run_dir.attempt(number)
+        if number >= current or attempt.reason is not None or attempt_dir.setup_failure_file.exists():
             continue
-        if may_live(attempt, run_dir.attempt(number), client):
+        if may_live(attempt, attempt_dir, client):
             continue
         _find_last_steps(run_dir, attempt, config)
         request = attempts.take_request(run_dir, attempt)
-        evidence = _evidence(run_dir, attempt, 0, None, config, request, _last_sign(run_dir.attempt(number)))
+        evidence = _evidence(run_dir, attempt, 0, None, config, request, _last_sign(attempt_dir))
         _record(run_dir, attempt, decide_abandoned_outcome(evidence, policy(config)))
         closed.append(number)
     return closed
 
 
-def may_live(attempt: Attempt, directory: Path, client: SlurmClient | None) -> bool:
+def may_live(attempt: Attempt, attempt_dir: AttemptDir, client: SlurmClient | None) -> bool:
     """Return whether an attempt that nobody has settled may still be at work, as far as can be known here.
 
     An earlier start of this very job is over. SLURM knows about other jobs, and about other steps of this one; this
@@ -145,7 +148,7 @@ def may_live(attempt: Attempt, directory: Path, client: SlurmClient | None) -> b
     """
     job_id, restart_count = attempt.job_id, attempt.restart_count
     if not attempt.started:
-        job_id, restart_count = attempts.claimed_by(directory)
+        job_id, restart_count = attempts.claimed_by(attempt_dir)
     if job_id is None:
         if not attempt.started or attempt.pid is None:
             return False
@@ -187,7 +190,7 @@ def _record(run_dir: RunDir, attempt: Attempt, outcome: AttemptOutcome) -> None:
         attempt.bad_nodes = [outcome.bad_node]
     attempts.write_attempt(run_dir, attempt)
     run_dir.event(
-        "attempt ended",
+        Event.ATTEMPT_ENDED,
         attempt=attempt.number,
         reason=outcome.reason,
         verdict=outcome.verdict,
@@ -245,13 +248,13 @@ def _evidence(
     request: str | None,
     ended: float,
 ) -> Evidence:
-    directory = run_dir.attempt(attempt.number)
+    attempt_dir = run_dir.attempt(attempt.number)
     tries = attempts.all_attempts(run_dir)
-    killed = attempts.killed_tasks(directory)
-    failure = attempts.first_failure(directory)
+    killed = attempts.killed_tasks(attempt_dir)
+    failure = attempts.first_failure(attempt_dir)
     if failure is None and killed is None:  # nobody saw the cause, only its effect on the other ranks
-        failure = attempts.first_failure(directory, because_of_peer=True)
-    set_up = attempts.failed_set_up(directory)
+        failure = attempts.first_failure(attempt_dir, because_of_peer=True)
+    set_up = attempts.failed_set_up(attempt_dir)
     node = failure.node if failure is not None else os.environ.get("SLURMD_NODENAME")
     return Evidence(
         exit_code=exit_code,
@@ -334,6 +337,7 @@ def _superseded_by(everything: list[Attempt], attempt: Attempt, failure: Failure
     return f"{name} had taken this run over and has failed; `resume` continues it" if fenced else None
 
 
-def _last_sign(attempt_dir: Path) -> float:
+def _last_sign(attempt_dir: AttemptDir) -> float:
     """Return when the attempt last wrote something, in unix seconds: nobody may have seen its end."""
-    return max((path.stat().st_mtime for path in attempt_dir.glob("rank-*.log")), default=attempt_dir.stat().st_mtime)
+    logs = attempt_dir.rank_logs().values()
+    return max((log.stat().st_mtime for log in logs), default=attempt_dir.path.stat().st_mtime)

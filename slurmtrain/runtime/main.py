@@ -21,6 +21,7 @@ from slurmtrain.config.compose import load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_REQUEUE, CheckpointMismatch, LostPeers, SlurmtrainError, Superseded, exit_code_of
 from slurmtrain.runs import attempts
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
@@ -151,7 +152,8 @@ def _join(
     meeting = None
     if given is None and environment.source == "slurm" and environment.world_size > 1:
         meeting = attempt_context.meeting_directory(environment, Path(config.job.runs_dir))
-    distributed = join(config.cluster, config.train.device, environment, given.attempt_dir if given else meeting, stop)
+    directory = given.attempt_dir.path if given else meeting
+    distributed = join(config.cluster, config.train.device, environment, directory, stop)
     timeline.mark("rendezvous")
     if given is not None:
         return distributed, given
@@ -187,7 +189,7 @@ def _train(
         said = "finished" if outcome.finished else "stopped"
         attempt_context.update_attempt(context, said=said, last_step=outcome.step)
         context.run_dir.event(
-            f"training {said}",
+            Event.TRAINING_FINISHED if outcome.finished else Event.TRAINING_STOPPED,
             attempt=context.number,
             step=outcome.step,
             save_s=outcome.saved.seconds if outcome.saved else None,

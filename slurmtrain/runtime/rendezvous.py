@@ -25,6 +25,7 @@ from slurmtrain.runtime.shared_file_wait import Pauses, Published
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.files import write_json
 
+ADDRESS_FILE = "rendezvous.json"  # in the attempt's folder, or the meeting folder of ranks that were started by hand
 LONGEST_PAUSE_S = 0.5  # between two questions to the store, which lives in rank 0 and is asked by all
 GRACE_S = 10  # ranks leave after rank 0 did, so that they can repeat what it says; it waits no longer for them
 CONNECT_S = 5  # a stranger on a port must not hold a rank for long
@@ -77,7 +78,7 @@ def meet(
         via = address_of(os.environ.get("MASTER_ADDR", ""))
     elif environment.rank == 0:
         store, via = _publish(environment, directory, interface, timeout_s), ""
-    published = Published(directory / "rendezvous.json", environment)
+    published = Published(directory / ADDRESS_FILE, environment)
     try:
         if environment.source != "torchrun":
             if environment.rank != 0:
@@ -101,7 +102,7 @@ def _publish(environment: Environment, directory: Path, interface: str, timeout_
     token = secrets.token_hex(8)
     store.set("token", token)
     address = {"hosts": [listens], "here": listens, "port": store.port, "machine": machine(), "token": token}
-    write_json(directory / "rendezvous.json", address)
+    write_json(directory / ADDRESS_FILE, address)
     return store
 
 

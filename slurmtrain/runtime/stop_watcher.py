@@ -14,6 +14,8 @@ from pathlib import Path
 
 from slurmtrain.checkpoint.interval import latest_stop
 from slurmtrain.runs import attempts
+from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.finish_attempt import own_job_id
 from slurmtrain.slurm.client import JobFacts, SlurmClient
@@ -39,7 +41,7 @@ class Watch:
     def __init__(
         self,
         signals: StopSignals,
-        attempt_dir: Path,
+        attempt_dir: AttemptDir,
         client: SlurmClient | None,
         *,
         signal_lead_s: float,
@@ -165,14 +167,14 @@ class Watch:
     def _look_at_switches(self) -> None:
         if self._run_dir is None:
             return
-        if self._take(self._run_dir.save_switch):
+        if self._take(self._run_dir.save_switch, Event.SAVE_FILE_FOUND):
             self._save_asked.set()
-        if self._take(self._run_dir.stop_switch):
+        if self._take(self._run_dir.stop_switch, Event.STOP_FILE_FOUND):
             with contextlib.suppress(OSError):  # a full disk; it stops all the same
                 attempts.write_request(self._run_dir, "stop")
             self._signals.request("the file stop")
 
-    def _take(self, switch: Path) -> bool:
+    def _take(self, switch: Path, event: Event) -> bool:
         """Remove a switch and return whether it was there. It works once: the next attempt must not find it again."""
         try:
             owner = switch.stat().st_uid
@@ -181,7 +183,7 @@ class Watch:
             return False
         assert self._run_dir is not None
         with contextlib.suppress(OSError):
-            self._run_dir.event(f"the file {switch.name} was found", uid=owner)
+            self._run_dir.event(event, uid=owner)
         return True
 
     def _ask_once(self) -> float | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from slurmtrain.config.schema import Config
 from slurmtrain.launch.arrays import plan_arrays
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.report.status import RunState, is_over, states
+from slurmtrain.report.status import RunState, RunStatus, is_over, states
 from slurmtrain.runs.create import new_run_id
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Point, Sweep
@@ -138,7 +138,7 @@ class OpenSweep:
             left = [
                 run_dir.id
                 for run_dir in dict.fromkeys(run_dirs)
-                if before[run_dir.id].status == "stopped" or not is_over(run_dir)
+                if before[run_dir.id].status == RunStatus.STOPPED or not is_over(run_dir)
             ]
             at_once = self.sweep.info()["parallelism"] or self.sweep.pack
             if not run_here(self.sweep, left, at_once, self.say, show=at_once == 1):

@@ -23,8 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slurmtrain.errors import ClusterError, UnreadableRecord, UsageError
-from slurmtrain.report.status import RunState, states
+from slurmtrain.report.status import RunState, RunStatus, states
 from slurmtrain.runs import lookup, ownership
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm import trusted_conf
@@ -35,7 +36,7 @@ from slurmtrain.system.records import (
     is_mine,
 )
 
-REMOVED = RunState("removed", "its run directory is gone", False, [], None)
+REMOVED = RunState(RunStatus.REMOVED, "its run directory is gone", False, [], None)
 
 
 def note_jobs(sweep: Sweep, number: int) -> None:
@@ -50,7 +51,7 @@ def note_jobs(sweep: Sweep, number: int) -> None:
         if not run_dir.info_file.exists():  # removed by `runs prune`
             continue
         if run_dir.make_up_job(element, submitted, slurm_conf=conf):
-            run_dir.event("submitted", job_id=element, submitted=submitted)
+            run_dir.event(Event.SUBMITTED, job_id=element, submitted=submitted)
     write_json(path, {**job, "noted": True})
 
 

@@ -33,7 +33,7 @@ from slurmtrain.config.validate import NAME, validate
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.submit import check_slurm_is_here, slurm_conf_of
-from slurmtrain.report.status import RunState
+from slurmtrain.report.status import RunState, RunStatus
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.runtime.jobs.hydra_task import RESULT
@@ -237,7 +237,7 @@ def _left_by(run_dir: RunDir, now: RunState) -> JobReturn | None:
 
     with contextlib.suppress(FileNotFoundError), (run_dir.path / RESULT).open("rb") as file:
         returned: JobReturn = pickle.load(file)
-        if now.status == "finished" or returned.status is JobStatus.FAILED:
+        if now.status == RunStatus.FINISHED or returned.status is JobStatus.FAILED:
             return returned
     return None
 

@@ -21,8 +21,9 @@ from slurmtrain.launch.own_jobs import in_queue
 from slurmtrain.launch.script import render_script
 from slurmtrain.launch.submit import job_paths
 from slurmtrain.launch.submit_once import Patience, Refused, SubmitLimit, check, export_option, hand_over
-from slurmtrain.report.status import is_over
+from slurmtrain.report.status import RunStatus, is_over
 from slurmtrain.runs import attempts, staging_dir
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
@@ -33,7 +34,7 @@ from slurmtrain.system import files
 from slurmtrain.system.file_claims import Owner, claimed, claims
 from slurmtrain.system.files import read_json, write_json
 
-RETRIED = ("failed", "lost", "stopped")
+RETRIED = (RunStatus.FAILED, RunStatus.LOST, RunStatus.STOPPED)
 
 
 @dataclass(frozen=True)
@@ -291,7 +292,7 @@ def cancel(sweep: Sweep, client: SlurmClient) -> int:
     alive = {run_id: state.job_id for run_id, state in now.items() if state.alive and state.own_job and state.job_id}
     for run_id in alive:
         attempts.write_request(sweep.run_dir(run_id), "cancel")
-        sweep.run_dir(run_id).event("cancel asked")
+        sweep.run_dir(run_id).event(Event.CANCEL_ASKED)
     known = [run_dir for run_dir in map(sweep.run_dir, now) if run_dir.info_file.exists()]
     left = {job_id for jobs in in_queue(known, client).values() for job_id in jobs}
     jobs = sorted({job_id.partition("_")[0] for job_id in left.union(filter(None, alive.values()))})

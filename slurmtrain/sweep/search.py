@@ -22,7 +22,7 @@ from slurmtrain.launch.memory_check import check_memory
 from slurmtrain.launch.named_paths import check_named_paths
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.report import collect
-from slurmtrain.report.status import RunState
+from slurmtrain.report.status import RunState, RunStatus
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.sweep.adaptive import OpenSweep, Wanted
 from slurmtrain.sweep.hydra_launcher import without_hydra
@@ -141,7 +141,7 @@ def _result(run_dir: RunDir, now: RunState) -> tuple[collect.Goal, float]:
     Raises:
         RunFailed: it has not finished, or has logged no metric.
     """
-    if now.status != "finished":
+    if now.status != RunStatus.FINISHED:
         raise RunFailed(f"run {run_dir.id} {now.status}: {now.explanation}", hint=f"status {run_dir.id}")
     table = collect.table_of([collect.Point(0, {}, run_dir, now.status)])
     value = table.column(table.goal.column)[0] if table.goal is not None else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.arrays import limits_of
+from slurmtrain.report.status import RunStatus
 from slurmtrain.runs.sweep_dir import Sweep, tasks_of
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.sweep.folder import states_of
@@ -43,7 +44,7 @@ def throttle(sweep: Sweep, parallelism: int, client: SlurmClient | None) -> None
         tasks = tasks_of(len(plan["members"]), pack)
         limit = shares.get(number) or min(tasks, parallelism // pack)  # the others wait for one of these
         job_id = sweep.job_id(number)
-        waits = any(now[run_id].status == "waiting" for run_id in plan["members"])
+        waits = any(now[run_id].status == RunStatus.WAITING for run_id in plan["members"])
         if client is not None and job_id is not None and waits and tasks > 1:
             client.limit_array(job_id, limit)
         write_json(sweep.array(number) / "plan.json", {**plan, "parallelism": limit})

@@ -76,7 +76,7 @@ def records(run_dir: RunDir) -> list[dict[str, Any]]:
 def wait_for_steps(run_dir: RunDir, number: int, steps: int = 30) -> float:
     """Until attempt `number` has done `steps`; seconds of its first."""
     while True:
-        attempt = read_json(run_dir.attempt(number) / "attempt.json") or {}
+        attempt = read_json(run_dir.attempt(number).path / "attempt.json") or {}
         if attempt.get("first_step") is not None:
             own = [record for record in records(run_dir) if record["step"] > attempt["first_step"]]
             if len(own) >= steps:
@@ -86,7 +86,7 @@ def wait_for_steps(run_dir: RunDir, number: int, steps: int = 30) -> float:
 
 def wait_for_verdict(run_dir: RunDir, number: int) -> dict[str, Any]:
     while True:
-        attempt = read_json(run_dir.attempt(number) / "attempt.json") or {}
+        attempt = read_json(run_dir.attempt(number).path / "attempt.json") or {}
         if attempt.get("verdict"):
             return attempt
         time.sleep(0.01)

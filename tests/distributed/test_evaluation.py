@@ -270,7 +270,7 @@ def test_an_evaluation_that_is_stopped_begins_again_and_gives_what_the_training_
     rank_0 = attempts.read_attempt(evaluation, 1).pid
     assert rank_0 is not None
     os.kill(rank_0, signal.SIGTERM)
-    wait_until((evaluation.attempt(1) / "stop.json").exists, "stopping")
+    wait_until((evaluation.attempt(1).path / "stop.json").exists, "stopping")
     go_on(project)
     output = here.communicate(timeout=180)[0]
     assert here.returncode == 0, output

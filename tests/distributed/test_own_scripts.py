@@ -147,7 +147,7 @@ def submit_command(project: Project, words: list[str], *overrides: str, pause_s:
 
 
 def rank_0_said(run: LocalRun, attempt: int, text: str) -> bool:
-    log = run.run_dir.attempt(attempt) / "rank-0.log"
+    log = run.run_dir.attempt(attempt).path / "rank-0.log"
     return log.exists() and text in log.read_text()
 
 

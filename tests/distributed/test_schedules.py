@@ -113,7 +113,7 @@ def attempt(world: DistributedContext, run_path: Path, number: int, plan: Interr
     """One life of the run on this rank, interrupted according to the plan."""
     run_path.mkdir(exist_ok=True)
     where = AttemptContext(RunDir(run_path), number, supervised=True)
-    where.attempt_dir.mkdir(parents=True, exist_ok=True)
+    where.attempt_dir.path.mkdir(parents=True, exist_ok=True)
     stop, watch = StopAgreement(signals.arm(), world.control), Grace(None)
     if plan is not None:
         send = partial(os.kill, os.getpid(), plan.number) if world.environment.rank in plan.ranks else lambda: None

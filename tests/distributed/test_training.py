@@ -48,7 +48,7 @@ def trainer(
 ) -> Trainer:
     run_path.mkdir(exist_ok=True)
     where = AttemptContext(RunDir(run_path), attempt, supervised=True)
-    where.attempt_dir.mkdir(parents=True, exist_ok=True)
+    where.attempt_dir.path.mkdir(parents=True, exist_ok=True)
     agreement = StopAgreement(stop or signals.StopSignals(), world.control)
     return build_trainer(experiment(*overrides), world, where, agreement, Timeline())
 
@@ -314,7 +314,7 @@ def test_a_crash_loop_ends_after_the_budget_and_status_says_why(project: Project
     assert "ValueError: the seventh seal" in status
     assert "2 attempts in a row without a new checkpoint" in status
     assert "resume" in status
-    log = (run.run_dir.attempt(2) / "rank-0.log").read_text()
+    log = (run.run_dir.attempt(2).path / "rank-0.log").read_text()
     assert "crashing.py" in log  # a crash in user code keeps its traceback
     assert "Traceback" in log
 
@@ -397,7 +397,7 @@ def test_a_second_ctrl_c_leaves_at_once(project: Project) -> None:
     run.wait_for_step(1)
     hold(project)
     run.process.send_signal(signal.SIGINT)
-    wait_until((run.run_dir.attempt(1) / "stop.json").exists, "told")
+    wait_until((run.run_dir.attempt(1).path / "stop.json").exists, "told")
     assert run.process.poll() is None  # it waits for the step, which does not end
     run.process.send_signal(signal.SIGINT)
     assert run.wait() not in (0, 75)

@@ -19,6 +19,7 @@ from typing import Any
 
 from slurmtrain.cli import main
 from slurmtrain.report import status
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import files
 from tests.faults.outcome import Outcome, Trial
@@ -74,7 +75,7 @@ def write_run(run: RunDir, **facts: Any) -> None:
     files.write_json(run.request_file, {"action": "cancel", "time": 1_700_000_100.0, "by": "me"})
     (run.path / "slurm-4711.log").write_text("x\n")
     for number in (1, 2):
-        attempt = run.attempt(number)
+        attempt = run.attempt(number).path
         attempt.mkdir()
         facts = {"number": number, "job_id": "4711", "nodes": ["n0"], "world_size": 2, "pid": 1, "host": "n0"}
         times = {"started": 1_700_000_000.0 + number, "stepping": 1_700_000_002.0, "first_step": 0, "last_step": 4}
@@ -83,7 +84,7 @@ def write_run(run: RunDir, **facts: Any) -> None:
         files.write_json(attempt / "stop.json", stop)
         for rank in (0, 1):
             (attempt / f"rank-{rank}.log").write_text("line\nline\n")
-    (run.attempt(2) / "setup-failed").write_text("no such module\n")
+    (run.attempt(2).path / "setup-failed").write_text("no such module\n")
     steps = (
         {"step": n, "loss": 2.0 / n, "tokens_per_s": 9.5, "step_time_s": 0.1, "data_hash": "a"} for n in range(1, 9)
     )
@@ -91,7 +92,7 @@ def write_run(run: RunDir, **facts: Any) -> None:
     run.evaluations_file.write_text('{"step": 4, "valid_loss": 2.5}\n')
     events = (
         {"time": 1_700_000_000.0, "event": name, "job_ids": ["1"], "job_id": "4711"}
-        for name in ("submitted", status.GONE_EVENT)
+        for name in ("submitted", Event.GONE_FROM_QUEUE)
     )
     run.events_file.write_text("".join(json.dumps(event) + "\n" for event in events))
     for step in (2, 4):

@@ -219,7 +219,7 @@ def train_row(world: DistributedContext, folder: Path, row: Row) -> None:
     """On every rank of the row."""
     folder.mkdir(parents=True, exist_ok=True)
     where = AttemptContext(RunDir(folder), 1, supervised=True)
-    where.attempt_dir.mkdir(parents=True, exist_ok=True)
+    where.attempt_dir.path.mkdir(parents=True, exist_ok=True)
     config = compose(
         [
             "experiment=smoke",

@@ -130,7 +130,7 @@ def test_any_program_gets_ranks_requeue_and_status(project: Project) -> None:
     run.preempt_by_high()
     run.finish()
     assert [attempt.reason for attempt in run.attempts()] == ["preempted", "finished"]
-    logs = [(run.run_dir.attempt(2) / f"rank-{rank}.log").read_text() for rank in range(4)]
+    logs = [(run.run_dir.attempt(2).path / f"rank-{rank}.log").read_text() for rank in range(4)]
     assert [log.strip().splitlines()[-1] for log in logs] == [
         f"counted to 40 as {rank} of 4 ['--greeting', 'two words']" for rank in range(4)
     ]
@@ -172,7 +172,7 @@ def test_a_program_that_fails_is_a_crash_with_its_exit_code(project: Project) ->
     assert (last.reason, last.verdict) == ("crash", "end")
     assert "exit code 3" in run.status()
     assert run.cluster.job(run.job_id)["ExitCode"] == "3:0"
-    assert (run.run_dir.attempt(1) / "hook.log").read_text() == "failure 3\n"
+    assert (run.run_dir.attempt(1).path / "hook.log").read_text() == "failure 3\n"
 
 
 def test_a_job_whose_ranks_were_lost_without_a_word_has_not_finished(project: Project) -> None:
@@ -370,7 +370,7 @@ def test_setup_lines_and_variables_reach_the_ranks(project: Project) -> None:
         small=False,
     )
     run.finish()
-    assert (run.run_dir.attempt(1) / "rank-0.log").read_text() == "one two $(words)\n"
+    assert (run.run_dir.attempt(1).path / "rank-0.log").read_text() == "one two $(words)\n"
 
 
 def test_submitting_from_inside_a_job_inherits_nothing_of_it(project: Project) -> None:
@@ -448,7 +448,7 @@ def test_in_a_shell_of_salloc_it_is_one_process(project: Project) -> None:
         ["salloc", "-N2", "--ntasks-per-node=2", "bash", "-c", f"{PYTHON} -m slurmtrain {words}"], cwd=project.path
     )
     (run_dir,) = all_runs(project.path / "runs")
-    attempt = json.loads((run_dir.attempt(1) / "attempt.json").read_text())
+    attempt = json.loads((run_dir.attempt(1).path / "attempt.json").read_text())
     assert (attempt["world_size"], attempt["reason"]) == (1, "finished"), done.stdout + done.stderr
 
 
@@ -457,7 +457,7 @@ def test_srun_by_hand_makes_one_run_of_all_its_ranks(project: Project) -> None:
     command = ["salloc", "-N2", "--ntasks-per-node=2", "srun", PYTHON, "-m", "slurmtrain", *words]
     done = project.cluster.run(command, cwd=project.path)
     (run_dir,) = all_runs(project.path / "runs")
-    attempt = json.loads((run_dir.attempt(1) / "attempt.json").read_text())
+    attempt = json.loads((run_dir.attempt(1).path / "attempt.json").read_text())
     assert (attempt["world_size"], attempt["reason"]) == (4, "finished"), done.stdout + done.stderr
     assert attempt["nodes"] == ["n0", "n1"]
     assert run_dir.attempt_numbers() == [1]

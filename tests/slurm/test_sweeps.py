@@ -256,7 +256,7 @@ def test_secrets_reach_the_ranks_where_nothing_is_exported_and_lie_nowhere(sweep
     words = "ValueError: no login as ***FROM_ENV*** with ***FROM_FILE***"
     assert [words in point["sentence"] for point in now["points"]] == [True, True], now
     for run_dir in sweep.run_dirs().values():
-        attempt = run_dir.attempt(1)
+        attempt = run_dir.attempt(1).path
         Cluster.wait_for_text(attempt / "hook.log", "***FROM_ENV*** ***FROM_FILE***\n")
         log = (attempt / "rank-0.log").read_text()
         assert "logging in as ***FROM_ENV***" in log and words in log

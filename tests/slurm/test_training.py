@@ -97,7 +97,7 @@ def test_one_signalled_rank_stops_all_at_the_same_step(undisturbed: Run, interru
     os.kill(interrupted.rank_pids()[3], signal.SIGUSR2)
     interrupted.wait_for_attempt(2)
     first = interrupted.attempts()[0]
-    said = [(interrupted.run_dir.attempt(1) / f"rank-{rank}.log").read_text() for rank in range(4)]
+    said = [(interrupted.run_dir.attempt(1).path / f"rank-{rank}.log").read_text() for rank in range(4)]
     assert all(f"leaving after step {first.last_step}" in log for log in said)
     assert first.exit_code == 75
     interrupted.finish()

@@ -8,7 +8,7 @@ import time
 from slurmtrain.cli.columns import format_size, print_table
 from slurmtrain.cli.json_output import print_json, run_object
 from slurmtrain.cli.status import runs_or_refuse, say_doubts
-from slurmtrain.report.status import states
+from slurmtrain.report.status import RunStatus, states
 from slurmtrain.runs import lookup
 from slurmtrain.system import files
 
@@ -26,7 +26,7 @@ def list_runs(options: argparse.Namespace) -> int:
     for run in runs:
         now = found[run.id]
         row = [run.id, run.path.parent.name, now.status, "?" if now.step is None else str(now.step)]
-        created = run.info()["created"] if now.status != "unreadable" else None
+        created = run.info()["created"] if now.status != RunStatus.UNREADABLE else None
         row += [str(len(now.attempts)), _date(created)]
         rows.append(row + ([format_size(sizes[run.id])] if options.size else []))
     print_table(["run", "name", "state", "step", "attempts", "created", *(["size"] if options.size else [])], rows)

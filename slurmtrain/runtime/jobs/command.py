@@ -26,6 +26,8 @@ from slurmtrain.config.program_words import script_of
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, RendezvousError
 from slurmtrain.runs import attempts
+from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.addresses import free_port, machine, own_addresses
@@ -40,7 +42,6 @@ from slurmtrain.system.signals import StopSignals
 # Exit codes of a program that died of a stop signal, directly or as a shell reports it.
 DIED_OF_A_STOP = {sign for number in (signal.SIGTERM, signal.SIGUSR2) for sign in (-number, 128 + number)}
 SIGNAL_LAG_S = 1.0
-MASTER = "master.json"  # rank 0's address, in the attempt's folder
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh")
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 POLL_S = 0.05  # seconds between looks at a file: a shared file system has no event to await
@@ -87,7 +88,7 @@ def run_command(
         ) from None
     threading.Thread(target=_pass_on, args=(stop, environment.source), name="pass-signals-on", daemon=True).start()
     code = program.wait()
-    Published(context.attempt_dir / MASTER, environment).forget()
+    Published(context.attempt_dir.master_file, environment).forget()
     if code in DIED_OF_A_STOP or code == 0:
         # The program had the signal at the same moment as this process, whose reader thread may be a little behind.
         stop.wait(SIGNAL_LAG_S)
@@ -103,7 +104,7 @@ def run_command(
             file=sys.stderr,
             flush=True,
         )
-    has_said_why = (context.attempt_dir / f"failed-{environment.rank}.json").exists()
+    has_said_why = context.attempt_dir.failure_file(environment.rank).exists()
     if left_with not in (0, EXIT_REQUEUE, EXIT_CONFIG) and not has_said_why:
         sentence = f"{words[0]} ended with {_described(code)}"
         attempts.record_failure(context.attempt_dir, environment.rank, exit_code=code, sentence=sentence)
@@ -174,19 +175,19 @@ def _wait_for_descendants(
         shown = "; ".join(left[:5]) + ("; ..." if len(left) > 5 else "")
         print(f"slurmtrain: left behind by the program, and ended: {shown}", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError):  # a full disk must not make a crash of it
-            context.run_dir.event("left behind", attempt=context.number, rank=environment.rank, processes=left[:20])
+            context.run_dir.event(Event.LEFT_BEHIND, attempt=context.number, rank=environment.rank, processes=left[:20])
 
 
 def _end_of_grace(context: AttemptContext, stop: StopSignals) -> float:
     """Return until when a child may save after a stop, in unix seconds: the end of the job, as far as rank 0 knows it."""
     assert stop.first is not None
     told = stop.first.time + SAVING_S
-    facts = (read_json(context.attempt_dir / attempts.STOP_RECORD) or {}).get("facts") or {}
+    facts = (read_json(context.attempt_dir.stop_file) or {}).get("facts") or {}
     end = facts.get("end_time")
     return min(told, float(end) - MARGIN_S) if end is not None else told
 
 
-def _wait_for_ranks(attempt_dir: Path, environment: Environment) -> None:
+def _wait_for_ranks(attempt_dir: AttemptDir, environment: Environment) -> None:
     """Wait until the programs of all ranks have ended, or one has failed.
 
     srun ends all others when one exits with another code than 0, and some time after one has exited with 0: a rank that
@@ -196,7 +197,7 @@ def _wait_for_ranks(attempt_dir: Path, environment: Environment) -> None:
     if environment.world_size == 1:
         return
     try:
-        (attempt_dir / f"ended-{environment.rank}").touch()
+        attempt_dir.ended_file(environment.rank).touch()
     except OSError as error:  # the disk is full: leaving with what is known is better than a crash
         print(f"slurmtrain: cannot tell the other ranks that this one has ended: {error}", file=sys.stderr, flush=True)
         return
@@ -204,12 +205,10 @@ def _wait_for_ranks(attempt_dir: Path, environment: Environment) -> None:
     shortest = max(POLL_S, environment.world_size / LISTINGS_PER_S)
     while True:
         try:
-            names = os.listdir(attempt_dir)
+            ended, failed = attempt_dir.count_ended_and_failed()
         except OSError:  # a hiccup of a shared file system; srun ends this rank when all others have left
-            names = []
-        if sum(name.startswith("ended-") for name in names) >= environment.world_size:
-            return
-        if any(name.startswith("failed-") for name in names):
+            ended = failed = 0
+        if ended >= environment.world_size or failed:
             return
         waited = time.monotonic() - began
         time.sleep(max(shortest, min(10.0, waited / 10)) * random.uniform(0.8, 1.2))
@@ -229,7 +228,7 @@ def rank_variables(config: Config, environment: Environment, context: AttemptCon
     if environment.world_size == 1:
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     elif "MASTER_ADDR" not in os.environ:
-        host, port = _master(environment, context.attempt_dir, config.cluster)
+        host, port = _master(environment, context.attempt_dir.master_file, config.cluster)
         variables |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
     return variables
 
@@ -252,9 +251,8 @@ def with_variables(words: Sequence[str], given: Mapping[str, str], environment: 
     return [VARIABLE.sub(value_of, word) if context < shell else word for context, word in enumerate(words)]
 
 
-def _master(environment: Environment, directory: Path, cluster: ClusterConfig) -> tuple[str, int]:
+def _master(environment: Environment, published: Path, cluster: ClusterConfig) -> tuple[str, int]:
     """Return rank 0's address, for programs that rendezvous by themselves: published by rank 0, read by the others."""
-    published = directory / MASTER
     address_of_rank_0 = Published(published, environment)
     if environment.rank == 0:
         address = {

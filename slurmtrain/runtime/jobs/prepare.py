@@ -23,6 +23,7 @@ from slurmtrain.observe.display import LINE_EVERY_S
 from slurmtrain.observe.metrics import MetricsLog
 from slurmtrain.observe.prepare_progress import Preparing
 from slurmtrain.observe.progress import format_count
+from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.stop_watcher import Watch
@@ -30,8 +31,6 @@ from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.signals import StopSignals
 
 LOOK_EVERY_S = 1.0  # seconds between looks at other tasks' files: a shared file system has no event to await
-STOPPING = "stopping"  # in the attempt's folder: a task was told to stop, so all do
-PREPARED = "prepared"  # rank 0 needs nobody any more
 
 
 def run_prepare(
@@ -62,14 +61,14 @@ def run_prepare(
         plan, units, workers_of(config, environment), stop, show, max_bad_share=config.prepare.max_bad_share
     )
     if report is None:
-        finished = finished and _wait_for(context.attempt_dir, PREPARED, stop)
+        finished = finished and _wait_for(context.attempt_dir.prepared_file, stop)
     elif finished and (finished := report.wait_for_all(stop)):
         manifest = finish(plan, config.prepare.max_bad_share, progress.say)
         progress.say(f"slurmtrain: {summary(plan, manifest)}")
-        (context.attempt_dir / PREPARED).touch()
+        context.attempt_dir.prepared_file.touch()
     progress.close()
     if not finished:
-        (context.attempt_dir / STOPPING).touch()
+        context.attempt_dir.stopping_file.touch()
     if watch is not None and stop.requested:
         watch.wait_for_record()
     if report is not None:
@@ -151,21 +150,26 @@ class _Report:
         return len(self._names & recorded(self._task))
 
 
-def _wait_for(folder: Path, name: str, stop: StopSignals) -> bool:
+def _wait_for(path: Path, stop: StopSignals) -> bool:
     """Wait until a file exists, by listing its folder; return False when a stop was requested before."""
-    while name not in os.listdir(folder):
+    while not _is_listed(path):
         if stop.wait(LOOK_EVERY_S):
             return False
     return True
 
 
-def stop_together(stop: StopSignals, attempt_dir: Path) -> None:
+def _is_listed(path: Path) -> bool:
+    """Return whether a file exists by listing its folder: NFS may keep the answer that a file is missing."""
+    return path.name in os.listdir(path.parent)
+
+
+def stop_together(stop: StopSignals, attempt_dir: AttemptDir) -> None:
     """Stop all tasks when one is told to stop: rank 0's watch knows the clock and the switches, others may have a signal."""
 
     def tell_and_hear() -> None:
         while not stop.wait(LOOK_EVERY_S):
-            if STOPPING in os.listdir(attempt_dir):
+            if _is_listed(attempt_dir.stopping_file):
                 stop.request("another rank")
-        (attempt_dir / STOPPING).touch()
+        attempt_dir.stopping_file.touch()
 
     threading.Thread(target=tell_and_hear, name="stop-together", daemon=True).start()

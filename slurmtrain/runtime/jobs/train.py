@@ -27,6 +27,7 @@ from slurmtrain.errors import CheckpointError, ConfigError, SlurmtrainError
 from slurmtrain.observe import Reporter, SilentReporter
 from slurmtrain.parallel.parallelize import DistributedModel, parallelize
 from slurmtrain.runs import attempts
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import Reason
 from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.attempt_context import AttemptContext, update_attempt
@@ -232,7 +233,7 @@ class _Record:
         seconds = self._timeline.seconds
         update_attempt(self._context, first_step=first_step, stepping=time.time(), start_up_s=seconds)
         self._context.run_dir.event(
-            "training started", attempt=self._context.number, step=first_step, start_up_s=seconds
+            Event.TRAINING_STARTED, attempt=self._context.number, step=first_step, start_up_s=seconds
         )
         run_dir = self._context.run_dir
         reporter = Reporter(
@@ -249,10 +250,10 @@ class _Record:
     def on_restore(self, restored: Restored | None) -> None:
         if restored is not None and restored.as_start:
             weights = {"weights_from": str(restored.path), "weights_of_step": restored.step}
-            self._context.run_dir.event("fresh start", attempt=self._context.number, step=0, **weights)
+            self._context.run_dir.event(Event.FRESH_START, attempt=self._context.number, step=0, **weights)
             return
         self._context.run_dir.event(
-            "restored" if restored else "fresh start",
+            Event.RESTORED if restored else Event.FRESH_START,
             attempt=self._context.number,
             step=restored.step if restored else 0,
             checkpoint=restored.path.name if restored else None,
@@ -262,10 +263,10 @@ class _Record:
     def on_ending(self, ending: SaveResult | CheckpointError) -> None:
         """Record the end of a save. Called by the thread that writes checkpoints."""
         if isinstance(ending, CheckpointError):
-            self._context.run_dir.event("checkpoint failed", attempt=self._context.number, error=ending.message)
+            self._context.run_dir.event(Event.CHECKPOINT_FAILED, attempt=self._context.number, error=ending.message)
             return
         self._context.run_dir.event(
-            "checkpoint",
+            Event.CHECKPOINT,
             attempt=self._context.number,
             step=ending.step,
             seconds=round(ending.seconds, 3),

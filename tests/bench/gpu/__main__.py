@@ -110,7 +110,7 @@ def measure(case: Case) -> dict[str, Any]:
     device = choose_device(case.device, environment)
     with tempfile.TemporaryDirectory() as folder:
         where = AttemptContext(RunDir(Path(folder)), 1, supervised=True)
-        where.attempt_dir.mkdir(parents=True)
+        where.attempt_dir.path.mkdir(parents=True)
         agreement = StopAgreement(signals.StopSignals(), None)
         trainer = build_trainer(config, DistributedContext(environment, device), where, agreement, Timeline())
         watch = Stopwatch()

@@ -38,6 +38,7 @@ from slurmtrain.data.prepare.unit import Progress, Task, prepare_unit, recorded
 from slurmtrain.data.prepare.worker_pool import Tally, work
 from slurmtrain.errors import ConfigError, DataError, SlurmtrainError
 from slurmtrain.observe.prepare_progress import Preparing
+from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runtime.jobs.prepare import stop_together, workers_of
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
@@ -355,7 +356,7 @@ def test_a_unit_does_not_look_through_the_records_of_all_that_are_done(
 def test_one_task_that_is_told_to_stop_is_enough(tmp_path: Path) -> None:
     one, other = signals.StopSignals(), signals.StopSignals()
     for stop in (one, other):
-        stop_together(stop, tmp_path)
+        stop_together(stop, AttemptDir(tmp_path))
     one.request("SIGUSR2")
     assert other.wait(timeout_s=60) and other.first is not None and other.first.cause == "another rank"
 

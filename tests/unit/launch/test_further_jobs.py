@@ -572,7 +572,7 @@ def test_only_what_ended_in_this_chain_or_finished_ends_a_link_at_its_start(make
     assert chain.ended_before(run) is Verdict.END
     run.update_info(chain=["201", "202"], chain_after=2)  # resumed
     assert chain.ended_before(run) is None
-    (run.attempt(run.new_attempt()) / "setup-failed").write_text("set-up failed")
+    (run.attempt(run.new_attempt()).path / "setup-failed").write_text("set-up failed")
     assert chain.ended_before(run) is Verdict.END
     stopped(run, "done", job_id="201")
     assert chain.ended_before(run) is Verdict.DONE
@@ -739,7 +739,7 @@ def test_a_run_that_ends_while_one_is_submitted_after_it(
     """SLURM remembers a job for a while only: then it takes what waits for it as free to start, or refuses it."""
     run = make(job_ids=("7",))
     in_queue(slurm, "7|7_N/A|RUNNING|None")
-    record = run.attempt(1) / "attempt.json"
+    record = run.attempt(1).path / "attempt.json"
     stopped(run, ending, job_id="7", reason="finished" if ending == "done" else "crash")
     record.rename(project / "ended")
     attempts.write_attempt(run, Attempt(1, job_id="7", started=time.time()))

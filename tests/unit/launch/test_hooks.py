@@ -89,7 +89,7 @@ def test_it_is_told_the_facts_and_runs_once(tmp_path: Path) -> None:
         }.items()
     )
     assert json.loads((tmp_path / "record").read_text())["sentence"] == "crashed: x"
-    assert (run_dir.attempt(1) / "hook.log").read_text() == f"{tmp_path}\noh\n"
+    assert (run_dir.attempt(1).path / "hook.log").read_text() == f"{tmp_path}\noh\n"
     assert outcome(run_dir).startswith("ended with exit code 4")
 
 
@@ -126,9 +126,9 @@ def test_a_set_up_that_fails_is_a_failure_although_nobody_judges_it(tmp_path: Pa
     run_dir = ended_run(
         tmp_path, HooksConfig(on_failure='echo "$SLURMTRAIN_REASON: $SLURMTRAIN_SENTENCE"'), reason=None
     )
-    (run_dir.attempt(1) / "setup-failed").write_text("set-up failed with code 1: ls x\n")
+    (run_dir.attempt(1).path / "setup-failed").write_text("set-up failed with code 1: ls x\n")
     run_hook(run_dir, 1)
-    assert (run_dir.attempt(1) / "hook.log").read_text() == "config: set-up failed with code 1: ls x\n"
+    assert (run_dir.attempt(1).path / "hook.log").read_text() == "config: set-up failed with code 1: ls x\n"
 
 
 @pytest.mark.parametrize("setup", ["true", "false"])

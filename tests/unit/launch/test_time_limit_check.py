@@ -110,7 +110,7 @@ def test_other_runs_tell_nothing(project: Path, other: str) -> None:
     if other == "no save":
         run.events_file.unlink()
     elif other == "never trained":
-        (run.attempt(1) / "attempt.json").unlink()
+        (run.attempt(1).path / "attempt.json").unlink()
     elif other == "no run.json":
         run.info_file.unlink()
     assert measured_before(config, [run]) is None

@@ -446,7 +446,7 @@ def test_a_resumed_job_that_has_not_run_yet_waits_although_an_earlier_one_died_i
 
 def test_a_set_up_that_failed_is_said_in_its_own_words(make: Make, queue: Queue) -> None:
     run = make(JOB)
-    (run.attempt(run.new_attempt()) / "setup-failed").write_text("set-up failed with code 1: false\n")
+    (run.attempt(run.new_attempt()).path / "setup-failed").write_text("set-up failed with code 1: false\n")
     for jobs in ({JOB: ("RUNNING", "None")}, {JOB: ("FAILED", "NonZeroExitCode")}, {}):
         queue(jobs)
         assert (state(run).status, state(run).explanation) == ("failed", "set-up failed with code 1: false")
@@ -564,7 +564,7 @@ def test_a_local_run_seen_from_another_host_is_unknown_and_left_alone(
     said_to_user = capsys.readouterr().err
     assert f"`cancel {run.id}` there" in said_to_user and "is gone for good" in said_to_user
     assert killed == []
-    (run.attempt(1) / "attempt.json").unlink()  # the way out that was named
+    (run.attempt(1).path / "attempt.json").unlink()  # the way out that was named
     monkeypatch.setattr(state_module, "LOCAL_START_S", 0.0)
     assert said(state(run)) == ("lost", False)
 
@@ -574,7 +574,7 @@ def test_a_local_run_on_this_host_lives_as_long_as_its_process(
 ) -> None:
     run = make(overrides=("cluster.backend=local",))
     attempt(run, pid=alive_process.pid, host=socket.gethostname())
-    (run.attempt(1) / "rank-0.log").touch()  # as cluster=local does
+    (run.attempt(1).path / "rank-0.log").touch()  # as cluster=local does
     assert said(state(run)) == ("running", True)
     assert main(["preempt", run.id]) == 0
     assert "resumes by itself" in capsys.readouterr().out
@@ -622,7 +622,7 @@ def test_following_asks_the_queue_seldom_and_outlives_its_errors(
         if count == 100:
             fake_slurm.command("squeue", 'echo squeue >>"$here/asked"; exit 1')
         elif count == 200:
-            (run.attempt(1) / "rank-0.log").write_text("last words\n")
+            (run.attempt(1).path / "rank-0.log").write_text("last words\n")
             attempts.write_attempt(run, Attempt(1, job_id=JOB, started=1.0, ended=2.0, verdict="end", sentence="x"))
 
     clock = Clock(later)
@@ -638,7 +638,7 @@ def test_a_run_that_says_it_is_over_is_followed_no_longer_whatever_its_job_does(
 ) -> None:
     run = make(JOB)
     ended(run, "done")
-    (run.attempt(1) / "rank-0.log").write_text("all of it\n")
+    (run.attempt(1).path / "rank-0.log").write_text("all of it\n")
     queue({JOB: (word, "None")})
     monkeypatch.setattr(logs, "time", clock := Clock())
     assert "".join(logs.lines_as_they_come(run, 0, None)) == "all of it\n"
@@ -673,13 +673,13 @@ def test_a_resumed_run_is_followed_into_its_next_attempt(
 ) -> None:
     run = make("1", JOB)
     ended(run, "end", job_id="1", started=1.0)
-    (run.attempt(1) / "rank-0.log").write_text("first\n")
+    (run.attempt(1).path / "rank-0.log").write_text("first\n")
     queue({JOB: ("PENDING", "Resources")})
 
     def later(count: int) -> None:
         if count == 50:
             ended(run, "done")
-            (run.attempt(2) / "rank-0.log").write_text("second\n")
+            (run.attempt(2).path / "rank-0.log").write_text("second\n")
 
     monkeypatch.setattr(logs, "time", Clock(later))
     said: list[str] = []
@@ -692,7 +692,7 @@ def test_one_attempt_is_followed_to_its_own_end(make: Make, queue: Queue, monkey
     run = make(JOB)
     ended(run, "requeue")
     attempt(run, job_id=JOB)
-    (run.attempt(1) / "rank-0.log").write_text("first\n")
+    (run.attempt(1).path / "rank-0.log").write_text("first\n")
     queue({JOB: ("RUNNING", "None")})
     monkeypatch.setattr(logs, "time", Clock())
     assert "".join(logs.lines_as_they_come(run, 0, 1)) == "first\n"
@@ -704,20 +704,20 @@ def test_all_ranks_are_followed_line_by_line_and_into_the_next_attempt(
     run = make(JOB)
     attempt(run, job_id=JOB)
     queue({JOB: ("RUNNING", "None")})
-    (run.attempt(1) / "rank-10.log").write_text("ten: begun\nten: ha")
+    (run.attempt(1).path / "rank-10.log").write_text("ten: begun\nten: ha")
 
     def later(count: int) -> None:
         if count == 10:
-            (run.attempt(1) / "rank-2.log").write_bytes("two: gr\u00fc".encode()[:-1])
+            (run.attempt(1).path / "rank-2.log").write_bytes("two: gr\u00fc".encode()[:-1])
         elif count == 20:
-            (run.attempt(1) / "rank-2.log").write_text("two: gr\u00fcn\r\n", newline="")
-            with (run.attempt(1) / "rank-10.log").open("a") as log:
+            (run.attempt(1).path / "rank-2.log").write_text("two: gr\u00fcn\r\n", newline="")
+            with (run.attempt(1).path / "rank-10.log").open("a") as log:
                 log.write("lf a line\n")
         elif count == 30:
-            with (run.attempt(1) / "rank-10.log").open("a") as log:
+            with (run.attempt(1).path / "rank-10.log").open("a") as log:
                 log.write("cut short")
             ended(run, "done")
-            (run.attempt(2) / "rank-0.log").write_text("again\n")
+            (run.attempt(2).path / "rank-0.log").write_text("again\n")
 
     monkeypatch.setattr(logs, "time", Clock(later))
     assert "".join(logs.lines_as_they_come(run, None, None)).splitlines() == [

@@ -13,6 +13,7 @@ import pytest
 from slurmtrain.config.schema import Config, RequeueConfig
 from slurmtrain.errors import ClusterError
 from slurmtrain.runs import attempts
+from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt, Failure
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.outcome import Reason, Verdict
@@ -72,7 +73,7 @@ def test_an_attempt_that_died_before_its_first_word_has_an_empty_record(run: Run
 
 def test_a_torn_or_foreign_record_does_not_stop_a_reader(run: RunDir) -> None:
     run.new_attempt()
-    record = run.attempt(1) / "attempt.json"
+    record = run.attempt(1).path / "attempt.json"
     record.write_text('{"number": 1, "job_')
     assert attempts.read_attempt(run, 1) == Attempt(number=1)
     record.write_text(json.dumps({"number": 5, "job_id": "3", "of_another_version": 1}))
@@ -174,7 +175,7 @@ def test_an_attempt_that_was_killed_at_the_end_of_a_grace_time_was_preempted(run
 def test_what_has_ended_properly_is_left_alone(run: RunDir) -> None:
     finished = begin(run, reason="crash", verdict="requeue", sentence="x")
     run.new_attempt()
-    (run.attempt(2) / "setup-failed").write_text("no module")
+    (run.attempt(2).path / "setup-failed").write_text("no module")
     begin(run)
     close_abandoned(run, 3, Config(), None)
     assert attempts.read_attempt(run, 1) == finished
@@ -259,7 +260,7 @@ def test_an_attempt_that_may_still_run_is_never_closed(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     if "claim" in fields:
-        (run.attempt(run.new_attempt()) / "job").write_text(f"{fields['claim']}\n")
+        (run.attempt(run.new_attempt()).path / "job").write_text(f"{fields['claim']}\n")
     else:
         begin(run, **fields)
     begin(run, job_id="7", restart_count=1)
@@ -304,7 +305,7 @@ def test_where_a_run_has_trained_a_start_that_fails_is_the_nodes_fault(
     def bad_start(how: str) -> tuple[Verdict, list[str]]:
         number = run.new_attempt()
         if how == "set-up":
-            (run.attempt(number) / "setup-failed").write_text("set-up failed with code 1: module load cuda\n")
+            (run.attempt(number).path / "setup-failed").write_text("set-up failed with code 1: module load cuda\n")
         else:
             attempts.write_attempt(run, Attempt(number, started=time.time(), committed_before=10))
             attempts.record_failure(run.attempt(number), 0, exit_code=78, sentence="no GPU is visible")
@@ -496,7 +497,7 @@ def test_the_first_rank_that_failed_by_itself_is_the_cause(run: RunDir, monkeypa
 def test_sruns_words_on_killed_tasks_are_found(log: str | None, found: str | None, tmp_path: Path) -> None:
     if log is not None:
         (tmp_path / "srun.log").write_text("srun: job 5 queued\n" + log)
-    assert attempts.killed_tasks(tmp_path) == found
+    assert attempts.killed_tasks(AttemptDir(tmp_path)) == found
 
 
 # As 22.05.8 and 25.05.9 write it: into a job's log, and of a step into srun.log.
@@ -555,7 +556,7 @@ def test_a_cancel_that_is_typed_while_the_next_attempt_sets_itself_up_is_for_tha
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     begin(run, job_id="7", started=time.time() - 60)
-    (run.attempt(run.new_attempt()) / "job").write_text(f"7 1 {time.time():.9f}\n")
+    (run.attempt(run.new_attempt()).path / "job").write_text(f"7 1 {time.time():.9f}\n")
     with monkeypatch.context() as seen:
         if listing == "late":
             seen.setattr(RunDir, "attempt_numbers", lambda self: [1])
@@ -647,7 +648,7 @@ def test_without_another_cause_the_rank_that_lost_its_peer_is_named(run: RunDir)
     begin(run)
     attempts.record_failure(run.attempt(1), 1, exit_code=1, sentence="Connection reset by peer", because_of_peer=True)
     assert "rank 1: Connection reset by peer" in finish_attempt(run, 1, 1, Config(), None).sentence
-    (run.attempt(1) / "srun.log").write_text("srun: error: n0: task 0: Killed\n")
+    (run.attempt(1).path / "srun.log").write_text("srun: error: n0: task 0: Killed\n")
     assert "n0: task 0: Killed" in finish_attempt(run, 1, 137, Config(), None).sentence
 
 

@@ -451,14 +451,22 @@ def test_in_a_teams_folder_the_team_reads_every_attempt_and_checkpoint_of_a_run_
         read_all(run.path)
         assert main(["status", str(run.path)]) == 0
         assert main(["logs", str(run.path), "--attempt", "2"]) == 0
-        for path in (run.path, run.attempt(3), saving):
+        for path in (run.path, run.attempt(3).path, saving):
             with pytest.raises(PermissionError):
                 (path / "planted").touch()
 
     stranger.does(look, groups=[stranger.gid])
     assert "crash" in capsys.readouterr().out
     assert not run.path.stat().st_mode & 0o027
-    for path in (run.code, run.code / "train.py", run.script, run.config_file, run.info_file, run.attempt(2), saving):
+    for path in (
+        run.code,
+        run.code / "train.py",
+        run.script,
+        run.config_file,
+        run.info_file,
+        run.attempt(2).path,
+        saving,
+    ):
         assert not path.stat().st_mode & 0o022, path
 
 
@@ -529,8 +537,8 @@ def test_what_a_run_says_does_not_steer_the_terminal(plant: Plant, asked: Callab
     [("started", "now"), ("started", 1e300), ("nodes", [1]), ("pid", "1"), ("stalled", 1), ("start_up_s", {"a": None})],
 )
 def test_a_field_of_an_attempt_of_another_type_is_told_by_name(field: str, value: object, mine: RunDir) -> None:
-    mine.attempt(1).mkdir()
-    write_json(mine.attempt(1) / "attempt.json", {field: value})
+    mine.attempt(1).path.mkdir()
+    write_json(mine.attempt(1).path / "attempt.json", {field: value})
     with pytest.raises(UnreadableRecord, match=f"attempt.json: {field} is .*, not "):
         attempts.read_attempt(mine, 1)
 
@@ -552,9 +560,9 @@ class Written:
 def test_a_log_larger_than_the_memory_is_printed_in_pieces(
     words: list[str], mine: RunDir, asked: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine.attempt(1).mkdir()
-    write_json(mine.attempt(1) / "attempt.json", {"verdict": "end", "started": 1.0, "ended": 2.0})
-    log = mine.attempt(1) / "rank-0.log"
+    mine.attempt(1).path.mkdir()
+    write_json(mine.attempt(1).path / "attempt.json", {"verdict": "end", "started": 1.0, "ended": 2.0})
+    log = mine.attempt(1).path / "rank-0.log"
     log.write_bytes(b"\xc3\xa4" * 4_000_000 + b"\n")
     monkeypatch.setattr("sys.stdout", written := Written())
     assert main(["logs", "last", *words]) == 0

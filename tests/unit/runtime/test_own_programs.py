@@ -148,5 +148,5 @@ def test_a_program_may_say_by_an_exit_code_of_its_own_that_it_has_finished(proje
     (project / "train.sh").write_text(POLITE.replace("exit 0", "exit 9"))
     code, said = stopped_when_ready(project, "bash train.sh ready", "job.finished_when=9")
     assert code == 0 and "finished: exit code 9 (job.finished_when)" in said, said
-    record = json.loads((the_run(project).attempt(1) / "attempt.json").read_text())
+    record = json.loads((the_run(project).attempt(1).path / "attempt.json").read_text())
     assert record["verdict"] == "done"

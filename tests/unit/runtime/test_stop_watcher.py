@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import stop_watcher as watch_module
@@ -31,7 +32,7 @@ class Slurm:
 
 
 def watch(signals: StopSignals, tmp_path: Path, client: Any) -> Watch:
-    made = Watch(signals, tmp_path, client, signal_lead_s=0)
+    made = Watch(signals, AttemptDir(tmp_path), client, signal_lead_s=0)
     deadline = time.monotonic() + 60
     while made._end_time is None and time.monotonic() < deadline:  # it asks in a thread of its own
         time.sleep(0.005)
@@ -60,7 +61,7 @@ def test_a_preemption_s_grace_time_is_what_is_left(tmp_path: Path) -> None:
 def test_a_time_limit_that_was_extended_is_followed(tmp_path: Path) -> None:
     """`scontrol update TimeLimit`: SLURM is asked before the clock is believed, and not all the time."""
     signals, slurm = StopSignals(), Slurm(1.0, 3600.0)
-    made = Watch(signals, tmp_path, slurm, signal_lead_s=0.5)  # type: ignore[arg-type]
+    made = Watch(signals, AttemptDir(tmp_path), slurm, signal_lead_s=0.5)  # type: ignore[arg-type]
     deadline = time.monotonic() + 60
     while made._end_time != slurm.ends[-1] and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -89,7 +90,7 @@ def test_a_time_limit_that_was_lifted_stops_nobody_and_a_later_one_is_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     signals, slurm = StopSignals(), Slurm(1.0, None)
-    made = Watch(signals, tmp_path, slurm, signal_lead_s=0.5)  # type: ignore[arg-type]
+    made = Watch(signals, AttemptDir(tmp_path), slurm, signal_lead_s=0.5)  # type: ignore[arg-type]
     deadline = time.monotonic() + 60
     while (slurm.asked < 2 or made._end_time is not None) and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -105,7 +106,7 @@ def test_a_time_limit_that_was_lifted_stops_nobody_and_a_later_one_is_followed(
 def test_a_time_limit_that_was_shortened_is_heard_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "ASK_EVERY_S", 0.05)
     signals = StopSignals()
-    watch_made = Watch(signals, tmp_path, Slurm(3600.0, 1.0), signal_lead_s=0.5)  # type: ignore[arg-type]
+    watch_made = Watch(signals, AttemptDir(tmp_path), Slurm(3600.0, 1.0), signal_lead_s=0.5)  # type: ignore[arg-type]
     assert signals.wait(60) and signals.first is not None and signals.first.cause == "deadline"
     watch_made.wait_for_record()
 
@@ -122,13 +123,13 @@ def test_where_slurm_does_not_answer_the_clock_is_believed(
 
     monkeypatch.setattr(watch_module, "ANSWER_S", 0.1)
     signals = StopSignals()
-    Watch(signals, tmp_path, Silent(1.0), signal_lead_s=1.0)  # type: ignore[arg-type]
+    Watch(signals, AttemptDir(tmp_path), Silent(1.0), signal_lead_s=1.0)  # type: ignore[arg-type]
     assert signals.wait(60) and signals.first is not None and signals.first.cause == "deadline"
 
 
 def test_without_slurm_nothing_is_planned(tmp_path: Path) -> None:
     signals = StopSignals()
-    made = Watch(signals, tmp_path, None, signal_lead_s=0)
+    made = Watch(signals, AttemptDir(tmp_path), None, signal_lead_s=0)
     made.plan_stop(1e6, 1e6)
     assert not signals.wait(0.1)
     signals.request("SIGTERM")
@@ -144,7 +145,7 @@ def test_a_file_saves_once_and_another_ends_the_run(run_dir: RunDir, monkeypatch
     monkeypatch.setattr(watch_module, "LOOK_EVERY_S", 0.01)
     signals = StopSignals()
     (run_dir.path / "save").touch()
-    made = Watch(signals, run_dir.attempts, None, signal_lead_s=0, run_dir=run_dir)
+    made = Watch(signals, AttemptDir(run_dir.attempts), None, signal_lead_s=0, run_dir=run_dir)
     deadline = time.monotonic() + 60
     while not made.take_save():
         assert time.monotonic() < deadline
@@ -171,7 +172,7 @@ class AskedMeanwhile(threading.Event):
 
 def test_a_save_that_is_asked_for_while_somebody_looks_is_not_forgotten(tmp_path: Path) -> None:
     signals = StopSignals()
-    made = Watch(signals, tmp_path, None, signal_lead_s=0)
+    made = Watch(signals, AttemptDir(tmp_path), None, signal_lead_s=0)
     made._save_asked = AskedMeanwhile()
     assert [made.take_save(), made.take_save()] == [False, True]
     signals.request("SIGTERM")
@@ -182,6 +183,6 @@ def test_a_switch_that_cannot_be_taken_away_is_not_obeyed(run_dir: RunDir, monke
     monkeypatch.setattr(watch_module, "LOOK_EVERY_S", 0.01)
     signals = StopSignals()
     (run_dir.path / "stop").mkdir()
-    Watch(signals, run_dir.attempts, None, signal_lead_s=0, run_dir=run_dir)
+    Watch(signals, AttemptDir(run_dir.attempts), None, signal_lead_s=0, run_dir=run_dir)
     assert not signals.wait(0.2)
     signals.request("SIGTERM")

@@ -1,0 +1,109 @@
+"""The folder of an attempt, and the names of all files in it.
+
+The batch script (jobs/job.sbatch.j2) spells the names `job`, `setup-failed` and `srun.log` once more, since it writes
+those files before any Python of ours runs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+RANK_LOG = re.compile(r"rank-([0-9]{1,9})\.log")
+
+
+def rank_log_name(rank: int | str) -> str:
+    """Return the name of a rank's log, for srun with "%t" as the rank."""
+    return f"rank-{rank}.log"
+
+
+@dataclass(frozen=True)
+class AttemptDir:
+    """The paths in the folder of one attempt, attempts/NNNN. Holds no state of its own."""
+
+    path: Path
+
+    # Files of the launchers and of `finish-attempt`.
+    @property
+    def claim_file(self) -> Path:
+        """The file with the job, its restart count and the time at which its batch script claimed the attempt."""
+        return self.path / "job"
+
+    @property
+    def setup_failure_file(self) -> Path:
+        """The file with the batch script's message about a set-up that failed before any rank was started."""
+        return self.path / "setup-failed"
+
+    @property
+    def srun_log(self) -> Path:
+        """The file of what srun itself writes to stderr."""
+        return self.path / "srun.log"
+
+    @property
+    def request_file(self) -> Path:
+        """The file of the person's request that this attempt took from the run's folder."""
+        return self.path / "request.json"
+
+    @property
+    def hook_log(self) -> Path:
+        """The output of the hook that ran after the attempt; it exists as soon as one was started."""
+        return self.path / "hook.log"
+
+    # Files of rank 0.
+    @property
+    def record_file(self) -> Path:
+        """The record of the attempt, see `Attempt`."""
+        return self.path / "attempt.json"
+
+    @property
+    def stop_file(self) -> Path:
+        """The record of why the ranks were told to stop."""
+        return self.path / "stop.json"
+
+    @property
+    def master_file(self) -> Path:
+        """Rank 0's address and port, for programs of the user's own that rendezvous by themselves."""
+        return self.path / "master.json"
+
+    @property
+    def prepared_file(self) -> Path:
+        """An empty file: rank 0 of a preparation of data needs no other rank any more."""
+        return self.path / "prepared"
+
+    @property
+    def stopping_file(self) -> Path:
+        """An empty file: a rank of a preparation of data was told to stop, so all ranks stop."""
+        return self.path / "stopping"
+
+    # Files of every rank.
+    def rank_log(self, rank: int) -> Path:
+        """Return the log of a rank's stdout and stderr."""
+        return self.path / rank_log_name(rank)
+
+    def rank_logs(self) -> dict[int, Path]:
+        """Return the logs that exist by rank, in the order of the ranks."""
+        found = ((RANK_LOG.fullmatch(path.name), path) for path in self.path.glob("rank-*.log"))
+        return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+    def failure_file(self, rank: int) -> Path:
+        """Return the record of a rank's failure."""
+        return self.path / f"failed-{rank}.json"
+
+    def failure_files(self) -> list[Path]:
+        """Return the records of failures of all ranks, in no particular order."""
+        return list(self.path.glob("failed-*.json"))
+
+    def ended_file(self, rank: int) -> Path:
+        """Return an empty file: the user's own program has ended on that rank, and has not failed."""
+        return self.path / f"ended-{rank}"
+
+    def count_ended_and_failed(self) -> tuple[int, int]:
+        """List the folder once, and return on how many ranks the user's own program has ended, and how many have failed.
+
+        Raises:
+            OSError: the folder cannot be listed.
+        """
+        names = os.listdir(self.path)
+        return sum(name.startswith("ended-") for name in names), sum(name.startswith("failed-") for name in names)

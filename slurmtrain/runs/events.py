@@ -1,0 +1,51 @@
+"""The events of a run: the words that events.jsonl has for what happened."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Event(StrEnum):
+    """The name of an event; its value is what is written to events.jsonl."""
+
+    # Its jobs.
+    RENDERED = "rendered"  # its batch script was written, for a person to submit
+    SUBMITTING = "submitting"  # sbatch is about to be called
+    SUBMITTED = "submitted"
+    GONE_FROM_QUEUE = "gone from the queue"
+    CHAIN_CANCELLED = "rest of the chain cancelled"
+    DEPENDENTS_FREED = "dependents freed"  # jobs that waited for this run may start, or never will
+    DEPENDENTS_PASSED_ON = "dependents passed on"  # they wait for the run's next job
+    NODES_LEFT_OUT = "nodes left out"
+    NODES_NOT_LEFT_OUT = "nodes not left out"
+
+    # What a person asked for.
+    CANCEL_ASKED = "cancel asked"
+    PREEMPT_ASKED = "preempt asked"
+    REQUEUE_ASKED = "requeue asked"
+    RESUME_ASKED = "resume asked"
+    STOP_FILE_FOUND = "the file stop was found"
+    SAVE_FILE_FOUND = "the file save was found"
+    CHANGED = "changed"  # its config or its code
+    LENGTHENED = "lengthened"  # it had finished, and was given more steps
+
+    # Its attempts.
+    ATTEMPT_STARTED = "attempt started"
+    ATTEMPT_ENDED = "attempt ended"
+    LEFT_BEHIND = "left behind"  # processes of the user's own program had not ended in time
+    LEFT_AT_ONCE = "left at once"  # SLURM started the job again after the run had ended
+    NOT_STARTED_AGAIN = "not started again"
+    GIVEN_UP = "given up"
+    HOOK_STARTED = "hook started"
+    HOOK_ENDED = "hook ended"
+
+    # Training.
+    FRESH_START = "fresh start"
+    RESTORED = "restored"
+    TRAINING_STARTED = "training started"
+    TRAINING_FINISHED = "training finished"
+    TRAINING_STOPPED = "training stopped"
+    CHECKPOINT = "checkpoint"
+    CHECKPOINT_FAILED = "checkpoint failed"
+    EVALUATION_SUBMITTED = "evaluation submitted"
+    EVALUATION_NOT_SUBMITTED = "evaluation not submitted"
