@@ -42,7 +42,8 @@ from typing import Any
 from slurmtrain.checkpoint import blocks
 from slurmtrain.checkpoint.blocks import FileRecord, refresh
 from slurmtrain.errors import CheckpointError, CheckpointMismatch, Superseded
-from slurmtrain.system.modes import file_mode, folder_mode
+from slurmtrain.system.files import fsync_directory, write_new, write_synced
+from slurmtrain.system.modes import folder_mode
 
 FORMAT = 2
 FINAL_NAME = re.compile(r"checkpoint_(\d{7,})(?:\.(\d+))?")
@@ -193,8 +194,7 @@ def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") 
         _check_claims(directory, own)
         path = claim_of(directory, own)
         try:
-            # Exclusive creation is atomic on local disks, Lustre and NFS from version 3 on (open(2), O_EXCL).
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode(claims))
+            write_new(path, own.label.encode())
         except FileExistsError:
             if incarnation is None:
                 continue
@@ -205,11 +205,6 @@ def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") 
                     f"({own.order}) as this one, {own.label}",
                     hint="give each job a checkpoint directory of its own",
                 ) from None
-        else:
-            with os.fdopen(descriptor, "w") as file:
-                file.write(own.label)
-                file.flush()
-                os.fsync(file.fileno())
         fsync_directory(claims)
         _check_claims(directory, own)  # a newer one may have come between
         break
@@ -501,21 +496,3 @@ def set_aside(path: Path) -> Path:
 def damaged(directory: Path) -> list[str]:
     """Return the names of the checkpoints that were set aside and still exist."""
     return sorted(path.name for path in directory.glob("checkpoint_*.damaged-*"))
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a small file and wait until it is on the disk."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, file_mode(path.parent))
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def fsync_directory(path: Path) -> None:
-    """Wait until the entries of a directory are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

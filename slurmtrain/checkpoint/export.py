@@ -32,6 +32,7 @@ from slurmtrain.checkpoint.plan import SAFETENSORS_NAMES, check_types, dtype_nam
 from slurmtrain.checkpoint.restore import need_of
 from slurmtrain.checkpoint.tensor_index import Box, BoxLocation, Index, TensorFacts, check_coverage
 from slurmtrain.errors import CheckpointError, UsageError, nearest
+from slurmtrain.system.files import fsync_directory
 
 SAFETENSORS, TORCH = (".safetensors",), (".pt", ".pth")
 DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -180,7 +181,7 @@ def _publish(temporary: Path, out: Path, *, force: bool) -> None:
             if os.path.lexists(out):
                 raise
             temporary.rename(out)
-    commit.fsync_directory(out.parent)
+    fsync_directory(out.parent)
 
 
 # From the rank files to the output.

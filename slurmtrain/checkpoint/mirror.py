@@ -43,6 +43,7 @@ from slurmtrain.checkpoint.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.commit import COMPLETE, MANIFEST, Manifest
 from slurmtrain.checkpoint.retention import Keep, Kept, surplus
 from slurmtrain.errors import CheckpointError
+from slurmtrain.system.files import fsync_directory
 from slurmtrain.system.modes import file_mode
 
 T = TypeVar("T")
@@ -227,7 +228,7 @@ class Mirror:
             for file, size in sizes.items():
                 self._download(self._at(name, file), directory / file, size, pool)
         with _Local(directory):
-            commit.fsync_directory(directory)
+            fsync_directory(directory)
 
     # Removing.
 

@@ -39,6 +39,7 @@ from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.staging import Image
 from slurmtrain.checkpoint.tensor_index import Index, Ints, check_coverage
 from slurmtrain.errors import CheckpointError, CheckpointMismatch, Discarded, NotFinite
+from slurmtrain.system.files import fsync_directory
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ class Write:
             )  # a newer incarnation removes what older ones were writing
             raise
         self._written = [(name, record)]
-        commit.fsync_directory(temporary)
+        fsync_directory(temporary)
         plan = self._plan
         table = plan.table(self._image.own_bytes).pack()
         plain = {key: json.dumps(value).encode() for key, value in self._plain.items()}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from slurmtrain.system import records
+from slurmtrain.system.files import fsync_directory, replace_file
 
 BLOCK_BYTES = 1 << 18
 
@@ -100,18 +101,8 @@ def _drop(path: Path, wanted: Callable[[dict[str, Any]], bool], settled_step: in
             return
         file.seek(0)
         before = file.read(begin)
-    # A second file is written and renamed, so that a kill in the middle loses no record.
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(before + kept)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    replace_file(path, before + kept)  # not in place, so that a kill in the middle loses no record
+    fsync_directory(path.parent)
 
 
 def _settled_bytes(file: BinaryIO, size: int, settled_step: int) -> int:

@@ -6,13 +6,12 @@ import csv
 import io
 import os
 import re
-import secrets
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from slurmtrain.errors import UsageError
 from slurmtrain.report.collect import Cell, Table, is_scalar
+from slurmtrain.system.files import replace_file
 from slurmtrain.system.json_text import json_text
 
 FORMATS = ("csv", "markdown", "json", "parquet")
@@ -53,18 +52,8 @@ def write_whole(path: Path, content: bytes) -> None:
         UsageError: it cannot be written.
     """
     target = Path(os.path.realpath(path))  # a link stays one
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(2)}")
     try:
-        try:
-            with temporary.open("xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(target)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
+        replace_file(target, content, mode=0o666)  # the umask decides who reads it
     except OSError as error:
         raise UsageError(
             f"cannot write {path}: {error.strerror}", hint="give a file in a folder that is there"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +48,69 @@ def write_json(path: Path, value: dict[str, Any], *, durable: bool = True) -> No
 
 
 def write_text(path: Path, text: str, *, durable: bool = True) -> None:
+    """Replace a file by `replace_file` with one that holds this text."""
+    replace_file(path, text.encode(), durable=durable)
+
+
+def replace_file(
+    path: Path, content: bytes | Iterable[bytes], *, mode: int | None = None, durable: bool = True
+) -> None:
     """Replace a file atomically: a reader sees the old or the new one, never half of it; other links keep the old one.
 
+    If it cannot be written, the old one stays, and nothing is left beside it.
+
     Args:
-        durable: wait until it is on the disk; not for thousands of files that can be made again.
+        mode: mode of the file before the umask; None: that of a run's files, see `file_mode`.
+        durable: wait until it is on the disk; not for thousands of files that can be made again. That its name is on
+            the disk, too, takes `fsync_directory`.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(2)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode(path.parent))
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
+    temporary = temporary_beside(path)
+    try:
+        write_new(temporary, content, mode=mode, durable=durable)
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def temporary_beside(path: Path) -> Path:
+    """Return a hidden name in the same folder that no other process on any host uses."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(8)}")
+
+
+def write_new(path: Path, content: bytes | Iterable[bytes], *, mode: int | None = None, durable: bool = True) -> None:
+    """Create a small file, and wait until its content is on the disk.
+
+    Creation is atomic on local disks, Lustre and NFS from version 3 on (open(2), O_EXCL); the content comes later.
+
+    Args:
+        mode, durable: as in `replace_file`.
+
+    Raises:
+        FileExistsError: there is one.
+    """
+    _write(path, content, os.O_EXCL, mode, durable=durable)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a small file in place, and wait until its content is on the disk."""
+    _write(path, content, os.O_TRUNC, None, durable=True)
+
+
+def fsync_directory(path: Path) -> None:
+    """Wait until the entries of a directory are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write(path: Path, content: bytes | Iterable[bytes], flag: int, mode: int | None, *, durable: bool) -> None:
+    mode = file_mode(path.parent) if mode is None else mode
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | flag, mode), "wb") as file:
+        file.writelines([content] if isinstance(content, bytes) else content)
         if durable:
             file.flush()
             os.fsync(file.fileno())
-    temporary.replace(path)

@@ -20,18 +20,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slurmtrain.checkpoint.commit import fsync_directory
 from slurmtrain.errors import ConfigError
+from slurmtrain.system import files
+from slurmtrain.system.files import fsync_directory
 
 FORMAT = 1
 FILE_NAME = "manifest.json"
+SHARED_MODE = 0o666  # the umask decides who reads a data set
 TOKEN_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}  # bytes of one token, by dtype
 KINDS = ("tokens", "ends", "bytes")  # the files of a shard, by suffix
 TOKENIZER_KINDS = ("bytes", "tokenizers", "tiktoken")
@@ -159,7 +160,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Replace the manifest of `folder` atomically; it is on the disk when this returns."""
-        replace_file(folder / FILE_NAME, [self.text().encode()])
+        replace_file(folder / FILE_NAME, self.text().encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -199,17 +200,12 @@ def shard_file(folder: Path, split: str, shard: str, kind: str) -> Path:
     return folder / split / f"{shard}.{kind}"
 
 
-def replace_file(path: Path, parts: Iterable[bytes]) -> None:
+def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
     """Write a file atomically: a reader sees the old content or all of the new one, which is on the disk when this returns.
 
     Unlike the files of a run, it may be read by everybody whom the umask permits, since data sets are shared.
     """
-    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
-    with open(temporary, "wb") as file:
-        file.writelines(parts)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    files.replace_file(path, content, mode=SHARED_MODE)
     fsync_directory(path.parent)
 
 

@@ -51,7 +51,7 @@ def _finish(plan: PreparePlan, max_bad_share: float, say: Callable[[str], None])
     facts = plan.settings.facts
     if facts.file is not None:
         _, content = load_tokenizer(plan.settings.tokenizer)
-        replace_file(plan.output / facts.file, [content])
+        replace_file(plan.output / facts.file, content)
     manifest = Manifest(facts.dtype, facts, splits, tuple(_sources(plan, records)))
     manifest.write(plan.output)
     remove_leftovers(task)  # left by an attempt that was killed after it had written the record

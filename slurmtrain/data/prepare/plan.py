@@ -18,13 +18,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.checkpoint.commit import fsync_directory
 from slurmtrain.config.schema import PrepareConfig
-from slurmtrain.data.format.manifest import TokenizerFacts
+from slurmtrain.data.format.manifest import SHARED_MODE, TokenizerFacts
 from slurmtrain.data.format.tokenizers import TokenizerChoice, load_tokenizer, needed
 from slurmtrain.data.prepare.file_errors import in_a_sentence
 from slurmtrain.data.prepare.sources import InputFile, find_sources
 from slurmtrain.errors import ConfigError
+from slurmtrain.system.files import fsync_directory, temporary_beside, write_new
 
 WORK_FOLDER = ".prepare"  # in the output: the plan, the units' records, temporary files
 
@@ -218,11 +218,8 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _write_once(path: Path, value: dict[str, Any]) -> dict[str, Any]:
     """Write the file unless another process is first, and return what it then holds."""
-    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
-    with open(temporary, "w") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    temporary = temporary_beside(path)
+    write_new(temporary, json.dumps(value, indent=1).encode(), mode=SHARED_MODE)
     try:
         os.link(temporary, path)
     except FileExistsError:

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slurmtrain.checkpoint.commit import fsync_directory
 from slurmtrain.data.format.manifest import KINDS, Shard, TokenizerFacts, replace_file, shard_file
 from slurmtrain.data.format.tokenizers import Ids, Tokenizer
 from slurmtrain.data.prepare.plan import InputPiece, PreparePlan, Settings, Unit
 from slurmtrain.data.prepare.reading import Bad, Reading
 from slurmtrain.system import process
+from slurmtrain.system.files import fsync_directory
 
 BATCH = 1 << 20  # characters that are tokenised at a time
 BAD_LENGTH = BATCH // 1000  # a bad record counts as so many, so that nothing but bad ones is told of, too
@@ -159,7 +159,7 @@ def prepare_unit(task: Task, unit: Unit, tokenizer: Tokenizer, tell: Callable[[P
             tell(Progress(size, documents, bad, _first_bad(unit, pieces)))
         shards = {split: shard for split, writer in writers.items() if (shard := writer.close(task.output)) is not None}
         record = UnitRecord(task.digest, pieces, shards)
-        replace_file(_record_file(task, unit), [json.dumps(asdict(record)).encode()])
+        replace_file(_record_file(task, unit), json.dumps(asdict(record)).encode())
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return record

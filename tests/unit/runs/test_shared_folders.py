@@ -24,7 +24,7 @@ from slurmtrain.runs import attempts, lookup
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm import trusted_conf
-from slurmtrain.system import records
+from slurmtrain.system import files, records
 from slurmtrain.system.files import write_json
 from tests.support.commands import FakeSlurm
 from tests.support.run_info import run_info
@@ -444,7 +444,7 @@ def test_in_a_teams_folder_the_team_reads_every_attempt_and_checkpoint_of_a_run_
     saving = commit.begin(run.checkpoints, 1, incarnation)
     with ThreadPoolExecutor(1) as pool:
         blocks.write(saving / "rank-0.safetensors", memoryview(b"weights"), pool)
-    commit.write_synced(saving / "manifest.json", b"{}")
+    files.write_synced(saving / "manifest.json", b"{}")
     run.update_info(steps=3)
 
     def look() -> None:
