@@ -31,9 +31,7 @@ target = torch.linspace(-1, 1, 8, device=run.device)
 
 checkpointer = slurmtrain.Checkpointer()  # +
 example = torch.zeros(options.batch, 8, device=run.device)  # +
-slurmtrain.warm_up_ddp_buckets(
-    model, lambda: model(example).sum().backward()
-)  # +  more than two ranks: the same bits again
+slurmtrain.warm_up_ddp_buckets(model, lambda: model(example).sum().backward())  # +  over two ranks: the same bits again
 restored = checkpointer.restore(model=model, optimizer=optimizer)  # +
 first = restored.step if restored else 0  # +
 for step in range(first, options.steps):  # +  was: range(options.steps)

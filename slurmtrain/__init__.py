@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from slurmtrain.checkpoint.retention import Keep as Keep
     from slurmtrain.data.loading.workers import ignore_stop_signals as ignore_stop_signals
     from slurmtrain.parallel.ddp import warm_up_ddp_buckets as warm_up_ddp_buckets
-    from slurmtrain.runtime.api import Checkpointer as Checkpointer
     from slurmtrain.runtime.api import exit_for_requeue as exit_for_requeue
     from slurmtrain.runtime.api import init as init
     from slurmtrain.runtime.api import should_stop as should_stop
+    from slurmtrain.runtime.own_checkpointer import Checkpointer as Checkpointer
 
 _PUBLIC = {
     "init": "slurmtrain.runtime.api",
     "should_stop": "slurmtrain.runtime.api",
     "exit_for_requeue": "slurmtrain.runtime.api",
-    "Checkpointer": "slurmtrain.runtime.api",
+    "Checkpointer": "slurmtrain.runtime.own_checkpointer",
     "Keep": "slurmtrain.checkpoint.retention",
     "warm_up_ddp_buckets": "slurmtrain.parallel.ddp",
     "ignore_stop_signals": "slurmtrain.data.loading.workers",

@@ -22,7 +22,7 @@ from typing import Any, get_type_hints
 from slurmtrain.config import secrets
 from slurmtrain.config.field_types import check_types, shown
 from slurmtrain.config.keys import unknown_field
-from slurmtrain.config.migrations import header, migrate, version_of
+from slurmtrain.config.migrations import add_constants, header, migrate, version_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, nearest
 from slurmtrain.resources import shipped
@@ -299,6 +299,7 @@ def config_hash(config: Config) -> str:
     Name, run folder, cluster and evaluation are left out: the same experiment elsewhere is the same experiment.
     """
     values = to_values(config)
+    add_constants(values)
     for key in ("cluster", "eval", "hooks", "secrets"):
         del values[key]
     for key in ("name", "runs_dir", "snapshot", "snapshot_max_mb", "singleton"):

@@ -16,9 +16,12 @@ from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
 
 # Counted up whenever a field is renamed or removed, which tests/unit/config/frozen keeps an example of.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 # By the version that changed it: the new name of a field, or None for one that was removed, as in "train.seed".
-CHANGED: dict[int, dict[str, str | None]] = {}
+CHANGED: dict[int, dict[str, str | None]] = {2: {"parallel.ep": None}}
+# Removed fields that could have one value only. The identity of an experiment counts them still: a config of before and
+# the same one of today are one experiment.
+CONSTANT: dict[str, Any] = {"parallel.ep": 1}
 HEADER = "# Frozen by slurmtrain, schema version {}.\n"
 HEADER_LINE = re.compile(r"^# Frozen by slurmtrain, schema version (\d+)\.")
 
@@ -38,7 +41,8 @@ def migrate(values: dict[str, Any], version: int, *, now: int = SCHEMA_VERSION) 
     """Bring the values of a frozen config to this version, in place.
 
     Returns:
-        Dotted names of fields that were dropped, since they no longer exist.
+        Dotted names of fields that were dropped, since they no longer exist; without those that could have one value
+        only, and had it.
 
     Raises:
         ConfigError: the config is of a newer version, and has fields that are unknown here.
@@ -49,7 +53,7 @@ def migrate(values: dict[str, Any], version: int, *, now: int = SCHEMA_VERSION) 
             found, value = _take(values, field)
             if found and target is not None:
                 _put(values, target, value)
-            elif found:
+            elif found and (field not in CONSTANT or value != CONSTANT[field]):
                 left_out.append(field)
     unknown = [field for field in _unknown(values, Config) if field not in left_out]
     if unknown and version > now:
@@ -63,6 +67,12 @@ def migrate(values: dict[str, Any], version: int, *, now: int = SCHEMA_VERSION) 
             _take(values, field)
             left_out.append(field)
     return left_out
+
+
+def add_constants(values: dict[str, Any]) -> None:
+    """Add the removed fields that could have one value only, in place, before the values of a config are digested."""
+    for field, value in CONSTANT.items():
+        _put(values, field, value)
 
 
 def _unknown(values: Mapping[str, Any], schema: Any, where: str = "") -> Iterator[str]:

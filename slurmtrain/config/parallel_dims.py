@@ -129,8 +129,6 @@ def parallel_dims_of(config: Config) -> ParallelDims:
     wrong = [f"parallel.{axis}={size}" for axis, size in wanted.items() if size < 1 and size != -1]
     if wrong:
         raise ConfigError(f"{wrong[0]} must be at least 1", hint="or -1: what the other axes leave")
-    if config.parallel.ep != 1:
-        raise ConfigError(f"parallel.ep={config.parallel.ep}, but no model here has experts", hint="parallel.ep=1")
     sizes = _filled(wanted, config.world_size)
     if sizes is None:
         raise ConfigError(_product_problem(wanted, config), hint=_nearest(config))

@@ -48,7 +48,7 @@ class ClusterConfig:
     exclusive: bool = False  # no other job runs on the job's nodes
     sbatch: dict[str, Any] = field(
         default_factory=dict
-    )  # further sbatch options by their long name; true is a bare flag
+    )  # further sbatch options by their long name, which sbatch judges; true is a bare flag
     srun_args: list[str] = field(default_factory=list)  # further arguments of srun, after ours
     srun_wait_s: int = 60  # after the first rank exited, srun kills ranks that are alive for longer than this
     modules: list[str] = field(default_factory=list)  # names for `module load`, which is done first
@@ -105,7 +105,6 @@ class ParallelConfig:
     tp: int = 1  # ranks that share every matrix, on one node (tensor parallel)
     pp: int = 1  # pipeline stages; micro batches of a step go through them one after another
     cp: int = 1  # ranks that share every sequence (context parallel)
-    ep: int = 1  # ranks that share the experts of a mixture; no model here has any
     sequence_parallel: bool = True  # with tp: also share the activations between the matrices, along the sequence
     cp_method: str = "all_gather"  # "all_gather": gather keys and values; "ulysses": trade parts of sequences for heads
     pp_schedule: str = "1f1b"  # "1f1b" or "gpipe"; with two stages per rank: "interleaved_1f1b", "zero_bubble"

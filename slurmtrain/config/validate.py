@@ -24,23 +24,15 @@ from slurmtrain.config.schema import (
 )
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, nearest
 
-# Long options of sbatch, from `man sbatch`: the field that sets each, or "" for those that cluster.sbatch may set.
+# Options of sbatch that the script sets, or that would break what slurmtrain does with a job -> what decides them. All
+# others are cluster.sbatch's, and sbatch itself judges them: each version of SLURM has more.
 SBATCH_OPTIONS = {
-    **dict.fromkeys(
-        """acctg-freq batch bb bbf begin burst-buffer cluster-constraint comment container contiguous core-spec
-        cores-per-socket cpu-freq cpus-per-gpu deadline delay-boot dependency distribution extra-node-info
-        get-user-env gid gpu-bind gpu-freq gres gres-flags hint kill-on-invalid-dep licenses mail-type mail-user
-        mcs-label mem-bind mincpus network nice no-kill nodefile nodelist oversubscribe overcommit power prefer priority
-        profile propagate reboot sockets-per-node spread-job switches thread-spec threads-per-core time-min tmp
-        tres-bind tres-per-task uid use-min-nodes wait-all-nodes wckey""".split(),
-        "",
-    ),
     **{
         option: f"cluster.{option.replace('-', '_')}"
         for option in ("account", "constraint", "cpus-per-task", "exclude", "exclusive", "gpus-per-node", "nodes")
     },
     **{option: f"cluster.{option}" for option in ("partition", "qos", "reservation")},
-    **dict.fromkeys(("ntasks", "ntasks-per-node"), "cluster.tasks_per_node"),
+    **dict.fromkeys(("ntasks", "ntasks-per-gpu", "ntasks-per-node", "tasks-per-node"), "cluster.tasks_per_node"),
     **dict.fromkeys(("gpus", "gpus-per-socket", "gpus-per-task"), "cluster.gpus_per_node"),
     "mem": "cluster.mem_per_node_gb",
     "mem-per-cpu": "cluster.mem_per_cpu_gb",
@@ -51,8 +43,11 @@ SBATCH_OPTIONS = {
     **dict.fromkeys(("requeue", "no-requeue"), "requeue.mode"),
     **dict.fromkeys(("output", "error", "open-mode"), "the run directory"),
     "clusters": "SLURM_CLUSTERS of the shell",  # status, cancel and resume follow it, too
-    **dict.fromkeys(("array", "chdir", "export", "input", "parsable", "wait", "wrap"), "slurmtrain itself"),
+    **dict.fromkeys(("array", "chdir", "export", "export-file", "input", "wait", "wrap"), "slurmtrain itself"),
+    # What sbatch answers is read for the id of the job.
+    **dict.fromkeys(("help", "parsable", "quiet", "test-only", "usage", "verbose", "version"), "slurmtrain itself"),
 }
+SBATCH_OPTION = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 SLURM_EARLY_S = 60  # `man sbatch`, --signal: the signal may be sent up to 60 seconds earlier than specified
 BUILT_IN_METRICS = ("perplexity", "bits_per_byte", "accuracy")
 SET_NAME = re.compile(r"[A-Za-z0-9_]+")
@@ -253,13 +248,17 @@ def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
 
 
 def _check_sbatch_option(option: str, value: object) -> None:
-    decided_by = SBATCH_OPTIONS.get(option)
-    if decided_by != "":
-        free = [name for name, owner in SBATCH_OPTIONS.items() if not owner]
+    if not SBATCH_OPTION.fullmatch(option):
         raise ConfigError(
-            f"cluster.sbatch has no option {option!r}",
-            hint=f"it is decided by {decided_by}" if decided_by else nearest(option, free),
+            f"cluster.sbatch has {option!r}, which is no long option of sbatch",
+            hint="as `man sbatch` writes it, without the dashes before it: +cluster.sbatch.mail-type=END",
         )
+    # sbatch takes the beginning of an option for the option.
+    owned = next(
+        (name for name in (option, *SBATCH_OPTIONS) if name in SBATCH_OPTIONS and name.startswith(option)), None
+    )
+    if owned is not None:
+        raise ConfigError(f"cluster.sbatch has no option {option!r}", hint=f"it is decided by {SBATCH_OPTIONS[owned]}")
     parts = value if isinstance(value, list) else [value]
     allowed = (str, int) if isinstance(value, list) else (str, int, float, bool, type(None))
     for part in parts:

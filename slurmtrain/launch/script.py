@@ -203,7 +203,7 @@ def set_aside(script: str, variables: Mapping[str, str]) -> dict[str, str]:
     the script. Options that the script has no line for, such as an account if the config names none, are left to the
     person's variables.
     """
-    lines = {match[1]: match[2] for match in re.finditer(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script, re.MULTILINE)}
+    lines = {match[1]: match[2] for match in re.finditer(r"^#SBATCH --([a-z0-9-]+)(?:=(.*))?$", script, re.MULTILINE)}
     fields = {SBATCH_OPTIONS.get(option) or f"cluster.sbatch.{option}" for option in lines}
     memory = {"cluster.mem_per_node_gb", "cluster.mem_per_cpu_gb", "cluster.mem_per_gpu_gb"}
     if fields & memory:  # sbatch takes one of them only

@@ -10,7 +10,8 @@
             slurmtrain.exit_for_requeue()
     checkpointer.save(steps, model=model, optimizer=optimizer)
 
-The same script runs by itself, under torchrun, and as `job=command` on a cluster.
+The same script runs by itself, under torchrun, and as `job=command` on a cluster. Loading this module changes nothing
+in the process, and loads no torch: `init` handles the stop signals first, and only then loads it, which takes seconds.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import time
 import traceback
 import weakref
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+from slurmtrain.config import secrets
+from slurmtrain.config.compose import load_frozen
+from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import (
     EXIT_REQUEUE,
     CheckpointError,
@@ -38,25 +41,16 @@ from slurmtrain.errors import (
 from slurmtrain.runs import attempts, lookup
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime import attempt_context
+from slurmtrain.runtime.attempt_context import AttemptContext
+from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
 
-_stop = signals.arm()  # before torch is imported, which takes seconds, where this module is what imports it
+if TYPE_CHECKING:
+    import torch
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-
-from slurmtrain.checkpoint.checkpointer import Checkpointer as BaseCheckpointer  # noqa: E402
-from slurmtrain.checkpoint.checkpointer import Restored  # noqa: E402
-from slurmtrain.checkpoint.commit import Incarnation  # noqa: E402
-from slurmtrain.checkpoint.retention import Keep  # noqa: E402
-from slurmtrain.checkpoint.saving import DRAIN_S, SaveResult  # noqa: E402
-from slurmtrain.config import secrets  # noqa: E402
-from slurmtrain.config.compose import load_frozen  # noqa: E402
-from slurmtrain.config.schema import ClusterConfig  # noqa: E402
-from slurmtrain.runtime.agreement import StopAgreement  # noqa: E402
-from slurmtrain.runtime.attempt_context import AttemptContext  # noqa: E402
-from slurmtrain.runtime.distributed_context import DistributedContext, join  # noqa: E402
-from slurmtrain.slurm.environment import Environment  # noqa: E402
+    from slurmtrain.checkpoint.checkpointer import Checkpointer
+    from slurmtrain.runtime.agreement import StopAgreement
+    from slurmtrain.runtime.distributed_context import DistributedContext
 
 
 @dataclass(frozen=True)
@@ -76,10 +70,34 @@ class Run:
     directory: Path
 
 
-_distributed: DistributedContext | None = None
-_context: AttemptContext | None = None
-_agreement: StopAgreement | None = None
-_checkpointers: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+@dataclass
+class Session:
+    """What `init` has found and made, for the functions and Checkpointers of this process.
+
+    Attributes:
+        context: the attempt that this process belongs to; None for a script that was not submitted.
+        distributed: this rank and its groups; None before `init`, and when the script is at its end.
+        agreement: how the ranks agree to stop; None when `distributed` is.
+        checkpointers: those that the script has made and still holds.
+    """
+
+    context: AttemptContext | None = None
+    distributed: DistributedContext | None = None
+    agreement: StopAgreement | None = None
+    checkpointers: weakref.WeakSet[Checkpointer] = field(default_factory=weakref.WeakSet)
+
+    def initialised(self) -> tuple[DistributedContext, StopAgreement]:
+        """Return this rank's groups and its agreement.
+
+        Raises:
+            RuntimeError: `init` has not been called.
+        """
+        if self.distributed is None or self.agreement is None:
+            raise RuntimeError("call slurmtrain.init() first")
+        return self.distributed, self.agreement
+
+
+session = Session()
 
 
 def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
@@ -96,26 +114,32 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
 
     Raises:
         EnvironmentMismatch, RendezvousError: shown as one sentence; the process ends with the right exit code.
+        RuntimeError: it was called before in this process.
     """
-    global _distributed, _context, _agreement
+    if session.distributed is not None:
+        raise RuntimeError("slurmtrain.init() was called already: call it once, and keep the Run that it returns")
+    stop = signals.arm()
+    from slurmtrain.runtime.agreement import StopAgreement  # torch, which takes seconds
+    from slurmtrain.runtime.distributed_context import join
+
     sys.excepthook = _record_and_show
     environment = Environment.detect()
     cluster = ClusterConfig(rendezvous_timeout_s=rendezvous_timeout_s)
     directory = os.environ.get(RUN_DIR_VARIABLE)
     if directory and ATTEMPT_VARIABLE in os.environ:
-        _context = AttemptContext(RunDir(Path(directory)), int(os.environ[ATTEMPT_VARIABLE]), supervised=True)
-        config = load_frozen(_context.run_dir.config_file)
+        session.context = AttemptContext(RunDir(Path(directory)), int(os.environ[ATTEMPT_VARIABLE]), supervised=True)
+        config = load_frozen(session.context.run_dir.config_file)
         secrets.take(config.secrets)
         cluster = config.cluster
         device = config.train.device if device == "auto" else device
-    meeting = _context.attempt_dir.path if _context else None
+    meeting = session.context.attempt_dir.path if session.context else None
     if meeting is None and environment.source == "slurm" and environment.world_size > 1:
         meeting = attempt_context.meeting_directory(environment, lookup.runs_root())
-    _distributed = join(cluster, device, environment, meeting, _stop)
-    _agreement = StopAgreement(_stop, _distributed.control)
+    session.distributed = join(cluster, device, environment, meeting, stop)
+    session.agreement = StopAgreement(stop, session.distributed.control)
     atexit.register(_let_go)
-    run_path = _context.run_dir.path if _context else Path.cwd()
-    return Run(environment.rank, environment.world_size, environment.local_rank, _distributed.device, run_path)
+    run_path = session.context.run_dir.path if session.context else Path.cwd()
+    return Run(environment.rank, environment.world_size, environment.local_rank, session.distributed.device, run_path)
 
 
 def should_stop() -> bool:
@@ -123,7 +147,7 @@ def should_stop() -> bool:
 
     It costs one small all-reduce on the CPU.
     """
-    agreement = _initialised()[1]
+    agreement = session.initialised()[1]
     agreement.begin()
     return agreement.finish().stop
 
@@ -134,63 +158,13 @@ def exit_for_requeue() -> NoReturn:
     Raises:
         CheckpointError: the last save failed, so there is less to continue from than it would seem.
     """
-    distributed = _initialised()[0]
-    for checkpointer in list(_checkpointers):
+    distributed = session.initialised()[0]
+    for checkpointer in list(session.checkpointers):
         checkpointer.wait()
     distributed.leave_together()
     from slurmtrain.runtime.main import leave
 
     leave(EXIT_REQUEUE)
-
-
-class Checkpointer(BaseCheckpointer):
-    """The checkpoints of this run, in its run directory; see `slurmtrain.checkpoint.Checkpointer` for what it promises.
-
-    Args:
-        directory: another directory; default: the run's, or ./checkpoints for a script that was not submitted.
-        keep: which complete checkpoints to keep, for instance slurmtrain.Keep(last=3, every=1000).
-        options: verify, asynchronous, max_failures, on_replica_drift, config.
-    """
-
-    def __init__(self, directory: Path | str | None = None, *, keep: Keep = Keep(), **options: Any):  # noqa: B008
-        distributed = _initialised()[0]
-        incarnation, run_id = None, ""
-        if _context is not None:
-            incarnation = Incarnation(_context.number, _context.incarnation_label(distributed.environment))
-            run_id = _context.run_dir.id
-        if directory is None:
-            directory = _context.run_dir.checkpoints if _context else Path("checkpoints")
-        super().__init__(
-            directory,
-            group=distributed.saving,
-            incarnation=incarnation,
-            run_id=run_id,
-            keep=keep,
-            on_ending=_note_saved,
-            **options,
-        )
-        _checkpointers.add(self)
-
-    def restore(self, **arguments: Any) -> Restored | None:
-        restored = super().restore(**arguments)
-        _note(first_step=restored.step if restored else 0, stepping=time.time())
-        return restored
-
-
-def _note(**changes: Any) -> None:
-    if _context is not None and _initialised()[0].environment.rank == 0:
-        attempt_context.update_attempt(_context, **changes)
-
-
-def _note_saved(ending: SaveResult | CheckpointError) -> None:
-    if isinstance(ending, SaveResult):
-        _note(last_step=ending.step)
-
-
-def _initialised() -> tuple[DistributedContext, StopAgreement]:
-    if _distributed is None or _agreement is None:
-        raise RuntimeError("call slurmtrain.init() first")
-    return _distributed, _agreement
 
 
 def _let_go() -> None:
@@ -200,13 +174,12 @@ def _let_go() -> None:
     interpreter for it. If the interpreter is gone by then, the process ends with SIGABRT: a finished job would look
     like a crash.
     """
-    global _distributed, _agreement
-    lost = [checkpointer.lost for checkpointer in list(_checkpointers) if checkpointer.lost is not None]
-    distributed, _distributed, _agreement = _distributed, None, None
+    lost = [checkpointer.lost for checkpointer in list(session.checkpointers) if checkpointer.lost is not None]
+    distributed, session.distributed, session.agreement = session.distributed, None, None
     if lost and distributed is not None:
-        if _context is not None:
+        if session.context is not None:
             attempts.record_failure(
-                _context.attempt_dir,
+                session.context.attempt_dir,
                 distributed.environment.rank,
                 exit_code=lost[0].exit_code,
                 sentence=lost[0].message,
@@ -215,6 +188,8 @@ def _let_go() -> None:
         from slurmtrain.runtime.main import leave
 
         leave(lost[0].exit_code)
+    import torch.distributed as dist
+
     for group in (distributed.control, distributed.saving) if distributed is not None else ():
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
@@ -227,15 +202,17 @@ def _record_and_show(kind: type[BaseException], error: BaseException, trace: Tra
         print(f"slurmtrain: error: {error}", file=sys.stderr, flush=True)
     else:
         traceback.print_exception(kind, error, trace)
-    for checkpointer in list(_checkpointers):
+    for checkpointer in list(session.checkpointers):
+        from slurmtrain.checkpoint.saving import DRAIN_S  # with a Checkpointer it is loaded already
+
         with suppress(CheckpointError):
             checkpointer.close(DRAIN_S)
     code = exit_code_of(error)
-    if _context is not None:
+    if session.context is not None:
         sentence = error.message if isinstance(error, SlurmtrainError) else f"{kind.__name__}: {error}"
         rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
         attempts.record_failure(
-            _context.attempt_dir,
+            session.context.attempt_dir,
             rank,
             exit_code=code,
             sentence=sentence,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.config.compose import freeze, to_values
+from slurmtrain.config.migrations import add_constants
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.arrays import Array, plan_arrays
@@ -29,6 +30,7 @@ def identity_of(config: Config) -> str:
     The places of runs and code, hooks, and the sources of secrets are left out.
     """
     values = to_values(config)
+    add_constants(values)
     del values["hooks"], values["secrets"]
     for key in ("runs_dir", "snapshot", "snapshot_max_mb"):
         del values["job"][key]

@@ -72,6 +72,10 @@ def test_it_holds_the_configs_the_template_and_the_manual_and_nothing_of_the_tes
     assert not [name for name in names if "test" in name or "__pycache__" in name]
 
 
+def test_type_checkers_read_its_types(wheel: Path) -> None:
+    assert "slurmtrain/py.typed" in zipfile.ZipFile(wheel).namelist()
+
+
 def test_the_package_that_runs_is_the_wheels(python: Path, tmp_path: Path) -> None:
     where = output(python, tmp_path, "-c", "import slurmtrain; print(slurmtrain.__file__)")
     assert where.startswith(str(python.parent.parent))

@@ -243,13 +243,26 @@ def test_every_option_that_the_script_writes_itself_is_kept_from_cluster_sbatch(
     names = [directive.removeprefix("--").partition("=")[0] for directive in directives]
     assert len(names) > 15 and all(SBATCH_OPTIONS[name] for name in names)
     for owner in set(SBATCH_OPTIONS.values()) - {
-        "",
         "the run directory",
         "slurmtrain itself",
         "SLURM_CLUSTERS of the shell",
     }:
         group, field = owner.split(".")
         assert field in to_values(Config())[group]
+
+
+@pytest.mark.parametrize("option", ["segment", "container-id", "resv-ports", "hold", "mail-type", "an-option-of-2030"])
+def test_options_that_slurmtrain_does_not_set_itself_are_left_to_sbatch(option: str) -> None:
+    config = compose(["cluster=a100x4", f"+cluster.sbatch.{option}=x"])
+    validate(config)
+    assert f"--{option}=x" in sbatch_directives(config, JobPaths([Path("/a/b")], "code", "python"))
+
+
+def test_a_name_in_cluster_sbatch_holds_one_option_only() -> None:
+    config = compose_once()
+    config.cluster.sbatch = {"comment=x --array": 1}
+    with pytest.raises(ConfigError, match="which is no long option of sbatch"):
+        validate(config)
 
 
 @pytest.mark.parametrize("value", ["x", 3, 1.5, True, None, ["END", "FAIL"], [1, 2]])

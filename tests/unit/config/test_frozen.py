@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -15,8 +16,8 @@ import yaml
 
 from slurmtrain.cli import main, resume
 from slurmtrain.config import migrations
-from slurmtrain.config.compose import compose, freeze, load_frozen
-from slurmtrain.config.migrations import SCHEMA_VERSION, migrate, version_of
+from slurmtrain.config.compose import compose, freeze, load_frozen, to_values
+from slurmtrain.config.migrations import SCHEMA_VERSION, add_constants, migrate, version_of
 from slurmtrain.config.schema import OptimConfig
 from slurmtrain.errors import EXIT_CONFIG, ConfigError, UsageError
 from slurmtrain.launch import changes
@@ -26,6 +27,7 @@ from slurmtrain.runs import lookup
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.jobs.train import _of_optimizer
+from slurmtrain.sweep.plan import identity_of
 from slurmtrain.system.files import write_json
 from tests.support.commands import Cli, FakeSlurm
 from tests.support.run_info import run_info
@@ -43,6 +45,28 @@ def test_a_config_that_an_earlier_version_froze_still_loads_and_loses_nothing_wi
     values = yaml.safe_load(text)
     known = {field for version in migrations.CHANGED for field in migrations.CHANGED[version]}
     assert set(migrate(values, version_of(text))) <= known
+
+
+def test_the_same_experiment_before_and_after_parallel_ep_was_removed_is_one_experiment(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before, after = (load_frozen(FROZEN / f"version_{version}.yaml") for version in (1, 2))
+    assert before == after and capsys.readouterr().err == ""  # nothing of it is lost
+    # As the code that froze version 1 has digested it.
+    values = yaml.safe_load((FROZEN / "version_1.yaml").read_text())
+    digested = to_values(before)
+    digested["parallel"]["ep"] = values["parallel"]["ep"]
+    add_constants(after_values := to_values(after))
+    assert after_values == digested
+    del digested["hooks"], digested["secrets"]
+    for key in ("runs_dir", "snapshot", "snapshot_max_mb"):
+        del digested["job"][key]
+    text = json.dumps(digested, sort_keys=True)
+    assert identity_of(after) == hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def test_a_removed_field_with_a_value_that_it_could_not_have_is_told() -> None:
+    assert migrate({"parallel": {"ep": 2}}, 1) == ["parallel.ep"]
 
 
 def test_there_is_an_example_of_every_version() -> None:

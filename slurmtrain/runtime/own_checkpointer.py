@@ -1,0 +1,104 @@
+"""`slurmtrain.Checkpointer`: the Checkpointer of a script of the user's own, bound to its run by `slurmtrain.init`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from slurmtrain.checkpoint import checkpointer
+from slurmtrain.checkpoint.checkpointer import Restored
+from slurmtrain.checkpoint.commit import Incarnation
+from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.checkpoint.saving import SaveResult
+from slurmtrain.errors import CheckpointError
+from slurmtrain.runtime import attempt_context
+from slurmtrain.runtime.api import session
+
+
+class Checkpointer(checkpointer.Checkpointer):
+    """The checkpoints of this run, in its run directory. All ranks make one together, after `slurmtrain.init`.
+
+    Args:
+        directory: shared by all ranks; default: the run's, or ./checkpoints for a script that was not submitted.
+        keep: which complete checkpoints are kept, for instance slurmtrain.Keep(last=3, every=1000).
+        verify: how restored files are compared with their digests before a tensor is touched: "full", "sampled" (one
+            block of 16) or "off" (sizes only). Unless "off", a new checkpoint is read back before older ones are
+            removed.
+        asynchronous: write while training goes on. False: `save` returns after the commit, and raises if it failed.
+        max_failures: this many failed saves in a row end the run; 0: any number of failures is only reported.
+        on_replica_drift: when ranks hold different values of what should be the same on all of them: "refuse" fails the
+            save; "warn" says so once, and saves what the lowest rank holds.
+        config: JSON values that a checkpoint is bound to: restoring with other values is refused.
+        changed: dotted keys of `config`, such as "optim.lr", that were changed on purpose since: they may differ.
+        mirror: URL of a folder of this run's own in an object store (fsspec's: s3://, gs://, file://). Committed
+            checkpoints are copied there in the background, and fetched from there if the directory has none.
+
+    Raises:
+        RuntimeError: `slurmtrain.init` has not been called.
+        CheckpointError: on every rank: a newer incarnation of the run has used the directory, the ranks were given
+            different directories, or an argument is not known.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str | None = None,
+        *,
+        keep: Keep = Keep(),  # noqa: B008 (it is frozen)
+        verify: Literal["full", "sampled", "off"] = "full",
+        asynchronous: bool = True,
+        max_failures: int = 3,
+        on_replica_drift: Literal["refuse", "warn"] = "refuse",
+        config: Mapping[str, Any] | None = None,
+        changed: Collection[str] = (),
+        mirror: str | None = None,
+    ):
+        distributed, _ = session.initialised()
+        context = session.context
+        incarnation, run_id = None, ""
+        if context is not None:
+            incarnation = Incarnation(context.number, context.incarnation_label(distributed.environment))
+            run_id = context.run_dir.id
+        if directory is None:
+            directory = context.run_dir.checkpoints if context is not None else Path("checkpoints")
+        super().__init__(
+            directory,
+            group=distributed.saving,
+            incarnation=incarnation,
+            run_id=run_id,
+            config=config,
+            changed=changed,
+            keep=keep,
+            verify=verify,
+            asynchronous=asynchronous,
+            max_failures=max_failures,
+            on_replica_drift=on_replica_drift,
+            mirror=mirror,
+            on_ending=_note_saved,
+        )
+        session.checkpointers.add(self)
+
+    def restore(
+        self,
+        *,
+        path: Path | str | None = None,
+        allow: Collection[str] = (),
+        per_rank: Mapping[str, Any] | None = None,
+        as_start: bool = False,
+        **objects: Any,
+    ) -> Restored | None:
+        restored = super().restore(path=path, allow=allow, per_rank=per_rank, as_start=as_start, **objects)
+        _note(first_step=restored.step if restored else 0, stepping=time.time())
+        return restored
+
+
+def _note(**changes: Any) -> None:
+    """Write into the record of the attempt, on rank 0, if the script was submitted."""
+    if session.context is not None and session.initialised()[0].environment.rank == 0:
+        attempt_context.update_attempt(session.context, **changes)
+
+
+def _note_saved(ending: SaveResult | CheckpointError) -> None:
+    if isinstance(ending, SaveResult):
+        _note(last_step=ending.step)

@@ -1,0 +1,60 @@
+"""`slurmtrain.init` and the public Checkpointer: what loading them does, and what they say when called out of turn."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import slurmtrain
+from slurmtrain.checkpoint import checkpointer
+from tests.support.local_runs import clean_environment
+
+SCRIPT = """
+import signal, sys
+import slurmtrain
+
+def said(call):
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+
+slurmtrain.init, slurmtrain.should_stop
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "loading it has changed how TERM is handled"
+assert "torch" not in sys.modules
+for early in (slurmtrain.should_stop, slurmtrain.Checkpointer, slurmtrain.exit_for_requeue):
+    assert said(early) == "call slurmtrain.init() first", early
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+slurmtrain.init(device="cpu")
+assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+assert not slurmtrain.should_stop()
+assert "was called already" in said(slurmtrain.init)
+assert not slurmtrain.should_stop()
+signal.raise_signal(signal.SIGTERM)
+while not slurmtrain.should_stop():
+    pass
+"""
+
+
+def test_signals_are_handled_from_init_on_and_a_second_init_says_so(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_checkpointer_names_its_arguments_and_has_the_defaults_of_the_one_below() -> None:
+    base = inspect.signature(checkpointer.Checkpointer).parameters
+    given = inspect.signature(slurmtrain.Checkpointer).parameters
+    assert not [name for name, each in given.items() if each.kind is inspect.Parameter.VAR_KEYWORD]
+    for name in given.keys() - {"directory"}:
+        assert given[name].default == base[name].default, name
+    # The rest is decided by `init`, or prints for the trainer.
+    assert base.keys() - given.keys() == {"group", "incarnation", "run_id", "say", "on_ending"}
