@@ -49,7 +49,7 @@ class SlurmtrainLauncher(Launcher):
 
 
 class SearchLauncher(Launcher):
-    """The launcher of a search, which asks `launch.search.Search` for the results of points."""
+    """The launcher of a search, which asks `sweep.search.Search` for the results of points."""
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
         self._context, self._search, self._config = hydra_context, task_function, config

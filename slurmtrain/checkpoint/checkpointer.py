@@ -2,8 +2,8 @@
 
 To save: objects -> tensors by name and plain JSON (`state`) -> which rank writes what (`plan`) -> a copy in host memory
 (`staging`) -> training goes on, while a thread (`saving`) does the rest (`writing`): write and digest (`blocks`), check
-that nothing is missing (`layout`), commit (`commit`), read back, and remove checkpoints that are no longer kept
-(`retention`). To restore: differences are refused (`drift`), and everything is verified before it is loaded
+that nothing is missing (`tensor_index`), commit (`commit`), read back, and remove checkpoints that are no longer kept
+(`retention`). To restore: differences are refused (`compatibility`), and everything is verified before it is loaded
 (`restore`).
 """
 
@@ -33,14 +33,14 @@ from slurmtrain.checkpoint import blocks, commit, compatibility, retention, stat
 from slurmtrain.checkpoint.commit import Incarnation, Manifest
 from slurmtrain.checkpoint.finite import not_finite
 from slurmtrain.checkpoint.index_file import check_whole, read_index
-from slurmtrain.checkpoint.plan import OWN, SavePlan, check_types, file_name, make_plan
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.restore import read_tensors
 from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.checkpoint.save_plan import OWN, SavePlan, check_types, file_name, make_plan
 from slurmtrain.checkpoint.saving import PendingSave, SaveResult, Writer
 from slurmtrain.checkpoint.staging import Image, Staging
 from slurmtrain.checkpoint.tensor_index import Index
-from slurmtrain.checkpoint.writing import Bound, Write
+from slurmtrain.checkpoint.writing import CheckpointIdentity, SaveJob
 from slurmtrain.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -53,7 +53,7 @@ from slurmtrain.errors import (
 )
 
 if TYPE_CHECKING:
-    from slurmtrain.checkpoint.copying import Copying
+    from slurmtrain.checkpoint.mirror_upload import MirrorUploader
 
 VERIFY = ("full", "sampled", "off")
 ON_REPLICA_DRIFT = ("refuse", "warn")
@@ -178,12 +178,12 @@ class Checkpointer:
             self._ranks.on_rank_0(lambda: commit.claim(self.directory, incarnation, label=label).to_json())
         )
         self._ranks.all_do(lambda: _refuse_a_second(self, incarnation))
-        self._bound = Bound(self.directory, claimed, run_id, values)
-        self._copying: Copying | None = None
+        self._bound = CheckpointIdentity(self.directory, claimed, run_id, values)
+        self._copying: MirrorUploader | None = None
         if mirror:
-            from slurmtrain.checkpoint.copying import Copying
+            from slurmtrain.checkpoint.mirror_upload import MirrorUploader
 
-            self._copying = Copying(mirror, self._ranks, self._bound, keep, self._say)
+            self._copying = MirrorUploader(mirror, self._ranks, self._bound, keep, self._say)
         self._ranks.all_do(self._check_directory_is_shared)
         # Registered to run before Python's own thread pools end, which the writing needs; `atexit` comes after that.
         register = getattr(threading, "_register_atexit", atexit.register)
@@ -201,7 +201,7 @@ class Checkpointer:
     ) -> PendingSave:
         """Save `objects` as the state after `step` optimiser steps. All ranks call it together.
 
-        It returns when training may go on; see `Saving.result` and `wait` for the commit. If another save is in flight,
+        It returns when training may go on; see `PendingSave.result` and `wait` for the commit. If another save is in flight,
         it is waited for first. Parameters and optimiser state on a GPU are still being copied when `save` returns, and
         a hook makes the next `optimizer.step()` wait for that; code that changes them by hand calls `wait_staged`
         before.
@@ -258,7 +258,7 @@ class Checkpointer:
         self._turn += 1
         saving = self._saving = PendingSave(step, begun)
         self._discard.clear()
-        write = Write(
+        write = SaveJob(
             self._writers,
             self._bound,
             step,
@@ -425,7 +425,7 @@ class Checkpointer:
 
     # Called by the writing thread.
 
-    def _write(self, saving: PendingSave, write: Write) -> SaveResult:
+    def _write(self, saving: PendingSave, write: SaveJob) -> SaveResult:
         path, size = write.write(self._last_size)
         if write.told and not self._told:
             self._told = True
@@ -436,7 +436,7 @@ class Checkpointer:
             path, saving.step, seconds, saving.stall_s + write.waited_s if self._asynchronous else seconds, size
         )
 
-    def _afterwards(self, saving: PendingSave, write: Write) -> None:
+    def _afterwards(self, saving: PendingSave, write: SaveJob) -> None:
         """Read back what was committed; if it is sound, remove checkpoints that are no longer kept."""
         path = saving.result().path
         try:

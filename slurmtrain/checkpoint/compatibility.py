@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from slurmtrain.checkpoint import restorable, state
-from slurmtrain.checkpoint.plan import dtype_name
+from slurmtrain.checkpoint.save_plan import dtype_name
 from slurmtrain.checkpoint.tensor_index import TensorFacts
 from slurmtrain.errors import CheckpointMismatch, UsageError, nearest
 

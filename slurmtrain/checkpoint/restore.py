@@ -25,8 +25,8 @@ from torch import Tensor
 from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.checkpoint.blocks import BLOCK_BYTES, DIGEST_BYTES, FileRecord
 from slurmtrain.checkpoint.index_file import read_index
-from slurmtrain.checkpoint.plan import box_of, check_types, dtype_of, file_name, local
 from slurmtrain.checkpoint.ranks import RankGroup
+from slurmtrain.checkpoint.save_plan import box_of, check_types, dtype_of, file_name, local
 from slurmtrain.checkpoint.state import parse
 from slurmtrain.checkpoint.tensor_index import Box, BoxLocation, Index
 from slurmtrain.errors import CheckpointError
@@ -59,20 +59,20 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Part:
+class ByteRange:
     """The bytes `begin` to `end` of a file, and the memory that holds them."""
 
     begin: int
     end: int
     target: memoryview | None
 
-    def between(self, begin: int, end: int) -> Part | None:
+    def between(self, begin: int, end: int) -> ByteRange | None:
         """Return the part of it that lies in these bytes of the file, if any."""
         first, last = max(begin, self.begin), min(end, self.end)
         if first >= last:
             return None
         target = self.target[first - self.begin : last - self.begin] if self.target is not None else None
-        return Part(first, last, target)
+        return ByteRange(first, last, target)
 
 
 def spans_of(name: str, wanted: Box, dtype: torch.dtype, sources: Sequence[BoxLocation]) -> list[Span]:
@@ -176,14 +176,14 @@ class Files:
         self._path, self._records, self._pool = path, records, pool
         self._descriptors: dict[str, int] = {}
         self._opening = threading.Lock()
-        self._straight: dict[str, list[Part]] = {}
+        self._straight: dict[str, list[ByteRange]] = {}
         self._in_place: set[tuple[str, str, int]] = set()
         for span, memory in sorted(straight, key=lambda entry: entry[0].begin):
             parts = self._straight.setdefault(span.file, [])
             if not parts or parts[-1].end <= span.begin:  # a forged index may give the same bytes to two tensors
-                parts.append(Part(span.begin, span.end, memory))
+                parts.append(ByteRange(span.begin, span.end, memory))
                 self._in_place.add((span.name, span.file, span.begin))
-        self._held: dict[tuple[str, int], list[Part]] = {}
+        self._held: dict[tuple[str, int], list[ByteRange]] = {}
 
     def close(self) -> None:
         """Close the files and keep the blocks that are in memory."""
@@ -207,7 +207,7 @@ class Files:
             if part.target is None
         )
 
-    def _parts(self, file: str, number: int) -> list[Part]:
+    def _parts(self, file: str, number: int) -> list[ByteRange]:
         """Return a block as consecutive parts, each with its final memory, or None."""
         position, stop = number * BLOCK_BYTES, min(self._records[file].size, (number + 1) * BLOCK_BYTES)
         straight = self._straight.get(file, [])
@@ -217,11 +217,11 @@ class Files:
             if part is None:
                 break
             if position < part.begin:
-                parts.append(Part(position, part.begin, None))
+                parts.append(ByteRange(position, part.begin, None))
             parts.append(part)
             position = part.end
         if position < stop or not parts:
-            parts.append(Part(position, stop, None))
+            parts.append(ByteRange(position, stop, None))
         return parts
 
     def verify(self, share: Blocks, digests: Mapping[str, bytes], into: memoryview | None) -> list[str]:
@@ -263,7 +263,7 @@ class Files:
                     parts.append(part)
                 work.append((file, descriptor, number, parts))
 
-        def check(block: tuple[str, int, int, list[Part]]) -> None:
+        def check(block: tuple[str, int, int, list[ByteRange]]) -> None:
             file, descriptor, number, parts = block
             expected = digests[file][number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
             targets = [part.target for part in parts if part.target is not None] if into is not None else None

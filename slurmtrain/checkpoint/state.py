@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slurmtrain.checkpoint import restorable
-from slurmtrain.checkpoint.memory import ask_for_huge_pages
-from slurmtrain.checkpoint.plan import dtype_of, local
+from slurmtrain.checkpoint.host_memory import ask_for_huge_pages
 from slurmtrain.checkpoint.restorable import Names, entries, extra_owners, plain_optimizer, unwrap
+from slurmtrain.checkpoint.save_plan import dtype_of, local
 from slurmtrain.checkpoint.tensor_index import TensorFacts
 from slurmtrain.errors import CheckpointError, CheckpointMismatch
 

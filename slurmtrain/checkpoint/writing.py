@@ -34,8 +34,8 @@ from slurmtrain.checkpoint.fingerprints import (
     name_differing,
 )
 from slurmtrain.checkpoint.finite import bytes_are_finite
-from slurmtrain.checkpoint.plan import SavePlan, TensorPiece, file_name
 from slurmtrain.checkpoint.ranks import RankGroup
+from slurmtrain.checkpoint.save_plan import SavePlan, TensorPiece, file_name
 from slurmtrain.checkpoint.staging import Image
 from slurmtrain.checkpoint.tensor_index import Index, Ints, check_coverage
 from slurmtrain.errors import CheckpointError, CheckpointMismatch, Discarded, NotFinite
@@ -43,7 +43,7 @@ from slurmtrain.system.files import fsync_directory
 
 
 @dataclass(frozen=True)
-class Bound:
+class CheckpointIdentity:
     """The identity that every checkpoint of this incarnation is bound to.
 
     Attributes:
@@ -64,7 +64,7 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Part:
+class RankContribution:
     """The contribution of one rank: its file, and the table of the file's contents.
 
     Attributes:
@@ -99,7 +99,7 @@ class Part:
         ]
 
     @classmethod
-    def from_json(cls, values: Sequence[Any]) -> Part:
+    def from_json(cls, values: Sequence[Any]) -> RankContribution:
         """Return the part that a rank has sent by `to_json`."""
         step, name, (size, sha256), digests, table, plain, plain_digests, catalogue, bundles = values
         rows = np.frombuffer(bundles, dtype="<i8").reshape(-1, 3)
@@ -110,7 +110,7 @@ class _NoTimeError(Exception):
     """Reading back was cut short."""
 
 
-class Write:
+class SaveJob:
     """The work of one save.
 
     Args:
@@ -127,7 +127,7 @@ class Write:
     def __init__(
         self,
         ranks: RankGroup,
-        bound: Bound,
+        bound: CheckpointIdentity,
         step: int,
         plan: SavePlan,
         image: Image | CheckpointError,
@@ -145,7 +145,7 @@ class Write:
         self._finite, self._refuse_drift, self._tell = frozenset(finite), refuse_drift, tell
         self._written: list[tuple[str, FileRecord]] = []  # files that this rank has written
         self._bundles: Bundles = {}
-        self._parts: list[Part] = []  # on rank 0, what all have handed in
+        self._parts: list[RankContribution] = []  # on rank 0, what all have handed in
         self._differing: list[Bundle] = []  # on rank 0
         self._differing_names: list[str] = []  # on rank 0, sentences
         self.told: str | None = None  # on rank 0: what differs between ranks and may
@@ -180,7 +180,7 @@ class Write:
         with commit.nothing_left(temporary, here=self._ranks.rank == 0):
             answer = self._ranks.gather_on_rank_0(
                 lambda: self._hand_in(temporary).to_json(),
-                lambda parts: self._commit_or_ask(temporary, [Part.from_json(values) for values in parts]),
+                lambda parts: self._commit_or_ask(temporary, [RankContribution.from_json(values) for values in parts]),
             )
             if "ask" in answer:
                 answer = self._ranks.gather_on_rank_0(
@@ -213,14 +213,14 @@ class Write:
             except _NoTimeError:
                 return None
 
-        def judge(answers: list[list[str] | None]) -> list[str] | None:
+        def combine(answers: list[list[str] | None]) -> list[str] | None:
             damage = [sentence for found in answers for sentence in found or ()]
             if damage:
                 commit.check_fence(self._bound.directory, self._bound.incarnation)
                 commit.set_aside(path)
             return damage if damage or None not in answers else None
 
-        found: list[str] | None = self._ranks.gather_on_rank_0(compare, judge)
+        found: list[str] | None = self._ranks.gather_on_rank_0(compare, combine)
         return found
 
     def _finish_copy(self) -> None:
@@ -234,7 +234,7 @@ class Write:
             except Exception as error:
                 self._image = self._ranks.explain(error)
 
-    def _hand_in(self, temporary: Path) -> Part:
+    def _hand_in(self, temporary: Path) -> RankContribution:
         """Write this rank's file."""
         if isinstance(self._image, CheckpointError):
             raise self._image
@@ -256,7 +256,7 @@ class Write:
         table = plan.table(self._image.own_bytes).pack()
         plain = {key: json.dumps(value).encode() for key, value in self._plain.items()}
         self._bundles = bundles_of(self._image.fingerprints, plan.replicas)
-        return Part(
+        return RankContribution(
             self._step,
             name,
             record,
@@ -284,7 +284,7 @@ class Write:
                 "is meant to be infinite is not trained: requires_grad_(False), or a buffer",
             )
 
-    def _commit_or_ask(self, temporary: Path, parts: list[Part]) -> dict[str, Any]:
+    def _commit_or_ask(self, temporary: Path, parts: list[RankContribution]) -> dict[str, Any]:
         """Commit, on rank 0, the files that all ranks have handed in, unless something differs that has to be named.
 
         Returns:

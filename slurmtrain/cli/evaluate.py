@@ -13,7 +13,7 @@ from slurmtrain.cli.arguments import RUN_HELP, Parser
 from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.errors import UsageError
-from slurmtrain.launch.evaluations import checkpoint_of, prepare, submit_due, submit_once
+from slurmtrain.launch.evaluations import checkpoint_of, prepare, submit_due, submit_evaluation
 from slurmtrain.launch.local import run_local
 from slurmtrain.report.status import state
 from slurmtrain.runs import lookup, ownership
@@ -62,7 +62,7 @@ def _start(evaluation: RunDir, *, submit: bool) -> int:
             f"{evaluation.path.name} of this run is {now.status}: {now.explanation}", hint=f"status {evaluation.path}"
         )
     if submit:
-        submit_once(evaluation, _say)
+        submit_evaluation(evaluation, _say)
         _say(f"{evaluation.path.name} is job {evaluation.info()['job_ids'][-1]}; status {evaluation.path}")
         return 0
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the final answer

@@ -12,7 +12,7 @@ from slurmtrain.cli.submit import compose_and_validate
 from slurmtrain.config.parallel_dims import AXES, ParallelDims, parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import UsageError
-from slurmtrain.launch.memory_check import laid_out
+from slurmtrain.launch.memory_check import memory_by_dry_run
 from slurmtrain.planner.fit import StageMemory, check_fits, in_gb, memory_of
 
 
@@ -22,7 +22,7 @@ def main(arguments: Arguments) -> int:
     layout, laid = parallel_dims_of(config), "--memory" in arguments.options
     if laid and config.job.kind != "train":
         raise UsageError(f"--memory is of the trainer's model, and job.kind is {config.job.kind!r}", hint="job=train")
-    stages = laid_out(config) if laid else memory_of(config, layout)
+    stages = memory_by_dry_run(config) if laid else memory_of(config, layout)
     places = [_place(layout, rank, config.cluster.tasks_per_node) for rank in range(layout.world_size)]
     if "--json" in arguments.options:
         memory = None if stages is None else [asdict(stage) | {"total": stage.total} for stage in stages]

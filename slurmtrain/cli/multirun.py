@@ -51,17 +51,17 @@ def submit(arguments: Arguments) -> int:
                 "nothing varies, so this is a sweep of one run; choices are written key=1,2, and a single run needs no -m"
             )
         dry = "--dry-run" in options
-        draft = plan_sweep(_fitting(check(composer, grid), grid, later="--after" in options, dry=dry), cwd)
-    after = awaited_runs(draft.first, options)
+        sweep_plan = plan_sweep(_fitting(check(composer, grid), grid, later="--after" in options, dry=dry), cwd)
+    after = awaited_runs(sweep_plan.first, options)
     if "--dry-run" in options:
-        return _dry_run(grid, preview(draft, cwd, parallelism, after))
-    local = draft.first.cluster.backend == "local"
-    client = None if local else client_of(draft.first)
-    sweep = None if "--again" in options else find_same(draft)
+        return _dry_run(grid, preview(sweep_plan, cwd, parallelism, after))
+    local = sweep_plan.first.cluster.backend == "local"
+    client = None if local else client_of(sweep_plan.first)
+    sweep = None if "--again" in options else find_same(sweep_plan)
     there = sweep is not None
     if sweep is None:
         sweep = create_sweep(
-            draft,
+            sweep_plan,
             grid.varied,
             arguments.overrides,
             cwd,
@@ -76,7 +76,7 @@ def submit(arguments: Arguments) -> int:
     say_unless_awaited(after, sweep)
     if there and parallelism not in (None, sweep.info()["parallelism"]):
         throttle(sweep, parallelism, client)
-    if parallelism is not None and draft.first.requeue.mode == "resubmit":
+    if parallelism is not None and sweep_plan.first.requeue.mode == "resubmit":
         say("--array-parallelism does not hold for points that are submitted again, each as a job (requeue=resubmit)")
     return _submit(sweep, client, there=there, as_json="--json" in options)
 

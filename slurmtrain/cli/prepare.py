@@ -15,7 +15,7 @@ def main(arguments: Arguments) -> int:
     """Run the verb and return its exit code."""
     if arguments.positionals:
         return _verify(arguments)
-    stop = signals.arm()
+    stop = signals.install_signal_handlers()
     from slurmtrain.cli.submit import compose_and_validate
     from slurmtrain.launch.named_paths import with_absolute_paths
 
@@ -23,9 +23,9 @@ def main(arguments: Arguments) -> int:
     return _prepare(with_absolute_paths(compose_and_validate(arguments), current_folder()), stop)
 
 
-def _prepare(config: Config, stop: signals.StopSignals) -> int:
+def _prepare(config: Config, stop: signals.StopFlag) -> int:
     from slurmtrain.data.prepare.finish import finish
-    from slurmtrain.data.prepare.plan import agree_on, make_plan
+    from slurmtrain.data.prepare.unit_plan import agree_on, make_plan
     from slurmtrain.data.prepare.worker_pool import work
     from slurmtrain.observe.prepare_progress import Preparing
     from slurmtrain.runtime.jobs.prepare import share_of, summary, workers_of

@@ -76,7 +76,7 @@ def compose_and_validate(arguments: Arguments) -> Config:
 
 
 def starting_after(config: Config, runs: str) -> Config:
-    """Return what `launch.after.starting_after` does; raise for cluster=local."""
+    """Return what `launch.dependencies.starting_after` does; raise for cluster=local."""
     from slurmtrain.launch import dependencies
 
     if config.cluster.backend == "local":

@@ -12,7 +12,7 @@ from slurmtrain.system import signals
 
 def main(arguments: Arguments) -> int:
     """Run this process as a rank of a training job; it does not return."""
-    signals.arm()
+    signals.install_signal_handlers()
 
     from slurmtrain.runs.run_dir import RunDir
     from slurmtrain.runtime import main as runtime

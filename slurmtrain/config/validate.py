@@ -329,7 +329,9 @@ def _check_compression(parallel: ParallelConfig, layout: ParallelDims) -> None:
             hint="parallel.reduce_dtype=bfloat16 halves what is sent there",
         )
     _at_least("parallel.powersgd_rank", parallel.powersgd_rank, 1)
-    _at_least("parallel.powersgd_start_step", parallel.powersgd_start_step, 2, why="DDP settles its buckets before")
+    _at_least(
+        "parallel.powersgd_start_step", parallel.powersgd_start_step, 2, why="DDP builds its final buckets before"
+    )
 
 
 def _check_batch(train: TrainConfig) -> None:

@@ -1,1 +1,1 @@
-"""Everything on the login node: from a config to jobs in the queue, and from runs to tables."""
+"""One job, on the login node: from a config to a job in the queue, or to processes of this machine."""

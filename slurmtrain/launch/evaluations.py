@@ -79,7 +79,7 @@ def prepare(
     return evaluation
 
 
-def submit_once(evaluation: RunDir, say: Callable[[str], None] = lambda text: None) -> None:
+def submit_evaluation(evaluation: RunDir, say: Callable[[str], None] = lambda text: None) -> None:
     """Submit a prepared evaluation, unless it is in the queue or done.
 
     Raises:

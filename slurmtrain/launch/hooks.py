@@ -37,7 +37,7 @@ LINE_LIMIT = 1 << 20  # characters of output without a line's end
 def run_hook(run_dir: RunDir, number: int) -> None:
     """Run the hook for the outcome of attempt `number`, if there is one and it has not run yet."""
     config = load_frozen(run_dir.config_file, with_secrets=False)
-    attempt = _judged(run_dir, number)
+    attempt = _finished_record(run_dir, number)
     name = hook_of(attempt)
     command = getattr(config.hooks, name) if name is not None else None
     if command is None:
@@ -91,8 +91,8 @@ def _plain(text: str) -> str:
     return text[:TEXT_LIMIT].replace("\0", " ").encode(errors="replace").decode()
 
 
-def _judged(run_dir: RunDir, number: int) -> Attempt:
-    """Return the attempt's record, completed here for an attempt whose set-up has failed, which nobody settles."""
+def _finished_record(run_dir: RunDir, number: int) -> Attempt:
+    """Return the attempt's record, completed here for an attempt whose set-up has failed, which nobody finishes."""
     attempt = attempts.read_attempt(run_dir, number)
     set_up = run_dir.attempt(number).setup_failure_file
     if attempt.reason is None and set_up.exists():

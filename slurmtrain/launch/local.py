@@ -1,7 +1,7 @@
 """cluster=local: the same job as processes of this machine, in the foreground.
 
 It does what srun and the batch script do on a cluster: it starts one process per rank, ends all of them when one fails,
-settles an attempt after the last rank has exited, and starts another one if the verdict says so.
+finishes the record of an attempt after the last rank has exited, and starts another one if the verdict says so.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def run_local(run_dir: RunDir, say: Callable[[str], None]) -> int:
         code = attempt.run()
         if attempt.told_to_stop:  # Ctrl-C or TERM to this process: it must not start again
             config = dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode="off"))
-        judgement = finish_attempt(run_dir, attempt.number, code, config, None)
+        outcome = finish_attempt(run_dir, attempt.number, code, config, None)
         run_hook_of(run_dir, attempt.number, config)
         say(
-            judgement.sentence
-            + ("" if judgement.verdict is not Verdict.END else f". {how_to_continue(run_dir.id, judgement.reason)}")
+            outcome.sentence
+            + ("" if outcome.verdict is not Verdict.END else f". {how_to_continue(run_dir.id, outcome.reason)}")
         )
-        if judgement.verdict is not Verdict.REQUEUE:
-            return exit_code_of_run(judgement.verdict, judgement.reason, code)
+        if outcome.verdict is not Verdict.REQUEUE:
+            return exit_code_of_run(outcome.verdict, outcome.reason, code)
 
 
 def how_to_continue(run_id: str, reason: str | None) -> str:

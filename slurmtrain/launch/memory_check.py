@@ -32,7 +32,7 @@ def check_memory(config: Config) -> list[str]:
     if share is not None and share < DOUBTFUL:
         return []
     try:
-        check_fits(config, laid_out(config))
+        check_fits(config, memory_by_dry_run(config))
     except EnvironmentMismatch as error:
         return [f"whether it fits into cluster.gpu_memory_gb={limit:g} is not known: {error.message}"]
     return []
@@ -48,7 +48,7 @@ def host_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys
     return min(found, default=None)
 
 
-def laid_out(config: Config) -> list[StageMemory]:
+def memory_by_dry_run(config: Config) -> list[StageMemory]:
     """Return the memory of each stage from a dry run of the config's layout.
 
     Raises:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.errors import ClusterError, SlurmtrainError
 from slurmtrain.launch.script import EXCLUDED_MAX, directive
-from slurmtrain.launch.submit import note, resubmit
+from slurmtrain.launch.submit import note, submit_existing_script
 from slurmtrain.launch.submit_once import Passing
 from slurmtrain.runs import attempts
 from slurmtrain.runs.events import Event
@@ -54,7 +54,7 @@ def resume(run_dir: RunDir, client: SlurmClient) -> list[str]:
     if job_id is not None:
         note(run_dir, job_id, found_by=TOKEN_PREFIX + token(run_dir))
     else:
-        job_id = resubmit(run_dir)
+        job_id = submit_existing_script(run_dir)
     length = config.requeue.chain_length if config.requeue.mode == "chain" else 1
     return submit_links(run_dir, job_id, length, client)
 
@@ -74,7 +74,11 @@ def submit_links(run_dir: RunDir, first: str, length: int, client: SlurmClient) 
         while len(links) < length:
             # Each waits for all before it: if it waited only for the one before, a scancel of that one would start it
             # beside those that still run.
-            links.append(resubmit(run_dir, lambda script: waiting_for(script, links), link=len(links) + 1, of=length))
+            links.append(
+                submit_existing_script(
+                    run_dir, lambda script: waiting_for(script, links), link=len(links) + 1, of=length
+                )
+            )
             run_dir.update_info(chain=links)
     except BaseException:
         client.cancel(*reversed(links))
@@ -307,7 +311,7 @@ def _find_or_submit(
         try:
             found = client.find_by_comment(TOKEN_PREFIX + mine)
             if not found:
-                return resubmit(run_dir, options, token=mine, after_attempt=number)
+                return submit_existing_script(run_dir, options, token=mine, after_attempt=number)
             if found[0] not in run_dir.info()["job_ids"]:
                 note(run_dir, found[0], found_by=TOKEN_PREFIX + mine)
             return found[0]
@@ -335,7 +339,7 @@ def _pass_on_dependents(run_dir: RunDir, job_id: str, new: str, client: SlurmCli
 
 
 def _ended_by_cancel(run_dir: RunDir, number: int) -> bool:
-    """Return whether a person has cancelled the run since attempt `number` was judged; if so, record it."""
+    """Return whether a person has cancelled the run since the outcome of attempt `number` was decided; if so, record it."""
     request = attempts.read_request(run_dir.request_file)  # `finish-attempt` has taken the one that it has seen
     if request is None or request.action not in ("cancel", "stop"):
         return False

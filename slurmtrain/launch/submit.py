@@ -22,7 +22,7 @@ from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.program_check import check_in_snapshot
 from slurmtrain.launch.script import JobPaths, render_script, without_past
 from slurmtrain.launch.snapshot import CodeSource, Snapshot, find_source, take_snapshot
-from slurmtrain.launch.submit_once import NotSubmitted, comment_option, export_option, hand_over, sbatch
+from slurmtrain.launch.submit_once import NotSubmitted, comment_option, export_option, sbatch, submit_exactly_once
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
@@ -125,7 +125,7 @@ def no_chain(what: str) -> ConfigError:
     )
 
 
-def resubmit(
+def submit_existing_script(
     run_dir: RunDir,
     options: Callable[[str], Sequence[str]] = lambda script: (),
     *,
@@ -212,7 +212,7 @@ def _hand_over(
     token = f"{run_dir.id}{'-array-' if shared else ':'}s{len(run_dir.info()['job_ids'])}"
     before = token in _submitting(run_dir)
     run_dir.event(Event.SUBMITTING, token=token)
-    return hand_over(
+    return submit_exactly_once(
         script,
         run_dir.path / "submitit",
         token,

@@ -130,7 +130,7 @@ class Patience:
     confirm_every_s: float = 2.0
 
 
-def hand_over(
+def submit_exactly_once(
     script: str,
     folder: Path,
     token: str,

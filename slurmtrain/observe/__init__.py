@@ -1,14 +1,14 @@
 """The output of a run: metrics on disk, curves in TensorBoard, progress for a person, speed."""
 
 from slurmtrain.observe.metrics import MetricsLog, read_metrics
-from slurmtrain.observe.progress import Progress
+from slurmtrain.observe.progress import ProgressLine
 from slurmtrain.observe.reporter import Reporter, SilentReporter
 from slurmtrain.observe.tensorboard import TensorBoardLog
 from slurmtrain.observe.throughput import Throughput
 
 __all__ = [
     "MetricsLog",
-    "Progress",
+    "ProgressLine",
     "Reporter",
     "SilentReporter",
     "TensorBoardLog",

@@ -10,7 +10,7 @@ from typing import Protocol, TextIO
 LINE_EVERY_S = 10.0  # between plain lines: a log of a day stays below 10,000 lines
 
 
-class Display(Protocol):
+class ProgressDisplay(Protocol):
     """The interface of both kinds of progress line."""
 
     def begin(self, line: str, done: float, total: float) -> None:
@@ -26,7 +26,7 @@ class Display(Protocol):
         """Leave the terminal as it was."""
 
 
-def display(stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> Display:
+def display(stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> ProgressDisplay:
     """Return the kind of display that suits `stream` (default: stdout)."""
     stream = stream or sys.stdout
     return _Bar(stream) if stream.isatty() else _Lines(stream, clock)

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 from slurmtrain.observe.display import display
 
 
-class Progress:
+class ProgressLine:
     """A progress line of steps, metrics and the time left.
 
     The time is estimated from the mean pace since this attempt began, pauses included.

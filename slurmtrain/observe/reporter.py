@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slurmtrain.observe.metrics import MetricsLog
-from slurmtrain.observe.progress import Progress
+from slurmtrain.observe.progress import ProgressLine
 from slurmtrain.observe.tensorboard import TensorBoardLog
 
 
@@ -23,7 +23,7 @@ class Reporter:
             settled_step=evaluated_at,
         )
         self._tensorboard = TensorBoardLog(tensorboard, resume_step) if tensorboard is not None else None
-        self._progress = Progress(total_steps, resume_step)
+        self._progress = ProgressLine(total_steps, resume_step)
 
     def log(self, step: int, **values: float | str | None) -> None:
         """Record one step's numbers, and update the progress line."""

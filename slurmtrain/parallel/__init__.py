@@ -1,1 +1,1 @@
-"""Parallelism: distribute a model over the ranks. One module for each kind; `lay` applies them in their order."""
+"""Parallelism: distribute a model over the ranks. One module for each kind; `parallelize` applies them in their order."""

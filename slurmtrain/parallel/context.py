@@ -20,7 +20,7 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.models.attention import CausalAttention, Mask, attention, document_mask
 
 
-def share_sequences(model: nn.Module, group: dist.ProcessGroup, method: str) -> None:
+def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup, method: str) -> None:
     """Replace the attention of `model` by one that reaches over all ranks of `group`.
 
     Raises:
@@ -32,12 +32,12 @@ def share_sequences(model: nn.Module, group: dist.ProcessGroup, method: str) -> 
             f"parallel.cp={group.size()}: {type(model).__name__} has no attention that could be shared",
             hint="call it as an attribute `attend` of a module, as in slurmtrain/models/decoder.py, or set parallel.cp=1",
         )
-    attend = {"all_gather": GatheredAttention, "ulysses": ExchangedAttention}[method](group)
+    attend = {"all_gather": AllGatherAttention, "ulysses": AllToAllAttention}[method](group)
     for module in attentions:
         module.attend = attend  # type: ignore[assignment]
 
 
-class GatheredAttention(CausalAttention):
+class AllGatherAttention(CausalAttention):
     """Attention of this rank's queries over the keys and values of all ranks of `group`."""
 
     def __init__(self, group: dist.ProcessGroup):
@@ -56,7 +56,7 @@ class GatheredAttention(CausalAttention):
         return attention(q_BSHD, k_BTKD, v_BTKD, dropout, mask)
 
 
-class ExchangedAttention(CausalAttention):
+class AllToAllAttention(CausalAttention):
     """Attention over the whole sequences of `group`, by a part of the heads."""
 
     def __init__(self, group: dist.ProcessGroup):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 
-def replicate(model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
+def apply_ddp(model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
     """Wrap `model` so that gradients are averaged over `group`; a single rank needs no wrapping.
 
     gradient_as_bucket_view: gradients live in the communication buffers, which saves a copy of all of them.

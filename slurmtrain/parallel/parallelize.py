@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import ParallelConfig
-from slurmtrain.parallel.ddp import replicate
-from slurmtrain.parallel.recompute import prepare_units
+from slurmtrain.parallel.activation_checkpointing import prepare_units
+from slurmtrain.parallel.ddp import apply_ddp
 
 if TYPE_CHECKING:
     from slurmtrain.parallel.compression import PowerSGD
@@ -87,12 +87,12 @@ def parallelize(
     """
     if not layout.uses_fsdp(parallel):
         prepare_units(model, parallel)
-        model = replicate(fill(model), device, group)
+        model = apply_ddp(fill(model), device, group)
         compression = _compressed(model, parallel, group)
         return DistributedModel(model, (model,), (0,), 1, parallel, layout, rank, device, compression=compression)
 
     # Importing DTensors, FSDP and pipelines takes more than a second, which replicas do without.
-    from slurmtrain.parallel.sharded import build_mesh, shard_stages
+    from slurmtrain.parallel.sharded import apply_fsdp, build_mesh
 
     mesh = build_mesh(layout, device)
     numbers, count, stages, shared = [0], 1, [model], []
@@ -103,7 +103,7 @@ def parallelize(
         shared = shared_by_ends(model, count)
         stages = [part(model, [number], count) for number in numbers]
         model = part(model, numbers, count) if len(numbers) > 1 else stages[0]
-    shard_stages(stages, parallel, layout, rank, device, mesh)
+    apply_fsdp(stages, parallel, layout, rank, device, mesh)
     model = fill(model)
     held = dict(model.named_parameters())
     return DistributedModel(

@@ -13,13 +13,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import ParallelConfig
-from slurmtrain.parallel.context import share_sequences
-from slurmtrain.parallel.recompute import prepare_units
-from slurmtrain.parallel.tensor import share_matrices
+from slurmtrain.parallel.activation_checkpointing import prepare_units
+from slurmtrain.parallel.context import apply_context_parallel
+from slurmtrain.parallel.tensor import apply_tensor_parallel
 from slurmtrain.parallel.units import units
 
 
-def shard_stages(
+def apply_fsdp(
     stages: Sequence[nn.Module],
     parallel: ParallelConfig,
     layout: ParallelDims,
@@ -31,9 +31,9 @@ def shard_stages(
     sequences = sequence_group(layout, device) if layout.cp > 1 else None
     for stage in stages:
         if layout.tp > 1:
-            share_matrices(stage, mesh["tp"], sequence_parallel=parallel.sequence_parallel)
+            apply_tensor_parallel(stage, mesh["tp"], sequence_parallel=parallel.sequence_parallel)
         if sequences is not None:
-            share_sequences(stage, sequences, parallel.cp_method)
+            apply_context_parallel(stage, sequences, parallel.cp_method)
         _tell_positions(stage, parallel, layout, layout.coordinates(rank)["cp"])
         prepare_units(stage, parallel)
         _shard(stage, parallel, sharding_mesh(mesh), keep=layout.pp > 1)

@@ -30,7 +30,7 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.models import Decoder
 
 
-def share_matrices(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
     """Turn the parameters of `model`, the same on all ranks, into DTensors on `mesh`, by its plan.
 
     Raises:

@@ -23,7 +23,7 @@ from slurmtrain.config.parallel_dims import (
 )
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
-from slurmtrain.planner.memory import Work, memory_per_rank
+from slurmtrain.planner.memory import MemorySettings, memory_per_rank
 from slurmtrain.planner.shape import DecoderShape
 
 GIB = 2**30
@@ -92,7 +92,7 @@ def memory_of(config: Config, layout: ParallelDims) -> list[StageMemory] | None:
     seq_len = max(sequence_lengths(config.data).values(), default=0)
     micro_batch = micro_batch_size(config, layout)
     micro_batches = config.train.global_batch_size // (layout.dp * micro_batch)
-    work = Work(
+    work = MemorySettings(
         micro_batch_size=micro_batch,
         seq_len=seq_len,
         compute_bytes=2 if parallel.param_dtype else 4,

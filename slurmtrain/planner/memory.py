@@ -23,7 +23,7 @@ LOSS_BYTES = 4  # the loss is computed in float32
 
 
 @dataclass(frozen=True)
-class Work:
+class MemorySettings:
     """The settings that decide how much memory a rank needs for its part of the model.
 
     Attributes:
@@ -81,7 +81,7 @@ class RankMemory:
 
 
 def memory_per_rank(
-    shape: DecoderShape, work: Work, *, dp_shard: int = 1, tp: int = 1, pp: int = 1, cp: int = 1
+    shape: DecoderShape, work: MemorySettings, *, dp_shard: int = 1, tp: int = 1, pp: int = 1, cp: int = 1
 ) -> list[RankMemory]:
     """Return one entry for each stage of the pipeline. `dp_replicate` does not matter: replicas are alike.
 
@@ -119,7 +119,7 @@ def _elements(parameters: list[Parameter], tp: int, shard: int) -> int:
     return sum(parameter.per_rank(tp, shard) for parameter in parameters)
 
 
-def _gathered(shape: DecoderShape, work: Work, layers: int, ends: list[Parameter], tp: int) -> int:
+def _gathered(shape: DecoderShape, work: MemorySettings, layers: int, ends: list[Parameter], tp: int) -> int:
     """Return the bytes of gathered parameters and of gradients that are not yet cut.
 
     FSDP keeps gathered copies of the parameters outside the blocks all the time, and those of the present and the next
@@ -132,7 +132,7 @@ def _gathered(shape: DecoderShape, work: Work, layers: int, ends: list[Parameter
     return round((beside + (near + (layers - near) / group) * block) * work.compute_bytes) + gradients
 
 
-def _kept_of_block(shape: DecoderShape, work: Work, tp: int) -> int:
+def _kept_of_block(shape: DecoderShape, work: MemorySettings, tp: int) -> int:
     """Return the bytes of activations kept for one token in one block.
 
     All activations are divided among `tp` ranks except the inputs of projections, which were gathered, and the outputs
@@ -152,7 +152,7 @@ def _kept_of_block(shape: DecoderShape, work: Work, tp: int) -> int:
     return round(kept * work.compute_bytes)
 
 
-def _kept_beside_blocks(shape: DecoderShape, work: Work, tp: int, *, last: bool) -> int:
+def _kept_beside_blocks(shape: DecoderShape, work: MemorySettings, tp: int, *, last: bool) -> int:
     """Return the bytes of activations kept for one token outside the blocks.
 
     They are those of a block that is computed again, and in the last stage those of the logits, which weigh most.

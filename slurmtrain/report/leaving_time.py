@@ -27,7 +27,7 @@ def wait_until_left(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Attempt | None:
-    """Wait until all ranks of an attempt have exited and it is judged, and return its record; None when it took longer."""
+    """Wait until all ranks of an attempt have exited and its outcome is recorded; return its record, or None."""
     deadline = clock() + within_s
     while (attempt := read_attempt(run_dir, number)).ended is None:
         if clock() > deadline:

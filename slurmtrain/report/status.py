@@ -252,7 +252,7 @@ class _Record:
 
     @property
     def setup_failed(self) -> Path | None:
-        """The file with the message of a set-up that failed, if nobody could settle the attempt; else None."""
+        """The file with the message of a set-up that failed, if nobody could finish the record of the attempt; else None."""
         if self.last is None or self.last.verdict is not None:
             return None
         path = self.run_dir.attempt(self.last.number).setup_failure_file

@@ -380,9 +380,12 @@ def claimed_at(run_dir: RunDir, number: int) -> float | None:
 
 
 def came_to_an_end(run_dir: RunDir, last: Attempt) -> bool:
-    """Return whether the run ended for good with its last attempt: by its verdict, or in a set-up that nobody could settle."""
-    unsettled = last.verdict is None and failed_set_up(run_dir.attempt(last.number)) is not None
-    return last.verdict == Verdict.END or unsettled
+    """Return whether the run ended for good with its last attempt.
+
+    It did by its verdict, or in a set-up after which nobody could finish the record.
+    """
+    unfinished = last.verdict is None and failed_set_up(run_dir.attempt(last.number)) is not None
+    return last.verdict == Verdict.END or unfinished
 
 
 def killed_tasks(attempt_dir: AttemptDir) -> str | None:
@@ -457,7 +460,7 @@ def take_request(run_dir: RunDir, attempt: Attempt) -> str | None:
     """Take the request to this attempt, but not to an earlier one: "cancel", "stop", "preempt" or "requeue".
 
     The file is moved into the attempt's folder atomically, so that a request that is found in the run's folder
-    afterwards has come too late for this attempt, and was not seen when the attempt was judged.
+    afterwards has come too late for this attempt, and was not seen when the outcome was decided.
     """
     taken = run_dir.attempt(attempt.number).request_file
     found = read_request(run_dir.request_file)
@@ -475,11 +478,11 @@ def take_request(run_dir: RunDir, attempt: Attempt) -> str | None:
 
 
 def cancelled_after(run_dir: RunDir, last: Attempt | None) -> bool:
-    """Return whether `cancel RUN`, or the file `stop`, came after the last attempt was judged.
+    """Return whether `cancel RUN`, or the file `stop`, came after the outcome of the last attempt was decided.
 
-    For an attempt that was not judged, return whether it came after that attempt was claimed.
+    For an attempt without an outcome, return whether it came after that attempt was claimed.
     """
-    request = read_request(run_dir.request_file)  # requests that were judged have been moved away
+    request = read_request(run_dir.request_file)  # requests that an outcome has used have been moved away
     if request is None or request.action not in ("cancel", "stop"):
         return False
     return last is None or request.is_for_later(run_dir, last.number) or request.is_for(run_dir, last)

@@ -1,4 +1,4 @@
-"""Why an attempt ended, and what happens next: a pure function from evidence to a judgement.
+"""Why an attempt ended, and what happens next: a pure function from evidence to an outcome.
 
 It is called after every rank has exited, in the batch shell (through `finish-attempt`) or in the foreground of cluster=local.
 Facts about SLURM below were observed with 22.05 (tests/slurm shows them again):
@@ -218,7 +218,7 @@ _NEXT_STEPS = {
 
 
 def decide_abandoned_outcome(evidence: Evidence, policy: Policy) -> AttemptOutcome:
-    """Judge an attempt that nobody settled: its batch shell is gone, and the job has started again already.
+    """Decide the outcome of an attempt that nobody finished: its batch shell is gone, and the job has started again already.
 
     A run that had finished, or that a person has cancelled, has nothing left to do all the same.
     """

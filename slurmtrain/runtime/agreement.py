@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from slurmtrain.system.signals import StopSignals
+from slurmtrain.system.signals import StopFlag
 
 
 class AgreedDecision(NamedTuple):
@@ -32,7 +32,7 @@ class StopAgreement:
     """
 
     def __init__(
-        self, signals: StopSignals, group: dist.ProcessGroup | None, take_save: Callable[[], bool] = lambda: False
+        self, signals: StopFlag, group: dist.ProcessGroup | None, take_save: Callable[[], bool] = lambda: False
     ):
         self._signals, self._group, self._take_save = signals, group, take_save
         self._flags = torch.zeros(3, dtype=torch.int32)

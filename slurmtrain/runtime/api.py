@@ -118,9 +118,9 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
     """
     if session.distributed is not None:
         raise RuntimeError("slurmtrain.init() was called already: call it once, and keep the Run that it returns")
-    stop = signals.arm()
+    stop = signals.install_signal_handlers()
     from slurmtrain.runtime.agreement import StopAgreement  # torch, which takes seconds
-    from slurmtrain.runtime.distributed_context import join
+    from slurmtrain.runtime.distributed_context import init_distributed
 
     sys.excepthook = _record_and_show
     environment = Environment.detect()
@@ -135,7 +135,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
     meeting = session.context.attempt_dir.path if session.context else None
     if meeting is None and environment.source == "slurm" and environment.world_size > 1:
         meeting = attempt_context.meeting_directory(environment, lookup.runs_root())
-    session.distributed = join(cluster, device, environment, meeting, stop)
+    session.distributed = init_distributed(cluster, device, environment, meeting, stop)
     session.agreement = StopAgreement(stop, session.distributed.control)
     atexit.register(_let_go)
     run_path = session.context.run_dir.path if session.context else Path.cwd()

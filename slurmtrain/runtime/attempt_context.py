@@ -33,8 +33,8 @@ class AttemptContext:
     """The run and the attempt of this process.
 
     Attributes:
-        supervised: a launcher (the batch script, cluster=local) settles the attempt after the ranks have exited; else
-            rank 0 does.
+        supervised: a launcher (the batch script, cluster=local) finishes the attempt's record after the ranks have exited;
+            else rank 0 does.
     """
 
     run_dir: RunDir
@@ -50,7 +50,7 @@ class AttemptContext:
         return f"attempt {self.number}, {job}, restart {environment.restart_count}"
 
 
-def given_place(run_dir: RunDir) -> AttemptContext | None:
+def given_attempt(run_dir: RunDir) -> AttemptContext | None:
     """Return the place that the batch script or cluster=local has named, or None for ranks started by hand."""
     number = os.environ.get(ATTEMPT_VARIABLE)
     return AttemptContext(run_dir, int(number), supervised=True) if number else None
@@ -63,7 +63,7 @@ def meeting_directory(environment: Environment, runs_dir: Path) -> Path:
     return path
 
 
-def agree_on_place(
+def agree_on_attempt(
     environment: Environment,
     find_or_create: Callable[[], RunDir],
     tell: Callable[[str | None], str],

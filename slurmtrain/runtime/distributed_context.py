@@ -14,7 +14,7 @@ from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import EnvironmentMismatch
 from slurmtrain.runtime.rendezvous import meet
 from slurmtrain.slurm.environment import Environment, no_gpu
-from slurmtrain.system.signals import StopSignals
+from slurmtrain.system.signals import StopFlag
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class DistributedContext:
             dist.barrier(group=self.control)
 
 
-def join(
-    cluster: ClusterConfig, device: str, environment: Environment, directory: Path | None, stop: StopSignals
+def init_distributed(
+    cluster: ClusterConfig, device: str, environment: Environment, directory: Path | None, stop: StopFlag
 ) -> DistributedContext:
     """Find the device, meet the other ranks, and make the process groups.
 

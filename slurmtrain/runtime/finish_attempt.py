@@ -89,7 +89,7 @@ def free_dependents(run_dir: RunDir, attempt: Attempt, client: SlurmClient) -> N
     """Let jobs that wait for the success of this attempt's job wait for it no more, since the run has finished in it.
 
     They were submitted with --after this run. A job that was ever preempted may not end yet, or not as a success: see
-    `slurm_versions.STARTS_PREEMPTED_JOBS_ONCE_MORE`.
+    `slurm.versions.STARTS_PREEMPTED_JOBS_ONCE_MORE`.
     """
     job_id = attempt.job_id
     if job_id is None or not (attempt.restart_count or _was_preempted(run_dir, attempt)):
@@ -119,7 +119,7 @@ def run_hook_of(run_dir: RunDir, number: int, config: Config) -> None:
 
 
 def close_abandoned(run_dir: RunDir, current: int, config: Config, client: SlurmClient | None) -> list[int]:
-    """Complete the records of earlier attempts that nobody settled: their node is gone, or the batch shell died.
+    """Complete the records of earlier attempts that nobody finished: their node is gone, or the batch shell died.
 
     An attempt that may still be at work is left alone: it has a record of its own to write. Return the numbers of the
     others.
@@ -141,7 +141,7 @@ def close_abandoned(run_dir: RunDir, current: int, config: Config, client: Slurm
 
 
 def may_live(attempt: Attempt, attempt_dir: AttemptDir, client: SlurmClient | None) -> bool:
-    """Return whether an attempt that nobody has settled may still be at work, as far as can be known here.
+    """Return whether an attempt that nobody has finished may still be at work, as far as can be known here.
 
     An earlier start of this very job is over. SLURM knows about other jobs, and about other steps of this one; this
     machine about an attempt outside of SLURM. If neither can be asked, it may be at work.
@@ -287,7 +287,7 @@ def _evidence(
 
 
 def spent_by(tries: list[Attempt], config: Config) -> str | None:
-    """Say why the last of these attempts, which is judged, has used up a budget; return None while there may be others."""
+    """Say why the last of these attempts, which has an outcome, has used up a budget; return None while there may be others."""
     last = tries[-1]
     if not last.stalled:
         return None

@@ -27,7 +27,7 @@ from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.finish_attempt import finish_attempt, run_hook_of
 from slurmtrain.runtime.startup_times import Timeline
-from slurmtrain.runtime.stop_watcher import Watch
+from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import Environment, check_world_size
 from slurmtrain.system import signals
@@ -43,7 +43,7 @@ def run_submitted(run_dir: RunDir) -> NoReturn:
     def find() -> tuple[Config, Callable[[], RunDir]]:
         return load_frozen(run_dir.config_file), lambda: run_dir
 
-    _run(find, attempt_context.given_place(run_dir), strict=True)
+    _run(find, attempt_context.given_attempt(run_dir), strict=True)
 
 
 def run_by_hand(config: Config, create_run_dir: Callable[[], RunDir], *, strict: bool) -> NoReturn:
@@ -65,11 +65,11 @@ def _run(
         find: reads the config, and returns it with the function that rank 0 calls for the run directory.
         given: the place that a batch script has named; None: the ranks find out together.
     """
-    stop = signals.arm()
+    stop = signals.install_signal_handlers()
     timeline = Timeline()
     environment: Environment | None = None
     context = given
-    watch: Watch | None = None
+    watch: StopWatcher | None = None
     try:
         environment = Environment.detect()
         config, find_or_create = find()
@@ -80,7 +80,7 @@ def _run(
             context = given or attempt_context.alone(config.job.kind, environment, find_or_create)
             watch = _begin(context, environment, config, stop) if environment.rank == 0 else None
             code = _program(config.job.kind)(config, environment, context, stop, watch)
-            _settle_by_hand(config, environment, context, code)
+            _finish_by_hand(config, environment, context, code)
             leave(code)
         timeline.aloud = environment.rank == 0
         timeline.begin("loading PyTorch")
@@ -92,7 +92,7 @@ def _run(
         code = _train(config, distributed, context, stop, timeline, watch)
         if watch is not None and code == EXIT_REQUEUE:
             watch.wait_for_record()
-        _settle_by_hand(config, environment, context, code)
+        _finish_by_hand(config, environment, context, code)
         leave(code)
     except _stop_during_start():
         if watch is not None:
@@ -115,7 +115,7 @@ def _run(
         _fail(context, environment, exit_code_of(error), sentence, because_of_peer=_lost_a_peer(error))
 
 
-def _program(kind: str) -> Callable[[Config, Environment, AttemptContext, signals.StopSignals, Watch | None], int]:
+def _program(kind: str) -> Callable[[Config, Environment, AttemptContext, signals.StopFlag, StopWatcher | None], int]:
     """Return the function that a rank of a job of this kind runs, which returns its exit code."""
     if kind == "command":
         from slurmtrain.runtime.jobs.command import run_command
@@ -126,13 +126,13 @@ def _program(kind: str) -> Callable[[Config, Environment, AttemptContext, signal
     return run_prepare
 
 
-def _begin(context: AttemptContext, environment: Environment, config: Config, stop: signals.StopSignals) -> Watch:
+def _begin(context: AttemptContext, environment: Environment, config: Config, stop: signals.StopFlag) -> StopWatcher:
     """Open the attempt's record on rank 0, and start to watch the clock and SLURM."""
     attempt_context.open_attempt(context, environment, config)
     client = SlurmClient() if environment.source == "slurm" else None
     # A program of the user's own does not notice a switch: only a signal reaches it.
     run_dir = context.run_dir if config.job.kind != "command" else None
-    return Watch(stop, context.attempt_dir, client, signal_lead_s=config.cluster.signal_lead_s, run_dir=run_dir)
+    return StopWatcher(stop, context.attempt_dir, client, signal_lead_s=config.cluster.signal_lead_s, run_dir=run_dir)
 
 
 def _join(
@@ -140,11 +140,11 @@ def _join(
     environment: Environment,
     given: AttemptContext | None,
     find_or_create: Callable[[], RunDir],
-    stop: signals.StopSignals,
+    stop: signals.StopFlag,
     timeline: Timeline,
 ) -> tuple[DistributedContext, AttemptContext]:
     """Meet the other ranks, and return the world and the place of this attempt."""
-    from slurmtrain.runtime.distributed_context import join
+    from slurmtrain.runtime.distributed_context import init_distributed
 
     timeline.mark("interpreter and imports")
     if environment.world_size > 1:
@@ -153,20 +153,22 @@ def _join(
     if given is None and environment.source == "slurm" and environment.world_size > 1:
         meeting = attempt_context.meeting_directory(environment, Path(config.job.runs_dir))
     directory = given.attempt_dir.path if given else meeting
-    distributed = join(config.cluster, config.train.device, environment, directory, stop)
+    distributed = init_distributed(config.cluster, config.train.device, environment, directory, stop)
     timeline.mark("rendezvous")
     if given is not None:
         return distributed, given
-    return distributed, attempt_context.agree_on_place(environment, find_or_create, distributed.broadcast_text, meeting)
+    return distributed, attempt_context.agree_on_attempt(
+        environment, find_or_create, distributed.broadcast_text, meeting
+    )
 
 
 def _train(
     config: Config,
     distributed: DistributedContext,
     context: AttemptContext,
-    stop: signals.StopSignals,
+    stop: signals.StopFlag,
     timeline: Timeline,
-    watch: Watch | None,
+    watch: StopWatcher | None,
 ) -> int:
     """Train, record rank 0's outcome, and return the exit code of this rank."""
     from slurmtrain.runtime.agreement import StopAgreement
@@ -215,14 +217,14 @@ def _evaluate(
     return 0 if done else EXIT_REQUEUE
 
 
-def _settle_by_hand(config: Config, environment: Environment, context: AttemptContext, code: int) -> None:
-    """Settle an attempt of ranks started by hand: no batch script judges it, nor could one start them again."""
+def _finish_by_hand(config: Config, environment: Environment, context: AttemptContext, code: int) -> None:
+    """Finish the attempt of ranks started by hand: no batch script does, nor could one start them again."""
     if context.supervised or environment.rank != 0:
         return
     never = dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode="off"))
-    judgement = finish_attempt(context.run_dir, context.number, code, never, None)
+    outcome = finish_attempt(context.run_dir, context.number, code, never, None)
     run_hook_of(context.run_dir, context.number, config)
-    print(f"slurmtrain: {judgement.sentence}. Run {context.run_dir.id} in {context.run_dir.path}", flush=True)
+    print(f"slurmtrain: {outcome.sentence}. Run {context.run_dir.id} in {context.run_dir.path}", flush=True)
 
 
 def _fail(
@@ -249,7 +251,7 @@ def _fail(
                 on_any_node=on_any_node,
             )
             if environment is not None and not context.supervised:
-                _settle_by_hand(load_frozen(context.run_dir.config_file), environment, context, code)
+                _finish_by_hand(load_frozen(context.run_dir.config_file), environment, context, code)
         except OSError as error:
             print(f"slurmtrain: cannot record the failure: {error}", file=sys.stderr)
     leave(code)

@@ -19,7 +19,7 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.finish_attempt import own_job_id
 from slurmtrain.slurm.client import JobFacts, SlurmClient
-from slurmtrain.system.signals import StopSignals
+from slurmtrain.system.signals import StopFlag
 
 RECORD_TIMEOUT_S = 5.0
 ANSWER_S = 5.0  # at most, when the clock says that it is time to stop
@@ -27,7 +27,7 @@ ASK_EVERY_S = 1800.0  # SLURM, whether the job's time limit was changed: by one 
 LOOK_EVERY_S = 2.0  # seconds between looks for switches: a shared file system has no event to await
 
 
-class Watch:
+class StopWatcher:
     """The watch of rank 0 until a stop is requested, which it then records.
 
     A signal that came before Python had handlers was ignored. SLURM still has its reason on record, so SLURM is asked
@@ -40,7 +40,7 @@ class Watch:
 
     def __init__(
         self,
-        signals: StopSignals,
+        signals: StopFlag,
         attempt_dir: AttemptDir,
         client: SlurmClient | None,
         *,

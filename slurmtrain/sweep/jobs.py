@@ -20,7 +20,7 @@ from slurmtrain.launch.dependencies import waiting_for_runs, with_dependency
 from slurmtrain.launch.own_jobs import in_queue
 from slurmtrain.launch.script import render_script
 from slurmtrain.launch.submit import job_paths
-from slurmtrain.launch.submit_once import Patience, Refused, SubmitLimit, check, export_option, hand_over
+from slurmtrain.launch.submit_once import Patience, Refused, SubmitLimit, check, export_option, submit_exactly_once
 from slurmtrain.report.status import RunStatus, is_over
 from slurmtrain.runs import attempts, staging_dir
 from slurmtrain.runs.events import Event
@@ -164,7 +164,7 @@ def _hand_over(
     files.write_text(path / "job.sbatch", script)
     for run_id in sweep.members(number):
         _link_script(path / "job.sbatch", sweep.run_dir(run_id))
-    job_id = hand_over(
+    job_id = submit_exactly_once(
         script,
         path / "submitit",
         sweep.token(number),

@@ -4,7 +4,7 @@ A Python signal handler runs only between bytecodes of the main thread: while th
 peer, a handler is seconds late. `signal.set_wakeup_fd` writes the signal's number from the C handler at once, and a
 thread reads it. Nothing else happens here: no exception is raised, nothing is saved, no process exits.
 
-Call `arm` before torch is imported: threads that exist already would not inherit the blocked mask.
+Call `install_signal_handlers` before torch is imported: threads that exist already would not inherit the blocked mask.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class StopRequest:
     time: float  # unix time, seconds
 
 
-class StopSignals:
-    """The flag that a stop was requested. Get the process's only instance from `arm`."""
+class StopFlag:
+    """The flag that a stop was requested. Get the process's only instance from `install_signal_handlers`."""
 
     def __init__(self) -> None:
         self._first: StopRequest | None = None
@@ -89,14 +89,14 @@ class StopSignals:
                         os._exit(128 + signal.SIGINT)
 
 
-_armed: StopSignals | None = None
+_armed: StopFlag | None = None
 
 
-def arm() -> StopSignals:
+def install_signal_handlers() -> StopFlag:
     """Install the handlers, once per process; later calls return the same flag."""
     global _armed
     if _armed is None:
-        _armed = StopSignals()
+        _armed = StopFlag()
         _armed._install()
     return _armed
 

@@ -37,7 +37,7 @@ class Metric(Protocol):
     def value(self, sums: Tensor) -> float | Mapping[str, float]: ...
 
 
-class Measures:
+class MetricSums:
     """All sums of a batch as one vector, float64 [K]: loss, tokens, correct guesses, then the sums of the user's metrics.
 
     Args:

@@ -19,7 +19,7 @@ from slurmtrain.data.loading.loader import eval_batches
 from slurmtrain.data.loading.samples import MapDataset, check_has_samples, fetch
 from slurmtrain.errors import ConfigError, nearest
 from slurmtrain.parallel.parallelize import DistributedModel
-from slurmtrain.training.eval_metrics import Measures
+from slurmtrain.training.eval_metrics import MetricSums
 from slurmtrain.training.forward_backward import ForwardBackward
 from slurmtrain.training.stopping import StopCheck
 
@@ -39,14 +39,14 @@ class Evaluator:
     def __init__(
         self,
         distributed_model: DistributedModel,
-        passes: ForwardBackward,
+        forward_backward: ForwardBackward,
         sets: Mapping[str, MapDataset],
-        measures: Measures,
+        measures: MetricSums,
         *,
         counts: dist.ProcessGroup | None,
         stop: StopCheck,
     ):
-        self._distributed_model, self._passes, self.sets = distributed_model, passes, sets
+        self._distributed_model, self._forward_backward, self.sets = distributed_model, forward_backward, sets
         self._measures, self._counts, self._stop = measures, counts, stop
         for name, dataset in sets.items():
             check_has_samples(dataset, f"the evaluation set {name!r}")
@@ -62,7 +62,7 @@ class Evaluator:
             ConfigError: sequences are too long for this layout.
         """
         if self.sets:
-            self._passes.expect(max(map(_longest, self.sets.values())))
+            self._forward_backward.expect(max(map(_longest, self.sets.values())))
 
     def check_best_metric(self, metric: str) -> None:
         """Check, before anything is computed, that an evaluation can give this metric.
@@ -92,7 +92,7 @@ class Evaluator:
 
     def _total(self, dataset: MapDataset) -> Tensor | None:
         """Return all sums of a set, over all ranks; None when a stop was requested."""
-        rows, layout = self._passes.rows, self._distributed_model.layout
+        rows, layout = self._forward_backward.rows, self._distributed_model.layout
         share = -(-len(dataset) // layout.dp)
         batches = eval_batches(dataset, rows, layout.dp_rank(self._distributed_model.rank), layout.dp)
         own: Tensor | None = None
@@ -101,7 +101,9 @@ class Evaluator:
         for _ in range(-(-share // rows)):
             self._stop.begin()
             batch = next(batches, None)
-            sums = self._passes.evaluate(batch or blank(fetch(dataset, np.zeros(1, dtype=np.int64))), self._measures)
+            sums = self._forward_backward.evaluate(
+                batch or blank(fetch(dataset, np.zeros(1, dtype=np.int64))), self._measures
+            )
             if sums is not None:
                 own = sums.cpu() if own is None else own + sums.cpu()
             if self._stop.finish().stop:

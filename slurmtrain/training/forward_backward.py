@@ -60,7 +60,9 @@ class ForwardBackward(Protocol):
         """Return what `measure` returns for a batch of up to `rows` sequences; None if another rank measures it."""
 
 
-def passes_of(distributed_model: DistributedModel, micro_batches: int, micro_batch_size: int) -> ForwardBackward:
+def build_forward_backward(
+    distributed_model: DistributedModel, micro_batches: int, micro_batch_size: int
+) -> ForwardBackward:
     """Return the passes that the layout of `distributed_model` needs.
 
     Args:
@@ -104,7 +106,7 @@ class _SequentialSchedule:
 
     def _backward(self, batch: Batch, count: Callable[[], int]) -> Tensor:
         loss_sum = self._loss_sum(batch)
-        (loss_sum * _scale(self._distributed_model, count)).backward()
+        (loss_sum * _loss_scale(self._distributed_model, count)).backward()
         return loss_sum.detach()
 
     def _loss_sum(self, batch: Batch) -> Tensor:
@@ -158,7 +160,7 @@ class _Pipelined:
         for batch in micro_batches:
             check_for_model(batch)
         whole = stacked(micro_batches)
-        scale = _scale(self._distributed_model, count)
+        scale = _loss_scale(self._distributed_model, count)
         self._length = tokens_per_row(whole)
         self._at_the_end = lambda logits, targets: loss_sum(self._distributed_model, logits, targets) * scale
         return self._sum(self._go(self._pipeline.train, _own(whole, self._distributed_model))) / scale
@@ -194,7 +196,7 @@ class _Pipelined:
         return sum(losses, torch.zeros((), device=self._distributed_model.device)) * _is_own(self._distributed_model)
 
 
-def _scale(distributed_model: DistributedModel, count: Callable[[], int]) -> float:
+def _loss_scale(distributed_model: DistributedModel, count: Callable[[], int]) -> float:
     """Return the factor of the loss.
 
     Gradients are averaged over the ranks that see other tokens, but the mean is over all tokens.

@@ -91,7 +91,7 @@ class Counters:
     """The trainer's own part of the state.
 
     Attributes:
-        data_hash: digest of all samples so far, see `data.proof`; None: not known.
+        data_hash: digest of all samples so far, see `data.loading.sample_digest`; None: not known.
     """
 
     step: int = 0
@@ -146,7 +146,7 @@ class Trainer:
         checkpoint: CheckpointConfig,
         distributed_model: DistributedModel,
         loader: BatchLoader,
-        passes: ForwardBackward,
+        forward_backward: ForwardBackward,
         evaluator: Evaluator,
         jobs: EvaluationJobs | None = None,
         baseline: tuple[str, float] | None = None,
@@ -155,24 +155,26 @@ class Trainer:
         stop: StopCheck,
         make_reporter: Callable[[int, int], Reporter],
         on_restore: Callable[[Restored | None], None] = lambda restored: None,
-        make_cadence: Callable[[int], SaveSchedule] | None = None,
+        make_save_schedule: Callable[[int], SaveSchedule] | None = None,
         plan_stop: Callable[[float, float], None] = lambda step_s, save_s: None,
         grace_left: Callable[[], float | None] = lambda: None,
         data_hash: str = "",
     ):
         self._train, self._optim, self._checkpoint = train, optim, checkpoint
-        self._distributed_model, self._model, self._loader, self._passes = (
+        self._distributed_model, self._model, self._loader, self._forward_backward = (
             distributed_model,
             distributed_model.model,
             loader,
-            passes,
+            forward_backward,
         )
         self._evaluator, self._jobs = evaluator, jobs
         self._ranks, self._checkpointer, self._stop = ranks, checkpointer, stop
         self._baseline = baseline
         self._make_reporter, self._on_restore = make_reporter, on_restore
         interval = Interval(checkpoint.every_steps, checkpoint.every_minutes)
-        self._make_cadence = make_cadence or (lambda step: SaveSchedule(interval, now=time.monotonic(), step=step))
+        self._make_cadence = make_save_schedule or (
+            lambda step: SaveSchedule(interval, now=time.monotonic(), step=step)
+        )
         self._plan_stop, self._grace_left = plan_stop, grace_left
         self._optimizer = build_optimizer(distributed_model.model, optim)
         self._counters = Counters(data_hash=data_hash)
@@ -249,7 +251,7 @@ class Trainer:
         rate = learning_rate(self._counters.step, total_steps=self._train.steps, config=self._optim)
         set_learning_rate(self._optimizer, rate)
 
-        loss_sum = self._passes.train(data.micro_batches, lambda: max(1, sums().tokens))
+        loss_sum = self._forward_backward.train(data.micro_batches, lambda: max(1, sums().tokens))
         tokens = max(1, sums().tokens)
 
         # Asked as late as possible, so that a signal in the middle of a step still stops after it, and answered while
@@ -372,7 +374,7 @@ class Trainer:
         """
 
         def backward(micro_batches: int) -> None:
-            self._passes.train([self._loader.example()] * micro_batches, count=lambda: 1)
+            self._forward_backward.train([self._loader.example()] * micro_batches, count=lambda: 1)
 
         if self._distributed_model.layout.pp > 1:
             without_trace(self._model, lambda: backward(self._loader.accumulation_steps))

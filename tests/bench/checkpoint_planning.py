@@ -26,10 +26,10 @@ from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.checkpoint.blocks import DIGEST_BYTES, FileRecord
 from slurmtrain.checkpoint.commit import Incarnation, Manifest
 from slurmtrain.checkpoint.messages import decode, encode
-from slurmtrain.checkpoint.plan import SavePlan, make_plan
 from slurmtrain.checkpoint.ranks import RankGroup
+from slurmtrain.checkpoint.save_plan import SavePlan, make_plan
 from slurmtrain.checkpoint.tensor_index import FileTable, Index, check_coverage
-from slurmtrain.checkpoint.writing import Part
+from slurmtrain.checkpoint.writing import RankContribution
 
 T = TypeVar("T")
 RANKS, TENSORS, BLOCKS = 4096, 1000, 100
@@ -97,7 +97,9 @@ def received(plan: SavePlan) -> Tensor:
         digests = os.urandom(BLOCKS * DIGEST_BYTES)
         record = FileRecord(10**9, blocks.root(digests))
         none = np.empty((0, 4), dtype=np.int64)
-        part = Part(1, f"rank{rank:05d}.safetensors", record, digests, table.pack(), None, {"model": 7}, 0, none)
+        part = RankContribution(
+            1, f"rank{rank:05d}.safetensors", record, digests, table.pack(), None, {"model": 7}, 0, none
+        )
         rows.append(encode([part.to_json(), None]))
     longest = max(len(row) for row in rows)
     both = np.zeros((RANKS, longest), dtype=np.uint8)
@@ -108,7 +110,7 @@ def received(plan: SavePlan) -> Tensor:
 
 def commit_all(plan: SavePlan, messages: Tensor, folder: Path) -> int:
     """From the messages to the commit; the size of what is written."""
-    handed_in = [Part.from_json(decode(row.numpy().data)[0]) for row in messages]
+    handed_in = [RankContribution.from_json(decode(row.numpy().data)[0]) for row in messages]
     check_coverage(plan.catalogues, (part.table for part in handed_in))
     index = Index(
         plan.catalogues,

@@ -54,10 +54,10 @@ from slurmtrain.models import Decoder
 from slurmtrain.observe import Reporter, SilentReporter
 from slurmtrain.parallel.parallelize import parallelize
 from slurmtrain.runtime.agreement import StopAgreement
-from slurmtrain.system.signals import arm
-from slurmtrain.training.eval_metrics import Measures
+from slurmtrain.system.signals import install_signal_handlers
+from slurmtrain.training.eval_metrics import MetricSums
 from slurmtrain.training.evaluation import Evaluator
-from slurmtrain.training.forward_backward import passes_of
+from slurmtrain.training.forward_backward import build_forward_backward
 from slurmtrain.training.optim import build_optimizer
 from slurmtrain.training.trainer import Trainer, TrainingRanks
 from tests.bench.checkpoint_reference import DcpAsync
@@ -107,7 +107,7 @@ def run_rank(rank: int, folder: str, options: argparse.Namespace) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of DCP, about gloo
-    signals = arm()
+    signals = install_signal_handlers()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     bench = Bench(rank, Path(folder), options.steps, StopAgreement(signals, control := dist.new_group()), control)
     if rank == 0:
@@ -324,7 +324,7 @@ class Bench:
             group=dist.group.WORLD,
             fill=lambda model: model,
         )
-        passes = passes_of(distributed_model, 1, loader.micro_batch_size)
+        forward_backward = build_forward_backward(distributed_model, 1, loader.micro_batch_size)
         settings: dict[str, Any] = {"checkpointer": None, "make_reporter": lambda step, evaluated_at: SilentReporter()}
         return Trainer(
             train=TrainConfig(steps=self.steps, global_batch_size=BATCH, eval_every=0, log_every=10),
@@ -332,9 +332,14 @@ class Bench:
             checkpoint=CheckpointConfig(every_steps=SAVE_EVERY),
             distributed_model=distributed_model,
             loader=loader,
-            passes=passes,
+            forward_backward=forward_backward,
             evaluator=Evaluator(
-                distributed_model, passes, {}, Measures(distributed_model, (), {}), counts=None, stop=self.stop
+                distributed_model,
+                forward_backward,
+                {},
+                MetricSums(distributed_model, (), {}),
+                counts=None,
+                stop=self.stop,
             ),
             ranks=TrainingRanks(self.rank, dist.group.WORLD, self.control),
             stop=self.stop,

@@ -11,12 +11,12 @@ from slurmtrain.system import signals
 from tests.support.gloo import GlooRanks
 
 
-def step_until_told(world: DistributedContext, told_rank: int, told_at: int, between: bool) -> tuple[int, str]:
-    stop = signals.arm()
-    agreement = StopAgreement(stop, world.control)
+def step_until_told(distributed: DistributedContext, told_rank: int, told_at: int, between: bool) -> tuple[int, str]:
+    stop = signals.install_signal_handlers()
+    agreement = StopAgreement(stop, distributed.control)
 
     def tell(step: int) -> None:
-        if world.environment.rank == told_rank and step == told_at:
+        if distributed.environment.rank == told_rank and step == told_at:
             os.kill(os.getpid(), signal.SIGUSR2)
             assert stop.wait(60)
 
@@ -45,7 +45,7 @@ def test_a_signal_after_the_ranks_have_handed_in_their_flags_stops_all_one_step_
 
 
 def test_a_single_process_stops_at_the_step_in_which_it_was_told() -> None:
-    stop = signals.StopSignals()
+    stop = signals.StopFlag()
     agreement = StopAgreement(stop, None)
     agreement.begin()
     assert not agreement.finish().stop
@@ -58,7 +58,7 @@ def test_a_single_process_stops_at_the_step_in_which_it_was_told() -> None:
 
 def test_a_checkpoint_that_was_asked_for_waits_for_a_moment_for_one() -> None:
     asked = [True, False]
-    agreement = StopAgreement(signals.StopSignals(), None, lambda: asked.pop(0))
+    agreement = StopAgreement(signals.StopFlag(), None, lambda: asked.pop(0))
     agreement.begin()  # in the midst of an evaluation, say
     assert not agreement.finish().save
     agreement.begin(save=False)

@@ -34,7 +34,7 @@ STEPS_EACH = 2
 
 
 def on_one_layout(
-    world: DistributedContext, run_path: Path, overrides: list[str], attempt: int
+    distributed: DistributedContext, run_path: Path, overrides: list[str], attempt: int
 ) -> tuple[list[str], str]:
     """Restore, a few steps, a save.
 
@@ -42,8 +42,8 @@ def on_one_layout(
         The names of what was not restored as it was saved, of all that a rank has; and its tied matrix in the end, as text,
         which is empty where it has none.
     """
-    stop = StopAt(STEPS_EACH) if world.environment.rank == 0 else None
-    trainer = trainer_of(world, run_path, overrides, stop, attempt)
+    stop = StopAt(STEPS_EACH) if distributed.environment.rank == 0 else None
+    trainer = trainer_of(distributed, run_path, overrides, stop, attempt)
     different: list[str] = []
 
     def compare(restored: Restored | None) -> None:
@@ -91,11 +91,11 @@ SAME_BITS = [
 ]
 
 
-def stopped_and_resumed(world: DistributedContext, run_path: Path, overrides: list[str]) -> None:
-    stop = StopAt(3) if world.environment.rank == 1 else None
-    assert fit(world, run_path / "stopped", overrides, stop).step == 3
-    assert fit(world, run_path / "stopped", overrides, attempt=2).first_step == 3
-    fit(world, run_path / "undisturbed", overrides)
+def stopped_and_resumed(distributed: DistributedContext, run_path: Path, overrides: list[str]) -> None:
+    stop = StopAt(3) if distributed.environment.rank == 1 else None
+    assert fit(distributed, run_path / "stopped", overrides, stop).step == 3
+    assert fit(distributed, run_path / "stopped", overrides, attempt=2).first_step == 3
+    fit(distributed, run_path / "undisturbed", overrides)
 
 
 @pytest.mark.parametrize(("ranks", "layout"), SAME_BITS, ids=["FSDP", "FSDP x TP", "FSDP x PP"])

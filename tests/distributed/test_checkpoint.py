@@ -26,7 +26,7 @@ from slurmtrain.checkpoint.commit import Incarnation, committed
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.data import BatchLoader
 from slurmtrain.errors import CheckpointError
-from slurmtrain.parallel.ddp import replicate
+from slurmtrain.parallel.ddp import apply_ddp
 from slurmtrain.runtime.distributed_context import DistributedContext
 from tests.support.gloo import GlooRanks
 
@@ -45,13 +45,19 @@ class Rank:
     """A small training state of one rank."""
 
     def __init__(
-        self, world: DistributedContext | None, directory: Path, incarnation: int = 1, *, seed: int = 0, **options: Any
+        self,
+        distributed: DistributedContext | None,
+        directory: Path,
+        incarnation: int = 1,
+        *,
+        seed: int = 0,
+        **options: Any,
     ):
-        self.rank = world.environment.rank if world else 0
-        size = world.environment.world_size if world else 1
+        self.rank = distributed.environment.rank if distributed else 0
+        size = distributed.environment.world_size if distributed else 1
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
-        self.model = replicate(model, torch.device("cpu"), world.group if world else None)
+        self.model = apply_ddp(model, torch.device("cpu"), distributed.group if distributed else None)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.loader = BatchLoader(
             Numbers(), seed=3, global_batch_size=12, micro_batch_size=1, dp_rank=self.rank, dp_size=size
@@ -60,7 +66,7 @@ class Rank:
         self.said: list[str] = []
         self.checkpointer = Checkpointer(
             directory,
-            group=world.saving if world else None,
+            group=distributed.saving if distributed else None,
             incarnation=Incarnation(incarnation, f"life {incarnation}"),
             say=self.said.append,
             **options,
@@ -92,16 +98,16 @@ class Rank:
         return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()]).tolist()
 
 
-def save_and_go_on(world: DistributedContext | None, directory: Path) -> list[float]:
-    rank = Rank(world, directory)
+def save_and_go_on(distributed: DistributedContext | None, directory: Path) -> list[float]:
+    rank = Rank(distributed, directory)
     rank.steps(3)
     rank.save(3)
     return [*rank.steps(3), *rank.weights(), random.random(), torch.rand(()).item()]
 
 
-def restore_and_go_on(world: DistributedContext | None, directory: Path) -> list[float]:
+def restore_and_go_on(distributed: DistributedContext | None, directory: Path) -> list[float]:
     random.seed(99)
-    rank = Rank(world, directory, incarnation=2, seed=5)
+    rank = Rank(distributed, directory, incarnation=2, seed=5)
     assert rank.restore() == 3
     assert rank.loader.samples_consumed == 36
     return [*rank.steps(3), *rank.weights(), random.random(), torch.rand(()).item()]
@@ -119,8 +125,8 @@ def test_a_single_process_continues_with_the_same_bits(tmp_path: Path) -> None:
     assert restore_and_go_on(None, tmp_path) == expected
 
 
-def just_restore(world: DistributedContext | None, directory: Path) -> tuple[int | None, list[float], float]:
-    rank = Rank(world, directory, incarnation=2, seed=5)
+def just_restore(distributed: DistributedContext | None, directory: Path) -> tuple[int | None, list[float], float]:
+    rank = Rank(distributed, directory, incarnation=2, seed=5)
     return rank.restore(), rank.weights(), torch.rand(()).item()
 
 
@@ -134,12 +140,12 @@ def test_another_number_of_ranks_reads_the_same_weights(gloo_ranks: GlooRanks, t
     assert len({drawn for _, _, drawn in three}) == 3
 
 
-def save_own(world: DistributedContext, directory: Path) -> list[Any]:
-    rank = Rank(world, directory)
+def save_own(distributed: DistributedContext, directory: Path) -> list[Any]:
+    rank = Rank(distributed, directory)
     own = {"counter": Counter(rank.rank * 10)}
     rank.checkpointer.save(1, per_rank=own, model=rank.model).result()
     fresh = Counter(-1)
-    Rank(world, directory, incarnation=2).checkpointer.restore(per_rank={"counter": fresh}, model=rank.model)
+    Rank(distributed, directory, incarnation=2).checkpointer.restore(per_rank={"counter": fresh}, model=rank.model)
     return [fresh.value, fresh.tensor.tolist()]
 
 
@@ -161,9 +167,9 @@ def test_each_rank_gets_its_own_objects_back(gloo_ranks: GlooRanks, tmp_path: Pa
 # Damage. Two checkpoints are there; what is done to the newer one must make all ranks take the older.
 
 
-def save_two(world: DistributedContext | None, directory: Path) -> list[float]:
+def save_two(distributed: DistributedContext | None, directory: Path) -> list[float]:
     """Saves step 1 and step 2; returns the weights of step 1."""
-    rank = Rank(world, directory)
+    rank = Rank(distributed, directory)
     rank.steps(1)
     rank.save(1)
     weights = rank.weights()
@@ -172,8 +178,10 @@ def save_two(world: DistributedContext | None, directory: Path) -> list[float]:
     return weights
 
 
-def restore_and_tell(world: DistributedContext | None, directory: Path) -> tuple[int | None, list[float], list[str]]:
-    rank = Rank(world, directory, incarnation=2, seed=5)
+def restore_and_tell(
+    distributed: DistributedContext | None, directory: Path
+) -> tuple[int | None, list[float], list[str]]:
+    rank = Rank(distributed, directory, incarnation=2, seed=5)
     return rank.restore(), rank.weights(), rank.said
 
 
@@ -254,9 +262,9 @@ def test_without_complete_the_older_checkpoint_is_the_newest(
     assert [answer[:2] for answer in gloo_ranks(2, restore_and_tell, directory)] == [(1, weights)] * 2
 
 
-def refused(world: DistributedContext | None, directory: Path) -> str:
+def refused(distributed: DistributedContext | None, directory: Path) -> str:
     try:
-        return f"restored {Rank(world, directory, incarnation=2).restore()}"
+        return f"restored {Rank(distributed, directory, incarnation=2).restore()}"
     except CheckpointError as error:
         return str(error)
 
@@ -296,9 +304,9 @@ def test_nothing_saved_is_a_fresh_start(tmp_path: Path) -> None:
 
 
 def die_in_second_save(
-    world: DistributedContext, directory: Path, module: str, function: str, call: int, rank_to_die: int
+    distributed: DistributedContext, directory: Path, module: str, function: str, call: int, rank_to_die: int
 ) -> None:
-    rank = Rank(world, directory)
+    rank = Rank(distributed, directory)
     rank.steps(1)
     rank.save(1)
     if rank.rank == rank_to_die:
@@ -338,8 +346,8 @@ def test_a_kill_during_a_save_leaves_the_older_checkpoint_the_newest(
     assert not list(directory.glob("checkpoint_0000002*"))  # the next life has cleaned up
 
 
-def fail_on_one_rank(world: DistributedContext, directory: Path, failing: int) -> tuple[str, list[str]]:
-    rank = Rank(world, directory)
+def fail_on_one_rank(distributed: DistributedContext, directory: Path, failing: int) -> tuple[str, list[str]]:
+    rank = Rank(distributed, directory)
     rank.steps(1)
     rank.save(1)
     original = blocks.write_all
@@ -354,7 +362,7 @@ def fail_on_one_rank(world: DistributedContext, directory: Path, failing: int) -
         error = "saved"
     except CheckpointError as failure:
         error = str(failure)
-    dist.barrier(group=world.control)
+    dist.barrier(group=distributed.control)
     there = [path.name for path in committed(directory)]
     blocks.write_all = original
     rank.save(3)  # there is space again
@@ -467,8 +475,8 @@ def test_an_object_that_was_not_saved_is_refused_by_name(tmp_path: Path) -> None
         Checkpointer(tmp_path).restore(model=model(), counter=Counter(1))
 
 
-def save_at_my_own_step(world: DistributedContext, directory: Path) -> list[Any]:
-    rank = Rank(world, directory)
+def save_at_my_own_step(distributed: DistributedContext, directory: Path) -> list[Any]:
+    rank = Rank(distributed, directory)
     rank.save(1)
     try:
         rank.save(100 + rank.rank)
@@ -488,8 +496,8 @@ def nothing() -> None:
     """What a child process does that ends at once."""
 
 
-def children_end_while_saving(world: DistributedContext, directory: Path) -> list[Any]:
-    rank = Rank(world, directory)
+def children_end_while_saving(distributed: DistributedContext, directory: Path) -> list[Any]:
+    rank = Rank(distributed, directory)
     saving = rank.checkpointer.save(1, **rank.objects)
     children = [multiprocessing.get_context("fork").Process(target=nothing) for _ in range(3)]
     for child in children:

@@ -15,7 +15,7 @@ from slurmtrain.config.schema import ParallelConfig
 from slurmtrain.models import Decoder
 from slurmtrain.parallel.parallelize import parallelize
 from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.training.forward_backward import passes_of
+from slurmtrain.training.forward_backward import build_forward_backward
 from tests.support.gloo import GlooRanks
 
 L = 2
@@ -23,7 +23,7 @@ UNITS = L + 1
 
 
 def counts(
-    world: DistributedContext, layout: dict[str, int], options: dict[str, Any], micro_batches: int
+    distributed: DistributedContext, layout: dict[str, int], options: dict[str, Any], micro_batches: int
 ) -> dict[str, int]:
     """Of the second step: the first finds out shapes."""
     torch.manual_seed(0)
@@ -34,16 +34,16 @@ def counts(
         model,
         ParallelConfig(**options),
         ParallelDims(**layout),
-        rank=world.environment.rank,
-        device=world.device,
-        group=world.group,
+        rank=distributed.environment.rank,
+        device=distributed.device,
+        group=distributed.group,
         fill=lambda held: held,
     )
     tokens = torch.randint(64, (1, 16))
-    passes = passes_of(distributed_model, micro_batches, 1)
+    forward_backward = build_forward_backward(distributed_model, micro_batches, 1)
     for _ in range(2):
         with Collectives() as seen:
-            passes.train([{"inputs": tokens, "targets": tokens}] * micro_batches, count=lambda: 1)
+            forward_backward.train([{"inputs": tokens, "targets": tokens}] * micro_batches, count=lambda: 1)
     return dict(seen.found)
 
 

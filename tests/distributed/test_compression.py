@@ -13,7 +13,7 @@ from slurmtrain.config.schema import ParallelConfig
 from slurmtrain.models import Decoder
 from slurmtrain.parallel.parallelize import parallelize
 from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.training.forward_backward import passes_of
+from slurmtrain.training.forward_backward import build_forward_backward
 from tests.distributed.test_training import SLOW_RATE, StopAt, fit, losses
 from tests.support.gloo import GlooRanks
 from tests.support.local_runs import assert_same_tensors
@@ -26,20 +26,20 @@ ELEMENTS = sum(n * m for n, m in MATRICES) + VECTORS
 REPLICAS = {"dp_replicate": 2}
 
 
-def bytes_sent(world: DistributedContext, layout: dict[str, int], options: dict[str, str | int]) -> int:
+def bytes_sent(distributed: DistributedContext, layout: dict[str, int], options: dict[str, str | int]) -> int:
     """Among replicas, in the third step: DDP has its final buckets, PowerSGD has begun."""
     model = Decoder(vocab_size=VOCABULARY, width=WIDTH, layers=1, heads=2, ffn_width=FFN, max_seq_len=16)
     distributed_model = parallelize(
         model,
         ParallelConfig(**options),  # type: ignore[arg-type]
         ParallelDims(**layout),
-        rank=world.environment.rank,
-        device=world.device,
-        group=world.group,
+        rank=distributed.environment.rank,
+        device=distributed.device,
+        group=distributed.group,
         fill=lambda held: held,
     )
     tokens = torch.randint(VOCABULARY, (1, 16))
-    passes = passes_of(distributed_model, 2, 1)
+    forward_backward = build_forward_backward(distributed_model, 2, 1)
     sent, all_reduce = 0, dist.all_reduce
 
     def counting(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
@@ -50,7 +50,7 @@ def bytes_sent(world: DistributedContext, layout: dict[str, int], options: dict[
     dist.all_reduce = counting
     for _ in range(3):
         sent = 0
-        passes.train([{"inputs": tokens, "targets": tokens}] * 2, count=lambda: 1)
+        forward_backward.train([{"inputs": tokens, "targets": tokens}] * 2, count=lambda: 1)
     dist.all_reduce = all_reduce
     return sent
 
@@ -84,14 +84,14 @@ ROUNDINGS = 1 + 2**0.5
 BOUNDS = {"bf16": ROUNDINGS * 2**-9, "fp16": ROUNDINGS * 2**-11}
 
 
-def all_kinds(world: DistributedContext, folder: Path) -> None:
-    fit(world, folder / "none", SMALL)
+def all_kinds(distributed: DistributedContext, folder: Path) -> None:
+    fit(distributed, folder / "none", SMALL)
     for how in BOUNDS:
-        fit(world, folder / how, [*SMALL, f"parallel.gradient_compression={how}"])
-    fit(world, folder / "powersgd", [*SMALL, *POWERSGD])
-    stop = StopAt(4) if world.environment.rank == 1 else None
-    assert fit(world, folder / "stopped", [*SMALL, *POWERSGD], stop).step == 4
-    assert fit(world, folder / "stopped", [*SMALL, *POWERSGD], attempt=2).first_step == 4
+        fit(distributed, folder / how, [*SMALL, f"parallel.gradient_compression={how}"])
+    fit(distributed, folder / "powersgd", [*SMALL, *POWERSGD])
+    stop = StopAt(4) if distributed.environment.rank == 1 else None
+    assert fit(distributed, folder / "stopped", [*SMALL, *POWERSGD], stop).step == 4
+    assert fit(distributed, folder / "stopped", [*SMALL, *POWERSGD], attempt=2).first_step == 4
 
 
 def test_compressed_steps_are_nearly_those_of_whole_gradients_and_go_on_after_a_stop_with_the_same_bits(

@@ -27,9 +27,9 @@ from slurmtrain.observe import read_metrics
 from slurmtrain.runs import attempts
 from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.runtime.jobs.train import build, build_evaluator, build_model, fill, lay_model
+from slurmtrain.runtime.jobs.train import build, build_evaluator, build_model, distribute_model, fill
 from slurmtrain.system import signals
-from slurmtrain.training.forward_backward import _Pipelined, passes_of
+from slurmtrain.training.forward_backward import _Pipelined, build_forward_backward
 from tests.distributed.test_training import alone, fit, go_on, hold, losses
 from tests.support.gloo import GlooRanks, wait_until
 from tests.support.local_runs import SMALL, Project
@@ -119,23 +119,23 @@ def experiment(*overrides: str) -> Config:
     return compose([*SETTINGS, *overrides])
 
 
-def measure(world: DistributedContext, overrides: list[str]) -> dict[str, float]:
+def measure(distributed: DistributedContext, overrides: list[str]) -> dict[str, float]:
     """The metrics of an untrained model. It is left as it was, also when one rank was told to stop in the middle."""
     torch.manual_seed(5)
     config = experiment(*overrides)
     layout = parallel_dims_of(config)
-    laid, *_ = lay_model(config, layout, world)
+    laid, *_ = distribute_model(config, layout, distributed)
     micro = micro_batch_size(config, layout)
-    passes = passes_of(laid, config.train.global_batch_size // (micro * layout.dp), micro)
-    told = signals.StopSignals()
-    stop = StopAgreement(told, world.control)
-    evaluator = build_evaluator(config, laid, passes, build("data", config.data), world, stop)
+    forward_backward = build_forward_backward(laid, config.train.global_batch_size // (micro * layout.dp), micro)
+    told = signals.StopFlag()
+    stop = StopAgreement(told, distributed.control)
+    evaluator = build_evaluator(config, laid, forward_backward, build("data", config.data), distributed, stop)
     evaluator.prepare()
     before = torch.get_rng_state()
     measured = evaluator.evaluate()
     assert measured is not None
     assert evaluator.evaluate() == measured
-    if world.environment.rank == world.environment.world_size - 1:
+    if distributed.environment.rank == distributed.environment.world_size - 1:
         told.request("a test")
     assert evaluator.evaluate() is None
     assert laid.model.training and torch.equal(torch.get_rng_state(), before)
@@ -205,11 +205,11 @@ def test_the_numbers_are_those_of_one_process(
 
 
 def test_a_pipeline_that_has_trained_on_shorter_sequences_says_so() -> None:
-    passes = object.__new__(_Pipelined)
-    passes._length = 64
-    passes.expect(64)
+    forward_backward = object.__new__(_Pipelined)
+    forward_backward._length = 64
+    forward_backward.expect(64)
     with pytest.raises(ConfigError, match="sequences of 65 tokens"):
-        passes.expect(65)
+        forward_backward.expect(65)
 
 
 def test_an_empty_set_is_refused() -> None:

@@ -18,21 +18,21 @@ from tests.support.gloo import GlooRanks
 SIZES = {"vocab_size": 64, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "max_seq_len": 16}
 
 
-def norms(world: DistributedContext, layout: dict[str, int]) -> list[float]:
+def norms(distributed: DistributedContext, layout: dict[str, int]) -> list[float]:
     """Of gradients that are all 2: as they are, when they are clipped, and afterwards."""
     distributed_model = parallelize(
         Decoder(**SIZES, tie_embeddings=False),
         ParallelConfig(),
         ParallelDims(**layout),
-        rank=world.environment.rank,
-        device=world.device,
-        group=world.group,
+        rank=distributed.environment.rank,
+        device=distributed.device,
+        group=distributed.group,
         fill=lambda held: held,
     )
     parameters = list(distributed_model.model.parameters())
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 2.0)
-    return [float(clip_gradients(parameters, limit, world.group)) for limit in (0.0, 1e6, 3.0, 0.0)]
+    return [float(clip_gradients(parameters, limit, distributed.group)) for limit in (0.0, 1e6, 3.0, 0.0)]
 
 
 @pytest.mark.parametrize(

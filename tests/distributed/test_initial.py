@@ -64,7 +64,7 @@ def fsdp_tp(model: nn.Module) -> None:
 LAYOUTS: list[Callable[[nn.Module], None]] = [fsdp, fsdp_by_columns, hsdp, fsdp_tp]
 
 
-def draw_in_all_layouts(world: DistributedContext) -> dict[str, list[str]]:
+def draw_in_all_layouts(distributed: DistributedContext) -> dict[str, list[str]]:
     """By layout, the names of the parameters whose bits differ from those of one rank."""
     whole = Decoder(**SIZES)
     whole.initialize(9)

@@ -26,9 +26,9 @@ class Evil:
         return os.mkdir, (str(self.canary),)
 
 
-def talk(world: DistributedContext, canary: Path) -> list[Any]:
+def talk(distributed: DistributedContext, canary: Path) -> list[Any]:
     """What this rank hears; of what fails, the error's type and message."""
-    told = RankGroup(world.saving)
+    told = RankGroup(distributed.saving)
     rank = told.rank
     heard: list[Any] = []
 

@@ -19,14 +19,16 @@ from tests.support.gloo import GlooRanks
 
 
 class Rank:
-    def __init__(self, world: DistributedContext | None, directory: Path, url: str, *, run_id: str = "", seed: int = 1):
+    def __init__(
+        self, distributed: DistributedContext | None, directory: Path, url: str, *, run_id: str = "", seed: int = 1
+    ):
         torch.manual_seed(seed)
         self.model = nn.Linear(300, 500)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.said: list[str] = []
         self.checkpointer = Checkpointer(
             directory,
-            group=world.saving if world else None,
+            group=distributed.saving if distributed else None,
             run_id=run_id,
             mirror=url,
             keep=Keep(last=2),
@@ -47,17 +49,17 @@ class Rank:
         return [self.model.weight.sum().item(), moments.sum().item()]
 
 
-def save_wipe_and_restore(world: DistributedContext | None, folder: Path) -> tuple[Any, ...]:
+def save_wipe_and_restore(distributed: DistributedContext | None, folder: Path) -> tuple[Any, ...]:
     directory, url = folder / "checkpoints", f"file://{folder}/store"
-    first = Rank(world, directory, url)
+    first = Rank(distributed, directory, url)
     for step in (1, 2, 3):
         first.step_and_save(step)
     first.checkpointer.close()
-    if world is None or world.environment.rank == 0:
+    if distributed is None or distributed.environment.rank == 0:
         shutil.rmtree(directory)
-    if world is not None:
-        world.leave_together()
-    second = Rank(world, directory, url, seed=2)
+    if distributed is not None:
+        distributed.leave_together()
+    second = Rank(distributed, directory, url, seed=2)
     step = second.restore()
     return step, second.values() == first.values(), [path.name for path in commit.committed(directory)], second.said
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from slurmtrain.errors import RendezvousError
 from slurmtrain.runtime.addresses import machine
-from slurmtrain.runtime.distributed_context import DistributedContext, join
+from slurmtrain.runtime.distributed_context import DistributedContext, init_distributed
 from slurmtrain.runtime.rendezvous import StopDuringStart
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
@@ -25,28 +25,28 @@ from slurmtrain.system.files import read_json, write_json
 from tests.support.gloo import GlooRanks, cluster_config, wait_until
 
 
-def sums(world: DistributedContext) -> list[float]:
+def sums(distributed: DistributedContext) -> list[float]:
     """Each of the three groups adds up every rank's number."""
     answers = []
-    for group in (world.group, world.control, world.saving):
-        value = torch.tensor([float(world.environment.rank + 1)])
+    for group in (distributed.group, distributed.control, distributed.saving):
+        value = torch.tensor([float(distributed.environment.rank + 1)])
         dist.all_reduce(value, group=group)
         answers.append(value.item())
     return answers
 
 
-def hear(world: DistributedContext, word: str) -> str:
-    return world.broadcast_text(word if world.environment.rank == 0 else None)
+def hear(distributed: DistributedContext, word: str) -> str:
+    return distributed.broadcast_text(word if distributed.environment.rank == 0 else None)
 
 
 def try_to_join(directory: Path, timeout_s: int) -> tuple[str, float]:
     """What became of it, and how long that took in seconds."""
-    environment, stop = Environment.detect(), signals.arm()
+    environment, stop = Environment.detect(), signals.install_signal_handlers()
     started = time.monotonic()
     (directory / f"looking-{environment.rank}").touch()
     try:
-        world = join(cluster_config(timeout_s), "cpu", environment, directory, stop)
-        return hear(world, "met"), time.monotonic() - started
+        distributed = init_distributed(cluster_config(timeout_s), "cpu", environment, directory, stop)
+        return hear(distributed, "met"), time.monotonic() - started
     except (RendezvousError, StopDuringStart) as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - started
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.commit import committed
 from slurmtrain.errors import CheckpointError
-from slurmtrain.parallel.ddp import replicate
+from slurmtrain.parallel.ddp import apply_ddp
 from slurmtrain.runtime.distributed_context import DistributedContext
 from tests.support.gloo import GlooRanks
 
@@ -55,12 +55,12 @@ def model_of(width: int = 4) -> nn.Module:
     return nn.Linear(width, width, bias=False)
 
 
-def save_replicas(world: DistributedContext, root: Path) -> dict[str, Any]:
+def save_replicas(distributed: DistributedContext, root: Path) -> dict[str, Any]:
     """What came of each save, as this rank sees it."""
-    rank = world.environment.rank
+    rank = distributed.environment.rank
     said: list[str] = []
     answers: dict[str, Any] = {"said": said}
-    with closing(Checkpointer(root, group=world.saving, say=said.append, max_failures=0)) as checkpointer:
+    with closing(Checkpointer(root, group=distributed.saving, say=said.append, max_failures=0)) as checkpointer:
 
         def save(what: str, step: int, **objects: Any) -> None:
             try:
@@ -86,8 +86,8 @@ def save_replicas(world: DistributedContext, root: Path) -> dict[str, Any]:
         save("buffers again", 14, norm=norm)
         answers["of buffers"] = list(said)
     del said[:]
-    with closing(Checkpointer(root, group=world.saving, say=said.append)) as checkpointer:
-        ddp = replicate(nn.BatchNorm1d(4), torch.device("cpu"), world.group)
+    with closing(Checkpointer(root, group=distributed.saving, say=said.append)) as checkpointer:
+        ddp = apply_ddp(nn.BatchNorm1d(4), torch.device("cpu"), distributed.group)
         ddp(torch.randn(8, 4) + rank)
         save("buffers of DDP", 15, norm=ddp)
         answers["of DDP"] = list(said)
@@ -98,16 +98,18 @@ def save_replicas(world: DistributedContext, root: Path) -> dict[str, Any]:
         zero.step()
         save("ZeRO", 17, norm=ddp, optimizer=zero)
         answers["FSDP1"] = save_fsdp1(checkpointer)
-    answers["warned"] = save_drifted(world, root / "warned")
-    answers["averages"] = averages_go_on(world, root / "averages")
+    answers["warned"] = save_drifted(distributed, root / "warned")
+    answers["averages"] = averages_go_on(distributed, root / "averages")
     return answers
 
 
-def save_drifted(world: DistributedContext, root: Path) -> dict[str, Any]:
+def save_drifted(distributed: DistributedContext, root: Path) -> dict[str, Any]:
     """What is said of replicas that differ with on_replica_drift=warn, and whether rank 0's come back everywhere."""
     said: list[str] = []
-    rank = world.environment.rank
-    with closing(Checkpointer(root, group=world.saving, say=said.append, on_replica_drift="warn")) as checkpointer:
+    rank = distributed.environment.rank
+    with closing(
+        Checkpointer(root, group=distributed.saving, say=said.append, on_replica_drift="warn")
+    ) as checkpointer:
         model = nn.ModuleDict({"small": model_of(), "large": model_of(1024)})
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         for step in (1, 2):
@@ -127,12 +129,12 @@ def save_fsdp1(checkpointer: Checkpointer) -> str:
     return caught.value.message
 
 
-def averages_go_on(world: DistributedContext, root: Path) -> bool:
+def averages_go_on(distributed: DistributedContext, root: Path) -> bool:
     """An average of sharded parameters gets sharded ones back."""
 
     def make() -> tuple[nn.Module, Average]:
         model = model_of(6)
-        fully_shard(model, mesh=init_device_mesh("cpu", (world.environment.world_size,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (distributed.environment.world_size,)))
         return model, Average(model)
 
     def change(model: nn.Module, average: Average) -> None:
@@ -141,7 +143,7 @@ def averages_go_on(world: DistributedContext, root: Path) -> bool:
                 parameter.add_(1)
         average.update(model)
 
-    with closing(Checkpointer(root, group=world.saving, say=lambda text: None)) as checkpointer:
+    with closing(Checkpointer(root, group=distributed.saving, say=lambda text: None)) as checkpointer:
         model, average = make()
         change(model, average)
         checkpointer.save(1, model=model, average=average).result(60)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.commit import committed, read_manifest
-from slurmtrain.parallel.ddp import replicate
+from slurmtrain.parallel.ddp import apply_ddp
 from slurmtrain.runtime.distributed_context import DistributedContext
 from tests.support.gloo import GlooRanks
 
@@ -62,16 +62,18 @@ def reference_model(seed: int) -> Model:
     return Model()
 
 
-def plain(model: Model, world: DistributedContext) -> nn.Module:
-    return replicate(model, torch.device("cpu"), world.group)
+def plain(model: Model, distributed: DistributedContext) -> nn.Module:
+    return apply_ddp(model, torch.device("cpu"), distributed.group)
 
 
-def fsdp(model: Model, world: DistributedContext) -> nn.Module:
-    return shard(model, init_device_mesh("cpu", (world.environment.world_size,)))
+def fsdp(model: Model, distributed: DistributedContext) -> nn.Module:
+    return shard(model, init_device_mesh("cpu", (distributed.environment.world_size,)))
 
 
-def hsdp(model: Model, world: DistributedContext) -> nn.Module:
-    return shard(model, init_device_mesh("cpu", (2, world.environment.world_size // 2), mesh_dim_names=("dp", "fsdp")))
+def hsdp(model: Model, distributed: DistributedContext) -> nn.Module:
+    return shard(
+        model, init_device_mesh("cpu", (2, distributed.environment.world_size // 2), mesh_dim_names=("dp", "fsdp"))
+    )
 
 
 def shard(model: Model, mesh: DeviceMesh) -> nn.Module:
@@ -87,21 +89,21 @@ def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
     return model
 
 
-def tp(model: Model, world: DistributedContext) -> nn.Module:
-    return tensor_parallel(model, init_device_mesh("cpu", (world.environment.world_size,)))
+def tp(model: Model, distributed: DistributedContext) -> nn.Module:
+    return tensor_parallel(model, init_device_mesh("cpu", (distributed.environment.world_size,)))
 
 
-def fsdp_tp(model: Model, world: DistributedContext) -> nn.Module:
+def fsdp_tp(model: Model, distributed: DistributedContext) -> nn.Module:
     """Columns over pairs of ranks, rows of what they have over the others."""
-    mesh = init_device_mesh("cpu", (world.environment.world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh("cpu", (distributed.environment.world_size // 2, 2), mesh_dim_names=("dp", "tp"))
     return shard(tensor_parallel(model, mesh["tp"]), mesh["dp"])
 
 
-def tp_replicas(model: Model, world: DistributedContext) -> nn.Module:
+def tp_replicas(model: Model, distributed: DistributedContext) -> nn.Module:
     """Tensor parallel pairs that do not know of each other: each has a mesh of its own, over the same names."""
-    rank = world.environment.rank
+    rank = distributed.environment.rank
     pairs = [
-        DeviceMesh("cpu", [first, first + 1]) for first in range(0, world.environment.world_size, 2)
+        DeviceMesh("cpu", [first, first + 1]) for first in range(0, distributed.environment.world_size, 2)
     ]  # made by all ranks, in the same order
     return tensor_parallel(model, pairs[rank // 2])
 
@@ -147,18 +149,18 @@ class Training:
         }
 
 
-def training(world: DistributedContext, directory: Path, layout: str, *, seed: int) -> Training:
-    model = LAYOUTS[layout](reference_model(seed), world)
-    checkpointer = Checkpointer(directory, group=world.saving, say=lambda text: None)
+def training(distributed: DistributedContext, directory: Path, layout: str, *, seed: int) -> Training:
+    model = LAYOUTS[layout](reference_model(seed), distributed)
+    checkpointer = Checkpointer(directory, group=distributed.saving, say=lambda text: None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     return Training(model, optimizer, checkpointer)
 
 
-def save_all(world: DistributedContext, root: Path, layouts: list[str]) -> dict[str, Any]:
+def save_all(distributed: DistributedContext, root: Path, layouts: list[str]) -> dict[str, Any]:
     """Two steps in every layout, a save, and the loss of the step after."""
     losses = {}
     for layout in layouts:
-        run = training(world, root / layout, layout, seed=1)
+        run = training(distributed, root / layout, layout, seed=1)
         run.step()
         run.step()
         saving = run.checkpointer.save(2, model=run.model, optimizer=run.optimizer)
@@ -166,17 +168,17 @@ def save_all(world: DistributedContext, root: Path, layouts: list[str]) -> dict[
         losses[layout] = [run.step() for _ in range(2)]
         run.checkpointer.wait(60)
         assert saving.done()
-        if world.environment.rank == 0:
+        if distributed.environment.rank == 0:
             torch.save(full, root / layout / "full.pt")
         run.checkpointer.close()
     return losses
 
 
-def restore_all(world: DistributedContext, root: Path, into: list[tuple[str, str]]) -> dict[str, list[float]]:
+def restore_all(distributed: DistributedContext, root: Path, into: list[tuple[str, str]]) -> dict[str, list[float]]:
     """From the checkpoint of one layout into another: the same full tensors, and the loss goes on."""
     losses = {}
     for saved, layout in into:
-        run = training(world, root / saved, layout, seed=2)
+        run = training(distributed, root / saved, layout, seed=2)
         restored = run.checkpointer.restore(model=run.model, optimizer=run.optimizer)
         assert restored is not None and restored.step == 2 and restored.set_aside == ()
         full, expected = run.full(), torch.load(root / saved / "full.pt")
@@ -247,21 +249,21 @@ def bits(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
     return str(whole.dtype), tuple(whole.shape), data
 
 
-def save_zoo(world: DistributedContext, root: Path) -> None:
+def save_zoo(distributed: DistributedContext, root: Path) -> None:
     for sharded in (False, True):
-        checkpointer = Checkpointer(root / str(sharded), group=world.saving, say=lambda text: None)
+        checkpointer = Checkpointer(root / str(sharded), group=distributed.saving, say=lambda text: None)
         checkpointer.save(1, zoo=Zoo(1, sharded=sharded)).result(60)
         checkpointer.close()
 
 
-def restore_zoo(world: DistributedContext, root: Path) -> list[tuple[bool, bool, list[str]]]:
+def restore_zoo(distributed: DistributedContext, root: Path) -> list[tuple[bool, bool, list[str]]]:
     """The names of what differs, for every combination."""
     found = []
     for saved in (False, True):
         for sharded in (False, True):
             zoo, expected = Zoo(-1, sharded=sharded), Zoo(1, sharded=False)
             strides = {name: tensor.stride() for name, tensor in zoo.state_dict().items()}
-            checkpointer = Checkpointer(root / str(saved), group=world.saving, say=lambda text: None)
+            checkpointer = Checkpointer(root / str(saved), group=distributed.saving, say=lambda text: None)
             checkpointer.restore(zoo=zoo)
             checkpointer.close()
             assert zoo.tied is zoo.a_float64
@@ -286,7 +288,7 @@ class Sizes(nn.Module):
         self.small = nn.ParameterList(nn.Parameter(torch.zeros(64)) for _ in range(200))
 
 
-def save_sizes(world: DistributedContext, root: Path) -> int:
+def save_sizes(distributed: DistributedContext, root: Path) -> int:
     expected = 0
     for layout in ("plain", "fsdp", "hsdp"):
         model: nn.Module = Sizes()
@@ -294,7 +296,7 @@ def save_sizes(world: DistributedContext, root: Path) -> int:
         if layout != "plain":
             shape, names = ((4,), ("fsdp",)) if layout == "fsdp" else ((2, 2), ("dp", "fsdp"))
             model = fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
-        checkpointer = Checkpointer(root / layout, group=world.saving, say=lambda text: None)
+        checkpointer = Checkpointer(root / layout, group=distributed.saving, say=lambda text: None)
         checkpointer.save(1, model=model).result(60)
         checkpointer.close()
     return expected
@@ -321,9 +323,9 @@ def value_of(name: str) -> float:
     return zlib.crc32(name.encode()) % 1000 / 1000
 
 
-def stage_of(world: DistributedContext, stages: int, *, filled: bool) -> tuple[Stage, torch.optim.Optimizer]:
+def stage_of(distributed: DistributedContext, stages: int, *, filled: bool) -> tuple[Stage, torch.optim.Optimizer]:
     """Stage r % stages, of 4 layers; ranks of the same stage are replicas."""
-    mine = world.environment.rank % stages
+    mine = distributed.environment.rank % stages
     per_stage = 4 // stages
     model = Stage(list(range(mine * per_stage, (mine + 1) * per_stage)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -337,16 +339,16 @@ def stage_of(world: DistributedContext, stages: int, *, filled: bool) -> tuple[S
     return model, optimizer
 
 
-def save_stages(world: DistributedContext, root: Path, stages: int) -> None:
-    model, optimizer = stage_of(world, stages, filled=True)
-    checkpointer = Checkpointer(root, group=world.saving, say=lambda text: None)
+def save_stages(distributed: DistributedContext, root: Path, stages: int) -> None:
+    model, optimizer = stage_of(distributed, stages, filled=True)
+    checkpointer = Checkpointer(root, group=distributed.saving, say=lambda text: None)
     checkpointer.save(1, model=model, optimizer=optimizer).result(60)
     checkpointer.close()
 
 
-def restore_stages(world: DistributedContext, root: Path, stages: int) -> None:
-    model, optimizer = stage_of(world, stages, filled=False)
-    checkpointer = Checkpointer(root, group=world.saving, say=lambda text: None)
+def restore_stages(distributed: DistributedContext, root: Path, stages: int) -> None:
+    model, optimizer = stage_of(distributed, stages, filled=False)
+    checkpointer = Checkpointer(root, group=distributed.saving, say=lambda text: None)
     assert checkpointer.restore(model=model, optimizer=optimizer) is not None
     for name, parameter in model.named_parameters():
         assert (parameter == value_of(name)).all(), name
@@ -357,9 +359,9 @@ def restore_stages(world: DistributedContext, root: Path, stages: int) -> None:
 # --------------------------------------------------------------------------------------------- what FSDP does to parameters
 
 
-def evaluate_then_save(world: DistributedContext, root: Path) -> None:
+def evaluate_then_save(distributed: DistributedContext, root: Path) -> None:
     """After a forward pass without a backward pass FSDP's outermost parameters are whole on every rank."""
-    run = training(world, root, "fsdp", seed=1)
+    run = training(distributed, root, "fsdp", seed=1)
     run.step()
     with torch.no_grad():
         run.loss()
@@ -373,9 +375,9 @@ def evaluate_then_save(world: DistributedContext, root: Path) -> None:
     run.checkpointer.close()
 
 
-def change_by_hand(world: DistributedContext, root: Path) -> None:
+def change_by_hand(distributed: DistributedContext, root: Path) -> None:
     """Right after the call: what is saved is what was there at the call."""
-    run = training(world, root, "fsdp", seed=1)
+    run = training(distributed, root, "fsdp", seed=1)
     run.step()
     full = run.full()
     saving = run.checkpointer.save(1, model=run.model, optimizer=run.optimizer)
@@ -392,12 +394,12 @@ def change_by_hand(world: DistributedContext, root: Path) -> None:
 Case = tuple[Callable[..., Any], *tuple[Any, ...]]
 
 
-def one_after_another(world: DistributedContext, root: Path, cases: Mapping[str, Case]) -> dict[str, Any]:
+def one_after_another(distributed: DistributedContext, root: Path, cases: Mapping[str, Case]) -> dict[str, Any]:
     """What each case returns, or its traceback. Ranks are started once for all of them: that is what takes the time."""
     answers: dict[str, Any] = {}
     for name, (function, *args) in cases.items():
         try:
-            answers[name] = function(world, root / name.partition(" ")[0], *args)
+            answers[name] = function(distributed, root / name.partition(" ")[0], *args)
         except Exception:
             answers[name] = Failure(traceback.format_exc())
     return answers

@@ -95,8 +95,8 @@ class Grace:
 class Observed(StopAgreement):
     """Calls `hook` with the number of each step and round of evaluation before it, and takes its time for it."""
 
-    def __init__(self, world: DistributedContext, hook: Callable[[int], None]):
-        super().__init__(signals.arm(), world.control)
+    def __init__(self, distributed: DistributedContext, hook: Callable[[int], None]):
+        super().__init__(signals.install_signal_handlers(), distributed.control)
         self._hook, self._asked = hook, 0
 
     def begin(self, *, save: bool | None = None, give_up: bool = False) -> None:
@@ -109,17 +109,19 @@ class Observed(StopAgreement):
         return super().finish()
 
 
-def attempt(world: DistributedContext, run_path: Path, number: int, plan: Interruption | None) -> Outcome:
+def attempt(distributed: DistributedContext, run_path: Path, number: int, plan: Interruption | None) -> Outcome:
     """One life of the run on this rank, interrupted according to the plan."""
     run_path.mkdir(exist_ok=True)
     where = AttemptContext(RunDir(run_path), number, supervised=True)
     where.attempt_dir.path.mkdir(parents=True, exist_ok=True)
-    stop, watch = StopAgreement(signals.arm(), world.control), Grace(None)
+    stop, watch = StopAgreement(signals.install_signal_handlers(), distributed.control), Grace(None)
     if plan is not None:
-        send = partial(os.kill, os.getpid(), plan.number) if world.environment.rank in plan.ranks else lambda: None
-        stop, watch = Observed(world, before_step(plan, send)), Grace(plan.grace)
+        send = (
+            partial(os.kill, os.getpid(), plan.number) if distributed.environment.rank in plan.ranks else lambda: None
+        )
+        stop, watch = Observed(distributed, before_step(plan, send)), Grace(plan.grace)
         blocks.write = slow_write(plan, send)  # the process is this attempt's own
-    return build_trainer(experiment(*OVERRIDES), world, where, stop, Timeline(), watch).fit()
+    return build_trainer(experiment(*OVERRIDES), distributed, where, stop, Timeline(), watch).fit()
 
 
 def before_step(plan: Interruption, send: Callable[[], None]) -> Callable[[int], None]:

@@ -23,7 +23,7 @@ from slurmtrain.checkpoint.commit import committed
 from slurmtrain.checkpoint.retention import READERS, Keep
 from slurmtrain.checkpoint.saving import SaveResult
 from slurmtrain.errors import CheckpointError
-from slurmtrain.parallel.ddp import replicate
+from slurmtrain.parallel.ddp import apply_ddp
 from slurmtrain.runtime.distributed_context import DistributedContext
 from tests.support.children import children
 from tests.support.descriptors import open_files
@@ -81,12 +81,12 @@ class Soaked:
 class Training:
     """A model that learns something, for as long as one likes."""
 
-    def __init__(self, world: DistributedContext):
+    def __init__(self, distributed: DistributedContext):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-        self.model = replicate(model, torch.device("cpu"), world.group)
+        self.model = apply_ddp(model, torch.device("cpu"), distributed.group)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        torch.manual_seed(1 + world.environment.rank)
+        torch.manual_seed(1 + distributed.environment.rank)
 
     def step(self) -> None:
         inputs = torch.randn(2, WIDTH)
@@ -95,8 +95,8 @@ class Training:
         self.optimizer.zero_grad()
 
 
-def soak(world: DistributedContext, directory: Path) -> Soaked:
-    training = Training(world)
+def soak(distributed: DistributedContext, directory: Path) -> Soaked:
+    training = Training(distributed)
     for _ in range(5):
         training.step()  # torch starts its own threads with the first
     before = Holdings.now()
@@ -111,7 +111,7 @@ def soak(world: DistributedContext, directory: Path) -> Soaked:
         else:
             failed.append(ending.message)
 
-    checkpointer = Checkpointer(directory, group=world.saving, keep=KEEP, on_ending=note)
+    checkpointer = Checkpointer(directory, group=distributed.saving, keep=KEEP, on_ending=note)
     for number in range(1, SAVES + 1):
         for _ in range(STEPS_A_SAVE):
             training.step()

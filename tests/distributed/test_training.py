@@ -44,17 +44,19 @@ def experiment(*overrides: str) -> Config:
 
 
 def trainer(
-    world: DistributedContext, run_path: Path, overrides: list[str], stop: Any = None, attempt: int = 1
+    distributed: DistributedContext, run_path: Path, overrides: list[str], stop: Any = None, attempt: int = 1
 ) -> Trainer:
     run_path.mkdir(exist_ok=True)
     where = AttemptContext(RunDir(run_path), attempt, supervised=True)
     where.attempt_dir.path.mkdir(parents=True, exist_ok=True)
-    agreement = StopAgreement(stop or signals.StopSignals(), world.control)
-    return build_trainer(experiment(*overrides), world, where, agreement, Timeline())
+    agreement = StopAgreement(stop or signals.StopFlag(), distributed.control)
+    return build_trainer(experiment(*overrides), distributed, where, agreement, Timeline())
 
 
-def fit(world: DistributedContext, run_path: Path, overrides: list[str], stop: Any = None, attempt: int = 1) -> Outcome:
-    return trainer(world, run_path, overrides, stop, attempt).fit()
+def fit(
+    distributed: DistributedContext, run_path: Path, overrides: list[str], stop: Any = None, attempt: int = 1
+) -> Outcome:
+    return trainer(distributed, run_path, overrides, stop, attempt).fit()
 
 
 def alone() -> DistributedContext:
@@ -176,9 +178,11 @@ class StopAt:
         pass
 
 
-def fit_stopped_at(world: DistributedContext, run_path: Path, overrides: list[str], asked: int) -> tuple[bool, int]:
-    stop = StopAt(asked) if world.environment.rank == 1 else None
-    outcome = fit(world, run_path, overrides, stop)
+def fit_stopped_at(
+    distributed: DistributedContext, run_path: Path, overrides: list[str], asked: int
+) -> tuple[bool, int]:
+    stop = StopAt(asked) if distributed.environment.rank == 1 else None
+    outcome = fit(distributed, run_path, overrides, stop)
     return outcome.finished, outcome.step
 
 

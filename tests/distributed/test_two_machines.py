@@ -23,7 +23,7 @@ from pathlib import Path
 from slurmtrain.system import signals
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.config.schema import ClusterConfig
-from slurmtrain.runtime.distributed_context import join
+from slurmtrain.runtime.distributed_context import init_distributed
 import torch, torch.distributed as dist
 
 rank, nodes, interface = int(sys.argv[1]), tuple(sys.argv[2].split(",")), sys.argv[3]
@@ -32,7 +32,7 @@ environment = Environment(
     nodes=nodes, tasks_per_node=(2, 2), job_id="1", step_id="0",
 )
 cluster = ClusterConfig(rendezvous_timeout_s=120, collective_timeout_s=120, network_interface=interface)
-join(cluster, "cpu", environment, Path(sys.argv[4]), signals.arm())
+init_distributed(cluster, "cpu", environment, Path(sys.argv[4]), signals.install_signal_handlers())
 total = torch.ones(1)
 dist.all_reduce(total)
 port = json.loads((Path(sys.argv[4]) / "rendezvous.json").read_text())["port"]

@@ -15,7 +15,7 @@ from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored
 from slurmtrain.checkpoint.commit import committed, read_manifest
 from slurmtrain.data import BatchLoader
 from slurmtrain.errors import CheckpointError
-from slurmtrain.parallel.ddp import replicate
+from slurmtrain.parallel.ddp import apply_ddp
 from slurmtrain.runtime.distributed_context import DistributedContext
 from tests.support.gloo import GlooRanks
 
@@ -60,15 +60,15 @@ def curriculum_state(step: int) -> dict[str, Any]:
 class Pair:
     """A generator and a discriminator, say: two models, two optimisers, and what else belongs to the state of one rank."""
 
-    def __init__(self, world: DistributedContext | None, directory: Path, *, seed: int, **options: Any):
-        self.rank = world.environment.rank if world else 0
-        size = world.environment.world_size if world else 1
+    def __init__(self, distributed: DistributedContext | None, directory: Path, *, seed: int, **options: Any):
+        self.rank = distributed.environment.rank if distributed else 0
+        size = distributed.environment.world_size if distributed else 1
         torch.manual_seed(seed)
-        group = world.group if world else None
-        self.one = replicate(
+        group = distributed.group if distributed else None
+        self.one = apply_ddp(
             nn.Sequential(nn.Linear(1, 6), nn.Dropout(0.5), nn.Linear(6, 1)), torch.device("cpu"), group
         )
-        self.two = replicate(nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4)), torch.device("cpu"), group)
+        self.two = apply_ddp(nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4)), torch.device("cpu"), group)
         self.averaged = torch.optim.swa_utils.AveragedModel(
             self.one.module if isinstance(self.one, nn.parallel.DistributedDataParallel) else self.one,
             multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9),
@@ -88,7 +88,7 @@ class Pair:
         np.random.seed(1000 * seed + self.rank)
         torch.manual_seed(1000 * seed + self.rank)
         self.checkpointer = Checkpointer(
-            directory, group=world.saving if world else None, say=lambda text: None, **options
+            directory, group=distributed.saving if distributed else None, say=lambda text: None, **options
         )
 
     def steps(self, count: int) -> list[float]:
@@ -150,8 +150,8 @@ def plain_value(value: Any) -> Any:
     return value
 
 
-def save_and_go_on(world: DistributedContext | None, root: Path) -> dict[str, Any]:
-    pair = Pair(world, root, seed=1)
+def save_and_go_on(distributed: DistributedContext | None, root: Path) -> dict[str, Any]:
+    pair = Pair(distributed, root, seed=1)
     pair.steps(3)
     steps = [state["step"].item() for state in pair.first.state.values()]
     before = pair.everything()
@@ -171,8 +171,8 @@ def save_and_go_on(world: DistributedContext | None, root: Path) -> dict[str, An
     return answer
 
 
-def restore_and_go_on(world: DistributedContext | None, root: Path) -> dict[str, Any]:
-    pair = Pair(world, root, seed=2)
+def restore_and_go_on(distributed: DistributedContext | None, root: Path) -> dict[str, Any]:
+    pair = Pair(distributed, root, seed=2)
     pair.steps(1)  # with a state of its own, which must not show through
     assert pair.restore().step == 3
     assert plain_value(pair.curriculum.state) == plain_value(curriculum_state(3))
@@ -183,9 +183,9 @@ def restore_and_go_on(world: DistributedContext | None, root: Path) -> dict[str,
     return answer
 
 
-def restore_in_a_larger_world(world: DistributedContext, root: Path) -> dict[str, Any]:
+def restore_in_a_larger_world(distributed: DistributedContext, root: Path) -> dict[str, Any]:
     """Ranks that were not there keep their own random state and objects."""
-    pair = Pair(world, root, seed=2)
+    pair = Pair(distributed, root, seed=2)
     untouched = pair.draws()
     random.seed(2000 + pair.rank)
     np.random.seed(2000 + pair.rank)
@@ -224,9 +224,9 @@ def test_ranks_go_on_with_the_same_bits_and_others_join_them(gloo_ranks: GlooRan
     assert all(set(answer["step"]) == {3.0} for answer in three)
 
 
-def save_what_cannot_be_saved(world: DistributedContext, root: Path) -> list[str]:
+def save_what_cannot_be_saved(distributed: DistributedContext, root: Path) -> list[str]:
     """The messages of saves that cannot work, as this rank sees them."""
-    pair = Pair(world, root, seed=1)
+    pair = Pair(distributed, root, seed=1)
     wrong: list[Callable[[], Any]] = [
         lambda: pair.checkpointer.save(1, odd=Odd() if pair.rank == 1 else Curriculum()),
         lambda: pair.checkpointer.save(2, odd={"x": torch.zeros(pair.rank + 1)}),

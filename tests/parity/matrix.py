@@ -215,7 +215,7 @@ class _Ragged:
         return sample
 
 
-def train_row(world: DistributedContext, folder: Path, row: Row) -> None:
+def train_row(distributed: DistributedContext, folder: Path, row: Row) -> None:
     """On every rank of the row."""
     folder.mkdir(parents=True, exist_ok=True)
     where = AttemptContext(RunDir(folder), 1, supervised=True)
@@ -231,13 +231,13 @@ def train_row(world: DistributedContext, folder: Path, row: Row) -> None:
             *row.overrides,
         ]
     )
-    build_trainer(config, world, where, StopAgreement(signals.StopSignals(), world.control), Timeline()).fit()
+    build_trainer(config, distributed, where, StopAgreement(signals.StopFlag(), distributed.control), Timeline()).fit()
 
 
-def train_rows(world: DistributedContext, folder: Path, rows: Sequence[Row]) -> None:
+def train_rows(distributed: DistributedContext, folder: Path, rows: Sequence[Row]) -> None:
     """One after another, on the ranks that they all have."""
     for row in rows:
-        train_row(world, folder / row.name, row)
+        train_row(distributed, folder / row.name, row)
 
 
 def train_alone(folder: Path, model: Sequence[str]) -> None:

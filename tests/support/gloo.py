@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from slurmtrain.config.schema import ClusterConfig
-from slurmtrain.runtime.distributed_context import join
+from slurmtrain.runtime.distributed_context import init_distributed
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, Environment
 from slurmtrain.system import signals
 
@@ -130,7 +130,9 @@ def cluster_config(timeout_s: int = 120) -> ClusterConfig:
 
 
 def _joined(directory: Path, function: Callable[..., Any], *args: Any) -> Any:
-    world = join(cluster_config(), "cpu", Environment.detect(), directory, signals.arm())
+    world = init_distributed(
+        cluster_config(), "cpu", Environment.detect(), directory, signals.install_signal_handlers()
+    )
     value = function(world, *args)
     world.leave_together()
     return value

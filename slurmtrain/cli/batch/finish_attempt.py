@@ -25,13 +25,13 @@ def main(verb: str, words: list[str]) -> int:
     options = parser.parse_args(words)
     run_dir = RunDir(options.run_dir)
     config = load_frozen(run_dir.config_file, with_secrets=False)
-    judgement = finish_attempt(run_dir, options.attempt, options.exit_code, config, SlurmClient())
-    print(f"slurmtrain: run {run_dir.id}, attempt {options.attempt}: {judgement.sentence}", file=sys.stderr)
-    print(judgement.verdict)
-    if judgement.verdict is Verdict.DONE:
+    outcome = finish_attempt(run_dir, options.attempt, options.exit_code, config, SlurmClient())
+    print(f"slurmtrain: run {run_dir.id}, attempt {options.attempt}: {outcome.sentence}", file=sys.stderr)
+    print(outcome.verdict)
+    if outcome.verdict is Verdict.DONE:
         free_dependents(run_dir, read_attempt(run_dir, options.attempt), SlurmClient())
-    over = judgement.verdict in (Verdict.DONE, Verdict.END) and judgement.reason is not Reason.SUPERSEDED
-    if judgement.bad_node is not None and judgement.verdict is Verdict.NEXT:
+    over = outcome.verdict in (Verdict.DONE, Verdict.END) and outcome.reason is not Reason.SUPERSEDED
+    if outcome.bad_node is not None and outcome.verdict is Verdict.NEXT:
         from slurmtrain.launch.resubmit import leave_out
 
         for link in chain.waiting_after(run_dir, own_job_id(), SlurmClient())[:1]:

@@ -10,9 +10,9 @@ from slurmtrain.cli.checkpoints.target import CheckpointTarget, of_step
 from slurmtrain.cli.columns import format_size
 
 
-def export_weights(place: CheckpointTarget, options: argparse.Namespace) -> int:
+def export_weights(target: CheckpointTarget, options: argparse.Namespace) -> int:
     """Write the weights of one checkpoint to a file, and print how many tensors it has."""
-    path = of_step(place, options.step)[-1]
+    path = of_step(target, options.step)[-1]
     from slurmtrain.checkpoint.export import check_output, export
 
     check_output(options.out, force=options.force)

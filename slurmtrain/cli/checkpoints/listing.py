@@ -18,12 +18,12 @@ from slurmtrain.system.files import disk_usage
 from slurmtrain.system.records import printable
 
 
-def list_checkpoints(place: CheckpointTarget, options: argparse.Namespace) -> int:
+def list_checkpoints(target: CheckpointTarget, options: argparse.Namespace) -> int:
     """Print a row for everything that is there, by step. Sizes are compared, contents are not: that is `verify`."""
     now = time.time()
-    paths = [place.chosen] if place.chosen else [path for path in _entries(place.directory) if has_final_name(path)]
+    paths = [target.chosen] if target.chosen else [path for path in _entries(target.directory) if has_final_name(path)]
     if not paths:
-        of_step(place, None)
+        of_step(target, None)
     paths.sort(key=lambda path: (step_of(path), path.name))
     if options.json:
         print_json([_object(path) for path in paths])

@@ -32,30 +32,30 @@ class Removal:
     what: str
 
 
-def prune_checkpoints(place: CheckpointTarget, options: argparse.Namespace) -> int:
+def prune_checkpoints(target: CheckpointTarget, options: argparse.Namespace) -> int:
     """Remove checkpoints that are no longer wanted.
 
     The newest checkpoint is verified first: if it were damaged, an older one would be needed. A run that is running may
     be pruned: it only adds newer ones, and the decision concerns those that were there before. It must not be fenced
     off, so no incarnation is claimed: removed checkpoints get the number of the newest incarnation.
     """
-    if place.chosen is not None:
+    if target.chosen is not None:
         raise UsageError(
             "prune takes a run or a directory of checkpoints, not one of them",
-            hint=f"checkpoints {place.directory} prune",
+            hint=f"checkpoints {target.directory} prune",
         )
-    _require_own(place)
-    keep = _keep(place, options)
-    found = place.committed()
+    _require_own(target)
+    keep = _keep(target, options)
+    found = target.committed()
     removals = _surplus(found, keep, asked=options.best is not None) if keep is not None else []
     if options.damaged:
         removals += [
-            Removal(place.directory / name, "set aside as damaged") for name in commit.damaged(place.directory)
+            Removal(target.directory / name, "set aside as damaged") for name in commit.damaged(target.directory)
         ]
     if removals:
-        _check_newest(place, found)
-        in_use = retention.in_use(place.directory, time.time())  # after the verification, which takes time
-        held = {step for step, _ in retention.held(place.directory)}
+        _check_newest(target, found)
+        in_use = retention.in_use(target.directory, time.time())  # after the verification, which takes time
+        held = {step for step, _ in retention.held(target.directory)}
         waited_for = {path.name for path in found if step_of(path) in held} - in_use
         for removal in removals:
             if removal.path.name in in_use:
@@ -66,10 +66,10 @@ def prune_checkpoints(place: CheckpointTarget, options: argparse.Namespace) -> i
     if options.leftovers or (keep is not None and not _by_options(options)):
         removals += [
             Removal(path, "left by a process that was killed")
-            for path in retention.leftovers(place.directory, now=time.time())
+            for path in retention.leftovers(target.directory, now=time.time())
         ]
     freed, failed = 0, 0
-    order = _newest_order(place.directory)
+    order = _newest_order(target.directory)
     for removal in removals:
         size = disk_usage(removal.path)
         if not options.dry_run:
@@ -84,19 +84,21 @@ def prune_checkpoints(place: CheckpointTarget, options: argparse.Namespace) -> i
             f"{'would remove' if options.dry_run else 'removed'} {removal.path.name} ({removal.what}, {format_size(size)})"
         )
     if not removals:
-        print(f"{place.name}: nothing to remove")
+        print(f"{target.name}: nothing to remove")
     else:
         print(f"{format_size(freed)} {'would be' if options.dry_run else 'were'} freed ({freed} bytes)")
     return 1 if failed else 0
 
 
-def _require_own(place: CheckpointTarget) -> None:
+def _require_own(target: CheckpointTarget) -> None:
     """Raise UsageError if the checkpoints belong to another user, or are reached through a link in the run."""
-    if place.run is not None:
-        ownership.require_own(place.run)
-        ownership.check_not_linked(place.run)
-    if place.directory.exists() and not records.is_mine(place.directory):
-        raise UsageError(f"{place.directory} belongs to user {place.directory.lstat().st_uid}: only they may prune it")
+    if target.run is not None:
+        ownership.require_own(target.run)
+        ownership.check_not_linked(target.run)
+    if target.directory.exists() and not records.is_mine(target.directory):
+        raise UsageError(
+            f"{target.directory} belongs to user {target.directory.lstat().st_uid}: only they may prune it"
+        )
 
 
 def _by_options(options: argparse.Namespace) -> bool:
@@ -104,7 +106,7 @@ def _by_options(options: argparse.Namespace) -> bool:
     return any(value is not None for value in (options.keep_last, options.keep_every, options.best))
 
 
-def _keep(place: CheckpointTarget, options: argparse.Namespace) -> Keep | None:
+def _keep(target: CheckpointTarget, options: argparse.Namespace) -> Keep | None:
     """Return what to keep, by the options or else by the run's config. None: checkpoints are not removed."""
     if options.best is None and (options.metric or options.mode):
         raise UsageError("--metric and --mode say which checkpoints are the best", hint="add --best N")
@@ -112,7 +114,7 @@ def _keep(place: CheckpointTarget, options: argparse.Namespace) -> Keep | None:
         return None
     try:
         if not _by_options(options):
-            return _keep_of(place.run) if place.run is not None else Keep()
+            return _keep_of(target.run) if target.run is not None else Keep()
         last, every, best = (number or 0 for number in (options.keep_last, options.keep_every, options.best))
         return Keep(
             last if options.keep_last is not None else 2,
@@ -169,10 +171,10 @@ def _surplus(found: Sequence[Path], keep: Keep, *, asked: bool) -> list[Removal]
     return [Removal(path, "not kept") for path in paths if step_of(path) in steps and not path.is_symlink()]
 
 
-def _check_newest(place: CheckpointTarget, found: Sequence[Path]) -> None:
+def _check_newest(target: CheckpointTarget, found: Sequence[Path]) -> None:
     """Raise CheckpointError unless the newest checkpoint is sound, so that nothing is removed."""
     if not found:
-        raise CheckpointError(f"{place.name} has no sound checkpoint, so nothing was removed")
+        raise CheckpointError(f"{target.name} has no sound checkpoint, so nothing was removed")
     newest = found[-1]
     with retention.reading(newest):
         _, _, damage = compare_with_digests(newest)

@@ -64,20 +64,20 @@ def find_target(reference: str) -> CheckpointTarget:
     return CheckpointTarget(run.checkpoints, f"run {run.id}", run=run)
 
 
-def of_step(place: CheckpointTarget, step: int | None) -> list[Path]:
+def of_step(target: CheckpointTarget, step: int | None) -> list[Path]:
     """Return the committed checkpoints of a step, or all.
 
     Raises:
         UsageError: there is none.
     """
-    found = place.committed()
+    found = target.committed()
     chosen = [path for path in found if step is None or (has_final_name(path) and step_of(path) == step)]
     if not chosen:
         steps = ", ".join(str(step_of(path)) for path in found[-5:])
-        status = f"status {place.run.id}" if place.run else None
+        status = f"status {target.run.id}" if target.run else None
         if step is None or not found:
-            raise UsageError(f"{place.name} has no checkpoint yet", hint=status)
-        raise UsageError(f"{place.name} has no checkpoint of step {step}", hint=f"there are: {steps}")
+            raise UsageError(f"{target.name} has no checkpoint yet", hint=status)
+        raise UsageError(f"{target.name} has no checkpoint of step {step}", hint=f"there are: {steps}")
     return chosen
 
 

@@ -16,10 +16,10 @@ from slurmtrain.errors import CheckpointError, Unreadable
 from slurmtrain.system.records import printable
 
 
-def verify_checkpoints(place: CheckpointTarget, options: argparse.Namespace) -> int:
+def verify_checkpoints(target: CheckpointTarget, options: argparse.Namespace) -> int:
     """Compare every file with its digest. The exit code is 1 if anything is damaged."""
-    aside = commit.damaged(place.directory) if place.chosen is None and options.step is None else []
-    paths = of_step(place, options.step) if not aside else place.committed()
+    aside = commit.damaged(target.directory) if target.chosen is None and options.step is None else []
+    paths = of_step(target, options.step) if not aside else target.committed()
     found: list[dict[str, Any]] = []
     for path in paths:
         began = time.monotonic()

@@ -25,7 +25,7 @@ from slurmtrain.data.loading import sample_digest
 from slurmtrain.data.loading.batches import Batch, num_targets, padded, tokens_per_row
 from slurmtrain.data.loading.compact_rows import CompactRows
 from slurmtrain.data.loading.lengths import ByLength, balance_ranks
-from slurmtrain.data.loading.order import Epochs, Order
+from slurmtrain.data.loading.order import EpochOrder, Order
 from slurmtrain.data.loading.samples import MapDataset, check_has_samples, fetch, fetch_batches
 from slurmtrain.data.loading.shared_memory import empty
 from slurmtrain.data.loading.workers import Workers
@@ -53,7 +53,7 @@ class Step(NamedTuple):
     Attributes:
         micro_batches: the batches, on the device that computes.
         targets: number of targets that are not ignored, over these micro batches.
-        digest: what their samples add to the digest of the step, see `proof`.
+        digest: what their samples add to the digest of the step, see `sample_digest`.
     """
 
     micro_batches: list[Batch]
@@ -200,7 +200,9 @@ class BatchLoader:
     def _order(self, shuffle: bool, sorted_steps: int) -> Order:
         own = getattr(self.dataset, "order", None)
         order: Order = (
-            own(self._seed, shuffle) if own is not None else Epochs(len(self.dataset), seed=self._seed, shuffle=shuffle)
+            own(self._seed, shuffle)
+            if own is not None
+            else EpochOrder(len(self.dataset), seed=self._seed, shuffle=shuffle)
         )
         if self._lengths is None or not shuffle:
             return order

@@ -103,7 +103,7 @@ class Order(Protocol):
         """Return the data set indices of the samples with these numbers in the run, int64 [B] both."""
 
 
-class Epochs:
+class EpochOrder:
     """An order of epochs, each of all n samples; see `sample_ids`."""
 
     def __init__(self, n: int, *, seed: int, shuffle: bool = True):

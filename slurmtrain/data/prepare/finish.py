@@ -13,8 +13,8 @@ from slurmtrain.checkpoint.commit import refresh
 from slurmtrain.data.format.manifest import InputRecord, Manifest, Split, replace_file
 from slurmtrain.data.format.tokenizers import load_tokenizer
 from slurmtrain.data.prepare.file_errors import in_a_sentence
-from slurmtrain.data.prepare.plan import PreparePlan
 from slurmtrain.data.prepare.unit import SPLITS, Task, UnitRecord, read_records, recorded, remove_leftovers
+from slurmtrain.data.prepare.unit_plan import PreparePlan
 from slurmtrain.errors import ConfigError
 
 SHOWN = 20  # bad records that are told; all are in the file

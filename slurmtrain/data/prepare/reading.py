@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from slurmtrain.data.format.tokenizers import needed
-from slurmtrain.data.prepare.plan import InputPiece
 from slurmtrain.data.prepare.sources import InputFile
+from slurmtrain.data.prepare.unit_plan import InputPiece
 from slurmtrain.errors import ConfigError
 
 BLOCK = 1 << 20

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from slurmtrain.data.format.manifest import KINDS, Shard, TokenizerFacts, replace_file, shard_file
 from slurmtrain.data.format.tokenizers import Ids, Tokenizer
-from slurmtrain.data.prepare.plan import InputPiece, PreparePlan, Settings, Unit
 from slurmtrain.data.prepare.reading import Bad, Reading
+from slurmtrain.data.prepare.unit_plan import InputPiece, PreparePlan, Settings, Unit
 from slurmtrain.system import process
 from slurmtrain.system.files import fsync_directory
 
@@ -83,7 +83,7 @@ class UnitRecord:
 
 
 @dataclass(frozen=True)
-class Progress:
+class UnitProgress:
     """The progress of a unit.
 
     Attributes:
@@ -135,7 +135,7 @@ def read_records(task: Task, units: Sequence[Unit]) -> Iterator[UnitRecord | Non
             yield from records
 
 
-def prepare_unit(task: Task, unit: Unit, tokenizer: Tokenizer, tell: Callable[[Progress], None]) -> UnitRecord:
+def prepare_unit(task: Task, unit: Unit, tokenizer: Tokenizer, tell: Callable[[UnitProgress], None]) -> UnitRecord:
     """Prepare a unit, whether it was done before or not.
 
     Args:
@@ -156,7 +156,7 @@ def prepare_unit(task: Task, unit: Unit, tokenizer: Tokenizer, tell: Callable[[P
                 writers[split].write(chosen)
             documents += len(kept)
             bad = sum(len(counts.bad) for counts in pieces)
-            tell(Progress(size, documents, bad, _first_bad(unit, pieces)))
+            tell(UnitProgress(size, documents, bad, _first_bad(unit, pieces)))
         shards = {split: shard for split, writer in writers.items() if (shard := writer.close(task.output)) is not None}
         record = UnitRecord(task.digest, pieces, shards)
         replace_file(_record_file(task, unit), json.dumps(asdict(record)).encode())

@@ -21,8 +21,8 @@ from typing import Protocol
 
 from slurmtrain.data.format.tokenizers import load_tokenizer
 from slurmtrain.data.prepare.file_errors import in_a_sentence
-from slurmtrain.data.prepare.plan import PreparePlan, Unit
-from slurmtrain.data.prepare.unit import Progress, Task, UnitRecord, describe, prepare_unit, read_records
+from slurmtrain.data.prepare.unit import Task, UnitProgress, UnitRecord, describe, prepare_unit, read_records
+from slurmtrain.data.prepare.unit_plan import PreparePlan, Unit
 from slurmtrain.errors import ConfigError, DataError, SlurmtrainError, how_it_ended
 from slurmtrain.system.signals import STOP_SIGNALS
 
@@ -92,16 +92,16 @@ def work(
     if not waiting:
         return True
     told = _when_told(stop)
-    crew: list[_Worker] = []
+    pool: list[_Worker] = []
     try:
         for _ in range(min(workers, len(waiting))):
-            crew.append(_hire(task))
-            crew[-1].begin(waiting.popleft())
-        while any(worker.unit is not None for worker in crew):
-            ready = wait([told, *(worker.connection for worker in crew if worker.unit is not None)])
+            pool.append(_hire(task))
+            pool[-1].begin(waiting.popleft())
+        while any(worker.unit is not None for worker in pool):
+            ready = wait([told, *(worker.connection for worker in pool if worker.unit is not None)])
             if told in ready or stop.requested:
                 return False
-            for worker in crew:
+            for worker in pool:
                 if worker.connection in ready:
                     ledger.note(worker, worker.hear())
                     if worker.unit is None and waiting:
@@ -109,7 +109,7 @@ def work(
             show(ledger.tally())
         return True
     finally:
-        for worker in crew:
+        for worker in pool:
             worker.process.kill()
             worker.process.join()
         told.close()
@@ -143,7 +143,7 @@ class _Worker:
         with contextlib.suppress(BrokenPipeError):  # it has ended: that is heard, too
             self.connection.send(unit)
 
-    def hear(self) -> Progress | UnitRecord:
+    def hear(self) -> UnitProgress | UnitRecord:
         """Return the next message of the process, or raise the error that it reports.
 
         Raises:
@@ -161,7 +161,7 @@ class _Worker:
             ) from None
         if isinstance(said, SlurmtrainError):
             raise said
-        assert isinstance(said, Progress | UnitRecord)
+        assert isinstance(said, UnitProgress | UnitRecord)
         return said
 
 
@@ -170,7 +170,7 @@ class _Ledger:
 
     def __init__(self, units: Sequence[Unit], *, hopeless: bool):
         self._hopeless = hopeless
-        self._running: dict[int, Progress] = {}
+        self._running: dict[int, UnitProgress] = {}
         self._tally = Tally(units=len(units), total=sum(unit.size for unit in units))
 
     def was_done(self, unit: Unit, record: UnitRecord) -> None:
@@ -178,14 +178,14 @@ class _Ledger:
         self._add(unit, record)
         self._tally.before += unit.size
 
-    def note(self, worker: _Worker, said: Progress | UnitRecord) -> None:
+    def note(self, worker: _Worker, said: UnitProgress | UnitRecord) -> None:
         """Count what a process has reported.
 
         Raises:
             ConfigError: all of many records so far are bad.
         """
         assert worker.unit is not None
-        if isinstance(said, Progress):
+        if isinstance(said, UnitProgress):
             self._running[worker.unit.number] = said
             now = self.tally()
             if self._hopeless and said.first_bad and not now.documents and now.bad >= HOPELESS:

@@ -16,7 +16,7 @@ from torch import Tensor
 from slurmtrain.data.format.tokens import PackedTokens
 from slurmtrain.data.loading.batches import Batch, joined
 from slurmtrain.data.loading.compact_rows import CompactRows, as_batch, batches_at_once, joined_rows
-from slurmtrain.data.loading.order import Epochs, Order, samples_at
+from slurmtrain.data.loading.order import EpochOrder, Order, samples_at
 from slurmtrain.data.loading.samples import MapDataset, fetch_batches, fingerprint_of, way
 from slurmtrain.data.loading.shared_memory import empty
 from slurmtrain.data.sources.shares import shares_of
@@ -149,13 +149,13 @@ class MixedSamples:
         With weights, every stretch of the run has each part's share of the samples.
         """
         if self._weights is None:
-            return Epochs(len(self), seed=seed, shuffle=shuffle)
+            return EpochOrder(len(self), seed=seed, shuffle=shuffle)
         sizes = [len(part) for part in self._parts]
         empty = [name for name, size in zip(self._names, sizes, strict=True) if not size]
         if empty:
             raise ConfigError(f"data.sources.{empty[0]} holds no samples", hint="leave it out, or give it data")
         seeds = [(seed + _key(name)) % 2**64 for name in self._names]
-        return Interleaved(sizes, self._weights, seeds, shuffle=shuffle)
+        return MixtureOrder(sizes, self._weights, seeds, shuffle=shuffle)
 
     def _lengths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         result = np.zeros(len(indices), dtype=np.int64)
@@ -179,7 +179,7 @@ class MixedSamples:
         return part, int(index - (self._ends[part] - len(self._parts[part])))
 
 
-class Interleaved:
+class MixtureOrder:
     """An order that mixes the parts of a data set by weights, computed for any sample without a table and without its history.
 
     The parts are the leaves of a binary tree. At a node whose left side has the share p of its samples, sample k goes

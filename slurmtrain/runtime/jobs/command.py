@@ -33,11 +33,11 @@ from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.addresses import free_port, machine, own_addresses
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.shared_file_wait import Pauses, Published
-from slurmtrain.runtime.stop_watcher import Watch
+from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.slurm.environment import Environment, check_gpu_files
 from slurmtrain.system import descendants
 from slurmtrain.system.files import read_json, write_json
-from slurmtrain.system.signals import SLURM_STOP_SIGNALS, StopSignals
+from slurmtrain.system.signals import SLURM_STOP_SIGNALS, StopFlag
 
 # Exit codes of a program that died of a stop signal, directly or as a shell reports it.
 DIED_OF_A_STOP = {sign for number in SLURM_STOP_SIGNALS for sign in (-number, 128 + number)}
@@ -51,7 +51,7 @@ MARGIN_S = 2.0  # before that end: what the way out takes
 
 
 def run_command(
-    config: Config, environment: Environment, context: AttemptContext, stop: StopSignals, watch: Watch | None
+    config: Config, environment: Environment, context: AttemptContext, stop: StopFlag, watch: StopWatcher | None
 ) -> int:
     """Run job.command as this rank's program, and return the exit code for this rank.
 
@@ -160,7 +160,7 @@ def contract_code(code: int, *, told: bool, rule: FinishedWhen | None, there: bo
 
 
 def _wait_for_descendants(
-    config: Config, code: int, context: AttemptContext, environment: Environment, stop: StopSignals
+    config: Config, code: int, context: AttemptContext, environment: Environment, stop: StopFlag
 ) -> None:
     """Wait until no process that the program has started is left; end and name those that stay too long."""
     ended = time.time()
@@ -178,7 +178,7 @@ def _wait_for_descendants(
             context.run_dir.event(Event.LEFT_BEHIND, attempt=context.number, rank=environment.rank, processes=left[:20])
 
 
-def _end_of_grace(context: AttemptContext, stop: StopSignals) -> float:
+def _end_of_grace(context: AttemptContext, stop: StopFlag) -> float:
     """Return until when a child may save after a stop, in unix seconds: the end of the job, as far as rank 0 knows it."""
     assert stop.first is not None
     told = stop.first.time + SAVING_S
@@ -294,7 +294,7 @@ def _default_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SLURM_STOP_SIGNALS)
 
 
-def _pass_on(stop: StopSignals, source: str) -> None:
+def _pass_on(stop: StopFlag, source: str) -> None:
     """Tell the program of a stop if nothing else does.
 
     srun signals all processes of the step, and cluster=local all of the rank's process group: a second TERM would mean

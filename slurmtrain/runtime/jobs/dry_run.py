@@ -31,7 +31,7 @@ from slurmtrain.runtime.jobs.train import build
 from slurmtrain.training.optim import build_optimizer
 
 
-def lay_out(config: Config) -> list[StageMemory]:
+def dry_run(config: Config) -> list[StageMemory]:
     """Return the memory of the first rank of each stage of the pipeline.
 
     Raises:
@@ -111,7 +111,7 @@ def main() -> int:
     """Read a config from stdin and print the answer as JSON."""
     answer: dict[str, Any]
     try:
-        answer = {"stages": [dataclasses.asdict(stage) for stage in lay_out(to_config(json.load(sys.stdin)))]}
+        answer = {"stages": [dataclasses.asdict(stage) for stage in dry_run(to_config(json.load(sys.stdin)))]}
     except SlurmtrainError as error:
         answer = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
     print(json.dumps(answer))

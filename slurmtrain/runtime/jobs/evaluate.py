@@ -18,11 +18,11 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.attempt_context import AttemptContext, update_attempt
 from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.runtime.jobs.train import build, build_evaluator, lay_model
+from slurmtrain.runtime.jobs.train import build, build_evaluator, distribute_model
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.records import append_line
-from slurmtrain.training.forward_backward import passes_of
+from slurmtrain.training.forward_backward import build_forward_backward
 from slurmtrain.training.seeds import seed_everything
 
 
@@ -51,15 +51,15 @@ def _measure(
     config: Config, distributed: DistributedContext, context: AttemptContext, stop: StopAgreement, timeline: Timeline
 ) -> dict[str, float] | None:
     layout = parallel_dims_of(config)
-    distributed_model, _, _ = lay_model(config, layout, distributed)
+    distributed_model, _, _ = distribute_model(config, layout, distributed)
     seed_everything(config.train.seed, distributed.environment.rank)
     source = build("data", config.data)
-    passes = passes_of(
+    forward_backward = build_forward_backward(
         distributed_model,
         config.train.global_batch_size // (micro_batch_size(config, layout) * layout.dp),
         micro_batch_size(config, layout),
     )
-    evaluator = build_evaluator(config, distributed_model, passes, source, distributed, stop)
+    evaluator = build_evaluator(config, distributed_model, forward_backward, source, distributed, stop)
     if not evaluator.sets:
         raise ConfigError(
             "there is nothing to evaluate: the data source has no `valid`", hint="eval.sets.NAME._target_=..."

@@ -15,8 +15,8 @@ from pathlib import Path
 from slurmtrain.config.schema import Config
 from slurmtrain.data.format.manifest import Manifest
 from slurmtrain.data.prepare.finish import finish
-from slurmtrain.data.prepare.plan import PreparePlan, Unit, agree_on, make_plan
 from slurmtrain.data.prepare.unit import Task, recorded
+from slurmtrain.data.prepare.unit_plan import PreparePlan, Unit, agree_on, make_plan
 from slurmtrain.data.prepare.worker_pool import Tally, work
 from slurmtrain.errors import EXIT_REQUEUE
 from slurmtrain.observe.display import LINE_EVERY_S
@@ -26,15 +26,15 @@ from slurmtrain.observe.progress import format_count
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
-from slurmtrain.runtime.stop_watcher import Watch
+from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.slurm.environment import Environment
-from slurmtrain.system.signals import StopSignals
+from slurmtrain.system.signals import StopFlag
 
 LOOK_EVERY_S = 1.0  # seconds between looks at other tasks' files: a shared file system has no event to await
 
 
 def run_prepare(
-    config: Config, environment: Environment, context: AttemptContext, stop: StopSignals, watch: Watch | None
+    config: Config, environment: Environment, context: AttemptContext, stop: StopFlag, watch: StopWatcher | None
 ) -> int:
     """Do this task's share, and return its exit code, 0 or 75.
 
@@ -128,7 +128,7 @@ class _Report:
             self._due = time.monotonic() + LINE_EVERY_S
             self._write()
 
-    def wait_for_all(self, stop: StopSignals) -> bool:
+    def wait_for_all(self, stop: StopFlag) -> bool:
         """Wait until all tasks have done their share; return False when a stop was requested before."""
         while self._count() < len(self._names):
             self.update()
@@ -150,7 +150,7 @@ class _Report:
         return len(self._names & recorded(self._task))
 
 
-def _wait_for(path: Path, stop: StopSignals) -> bool:
+def _wait_for(path: Path, stop: StopFlag) -> bool:
     """Wait until a file exists, by listing its folder; return False when a stop was requested before."""
     while not _is_listed(path):
         if stop.wait(LOOK_EVERY_S):
@@ -163,7 +163,7 @@ def _is_listed(path: Path) -> bool:
     return path.name in os.listdir(path.parent)
 
 
-def stop_together(stop: StopSignals, attempt_dir: AttemptDir) -> None:
+def stop_together(stop: StopFlag, attempt_dir: AttemptDir) -> None:
     """Stop all tasks when one is told to stop: rank 0's watch knows the clock and the switches, others may have a signal."""
 
     def tell_and_hear() -> None:

@@ -34,11 +34,11 @@ from slurmtrain.runtime.attempt_context import AttemptContext, update_attempt
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.evaluation_jobs import EvaluationJobs, NoJobs
 from slurmtrain.runtime.startup_times import Timeline
-from slurmtrain.runtime.stop_watcher import Watch
+from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.system.redaction import redacted
-from slurmtrain.training.eval_metrics import Measures
+from slurmtrain.training.eval_metrics import MetricSums
 from slurmtrain.training.evaluation import Evaluator
-from slurmtrain.training.forward_backward import ForwardBackward, passes_of
+from slurmtrain.training.forward_backward import ForwardBackward, build_forward_backward
 from slurmtrain.training.seeds import seed_everything
 from slurmtrain.training.trainer import Trainer, TrainingRanks
 
@@ -49,7 +49,7 @@ def build_trainer(
     context: AttemptContext,
     stop: StopAgreement,
     timeline: Timeline,
-    watch: Watch | None = None,
+    watch: StopWatcher | None = None,
 ) -> Trainer:
     """Build everything that `fit` needs.
 
@@ -62,7 +62,7 @@ def build_trainer(
     rank, layout = distributed.environment.rank, parallel_dims_of(config)
     train = config.train
     timeline.begin("building the model and the data")
-    distributed_model, parameters, vocabulary = lay_model(config, layout, distributed)
+    distributed_model, parameters, vocabulary = distribute_model(config, layout, distributed)
     seed_everything(train.seed, rank)
     source = build("data", config.data)
     if not hasattr(source, "train"):
@@ -86,8 +86,8 @@ def build_trainer(
         device=distributed.device,
     )
     _check_repetition(loader, train)
-    passes = passes_of(distributed_model, loader.accumulation_steps, loader.micro_batch_size)
-    evaluator = build_evaluator(config, distributed_model, passes, source, distributed, stop)
+    forward_backward = build_forward_backward(distributed_model, loader.accumulation_steps, loader.micro_batch_size)
+    evaluator = build_evaluator(config, distributed_model, forward_backward, source, distributed, stop)
     jobs = EvaluationJobs(context.run_dir) if rank == 0 and config.eval.mode == "job" else None
     record = (
         _Record(config, context, source, f"{parameters:,} parameters; {layout}", timeline, jobs) if rank == 0 else None
@@ -116,7 +116,7 @@ def build_trainer(
         checkpoint=config.checkpoint,
         distributed_model=distributed_model,
         loader=loader,
-        passes=passes,
+        forward_backward=forward_backward,
         evaluator=evaluator,
         jobs=jobs or (NoJobs() if config.eval.mode == "job" else None),
         baseline=("byte-unigram entropy", source.unigram_entropy) if hasattr(source, "unigram_entropy") else None,
@@ -125,7 +125,7 @@ def build_trainer(
         stop=stop,
         make_reporter=record.make_reporter if record else lambda step, evaluated_at: SilentReporter(),
         on_restore=record.on_restore if record else lambda restored: None,
-        make_cadence=lambda step: _save_schedule(config, context, step),
+        make_save_schedule=lambda step: _save_schedule(config, context, step),
         plan_stop=watch.plan_stop if watch is not None else lambda step_s, save_s: None,
         grace_left=watch.seconds_left if watch is not None else lambda: None,
         data_hash=fingerprint_of(source),
@@ -277,7 +277,7 @@ class _Record:
             self._jobs.committed(ending.step)
 
 
-def lay_model(
+def distribute_model(
     config: Config, layout: ParallelDims, distributed: DistributedContext
 ) -> tuple[DistributedModel, int, int | None]:
     """Return the distributed model, the number of parameters of the whole model, and its vocabulary size, if it has one."""
@@ -298,7 +298,7 @@ def lay_model(
 def build_evaluator(
     config: Config,
     distributed_model: DistributedModel,
-    passes: ForwardBackward,
+    forward_backward: ForwardBackward,
     source: Any,
     distributed: DistributedContext,
     stop: StopAgreement,
@@ -310,9 +310,14 @@ def build_evaluator(
     """
     wanted = config.eval.metrics
     own = {name: build(f"eval.metrics.{name}", value) for name, value in wanted.items() if isinstance(value, dict)}
-    measures = Measures(distributed_model, [name for name, value in wanted.items() if value is True], own)
+    measures = MetricSums(distributed_model, [name for name, value in wanted.items() if value is True], own)
     return Evaluator(
-        distributed_model, passes, _evaluation_sets(config, source), measures, counts=distributed.control, stop=stop
+        distributed_model,
+        forward_backward,
+        _evaluation_sets(config, source),
+        measures,
+        counts=distributed.control,
+        stop=stop,
     )
 
 

@@ -111,7 +111,7 @@ def measure(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         where = AttemptContext(RunDir(Path(folder)), 1, supervised=True)
         where.attempt_dir.path.mkdir(parents=True)
-        agreement = StopAgreement(signals.StopSignals(), None)
+        agreement = StopAgreement(signals.StopFlag(), None)
         trainer = build_trainer(config, DistributedContext(environment, device), where, agreement, Timeline())
         watch = Stopwatch()
         trainer._make_reporter = lambda step, evaluated_at: watch

@@ -21,7 +21,7 @@ from slurmtrain.checkpoint.blocks import FileRecord
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.commit import Incarnation, Manifest
 from slurmtrain.checkpoint.export import export, runs
-from slurmtrain.checkpoint.plan import dtype_name
+from slurmtrain.checkpoint.save_plan import dtype_name
 from slurmtrain.checkpoint.tensor_index import Box, Index, TensorFacts, table_of
 from slurmtrain.errors import CheckpointError, UsageError
 

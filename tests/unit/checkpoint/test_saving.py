@@ -24,9 +24,9 @@ from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.commit import Incarnation, committed, read_manifest, step_of
 from slurmtrain.checkpoint.fingerprints import fingerprint
 from slurmtrain.checkpoint.finite import bytes_are_finite
-from slurmtrain.checkpoint.plan import make_plan
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.checkpoint.save_plan import make_plan
 from slurmtrain.checkpoint.saving import PendingSave, SaveResult
 from slurmtrain.checkpoint.staging import Staging
 from slurmtrain.errors import EXIT_CONFIG, CheckpointError, NotFinite

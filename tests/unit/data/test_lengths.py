@@ -14,7 +14,7 @@ from torch import Tensor
 from slurmtrain.data import BatchLoader
 from slurmtrain.data.loading.lengths import ByLength, balance_ranks
 from slurmtrain.data.loading.loader import RowLength
-from slurmtrain.data.loading.order import Epochs
+from slurmtrain.data.loading.order import EpochOrder
 from slurmtrain.errors import ConfigError
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(4.0, 1.0, 5000), 1, 512).astype(np.int64)
@@ -106,7 +106,7 @@ def test_a_round_begins_with_the_longest_and_is_dealt_in_turn() -> None:
 @given(batch=st.integers(1, 12), window=st.integers(1, 5), cuts=st.lists(st.integers(1, 30), min_size=1, max_size=8))
 def test_sorted_steps_read_in_pieces_are_those_read_at_once(batch: int, window: int, cuts: list[int]) -> None:
     def order() -> ByLength:
-        epochs = Epochs(97, seed=1)
+        epochs = EpochOrder(97, seed=1)
         return ByLength(epochs, lambda ids: ids % 7, global_batch_size=batch, steps=window, seed=1)
 
     total = sum(cuts)
@@ -116,7 +116,7 @@ def test_sorted_steps_read_in_pieces_are_those_read_at_once(batch: int, window: 
         at += count
     assert np.concatenate(pieces).tolist() == order().at(stretch(0, total)).tolist()
     together = -(-total // (batch * window)) * batch * window
-    assert sorted(order().at(stretch(0, together))) == sorted(Epochs(97, seed=1).at(stretch(0, together)))
+    assert sorted(order().at(stretch(0, together))) == sorted(EpochOrder(97, seed=1).at(stretch(0, together)))
     assert len(set(order().at(stretch(0, order().once)).tolist())) == order().once
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from slurmtrain.data import BatchLoader, Mixture
 from slurmtrain.data.loading.batches import stacked
 from slurmtrain.data.loading.order import sample_ids
-from slurmtrain.data.sources.mixture import Interleaved, MixedSamples
+from slurmtrain.data.sources.mixture import MixedSamples, MixtureOrder
 from slurmtrain.errors import ConfigError
 
 
@@ -57,9 +57,9 @@ def stretch(start: int, count: int) -> NDArray[np.int64]:
     return np.arange(start, start + count)
 
 
-def interleaved(weights: list[int], sizes: list[int] | None = None, **changes: Any) -> Interleaved:
+def interleaved(weights: list[int], sizes: list[int] | None = None, **changes: Any) -> MixtureOrder:
     shares = [Fraction(weight, sum(weights)) for weight in weights]
-    return Interleaved(sizes or [1000] * len(weights), shares, list(range(len(weights))), **changes)
+    return MixtureOrder(sizes or [1000] * len(weights), shares, list(range(len(weights))), **changes)
 
 
 def part_of(ids: NDArray[np.int64], size: int = 1000) -> NDArray[np.int64]:

@@ -31,10 +31,10 @@ from slurmtrain.config.schema import Config, PrepareConfig
 from slurmtrain.data.format.manifest import Manifest, read_manifest
 from slurmtrain.data.format.tokenizers import TokenizerChoice, load_tokenizer
 from slurmtrain.data.prepare.finish import finish
-from slurmtrain.data.prepare.plan import InputPiece, PreparePlan, agree_on, make_plan
 from slurmtrain.data.prepare.reading import Bad, Reading
 from slurmtrain.data.prepare.sources import find_sources
-from slurmtrain.data.prepare.unit import Progress, Task, prepare_unit, recorded
+from slurmtrain.data.prepare.unit import Task, UnitProgress, prepare_unit, recorded
+from slurmtrain.data.prepare.unit_plan import InputPiece, PreparePlan, agree_on, make_plan
 from slurmtrain.data.prepare.worker_pool import Tally, work
 from slurmtrain.errors import ConfigError, DataError, SlurmtrainError
 from slurmtrain.observe.prepare_progress import Preparing
@@ -262,7 +262,7 @@ def started(
         process.communicate()
 
 
-def crew_of(pid: int) -> list[int]:
+def pool_of(pid: int) -> list[int]:
     """Its processes; the tracker of multiprocessing's resources, which leaves by itself, aside."""
     found = []
     for child in children(pid):
@@ -293,10 +293,10 @@ def test_killed_at_random_moments_and_resumed_it_is_the_undisturbed_one(
         target = units_done(output) + moments.randint(1, total // 6)
         with started(raw, output, settings, hangs_after=target + 3) as process:
             wait_until(lambda target=target: units_done(output) >= target)  # type: ignore[misc]
-            wait_until(lambda process=process: len(crew_of(process.pid)) == 2)  # type: ignore[misc]
-            crew = crew_of(process.pid)
+            wait_until(lambda process=process: len(pool_of(process.pid)) == 2)  # type: ignore[misc]
+            pool = pool_of(process.pid)
             process.kill()
-            wait_until(lambda crew=crew: not any(map(lives, crew)))  # type: ignore[misc]
+            wait_until(lambda pool=pool: not any(map(lives, pool)))  # type: ignore[misc]
         assert not (output / "manifest.json").exists()
         kills += 1
     done = {path: path.stat().st_mtime_ns for path in (output / ".prepare/units").glob("*.json")}
@@ -314,12 +314,12 @@ def test_ctrl_c_leaves_whole_units_and_no_process_and_says_how_to_go_on(
 ) -> None:
     with started(raw, tmp_path / "out", settings, hangs_after=3) as process:
         wait_until(lambda: units_done(tmp_path / "out") > 0)
-        crew = crew_of(process.pid)
-        for pid in (*crew, process.pid):  # as a terminal does
+        pool = pool_of(process.pid)
+        for pid in (*pool, process.pid):  # as a terminal does
             os.kill(pid, signal.SIGINT)
         said, _ = process.communicate(timeout=180)
     assert process.returncode == 75 and "the same command continues from there" in said, said
-    assert "Traceback" not in said and not any(map(lives, crew))
+    assert "Traceback" not in said and not any(map(lives, pool))
     assert not (tmp_path / "out/manifest.json").exists()
 
 
@@ -354,7 +354,7 @@ def test_a_unit_does_not_look_through_the_records_of_all_that_are_done(
 
 
 def test_one_task_that_is_told_to_stop_is_enough(tmp_path: Path) -> None:
-    one, other = signals.StopSignals(), signals.StopSignals()
+    one, other = signals.StopFlag(), signals.StopFlag()
     for stop in (one, other):
         stop_together(stop, AttemptDir(tmp_path))
     one.request("SIGUSR2")
@@ -394,7 +394,7 @@ def test_a_job_that_is_stopped_goes_on_when_it_is_resumed(
 def test_a_process_that_is_killed_is_told(raw: Path, settings: dict[str, Any], tmp_path: Path) -> None:
     with started(raw, tmp_path / "out", settings, hangs_after=3) as process:
         wait_until(lambda: units_done(tmp_path / "out") > 0)
-        os.kill(crew_of(process.pid)[0], signal.SIGKILL)
+        os.kill(pool_of(process.pid)[0], signal.SIGKILL)
         said, _ = process.communicate(timeout=180)
     assert process.returncode == 1
     assert "error: a process was killed by SIGKILL while it prepared" in said and "Traceback" not in said
@@ -511,7 +511,7 @@ def test_when_no_record_is_any_good_it_is_told_at_once(tmp_path: Path) -> None:
 def test_a_large_file_of_which_no_record_is_any_good_is_not_read_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(json_lines(["x"] * 20_000)))
-    plan, told = plan_of(path, tmp_path / "out", text_field="body"), list[Progress]()
+    plan, told = plan_of(path, tmp_path / "out", text_field="body"), list[UnitProgress]()
     prepare_unit(Task.of(plan), plan.units[0], load_tokenizer(plan.settings.tokenizer)[0], told.append)
     assert told[0].bad < 2000 and told[0].first_bad == f"{path}: no field 'body'"
     plan = plan_of(path, tmp_path / "again", text_field="body")
@@ -760,7 +760,7 @@ def test_ranks_that_srun_or_torchrun_starts_share_the_work(
 @pytest.fixture
 def typed(monkeypatch: pytest.MonkeyPatch, project: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """Run the verb in this process, whose signal handlers stay as they are: its exit code and what it said."""
-    monkeypatch.setattr(signals, "arm", Event)
+    monkeypatch.setattr(signals, "install_signal_handlers", Event)
 
     def run(*words: str) -> tuple[int, str]:
         code = main(["prepare", *words])

@@ -12,7 +12,7 @@ from slurmtrain.config.compose import compose
 from slurmtrain.errors import EXIT_CONFIG, ConfigError
 from slurmtrain.launch.named_paths import check_named_paths, with_absolute_paths
 from slurmtrain.launch.script import directive
-from slurmtrain.launch.submit import resubmit
+from slurmtrain.launch.submit import submit_existing_script
 from slurmtrain.runs import lookup
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
@@ -121,7 +121,7 @@ def test_each_job_of_a_run_begins_in_the_folder_of_the_command(
     assert answer.returncode == 0, answer.stderr
     [run_dir] = (project / "runs" / "train").iterdir()
     monkeypatch.chdir(tmp_path)
-    resubmit(RunDir(run_dir))
+    submit_existing_script(RunDir(run_dir))
     assert [directive(script, "chdir") for script in fake_slurm.submitted] == [str(project), str(project)]
 
 

@@ -24,7 +24,7 @@ from slurmtrain.config.compose import compose, config_groups
 from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, HooksConfig
 from slurmtrain.config.validate import validate
 from slurmtrain.launch.script import JobPaths, render_script, sbatch_directives, setup_lines, srun_words
-from slurmtrain.launch.submit import preparing, resubmit, submit
+from slurmtrain.launch.submit import preparing, submit, submit_existing_script
 from slurmtrain.report.status import state
 from slurmtrain.resources import shipped
 from slurmtrain.runs.run_dir import RunDir
@@ -254,7 +254,7 @@ def test_several_runs_are_one_array_and_each_can_be_resumed_alone(project: Path,
     assert [run.info()["job_ids"] for run in runs] == [["4711_0"], ["4711_1"], ["4711_2"]]
     assert "#SBATCH --array=0-2\n" in fake_slurm.submitted[0]
     assert all(run.script.read_text() == fake_slurm.submitted[0] for run in runs)
-    resubmit(runs[1])
+    submit_existing_script(runs[1])
     alone = fake_slurm.submitted[1]
     assert "--array" not in alone
     assert f"run_dir={runs[1].path}\n" in alone

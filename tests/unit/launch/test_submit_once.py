@@ -11,7 +11,7 @@ import pytest
 
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch import submit_once
-from slurmtrain.launch.submit_once import Passing, Patience, Refused, SubmitLimit, check, hand_over, refusal
+from slurmtrain.launch.submit_once import Passing, Patience, Refused, SubmitLimit, check, refusal, submit_exactly_once
 from slurmtrain.slurm.client import SlurmClient
 
 TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
@@ -55,7 +55,7 @@ def sbatch(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def submit(scheduler: Scheduler, **options: object) -> tuple[str, list[float]]:
     slept: list[float] = []
     arguments: dict[str, object] = {"sleep": slept.append, **options}
-    job = hand_over("script", None, "token", scheduler, **arguments)  # type: ignore[arg-type]
+    job = submit_exactly_once("script", None, "token", scheduler, **arguments)  # type: ignore[arg-type]
     return job, slept
 
 

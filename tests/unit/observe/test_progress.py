@@ -6,7 +6,7 @@ import math
 import pytest
 
 from slurmtrain.observe.display import LINE_EVERY_S
-from slurmtrain.observe.progress import Progress, format_count, format_duration
+from slurmtrain.observe.progress import ProgressLine, format_count, format_duration
 
 
 class Terminal(io.StringIO):
@@ -24,7 +24,7 @@ class Clock:
 
 def test_a_log_file_gets_plain_lines_now_and_then() -> None:
     stream, clock = io.StringIO(), Clock()
-    bar = Progress(400, 100, stream=stream, clock=clock)
+    bar = ProgressLine(400, 100, stream=stream, clock=clock)
     for step in range(101, 401):
         clock.now += 1.0
         bar.update(step, loss=2.314, lr=3e-4, tokens_per_s=12345)
@@ -39,7 +39,7 @@ def test_a_log_file_gets_plain_lines_now_and_then() -> None:
 
 def test_messages_in_a_log_file_are_lines_of_their_own() -> None:
     stream = io.StringIO()
-    bar = Progress(10, stream=stream)
+    bar = ProgressLine(10, stream=stream)
     bar.message("checkpoint at step 5 [green]committed")
     assert stream.getvalue().splitlines()[1:] == ["checkpoint at step 5 [green]committed"]
 
@@ -48,7 +48,7 @@ def test_a_terminal_gets_a_bar_and_messages_as_they_are(monkeypatch: pytest.Monk
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     stream, clock = Terminal(), Clock()
-    bar = Progress(400, 100, stream=stream, clock=clock)
+    bar = ProgressLine(400, 100, stream=stream, clock=clock)
     clock.now = 10.0
     bar.update(200, loss=2.314, tokens_per_s=12345)
     bar.message("checkpoint at step 200 [committed]")
@@ -61,7 +61,7 @@ def test_a_terminal_gets_a_bar_and_messages_as_they_are(monkeypatch: pytest.Monk
 
 def test_other_metrics_and_broken_values_are_shown_too() -> None:
     stream = io.StringIO()
-    Progress(2, stream=stream).update(1, loss=math.nan, grad_norm=0.12346)
+    ProgressLine(2, stream=stream).update(1, loss=math.nan, grad_norm=0.12346)
     assert "loss nan  grad_norm 0.1235" in stream.getvalue()
 
 

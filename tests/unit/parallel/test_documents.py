@@ -19,7 +19,7 @@ from slurmtrain.models import Decoder
 from slurmtrain.models.attention import attention, block_mask, dense_mask, positions_in_documents
 from slurmtrain.models.huggingface import HuggingFace
 from slurmtrain.parallel.parallelize import DistributedModel
-from slurmtrain.training.forward_backward import ForwardBackward, passes_of
+from slurmtrain.training.forward_backward import ForwardBackward, build_forward_backward
 
 LENGTHS = [[5, 1, 10, 8], [24], [7, 17]]  # of the documents in each row
 DOCUMENTS = torch.tensor(
@@ -125,7 +125,7 @@ def straight(model: nn.Module) -> ForwardBackward:
     distributed_model = DistributedModel(
         model, (model,), (0,), 1, ParallelConfig(), ParallelDims(), 0, torch.device("cpu")
     )
-    return passes_of(distributed_model, 1, len(TOKENS))
+    return build_forward_backward(distributed_model, 1, len(TOKENS))
 
 
 BATCH = {"inputs": TOKENS, "targets": TARGETS, "documents": DOCUMENTS}

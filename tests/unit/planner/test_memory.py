@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slurmtrain.models import Decoder
-from slurmtrain.planner.memory import Work, layers_of_stages, memory_per_rank
+from slurmtrain.planner.memory import MemorySettings, layers_of_stages, memory_per_rank
 from slurmtrain.planner.shape import DecoderShape
 from tests.distributed.test_initial import sharded, tensor_parallel
 
@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {
 
 def test_72b_on_16_nodes_of_8_gpus_is_what_one_counts_by_hand() -> None:
     """128 ranks: TP 8 x PP 2 x FSDP 8. Every matrix is cut in 64, all evenly."""
-    work = Work(micro_batch_size=1, seq_len=4096)
+    work = MemorySettings(micro_batch_size=1, seq_len=4096)
     first, last = memory_per_rank(QWEN_72B, work, dp_shard=8, tp=8, pp=2)
 
     query_and_out, key_and_value, feed_forward = 2 * 8192 * 8192, 2 * 1024 * 8192, 3 * 29568 * 8192
@@ -53,7 +53,7 @@ def test_72b_on_16_nodes_of_8_gpus_is_what_one_counts_by_hand() -> None:
 def test_what_does_not_divide_is_rounded_up() -> None:
     """FSDP over 3 x 2 ranks of a rank's 36 rows of tokens: 6; of the other matrices, by hand."""
     shape = DecoderShape.of(SMALL)
-    (one,) = memory_per_rank(shape, Work(1, 64), dp_shard=3, cp=2, tp=2)
+    (one,) = memory_per_rank(shape, MemorySettings(1, 64), dp_shard=3, cp=2, tp=2)
     query, key_and_value, out = 5 * 36, 2 * 3 * 36, 6 * 28  # 28, 14 and 36 rows
     gate_and_up, down = 2 * 4 * 36, 6 * 23  # 23 and 36 rows
     norms, head_norms, biases = 2 * 6, 2 * 3, 5 + 2 * 3
@@ -79,7 +79,7 @@ def test_torch_puts_as_many_elements_on_the_first_rank(dp_shard: int, tp: int, s
         tensor_parallel(model, mesh["tp"])
     sharded(model, mesh["dp"])
     here = sum(parameter.to_local().numel() for parameter in model.parameters() if isinstance(parameter, DTensor))
-    (one,) = memory_per_rank(DecoderShape.of({**SMALL, **sizes}), Work(1, 64), dp_shard=dp_shard, tp=tp)
+    (one,) = memory_per_rank(DecoderShape.of({**SMALL, **sizes}), MemorySettings(1, 64), dp_shard=dp_shard, tp=tp)
     assert one.elements == here
 
 
@@ -101,10 +101,10 @@ def test_autograd_keeps_what_is_estimated(qk_norm: bool) -> None:
         block(torch.randn(batch, seq_len, 36, requires_grad=True), torch.arange(seq_len))
     found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / (batch * seq_len)
 
-    work = Work(batch, seq_len, compute_bytes=4)
+    work = MemorySettings(batch, seq_len, compute_bytes=4)
     (one,), (recomputed,) = (
         memory_per_rank(DecoderShape.of(sizes), each)
-        for each in (work, Work(batch, seq_len, compute_bytes=4, checkpointing="full"))
+        for each in (work, MemorySettings(batch, seq_len, compute_bytes=4, checkpointing="full"))
     )
     at_the_end = 2 * 36 * 4 + 71 * 12
     per_token = one.activations / (batch * seq_len) - at_the_end
@@ -119,7 +119,8 @@ def test_autograd_keeps_what_is_estimated(qk_norm: bool) -> None:
 def test_checkpointing_and_the_pipeline_change_what_is_kept() -> None:
     def activations(**changes: Any) -> list[int]:
         return [
-            each.activations for each in memory_per_rank(QWEN_72B, Work(1, 4096, **changes), dp_shard=8, tp=8, pp=4)
+            each.activations
+            for each in memory_per_rank(QWEN_72B, MemorySettings(1, 4096, **changes), dp_shard=8, tp=8, pp=4)
         ]
 
     none, selective, full = (activations(checkpointing=kind) for kind in ("none", "selective", "full"))
@@ -135,7 +136,7 @@ def test_checkpointing_and_the_pipeline_change_what_is_kept() -> None:
 
 def test_what_is_gathered() -> None:
     def gathered(**changes: Any) -> int:
-        (one,) = memory_per_rank(QWEN_72B, Work(1, 4096, **changes), dp_shard=8)
+        (one,) = memory_per_rank(QWEN_72B, MemorySettings(1, 4096, **changes), dp_shard=8)
         return one.gathered
 
     layer, ends = 877_658_112 + 10_240 + 16_384, 2 * 152064 * 8192 + 8192

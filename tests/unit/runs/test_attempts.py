@@ -18,7 +18,7 @@ from slurmtrain.runs.attempts import Attempt, Failure
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.outcome import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime import finish_attempt as settle_module
+from slurmtrain.runtime import finish_attempt as finish_module
 from slurmtrain.runtime.begin_attempt import budget_used_up, ended_before
 from slurmtrain.runtime.finish_attempt import close_abandoned, finish_attempt, own_job_id
 from slurmtrain.slurm.client import JobFacts, SlurmClient
@@ -573,13 +573,13 @@ def test_a_cancel_that_comes_while_an_attempt_is_judged_is_not_used_up_by_it(
 ) -> None:
     write_json(run.info_file, {"job_ids": []})
     begin(run, job_id="7", said="stopped")
-    judged = settle_module.decide_outcome
+    decided = finish_module.decide_outcome
 
-    def slow_judge(*arguments: object) -> object:
+    def slow_decision(*arguments: object) -> object:
         attempts.write_request(run, "cancel")
-        return judged(*arguments)  # type: ignore[arg-type]
+        return decided(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(settle_module, "decide_outcome", slow_judge)
+    monkeypatch.setattr(finish_module, "decide_outcome", slow_decision)
     assert finish_attempt(run, 1, 75, Config(), SlurmSays(JobFacts("RUNNING"))).verdict == Verdict.REQUEUE
     assert attempts.cancelled_after(run, attempts.read_attempt(run, 1))
     assert ended_before(run, None, 1) == Verdict.END
@@ -608,7 +608,7 @@ def test_an_attempt_without_a_last_word_has_not_finished_whatever_srun_says(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step that is lost in an odd way leaves srun with exit code 0 and nothing in its log."""
-    monkeypatch.setattr(settle_module, "WORD_S", 0.0)
+    monkeypatch.setattr(finish_module, "WORD_S", 0.0)
     config = Config(requeue=RequeueConfig(max_attempts_without_progress=2))
     for number, verdict in ((1, Verdict.REQUEUE), (2, Verdict.END)):
         begin(run, job_id="7")
@@ -622,7 +622,7 @@ def test_a_last_word_that_a_shared_file_system_shows_late_is_heard(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = begin(run, job_id="7")
-    monkeypatch.setattr(settle_module.time, "sleep", lambda _: attempts.write_attempt(run, attempt))
+    monkeypatch.setattr(finish_module.time, "sleep", lambda _: attempts.write_attempt(run, attempt))
     attempt.said = "finished"
     assert finish_attempt(run, 1, 0, Config(), None).verdict == Verdict.DONE
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import EXIT_CONFIG, EnvironmentMismatch
-from slurmtrain.runtime.distributed_context import _check_own_gpu, choose_device, join, threads_of
+from slurmtrain.runtime.distributed_context import _check_own_gpu, choose_device, init_distributed, threads_of
 from slurmtrain.slurm.environment import Environment, check_gpu_files
-from slurmtrain.system.signals import StopSignals
+from slurmtrain.system.signals import StopFlag
 from tests.support.commands import Cli
 
 RANK_3 = Environment(
@@ -73,7 +73,7 @@ def test_an_own_loop_of_a_job_with_gpus_goes_to_the_cpu_only_when_it_is_told_to(
 def test_ranks_that_meet_know_what_the_job_has_asked_for(gpus: pytest.MonkeyPatch) -> None:
     see(gpus, 0)
     with pytest.raises(EnvironmentMismatch, match=r"cluster\.gpus_per_node=2, but rank 3 on n1 sees no GPU"):
-        join(ClusterConfig(gpus_per_node=2), "auto", RANK_3, None, StopSignals())
+        init_distributed(ClusterConfig(gpus_per_node=2), "auto", RANK_3, None, StopFlag())
 
 
 def test_auto_is_a_gpu_where_one_was_asked_for_or_is_visible_and_else_the_cpu(gpus: pytest.MonkeyPatch) -> None:

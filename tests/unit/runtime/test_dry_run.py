@@ -15,7 +15,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch import memory_check
 from slurmtrain.planner.fit import GIB, memory_of
-from slurmtrain.runtime.jobs.dry_run import lay_out
+from slurmtrain.runtime.jobs.dry_run import dry_run
 from tests.support.commands import Cli, FakeSlurm
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -36,7 +36,7 @@ def test_72b_on_16_nodes_of_8_gpus_is_what_one_counts_by_hand() -> None:
         ]
     )
     assert str(parallel_dims_of(config)) == "128 ranks = 8 data-parallel groups (8 shards) x TP 8 x PP 2"
-    first, last = lay_out(config)
+    first, last = dry_run(config)
     assert (first.stage, first.rank, last.stage, last.rank) == (0, 0, 1, 64)
 
     query_and_out, key_and_value, feed_forward = 2 * 8192 * 8192, 2 * 1024 * 8192, 3 * 29568 * 8192
@@ -71,7 +71,7 @@ LLAMA_VOCABULARY = 128256 * 8192
 def test_512_ranks_of_tp_8_and_fsdp_64() -> None:
     config = compose(["cluster=a100x8", "cluster.nodes=64", *LLAMA_70B, "parallel=fsdp_tp", "parallel.tp=8"])
     assert str(parallel_dims_of(config)) == "512 ranks = 64 data-parallel groups (64 shards) x TP 8"
-    (one,) = lay_out(config)
+    (one,) = dry_run(config)
     rows = 251  # of 128256 / 8 tokens, which 64 shards cannot cut evenly; the first has most
     held = 80 * (LLAMA_70B_LAYER // 512 + 2 * 8192 // 64) + 2 * rows * 8192 + 8192 // 64
     assert one.parameters == one.gradients == FLOAT32 * held
@@ -81,7 +81,7 @@ def test_512_ranks_of_tp_8_and_fsdp_64() -> None:
 def test_512_ranks_of_tp_8_pp_8_and_dp_8() -> None:
     config = compose(["cluster=a100x8", "cluster.nodes=64", *LLAMA_70B, "parallel.tp=8", "parallel.pp=8"])
     assert str(parallel_dims_of(config)) == "512 ranks = 8 data-parallel groups x TP 8 x PP 8"
-    stages = lay_out(config)
+    stages = dry_run(config)
     assert [stage.rank for stage in stages] == list(range(0, 512, 64))
     layers = 10 * (LLAMA_70B_LAYER // 8 + 2 * 8192)
     held = [layers + LLAMA_VOCABULARY // 8, *[layers] * 6, layers + LLAMA_VOCABULARY // 8 + 8192]
@@ -101,7 +101,7 @@ def test_512_ranks_of_tp_8_pp_8_and_dp_8() -> None:
 def test_arithmetic_agrees_with_what_is_laid_out(words: list[str]) -> None:
     base = ["cluster=a100x8", "model.tie_embeddings=false", "model.kv_heads=2", "train.global_batch_size=64"]
     config = compose([*base, *words])
-    laid, counted = lay_out(config), memory_of(config, parallel_dims_of(config))
+    laid, counted = dry_run(config), memory_of(config, parallel_dims_of(config))
     assert counted is not None and laid[0].parameters > 0
     for stage, expected in zip(laid, counted, strict=True):
         # Adam's counts of steps are all there is besides.
@@ -116,10 +116,10 @@ def test_layout_memory_tells_bytes_and_whether_they_fit(
     monkeypatch.setenv("PYTHONPATH", ROOT)
     assert main([*TIGHT, "layout", "--memory", "--json"]) == 0  # by a process of its own
     (stage,) = json.loads(capsys.readouterr().out)["memory"]
-    (here,) = lay_out(compose([word.lstrip("+") for word in TIGHT]))
+    (here,) = dry_run(compose([word.lstrip("+") for word in TIGHT]))
     assert stage == {**vars(here), "total": here.total}
 
-    monkeypatch.setattr("slurmtrain.cli.layout.laid_out", lay_out)
+    monkeypatch.setattr("slurmtrain.cli.layout.memory_by_dry_run", dry_run)
     assert main([*TIGHT, "layout", "--memory"]) == 0
     lines = capsys.readouterr().out.splitlines()
     row = lines[3].split()
@@ -147,7 +147,7 @@ def test_submit_lays_out_what_is_tight_and_imports_no_torch(cli: Cli, fake_slurm
 
 def test_a_model_of_ones_own_is_refused_when_its_state_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     config = own_model(100_000)
-    monkeypatch.setattr(memory_check, "laid_out", lay_out)
+    monkeypatch.setattr(memory_check, "memory_by_dry_run", dry_run)
     with pytest.raises(ConfigError, match=r"needs 149\.0 GB \(parameters 37\.3, gradients 37\.3, optimiser 74\.5\)"):
         memory_check.check_memory(config)
     assert memory_check.check_memory(own_model(50_000)) == []
@@ -179,7 +179,7 @@ def test_where_it_cannot_be_known_there_is_a_warning(
         monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     else:
         config.model = {"_target_": "only.in.the.Container"}
-        monkeypatch.setattr(memory_check, "laid_out", lay_out)
+        monkeypatch.setattr(memory_check, "memory_by_dry_run", dry_run)
     (warning,) = memory_check.check_memory(config)
     assert warning.startswith("whether it fits into cluster.gpu_memory_gb=79 is not known: ")
     assert ("no torch here" if missing == "torch" else "only.in.the.Container") in warning
@@ -193,9 +193,9 @@ def test_of_a_sweep_the_largest_point_is_laid_out(
 
     def laid_out(config: Config) -> list[object]:
         asked.append(config.model["layers"])
-        return list(lay_out(config))
+        return list(dry_run(config))
 
-    monkeypatch.setattr(memory_check, "laid_out", laid_out)
+    monkeypatch.setattr(memory_check, "memory_by_dry_run", laid_out)
     sweep = ["-m", *TIGHT, "submit", "--dry-run"]
     assert main([*sweep, "model.layers=2,32,3"]) == 0
     assert asked == [32]
@@ -205,5 +205,5 @@ def test_of_a_sweep_the_largest_point_is_laid_out(
 
 
 def test_laying_out_leaves_nothing_behind() -> None:
-    lay_out(own_model(8))
+    dry_run(own_model(8))
     assert not torch.distributed.is_initialized()

@@ -13,10 +13,10 @@ from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import stop_watcher as watch_module
-from slurmtrain.runtime.stop_watcher import Watch
+from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.slurm.client import JobFacts
 from slurmtrain.system.files import read_json
-from slurmtrain.system.signals import StopSignals
+from slurmtrain.system.signals import StopFlag
 
 
 class Slurm:
@@ -31,8 +31,8 @@ class Slurm:
         return JobFacts("RUNNING", end_time=self.ends.pop(0) if len(self.ends) > 1 else self.ends[0])
 
 
-def watch(signals: StopSignals, tmp_path: Path, client: Any) -> Watch:
-    made = Watch(signals, AttemptDir(tmp_path), client, signal_lead_s=0)
+def watch(signals: StopFlag, tmp_path: Path, client: Any) -> StopWatcher:
+    made = StopWatcher(signals, AttemptDir(tmp_path), client, signal_lead_s=0)
     deadline = time.monotonic() + 60
     while made._end_time is None and time.monotonic() < deadline:  # it asks in a thread of its own
         time.sleep(0.005)
@@ -40,7 +40,7 @@ def watch(signals: StopSignals, tmp_path: Path, client: Any) -> Watch:
 
 
 def test_slow_saves_bring_the_last_one_forward(tmp_path: Path) -> None:
-    signals = StopSignals()
+    signals = StopFlag()
     made = watch(signals, tmp_path, Slurm(150.3))
     made.plan_stop(10.0, 40.0)  # 1.5 x 50 s before the end: 75 s from now
     assert not signals.wait(0.2)
@@ -50,7 +50,7 @@ def test_slow_saves_bring_the_last_one_forward(tmp_path: Path) -> None:
 
 
 def test_a_preemption_s_grace_time_is_what_is_left(tmp_path: Path) -> None:
-    signals = StopSignals()
+    signals = StopFlag()
     made = watch(signals, tmp_path, slurm := Slurm(3600.0, 30.0))
     signals.request("SIGTERM")
     before = time.time()
@@ -60,8 +60,8 @@ def test_a_preemption_s_grace_time_is_what_is_left(tmp_path: Path) -> None:
 
 def test_a_time_limit_that_was_extended_is_followed(tmp_path: Path) -> None:
     """`scontrol update TimeLimit`: SLURM is asked before the clock is believed, and not all the time."""
-    signals, slurm = StopSignals(), Slurm(1.0, 3600.0)
-    made = Watch(signals, AttemptDir(tmp_path), slurm, signal_lead_s=0.5)  # type: ignore[arg-type]
+    signals, slurm = StopFlag(), Slurm(1.0, 3600.0)
+    made = StopWatcher(signals, AttemptDir(tmp_path), slurm, signal_lead_s=0.5)  # type: ignore[arg-type]
     deadline = time.monotonic() + 60
     while made._end_time != slurm.ends[-1] and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -74,7 +74,7 @@ def test_a_time_limit_that_was_extended_is_followed(tmp_path: Path) -> None:
 
 
 def test_a_save_that_was_planned_for_follows_the_time_limit(tmp_path: Path) -> None:
-    signals, slurm = StopSignals(), Slurm(150.0, 3600.0)
+    signals, slurm = StopFlag(), Slurm(150.0, 3600.0)
     made = watch(signals, tmp_path, slurm)
     made.plan_stop(10.0, 90.0)  # 150 s before the end: at once, were that still the end
     deadline = time.monotonic() + 60
@@ -89,8 +89,8 @@ def test_a_save_that_was_planned_for_follows_the_time_limit(tmp_path: Path) -> N
 def test_a_time_limit_that_was_lifted_stops_nobody_and_a_later_one_is_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    signals, slurm = StopSignals(), Slurm(1.0, None)
-    made = Watch(signals, AttemptDir(tmp_path), slurm, signal_lead_s=0.5)  # type: ignore[arg-type]
+    signals, slurm = StopFlag(), Slurm(1.0, None)
+    made = StopWatcher(signals, AttemptDir(tmp_path), slurm, signal_lead_s=0.5)  # type: ignore[arg-type]
     deadline = time.monotonic() + 60
     while (slurm.asked < 2 or made._end_time is not None) and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -105,8 +105,8 @@ def test_a_time_limit_that_was_lifted_stops_nobody_and_a_later_one_is_followed(
 
 def test_a_time_limit_that_was_shortened_is_heard_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "ASK_EVERY_S", 0.05)
-    signals = StopSignals()
-    watch_made = Watch(signals, AttemptDir(tmp_path), Slurm(3600.0, 1.0), signal_lead_s=0.5)  # type: ignore[arg-type]
+    signals = StopFlag()
+    watch_made = StopWatcher(signals, AttemptDir(tmp_path), Slurm(3600.0, 1.0), signal_lead_s=0.5)  # type: ignore[arg-type]
     assert signals.wait(60) and signals.first is not None and signals.first.cause == "deadline"
     watch_made.wait_for_record()
 
@@ -122,14 +122,14 @@ def test_where_slurm_does_not_answer_the_clock_is_believed(
             return super().job(job_id) if self.asked == 0 else None
 
     monkeypatch.setattr(watch_module, "ANSWER_S", 0.1)
-    signals = StopSignals()
-    Watch(signals, AttemptDir(tmp_path), Silent(1.0), signal_lead_s=1.0)  # type: ignore[arg-type]
+    signals = StopFlag()
+    StopWatcher(signals, AttemptDir(tmp_path), Silent(1.0), signal_lead_s=1.0)  # type: ignore[arg-type]
     assert signals.wait(60) and signals.first is not None and signals.first.cause == "deadline"
 
 
 def test_without_slurm_nothing_is_planned(tmp_path: Path) -> None:
-    signals = StopSignals()
-    made = Watch(signals, AttemptDir(tmp_path), None, signal_lead_s=0)
+    signals = StopFlag()
+    made = StopWatcher(signals, AttemptDir(tmp_path), None, signal_lead_s=0)
     made.plan_stop(1e6, 1e6)
     assert not signals.wait(0.1)
     signals.request("SIGTERM")
@@ -143,9 +143,9 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 def test_a_file_saves_once_and_another_ends_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "LOOK_EVERY_S", 0.01)
-    signals = StopSignals()
+    signals = StopFlag()
     (run_dir.path / "save").touch()
-    made = Watch(signals, AttemptDir(run_dir.attempts), None, signal_lead_s=0, run_dir=run_dir)
+    made = StopWatcher(signals, AttemptDir(run_dir.attempts), None, signal_lead_s=0, run_dir=run_dir)
     deadline = time.monotonic() + 60
     while not made.take_save():
         assert time.monotonic() < deadline
@@ -171,8 +171,8 @@ class AskedMeanwhile(threading.Event):
 
 
 def test_a_save_that_is_asked_for_while_somebody_looks_is_not_forgotten(tmp_path: Path) -> None:
-    signals = StopSignals()
-    made = Watch(signals, AttemptDir(tmp_path), None, signal_lead_s=0)
+    signals = StopFlag()
+    made = StopWatcher(signals, AttemptDir(tmp_path), None, signal_lead_s=0)
     made._save_asked = AskedMeanwhile()
     assert [made.take_save(), made.take_save()] == [False, True]
     signals.request("SIGTERM")
@@ -181,8 +181,8 @@ def test_a_save_that_is_asked_for_while_somebody_looks_is_not_forgotten(tmp_path
 def test_a_switch_that_cannot_be_taken_away_is_not_obeyed(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would end every life of the run, and nobody could resume it."""
     monkeypatch.setattr(watch_module, "LOOK_EVERY_S", 0.01)
-    signals = StopSignals()
+    signals = StopFlag()
     (run_dir.path / "stop").mkdir()
-    Watch(signals, AttemptDir(run_dir.attempts), None, signal_lead_s=0, run_dir=run_dir)
+    StopWatcher(signals, AttemptDir(run_dir.attempts), None, signal_lead_s=0, run_dir=run_dir)
     assert not signals.wait(0.2)
     signals.request("SIGTERM")

@@ -206,13 +206,15 @@ def test_no_secret_of_a_program_lies_on_disk(cli: Cli, project: Path, beside: st
 
 
 @pytest.fixture
-def draft(project: Path) -> SweepPlan:
+def sweep_plan(project: Path) -> SweepPlan:
     with composing(PRIMARY) as composer:
         config = composer.compose(["cluster=local", "job=command", "job.command=true", "job.snapshot=none"])
     return SweepPlan(with_absolute_paths(config, project), search="the same")
 
 
-def test_a_search_here_goes_on_with_what_ctrl_c_has_stopped(draft: SweepPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_here_goes_on_with_what_ctrl_c_has_stopped(
+    sweep_plan: SweepPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun: list[Sequence[str]] = []
 
     def run_here(sweep: Sweep, run_ids: Sequence[str], *_: object, **__: object) -> bool:
@@ -225,43 +227,45 @@ def test_a_search_here_goes_on_with_what_ctrl_c_has_stopped(draft: SweepPlan, mo
         return len(begun) > 1
 
     monkeypatch.setattr("slurmtrain.sweep.adaptive.run_here", run_here)
-    wanted = [Wanted({"optim.lr": "1"}, draft.first)]
+    wanted = [Wanted({"optim.lr": "1"}, sweep_plan.first)]
     with pytest.raises(KeyboardInterrupt):
-        open_sweep(draft, [], None, say=print).run(wanted, lambda run_dir, now: None)
-    ((_, now),) = open_sweep(draft, [], None, parallelism=3, say=print).run(wanted, lambda run_dir, now: None)
+        open_sweep(sweep_plan, [], None, say=print).run(wanted, lambda run_dir, now: None)
+    ((_, now),) = open_sweep(sweep_plan, [], None, parallelism=3, say=print).run(wanted, lambda run_dir, now: None)
     assert now.status == "finished" and len(begun) == 2 and begun[0] == begun[1]
-    assert find_same_info(draft)["parallelism"] == 3
-    open_sweep(draft, [], None, say=print).run(wanted, lambda run_dir, now: None)
+    assert find_same_info(sweep_plan)["parallelism"] == 3
+    open_sweep(sweep_plan, [], None, say=print).run(wanted, lambda run_dir, now: None)
     assert begun[2:] == [[]]  # what has finished is not begun again
 
 
-def test_a_point_whose_line_was_cut_short_is_asked_for_anew(draft: SweepPlan, cli: Cli) -> None:
-    opened = open_sweep(draft, [], None, say=print)
+def test_a_point_whose_line_was_cut_short_is_asked_for_anew(sweep_plan: SweepPlan, cli: Cli) -> None:
+    opened = open_sweep(sweep_plan, [], None, say=print)
     file = opened.sweep.points_file
     with alone(opened.sweep):
         assert is_claimed(opened.sweep.path)  # `sweep status --watch` goes on, though no run is alive
-        opened._add([Wanted({"optim.lr": "1"}, draft.first)])
+        opened._add([Wanted({"optim.lr": "1"}, sweep_plan.first)])
         whole = file.read_text()
         file.write_text(f'{whole}{{"number": 1, "vari')
         assert [point["point"] for point in json.loads(cli("sweep", "status", "last", "--json").stdout)["points"]] == [
             0
         ]
-        other = dataclasses.replace(draft.first, job=dataclasses.replace(draft.first.job, command="false"))
+        other = dataclasses.replace(sweep_plan.first, job=dataclasses.replace(sweep_plan.first.job, command="false"))
         opened._add([Wanted({"optim.lr": "2"}, other)])
     assert file.read_text().startswith(whole) and [point.number for point in opened.sweep.points()] == [0, 1]
     assert not is_claimed(opened.sweep.path)
 
 
-def find_same_info(draft: SweepPlan) -> dict[str, Any]:
-    sweep = find_same(draft)
+def find_same_info(sweep_plan: SweepPlan) -> dict[str, Any]:
+    sweep = find_same(sweep_plan)
     assert sweep is not None
     return sweep.info()
 
 
-def test_a_point_that_was_removed_is_submitted_anew(draft: SweepPlan, fake_slurm: FakeSlurm, project: Path) -> None:
+def test_a_point_that_was_removed_is_submitted_anew(
+    sweep_plan: SweepPlan, fake_slurm: FakeSlurm, project: Path
+) -> None:
     fake_slurm.command("squeue", "exit 0")
-    cluster = dataclasses.replace(draft.first.cluster, backend="slurm")
-    on_slurm = SweepPlan(dataclasses.replace(draft.first, cluster=cluster), search="the same")
+    cluster = dataclasses.replace(sweep_plan.first.cluster, backend="slurm")
+    on_slurm = SweepPlan(dataclasses.replace(sweep_plan.first, cluster=cluster), search="the same")
     wanted = [Wanted({"optim.lr": "1"}, on_slurm.first)]
     opened = open_sweep(on_slurm, [], SlurmClient(None), say=print)
     for removed in (False, True, False):
@@ -304,14 +308,14 @@ def test_what_a_sweeper_refuses_is_one_sentence(cli: Cli, setting: str, words: s
 
 
 def test_ctrl_c_says_that_the_jobs_go_on(
-    draft: SweepPlan, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    sweep_plan: SweepPlan, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(run_dir: RunDir) -> bool:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("slurmtrain.sweep.adaptive.is_over", interrupt)
     said: list[str] = []
-    opened = open_sweep(draft, [], SlurmClient(None), say=said.append)
+    opened = open_sweep(sweep_plan, [], SlurmClient(None), say=said.append)
     with pytest.raises(KeyboardInterrupt):
-        opened.run([Wanted({}, draft.first)], lambda run_dir, now: None)
+        opened.run([Wanted({}, sweep_plan.first)], lambda run_dir, now: None)
     assert said == [f"the jobs of {opened.sweep.id} go on without this shell; sweep cancel {opened.sweep.id} ends them"]

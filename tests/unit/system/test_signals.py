@@ -62,8 +62,8 @@ def start() -> Iterator[type[Process]]:
 
 BLOCKED_IN_C = """
     import hashlib, threading
-    from slurmtrain.system.signals import arm
-    stop = arm()
+    from slurmtrain.system.signals import install_signal_handlers
+    stop = install_signal_handlers()
     working = True
     def report():
         stop.wait()
@@ -92,9 +92,9 @@ def test_the_first_cause_is_kept_and_nothing_is_raised(start: type[Process]) -> 
     process = start(
         """
         import sys
-        from slurmtrain.system.signals import arm
-        stop = arm()
-        assert arm() is stop and not stop.requested
+        from slurmtrain.system.signals import install_signal_handlers
+        stop = install_signal_handlers()
+        assert install_signal_handlers() is stop and not stop.requested
         print("ready")
         stop.wait()
         print(stop.first.cause)
@@ -117,8 +117,8 @@ def test_a_second_ctrl_c_does_not_wait(start: type[Process]) -> None:
     process = start(
         """
         import time
-        from slurmtrain.system.signals import arm
-        stop = arm()
+        from slurmtrain.system.signals import install_signal_handlers
+        stop = install_signal_handlers()
         print("ready")
         stop.wait()
         print("saving")
@@ -134,8 +134,8 @@ def test_a_second_ctrl_c_does_not_wait(start: type[Process]) -> None:
 
 FORKED = """
     import os, signal, sys, time
-    from slurmtrain.system.signals import arm
-    stop = arm()
+    from slurmtrain.system.signals import install_signal_handlers
+    stop = install_signal_handlers()
     child = os.fork()
     if child == 0:
         if OWN_HANDLER:
@@ -168,8 +168,8 @@ def test_a_spawned_worker_survives_usr2(how: str, start: type[Process]) -> None:
     process = start(
         f"""
         import multiprocessing, subprocess, sys, time
-        from slurmtrain.system.signals import arm
-        stop = arm()
+        from slurmtrain.system.signals import install_signal_handlers
+        stop = install_signal_handlers()
         if {how!r} == "subprocess":
             worker = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"],
                                       stdout=subprocess.PIPE)
@@ -203,8 +203,8 @@ def test_a_signal_that_a_launcher_held_back_arrives_when_somebody_listens(
         import sys
         print("not armed yet")
         sys.stdin.readline()
-        from slurmtrain.system.signals import arm
-        stop = arm()
+        from slurmtrain.system.signals import install_signal_handlers
+        stop = install_signal_handlers()
         print(stop.wait(60), stop.first.cause)
         """,
         blocked={signal.SIGTERM, signal.SIGUSR2, signal.SIGINT},
@@ -221,8 +221,8 @@ def test_signals_on_the_way_out_do_not_change_the_exit_code(start: type[Process]
     process = start(
         """
         import sys, time
-        from slurmtrain.system.signals import arm, ignore_further_stop_signals
-        arm()
+        from slurmtrain.system.signals import install_signal_handlers, ignore_further_stop_signals
+        install_signal_handlers()
         ignore_further_stop_signals()
         print("leaving")
         sys.stdin.readline()
@@ -238,5 +238,8 @@ def test_signals_on_the_way_out_do_not_change_the_exit_code(start: type[Process]
 
 
 def test_arming_imports_no_torch(start: type[Process]) -> None:
-    process = start("import sys; from slurmtrain.system import signals; signals.arm(); print('torch' in sys.modules)")
+    process = start(
+        "import sys; from slurmtrain.system import signals\n"
+        "signals.install_signal_handlers(); print('torch' in sys.modules)"
+    )
     assert process.line() == "False"

@@ -29,12 +29,12 @@ def prepare_units(model: nn.Module, parallel: ParallelConfig) -> None:
         return
     for unit in units(model, parallel.units):
         if parallel.activation_checkpointing != "none":
-            recompute(unit, parallel.activation_checkpointing)
+            apply_activation_checkpointing(unit, parallel.activation_checkpointing)
         if parallel.compile:
             compile_unit(unit)
 
 
-def recompute(unit: nn.Module, which: str) -> None:
+def apply_activation_checkpointing(unit: nn.Module, which: str) -> None:
     """Free the activations inside `unit` after its forward pass.
 
     Free all of them ("full") or those that are cheap to recompute ("selective").

@@ -18,13 +18,13 @@ from slurmtrain.checkpoint.mirror import Mirror, copy_name, share
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.checkpoint.saving import Writer
-from slurmtrain.checkpoint.writing import Bound
+from slurmtrain.checkpoint.writing import CheckpointIdentity
 from slurmtrain.errors import CheckpointError
 
 SLOWEST_S = 6 * 3600.0  # ranks that are done wait for the slowest upload; a store's hours are not training's
 
 
-class Copying:
+class MirrorUploader:
     """The copies of one run, under one URL. Its methods are called by all ranks together.
 
     Args:
@@ -35,7 +35,7 @@ class Copying:
         CheckpointError: on every rank: there is no such store.
     """
 
-    def __init__(self, url: str, ranks: RankGroup, bound: Bound, keep: Keep, say: Callable[[str], None]):
+    def __init__(self, url: str, ranks: RankGroup, bound: CheckpointIdentity, keep: Keep, say: Callable[[str], None]):
         self._mirror = ranks.all_do(lambda: Mirror(url))
         self._ranks, self._bound, self._keep, self._say = ranks.own_group(SLOWEST_S), bound, keep, say
         self._thread = Writer()
