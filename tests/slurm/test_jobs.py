@@ -278,6 +278,8 @@ def test_a_bare_scancel_in_the_grace_time_of_a_preemption_is_not_undone(project:
     run.wait_until(lambda: bool(run.attempts()) and bool(run.attempts()[0].nodes), "running")
     run.cluster.submit_high(nodes=run.attempts()[0].nodes, seconds=0.1)
     run.wait_until(told.exists, "told to stop")
+    # The end that SLURM has announced stands there: by it the cancel, which brings an earlier one, is told from the preemption.
+    run.wait_until((run.run_dir.attempt(1).path / "stop.json").exists, "the preemption is recorded")
     run.cluster.run(["scancel", run.job_id])
     go.touch()
     run.cluster.wait_for(run.job_id, "CANCELLED")
