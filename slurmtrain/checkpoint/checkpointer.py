@@ -1,6 +1,6 @@
 """Save and restore of a whole training state by all ranks, under the commit protocol. It knows nothing of the trainer.
 
-To save: objects -> tensors by name and plain JSON (`state`) -> which rank writes what (`plan`) -> a copy in host memory
+To save: objects -> tensors by name and plain JSON (`state`) -> which rank writes what (`save_plan`) -> a copy in host memory
 (`staging`) -> training goes on, while a thread (`saving`) does the rest (`writing`): write and digest (`blocks`), check
 that nothing is missing (`tensor_index`), commit (`commit`), read back, and remove checkpoints that are no longer kept
 (`retention`). To restore: differences are refused (`compatibility`), and everything is verified before it is loaded

@@ -30,7 +30,8 @@ class DistributedModel:
         stages: the modules that are called: the model, or its pipeline stages on this rank.
         numbers: the stages' numbers among all stages.
         stage_count: number of all stages of the pipeline.
-        layout, at: the layout, and this rank's coordinates in it.
+        layout: the sizes of all axes.
+        rank: number of this rank; `coordinates` is where it stands on each axis.
         mesh: the device mesh; None for plain replicas.
         compression: the compression of gradients, if it has a state to save.
         shared: parameters that the stage at the other end of the pipeline also has: those of a tied embedding.

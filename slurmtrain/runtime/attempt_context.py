@@ -1,4 +1,4 @@
-"""The place of this attempt's files: which run, which attempt, and which process keeps its record.
+"""The run and the attempt of this process, and who keeps the attempt's record.
 
 A submitted job is given run and attempt by its batch script. Ranks that somebody started by hand (srun, torchrun, plain
 python) find them out together: they meet first, rank 0 makes the run directory or claims the next attempt, and
@@ -51,7 +51,7 @@ class AttemptContext:
 
 
 def given_attempt(run_dir: RunDir) -> AttemptContext | None:
-    """Return the place that the batch script or cluster=local has named, or None for ranks started by hand."""
+    """Return the attempt that the batch script or cluster=local has named, or None for ranks started by hand."""
     number = os.environ.get(ATTEMPT_VARIABLE)
     return AttemptContext(run_dir, int(number), supervised=True) if number else None
 
@@ -86,7 +86,7 @@ def agree_on_attempt(
 
 
 def alone(kind: str, environment: Environment, find_or_create: Callable[[], RunDir]) -> AttemptContext:
-    """Return the place of a job started by hand whose kind has ranks that do not meet.
+    """Return run and attempt of a job started by hand whose kind has ranks that do not meet.
 
     None of its ranks could tell others the attempt.
 

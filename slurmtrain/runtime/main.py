@@ -63,7 +63,7 @@ def _run(
 
     Args:
         find: reads the config, and returns it with the function that rank 0 calls for the run directory.
-        given: the place that a batch script has named; None: the ranks find out together.
+        given: the attempt that a batch script has named; None: the ranks find out together.
     """
     stop = signals.install_signal_handlers()
     timeline = Timeline()
@@ -143,7 +143,7 @@ def _join(
     stop: signals.StopFlag,
     timeline: Timeline,
 ) -> tuple[DistributedContext, AttemptContext]:
-    """Meet the other ranks, and return the world and the place of this attempt."""
+    """Meet the other ranks, and return what connects this rank with them, and its run and attempt."""
     from slurmtrain.runtime.distributed_context import init_distributed
 
     timeline.mark("interpreter and imports")

@@ -2,8 +2,8 @@
 
 Everything that runs `scontrol` and the like is here.
 
-Parsing is pure and tested with plain text; running takes the command runner as an argument. It is in this package, not
-among the launchers, because the job itself asks SLURM, too: why was it told to stop, when does its time end.
+Parsing is pure and tested with plain text; running takes the command runner as an argument. It is not in `launch`, because
+the job itself asks SLURM, too: why was it told to stop, when does its time end.
 """
 
 from __future__ import annotations

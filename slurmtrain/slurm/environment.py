@@ -32,7 +32,7 @@ class Environment:
         nodes: names of all nodes, as SLURM has them.
         tasks_per_node: ranks on each of `nodes`.
         job_id: SLURM's job id, or None. For an array task, its own raw id.
-        step_id: SLURM's step id, or None: two steps of one job are two steps whose ranks do not meet.
+        step_id: SLURM's step id, or None: ranks of two steps of one job do not meet.
         restart_count: how often SLURM has requeued this job.
     """
 

@@ -184,7 +184,7 @@ def open_sweep(
     """Return the sweep of this search: the one that exists, or a new one.
 
     Args:
-        draft: a draft with a `search`, and no points.
+        sweep_plan: a plan with a `search`, and no points.
         after: runs that have to finish before any of a new sweep begins.
         again: make another sweep.
         ended: returns whether the existing sweep is not to be continued.

@@ -109,7 +109,7 @@ class SweepPlan:
 
 
 def plan_sweep(configs: Iterable[Config], cwd: Path) -> SweepPlan:
-    """Make a draft of every point's config; an error in one ends it before anything is created.
+    """Plan a sweep of these configs; an error in one ends it before anything is created.
 
     Raises:
         ConfigError: a point is wrong, or they cannot be in one sweep.

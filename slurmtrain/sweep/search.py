@@ -48,7 +48,7 @@ class Search:
     """The task function that is passed to Hydra.
 
     Args:
-        overrides: overrides of the command line.
+        open_sweep: the sweep that gets the points.
         searched: the keys whose values the sweeper chooses.
         say: called with a message about every run that has ended.
     """

@@ -161,18 +161,14 @@ class Trainer:
         data_hash: str = "",
     ):
         self._train, self._optim, self._checkpoint = train, optim, checkpoint
-        self._distributed_model, self._model, self._loader, self._forward_backward = (
-            distributed_model,
-            distributed_model.model,
-            loader,
-            forward_backward,
-        )
+        self._distributed_model, self._model = distributed_model, distributed_model.model
+        self._loader, self._forward_backward = loader, forward_backward
         self._evaluator, self._jobs = evaluator, jobs
         self._ranks, self._checkpointer, self._stop = ranks, checkpointer, stop
         self._baseline = baseline
         self._make_reporter, self._on_restore = make_reporter, on_restore
         interval = Interval(checkpoint.every_steps, checkpoint.every_minutes)
-        self._make_cadence = make_save_schedule or (
+        self._make_save_schedule = make_save_schedule or (
             lambda step: SaveSchedule(interval, now=time.monotonic(), step=step)
         )
         self._plan_stop, self._grace_left = plan_stop, grace_left
@@ -201,7 +197,7 @@ class Trainer:
         self._restore()
         first_step = self._counters.step
         self._reporter = self._make_reporter(first_step, self._counters.evaluated_at)
-        self._save_schedule = self._make_cadence(first_step)
+        self._save_schedule = self._make_save_schedule(first_step)
         self._throughput = Throughput()
         # The objects that exist by now stay. A full garbage collection would visit all of them, for a tenth of a second
         # and more; each rank would do so at another time, and all others wait.
