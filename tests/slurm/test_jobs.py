@@ -456,12 +456,12 @@ def test_in_a_shell_of_salloc_it_is_one_process(project: Project) -> None:
 
 def test_srun_by_hand_makes_one_run_of_all_its_ranks(project: Project) -> None:
     words = ["+experiment=smoke", "train.steps=5", "train"]
-    command = ["salloc", "-N2", "--ntasks-per-node=2", "srun", PYTHON, "-m", "slurmtrain", *words]
-    done = project.cluster.run(command, cwd=project.path)
+    srun = ["sh", "-c", 'scontrol show hostnames >allocated; exec srun "$@"', "sh", PYTHON, "-m", "slurmtrain", *words]
+    done = project.cluster.run(["salloc", "-N2", "--ntasks-per-node=2", *srun], cwd=project.path)
     (run_dir,) = all_runs(project.path / "runs")
     attempt = json.loads((run_dir.attempt(1).path / "attempt.json").read_text())
     assert (attempt["world_size"], attempt["reason"]) == (4, "finished"), done.stdout + done.stderr
-    assert attempt["nodes"] == ["n0", "n1"]
+    assert attempt["nodes"] == (project.path / "allocated").read_text().split()
     assert run_dir.attempt_numbers() == [1]
 
 
