@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import logging
 import os
 import pty
 import queue
@@ -17,7 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import BinaryIO
 
 from slurmtrain.config import secrets
@@ -32,10 +33,12 @@ from slurmtrain.slurm.client import belongs_to_a_job
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE
 from slurmtrain.system.signals import STOP_SIGNALS
 
+log = logging.getLogger(__name__)
+
 PR_SET_PDEATHSIG = 1
 
 
-def run_local(run_dir: RunDir, say: Callable[[str], None]) -> int:
+def run_local(run_dir: RunDir) -> int:
     """Run attempts until one is the last, and return the exit code: 0 finished, 75 stopped, 78 config, else a crash."""
     config = load_frozen(run_dir.config_file)
     secrets.take(config.secrets)
@@ -46,10 +49,8 @@ def run_local(run_dir: RunDir, say: Callable[[str], None]) -> int:
             config = dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode="off"))
         outcome = finish_attempt(run_dir, attempt.number, code, config, None)
         run_hook_of(run_dir, attempt.number, config)
-        say(
-            outcome.sentence
-            + ("" if outcome.verdict is not Verdict.END else f". {how_to_continue(run_dir.id, outcome.reason)}")
-        )
+        ended = outcome.verdict is Verdict.END
+        log.info("%s%s", outcome.sentence, f". {how_to_continue(run_dir.id, outcome.reason)}" if ended else "")
         if outcome.verdict is not Verdict.REQUEUE:
             return exit_code_of_run(outcome.verdict, outcome.reason, code)
 
@@ -131,8 +132,8 @@ class LocalAttempt:
             preexec_fn=_prepare_rank,
         )
         os.close(theirs)
-        log = self._attempt_dir.rank_log(rank).open("wb")
-        copier = threading.Thread(target=_copy, args=(ours, log, rank == 0), daemon=True)
+        log_file = self._attempt_dir.rank_log(rank).open("wb")
+        copier = threading.Thread(target=_copy, args=(ours, log_file, rank == 0), daemon=True)
         copier.start()
         self._copiers.append(copier)
         threading.Thread(target=lambda: self._events.put(("left", rank, process.wait())), daemon=True).start()
