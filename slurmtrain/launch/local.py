@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import logging
 import os
 import pty
 import queue
@@ -33,8 +32,6 @@ from slurmtrain.slurm.client import belongs_to_a_job
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE
 from slurmtrain.system.signals import STOP_SIGNALS
 
-log = logging.getLogger(__name__)
-
 PR_SET_PDEATHSIG = 1
 
 
@@ -50,7 +47,8 @@ def run_local(run_dir: RunDir) -> int:
         outcome = finish_attempt(run_dir, attempt.number, code, config, None)
         run_hook_of(run_dir, attempt.number, config)
         ended = outcome.verdict is Verdict.END
-        log.info("%s%s", outcome.sentence, f". {how_to_continue(run_dir.id, outcome.reason)}" if ended else "")
+        goes_on = f". {how_to_continue(run_dir.id, outcome.reason)}" if ended else ""
+        print(f"slurmtrain: {outcome.sentence}{goes_on}", flush=True)  # the result of the verb
         if outcome.verdict is not Verdict.REQUEUE:
             return exit_code_of_run(outcome.verdict, outcome.reason, code)
 
@@ -132,8 +130,8 @@ class LocalAttempt:
             preexec_fn=_prepare_rank,
         )
         os.close(theirs)
-        log_file = self._attempt_dir.rank_log(rank).open("wb")
-        copier = threading.Thread(target=_copy, args=(ours, log_file, rank == 0), daemon=True)
+        log = self._attempt_dir.rank_log(rank).open("wb")
+        copier = threading.Thread(target=_copy, args=(ours, log, rank == 0), daemon=True)
         copier.start()
         self._copiers.append(copier)
         threading.Thread(target=lambda: self._events.put(("left", rank, process.wait())), daemon=True).start()
