@@ -29,7 +29,7 @@ class Evaluator:
 
     Args:
         sets: data sets by name; a metric of a set is called <set>_<metric>. May be empty.
-        counts: a gloo group of all ranks; None for a single one.
+        control_group: a gloo group of all ranks; None for a single one.
         stop: asked in every round whether to stop.
 
     Raises:
@@ -43,11 +43,11 @@ class Evaluator:
         sets: Mapping[str, MapDataset],
         measures: MetricSums,
         *,
-        counts: dist.ProcessGroup | None,
+        control_group: dist.ProcessGroup | None,
         stop: StopCheck,
     ):
         self._distributed_model, self._forward_backward, self.sets = distributed_model, forward_backward, sets
-        self._measures, self._counts, self._stop = measures, counts, stop
+        self._measures, self._control_group, self._stop = measures, control_group, stop
         for name, dataset in sets.items():
             check_has_samples(dataset, f"the evaluation set {name!r}")
             if not len(dataset):
@@ -115,14 +115,14 @@ class Evaluator:
 
         Ranks that measured nothing, such as all but the last stage's, learn the number of sums here.
         """
-        if self._counts is None:
+        if self._control_group is None:
             assert own is not None
             return own
         sizes = torch.tensor(self._measures.sizes)
-        dist.all_reduce(sizes, dist.ReduceOp.MAX, self._counts)
+        dist.all_reduce(sizes, dist.ReduceOp.MAX, self._control_group)
         self._measures.sizes = sizes.tolist()
         total = own if own is not None else torch.zeros(sum(self._measures.sizes), dtype=torch.float64)
-        dist.all_reduce(total, group=self._counts)
+        dist.all_reduce(total, group=self._control_group)
         return total
 
     @contextmanager

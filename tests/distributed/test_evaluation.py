@@ -128,7 +128,7 @@ def measure(distributed: DistributedContext, overrides: list[str]) -> dict[str, 
     micro = micro_batch_size(config, layout)
     forward_backward = build_forward_backward(laid, config.train.global_batch_size // (micro * layout.dp), micro)
     told = signals.StopFlag()
-    stop = StopAgreement(told, distributed.control)
+    stop = StopAgreement(told, distributed.control_group)
     evaluator = build_evaluator(config, laid, forward_backward, build("data", config.data), distributed, stop)
     evaluator.prepare()
     before = torch.get_rng_state()

@@ -95,7 +95,7 @@ def build_trainer(
     keeping = config.checkpoint
     checkpointer = Checkpointer(
         context.run_dir.checkpoints,
-        group=distributed.saving,
+        group=distributed.checkpoint_group,
         incarnation=Incarnation(context.number, context.incarnation_label(distributed.environment)),
         run_id=context.run_dir.id,
         config=_bound(config, source),
@@ -120,7 +120,7 @@ def build_trainer(
         evaluator=evaluator,
         jobs=jobs or (NoJobs() if config.eval.mode == "job" else None),
         baseline=("byte-unigram entropy", source.unigram_entropy) if hasattr(source, "unigram_entropy") else None,
-        ranks=TrainingRanks(rank, distributed.group, distributed.control),
+        ranks=TrainingRanks(rank, distributed.device_group, distributed.control_group),
         checkpointer=checkpointer,
         stop=stop,
         make_reporter=record.make_reporter if record else lambda step, evaluated_at: SilentReporter(),
@@ -289,7 +289,7 @@ def distribute_model(
         layout,
         rank=distributed.environment.rank,
         device=distributed.device,
-        group=distributed.group,
+        group=distributed.device_group,
         fill=lambda held: fill(held, distributed.device, config.train.seed),
     )
     return distributed_model, parameters, getattr(model, "vocab_size", None)
@@ -316,7 +316,7 @@ def build_evaluator(
         forward_backward,
         _evaluation_sets(config, source),
         measures,
-        counts=distributed.control,
+        control_group=distributed.control_group,
         stop=stop,
     )
 
