@@ -30,7 +30,7 @@ class DistributedModel:
         stages: the modules that are called: the model, or its pipeline stages on this rank.
         stage_indices: the stages' indices among all stages.
         stage_count: number of all stages of the pipeline.
-        layout: the sizes of all axes.
+        dims: the sizes of all axes.
         rank: number of this rank; `coordinates` is where it stands on each axis.
         mesh: the device mesh; None for plain replicas.
         compression: the compression of gradients, if it has a state to save.
@@ -42,7 +42,7 @@ class DistributedModel:
     stage_indices: tuple[int, ...]
     stage_count: int
     parallel: ParallelConfig
-    layout: ParallelDims
+    dims: ParallelDims
     rank: int
     device: torch.device
     mesh: DeviceMesh | None = None
@@ -51,7 +51,7 @@ class DistributedModel:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        return self.layout.coordinates(self.rank)
+        return self.dims.coordinates(self.rank)
 
     @property
     def counts_samples(self) -> bool:
@@ -66,7 +66,7 @@ class DistributedModel:
 def parallelize(
     model: nn.Module,
     parallel: ParallelConfig,
-    layout: ParallelDims,
+    dims: ParallelDims,
     *,
     rank: int,
     device: torch.device,
@@ -86,25 +86,25 @@ def parallelize(
     Raises:
         ConfigError: the model does not support such a layout.
     """
-    if not layout.uses_fsdp(parallel):
+    if not dims.uses_fsdp(parallel):
         prepare_units(model, parallel)
         model = apply_ddp(fill(model), device, group)
         compression = _compressed(model, parallel, group)
-        return DistributedModel(model, (model,), (0,), 1, parallel, layout, rank, device, compression=compression)
+        return DistributedModel(model, (model,), (0,), 1, parallel, dims, rank, device, compression=compression)
 
     # Importing DTensors, FSDP and pipelines takes more than a second, which replicas do without.
     from slurmtrain.parallel.sharded import apply_fsdp, build_mesh
 
-    mesh = build_mesh(layout, device)
+    mesh = build_mesh(dims, device)
     stage_indices, count, stages, shared = [0], 1, [model], []
-    if layout.pp > 1:
+    if dims.pp > 1:
         from slurmtrain.parallel.pipeline import part, shared_by_ends, stage_numbers
 
-        stage_indices, count = stage_numbers(layout.coordinates(rank)["pp"], layout.pp, parallel.pp_schedule)
+        stage_indices, count = stage_numbers(dims.coordinates(rank)["pp"], dims.pp, parallel.pp_schedule)
         shared = shared_by_ends(model, count)
         stages = [part(model, [index], count) for index in stage_indices]
         model = part(model, stage_indices, count) if len(stage_indices) > 1 else stages[0]
-    apply_fsdp(stages, parallel, layout, rank, device, mesh)
+    apply_fsdp(stages, parallel, dims, rank, device, mesh)
     model = fill(model)
     held = dict(model.named_parameters())
     return DistributedModel(
@@ -113,7 +113,7 @@ def parallelize(
         tuple(stage_indices),
         count,
         parallel,
-        layout,
+        dims,
         rank,
         device,
         mesh,

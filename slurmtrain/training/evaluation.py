@@ -92,9 +92,9 @@ class Evaluator:
 
     def _total(self, dataset: MapDataset) -> Tensor | None:
         """Return all sums of a set, over all ranks; None when a stop was requested."""
-        rows, layout = self._forward_backward.rows, self._distributed_model.layout
-        share = -(-len(dataset) // layout.dp)
-        batches = eval_batches(dataset, rows, layout.dp_rank(self._distributed_model.rank), layout.dp)
+        rows, dims = self._forward_backward.rows, self._distributed_model.dims
+        share = -(-len(dataset) // dims.dp)
+        batches = eval_batches(dataset, rows, dims.dp_rank(self._distributed_model.rank), dims.dp)
         own: Tensor | None = None
         # The same number of rounds on all ranks, so that they can agree on stopping in each, and since a model that is
         # shared needs all ranks for a forward pass.

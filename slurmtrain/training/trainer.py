@@ -372,7 +372,7 @@ class Trainer:
         def backward(micro_batches: int) -> None:
             self._forward_backward.train([self._loader.example()] * micro_batches, count=lambda: 1)
 
-        if self._distributed_model.layout.pp > 1:
+        if self._distributed_model.dims.pp > 1:
             without_trace(self._model, lambda: backward(self._loader.accumulation_steps))
         warm_up_ddp_buckets(self._model, lambda: backward(1))
 

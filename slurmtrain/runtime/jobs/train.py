@@ -18,7 +18,7 @@ from slurmtrain.checkpoint.compatibility import FINGERPRINT
 from slurmtrain.checkpoint.interval import Interval, SaveSchedule, mean_time_between_failures
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.checkpoint.saving import SaveResult
-from slurmtrain.config.parallel_dims import ParallelDims, micro_batch_size, parallel_dims_of
+from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
 from slurmtrain.config.schema import Config, OptimConfig, ParallelConfig, TrainConfig
 from slurmtrain.data.loading.loader import BatchLoader, RowLength
 from slurmtrain.data.loading.samples import MapDataset, fingerprint_of
@@ -59,10 +59,10 @@ def build_trainer(
     Raises:
         ConfigError: model or data cannot be built from the config.
     """
-    rank, layout = distributed.environment.rank, parallel_dims_of(config)
+    rank, dims = distributed.environment.rank, parallel_dims_of(config)
     train = config.train
     timeline.begin("building the model and the data")
-    distributed_model, parameters, vocabulary = distribute_model(config, layout, distributed)
+    distributed_model, parameters, vocabulary = distribute_model(config, dims, distributed)
     seed_everything(train.seed, rank)
     source = build("data", config.data)
     if not hasattr(source, "train"):
@@ -75,14 +75,14 @@ def build_trainer(
         source.train,
         seed=train.seed,
         global_batch_size=train.global_batch_size,
-        micro_batch_size=micro_batch_size(config, layout),
-        dp_rank=layout.dp_rank(rank),
-        dp_size=layout.dp,
+        micro_batch_size=dims.micro_batch_size(train),
+        dp_rank=dims.dp_rank(rank),
+        dp_size=dims.dp,
         num_workers=train.data_workers,
         shuffle=train.shuffle,
         ahead=train.data_ahead,
         sorted_steps=train.length_sorted_steps,
-        row_length=row_length_of(layout, config.parallel),
+        row_length=row_length_of(dims, config.parallel),
         device=distributed.device,
     )
     _check_repetition(loader, train)
@@ -90,7 +90,7 @@ def build_trainer(
     evaluator = build_evaluator(config, distributed_model, forward_backward, source, distributed, stop)
     jobs = EvaluationJobs(context.run_dir) if rank == 0 and config.eval.mode == "job" else None
     record = (
-        _Record(config, context, source, f"{parameters:,} parameters; {layout}", timeline, jobs) if rank == 0 else None
+        _Record(config, context, source, f"{parameters:,} parameters; {dims}", timeline, jobs) if rank == 0 else None
     )
     keeping = config.checkpoint
     checkpointer = Checkpointer(
@@ -132,12 +132,12 @@ def build_trainer(
     )
 
 
-def row_length_of(layout: ParallelDims, parallel: ParallelConfig) -> RowLength:
+def row_length_of(dims: ParallelDims, parallel: ParallelConfig) -> RowLength:
     """Return how long rows have to be when samples differ in length.
 
     Ranks have to share a row evenly, and for stages and compiled code all rows are alike.
     """
-    return RowLength(multiple=layout.sequence_ranks(parallel), fixed=layout.pp > 1 or parallel.compile)
+    return RowLength(multiple=dims.sequence_ranks(parallel), fixed=dims.pp > 1 or parallel.compile)
 
 
 def _check_repetition(loader: BatchLoader, train: TrainConfig) -> None:
@@ -278,7 +278,7 @@ class _Record:
 
 
 def distribute_model(
-    config: Config, layout: ParallelDims, distributed: DistributedContext
+    config: Config, dims: ParallelDims, distributed: DistributedContext
 ) -> tuple[DistributedModel, int, int | None]:
     """Return the distributed model, the number of parameters of the whole model, and its vocabulary size, if it has one."""
     model = build_model(config)
@@ -286,7 +286,7 @@ def distribute_model(
     distributed_model = parallelize(
         model,
         config.parallel,
-        layout,
+        dims,
         rank=distributed.environment.rank,
         device=distributed.device,
         group=distributed.device_group,
