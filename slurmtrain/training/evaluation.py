@@ -30,7 +30,7 @@ class Evaluator:
 
     Args:
         sets: data sets by name; a metric of a set is called <set>_<metric>. May be empty.
-        counts: a gloo group of all ranks; None for a single one.
+        control_group: a gloo group of all ranks; None for a single one.
         stop: asked in every round whether to stop.
 
     Raises:
@@ -44,12 +44,12 @@ class Evaluator:
         sets: Mapping[str, MapDataset],
         measures: MetricSums,
         *,
-        counts: dist.ProcessGroup | None,
+        control_group: dist.ProcessGroup | None,
         stop: StopCheck,
     ):
         self._distributed_model, self._forward_backward = distributed_model, forward_backward
         self.sets = {name: inspect_dataset(dataset, f"the evaluation set {name!r}") for name, dataset in sets.items()}
-        self._measures, self._counts, self._stop = measures, counts, stop
+        self._measures, self._control_group, self._stop = measures, control_group, stop
         for name, dataset in self.sets.items():
             if not len(dataset):
                 raise ConfigError(
@@ -116,14 +116,14 @@ class Evaluator:
 
         Ranks that measured nothing, such as all but the last stage's, learn the number of sums here.
         """
-        if self._counts is None:
+        if self._control_group is None:
             assert own is not None
             return own
         sizes = torch.tensor(self._measures.sizes)
-        dist.all_reduce(sizes, dist.ReduceOp.MAX, self._counts)
+        dist.all_reduce(sizes, dist.ReduceOp.MAX, self._control_group)
         self._measures.sizes = sizes.tolist()
         total = own if own is not None else torch.zeros(sum(self._measures.sizes), dtype=torch.float64)
-        dist.all_reduce(total, group=self._counts)
+        dist.all_reduce(total, group=self._control_group)
         return total
 
     @contextmanager

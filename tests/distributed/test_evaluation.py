@@ -130,7 +130,7 @@ def measure(distributed: DistributedContext, overrides: list[str]) -> dict[str, 
         laid, dims.micro_batches(config.train), dims.micro_batch_size(config.train)
     )
     told = signals.StopFlag()
-    stop = StopAgreement(told, distributed.control)
+    stop = StopAgreement(told, distributed.control_group)
     source = inspect_source(build("data", config.data))
     evaluator = build_evaluator(config, laid, forward_backward, source, distributed, stop)
     evaluator.prepare()

@@ -69,7 +69,10 @@ def _measure(
     timeline.mark("model and data")
     # The settings of its training do not matter for the weights, and nothing is resumed.
     checkpointer = Checkpointer(
-        context.run_dir.checkpoints, group=distributed.saving, verify=config.checkpoint.verify, say=lambda text: None
+        context.run_dir.checkpoints,
+        group=distributed.checkpoint_group,
+        verify=config.checkpoint.verify,
+        say=lambda text: None,
     )
     restored = checkpointer.restore(
         path=config.checkpoint.restore_from, allow=["config"], model=distributed_model.model

@@ -101,7 +101,7 @@ def build_trainer(
     keeping = config.checkpoint
     checkpointer = Checkpointer(
         context.run_dir.checkpoints,
-        group=distributed.saving,
+        group=distributed.checkpoint_group,
         incarnation=Incarnation(context.number, context.incarnation_label(distributed.environment)),
         run_id=context.run_dir.id,
         config=_bound(config, source),
@@ -126,7 +126,7 @@ def build_trainer(
         evaluator=evaluator,
         jobs=jobs or (NoJobs() if config.eval.mode == "job" else None),
         baseline=None if source.unigram_entropy is None else ("byte-unigram entropy", source.unigram_entropy),
-        ranks=TrainingRanks(rank, distributed.group, distributed.control),
+        ranks=TrainingRanks(rank, distributed.device_group, distributed.control_group),
         checkpointer=checkpointer,
         stop=stop,
         make_reporter=record.make_reporter if record else lambda step, evaluated_at: SilentReporter(),
@@ -295,7 +295,7 @@ def distribute_model(
         dims,
         rank=distributed.environment.rank,
         device=distributed.device,
-        group=distributed.group,
+        group=distributed.device_group,
         fill=lambda held: fill(held, distributed.device, config.train.seed),
     )
     return distributed_model, parameters, getattr(model, "vocab_size", None)
@@ -322,7 +322,7 @@ def build_evaluator(
         forward_backward,
         _evaluation_sets(config, source),
         measures,
-        counts=distributed.control,
+        control_group=distributed.control_group,
         stop=stop,
     )
 
