@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from slurmtrain.cli.arguments import Arguments
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.config.compose import compose
+from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.data.sources.config_check import check_prepared
@@ -19,7 +20,7 @@ from slurmtrain.launch.memory_check import check_memory
 from slurmtrain.launch.named_paths import check_named_paths
 from slurmtrain.launch.resubmit import submit_links
 from slurmtrain.launch.submit import check_slurm_is_here, dry_run, interrupted, preparing, slurm_conf_of, submit
-from slurmtrain.launch.submit_once import Refused
+from slurmtrain.launch.submit_once import RefusedError
 from slurmtrain.launch.time_limit_check import look_ahead
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.runs import lookup
@@ -40,8 +41,8 @@ def main(arguments: Arguments) -> int:
     for option in ("--array-parallelism", "--again"):
         if option in arguments.options:
             raise UsageError(f"{option} is for sweeps", hint="add -m, and choices: -m key=1,2 submit")
-    config = compose_and_validate(arguments)
-    check_fits(config)
+    config, dims = compose_and_validate(arguments)
+    check_fits(config, dims)
     check_prepared(config, later="--after" in arguments.options)
     if "--dry-run" not in arguments.options:  # it queues nothing, and may be used on another machine
         check_named_paths(config, current_folder(), later="--after" in arguments.options)
@@ -52,29 +53,28 @@ def main(arguments: Arguments) -> int:
     if "--dry-run" in arguments.options:
         print(dry_run(plan, current_folder()), end="")
         return 0
-    for warning in check_memory(plan):
+    for warning in check_memory(plan, dims):
         log.warning(warning)
     if plan.cluster.backend == "local":
         return _run_here(plan, arguments)
     try:
         return _submit(plan, arguments)
-    except Refused:  # one of the runs may have ended since, and SLURM may have forgotten its job
+    except RefusedError:  # one of the runs may have ended since, and SLURM may have forgotten its job
         later = starting_after(config, runs) if runs is not None else plan
         if later == plan:
             raise
         return _submit(later, arguments)
 
 
-def compose_and_validate(arguments: Arguments) -> Config:
-    """Return the config of a command line, after all checks of its fields."""
+def compose_and_validate(arguments: Arguments) -> tuple[Config, ParallelDims]:
+    """Return the config of a command line and its parallel dims, after all checks of its fields."""
     config = compose(
         arguments.overrides,
         config_name=arguments.options.get("--config-name", "config"),
         config_dir=arguments.options.get("--config-dir"),
         config_path=arguments.options.get("--config-path"),
     )
-    validate(config)
-    return config
+    return config, validate(config)
 
 
 def starting_after(config: Config, runs: str) -> Config:
