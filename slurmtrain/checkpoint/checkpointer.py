@@ -598,10 +598,10 @@ class Checkpointer:
                 )
         else:
             with suppress(OSError):
-                commit.refresh(self.directory)
+                blocks.refresh(self.directory)
             for unseen in blocks.patiently(partial(commit.late, self.directory), self.directory):
                 with suppress(OSError):
-                    commit.refresh(unseen)
+                    blocks.refresh(unseen)
             candidates = blocks.patiently(partial(commit.committed, self.directory), self.directory)
             if not candidates:
                 return None
