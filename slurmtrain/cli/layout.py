@@ -9,7 +9,7 @@ from slurmtrain.cli.arguments import Arguments
 from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.cli.submit import compose_and_validate
-from slurmtrain.config.parallel_dims import AXES, ParallelDims, parallel_dims_of
+from slurmtrain.config.parallel_dims import AXES, ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.memory_check import memory_by_dry_run
@@ -18,28 +18,28 @@ from slurmtrain.planner.fit import StageMemory, check_fits, in_gb, memory_of
 
 def main(arguments: Arguments) -> int:
     """Run the verb and return its exit code."""
-    config = compose_and_validate(arguments)
-    layout, laid = parallel_dims_of(config), "--memory" in arguments.options
+    config, dims = compose_and_validate(arguments)
+    laid = "--memory" in arguments.options
     if laid and config.job.kind != "train":
         raise UsageError(f"--memory is of the trainer's model, and job.kind is {config.job.kind!r}", hint="job=train")
-    stages = memory_by_dry_run(config) if laid else memory_of(config, layout)
-    places = [_place(layout, rank, config.cluster.tasks_per_node) for rank in range(layout.world_size)]
+    stages = memory_by_dry_run(config) if laid else memory_of(config, dims)
+    places = [_place(dims, rank, config.cluster.tasks_per_node) for rank in range(dims.world_size)]
     if "--json" in arguments.options:
         memory = None if stages is None else [asdict(stage) | {"total": stage.total} for stage in stages]
-        axes = dict(zip(AXES, layout.shape, strict=True))
-        print_json({"layout": str(layout), "axes": axes, "memory": memory, "ranks": places})
+        axes = dict(zip(AXES, dims.shape, strict=True))
+        print_json({"layout": str(dims), "axes": axes, "memory": memory, "ranks": places})
         return 0
-    print(layout)
+    print(dims)
     if laid and stages is not None:
-        return _print_memory(config, stages)
+        return _print_memory(config, dims, stages)
     for stage in stages or []:
-        where = f"a rank of stage {stage.stage}" if layout.pp > 1 else "a rank"
+        where = f"a rank of stage {stage.stage}" if dims.pp > 1 else "a rank"
         print(f"{where} needs about {stage}")
-    _print_table(layout, places)
+    _print_table(dims, places)
     return 0
 
 
-def _print_memory(config: Config, stages: list[StageMemory]) -> int:
+def _print_memory(config: Config, dims: ParallelDims, stages: list[StageMemory]) -> int:
     """Print a row for each pipeline stage, whose ranks are alike, and whether the model fits; raise if it does not."""
     rows = []
     for stage in stages:
@@ -47,27 +47,27 @@ def _print_memory(config: Config, stages: list[StageMemory]) -> int:
         rows.append([str(stage.stage), str(stage.rank), *("?" if size is None else in_gb(size) for size in sizes)])
     print_table(["stage", "first rank", *"parameters gradients optimiser gathered* activations* total".split()], rows)
     print("GB of 2^30 bytes. * estimated; ? is not known of this model")
-    check_fits(config, stages)
+    check_fits(config, dims, stages)
     if config.cluster.gpu_memory_gb is not None:
         print(f"fits into cluster.gpu_memory_gb={config.cluster.gpu_memory_gb:g}")
     return 0
 
 
-def _place(layout: ParallelDims, rank: int, tasks_per_node: int) -> dict[str, Any]:
+def _place(dims: ParallelDims, rank: int, tasks_per_node: int) -> dict[str, Any]:
     """Return a rank as `layout --json` prints it; each group has the ranks that differ on one axis only."""
     node, local_rank = divmod(rank, tasks_per_node)
     return {
         "rank": rank,
         "node": node,
         "local_rank": local_rank,
-        "coordinates": layout.coordinates(rank),
-        "groups": {axis: layout.group(rank, axis) for axis in AXES},
+        "coordinates": dims.coordinates(rank),
+        "groups": {axis: dims.group(rank, axis) for axis in AXES},
     }
 
 
-def _print_table(layout: ParallelDims, places: list[dict[str, Any]]) -> None:
+def _print_table(dims: ParallelDims, places: list[dict[str, Any]]) -> None:
     """Print a row for each rank: its coordinate on every axis that is in use, and the ranks it shares that axis with."""
-    axes = [axis for axis, size in zip(AXES, layout.shape, strict=True) if size > 1]
+    axes = [axis for axis, size in zip(AXES, dims.shape, strict=True) if size > 1]
     rows = [
         [str(place["rank"]), str(place["node"])]
         + [f"{place['coordinates'][axis]} of {ranks_text(place['groups'][axis])}" for axis in axes]

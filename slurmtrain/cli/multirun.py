@@ -9,6 +9,7 @@ from slurmtrain.cli.columns import counts, summary
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.cli.submit import awaited_runs, client_of, say, say_unless_awaited
 from slurmtrain.config.compose import Primary, search_folders
+from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.data.sources.config_check import check_prepared
 from slurmtrain.errors import EXIT_REQUEUE, UsageError
@@ -81,23 +82,23 @@ def submit(arguments: Arguments) -> int:
     return _submit(sweep, client, there=there, as_json="--json" in options)
 
 
-def _fitting(configs: Iterable[Config], grid: Grid, *, later: bool, dry: bool) -> Iterator[Config]:
+def _fitting(points: Iterable[tuple[Config, ParallelDims]], grid: Grid, *, later: bool, dry: bool) -> Iterator[Config]:
     """Yield the points, and raise if one is too large. Only the largest is built, since each would take seconds."""
-    largest: tuple[float, int, Config] | None = None
-    for number, config in enumerate(configs):
+    largest: tuple[float, int, Config, ParallelDims] | None = None
+    for number, (config, dims) in enumerate(points):
         with naming_point(grid, number):
-            check_fits(config)
+            check_fits(config, dims)
             check_prepared(config, later=later)
             if not dry:
                 check_named_paths(config, current_folder(), later=later)
-        share = share_of_gpu(config) or 0.0
+        share = share_of_gpu(config, dims) or 0.0
         if largest is None or share > largest[0]:
-            largest = share, number, config
+            largest = share, number, config, dims
         yield config
     assert largest is not None
-    _, number, config = largest
+    _, number, config, dims = largest
     with naming_point(grid, number):
-        for warning in check_memory(config):
+        for warning in check_memory(config, dims):
             say(f"warning: {warning}")
 
 

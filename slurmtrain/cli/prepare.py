@@ -20,7 +20,8 @@ def main(arguments: Arguments) -> int:
     from slurmtrain.launch.named_paths import with_absolute_paths
 
     arguments.overrides.insert(0, "job=prepare")
-    return _prepare(with_absolute_paths(compose_and_validate(arguments), current_folder()), stop)
+    config, _ = compose_and_validate(arguments)
+    return _prepare(with_absolute_paths(config, current_folder()), stop)
 
 
 def _prepare(config: Config, stop: signals.StopFlag) -> int:

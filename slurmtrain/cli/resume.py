@@ -140,7 +140,7 @@ def _check_lengthened(run_dir: RunDir, now: RunState, overrides: Sequence[str]) 
     more = (
         config.job.kind == "train"
         and done is not None
-        and changed(config, overrides, current_folder()).train.steps > done
+        and changed(config, overrides, current_folder())[0].train.steps > done
     )
     if not more or lookup.is_sweep(run_dir.path.parent):
         raise UsageError(

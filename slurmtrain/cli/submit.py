@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from slurmtrain.cli.arguments import Arguments
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.config.compose import compose
+from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.data.sources.config_check import check_prepared
@@ -38,8 +39,8 @@ def main(arguments: Arguments) -> int:
     for option in ("--array-parallelism", "--again"):
         if option in arguments.options:
             raise UsageError(f"{option} is for sweeps", hint="add -m, and choices: -m key=1,2 submit")
-    config = compose_and_validate(arguments)
-    check_fits(config)
+    config, dims = compose_and_validate(arguments)
+    check_fits(config, dims)
     check_prepared(config, later="--after" in arguments.options)
     if "--dry-run" not in arguments.options:  # it queues nothing, and may be used on another machine
         check_named_paths(config, current_folder(), later="--after" in arguments.options)
@@ -50,7 +51,7 @@ def main(arguments: Arguments) -> int:
     if "--dry-run" in arguments.options:
         print(dry_run(plan, current_folder()), end="")
         return 0
-    for warning in check_memory(plan):
+    for warning in check_memory(plan, dims):
         say(f"warning: {warning}")
     if plan.cluster.backend == "local":
         return _run_here(plan, arguments)
@@ -63,16 +64,15 @@ def main(arguments: Arguments) -> int:
         return _submit(later, arguments)
 
 
-def compose_and_validate(arguments: Arguments) -> Config:
-    """Return the config of a command line, after all checks of its fields."""
+def compose_and_validate(arguments: Arguments) -> tuple[Config, ParallelDims]:
+    """Return the config of a command line and its parallel dims, after all checks of its fields."""
     config = compose(
         arguments.overrides,
         config_name=arguments.options.get("--config-name", "config"),
         config_dir=arguments.options.get("--config-dir"),
         config_path=arguments.options.get("--config-path"),
     )
-    validate(config)
-    return config
+    return config, validate(config)
 
 
 def starting_after(config: Config, runs: str) -> Config:

@@ -36,7 +36,7 @@ def main(arguments: Arguments) -> int:
     explicit = any(word.split("=")[0] in ("cluster.nodes", "cluster.tasks_per_node") for word in arguments.overrides)
     if not explicit:
         arguments.overrides.extend(_overrides_from(Environment.detect(), arguments.overrides))
-    config = compose_and_validate(arguments)
+    config, _ = compose_and_validate(arguments)
 
     def create() -> RunDir:
         with preparing(config, arguments.overrides, current_folder()) as run_dir:

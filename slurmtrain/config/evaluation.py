@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slurmtrain.config.compose import first_line, to_config, to_values
-from slurmtrain.config.parallel_dims import micro_batch_size, parallel_dims_of
+from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
 from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig
 from slurmtrain.errors import ConfigError
 
@@ -28,16 +28,16 @@ def evaluation_config(
     Raises:
         ConfigError: eval.cluster, eval.parallel or `changes` have an unknown field or a wrong type.
     """
-    values = to_values(config)
+    values, dims = to_values(config), parallel_dims_of(config)
     asked = {} if here else config.eval.cluster
-    values["cluster"] = _merged(_here(config) if here else _job(config), asked)
-    values["parallel"] = _merged(_one_copy(config), config.eval.parallel)
+    values["cluster"] = _merged(_here(config, dims) if here else _job(config, dims), asked)
+    values["parallel"] = _merged(_one_copy(config, dims), config.eval.parallel)
     values["eval"] = {**values["eval"], "mode": "inline", "cluster": {}, "parallel": {}}
     for group in CHANGEABLE:
         values[group] = _merged(values[group], (changes or {}).get(group, {}))
     if "gpus_per_node" not in {**asked, **(changes or {}).get("cluster", {})} and not here and _gpu_each(config):
         values["cluster"]["gpus_per_node"] = values["cluster"]["tasks_per_node"]
-    values["train"] |= _batches(config, values)
+    values["train"] |= _batches(config, dims, values)
     values["checkpoint"] |= {"restore_from": checkpoint, "keep_best": 0, "mirror": None}
     values["hooks"] = dataclasses.asdict(HooksConfig())
     values["sweep"]["pack"] = 1
@@ -59,9 +59,9 @@ def _checked(values: dict[str, Any]) -> Config:
         ) from None
 
 
-def _job(config: Config) -> dict[str, Any]:
+def _job(config: Config, dims: ParallelDims) -> dict[str, Any]:
     """Return the part of the training's cluster that a job asks for: the least that its layout allows."""
-    cluster, ranks = config.cluster, _ranks(config)
+    cluster, ranks = config.cluster, _ranks(config, dims)
     nodes = next(
         n for n in range(1, cluster.nodes + 1) if n * cluster.tasks_per_node % ranks == 0 or n == cluster.nodes
     )
@@ -77,12 +77,12 @@ def _gpu_each(config: Config) -> bool:
     return config.cluster.gpus_per_node == config.cluster.tasks_per_node
 
 
-def _here(config: Config) -> dict[str, Any]:
+def _here(config: Config, dims: ParallelDims) -> dict[str, Any]:
     cluster = config.cluster
     return dataclasses.asdict(
         ClusterConfig(
             backend="local",
-            tasks_per_node=_ranks(config),
+            tasks_per_node=_ranks(config, dims),
             cpus_per_task=cluster.cpus_per_task,
             env=cluster.env,
             python=cluster.python,
@@ -93,27 +93,24 @@ def _here(config: Config) -> dict[str, Any]:
     )
 
 
-def _ranks(config: Config) -> int:
+def _ranks(config: Config, dims: ParallelDims) -> int:
     """Return the ranks of one copy of the model; if the training shards it, as many as a node has."""
-    layout = parallel_dims_of(config)
-    one = layout.tp * layout.pp * layout.cp
-    return one * min(layout.dp_shard, max(1, config.cluster.tasks_per_node // one))
+    one = dims.tp * dims.pp * dims.cp
+    return one * min(dims.dp_shard, max(1, config.cluster.tasks_per_node // one))
 
 
-def _one_copy(config: Config) -> dict[str, Any]:
+def _one_copy(config: Config, dims: ParallelDims) -> dict[str, Any]:
     """Return `parallel` for one copy of the model; further ranks are further copies, or shards if the training has shards."""
-    layout = parallel_dims_of(config)
-    sharded = layout.dp_shard > 1
-    values = dataclasses.asdict(config.parallel) | {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp}
+    sharded = dims.dp_shard > 1
+    values = dataclasses.asdict(config.parallel) | {"tp": dims.tp, "pp": dims.pp, "cp": dims.cp}
     values |= {"dp_replicate": 1, "dp_shard": -1} if sharded else {"dp_replicate": -1, "dp_shard": 1}
     return values | {"gradient_compression": "none"}
 
 
-def _batches(config: Config, values: Mapping[str, Any]) -> dict[str, int]:
+def _batches(config: Config, dims: ParallelDims, values: Mapping[str, Any]) -> dict[str, int]:
     """Return batch sizes with which forward passes are as large as the training's, which are known to fit."""
-    layout, parallel, cluster = parallel_dims_of(config), values["parallel"], values["cluster"]
-    micro = micro_batch_size(config, layout)
-    passes = config.train.global_batch_size // (micro * layout.dp)
+    parallel, cluster = values["parallel"], values["cluster"]
+    micro, passes = dims.micro_batch_size(config.train), dims.micro_batches(config.train)
     sharing = parallel["tp"] * parallel["pp"] * parallel["cp"]
     copies = max(1, cluster["nodes"] * cluster["tasks_per_node"] // max(1, sharing))
     return {"micro_batch_size": micro, "global_batch_size": micro * copies * max(passes, parallel["pp"])}

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slurmtrain.config.schema import Config, ParallelConfig
+from slurmtrain.config.schema import Config, ParallelConfig, TrainConfig
 from slurmtrain.errors import ConfigError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # the outermost first
@@ -74,6 +74,14 @@ class ParallelDims:
         """Return the number of ranks that share the activations of every sequence, which has to divide its length."""
         return self.cp * (self.tp if parallel.sequence_parallel else 1)
 
+    def micro_batch_size(self, train: TrainConfig) -> int:
+        """Return the sequences per forward pass: as configured, or a rank's share of a step for each pipeline stage."""
+        return train.micro_batch_size or max(1, train.global_batch_size // (self.dp * self.pp))
+
+    def micro_batches(self, train: TrainConfig) -> int:
+        """Return the number of forward passes of a rank per step."""
+        return train.global_batch_size // (self.dp * self.micro_batch_size(train))
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the coordinate of `rank` on every axis."""
         found: dict[str, int] = {}
@@ -114,7 +122,7 @@ class ParallelDims:
 
 
 def parallel_dims_of(config: Config) -> ParallelDims:
-    """Return the layout that a config asks for.
+    """Return the sizes of all axes that a config asks for; the only place that checks what divides what.
 
     Raises:
         ConfigError: the layout is impossible; the message gives the values, and the nearest possible layouts.
@@ -135,15 +143,6 @@ def parallel_dims_of(config: Config) -> ParallelDims:
     for problem, hint in _problems(sizes, config):
         raise ConfigError(problem, hint=hint or _nearest(config))
     return ParallelDims(**sizes)
-
-
-def micro_batch_size(config: Config, layout: ParallelDims) -> int:
-    """Return the sequences per forward pass.
-
-    They are as configured, or a rank's whole share, divided by the number of pipeline stages.
-    """
-    share = config.train.global_batch_size // layout.dp
-    return config.train.micro_batch_size or max(1, share // layout.pp)
 
 
 def _wanted(parallel: ParallelConfig) -> Sizes:
@@ -303,15 +302,15 @@ def nearest_layouts(config: Config) -> list[ParallelDims]:
     return [ParallelDims(**sizes) for sizes in sorted(possible, key=distance)]
 
 
-def as_overrides(layout: ParallelDims, config: Config) -> str:
-    """Return the overrides that change the config's layout to `layout`."""
+def as_overrides(dims: ParallelDims, config: Config) -> str:
+    """Return the overrides that change the config's layout to `dims`."""
     wanted = _wanted(config.parallel)
-    changed = [axis for axis in AXES if wanted[axis] not in (-1, getattr(layout, axis))]
-    return " ".join(f"parallel.{axis}={getattr(layout, axis)}" for axis in changed)
+    changed = [axis for axis in AXES if wanted[axis] not in (-1, getattr(dims, axis))]
+    return " ".join(f"parallel.{axis}={getattr(dims, axis)}" for axis in changed)
 
 
 def _nearest(config: Config, count: int = 3) -> str | None:
-    texts = [as_overrides(layout, config) for layout in nearest_layouts(config)[:count]]
+    texts = [as_overrides(dims, config) for dims in nearest_layouts(config)[:count]]
     return f"what can be: {'; or '.join(texts)}" if texts else None
 
 

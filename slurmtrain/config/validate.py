@@ -54,8 +54,8 @@ SET_NAME = re.compile(r"[A-Za-z0-9_]+")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
 
 
-def validate(config: Config) -> None:
-    """Raise for the first setting that cannot work.
+def validate(config: Config) -> ParallelDims:
+    """Raise for the first setting that cannot work, and return the parallel dims, which every later check takes.
 
     Raises:
         ConfigError: the message gives the field, the value, what was expected and a hint.
@@ -65,7 +65,8 @@ def validate(config: Config) -> None:
     _check_strings(config.cluster)
     _check_parallel(config.parallel)
     _check_batch(config.train)
-    _check_compression(config.parallel, parallel_dims_of(config))
+    dims = parallel_dims_of(config)
+    _check_compression(config.parallel, dims)
     _check_ranges(config)
     _check_hooks(config.hooks)
     _check_evaluation(config)
@@ -73,6 +74,7 @@ def validate(config: Config) -> None:
         _check_prepare(config.prepare)
     if config.job.kind == "train":
         _check_lengths(config)
+    return dims
 
 
 def _check_evaluation(config: Config) -> None:
@@ -315,14 +317,12 @@ def _check_parallel(parallel: ParallelConfig) -> None:
         )
 
 
-def _check_compression(parallel: ParallelConfig, layout: ParallelDims) -> None:
+def _check_compression(parallel: ParallelConfig, dims: ParallelDims) -> None:
     how = f"parallel.gradient_compression={parallel.gradient_compression}"
     _one_of("parallel.gradient_compression", parallel.gradient_compression, ("none", "bf16", "fp16", "powersgd"))
-    if parallel.gradient_compression != "none" and layout.uses_fsdp(parallel):
+    if parallel.gradient_compression != "none" and dims.uses_fsdp(parallel):
         what = (
-            str(layout)
-            if not layout.replicas_only
-            else "parallel.param_dtype or parallel.reduce_dtype, which need FSDP2"
+            str(dims) if not dims.replicas_only else "parallel.param_dtype or parallel.reduce_dtype, which need FSDP2"
         )
         raise ConfigError(
             f"{how} is for whole replicas in float32 (DDP), and does not go with {what}",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.config.compose import config_hash, first_line, freeze, load_frozen, to_config, to_values
+from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.data.sources.config_check import check_prepared
@@ -55,8 +56,8 @@ def change(run_dir: RunDir, overrides: Sequence[str], cwd: Path, *, code: bool =
     if overrides:
         if lookup.is_sweep(run_dir.path.parent):
             check_of_one_run(overrides, run_dir.info().get("varied") or ())
-        config = changed(config, overrides, cwd)
-        check_fits(config)
+        config, dims = changed(config, overrides, cwd)
+        check_fits(config, dims)
         check_prepared(config)
         check_named_paths(config, cwd)
     info = run_dir.info()
@@ -153,8 +154,8 @@ def _kept_code(run_dir: RunDir) -> Path | None:
     )
 
 
-def changed(config: Config, overrides: Sequence[str], cwd: Path) -> Config:
-    """Return the config with these fields changed, validated.
+def changed(config: Config, overrides: Sequence[str], cwd: Path) -> tuple[Config, ParallelDims]:
+    """Return the config with these fields changed, validated, and its parallel dims.
 
     Raises:
         UsageError: an override cannot be read, or names what cannot be changed.
@@ -181,8 +182,8 @@ def changed(config: Config, overrides: Sequence[str], cwd: Path) -> Config:
         raise ConfigError(
             f"--set {' '.join(overrides)}: {first_line(error)}", hint="config.yaml shows all fields"
         ) from None
-    validate(found)
-    return with_absolute_paths(found, cwd)
+    dims = validate(found)
+    return with_absolute_paths(found, cwd), dims
 
 
 def check_of_one_run(overrides: Sequence[str], varied: Iterable[str]) -> None:

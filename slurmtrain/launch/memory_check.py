@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from slurmtrain.config.compose import to_values
+from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, EnvironmentMismatch
 from slurmtrain.planner.fit import StageMemory, check_fits, check_host_memory, share_of_gpu
@@ -18,21 +19,22 @@ DOUBTFUL = 0.5  # share of a GPU's memory: a model estimated below it is not bui
 TIMEOUT_S = 120.0
 
 
-def check_memory(config: Config) -> list[str]:
+def check_memory(config: Config, dims: ParallelDims) -> list[str]:
     """Raise if the model cannot fit, provided that the config says how much memory a GPU has; return warnings.
 
     Raises:
         ConfigError: the model cannot fit; the message gives the bytes, and changes with which it would fit.
     """
-    check_host_memory(config, host_memory(), has_gpu=next(Path("/dev").glob("nvidia[0-9]*"), None) is not None)
+    has_gpu = next(Path("/dev").glob("nvidia[0-9]*"), None) is not None
+    check_host_memory(config, dims, host_memory(), has_gpu=has_gpu)
     limit = config.cluster.gpu_memory_gb
     if limit is None or config.job.kind != "train":
         return []
-    share = share_of_gpu(config)
+    share = share_of_gpu(config, dims)
     if share is not None and share < DOUBTFUL:
         return []
     try:
-        check_fits(config, memory_by_dry_run(config))
+        check_fits(config, dims, memory_by_dry_run(config))
     except EnvironmentMismatch as error:
         return [f"whether it fits into cluster.gpu_memory_gb={limit:g} is not known: {error.message}"]
     return []

@@ -28,30 +28,30 @@ class DistributedModel:
         model: the part of the model that this rank holds, optimises and saves; parameters have the names of the whole
             model.
         stages: the modules that are called: the model, or its pipeline stages on this rank.
-        numbers: the stages' numbers among all stages.
+        stage_indices: the stages' indices among all stages.
         stage_count: number of all stages of the pipeline.
-        layout: the sizes of all axes.
+        dims: the sizes of all axes.
         rank: number of this rank; `coordinates` is where it stands on each axis.
         mesh: the device mesh; None for plain replicas.
         compression: the compression of gradients, if it has a state to save.
-        shared: parameters that the stage at the other end of the pipeline also has: those of a tied embedding.
+        tied_parameters: parameters that the stage at the other end of the pipeline also has: those of a tied embedding.
     """
 
     model: nn.Module
     stages: tuple[nn.Module, ...]
-    numbers: tuple[int, ...]
+    stage_indices: tuple[int, ...]
     stage_count: int
     parallel: ParallelConfig
-    layout: ParallelDims
+    dims: ParallelDims
     rank: int
     device: torch.device
     mesh: DeviceMesh | None = None
     compression: PowerSGD | None = None
-    shared: tuple[nn.Parameter, ...] = ()
+    tied_parameters: tuple[nn.Parameter, ...] = ()
 
     @property
     def coordinates(self) -> dict[str, int]:
-        return self.layout.coordinates(self.rank)
+        return self.dims.coordinates(self.rank)
 
     @property
     def counts_samples(self) -> bool:
@@ -66,7 +66,7 @@ class DistributedModel:
 def parallelize(
     model: nn.Module,
     parallel: ParallelConfig,
-    layout: ParallelDims,
+    dims: ParallelDims,
     *,
     rank: int,
     device: torch.device,
@@ -86,38 +86,38 @@ def parallelize(
     Raises:
         ConfigError: the model does not support such a layout.
     """
-    if not layout.uses_fsdp(parallel):
+    if not dims.uses_fsdp(parallel):
         prepare_units(model, parallel)
         model = apply_ddp(fill(model), device, group)
         compression = _compressed(model, parallel, group)
-        return DistributedModel(model, (model,), (0,), 1, parallel, layout, rank, device, compression=compression)
+        return DistributedModel(model, (model,), (0,), 1, parallel, dims, rank, device, compression=compression)
 
     # Importing DTensors, FSDP and pipelines takes more than a second, which replicas do without.
     from slurmtrain.parallel.sharded import apply_fsdp, build_mesh
 
-    mesh = build_mesh(layout, device)
-    numbers, count, stages, shared = [0], 1, [model], []
-    if layout.pp > 1:
+    mesh = build_mesh(dims, device)
+    stage_indices, count, stages, shared = [0], 1, [model], []
+    if dims.pp > 1:
         from slurmtrain.parallel.pipeline import part, shared_by_ends, stage_numbers
 
-        numbers, count = stage_numbers(layout.coordinates(rank)["pp"], layout.pp, parallel.pp_schedule)
+        stage_indices, count = stage_numbers(dims.coordinates(rank)["pp"], dims.pp, parallel.pp_schedule)
         shared = shared_by_ends(model, count)
-        stages = [part(model, [number], count) for number in numbers]
-        model = part(model, numbers, count) if len(numbers) > 1 else stages[0]
-    apply_fsdp(stages, parallel, layout, rank, device, mesh)
+        stages = [part(model, [index], count) for index in stage_indices]
+        model = part(model, stage_indices, count) if len(stage_indices) > 1 else stages[0]
+    apply_fsdp(stages, parallel, dims, rank, device, mesh)
     model = fill(model)
     held = dict(model.named_parameters())
     return DistributedModel(
         model,
         tuple(stages),
-        tuple(numbers),
+        tuple(stage_indices),
         count,
         parallel,
-        layout,
+        dims,
         rank,
         device,
         mesh,
-        shared=tuple(held[name] for name in shared if name in held and held[name].requires_grad),
+        tied_parameters=tuple(held[name] for name in shared if name in held and held[name].requires_grad),
     )
 
 

@@ -22,21 +22,21 @@ from slurmtrain.parallel.units import units
 def apply_fsdp(
     stages: Sequence[nn.Module],
     parallel: ParallelConfig,
-    layout: ParallelDims,
+    dims: ParallelDims,
     rank: int,
     device: torch.device,
     mesh: DeviceMesh,
 ) -> None:
     """Apply tensor and context parallelism -> activation checkpointing -> compilation -> sharding to each stage, in place."""
-    sequences = sequence_group(layout, device) if layout.cp > 1 else None
+    sequences = sequence_group(dims, device) if dims.cp > 1 else None
     for stage in stages:
-        if layout.tp > 1:
+        if dims.tp > 1:
             apply_tensor_parallel(stage, mesh["tp"], sequence_parallel=parallel.sequence_parallel)
         if sequences is not None:
             apply_context_parallel(stage, sequences, parallel.cp_method)
-        _tell_positions(stage, parallel, layout, layout.coordinates(rank)["cp"])
+        _tell_positions(stage, parallel, dims, dims.coordinates(rank)["cp"])
         prepare_units(stage, parallel)
-        _shard(stage, parallel, sharding_mesh(mesh), keep=layout.pp > 1)
+        _shard(stage, parallel, sharding_mesh(mesh), keep=dims.pp > 1)
 
 
 def reshard(stages: Sequence[nn.Module]) -> None:
@@ -47,7 +47,7 @@ def reshard(stages: Sequence[nn.Module]) -> None:
                 module.reshard()
 
 
-def build_mesh(layout: ParallelDims, device: torch.device) -> DeviceMesh:
+def build_mesh(dims: ParallelDims, device: torch.device) -> DeviceMesh:
     """Return a mesh of the axes that are larger than 1, and always `dp_shard`. Called by all ranks together.
 
     Ranks that share sequences hold the same parameters and see other tokens, as shards do, so they count as shards
@@ -57,10 +57,10 @@ def build_mesh(layout: ParallelDims, device: torch.device) -> DeviceMesh:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     sizes = {
-        "pp": layout.pp,
-        "dp_replicate": layout.dp_replicate,
-        "dp_shard": layout.dp_shard * layout.cp,
-        "tp": layout.tp,
+        "pp": dims.pp,
+        "dp_replicate": dims.dp_replicate,
+        "dp_shard": dims.dp_shard * dims.cp,
+        "tp": dims.tp,
     }
     names = tuple(axis for axis, size in sizes.items() if size > 1 or axis == "dp_shard")
     return init_device_mesh(device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
@@ -72,12 +72,12 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["dp_replicate", "dp_shard"] if replicas else mesh["dp_shard"]
 
 
-def sequence_group(layout: ParallelDims, device: torch.device) -> dist.ProcessGroup:
+def sequence_group(dims: ParallelDims, device: torch.device) -> dist.ProcessGroup:
     """Return the group of the ranks that share sequences with this one.
 
     It is the axis `cp`, which is a part of `dp_shard` in the mesh.
     """
-    shape = (layout.world_size // (layout.cp * layout.tp), layout.cp, layout.tp)
+    shape = (dims.world_size // (dims.cp * dims.tp), dims.cp, dims.tp)
     return init_device_mesh(device.type, shape, mesh_dim_names=("others", "cp", "tp")).get_group("cp")
 
 
@@ -99,11 +99,11 @@ def _shard(stage: nn.Module, parallel: ParallelConfig, mesh: DeviceMesh, *, keep
     fully_shard(stage, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
 
 
-def _tell_positions(stage: nn.Module, parallel: ParallelConfig, layout: ParallelDims, stretch: int) -> None:
+def _tell_positions(stage: nn.Module, parallel: ParallelConfig, dims: ParallelDims, stretch: int) -> None:
     """Pass a stage its positions in the sequence, if they do not follow from the shape of its input."""
-    if layout.cp == 1 and (layout.pp == 1 or layout.tp == 1 or not parallel.sequence_parallel):
+    if dims.cp == 1 and (dims.pp == 1 or dims.tp == 1 or not parallel.sequence_parallel):
         return
-    cut = layout.tp if parallel.sequence_parallel else 1  # parts of the stream from the stage before
+    cut = dims.tp if parallel.sequence_parallel else 1  # parts of the stream from the stage before
 
     def tell(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         length = args[0].shape[1] * (cut if args[0].is_floating_point() else 1)

@@ -16,9 +16,7 @@ from typing import Any
 from slurmtrain.config.parallel_dims import (
     ParallelDims,
     as_overrides,
-    micro_batch_size,
     nearest_layouts,
-    parallel_dims_of,
     sequence_lengths,
 )
 from slurmtrain.config.schema import Config
@@ -80,7 +78,7 @@ def in_gb(count: float) -> str:
     return f"{count / GIB:.1f}"
 
 
-def memory_of(config: Config, layout: ParallelDims) -> list[StageMemory] | None:
+def memory_of(config: Config, dims: ParallelDims) -> list[StageMemory] | None:
     """Estimate the memory of each stage by arithmetic.
 
     Returns:
@@ -90,24 +88,22 @@ def memory_of(config: Config, layout: ParallelDims) -> list[StageMemory] | None:
         return None
     parallel, reshard = config.parallel, config.parallel.reshard_after_forward
     seq_len = max(sequence_lengths(config.data).values(), default=0)
-    micro_batch = micro_batch_size(config, layout)
-    micro_batches = config.train.global_batch_size // (layout.dp * micro_batch)
     work = MemorySettings(
-        micro_batch_size=micro_batch,
+        micro_batch_size=dims.micro_batch_size(config.train),
         seq_len=seq_len,
         compute_bytes=2 if parallel.param_dtype else 4,
         reduce_bytes=2 if parallel.reduce_dtype == "bfloat16" else 4,
         checkpointing=parallel.activation_checkpointing,  # type: ignore[arg-type]  # validated
-        reshard_after_forward=layout.pp == 1 if reshard is None else reshard,
-        in_flight=in_flight(parallel.pp_schedule, layout.pp, micro_batches) if layout.pp > 1 else (1,),
-        fsdp=layout.uses_fsdp(parallel),
-        whole_gradients=layout.pp > 1,
+        reshard_after_forward=dims.pp == 1 if reshard is None else reshard,
+        in_flight=in_flight(parallel.pp_schedule, dims.pp, dims.micro_batches(config.train)) if dims.pp > 1 else (1,),
+        fsdp=dims.uses_fsdp(parallel),
+        whole_gradients=dims.pp > 1,
     )
-    sizes = {"dp_shard": layout.dp_shard, "tp": layout.tp, "pp": layout.pp, "cp": layout.cp}
+    sizes = {"dp_shard": dims.dp_shard, "tp": dims.tp, "pp": dims.pp, "cp": dims.cp}
     return [
         StageMemory(
             stage,
-            layout.first_rank(stage),
+            dims.first_rank(stage),
             each.parameters,
             each.gradients,
             each.optimizer,
@@ -124,14 +120,14 @@ def _has_sizes(model: dict[str, Any]) -> bool:
     return all(isinstance(size, int) and size > 0 for size in given)
 
 
-def share_of_gpu(config: Config) -> float | None:
+def share_of_gpu(config: Config, dims: ParallelDims) -> float | None:
     """Return the share of its GPU's memory that the fullest rank takes, by arithmetic; None: not known."""
     limit = config.cluster.gpu_memory_gb
-    stages = memory_of(config, parallel_dims_of(config)) if limit is not None else None
+    stages = memory_of(config, dims) if limit is not None else None
     return max(stage.total for stage in stages) / (limit * GIB) if stages and limit is not None else None
 
 
-def check_host_memory(config: Config, memory: int | None, *, has_gpu: bool) -> None:
+def check_host_memory(config: Config, dims: ParallelDims, memory: int | None, *, has_gpu: bool) -> None:
     """Compare what a job on CPUs keeps in memory with the memory that it has, if that is known: it would swap, or be killed.
 
     Args:
@@ -148,7 +144,7 @@ def check_host_memory(config: Config, memory: int | None, *, has_gpu: bool) -> N
     on_gpu = config.train.device == "cuda" or (config.train.device == "auto" and (cluster.gpus_per_node or has_gpu))
     if limit is None or on_gpu:
         return
-    stages = memory_of(config, parallel_dims_of(config))
+    stages = memory_of(config, dims)
     kept = max((stage.kept for stage in stages), default=0) * cluster.tasks_per_node if stages else 0
     if kept > limit:
         raise ConfigError(
@@ -158,7 +154,7 @@ def check_host_memory(config: Config, memory: int | None, *, has_gpu: bool) -> N
         )
 
 
-def check_fits(config: Config, stages: list[StageMemory] | None = None) -> None:
+def check_fits(config: Config, dims: ParallelDims, stages: list[StageMemory] | None = None) -> None:
     """Compare the memory of each stage with `cluster.gpu_memory_gb`, if that is set.
 
     Args:
@@ -170,8 +166,7 @@ def check_fits(config: Config, stages: list[StageMemory] | None = None) -> None:
     limit = config.cluster.gpu_memory_gb
     if limit is None:
         return
-    layout = parallel_dims_of(config)
-    stages = stages or memory_of(config, layout)
+    stages = stages or memory_of(config, dims)
     if stages is None:
         return
     fullest = max(stages, key=lambda stage: stage.total)
@@ -183,7 +178,7 @@ def check_fits(config: Config, stages: list[StageMemory] | None = None) -> None:
         hint = f"what would fit: {'; or '.join(changes)}"
     if fullest.kept <= limit * GIB:
         hint += "; cluster.gpu_memory_gb=null submits without this check, whose activations are an estimate"
-    raise ConfigError(f"{layout} needs {fullest} on a GPU of cluster.gpu_memory_gb={limit:g}", hint=hint)
+    raise ConfigError(f"{dims} needs {fullest} on a GPU of cluster.gpu_memory_gb={limit:g}", hint=hint)
 
 
 def changes_that_fit(config: Config, limit: float) -> list[str]:
@@ -222,24 +217,24 @@ def _fitting(config: Config, limit: float, more: list[str]) -> Iterator[tuple[li
 
     The layouts nearest to the config's come first.
     """
-    for layout in nearest_layouts(config):
-        ways = sorted(_ways(config, layout), key=lambda way: (len(way[1]), way[0]))
-        if _most(ways[-1][2], layout) > limit:  # the change that needs least memory
+    for dims in nearest_layouts(config):
+        ways = sorted(_ways(config, dims), key=lambda way: (len(way[1]), way[0]))
+        if _most(ways[-1][2], dims) > limit:  # the change that needs least memory
             continue
         for _, further, changed in ways:
-            if (total := _most(changed, layout)) <= limit:
-                yield [*more, *as_overrides(layout, config).split(), *further], total
+            if (total := _most(changed, dims)) <= limit:
+                yield [*more, *as_overrides(dims, config).split(), *further], total
                 break
 
 
-def _most(config: Config, layout: ParallelDims) -> float:
-    return max((stage.total for stage in memory_of(config, layout) or []), default=math.inf)
+def _most(config: Config, dims: ParallelDims) -> float:
+    return max((stage.total for stage in memory_of(config, dims) or []), default=math.inf)
 
 
-def _ways(config: Config, layout: ParallelDims) -> Iterator[tuple[int, list[str], Config]]:
+def _ways(config: Config, dims: ParallelDims) -> Iterator[tuple[int, list[str], Config]]:
     """Yield the changes that are possible within a layout: the size of the change, the overrides, and the changed config."""
     kinds = CHECKPOINTING[CHECKPOINTING.index(config.parallel.activation_checkpointing) :]
-    for (slower, kind), (halvings, size) in itertools.product(enumerate(kinds), enumerate(_sizes(config, layout))):
+    for (slower, kind), (halvings, size) in itertools.product(enumerate(kinds), enumerate(_sizes(config, dims))):
         parallel = dataclasses.replace(config.parallel, activation_checkpointing=kind)
         train = dataclasses.replace(config.train, micro_batch_size=size) if halvings else config.train
         words = [f"train.micro_batch_size={size}"] if halvings else []
@@ -247,9 +242,9 @@ def _ways(config: Config, layout: ParallelDims) -> Iterator[tuple[int, list[str]
         yield slower + halvings, words, dataclasses.replace(config, parallel=parallel, train=train)
 
 
-def _sizes(config: Config, layout: ParallelDims) -> list[int]:
+def _sizes(config: Config, dims: ParallelDims) -> list[int]:
     """Return the micro batch size and its halves down to a single sequence; each divides the one before."""
-    sizes = [micro_batch_size(config, layout)]
+    sizes = [dims.micro_batch_size(config.train)]
     while sizes[-1] > 1:
         sizes.append(sizes[-1] // 2 if sizes[-1] % 2 == 0 else 1)
     return sizes

@@ -136,7 +136,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
     if meeting is None and environment.source == "slurm" and environment.world_size > 1:
         meeting = attempt_context.meeting_directory(environment, lookup.runs_root())
     session.distributed = init_distributed(cluster, device, environment, meeting, stop)
-    session.agreement = StopAgreement(stop, session.distributed.control)
+    session.agreement = StopAgreement(stop, session.distributed.control_group)
     atexit.register(_let_go)
     run_path = session.context.run_dir.path if session.context else Path.cwd()
     return Run(environment.rank, environment.world_size, environment.local_rank, session.distributed.device, run_path)
@@ -190,7 +190,7 @@ def _let_go() -> None:
         leave(lost[0].exit_code)
     import torch.distributed as dist
 
-    for group in (distributed.control, distributed.saving) if distributed is not None else ():
+    for group in (distributed.control_group, distributed.checkpoint_group) if distributed is not None else ():
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 

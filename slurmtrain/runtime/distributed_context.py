@@ -22,38 +22,38 @@ class DistributedContext:
     """The device of a rank, and what it shares with the others.
 
     Attributes:
-        group: all ranks, for gradients (NCCL on GPUs, gloo on CPUs); None for a single rank.
-        control: all ranks, gloo: flags and counts, on the CPU.
-        saving: all ranks, gloo: checkpoints only, separate from all other collectives.
+        device_group: all ranks, for gradients (NCCL on GPUs, gloo on CPUs); None for a single rank.
+        control_group: all ranks, gloo: flags and sums, on the CPU.
+        checkpoint_group: all ranks, gloo: checkpoints only, separate from all other collectives.
     """
 
     environment: Environment
     device: torch.device
-    group: dist.ProcessGroup | None = None
-    control: dist.ProcessGroup | None = None
-    saving: dist.ProcessGroup | None = None
+    device_group: dist.ProcessGroup | None = None
+    control_group: dist.ProcessGroup | None = None
+    checkpoint_group: dist.ProcessGroup | None = None
 
     def broadcast_text(self, text: str | None) -> str:
         """Return rank 0's text on all ranks."""
-        if self.control is None:
+        if self.control_group is None:
             assert text is not None
             return text
         # As bytes: a pickle from the network would be a program.
         own = (text or "").encode(errors="surrogatepass")
         size = torch.tensor([len(own)])
-        dist.broadcast(size, src=0, group=self.control)
+        dist.broadcast(size, src=0, group=self.control_group)
         if int(size.item()) == 0:
             return ""
         told = torch.empty(int(size.item()), dtype=torch.uint8)
         if self.environment.rank == 0:
             told = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        dist.broadcast(told, src=0, group=self.control)
+        dist.broadcast(told, src=0, group=self.control_group)
         return bytes(told.tolist()).decode(errors="surrogatepass")
 
     def leave_together(self) -> None:
         """Wait until all ranks are here. The first to exit would otherwise look like a failure to the others."""
-        if self.control is not None:
-            dist.barrier(group=self.control)
+        if self.control_group is not None:
+            dist.barrier(group=self.control_group)
 
 
 def init_distributed(
@@ -96,9 +96,9 @@ def init_distributed(
         device_id=own if own.type == "cuda" else None,
     )
     assert dist.group.WORLD is not None
-    control = dist.new_group(backend="gloo", timeout=timeout)
-    saving = dist.new_group(backend="gloo", timeout=timeout)
-    return DistributedContext(environment, own, dist.group.WORLD, control, saving)
+    control_group = dist.new_group(backend="gloo", timeout=timeout)
+    checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
+    return DistributedContext(environment, own, dist.group.WORLD, control_group, checkpoint_group)
 
 
 def threads_of(setting: str, cpus: int) -> int:

@@ -174,7 +174,7 @@ def _train(
     from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.jobs.train import build_trainer
 
-    agreement = StopAgreement(stop, distributed.control, watch.take_save if watch is not None else lambda: False)
+    agreement = StopAgreement(stop, distributed.control_group, watch.take_save if watch is not None else lambda: False)
     if config.job.kind == "evaluate":
         return _evaluate(config, distributed, context, agreement, timeline)
     trainer = build_trainer(config, distributed, context, agreement, timeline, watch)

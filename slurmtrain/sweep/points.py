@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurmtrain.config.compose import Primary, composed_by_hydra, explaining, finish, initialized
+from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError
@@ -169,8 +170,8 @@ def composing(primary: Primary) -> Iterator[Composer]:
         yield Composer(primary, GlobalHydra.instance().config_loader())
 
 
-def check(composer: Composer, grid: Grid) -> Iterator[Config]:
-    """Compose and validate every point, in order.
+def check(composer: Composer, grid: Grid) -> Iterator[tuple[Config, ParallelDims]]:
+    """Compose and validate every point, in order, and yield it with its parallel dims.
 
     Raises:
         ConfigError: a point is wrong; the message says which.
@@ -178,8 +179,8 @@ def check(composer: Composer, grid: Grid) -> Iterator[Config]:
     for number, point in enumerate(grid.points):
         with naming_point(grid, number):
             config = composer.compose(point)
-            validate(config)
-        yield config
+            dims = validate(config)
+        yield config, dims
 
 
 @contextmanager

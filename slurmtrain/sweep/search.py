@@ -99,11 +99,11 @@ class Search:
     def _checked(self, overrides: Sequence[str]) -> Config:
         """Return a point's config after all checks that find what would make its job fail."""
         config = self._composer.compose(overrides)
-        validate(config)
-        check_fits(config)
+        dims = validate(config)
+        check_fits(config, dims)
         check_prepared(config)
         check_named_paths(config, current_folder())
-        for warning in check_memory(config):
+        for warning in check_memory(config, dims):
             self._say(f"warning: {warning}")
         return config
 

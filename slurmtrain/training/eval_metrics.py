@@ -63,7 +63,7 @@ class MetricSums:
         if self._own:
             whole = (
                 whole_vocabulary(logits, self._distributed_model.group("tp"))
-                if self._distributed_model.layout.tp > 1
+                if self._distributed_model.dims.tp > 1
                 else logits
             )
             found += [metric.sums(whole, targets, batch) for metric in self._own.values()]
@@ -109,7 +109,7 @@ class MetricSums:
     def _correct(self, logits: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
         if "accuracy" not in self._built_in:
             return torch.zeros(())
-        tp = self._distributed_model.layout.tp
+        tp = self._distributed_model.dims.tp
         guesses = vocabulary_argmax(logits, self._distributed_model.group("tp")) if tp > 1 else logits.argmax(dim=-1)
         return ((guesses == targets) & counts).sum()
 

@@ -69,7 +69,7 @@ def build_forward_backward(
         micro_batches: number of micro batches of a step.
         micro_batch_size: number of samples of a micro batch.
     """
-    if distributed_model.layout.pp > 1:
+    if distributed_model.dims.pp > 1:
         return _Pipelined(distributed_model, micro_batches, micro_batch_size)
     return _SequentialSchedule(distributed_model, micro_batch_size)
 
@@ -146,13 +146,13 @@ class _Pipelined:
         self._at_the_end: Callable[[Tensor, Tensor], Tensor]  # where the last stage is, of a micro batch
         self._pipeline = Pipeline(
             distributed_model.stages,
-            distributed_model.numbers,
+            distributed_model.stage_indices,
             distributed_model.stage_count,
             schedule=distributed_model.parallel.pp_schedule,
             micro_batches=micro_batches,
             device=distributed_model.device,
             group=distributed_model.group("pp"),
-            shared=distributed_model.shared,
+            tied_parameters=distributed_model.tied_parameters,
             loss=lambda logits, targets: self._at_the_end(logits, targets),
         )
 
@@ -201,7 +201,7 @@ def _loss_scale(distributed_model: DistributedModel, count: Callable[[], int]) -
 
     Gradients are averaged over the ranks that see other tokens, but the mean is over all tokens.
     """
-    return distributed_model.layout.dp * distributed_model.layout.cp / count()
+    return distributed_model.dims.dp * distributed_model.dims.cp / count()
 
 
 def _is_own(distributed_model: DistributedModel) -> bool:
@@ -214,7 +214,7 @@ def _own(batch: Batch, distributed_model: DistributedModel) -> Batch:
 
     `documents` stay whole, since which tokens attend to which depends on whole sequences.
     """
-    length, cp = tokens_per_row(batch), distributed_model.layout.cp
+    length, cp = tokens_per_row(batch), distributed_model.dims.cp
 
     def own(name: str, tensor: Tensor) -> Tensor:
         if cp > 1 and name != "documents" and tensor.dim() > 1 and tensor.shape[1] == length:
@@ -248,7 +248,7 @@ def _further_arguments(own: Batch, model: nn.Module) -> dict[str, Tensor]:
 
 def loss_sum(distributed_model: DistributedModel, logits: Tensor, targets: Tensor) -> Tensor:
     """Return the sum of the cross-entropies, in nats, of logits [B, S, V] and targets [B, S]; or of [B, V] and [B]."""
-    if distributed_model.layout.tp > 1:
+    if distributed_model.dims.tp > 1:
         return vocabulary_loss_sum(logits, targets, distributed_model.group("tp"), IGNORED_TARGET)
     return (_compiled() if distributed_model.parallel.compile else _cross_entropy_sum)(logits, targets)
 
@@ -267,5 +267,5 @@ def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
 
 def _even(distributed_model: DistributedModel, length: int) -> int:
     """Return the least length from `length` on that the ranks of a sequence can share evenly."""
-    sharing = distributed_model.layout.sequence_ranks(distributed_model.parallel)
+    sharing = distributed_model.dims.sequence_ranks(distributed_model.parallel)
     return -(-length // sharing) * sharing

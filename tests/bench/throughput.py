@@ -239,16 +239,16 @@ class Bench:
     def bare_loop(self, name: str, after_step: Callable[[int, nn.Module, Any], None] | None = None) -> Iterator[None]:
         """The loop that everybody writes first, a step at a time."""
         torch.manual_seed(0)
-        layout = LAYOUTS[name]
+        dims = LAYOUTS[name]
         model = bare_model(name)
         optimizer = build_optimizer(model, OptimConfig())
         order = torch.randperm(len(self.text.train), generator=torch.Generator().manual_seed(0)).numpy()
-        share = BATCH // layout.dp
-        first = [(step * layout.dp + layout.dp_rank(self.rank)) * share for step in range(self.steps + 1)]
+        share = BATCH // dims.dp
+        first = [(step * dims.dp + dims.dp_rank(self.rank)) * share for step in range(self.steps + 1)]
         batches = [self.text.train.get_batch(order[at : at + share]) for at in first]  # in memory
         for step, batch in enumerate(batches):
             logits = model(batch["inputs"])
-            with loss_parallel() if layout.tp > 1 else nullcontext():
+            with loss_parallel() if dims.tp > 1 else nullcontext():
                 loss = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
                 loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -303,14 +303,14 @@ class Bench:
             trainer.fit()
         return Spent.now().since(loader.began)
 
-    def loader(self, kind: type[L], layout: ParallelDims) -> L:
+    def loader(self, kind: type[L], dims: ParallelDims) -> L:
         return kind(
             self.text.train,
             seed=0,
             global_batch_size=BATCH,
-            micro_batch_size=BATCH // layout.dp,
-            dp_rank=layout.dp_rank(self.rank),
-            dp_size=layout.dp,
+            micro_batch_size=BATCH // dims.dp,
+            dp_rank=dims.dp_rank(self.rank),
+            dp_size=dims.dp,
         )
 
     def trainer(self, name: str, loader: BatchLoader, **more: Any) -> Trainer:
@@ -338,7 +338,7 @@ class Bench:
                 forward_backward,
                 {},
                 MetricSums(distributed_model, (), {}),
-                counts=None,
+                control_group=None,
                 stop=self.stop,
             ),
             ranks=TrainingRanks(self.rank, dist.group.WORLD, self.control),

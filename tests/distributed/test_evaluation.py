@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from slurmtrain.checkpoint.commit import committed, read_manifest
 from slurmtrain.config.compose import compose
-from slurmtrain.config.parallel_dims import micro_batch_size, parallel_dims_of
+from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.data import IGNORED_TARGET
 from slurmtrain.data.loading.loader import Batch
@@ -123,12 +123,13 @@ def measure(distributed: DistributedContext, overrides: list[str]) -> dict[str, 
     """The metrics of an untrained model. It is left as it was, also when one rank was told to stop in the middle."""
     torch.manual_seed(5)
     config = experiment(*overrides)
-    layout = parallel_dims_of(config)
-    laid, *_ = distribute_model(config, layout, distributed)
-    micro = micro_batch_size(config, layout)
-    forward_backward = build_forward_backward(laid, config.train.global_batch_size // (micro * layout.dp), micro)
+    dims = parallel_dims_of(config)
+    laid, *_ = distribute_model(config, dims, distributed)
+    forward_backward = build_forward_backward(
+        laid, dims.micro_batches(config.train), dims.micro_batch_size(config.train)
+    )
     told = signals.StopFlag()
-    stop = StopAgreement(told, distributed.control)
+    stop = StopAgreement(told, distributed.control_group)
     evaluator = build_evaluator(config, laid, forward_backward, build("data", config.data), distributed, stop)
     evaluator.prepare()
     before = torch.get_rng_state()

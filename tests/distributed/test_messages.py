@@ -28,7 +28,7 @@ class Evil:
 
 def talk(distributed: DistributedContext, canary: Path) -> list[Any]:
     """What this rank hears; of what fails, the error's type and message."""
-    told = RankGroup(distributed.saving)
+    told = RankGroup(distributed.checkpoint_group)
     rank = told.rank
     heard: list[Any] = []
 

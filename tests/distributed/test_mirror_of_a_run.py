@@ -28,7 +28,7 @@ class Rank:
         self.said: list[str] = []
         self.checkpointer = Checkpointer(
             directory,
-            group=distributed.saving if distributed else None,
+            group=distributed.checkpoint_group if distributed else None,
             run_id=run_id,
             mirror=url,
             keep=Keep(last=2),

@@ -28,7 +28,7 @@ from tests.support.gloo import GlooRanks, cluster_config, wait_until
 def sums(distributed: DistributedContext) -> list[float]:
     """Each of the three groups adds up every rank's number."""
     answers = []
-    for group in (distributed.group, distributed.control, distributed.saving):
+    for group in (distributed.device_group, distributed.control_group, distributed.checkpoint_group):
         value = torch.tensor([float(distributed.environment.rank + 1)])
         dist.all_reduce(value, group=group)
         answers.append(value.item())

@@ -38,12 +38,12 @@ def dry_run(config: Config) -> list[StageMemory]:
         ConfigError: the model does not support such a layout.
         EnvironmentMismatch: the model cannot be built here.
     """
-    layout = parallel_dims_of(config)
-    expected = memory_of(config, layout)
+    dims = parallel_dims_of(config)
+    expected = memory_of(config, dims)
     found = []
-    for stage in range(layout.pp):
-        rank = layout.first_rank(stage)
-        model = _distributed_model(config, layout, rank)
+    for stage in range(dims.pp):
+        rank = dims.first_rank(stage)
+        model = _distributed_model(config, dims, rank)
         held = [_local(tensor) for tensor in [*model.parameters(), *model.buffers()]]
         trained = nn.ParameterList(_local(each) for each in model.parameters() if each.requires_grad)
         found.append(
@@ -60,15 +60,15 @@ def dry_run(config: Config) -> list[StageMemory]:
     return found
 
 
-def _distributed_model(config: Config, layout: ParallelDims, rank: int) -> nn.Module:
+def _distributed_model(config: Config, dims: ParallelDims, rank: int) -> nn.Module:
     """Return the part of the model that `rank` holds."""
     model = _build(config)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=dims.world_size)
     try:
         return parallelize(
             model,
             dataclasses.replace(config.parallel, compile=False),  # compilation would change no size
-            layout,
+            dims,
             rank=rank,
             device=torch.device("cpu"),
             group=None,  # plain replicas stay what they are: DistributedDataParallel would ask the others

@@ -165,7 +165,7 @@ def test_what_is_set_is_validated(tmp_path: Path) -> None:
         changed(compose(["cluster=local"]), ["optim.lr=-1"], tmp_path)
     with pytest.raises(ConfigError, match=r"--set optim\.lr=high"):
         changed(compose(["cluster=local"]), ["optim.lr=high"], tmp_path)
-    found = changed(compose(["cluster=local"]), ["optim.lr=1e-5", "+model.extra=1"], tmp_path)
+    found, _ = changed(compose(["cluster=local"]), ["optim.lr=1e-5", "+model.extra=1"], tmp_path)
     assert found.optim.lr == 1e-5 and found.model["extra"] == 1
 
 

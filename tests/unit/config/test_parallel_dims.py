@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slurmtrain.cli import main
 from slurmtrain.cli.layout import ranks_text
 from slurmtrain.config.compose import compose
-from slurmtrain.config.parallel_dims import AXES, ParallelDims, micro_batch_size, parallel_dims_of
+from slurmtrain.config.parallel_dims import AXES, ParallelDims, parallel_dims_of
 
 KNOWN = [
     *("cluster=a100x8", "cluster.nodes=8", "parallel.tp=4", "parallel.pp=2"),
@@ -88,7 +88,7 @@ def test_the_shipped_layouts(overrides: list[str], text: str) -> None:
 def test_a_step_has_a_micro_batch_for_every_stage_unless_told_otherwise() -> None:
     for overrides, size in (([], 2), (["parallel.cp=2"], 4), (["parallel.pp=2"], 2), (["train.micro_batch_size=1"], 1)):
         config = compose(["cluster=a100x8", "model.tie_embeddings=false", *overrides])
-        assert micro_batch_size(config, parallel_dims_of(config)) == size
+        assert parallel_dims_of(config).micro_batch_size(config.train) == size
 
 
 @pytest.mark.parametrize(("ranks", "text"), [([3], "3"), ([0, 32], "0,32"), ([4, 5, 6], "4-6"), ([1, 5, 9], "1-9:4")])

@@ -18,7 +18,6 @@ from slurmtrain.cli import main
 from slurmtrain.cli.arguments import normalise
 from slurmtrain.config.compose import compose, load_frozen
 from slurmtrain.config.evaluation import evaluation_config
-from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.evaluations import submit_due
@@ -78,10 +77,10 @@ def test_a_job_asks_for_no_more_than_the_model_needs(
     config = compose(composed(*JOB, *overrides, "train.global_batch_size=64", "train.micro_batch_size=2"))
     validate(config)
     found = evaluation_config(config, "checkpoints/checkpoint_0000010")
-    validate(found)
+    dims = validate(found)
     cluster = found.cluster
     assert (cluster.nodes, cluster.tasks_per_node, cluster.gpus_per_node) == ranks
-    assert str(parallel_dims_of(found)) == layout
+    assert str(dims) == layout
     assert found.train.micro_batch_size == 2
     assert found.checkpoint.restore_from == "checkpoints/checkpoint_0000010"
     assert cluster.time_limit_min == (

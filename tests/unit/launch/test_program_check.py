@@ -9,6 +9,7 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
+from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.program_words import module_of, paths_in, script_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_CONFIG, ConfigError, exit_code_of
@@ -212,17 +213,17 @@ def test_a_model_that_this_machines_memory_cannot_hold_is_refused_before_it_swap
 
 
 def test_host_memory_counts_where_the_job_computes_on_cpus() -> None:
-    large = compose(["cluster=local", "model=llama3_8b"])
+    large, dims = compose(["cluster=local", "model=llama3_8b"]), ParallelDims()
     with pytest.raises(ConfigError, match=r"take \d+\.\d GiB on the CPUs of a node, and this machine has 24\.0 GiB"):
-        check_host_memory(large, 24 * GIB, has_gpu=False)
-    check_host_memory(large, 24 * GIB, has_gpu=True)
-    check_host_memory(large, 512 * GIB, has_gpu=False)
-    check_host_memory(large, None, has_gpu=False)
-    check_host_memory(compose(["cluster=local"]), 4 * GIB, has_gpu=False)
+        check_host_memory(large, dims, 24 * GIB, has_gpu=False)
+    check_host_memory(large, dims, 24 * GIB, has_gpu=True)
+    check_host_memory(large, dims, 512 * GIB, has_gpu=False)
+    check_host_memory(large, dims, None, has_gpu=False)
+    check_host_memory(compose(["cluster=local"]), dims, 4 * GIB, has_gpu=False)
     asked = ["cluster=sandbox", "model=llama3_8b", "cluster.mem_per_node_gb=24"]
     with pytest.raises(ConfigError, match=r"cluster\.mem_per_node_gb=24 gives 24\.0 GiB"):
-        check_host_memory(compose(asked), 512 * GIB, has_gpu=False)
-    check_host_memory(compose([*asked, "cluster.gpus_per_node=2"]), None, has_gpu=False)
+        check_host_memory(compose(asked), dims, 512 * GIB, has_gpu=False)
+    check_host_memory(compose([*asked, "cluster.gpus_per_node=2"]), dims, None, has_gpu=False)
 
 
 def test_the_memory_of_a_container_is_what_it_may_have(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
-from slurmtrain.config.parallel_dims import parallel_dims_of
+from slurmtrain.config.validate import validate
 from slurmtrain.parallel.pipeline import Pipeline, stage_numbers
 from slurmtrain.planner.fit import check_fits, in_flight, memory_of
 
@@ -35,7 +35,8 @@ def test_a_replica_of_8b_does_not_fit_and_what_is_proposed_does(capsys: pytest.C
     proposals = re.findall(r"(parallel\.[^(]+?) \(\d+ GB\)", hint)
     assert proposals[0] == "parallel.dp_shard=2"
     for proposal in proposals:
-        check_fits(compose([*EIGHT_B, *proposal.split()]))
+        config = compose([*EIGHT_B, *proposal.split()])
+        check_fits(config, validate(config))
 
 
 def test_70b_on_one_node_is_refused_with_the_nodes_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +45,8 @@ def test_70b_on_one_node_is_refused_with_the_nodes_it_takes(capsys: pytest.Captu
     proposal = hint.partition("what would fit: ")[2].partition(" (")[0].split()
     assert 8 * 79 * 2**30 < 16 * 70_553_706_496 < 16 * 79 * 2**30  # so one node cannot do, and two might
     assert proposal[0] == "cluster.nodes=2"
-    check_fits(compose([*words, *proposal]))
+    config = compose([*words, *proposal])
+    check_fits(config, validate(config))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,8 @@ def test_70b_on_one_node_is_refused_with_the_nodes_it_takes(capsys: pytest.Captu
     ],
 )
 def test_what_cannot_be_counted_is_not_refused(overrides: list[str]) -> None:
-    check_fits(compose([*EIGHT_B, *overrides]))
+    config = compose([*EIGHT_B, *overrides])
+    check_fits(config, validate(config))
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble"])
@@ -93,7 +96,7 @@ def test_compute_in_bfloat16_and_gpipe_count() -> None:
     found = {}
     for name in ("parallel.pp_schedule=1f1b", "parallel.pp_schedule=gpipe", "parallel.param_dtype=bfloat16"):
         config = compose([*words, name])
-        stages = memory_of(config, parallel_dims_of(config))
+        stages = memory_of(config, validate(config))
         assert stages is not None and len(stages) == 2
         found[name] = stages[0].activations
     one, all_of_them, half = found.values()

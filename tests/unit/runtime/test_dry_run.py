@@ -149,8 +149,8 @@ def test_a_model_of_ones_own_is_refused_when_its_state_cannot_fit(monkeypatch: p
     config = own_model(100_000)
     monkeypatch.setattr(memory_check, "memory_by_dry_run", dry_run)
     with pytest.raises(ConfigError, match=r"needs 149\.0 GB \(parameters 37\.3, gradients 37\.3, optimiser 74\.5\)"):
-        memory_check.check_memory(config)
-    assert memory_check.check_memory(own_model(50_000)) == []
+        memory_check.check_memory(config, parallel_dims_of(config))
+    assert memory_check.check_memory(own_model(50_000), parallel_dims_of(config)) == []
 
 
 def own_model(width: int) -> Config:
@@ -165,7 +165,7 @@ def test_a_layout_for_which_the_model_is_not_made_is_refused(monkeypatch: pytest
     config = own_model(8)
     config.parallel.tp = 2
     with pytest.raises(ConfigError, match=r"parallel\.tp: Linear has no plan for tensor parallelism"):
-        memory_check.check_memory(config)
+        memory_check.check_memory(config, parallel_dims_of(config))
 
 
 @pytest.mark.usefixtures("project")
@@ -180,7 +180,7 @@ def test_where_it_cannot_be_known_there_is_a_warning(
     else:
         config.model = {"_target_": "only.in.the.Container"}
         monkeypatch.setattr(memory_check, "memory_by_dry_run", dry_run)
-    (warning,) = memory_check.check_memory(config)
+    (warning,) = memory_check.check_memory(config, parallel_dims_of(config))
     assert warning.startswith("whether it fits into cluster.gpu_memory_gb=79 is not known: ")
     assert ("no torch here" if missing == "torch" else "only.in.the.Container") in warning
 

@@ -80,7 +80,7 @@ def test_choices_in_the_config_are_swept_and_the_command_line_wins(tmp_path: Pat
         grid = composer.expand(["experiment=grid", "optim.lr=5"])
         assert [point[0] for point in grid.points] == ["optim.lr=5", "optim.lr=5"]
         assert grid.keys == ("train.seed",)
-        assert [config.train.seed for config in check(composer, grid)] == [0, 1]
+        assert [config.train.seed for config, _ in check(composer, grid)] == [0, 1]
 
 
 @pytest.mark.parametrize(
