@@ -144,7 +144,7 @@ class Checkpointer:
         on_replica_drift); buffers (BatchNorm) and plain values that differ are reported once, and those of the lowest
         rank are saved.
 
-        Parameters that are trained have to be finite, else the save fails (NotFinite) and the older checkpoints stay.
+        Parameters that are trained have to be finite, else the save fails (NonFiniteError) and the older checkpoints stay.
         The copy is checked, in the background. What was not finite already when `restore` was called is not checked.
 
         Args:
@@ -233,7 +233,7 @@ class Checkpointer:
             None when there is no checkpoint: a fresh start. Never None when `path` is given.
 
         Raises:
-            CheckpointMismatch: there are checkpoints, but none fits or none is sound.
+            CheckpointMismatchError: there are checkpoints, but none fits or none is sound.
             CheckpointError: `path` is no checkpoint or is damaged.
         """
         compatibility.check_allowed(allow)

@@ -24,7 +24,7 @@ from slurmtrain.checkpoint.reader import read_tensors
 from slurmtrain.checkpoint.save_plan import check_types, file_name
 from slurmtrain.checkpoint.shared_directory import CheckpointIdentity
 from slurmtrain.checkpoint.tensor_index import Index
-from slurmtrain.errors import CheckpointError, CheckpointMismatch, Unreadable
+from slurmtrain.errors import CheckpointError, CheckpointMismatchError, UnreadableError
 
 if TYPE_CHECKING:
     from slurmtrain.checkpoint.mirror_upload import MirrorUploader
@@ -198,7 +198,7 @@ class Restorer:
         try:
             texts = commit.read_manifest_bytes(path, patient=True)
             manifest = commit.parse_manifest(path, *texts)
-        except (CheckpointMismatch, Unreadable):
+        except (CheckpointMismatchError, UnreadableError):
             raise
         except CheckpointError as error:
             return Choice(path, b"", "", [error.message])
@@ -207,7 +207,7 @@ class Restorer:
         if not damage:
             try:
                 check_whole(path, manifest, read_index(path, manifest, patient=True))
-            except Unreadable:
+            except UnreadableError:
                 raise
             except CheckpointError as error:
                 damage = [error.message]
@@ -221,7 +221,7 @@ class Restorer:
         self._say(f"{path.name} is damaged and was set aside: {'; '.join(damage)}")
 
     def _check_never_damaged(self, set_aside: list[str]) -> None:
-        """Raise CheckpointMismatch if there were checkpoints, all of which are damaged.
+        """Raise CheckpointMismatchError if there were checkpoints, all of which are damaged.
 
         An attempt before this one may have set them aside and failed; this one must not start afresh either.
         """
@@ -232,7 +232,7 @@ class Restorer:
 
         set_aside = set_aside or self._ranks.on_rank_0(find)
         if set_aside:
-            raise CheckpointMismatch(
+            raise CheckpointMismatchError(
                 f"every checkpoint in {self._identity.directory} is damaged: {'; '.join(set_aside)}",
                 hint="look at the *.damaged-* folders; delete them to start afresh",
             )

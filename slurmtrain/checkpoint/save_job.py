@@ -39,7 +39,7 @@ from slurmtrain.checkpoint.save_plan import SavePlan, TensorPiece, file_name
 from slurmtrain.checkpoint.shared_directory import CheckpointIdentity
 from slurmtrain.checkpoint.staging import Image
 from slurmtrain.checkpoint.tensor_index import Index, Ints, check_coverage
-from slurmtrain.errors import CheckpointError, Discarded, NotFinite
+from slurmtrain.errors import CheckpointError, DiscardedError, NonFiniteError
 from slurmtrain.system.files import fsync_directory
 
 
@@ -269,7 +269,7 @@ class SaveJob:
         wrong = [piece.name for piece, fine in zip(pieces, blocks.each(pool, find, pieces), strict=True) if not fine]
         if wrong:
             more = f" (and {len(wrong) - 1} more of this rank)" if len(wrong) > 1 else ""
-            raise NotFinite(
+            raise NonFiniteError(
                 f"{wrong[0]}{more} is not finite after step {self._step}, and is not saved",
                 hint="no later step mends that: go on from an older checkpoint with a lower learning rate or other data; what "
                 "is meant to be infinite is not trained: requires_grad_(False), or a buffer",
@@ -381,4 +381,4 @@ class SaveJob:
 
     def _check_discarded(self) -> None:
         if self._discard.is_set():
-            raise Discarded("the save was given up for a newer one, or to leave in time")
+            raise DiscardedError("the save was given up for a newer one, or to leave in time")

@@ -27,7 +27,7 @@ from slurmtrain.checkpoint.save_job import SaveJob, StagedState
 from slurmtrain.checkpoint.save_plan import SavePlan, make_plan
 from slurmtrain.checkpoint.shared_directory import CheckpointIdentity
 from slurmtrain.checkpoint.staging import Image, Staging
-from slurmtrain.errors import CheckpointError, Discarded, LostPeers, NotFinite, Superseded
+from slurmtrain.errors import CheckpointError, DiscardedError, LostPeersError, NonFiniteError, SupersededError
 
 if TYPE_CHECKING:
     from slurmtrain.checkpoint.mirror_upload import MirrorUploader
@@ -255,13 +255,13 @@ class SavePipeline:
         step, most = self._pending.step, self._settings.max_failures
         try:
             self.wait()
-        except LostPeers:
+        except LostPeersError:
             raise  # their group cannot be used any more; another attempt has a new one
-        except Superseded:
+        except SupersededError:
             raise  # no later save can be committed either
         except CheckpointError as error:
             if most and self._failures_in_a_row >= most:
-                kind = NotFinite if isinstance(error, NotFinite) else CheckpointError
+                kind = NonFiniteError if isinstance(error, NonFiniteError) else CheckpointError
                 raise kind(
                     f"{self._failures_in_a_row} saves in a row have failed, the last of step {step}: {error.message}",
                     hint=error.hint or "checkpoint.max_failures says how many are put up with",
@@ -273,7 +273,7 @@ class SavePipeline:
         if pending.error is None:
             self._failures_in_a_row = 0
             self.last_committed_step = pending.step
-        elif not isinstance(pending.error, Discarded):
+        elif not isinstance(pending.error, DiscardedError):
             self._failures_in_a_row += 1
 
     # From objects to the copy in host memory.
@@ -363,7 +363,7 @@ class SavePipeline:
         return SaveResult(path, pending.step, seconds, stall_s, self._last_size)
 
     def _report(self, ending: SaveResult | CheckpointError, step: int) -> None:
-        if isinstance(ending, Discarded):
+        if isinstance(ending, DiscardedError):
             return
         if isinstance(ending, CheckpointError) and self._settings.asynchronous and self._ranks.rank == 0:
             self._settings.say(f"the save of step {step} failed, older checkpoints are as they were: {ending.message}")

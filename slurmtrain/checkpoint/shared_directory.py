@@ -19,7 +19,7 @@ import torch.distributed as dist
 from slurmtrain.checkpoint import commit
 from slurmtrain.checkpoint.commit import Incarnation, Manifest
 from slurmtrain.checkpoint.ranks import RankGroup
-from slurmtrain.errors import CheckpointError, CheckpointMismatch
+from slurmtrain.errors import CheckpointError, CheckpointMismatchError
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class CheckpointIdentity:
     config: Mapping[str, Any]
 
     def check_run(self, where: Path | str, manifest: Manifest, *, hint: str) -> None:
-        """Raise CheckpointMismatch if the checkpoint at `where` belongs to another run."""
+        """Raise CheckpointMismatchError if the checkpoint at `where` belongs to another run."""
         if self.run_id and manifest.run_id != self.run_id:
-            raise CheckpointMismatch(
+            raise CheckpointMismatchError(
                 f"{where} belongs to run {manifest.run_id or '(none)'}, this is run {self.run_id}", hint=hint
             )
 

@@ -31,7 +31,7 @@ from slurmtrain.parallel.ddp import warm_up_ddp_buckets, without_trace
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.training.evaluation import Evaluator, not_measured
 from slurmtrain.training.forward_backward import ForwardBackward
-from slurmtrain.training.nonfinite import Diverged, NonfiniteSteps, all_finite
+from slurmtrain.training.nonfinite import DivergedError, NonfiniteSteps, all_finite
 from slurmtrain.training.optim import (
     apply_settings,
     build_optimizer,
@@ -306,7 +306,7 @@ class Trainer:
             dist.all_reduce(finite, dist.ReduceOp.MIN, self._ranks.control_group)
         return bool(finite)
 
-    def _diverged(self) -> Diverged:
+    def _diverged(self) -> DivergedError:
         """Return the error that ends the run. All ranks call it together."""
         steps = self._nonfinite
         loss = self._sum_over_ranks(torch.tensor(steps.loss)).item()
@@ -318,7 +318,7 @@ class Trainer:
             what = f"the parameters are not finite after step {self._counters.step}"
         step = self._checkpointer.last_step if self._checkpointer is not None else None
         before = "there is no checkpoint" if step is None else f"the newest checkpoint, of step {step}, is from before"
-        return Diverged(
+        return DivergedError(
             f"{what}; {numbers}; {before}",
             hint="the same steps would do the same again, so nothing is tried again: a smaller optim.lr, more "
             "optim.warmup_steps or optim.grad_clip=1 may help, or other data",
