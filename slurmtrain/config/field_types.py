@@ -28,13 +28,13 @@ def check_types(part: Any, where: str = "") -> None:
     Raises:
         ConfigError: a value has a wrong type; the message gives the key, the value and the expected type.
     """
-    hints = _hints(part.__class__)
+    kinds = hints(part.__class__)
     for field in dataclasses.fields(part):
-        _check(f"{where}{field.name}", getattr(part, field.name), hints[field.name])
+        _check(f"{where}{field.name}", getattr(part, field.name), kinds[field.name])
 
 
 @functools.cache
-def _hints(part: type) -> dict[str, Any]:
+def hints(part: type) -> dict[str, Any]:
     """Return the types of a dataclass's annotations. It is cached since it takes longer than all checks together."""
     return typing.get_type_hints(part)
 
