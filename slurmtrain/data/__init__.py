@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from slurmtrain.data.loading.loader import eval_batches as eval_batches
     from slurmtrain.data.loading.order import permute as permute
     from slurmtrain.data.loading.order import sample_ids as sample_ids
-    from slurmtrain.data.loading.samples import MapDataset as MapDataset
     from slurmtrain.data.sources.mixture import Mixture as Mixture
     from slurmtrain.data.sources.prepared import PreparedText as PreparedText
+    from slurmtrain.data.sources.protocol import MapDataset as MapDataset
     from slurmtrain.data.sources.text import ByteText as ByteText
     from slurmtrain.data.sources.text import ByteWindows as ByteWindows
     from slurmtrain.data.sources.text import StdlibText as StdlibText
@@ -29,7 +29,7 @@ _HOMES = {
     "sources.mixture": ("Mixture",),
     "loading.order": ("permute", "sample_ids"),
     "sources.prepared": ("PreparedText",),
-    "loading.samples": ("MapDataset",),
+    "sources.protocol": ("MapDataset",),
     "sources.text": ("ByteText", "ByteWindows", "StdlibText", "TextFiles"),
 }
 _PUBLIC = {name: module for module, names in _HOMES.items() for name in names}

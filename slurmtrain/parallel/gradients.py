@@ -15,7 +15,7 @@ def clip_gradients(
     parameters: Sequence[nn.Parameter],
     limit: float,
     group: dist.ProcessGroup | None,
-    shared: Sequence[nn.Parameter] = (),
+    tied_parameters: Sequence[nn.Parameter] = (),
 ) -> Tensor:
     """Scale all gradients so that their norm is at most `limit`, and return the norm before, a scalar.
 
@@ -27,10 +27,10 @@ def clip_gradients(
         parameters: DTensors.
         limit: the greatest norm; 0: gradients are not scaled.
         group: all ranks; None for a single one.
-        shared: those of `parameters` that another stage of the pipeline also has, with the same gradient.
+        tied_parameters: those of `parameters` that another stage of the pipeline also has, with the same gradient.
     """
     gradients = [parameter.grad for parameter in parameters if isinstance(parameter.grad, DTensor)]
-    twice = {id(parameter.grad) for parameter in shared}
+    twice = {id(parameter.grad) for parameter in tied_parameters}
     local = [gradient.to_local() for gradient in gradients]
     by_holders: dict[int, list[Tensor]] = {}
     for gradient, norm in zip(gradients, torch._foreach_norm(local), strict=True):

@@ -29,18 +29,18 @@ class DistributedModel:
         model: the part of the model that this rank holds, optimises and saves; parameters have the names of the whole
             model.
         stages: the modules that are called: the model, or its pipeline stages on this rank.
-        numbers: the stages' numbers among all stages.
+        stage_indices: the stages' indices among all stages.
         stage_count: number of all stages of the pipeline.
         dims: the sizes of all axes.
         rank: number of this rank; `coordinates` is where it stands on each axis.
         mesh: the device mesh; None for plain replicas.
         compression: the compression of gradients, if it has a state to save.
-        shared: parameters that the stage at the other end of the pipeline also has: those of a tied embedding.
+        tied_parameters: parameters that the stage at the other end of the pipeline also has: those of a tied embedding.
     """
 
     model: nn.Module
     stages: tuple[nn.Module, ...]
-    numbers: tuple[int, ...]
+    stage_indices: tuple[int, ...]
     stage_count: int
     parallel: ParallelConfig
     dims: ParallelDims
@@ -48,7 +48,7 @@ class DistributedModel:
     device: torch.device
     mesh: DeviceMesh | None = None
     compression: PowerSGD | None = None
-    shared: tuple[nn.Parameter, ...] = ()
+    tied_parameters: tuple[nn.Parameter, ...] = ()
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -97,28 +97,28 @@ def parallelize(
     from slurmtrain.parallel.sharded import apply_fsdp, build_mesh
 
     mesh = build_mesh(dims, device)
-    numbers, count, stages, shared = [0], 1, [model], []
+    stage_indices, count, stages, shared = [0], 1, [model], []
     if dims.pp > 1:
         from slurmtrain.parallel.pipeline import part, shared_by_ends, stage_numbers
 
-        numbers, count = stage_numbers(dims.coordinates(rank)["pp"], dims.pp, parallel.pp_schedule)
+        stage_indices, count = stage_numbers(dims.coordinates(rank)["pp"], dims.pp, parallel.pp_schedule)
         shared = shared_by_ends(model, count)
-        stages = [part(model, [number], count) for number in numbers]
-        model = part(model, numbers, count) if len(numbers) > 1 else stages[0]
+        stages = [part(model, [index], count) for index in stage_indices]
+        model = part(model, stage_indices, count) if len(stage_indices) > 1 else stages[0]
     apply_fsdp(stages, parallel, dims, rank, device, mesh)
     model = fill(model)
     held = dict(model.named_parameters())
     return DistributedModel(
         model,
         tuple(stages),
-        tuple(numbers),
+        tuple(stage_indices),
         count,
         parallel,
         dims,
         rank,
         device,
         mesh,
-        shared=tuple(held[name] for name in shared if name in held and held[name].requires_grad),
+        tied_parameters=tuple(held[name] for name in shared if name in held and held[name].requires_grad),
     )
 
 

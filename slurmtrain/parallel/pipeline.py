@@ -112,33 +112,33 @@ class Pipeline:
     """This rank's stages and the schedule by which they work.
 
     Args:
-        stages: this rank's stages, with their numbers.
+        stages: this rank's stages; `stage_indices` are theirs among all stages.
         count: number of all stages.
         micro_batches: number of micro batches of a step.
-        shared: parameters that the other end of the pipeline also has.
+        tied_parameters: parameters that the other end of the pipeline also has.
         loss: returns the loss of one micro batch's logits and targets; called on the rank of the last stage.
     """
 
     def __init__(
         self,
         stages: Sequence[nn.Module],
-        numbers: Sequence[int],
+        stage_indices: Sequence[int],
         count: int,
         *,
         schedule: str,
         micro_batches: int,
         device: torch.device,
         group: dist.ProcessGroup,
-        shared: Sequence[nn.Parameter] = (),
+        tied_parameters: Sequence[nn.Parameter] = (),
         loss: Callable[[Tensor, Tensor], Tensor],
     ):
         self._stages = stages
-        self._first, self._last = 0 in numbers, count - 1 in numbers
+        self._first, self._last = 0 in stage_indices, count - 1 in stage_indices
         self._micro_batches = micro_batches
-        self._group, self._shared = group, shared
+        self._group, self._tied_parameters = group, tied_parameters
         built = [
-            PipelineStage(stage, number, count, device, group=group)
-            for stage, number in zip(stages, numbers, strict=True)
+            PipelineStage(stage, index, count, device, group=group)
+            for stage, index in zip(stages, stage_indices, strict=True)
         ]
         kind: Any = get_schedule_class(_TORCH_NAMES[schedule])
         multiple = issubclass(kind, PipelineScheduleMulti)
@@ -155,7 +155,7 @@ class Pipeline:
             more: further arguments of every stage, beside the output of the one before it.
         """
         losses = self._run(self._schedule.step, inputs, targets, more)
-        for parameter in self._shared:
+        for parameter in self._tied_parameters:
             assert isinstance(parameter.grad, DTensor)
             self._add_up_ends(parameter.grad.to_local())
         return losses

@@ -33,9 +33,9 @@ from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import (
     EXIT_REQUEUE,
     CheckpointError,
-    CheckpointMismatch,
+    CheckpointMismatchError,
     SlurmtrainError,
-    Superseded,
+    SupersededError,
     exit_code_of,
 )
 from slurmtrain.runs import attempts, lookup
@@ -113,7 +113,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
         rendezvous_timeout_s: seconds to wait for the other ranks, unless the job's config sets them.
 
     Raises:
-        EnvironmentMismatch, RendezvousError: shown as one sentence; the process ends with the right exit code.
+        EnvironmentMismatchError, RendezvousError: shown as one sentence; the process ends with the right exit code.
         RuntimeError: it was called before in this process.
     """
     if session.distributed is not None:
@@ -136,7 +136,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
     if meeting is None and environment.source == "slurm" and environment.world_size > 1:
         meeting = attempt_context.meeting_directory(environment, lookup.runs_root())
     session.distributed = init_distributed(cluster, device, environment, meeting, stop)
-    session.agreement = StopAgreement(stop, session.distributed.control)
+    session.agreement = StopAgreement(stop, session.distributed.control_group)
     atexit.register(_let_go)
     run_path = session.context.run_dir.path if session.context else Path.cwd()
     return Run(environment.rank, environment.world_size, environment.local_rank, session.distributed.device, run_path)
@@ -183,14 +183,14 @@ def _let_go() -> None:
                 distributed.environment.rank,
                 exit_code=lost[0].exit_code,
                 sentence=lost[0].message,
-                superseded=isinstance(lost[0], Superseded),
+                superseded=isinstance(lost[0], SupersededError),
             )
         from slurmtrain.runtime.main import leave
 
         leave(lost[0].exit_code)
     import torch.distributed as dist
 
-    for group in (distributed.control, distributed.saving) if distributed is not None else ():
+    for group in (distributed.control_group, distributed.checkpoint_group) if distributed is not None else ():
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
@@ -216,8 +216,8 @@ def _record_and_show(kind: type[BaseException], error: BaseException, trace: Tra
             rank,
             exit_code=code,
             sentence=sentence,
-            superseded=isinstance(error, Superseded),
-            on_any_node=isinstance(error, CheckpointMismatch),
+            superseded=isinstance(error, SupersededError),
+            on_any_node=isinstance(error, CheckpointMismatchError),
         )
     from slurmtrain.runtime.main import leave
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from slurmtrain.choices import Device
 from slurmtrain.config.schema import ClusterConfig
-from slurmtrain.errors import EnvironmentMismatch
+from slurmtrain.errors import EnvironmentMismatchError
 from slurmtrain.runtime.rendezvous import meet
 from slurmtrain.slurm.environment import Environment, no_gpu
 from slurmtrain.system.signals import StopFlag
@@ -23,38 +23,38 @@ class DistributedContext:
     """The device of a rank, and what it shares with the others.
 
     Attributes:
-        group: all ranks, for gradients (NCCL on GPUs, gloo on CPUs); None for a single rank.
-        control: all ranks, gloo: flags and counts, on the CPU.
-        saving: all ranks, gloo: checkpoints only, separate from all other collectives.
+        device_group: all ranks, for gradients (NCCL on GPUs, gloo on CPUs); None for a single rank.
+        control_group: all ranks, gloo: flags and sums, on the CPU.
+        checkpoint_group: all ranks, gloo: checkpoints only, separate from all other collectives.
     """
 
     environment: Environment
     device: torch.device
-    group: dist.ProcessGroup | None = None
-    control: dist.ProcessGroup | None = None
-    saving: dist.ProcessGroup | None = None
+    device_group: dist.ProcessGroup | None = None
+    control_group: dist.ProcessGroup | None = None
+    checkpoint_group: dist.ProcessGroup | None = None
 
     def broadcast_text(self, text: str | None) -> str:
         """Return rank 0's text on all ranks."""
-        if self.control is None:
+        if self.control_group is None:
             assert text is not None
             return text
         # As bytes: a pickle from the network would be a program.
         own = (text or "").encode(errors="surrogatepass")
         size = torch.tensor([len(own)])
-        dist.broadcast(size, src=0, group=self.control)
+        dist.broadcast(size, src=0, group=self.control_group)
         if int(size.item()) == 0:
             return ""
         told = torch.empty(int(size.item()), dtype=torch.uint8)
         if self.environment.rank == 0:
             told = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        dist.broadcast(told, src=0, group=self.control)
+        dist.broadcast(told, src=0, group=self.control_group)
         return bytes(told.tolist()).decode(errors="surrogatepass")
 
     def leave_together(self) -> None:
         """Wait until all ranks are here. The first to exit would otherwise look like a failure to the others."""
-        if self.control is not None:
-            dist.barrier(group=self.control)
+        if self.control_group is not None:
+            dist.barrier(group=self.control_group)
 
 
 def init_distributed(
@@ -66,7 +66,7 @@ def init_distributed(
         directory: folder where rank 0 publishes its address; not needed under torchrun or for a single rank.
 
     Raises:
-        EnvironmentMismatch: a GPU was asked for that does not exist.
+        EnvironmentMismatchError: a GPU was asked for that does not exist.
         RendezvousError: a rank is missing.
     """
     own = choose_device(device, environment, gpus_per_node=cluster.gpus_per_node)
@@ -97,9 +97,9 @@ def init_distributed(
         device_id=own if own.type == "cuda" else None,
     )
     assert dist.group.WORLD is not None
-    control = dist.new_group(backend="gloo", timeout=timeout)
-    saving = dist.new_group(backend="gloo", timeout=timeout)
-    return DistributedContext(environment, own, dist.group.WORLD, control, saving)
+    control_group = dist.new_group(backend="gloo", timeout=timeout)
+    checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
+    return DistributedContext(environment, own, dist.group.WORLD, control_group, checkpoint_group)
 
 
 def threads_of(setting: str, cpus: int) -> int:
@@ -121,7 +121,7 @@ def choose_device(device: str, environment: Environment, *, gpus_per_node: int =
         gpus_per_node: number of GPUs that the job has asked for.
 
     Raises:
-        EnvironmentMismatch: there is no GPU, or there are fewer than ranks on this node.
+        EnvironmentMismatchError: there is no GPU, or there are fewer than ranks on this node.
     """
     if device == Device.CPU:
         return torch.device("cpu")
@@ -140,7 +140,7 @@ def choose_device(device: str, environment: Environment, *, gpus_per_node: int =
         return torch.device("cuda", 0)
     if environment.local_rank >= visible:
         asked = f" of cluster.gpus_per_node={gpus_per_node}" if gpus_per_node > visible else ""
-        raise EnvironmentMismatch(
+        raise EnvironmentMismatchError(
             f"{environment.local_world_size} ranks on {environment.node}, but only {visible} GPUs{asked} are visible there",
             hint=f"`nvidia-smi` on {environment.node} shows them; cluster.exclude={environment.node} leaves that node out"
             if asked
@@ -155,7 +155,7 @@ def _check_own_gpu(store: dist.Store, environment: Environment, device: torch.de
     A rank that sees a single GPU cannot tell whether it is its own; two on one would share its memory, or fail in NCCL.
 
     Raises:
-        EnvironmentMismatch: another rank has the same one.
+        EnvironmentMismatchError: another rank has the same one.
     """
     first = environment.rank - environment.local_rank
     neighbours = range(first, min(first + environment.local_world_size, environment.world_size))
@@ -163,7 +163,7 @@ def _check_own_gpu(store: dist.Store, environment: Environment, device: torch.de
     gpus = {rank: store.get(f"gpu/{rank}").decode() for rank in neighbours}
     sharing = [rank for rank, gpu in gpus.items() if gpu == gpus[environment.rank]]
     if len(sharing) > 1:
-        raise EnvironmentMismatch(
+        raise EnvironmentMismatchError(
             f"ranks {', '.join(map(str, sharing))} on {environment.node} see one and the same GPU, and no other",
             hint=f"cluster.gpus_per_node has to be at least the {environment.local_world_size} ranks of a node, and "
             "CUDA_VISIBLE_DEVICES must not hide them",

@@ -64,7 +64,7 @@ class Checkpointer(checkpointer.Checkpointer):
             directory = context.run_dir.checkpoints if context is not None else Path("checkpoints")
         super().__init__(
             directory,
-            group=distributed.saving,
+            group=distributed.checkpoint_group,
             incarnation=incarnation,
             run_id=run_id,
             config=config,

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from slurmtrain.data.loading.batches import blank
 from slurmtrain.data.loading.loader import eval_batches
-from slurmtrain.data.loading.samples import MapDataset, check_has_samples, fetch
+from slurmtrain.data.loading.samples import fetch
+from slurmtrain.data.sources.protocol import DatasetSpec, MapDataset, inspect_dataset
 from slurmtrain.errors import ConfigError, nearest
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.training.eval_metrics import MetricSums
@@ -29,7 +30,7 @@ class Evaluator:
 
     Args:
         sets: data sets by name; a metric of a set is called <set>_<metric>. May be empty.
-        counts: a gloo group of all ranks; None for a single one.
+        control_group: a gloo group of all ranks; None for a single one.
         stop: asked in every round whether to stop.
 
     Raises:
@@ -43,13 +44,13 @@ class Evaluator:
         sets: Mapping[str, MapDataset],
         measures: MetricSums,
         *,
-        counts: dist.ProcessGroup | None,
+        control_group: dist.ProcessGroup | None,
         stop: StopCheck,
     ):
-        self._distributed_model, self._forward_backward, self.sets = distributed_model, forward_backward, sets
-        self._measures, self._counts, self._stop = measures, counts, stop
-        for name, dataset in sets.items():
-            check_has_samples(dataset, f"the evaluation set {name!r}")
+        self._distributed_model, self._forward_backward = distributed_model, forward_backward
+        self.sets = {name: inspect_dataset(dataset, f"the evaluation set {name!r}") for name, dataset in sets.items()}
+        self._measures, self._control_group, self._stop = measures, control_group, stop
+        for name, dataset in self.sets.items():
             if not len(dataset):
                 raise ConfigError(
                     f"the evaluation set {name!r} holds no samples", hint="give it more data, or shorter sequences"
@@ -73,7 +74,7 @@ class Evaluator:
         names = [
             f"{name}_{measure}"
             for name, dataset in self.sets.items()
-            for measure in self._measures.names(getattr(dataset, "num_bytes", None))
+            for measure in self._measures.names(dataset.num_bytes)
         ]
         if metric not in names and not metric.startswith(tuple(f"{name}_" for name in names)):
             raise not_measured(metric, names)
@@ -86,11 +87,11 @@ class Evaluator:
                 total = self._total(dataset)
                 if total is None:
                     return None
-                values = self._measures.values(total, getattr(dataset, "num_bytes", None))
+                values = self._measures.values(total, dataset.num_bytes)
                 found |= {f"{name}_{metric}": value for metric, value in values.items()}
         return found
 
-    def _total(self, dataset: MapDataset) -> Tensor | None:
+    def _total(self, dataset: DatasetSpec) -> Tensor | None:
         """Return all sums of a set, over all ranks; None when a stop was requested."""
         rows, dims = self._forward_backward.rows, self._distributed_model.dims
         share = -(-len(dataset) // dims.dp)
@@ -115,14 +116,14 @@ class Evaluator:
 
         Ranks that measured nothing, such as all but the last stage's, learn the number of sums here.
         """
-        if self._counts is None:
+        if self._control_group is None:
             assert own is not None
             return own
         sizes = torch.tensor(self._measures.sizes)
-        dist.all_reduce(sizes, dist.ReduceOp.MAX, self._counts)
+        dist.all_reduce(sizes, dist.ReduceOp.MAX, self._control_group)
         self._measures.sizes = sizes.tolist()
         total = own if own is not None else torch.zeros(sum(self._measures.sizes), dtype=torch.float64)
-        dist.all_reduce(total, group=self._counts)
+        dist.all_reduce(total, group=self._control_group)
         return total
 
     @contextmanager
@@ -146,11 +147,10 @@ def not_measured(metric: str, names: Collection[str]) -> ConfigError:
     return ConfigError(f"checkpoint.best_metric={metric} is not measured", hint=hint)
 
 
-def _longest(dataset: MapDataset) -> int:
+def _longest(dataset: DatasetSpec) -> int:
     """Return the tokens of the longest sample; a data set is only asked for each sample's length if it has no `seq_len`."""
-    seq_len, lengths = getattr(dataset, "seq_len", None), getattr(dataset, "lengths", None)
-    if seq_len is not None:
-        return int(seq_len)
-    if lengths is not None:
-        return int(lengths(np.arange(len(dataset), dtype=np.int64)).max())
+    if dataset.seq_len is not None:
+        return int(dataset.seq_len)
+    if dataset.lengths is not None:
+        return int(dataset.lengths(np.arange(len(dataset), dtype=np.int64)).max())
     return int(fetch(dataset, np.zeros(1, dtype=np.int64))["inputs"].shape[1])

@@ -146,13 +146,13 @@ class _Pipelined:
         self._at_the_end: Callable[[Tensor, Tensor], Tensor]  # where the last stage is, of a micro batch
         self._pipeline = Pipeline(
             distributed_model.stages,
-            distributed_model.numbers,
+            distributed_model.stage_indices,
             distributed_model.stage_count,
             schedule=distributed_model.parallel.pp_schedule,
             micro_batches=micro_batches,
             device=distributed_model.device,
             group=distributed_model.group("pp"),
-            shared=distributed_model.shared,
+            tied_parameters=distributed_model.tied_parameters,
             loss=lambda logits, targets: self._at_the_end(logits, targets),
         )
 

@@ -31,7 +31,7 @@ from slurmtrain.parallel.ddp import warm_up_ddp_buckets, without_trace
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.training.evaluation import Evaluator, not_measured
 from slurmtrain.training.forward_backward import ForwardBackward
-from slurmtrain.training.nonfinite import Diverged, NonfiniteSteps, all_finite
+from slurmtrain.training.nonfinite import DivergedError, NonfiniteSteps, all_finite
 from slurmtrain.training.optim import (
     apply_settings,
     build_optimizer,
@@ -59,13 +59,13 @@ class TrainingRanks:
     """This rank and its process groups, as far as training needs to know them.
 
     Attributes:
-        group: all ranks, for tensors on the model's device; None for a single rank.
-        counts: a gloo group of all ranks for small sums on the CPU; None for a single rank.
+        device_group: all ranks, for tensors on the model's device; None for a single rank.
+        control_group: a gloo group of all ranks for small sums on the CPU; None for a single rank.
     """
 
     rank: int = 0
-    group: dist.ProcessGroup | None = None
-    counts: dist.ProcessGroup | None = None
+    device_group: dist.ProcessGroup | None = None
+    control_group: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Trainer:
         self._plan_stop, self._grace_left = plan_stop, grace_left
         self._optimizer = build_optimizer(distributed_model.model, optim)
         self._counters = Counters(data_hash=data_hash)
-        self._saving: PendingSave | None = None
+        self._pending_save: PendingSave | None = None
         self._save_s: float | None = None  # the longest of this attempt
         self._step_s = 0.0
         self._said_waiting = False
@@ -302,11 +302,11 @@ class Trainer:
     def _is_finite(self) -> bool:
         """Return whether the parameters are finite on all ranks, which call this together before they save."""
         finite = torch.tensor(int(not self._begins_finite or all_finite(self._parameters)))
-        if self._ranks.counts is not None:
-            dist.all_reduce(finite, dist.ReduceOp.MIN, self._ranks.counts)
+        if self._ranks.control_group is not None:
+            dist.all_reduce(finite, dist.ReduceOp.MIN, self._ranks.control_group)
         return bool(finite)
 
-    def _diverged(self) -> Diverged:
+    def _diverged(self) -> DivergedError:
         """Return the error that ends the run. All ranks call it together."""
         steps = self._nonfinite
         loss = self._sum_over_ranks(torch.tensor(steps.loss)).item()
@@ -318,7 +318,7 @@ class Trainer:
             what = f"the parameters are not finite after step {self._counters.step}"
         step = self._checkpointer.last_step if self._checkpointer is not None else None
         before = "there is no checkpoint" if step is None else f"the newest checkpoint, of step {step}, is from before"
-        return Diverged(
+        return DivergedError(
             f"{what}; {numbers}; {before}",
             hint="the same steps would do the same again, so nothing is tried again: a smaller optim.lr, more "
             "optim.warmup_steps or optim.grad_clip=1 may help, or other data",
@@ -331,7 +331,7 @@ class Trainer:
         from slurmtrain.parallel.gradients import clip_gradients  # with DTensors, which take half a second to import
 
         return clip_gradients(
-            self._parameters, self._optim.grad_clip, self._ranks.group, self._distributed_model.shared
+            self._parameters, self._optim.grad_clip, self._ranks.device_group, self._distributed_model.tied_parameters
         )
 
     def _begin_sums(self, data: Step) -> Callable[[], StepSums]:
@@ -343,8 +343,8 @@ class Trainer:
         speaks = self._distributed_model.counts_samples  # otherwise another rank has the same samples
         sums = torch.tensor([data.targets, *data.digest], dtype=torch.int64) * speaks
         work = None
-        if self._ranks.counts is not None:
-            work = dist.all_reduce(sums, group=self._ranks.counts, async_op=True)
+        if self._ranks.control_group is not None:
+            work = dist.all_reduce(sums, group=self._ranks.control_group, async_op=True)
 
         def wait() -> StepSums:
             nonlocal work
@@ -359,8 +359,8 @@ class Trainer:
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         """Return the sum of `value` over all ranks, in float64 on the CPU."""
         total = value.double().cpu()
-        if self._ranks.counts is not None:
-            dist.all_reduce(total, group=self._ranks.counts)
+        if self._ranks.control_group is not None:
+            dist.all_reduce(total, group=self._ranks.control_group)
         return total
 
     def _warm_up(self) -> None:
@@ -454,19 +454,19 @@ class Trainer:
         metrics = self._measured if self._counters.evaluated_at == self._counters.step else None
         saving = self._checkpointer.save(self._counters.step, metrics=metrics, **self._state())
         self._measure_saves()  # the one before is decided by now
-        self._saving = saving
+        self._pending_save = saving
         self._save_schedule.saved(self._counters.step, time.monotonic(), None)
         self._throughput.start()
 
     def _measure_saves(self) -> None:
         """Note the duration of a save that has been committed meanwhile, which decides how early a last save has to begin."""
-        if self._saving is not None and self._saving.done():
-            if self._saving.error is None:
-                saved = self._saving.result()
+        if self._pending_save is not None and self._pending_save.done():
+            if self._pending_save.error is None:
+                saved = self._pending_save.result()
                 self._save_schedule.measured(saved.stall_s)
                 self._save_s = max(self._save_s or 0.0, saved.seconds)
                 self._plan_stop(self._step_s, self._save_s)
-            self._saving = None
+            self._pending_save = None
 
     def _save_last(self, stopping: bool) -> SaveResult | None:
         """Save before the process ends, and wait for the commit.
@@ -500,17 +500,17 @@ class Trainer:
         assert self._checkpointer is not None
         choices = ("both", "new", "in flight")
         chosen = torch.zeros(1, dtype=torch.int64)
-        if self._saving is not None and not self._saving.done() and self._ranks.rank == 0:
-            running_s = time.monotonic() - self._saving.begun
+        if self._pending_save is not None and not self._pending_save.done() and self._ranks.rank == 0:
+            running_s = time.monotonic() - self._pending_save.begun
             choice = choose_last_save(
                 grace_s=self._grace_left(),
                 in_flight_left_s=None if self._save_s is None else max(0.0, self._save_s - running_s),
                 save_s=self._save_s,
-                steps_behind=self._counters.step - self._saving.step,
+                steps_behind=self._counters.step - self._pending_save.step,
             )
             chosen.fill_(choices.index(choice))
-        if self._ranks.counts is not None:
-            dist.broadcast(chosen, group=self._ranks.counts, group_src=0)
+        if self._ranks.control_group is not None:
+            dist.broadcast(chosen, group=self._ranks.control_group, group_src=0)
         return choices[int(chosen.item())]
 
     def _state(self) -> dict[str, Any]:

@@ -451,27 +451,27 @@ class OurAsync:
 
     def __init__(self, checkpointer: Checkpointer):
         self._checkpointer = checkpointer
-        self._saving: Any = None
+        self._pending_save: Any = None
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path | None = None) -> None:
         step = (self._checkpointer.last_step or 0) + 1
-        self._saving = self._checkpointer.save(step, model=model, optimizer=optimizer)
+        self._pending_save = self._checkpointer.save(step, model=model, optimizer=optimizer)
 
     @property
     def stall_s(self) -> float:
         """What the call of `save` took."""
-        return float(self._saving.stall_s)
+        return float(self._pending_save.stall_s)
 
     def before_optimizer_step(self) -> None:
         """A hook on the optimiser waits for what is still being copied."""
 
     def done(self) -> bool:
         """Committed, read back, and older ones removed."""
-        return self._saving.done() and self._checkpointer._writer._work is None
+        return self._pending_save.done() and self._checkpointer._writer._work is None
 
     def wait(self) -> None:
         """Until the commit."""
-        self._saving.result()
+        self._pending_save.result()
 
     def settle(self) -> None:
         """Until there is nothing left to do."""

@@ -338,7 +338,7 @@ class Bench:
                 forward_backward,
                 {},
                 MetricSums(distributed_model, (), {}),
-                counts=None,
+                control_group=None,
                 stop=self.stop,
             ),
             ranks=TrainingRanks(self.rank, dist.group.WORLD, self.control),

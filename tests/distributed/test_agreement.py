@@ -13,7 +13,7 @@ from tests.support.gloo import GlooRanks
 
 def step_until_told(distributed: DistributedContext, told_rank: int, told_at: int, between: bool) -> tuple[int, str]:
     stop = signals.install_signal_handlers()
-    agreement = StopAgreement(stop, distributed.control)
+    agreement = StopAgreement(stop, distributed.control_group)
 
     def tell(step: int) -> None:
         if distributed.environment.rank == told_rank and step == told_at:

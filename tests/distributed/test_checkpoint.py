@@ -57,7 +57,7 @@ class Rank:
         size = distributed.environment.world_size if distributed else 1
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
-        self.model = apply_ddp(model, torch.device("cpu"), distributed.group if distributed else None)
+        self.model = apply_ddp(model, torch.device("cpu"), distributed.device_group if distributed else None)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.loader = BatchLoader(
             Numbers(), seed=3, global_batch_size=12, micro_batch_size=1, dp_rank=self.rank, dp_size=size
@@ -66,7 +66,7 @@ class Rank:
         self.said: list[str] = []
         self.checkpointer = Checkpointer(
             directory,
-            group=distributed.saving if distributed else None,
+            group=distributed.checkpoint_group if distributed else None,
             incarnation=Incarnation(incarnation, f"life {incarnation}"),
             say=self.said.append,
             **options,
@@ -362,7 +362,7 @@ def fail_on_one_rank(distributed: DistributedContext, directory: Path, failing: 
         error = "saved"
     except CheckpointError as failure:
         error = str(failure)
-    dist.barrier(group=distributed.control)
+    dist.barrier(group=distributed.control_group)
     there = [path.name for path in committed(directory)]
     blocks.write_all = original
     rank.save(3)  # there is space again

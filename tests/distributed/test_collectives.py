@@ -36,7 +36,7 @@ def counts(
         ParallelDims(**layout),
         rank=distributed.environment.rank,
         device=distributed.device,
-        group=distributed.group,
+        group=distributed.device_group,
         fill=lambda held: held,
     )
     tokens = torch.randint(64, (1, 16))

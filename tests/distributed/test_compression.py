@@ -35,7 +35,7 @@ def bytes_sent(distributed: DistributedContext, layout: dict[str, int], options:
         ParallelDims(**layout),
         rank=distributed.environment.rank,
         device=distributed.device,
-        group=distributed.group,
+        group=distributed.device_group,
         fill=lambda held: held,
     )
     tokens = torch.randint(VOCABULARY, (1, 16))

@@ -129,7 +129,7 @@ def measure(distributed: DistributedContext, overrides: list[str]) -> dict[str, 
         laid, dims.micro_batches(config.train), dims.micro_batch_size(config.train)
     )
     told = signals.StopFlag()
-    stop = StopAgreement(told, distributed.control)
+    stop = StopAgreement(told, distributed.control_group)
     evaluator = build_evaluator(config, laid, forward_backward, build("data", config.data), distributed, stop)
     evaluator.prepare()
     before = torch.get_rng_state()

@@ -60,7 +60,9 @@ def save_replicas(distributed: DistributedContext, root: Path) -> dict[str, Any]
     rank = distributed.environment.rank
     said: list[str] = []
     answers: dict[str, Any] = {"said": said}
-    with closing(Checkpointer(root, group=distributed.saving, say=said.append, max_failures=0)) as checkpointer:
+    with closing(
+        Checkpointer(root, group=distributed.checkpoint_group, say=said.append, max_failures=0)
+    ) as checkpointer:
 
         def save(what: str, step: int, **objects: Any) -> None:
             try:
@@ -86,8 +88,8 @@ def save_replicas(distributed: DistributedContext, root: Path) -> dict[str, Any]
         save("buffers again", 14, norm=norm)
         answers["of buffers"] = list(said)
     del said[:]
-    with closing(Checkpointer(root, group=distributed.saving, say=said.append)) as checkpointer:
-        ddp = apply_ddp(nn.BatchNorm1d(4), torch.device("cpu"), distributed.group)
+    with closing(Checkpointer(root, group=distributed.checkpoint_group, say=said.append)) as checkpointer:
+        ddp = apply_ddp(nn.BatchNorm1d(4), torch.device("cpu"), distributed.device_group)
         ddp(torch.randn(8, 4) + rank)
         save("buffers of DDP", 15, norm=ddp)
         answers["of DDP"] = list(said)
@@ -108,7 +110,7 @@ def save_drifted(distributed: DistributedContext, root: Path) -> dict[str, Any]:
     said: list[str] = []
     rank = distributed.environment.rank
     with closing(
-        Checkpointer(root, group=distributed.saving, say=said.append, on_replica_drift="warn")
+        Checkpointer(root, group=distributed.checkpoint_group, say=said.append, on_replica_drift="warn")
     ) as checkpointer:
         model = nn.ModuleDict({"small": model_of(), "large": model_of(1024)})
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -143,7 +145,7 @@ def averages_go_on(distributed: DistributedContext, root: Path) -> bool:
                 parameter.add_(1)
         average.update(model)
 
-    with closing(Checkpointer(root, group=distributed.saving, say=lambda text: None)) as checkpointer:
+    with closing(Checkpointer(root, group=distributed.checkpoint_group, say=lambda text: None)) as checkpointer:
         model, average = make()
         change(model, average)
         checkpointer.save(1, model=model, average=average).result(60)

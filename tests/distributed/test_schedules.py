@@ -96,7 +96,7 @@ class Observed(StopAgreement):
     """Calls `hook` with the number of each step and round of evaluation before it, and takes its time for it."""
 
     def __init__(self, distributed: DistributedContext, hook: Callable[[int], None]):
-        super().__init__(signals.install_signal_handlers(), distributed.control)
+        super().__init__(signals.install_signal_handlers(), distributed.control_group)
         self._hook, self._asked = hook, 0
 
     def begin(self, *, save: bool | None = None, give_up: bool = False) -> None:
@@ -114,7 +114,7 @@ def attempt(distributed: DistributedContext, run_path: Path, number: int, plan: 
     run_path.mkdir(exist_ok=True)
     where = AttemptContext(RunDir(run_path), number, supervised=True)
     where.attempt_dir.path.mkdir(parents=True, exist_ok=True)
-    stop, watch = StopAgreement(signals.install_signal_handlers(), distributed.control), Grace(None)
+    stop, watch = StopAgreement(signals.install_signal_handlers(), distributed.control_group), Grace(None)
     if plan is not None:
         send = (
             partial(os.kill, os.getpid(), plan.number) if distributed.environment.rank in plan.ranks else lambda: None

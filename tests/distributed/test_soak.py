@@ -84,7 +84,7 @@ class Training:
     def __init__(self, distributed: DistributedContext):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-        self.model = apply_ddp(model, torch.device("cpu"), distributed.group)
+        self.model = apply_ddp(model, torch.device("cpu"), distributed.device_group)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         torch.manual_seed(1 + distributed.environment.rank)
 
@@ -111,7 +111,7 @@ def soak(distributed: DistributedContext, directory: Path) -> Soaked:
         else:
             failed.append(ending.message)
 
-    checkpointer = Checkpointer(directory, group=distributed.saving, keep=KEEP, on_ending=note)
+    checkpointer = Checkpointer(directory, group=distributed.checkpoint_group, keep=KEEP, on_ending=note)
     for number in range(1, SAVES + 1):
         for _ in range(STEPS_A_SAVE):
             training.step()

@@ -49,7 +49,7 @@ def trainer(
     run_path.mkdir(exist_ok=True)
     where = AttemptContext(RunDir(run_path), attempt, supervised=True)
     where.attempt_dir.path.mkdir(parents=True, exist_ok=True)
-    agreement = StopAgreement(stop or signals.StopFlag(), distributed.control)
+    agreement = StopAgreement(stop or signals.StopFlag(), distributed.control_group)
     return build_trainer(experiment(*overrides), distributed, where, agreement, Timeline())
 
 

@@ -64,7 +64,7 @@ class Pair:
         self.rank = distributed.environment.rank if distributed else 0
         size = distributed.environment.world_size if distributed else 1
         torch.manual_seed(seed)
-        group = distributed.group if distributed else None
+        group = distributed.device_group if distributed else None
         self.one = apply_ddp(
             nn.Sequential(nn.Linear(1, 6), nn.Dropout(0.5), nn.Linear(6, 1)), torch.device("cpu"), group
         )
@@ -88,7 +88,7 @@ class Pair:
         np.random.seed(1000 * seed + self.rank)
         torch.manual_seed(1000 * seed + self.rank)
         self.checkpointer = Checkpointer(
-            directory, group=distributed.saving if distributed else None, say=lambda text: None, **options
+            directory, group=distributed.checkpoint_group if distributed else None, say=lambda text: None, **options
         )
 
     def steps(self, count: int) -> list[float]:

@@ -231,7 +231,9 @@ def train_row(distributed: DistributedContext, folder: Path, row: Row) -> None:
             *row.overrides,
         ]
     )
-    build_trainer(config, distributed, where, StopAgreement(signals.StopFlag(), distributed.control), Timeline()).fit()
+    build_trainer(
+        config, distributed, where, StopAgreement(signals.StopFlag(), distributed.control_group), Timeline()
+    ).fit()
 
 
 def train_rows(distributed: DistributedContext, folder: Path, rows: Sequence[Row]) -> None:

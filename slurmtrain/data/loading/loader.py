@@ -26,9 +26,10 @@ from slurmtrain.data.loading.batches import Batch, num_targets, padded, tokens_p
 from slurmtrain.data.loading.compact_rows import CompactRows
 from slurmtrain.data.loading.lengths import ByLength, balance_ranks
 from slurmtrain.data.loading.order import EpochOrder, Order
-from slurmtrain.data.loading.samples import MapDataset, check_has_samples, fetch, fetch_batches
+from slurmtrain.data.loading.samples import fetch, fetch_batches
 from slurmtrain.data.loading.shared_memory import empty
 from slurmtrain.data.loading.workers import Workers
+from slurmtrain.data.sources.protocol import DatasetSpec, MapDataset, inspect_dataset
 from slurmtrain.errors import ConfigError
 
 SAMPLES_AT_ONCE = 4096  # number of samples whose indices a rank computes in one go
@@ -101,27 +102,21 @@ class BatchLoader:
         device: torch.device | None = None,
     ):
         _check_batch_sizes(global_batch_size, micro_batch_size, dp_size)
-        check_has_samples(dataset, "the training data")
-        if not len(dataset):
+        spec = inspect_dataset(dataset, "the training data")
+        if not len(spec):
             raise ConfigError("the training data holds no samples", hint="give more data, or a shorter data.seq_len")
-        self.dataset, self._seed = dataset, seed
+        self.dataset, self._seed = spec, seed
         self._global, self.micro_batch_size = global_batch_size, micro_batch_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._num_workers, self._ahead = num_workers, ahead
         self._samples_consumed = samples_consumed
-        self._lengths = getattr(dataset, "lengths", None)
-        if (
-            row_length is not None
-            and row_length.fixed
-            and self._lengths is not None
-            and not hasattr(dataset, "seq_len")
-        ):
+        if row_length is not None and row_length.fixed and spec.lengths is not None and spec.seq_len is None:
             raise ConfigError(
                 "samples differ in length, but pipelines and compiled models take rows of one length only",
                 hint="give the data set an attribute seq_len, the length of its longest sample",
             )
         self.order = self._order(shuffle, sorted_steps)
-        self._fetch = _Fetch(dataset, seed, row_length or RowLength())
+        self._fetch = _Fetch(spec, seed, row_length or RowLength())
         self._gpu = _Gpu(device) if device is not None and device.type == "cuda" else None
         self._fetched: Iterator[_Fetched] | None = None
 
@@ -198,19 +193,19 @@ class BatchLoader:
         return self._fetch.filled_up(batch.batch()) if isinstance(batch, CompactRows) else batch
 
     def _order(self, shuffle: bool, sorted_steps: int) -> Order:
-        own = getattr(self.dataset, "order", None)
+        own, lengths = self.dataset.order, self.dataset.lengths
         order: Order = (
             own(self._seed, shuffle)
             if own is not None
             else EpochOrder(len(self.dataset), seed=self._seed, shuffle=shuffle)
         )
-        if self._lengths is None or not shuffle:
+        if lengths is None or not shuffle:
             return order
-        return ByLength(order, self._lengths, global_batch_size=self._global, steps=sorted_steps, seed=self._seed)
+        return ByLength(order, lengths, global_batch_size=self._global, steps=sorted_steps, seed=self._seed)
 
     def _start(self) -> Iterator[_Fetched]:
-        hears = hasattr(self.dataset, "will_need")
-        coming = _Coming(self._blocks(), self._ahead * self.accumulation_steps if hears else 0)
+        announced = self._ahead * self.accumulation_steps if self.dataset.will_need is not None else 0
+        coming = _Coming(self._blocks(), announced)
         if self._num_workers == 0:
             steps = iter(lambda: coming.take(self.accumulation_steps), None)
             return chain.from_iterable(map(self._fetch, steps))
@@ -225,7 +220,7 @@ class BatchLoader:
         """Yield this rank's micro batches from the next step on, without end, several whole steps at a time."""
         start = self._samples_consumed
         while True:
-            numbers, indices = self._steps(start) if self._lengths is None else self._dealt_step(start)
+            numbers, indices = self._steps(start) if self.dataset.lengths is None else self._dealt_step(start)
             yield _Samples(numbers, indices)
             start += self._global * (len(numbers) // self.accumulation_steps)
 
@@ -249,9 +244,9 @@ class BatchLoader:
         if isinstance(self.order, ByLength):
             indices, lengths = self.order.with_lengths(numbers)
         else:
-            assert self._lengths is not None
+            assert self.dataset.lengths is not None
             indices = self.order.at(numbers)
-            lengths = self._lengths(indices)
+            lengths = self.dataset.lengths(indices)
         places = balance_ranks(lengths, self._dp_size, self.micro_batch_size)[:, self._dp_rank]
         return numbers[places], indices[places]
 
@@ -262,9 +257,10 @@ def eval_batches(dataset: MapDataset, batch_size: int, rank: int = 0, world_size
     The last batch may be smaller, and ranks may have different numbers of batches, even none: reduce sums and counts
     after the loop, and run no collective inside it.
     """
-    begin, end = (len(dataset) * r // world_size for r in (rank, rank + 1))
+    spec = inspect_dataset(dataset)
+    begin, end = (len(spec) * r // world_size for r in (rank, rank + 1))
     for first in range(begin, end, batch_size):
-        yield fetch(dataset, np.arange(first, min(first + batch_size, end), dtype=np.int64))
+        yield fetch(spec, np.arange(first, min(first + batch_size, end), dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -327,13 +323,12 @@ class _Fetched(NamedTuple):
 class _Fetch:
     """The function that fetches the batches of samples, in a worker or in this process."""
 
-    def __init__(self, dataset: MapDataset, seed: int, row_length: RowLength):
-        self._dataset: Any = dataset
-        self._seed, self._row_length = seed, row_length
-        self._seq_len: int = getattr(dataset, "seq_len", 0)
+    def __init__(self, dataset: DatasetSpec, seed: int, row_length: RowLength):
+        self._dataset, self._seed, self._row_length = dataset, seed, row_length
 
     def __call__(self, samples: _Samples, empty: Callable[..., Tensor] = empty) -> Iterator[_Fetched]:
         if samples.soon is not None:  # told where samples are fetched: to find out where they lie may take a while
+            assert self._dataset.will_need is not None
             self._dataset.will_need(samples.soon)
         batches = fetch_batches(self._dataset, samples.indices, samples.numbers, seed=self._seed, empty=empty)
         digests = iter(sample_digest.digests(samples.numbers, samples.indices))
@@ -349,7 +344,9 @@ class _Fetch:
     def filled_up(self, batch: Batch) -> Batch:
         """Return `batch` with rows padded as `row_length` says."""
         length, multiple = tokens_per_row(batch), self._row_length.multiple
-        return padded(batch, self._seq_len if self._row_length.fixed else -(-length // multiple) * multiple)
+        return padded(
+            batch, (self._dataset.seq_len or 0) if self._row_length.fixed else -(-length // multiple) * multiple
+        )
 
 
 class _Gpu:

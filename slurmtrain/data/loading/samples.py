@@ -1,4 +1,4 @@
-"""The interface of data sets, and how their samples are fetched."""
+"""How the samples of a data set are fetched."""
 
 from __future__ import annotations
 
@@ -6,67 +6,18 @@ import functools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
 from slurmtrain.data.loading.batches import Batch, collate
 from slurmtrain.data.loading.compact_rows import CompactRows, as_batch
 from slurmtrain.data.loading.order import mixed
 from slurmtrain.data.loading.shared_memory import empty
-from slurmtrain.errors import ConfigError
-
-
-class MapDataset(Protocol):
-    """A data set with a length and an i-th sample, which is all that it must offer.
-
-    It may offer the following methods and attributes as well. A subclass that overrides one of the ways to fetch
-    samples (`__getitem__`, `get_batch`, `get_batches`) is asked by the one that it overrides, even if its base class
-    offers a faster one.
-
-    get_batch(indices: int64 [B]) -> Batch: return these samples as one batch, which is not collated any more. Random
-        generators are seeded once for the batch, by the number of its first sample: random choices are repeated after a
-        restart only if the micro batch size is the same.
-    get_batches(indices: int64 [M, B], *, numbers: int64 [M, B], seed: int, empty) -> Iterable[Batch | CompactRows]: yield
-        several batches; `numbers` are the samples' numbers in the run. empty(shape, dtype=) makes tensors that are sent
-        without a copy, and that must not be changed once their batch has been yielded. After an error, every batch that
-        is missing is asked for by itself.
-    lengths(indices: int64 [B]) -> int64 [B]: return the tokens of each sample, if samples differ in length.
-    seq_len: tokens of the longest sample.
-    will_need(indices: int64 [B]) -> None: announce samples that will be fetched soon; called by the process that fetches
-        them, and returns without waiting for them.
-    order(seed: int, shuffle: bool) -> Order: return the data set's own order of samples.
-    num_bytes: bytes of text that all targets stand for; None when that is not known.
-    """
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-def check_has_samples(dataset: Any, what: str) -> None:
-    """Check that a data set has a length and an i-th sample.
-
-    Args:
-        what: name of the data set, for the message.
-
-    Raises:
-        ConfigError: `dataset` is a stream, or no data set.
-    """
-    kind = type(dataset)
-    has_samples = any(hasattr(kind, name) for name in ("__getitem__", "get_batch", "get_batches"))
-    if isinstance(dataset, IterableDataset) or not (hasattr(kind, "__len__") and has_samples):
-        stream = "a stream" if hasattr(kind, "__iter__") else "no data set"
-        raise ConfigError(
-            f"{what} ({kind.__module__}.{kind.__name__}) is {stream}: it needs len() and [i], since which samples a step sees "
-            "must not depend on ranks, workers and restarts",
-            hint="text of any size: `slurmtrain prepare`, then data=prepared; a loop of your own may read streams "
-            "(jobs/own_loop.py)",
-        )
+from slurmtrain.data.sources.protocol import DatasetSpec, FetchMethod, MapDataset, inspect_dataset
 
 
 def fetch(
@@ -89,11 +40,11 @@ def fetch(
         numbers: the samples' numbers in the run, int64 [B]; None: their indices.
     """
     numbers = indices if numbers is None else numbers
-    return as_batch(next(iter(fetch_batches(dataset, indices[None], numbers[None], seed=seed))))
+    return as_batch(next(iter(fetch_batches(inspect_dataset(dataset), indices[None], numbers[None], seed=seed))))
 
 
 def fetch_batches(
-    dataset: MapDataset,
+    spec: DatasetSpec,
     indices: NDArray[np.int64],
     numbers: NDArray[np.int64],
     *,
@@ -107,13 +58,11 @@ def fetch_batches(
         numbers: the samples' numbers in the run, int64 [M, B].
         empty: makes a tensor of a shape and a dtype, for data sets that have `get_batches`.
     """
-    own: Any = dataset
-    method = way(dataset)
-    if method == "get_batches":
-        return _errors_in_their_turn(functools.partial(own.get_batches, seed=seed, empty=empty), indices, numbers)
-    if method == "get_batch":
-        return map(functools.partial(_drawn_together, own, seed), indices, numbers)
-    return map(functools.partial(_collated, dataset, seed), indices, numbers)
+    if spec.method is FetchMethod.GET_BATCHES:
+        get_batches = functools.partial(spec.dataset.get_batches, seed=seed, empty=empty)
+        return _errors_in_their_turn(get_batches, indices, numbers)
+    fetch_one = _drawn_together if spec.method is FetchMethod.GET_BATCH else _collated
+    return map(functools.partial(fetch_one, spec.dataset, seed), indices, numbers)
 
 
 def _errors_in_their_turn(
@@ -136,20 +85,6 @@ def _errors_in_their_turn(
         yield from get_batches(indices[at : at + 1], numbers=numbers[at : at + 1])
 
 
-def way(dataset: MapDataset) -> str:
-    """Return the name of the method to fetch samples by.
-
-    It is the fastest of those that the object or the most derived class defines.
-
-    So a subclass that overrides only `get_batch`, or only `__getitem__`, is asked by the method that it overrides.
-    """
-    for names in (getattr(dataset, "__dict__", {}), *map(vars, type(dataset).__mro__)):
-        for method in ("get_batches", "get_batch", "__getitem__"):
-            if method in names:
-                return method
-    return "__getitem__"
-
-
 def _drawn_together(dataset: Any, seed: int, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> Batch:
     with _random_state_kept():
         _seed_generators(int(_keys(seed, numbers[:1]).sum()))
@@ -166,12 +101,6 @@ def _collated(dataset: MapDataset, seed: int, indices: NDArray[np.int64], number
     keys = _keys(seed, numbers)
     with _random_state_kept():
         return collate([_drawn(dataset, int(index), int(key)) for index, key in zip(indices, keys, strict=True)])
-
-
-def fingerprint_of(source: Any) -> str:
-    """Return an identifier of a data source's content: its own `fingerprint`, else its number of samples."""
-    own = getattr(source, "fingerprint", None)
-    return str(own) if own is not None else f"{len(source.train)} samples"
 
 
 def _drawn(dataset: MapDataset, index: int, key: int) -> Any:

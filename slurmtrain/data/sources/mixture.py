@@ -17,8 +17,9 @@ from slurmtrain.data.format.tokens import PackedTokens
 from slurmtrain.data.loading.batches import Batch, joined
 from slurmtrain.data.loading.compact_rows import CompactRows, as_batch, batches_at_once, joined_rows
 from slurmtrain.data.loading.order import EpochOrder, Order, samples_at
-from slurmtrain.data.loading.samples import MapDataset, fetch_batches, fingerprint_of, way
+from slurmtrain.data.loading.samples import fetch_batches
 from slurmtrain.data.loading.shared_memory import empty
+from slurmtrain.data.sources.protocol import FetchMethod, MapDataset, SourceSpec, inspect_dataset, inspect_source
 from slurmtrain.data.sources.shares import shares_of
 from slurmtrain.errors import ConfigError
 
@@ -48,15 +49,17 @@ class Mixture:
         self, sources: Mapping[str, Any], weights: Mapping[str, float] | None = None, *, valid_each: bool = False
     ):
         shares = shares_of(list(sources), weights)
-        for name, source in sources.items():
-            if not hasattr(source, "train"):
+        specs = {name: inspect_source(source) for name, source in sources.items()}
+        train: dict[str, MapDataset] = {}
+        for name, spec in specs.items():
+            if spec.train is None:
                 raise ConfigError(
-                    f"data.sources.{name} is {source!r}, which has no `train`", hint="give it a _target_, or remove it"
+                    f"data.sources.{name} is {sources[name]!r}, which has no `train`",
+                    hint="give it a _target_, or remove it",
                 )
-        self.train = MixedSamples({name: source.train for name, source in sources.items()}, shares)
-        held_out = {
-            name: source.valid for name, source in sources.items() if getattr(source, "valid", None) is not None
-        }
+            train[name] = spec.train
+        self.train = MixedSamples(train, shares)
+        held_out = {name: spec.valid for name, spec in specs.items() if spec.valid is not None}
         self.valid = MixedSamples(held_out) if held_out else None
         if valid_each and "valid" in held_out:
             raise ConfigError(
@@ -64,14 +67,14 @@ class Mixture:
                 hint="choose another name for that source",
             )
         self.evals = dict(held_out) if valid_each else {}
-        for name, source in sources.items():
-            self.evals |= {f"{name}_{own}": rows for own, rows in (getattr(source, "evals", None) or {}).items()}
-        self.vocab_size = _common(sources, "vocab_size")
-        parts = [f"{name} {weights and weights[name]} {fingerprint_of(source)}\n" for name, source in sources.items()]
+        for name, spec in specs.items():
+            self.evals |= {f"{name}_{own}": rows for own, rows in spec.evals.items()}
+        self.vocab_size = _common_vocab_size(specs)
+        parts = [f"{name} {weights and weights[name]} {spec.fingerprint}\n" for name, spec in specs.items()]
         self.fingerprint = hashlib.sha256("".join(parts).encode()).hexdigest()
         self.description = "; ".join(
-            f"{'' if weights is None else f'{float(share):.1%} '}{name}: {getattr(source, 'description', 'no description')}"
-            for (name, source), share in zip(sources.items(), shares or [Fraction(0)] * len(sources), strict=True)
+            f"{'' if weights is None else f'{float(share):.1%} '}{name}: {spec.description or 'no description'}"
+            for (name, spec), share in zip(specs.items(), shares or [Fraction(0)] * len(specs), strict=True)
         )
 
 
@@ -85,15 +88,13 @@ class MixedSamples:
     """
 
     def __init__(self, parts: Mapping[str, MapDataset], weights: Sequence[Fraction] | None = None):
-        self._names, self._parts, self._weights = list(parts), list(parts.values()), weights
+        self._names, self._weights = list(parts), weights
+        self._parts = [inspect_dataset(part, f"data.sources.{name}") for name, part in parts.items()]
         self._ends = np.cumsum([len(part) for part in self._parts])
-        if any(hasattr(part, "lengths") for part in self._parts):
-            self.lengths = self._lengths
-        if all(hasattr(part, "seq_len") for part in self._parts):
-            self.seq_len = max(part.seq_len for part in self._parts)  # type: ignore[attr-defined]
-        self.document_mask = any(getattr(part, "document_mask", False) for part in self._parts)
-        sizes = [getattr(part, "num_bytes", None) for part in self._parts]
-        self.num_bytes = None if None in sizes else sum(sizes)  # type: ignore[arg-type]
+        self.lengths = self._lengths if any(part.lengths is not None for part in self._parts) else None
+        self.seq_len = _combined(max, [part.seq_len for part in self._parts])
+        self.num_bytes = _combined(sum, [part.num_bytes for part in self._parts])
+        self.document_mask = any(part.document_mask for part in self._parts)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -121,8 +122,10 @@ class MixedSamples:
 
     def _batches_at_once(self, samples: int) -> int:
         # Rows of a user's own class may differ in length, and a batch must not depend on the batches made with it.
-        alike = all(type(part) is PackedTokens and way(part) == "get_batches" for part in self._parts)
-        return batches_at_once(samples, self.seq_len) if alike else 1
+        alike = all(
+            type(part.dataset) is PackedTokens and part.method is FetchMethod.GET_BATCHES for part in self._parts
+        )
+        return batches_at_once(samples, self.seq_len) if alike and self.seq_len is not None else 1
 
     def _together(
         self, indices: NDArray[np.int64], numbers: NDArray[np.int64], seed: int, empty: Callable[..., Tensor]
@@ -140,8 +143,8 @@ class MixedSamples:
 
     def will_need(self, indices: NDArray[np.int64]) -> None:
         for part, _, own in self._split(indices):
-            if hasattr(self._parts[part], "will_need"):
-                self._parts[part].will_need(own)  # type: ignore[attr-defined]
+            if (announce := self._parts[part].will_need) is not None:
+                announce(own)
 
     def order(self, seed: int, shuffle: bool) -> Order:
         """Return an order of all samples once an epoch or, with weights, one that mixes the parts.
@@ -160,8 +163,16 @@ class MixedSamples:
     def _lengths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         result = np.zeros(len(indices), dtype=np.int64)
         for part, rows, own in self._split(indices):
-            dataset: Any = self._parts[part]
-            result[rows] = dataset.lengths(own) if hasattr(dataset, "lengths") else dataset.seq_len
+            spec = self._parts[part]
+            if spec.lengths is not None:
+                result[rows] = spec.lengths(own)
+            elif spec.seq_len is not None:
+                result[rows] = spec.seq_len
+            else:
+                raise ConfigError(
+                    f"data.sources.{self._names[part]} does not say how long its samples are, but another source does",
+                    hint="give its `train` an attribute seq_len, or a method lengths(indices)",
+                )
         return result
 
     def _split(self, indices: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
@@ -275,11 +286,17 @@ def _place(number: int, share: int, whole: int, *, up: bool) -> int:
     return (number * whole + half) // share
 
 
-def _common(sources: Mapping[str, Any], name: str) -> Any:
-    values = {key: getattr(source, name) for key, source in sources.items() if hasattr(source, name)}
+def _combined(combine: Callable[[list[int]], int], values: list[int | None]) -> int | None:
+    """Return the combination of `values`; None if one of them is not known."""
+    known = [value for value in values if value is not None]
+    return combine(known) if len(known) == len(values) else None
+
+
+def _common_vocab_size(sources: Mapping[str, SourceSpec]) -> int | None:
+    values = {name: source.vocab_size for name, source in sources.items() if source.vocab_size is not None}
     if len(set(values.values())) > 1:
         raise ConfigError(
-            f"the sources of data=mixture differ in {name}: {', '.join(f'{key} {value}' for key, value in values.items())}",
+            f"the sources of data=mixture differ in vocab_size: {', '.join(f'{key} {value}' for key, value in values.items())}",
             hint="prepare them with the same tokenizer",
         )
     return next(iter(values.values()), None)

@@ -12,6 +12,7 @@ from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.commit import step_of
 from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.schema import Config
+from slurmtrain.data.sources.protocol import inspect_source
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe import TensorBoardLog, read_metrics
 from slurmtrain.runs.run_dir import RunDir
@@ -53,7 +54,7 @@ def _measure(
     dims = parallel_dims_of(config)
     distributed_model, _, _ = distribute_model(config, dims, distributed)
     seed_everything(config.train.seed, distributed.environment.rank)
-    source = build("data", config.data)
+    source = inspect_source(build("data", config.data))
     forward_backward = build_forward_backward(
         distributed_model,
         dims.micro_batches(config.train),
@@ -68,7 +69,10 @@ def _measure(
     timeline.mark("model and data")
     # The settings of its training do not matter for the weights, and nothing is resumed.
     checkpointer = Checkpointer(
-        context.run_dir.checkpoints, group=distributed.saving, verify=config.checkpoint.verify, say=lambda text: None
+        context.run_dir.checkpoints,
+        group=distributed.checkpoint_group,
+        verify=config.checkpoint.verify,
+        say=lambda text: None,
     )
     restored = checkpointer.restore(
         path=config.checkpoint.restore_from, allow=["config"], model=distributed_model.model

@@ -22,8 +22,14 @@ from slurmtrain.choices import EvalMode
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
 from slurmtrain.config.schema import Config, OptimConfig, ParallelConfig, TrainConfig
 from slurmtrain.data.loading.loader import BatchLoader, RowLength
-from slurmtrain.data.loading.samples import MapDataset, fingerprint_of
 from slurmtrain.data.sources.config_check import check_vocabulary
+from slurmtrain.data.sources.protocol import (
+    MapDataset,
+    SourceSpec,
+    inspect_dataset,
+    inspect_evaluation_set,
+    inspect_source,
+)
 from slurmtrain.errors import CheckpointError, ConfigError, SlurmtrainError
 from slurmtrain.observe import Reporter, SilentReporter
 from slurmtrain.parallel.parallelize import DistributedModel, parallelize
@@ -65,13 +71,13 @@ def build_trainer(
     timeline.begin("building the model and the data")
     distributed_model, parameters, vocabulary = distribute_model(config, dims, distributed)
     seed_everything(train.seed, rank)
-    source = build("data", config.data)
-    if not hasattr(source, "train"):
+    source = inspect_source(build("data", config.data))
+    if source.train is None:
         raise ConfigError(
             f"data._target_={config.data['_target_']} has no attribute `train`",
             hint="the data object has `train` and, if you like, `valid`: data sets with len() and [i]",
         )
-    check_vocabulary(vocabulary, getattr(source, "vocab_size", None))
+    check_vocabulary(vocabulary, source.vocab_size)
     loader = BatchLoader(
         source.train,
         seed=train.seed,
@@ -96,7 +102,7 @@ def build_trainer(
     keeping = config.checkpoint
     checkpointer = Checkpointer(
         context.run_dir.checkpoints,
-        group=distributed.saving,
+        group=distributed.checkpoint_group,
         incarnation=Incarnation(context.number, context.incarnation_label(distributed.environment)),
         run_id=context.run_dir.id,
         config=_bound(config, source),
@@ -120,8 +126,8 @@ def build_trainer(
         forward_backward=forward_backward,
         evaluator=evaluator,
         jobs=jobs or (NoJobs() if config.eval.mode == EvalMode.JOB else None),
-        baseline=("byte-unigram entropy", source.unigram_entropy) if hasattr(source, "unigram_entropy") else None,
-        ranks=TrainingRanks(rank, distributed.group, distributed.control),
+        baseline=None if source.unigram_entropy is None else ("byte-unigram entropy", source.unigram_entropy),
+        ranks=TrainingRanks(rank, distributed.device_group, distributed.control_group),
         checkpointer=checkpointer,
         stop=stop,
         make_reporter=record.make_reporter if record else lambda step, evaluated_at: SilentReporter(),
@@ -129,7 +135,7 @@ def build_trainer(
         make_save_schedule=lambda step: _save_schedule(config, context, step),
         plan_stop=watch.plan_stop if watch is not None else lambda step_s, save_s: None,
         grace_left=watch.seconds_left if watch is not None else lambda: None,
-        data_hash=fingerprint_of(source),
+        data_hash=source.fingerprint,
     )
 
 
@@ -150,7 +156,7 @@ def _check_repetition(loader: BatchLoader, train: TrainConfig) -> None:
         )
 
 
-def _bound(config: Config, source: Any) -> dict[str, Any]:
+def _bound(config: Config, source: SourceSpec) -> dict[str, Any]:
     """Return the config values that a checkpoint is bound to.
 
     With another model, order of samples or optimiser, its state is invalid.
@@ -167,7 +173,7 @@ def _bound(config: Config, source: Any) -> dict[str, Any]:
                 "steps": train.steps,
                 **_order_of_samples(train, source),
             },
-            FINGERPRINT: fingerprint_of(source),
+            FINGERPRINT: source.fingerprint,
         }
     )
     return bound
@@ -187,14 +193,14 @@ def _of_optimizer(optim: OptimConfig) -> dict[str, Any]:
     }
 
 
-def _order_of_samples(train: TrainConfig, source: Any) -> dict[str, Any]:
+def _order_of_samples(train: TrainConfig, source: SourceSpec) -> dict[str, Any]:
     """Return the further settings that decide the order of samples.
 
     In another order some samples would come twice, and others never.
     """
     if not train.shuffle:
         return {"shuffle": False}
-    return {"length_sorted_steps": train.length_sorted_steps} if hasattr(source.train, "lengths") else {}
+    return {} if inspect_dataset(source.train).lengths is None else {"length_sorted_steps": train.length_sorted_steps}
 
 
 def _save_schedule(config: Config, context: AttemptContext, step: int) -> SaveSchedule:
@@ -221,7 +227,7 @@ class _Record:
         self,
         config: Config,
         context: AttemptContext,
-        source: Any,
+        source: SourceSpec,
         model: str,
         timeline: Timeline,
         jobs: EvaluationJobs | None,
@@ -244,7 +250,7 @@ class _Record:
             resume_step=first_step,
             evaluated_at=evaluated_at,
         )
-        described = getattr(self._source, "description", self._config.data["_target_"])
+        described = self._source.description or self._config.data["_target_"]
         reporter.message(f"model: {self._model}; data: {described}")
         return reporter
 
@@ -290,7 +296,7 @@ def distribute_model(
         dims,
         rank=distributed.environment.rank,
         device=distributed.device,
-        group=distributed.group,
+        group=distributed.device_group,
         fill=lambda held: fill(held, distributed.device, config.train.seed),
     )
     return distributed_model, parameters, getattr(model, "vocab_size", None)
@@ -300,7 +306,7 @@ def build_evaluator(
     config: Config,
     distributed_model: DistributedModel,
     forward_backward: ForwardBackward,
-    source: Any,
+    source: SourceSpec,
     distributed: DistributedContext,
     stop: StopAgreement,
 ) -> Evaluator:
@@ -317,22 +323,20 @@ def build_evaluator(
         forward_backward,
         _evaluation_sets(config, source),
         measures,
-        counts=distributed.control,
+        control_group=distributed.control_group,
         stop=stop,
     )
 
 
-def _evaluation_sets(config: Config, source: Any) -> dict[str, MapDataset]:
+def _evaluation_sets(config: Config, source: SourceSpec) -> dict[str, MapDataset]:
     """Return the data source's own evaluation sets, and those of eval.sets."""
-    valid = getattr(source, "valid", None)
-    found: dict[str, MapDataset] = {"valid": valid} if valid is not None else {}
-    found |= getattr(source, "evals", None) or {}
+    found = source.evaluation_sets
     for name, values in config.eval.sets.items():
         if name in found:
             raise ConfigError(f"eval.sets.{name}: the data source has a set of this name", hint="choose another name")
         built = build(f"eval.sets.{name}", values)
-        check_vocabulary(config.model.get("vocab_size"), getattr(built, "vocab_size", None))
-        found[name] = built if hasattr(built, "__getitem__") else getattr(built, "valid", None) or built.train
+        check_vocabulary(config.model.get("vocab_size"), inspect_source(built).vocab_size)
+        found[name] = inspect_evaluation_set(built, f"eval.sets.{name}")
     return found
 
 

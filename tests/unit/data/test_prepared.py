@@ -32,6 +32,7 @@ from slurmtrain.data.loading.batches import num_targets, stacked
 from slurmtrain.data.loading.compact_rows import CompactRows
 from slurmtrain.data.loading.samples import fetch_batches
 from slurmtrain.data.loading.shared_memory import SLOT_BYTES
+from slurmtrain.data.sources.protocol import inspect_dataset
 from slurmtrain.errors import ConfigError, DataError
 from tests.support.descriptors import open_below
 from tests.support.prepared import write_prepared
@@ -172,7 +173,7 @@ def test_batches_of_a_mixture_are_its_samples_stacked(data: Path, other: str, ma
     masked = PreparedText(str(data), 10, packing=other, document_mask=mask)
     train = Mixture({"plain": PreparedText(str(data), 10), "masked": masked}).train
     indices = np.random.default_rng(0).integers(0, len(train), (20_000 // 4, 4))  # more than are made at once
-    batches = list(fetch_batches(train, indices, indices, seed=0))
+    batches = list(fetch_batches(inspect_dataset(train), indices, indices, seed=0))
     assert len(batches) == len(indices)
     for of_batch, batch in zip(indices.tolist(), batches, strict=True):
         assert isinstance(batch, CompactRows)
@@ -336,7 +337,9 @@ def test_all_batches_before_one_that_cannot_be_read_come(data: Path, mixed: bool
     tokens.tofile(tokens_file(data))
     source = PreparedText(str(data), 4)
     train = Mixture({"a": source, "b": source}).train if mixed else source.train
-    batches = fetch_batches(train, indices := np.array([[0, 1], [7, 8], [2, 5], [3, 4]]), indices, seed=0)
+    batches = fetch_batches(
+        inspect_dataset(train), indices := np.array([[0, 1], [7, 8], [2, 5], [3, 4]]), indices, seed=0
+    )
     assert [next(batches).num_targets, next(batches).num_targets] == [8, 8]
     with pytest.raises(ConfigError, match="has the token 300"):
         next(batches)

@@ -1,0 +1,248 @@
+"""What a data object and its data sets may offer: the protocols, and the one look at a user's objects.
+
+A data object (`data._target_`) has `train` and may have more: `DataSource`. A data set has `len()` and `[i]` and may have
+more: `MapDataset`. Any object with these members will do; `inspect_source` and `inspect_dataset` look at it once, and all
+other code reads the typed, frozen `SourceSpec` and `DatasetSpec` that they return. A member that is None counts as missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import IterableDataset
+
+from slurmtrain.data.loading.order import Order
+from slurmtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slurmtrain.data.loading.batches import Batch
+    from slurmtrain.data.loading.compact_rows import CompactRows
+
+
+class MapDataset(Protocol):
+    """A data set with a length and an i-th sample, which is all that it must offer; see `FullMapDataset`."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Return sample `index`, 0 <= index < len: tensors or numbers by name, which torch collates.
+
+        For a language model these are `inputs` and `targets`, int64 [S], and perhaps `documents`, int32 [S].
+        """
+
+
+class FullMapDataset(MapDataset, Protocol):
+    """All that a data set may offer; whatever it lacks is done without.
+
+    A subclass that overrides one of the ways to fetch samples (`__getitem__`, `get_batch`, `get_batches`) is asked by the
+    one that it overrides, even if its base class offers a faster one.
+
+    Errors of these methods reach the caller of the loader as they are; the step then does not count.
+
+    Attributes:
+        seq_len: tokens of the longest sample.
+        num_bytes: bytes of text that all targets stand for.
+        document_mask: samples have `documents`.
+    """
+
+    seq_len: int | None
+    num_bytes: int | None
+    document_mask: bool
+
+    def get_batch(self, indices: NDArray[np.int64], /) -> Batch:
+        """Return the samples `indices` [B] as one batch, each name [B, ...], which is not collated any more.
+
+        Random generators are seeded once for the batch, by the number of its first sample: random choices are repeated
+        after a restart only if the micro batch size is the same.
+        """
+
+    def get_batches(
+        self, indices: NDArray[np.int64], /, *, numbers: NDArray[np.int64], seed: int, empty: Callable[..., Any]
+    ) -> Iterable[Batch | CompactRows]:
+        """Yield several batches. It seeds its random generators itself.
+
+        After an error, every batch that is missing is asked for by itself.
+
+        Args:
+            indices: the samples' indices in the data set, int64 [M, B].
+            numbers: the samples' numbers in the run, int64 [M, B].
+            seed: the seed of the run.
+            empty: empty(shape, dtype=) makes tensors that are sent without a copy, and that must not be changed once
+                their batch has been yielded.
+        """
+
+    def lengths(self, indices: NDArray[np.int64], /) -> NDArray[np.int64]:
+        """Return the tokens of each sample, int64 [B] -> int64 [B]. Only for samples that differ in length."""
+
+    def will_need(self, indices: NDArray[np.int64], /) -> None:
+        """Announce samples [B] that will be fetched soon, and return without waiting for them.
+
+        Called by the process that fetches them.
+        """
+
+    def order(self, seed: int, shuffle: bool, /) -> Order:
+        """Return the data set's own order of samples."""
+
+
+class DataSource(Protocol):
+    """A data object: the only member that training needs; see `FullDataSource`."""
+
+    train: MapDataset
+
+
+class FullDataSource(DataSource, Protocol):
+    """All that a data object may offer.
+
+    Attributes:
+        train: the samples to train on.
+        valid: the evaluation set "valid".
+        evals: further evaluation sets by name.
+        vocab_size: all token ids are below this number.
+        unigram_entropy: nats per token of `valid` for a model that ignores the context.
+        description: one line for a person.
+        fingerprint: identifier of the content: with equal ones, sample i is the same for every i. Without it, the number
+            of training samples stands for the content.
+    """
+
+    valid: MapDataset | None
+    evals: Mapping[str, MapDataset] | None
+    vocab_size: int | None
+    unigram_entropy: float | None
+    description: str | None
+    fingerprint: str | None
+
+
+class FetchMethod(StrEnum):
+    """The ways to fetch samples, the fastest first."""
+
+    GET_BATCHES = "get_batches"
+    GET_BATCH = "get_batch"
+    GET_ITEM = "__getitem__"
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """What a data set offers, see `FullMapDataset`; None for what it lacks.
+
+    Attributes:
+        dataset: the data set itself.
+        method: the way to fetch its samples.
+    """
+
+    dataset: Any
+    method: FetchMethod
+    lengths: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None
+    will_need: Callable[[NDArray[np.int64]], None] | None = None
+    order: Callable[[int, bool], Order] | None = None
+    seq_len: int | None = None
+    num_bytes: int | None = None
+    document_mask: bool = False
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """What a data object offers, see `FullDataSource`; None for what it lacks."""
+
+    train: MapDataset | None
+    valid: MapDataset | None
+    evals: Mapping[str, MapDataset]
+    vocab_size: int | None
+    unigram_entropy: float | None
+    description: str | None
+    own_fingerprint: str | None
+
+    @property
+    def fingerprint(self) -> str:
+        """The identifier of the content: the object's own, else its number of training samples."""
+        return f"{len(self.train or ())} samples" if self.own_fingerprint is None else self.own_fingerprint
+
+    @property
+    def evaluation_sets(self) -> dict[str, MapDataset]:
+        """The held-out sets by name."""
+        return {**({} if self.valid is None else {"valid": self.valid}), **self.evals}
+
+
+def inspect_source(source: Any) -> SourceSpec:
+    """Look at a data object."""
+    own = getattr(source, "fingerprint", None)
+    return SourceSpec(
+        train=getattr(source, "train", None),
+        valid=getattr(source, "valid", None),
+        evals=getattr(source, "evals", None) or {},
+        vocab_size=getattr(source, "vocab_size", None),
+        unigram_entropy=getattr(source, "unigram_entropy", None),
+        description=getattr(source, "description", None),
+        own_fingerprint=None if own is None else str(own),
+    )
+
+
+def inspect_dataset(dataset: Any, what: str = "the data set") -> DatasetSpec:
+    """Look at a data set; a `DatasetSpec` is returned as it is.
+
+    Args:
+        what: name of the data set, for the message.
+
+    Raises:
+        ConfigError: `dataset` is a stream, or no data set.
+    """
+    if isinstance(dataset, DatasetSpec):
+        return dataset
+    kind = type(dataset)
+    has_samples = any(hasattr(kind, method) for method in FetchMethod)
+    if isinstance(dataset, IterableDataset) or not (hasattr(kind, "__len__") and has_samples):
+        stream = "a stream" if hasattr(kind, "__iter__") else "no data set"
+        raise ConfigError(
+            f"{what} ({kind.__module__}.{kind.__name__}) is {stream}: it needs len() and [i], since which samples a step sees "
+            "must not depend on ranks, workers and restarts",
+            hint="text of any size: `slurmtrain prepare`, then data=prepared; a loop of your own may read streams "
+            "(jobs/own_loop.py)",
+        )
+    return DatasetSpec(
+        dataset,
+        _fetch_method(dataset),
+        lengths=getattr(dataset, "lengths", None),
+        will_need=getattr(dataset, "will_need", None),
+        order=getattr(dataset, "order", None),
+        seq_len=getattr(dataset, "seq_len", None),
+        num_bytes=getattr(dataset, "num_bytes", None),
+        document_mask=bool(getattr(dataset, "document_mask", False)),
+    )
+
+
+def inspect_evaluation_set(given: Any, what: str) -> DatasetSpec:
+    """Look at an object of `eval.sets`: a data set, or a data object, whose `valid` is used, else its `train`.
+
+    Args:
+        what: name of the object, for the message.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if any(hasattr(given, method) for method in FetchMethod):
+        return inspect_dataset(given, what)
+    source = inspect_source(given)
+    return inspect_dataset(source.valid or source.train or given, what)
+
+
+def _fetch_method(dataset: Any) -> FetchMethod:
+    """Return the fastest of those ways to fetch samples that the object or the most derived class defines.
+
+    So a subclass that overrides only `get_batch`, or only `__getitem__`, is asked by the method that it overrides.
+    """
+    for names in (getattr(dataset, "__dict__", {}), *map(vars, type(dataset).__mro__)):
+        for method in FetchMethod:
+            if method in names:
+                return method
+    return FetchMethod.GET_ITEM
