@@ -66,7 +66,7 @@ def _typed(value: Any, kind: Any, key: str) -> Any:
     choice = choice_of(kind)
     if choice is None:
         return value
-    if isinstance(value, list):
+    if isinstance(value, list) and typing.get_origin(kind) is list:
         return [_typed(word, choice, key) for word in value]
     if not isinstance(value, str):
         return value  # null, or what `check_types` refuses
