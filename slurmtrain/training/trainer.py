@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored
+from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.interval import Interval, SaveSchedule, choose_last_save
-from slurmtrain.checkpoint.saving import DRAIN_S, PendingSave, SaveResult
+from slurmtrain.checkpoint.pending_save import DRAIN_S, PendingSave, SaveResult
+from slurmtrain.checkpoint.restorer import Restored
 from slurmtrain.choices import RestoreOnly
 from slurmtrain.config.schema import CheckpointConfig, OptimConfig, TrainConfig
 from slurmtrain.data.loading import sample_digest

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from slurmtrain.checkpoint.checkpointer import Restored
-from slurmtrain.checkpoint.restore import load
+from slurmtrain.checkpoint.reader import load
+from slurmtrain.checkpoint.restorer import Restored
 from slurmtrain.checkpoint.state import flatten
 from slurmtrain.runtime.distributed_context import DistributedContext
 from tests.distributed.test_training import RAGGED, TOLERANCE, StopAt, alone, fit, losses

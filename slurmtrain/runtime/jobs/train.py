@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored
+from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.commit import Incarnation
 from slurmtrain.checkpoint.compatibility import FINGERPRINT
 from slurmtrain.checkpoint.interval import Interval, SaveSchedule, mean_time_between_failures
+from slurmtrain.checkpoint.pending_save import SaveResult
+from slurmtrain.checkpoint.restorer import Restored
 from slurmtrain.checkpoint.retention import Keep
-from slurmtrain.checkpoint.saving import SaveResult
 from slurmtrain.choices import EvalMode
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
 from slurmtrain.config.schema import Config, OptimConfig, ParallelConfig, TrainConfig
