@@ -24,12 +24,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurmtrain.checkpoint.blocks import refresh
 from slurmtrain.checkpoint.commit import (
     FINAL_NAME,
     TEMPORARY_NAME,
     committed,
     read_manifest,
-    refresh,
     remove,
     step_of,
 )

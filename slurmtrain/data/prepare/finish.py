@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
-from slurmtrain.checkpoint.commit import refresh
+from slurmtrain.checkpoint.blocks import refresh
 from slurmtrain.data.format.manifest import InputRecord, Manifest, Split, replace_file
 from slurmtrain.data.format.tokenizers import load_tokenizer
 from slurmtrain.data.prepare.file_errors import in_a_sentence
