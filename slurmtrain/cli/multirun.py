@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 
+from slurmtrain.choices import Backend, RequeueMode
 from slurmtrain.cli.arguments import Arguments
 from slurmtrain.cli.columns import counts, summary
 from slurmtrain.cli.json_output import print_json
@@ -59,7 +60,7 @@ def submit(arguments: Arguments) -> int:
     after = awaited_runs(sweep_plan.first, options)
     if "--dry-run" in options:
         return _dry_run(grid, preview(sweep_plan, cwd, parallelism, after))
-    local = sweep_plan.first.cluster.backend == "local"
+    local = sweep_plan.first.cluster.backend == Backend.LOCAL
     client = None if local else client_of(sweep_plan.first)
     sweep = None if "--again" in options else find_same(sweep_plan)
     there = sweep is not None
@@ -79,7 +80,7 @@ def submit(arguments: Arguments) -> int:
     say_unless_awaited(after, sweep)
     if there and parallelism not in (None, sweep.info()["parallelism"]):
         throttle(sweep, parallelism, client)
-    if parallelism is not None and sweep_plan.first.requeue.mode == "resubmit":
+    if parallelism is not None and sweep_plan.first.requeue.mode == RequeueMode.RESUBMIT:
         log.info(
             "--array-parallelism does not hold for points that are submitted again, each as a job (requeue=resubmit)"
         )

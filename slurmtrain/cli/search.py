@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 
+from slurmtrain.choices import Backend, EvalMode
 from slurmtrain.cli.arguments import Arguments
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.cli.submit import awaited_runs, client_of, say_unless_awaited
@@ -33,13 +34,13 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
         )
     base = with_absolute_paths(composer.compose(composer.fixed(overrides)), current_folder())
     validate(base)
-    if base.eval.mode == "job":
+    if base.eval.mode == EvalMode.JOB:
         raise UsageError(
             "eval.mode=job in a search: when a point has finished, its evaluations may not have",
             hint="eval.mode=inline",
         )
     after = awaited_runs(base, options)
-    client = client_of(base) if base.cluster.backend != "local" else None
+    client = client_of(base) if base.cluster.backend != Backend.LOCAL else None
     choices, sweeper = composer.choices(overrides), composer.sweeper(overrides)
     identity = identity_text(base, sweeper, choices)
     opened = open_sweep(

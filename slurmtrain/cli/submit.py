@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slurmtrain.choices import Backend, RequeueMode
 from slurmtrain.cli.arguments import Arguments
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.config.compose import compose
@@ -55,7 +56,7 @@ def main(arguments: Arguments) -> int:
         return 0
     for warning in check_memory(plan, dims):
         log.warning(warning)
-    if plan.cluster.backend == "local":
+    if plan.cluster.backend == Backend.LOCAL:
         return _run_here(plan, arguments)
     try:
         return _submit(plan, arguments)
@@ -81,7 +82,7 @@ def starting_after(config: Config, runs: str) -> Config:
     """Return what `launch.dependencies.starting_after` does; raise for cluster=local."""
     from slurmtrain.launch import dependencies
 
-    if config.cluster.backend == "local":
+    if config.cluster.backend == Backend.LOCAL:
         raise UsageError(
             "--after is for jobs of SLURM, and cluster=local has no queue", hint="submit when it has finished"
         )
@@ -132,7 +133,7 @@ def _submit(config: Config, arguments: Arguments) -> int:
         except KeyboardInterrupt:
             log.info(interrupted(run_dir, client))
             raise
-        if config.requeue.mode == "chain":
+        if config.requeue.mode == RequeueMode.CHAIN:
             links = submit_links(run_dir, job_id, config.requeue.chain_length, client)
             job_id = f"{job_id}, followed by {', '.join(links[1:])}"
     if "--after" in arguments.options:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from slurmtrain.choices import Backend
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.collect import add_collect_options, print_collected
 from slurmtrain.cli.columns import (
@@ -180,7 +181,7 @@ def _run_dir_of(sweep: Sweep, point: Point) -> RunDir | None:
 
 
 def _retry(sweep: Sweep, *, as_json: bool) -> int:
-    if sweep.info()["backend"] == "local":
+    if sweep.info()["backend"] == Backend.LOCAL:
         return run_on_this_machine(sweep, sweep.info()["parallelism"] or sweep.pack, as_json=as_json)
     chosen = add_retry(sweep)
     submission = submit_arrays(sweep, sweeps.client_of(sweep))
@@ -196,7 +197,7 @@ def _retry(sweep: Sweep, *, as_json: bool) -> int:
 
 
 def _cancel(sweep: Sweep, *, as_json: bool) -> int:
-    if sweep.info()["backend"] == "local":
+    if sweep.info()["backend"] == Backend.LOCAL:
         raise ClusterError(
             f"{sweep.id} runs in the foreground, if at all", hint="Ctrl-C there; cancel RUN ends a single point"
         )

@@ -22,6 +22,7 @@ from typing import Any
 
 from slurmtrain.checkpoint import retention
 from slurmtrain.checkpoint.commit import committed, step_of
+from slurmtrain.choices import Backend, JobKind
 from slurmtrain.config.compose import config_hash, freeze, load_frozen
 from slurmtrain.config.evaluation import CHANGEABLE, evaluation_config
 from slurmtrain.config.schema import Config
@@ -174,7 +175,7 @@ def _is_cancelled(run_dir: RunDir) -> bool:
 
 def _config(run_dir: RunDir, checkpoint: Path, overrides: Sequence[str] = (), *, here: bool) -> Config:
     trained = load_frozen(run_dir.config_file, with_secrets=False)
-    if trained.job.kind != "train":
+    if trained.job.kind != JobKind.TRAIN:
         raise UsageError(
             f"run {run_dir.id} is a program of your own: what its checkpoints are worth is not known here",
             hint="evaluate is for runs of the trainer",
@@ -185,7 +186,7 @@ def _config(run_dir: RunDir, checkpoint: Path, overrides: Sequence[str] = (), *,
         mounts = [*config.cluster.container.mounts, f"{run_dir.path}:{run_dir.path}"]
         container = dataclasses.replace(config.cluster.container, mounts=mounts)
         config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, container=container))
-    return dataclasses.replace(config, job=dataclasses.replace(config.job, kind="evaluate"))
+    return dataclasses.replace(config, job=dataclasses.replace(config.job, kind=JobKind.EVALUATE))
 
 
 def _changes(overrides: Sequence[str]) -> dict[str, Any]:
@@ -230,7 +231,7 @@ def _write(evaluation: RunDir, run_dir: RunDir, config: Config, overrides: Seque
         "user": getpass.getuser(),
         "host": socket.gethostname(),
         "created": time.time(),
-        "slurm_conf": slurm_conf_of(config) if config.cluster.backend == "slurm" else None,
+        "slurm_conf": slurm_conf_of(config) if config.cluster.backend == Backend.SLURM else None,
         "job_ids": _job_ids(evaluation),
     }
     files.write_text(evaluation.config_file, freeze(config))

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Mapping
 from typing import BinaryIO
 
+from slurmtrain.choices import RequeueMode
 from slurmtrain.config import secrets
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.config.schema import Config
@@ -43,7 +44,7 @@ def run_local(run_dir: RunDir) -> int:
         attempt = LocalAttempt(run_dir, config)
         code = attempt.run()
         if attempt.told_to_stop:  # Ctrl-C or TERM to this process: it must not start again
-            config = dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode="off"))
+            config = dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode=RequeueMode.OFF))
         outcome = finish_attempt(run_dir, attempt.number, code, config, None)
         run_hook_of(run_dir, attempt.number, config)
         ended = outcome.verdict is Verdict.END

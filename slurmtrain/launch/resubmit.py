@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
+from slurmtrain.choices import RequeueMode
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.errors import ClusterError, SlurmtrainError
 from slurmtrain.launch.script import EXCLUDED_MAX, directive
@@ -57,7 +58,7 @@ def resume(run_dir: RunDir, client: SlurmClient) -> list[str]:
         note(run_dir, job_id, found_by=TOKEN_PREFIX + token(run_dir))
     else:
         job_id = submit_existing_script(run_dir)
-    length = config.requeue.chain_length if config.requeue.mode == "chain" else 1
+    length = config.requeue.chain_length if config.requeue.mode == RequeueMode.CHAIN else 1
     return submit_links(run_dir, job_id, length, client)
 
 

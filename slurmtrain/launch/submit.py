@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain import __version__
+from slurmtrain.choices import Backend, JobKind, RequeueMode
 from slurmtrain.config.compose import config_hash, freeze, load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError
@@ -83,7 +84,7 @@ def submit(run_dirs: Sequence[RunDir], config: Config) -> str:
     """
     slurm_conf = slurm_conf_of(config)
     check_slurm_is_here(slurm_conf)
-    if len(run_dirs) > 1 and config.requeue.mode == "chain":
+    if len(run_dirs) > 1 and config.requeue.mode == RequeueMode.CHAIN:
         raise no_chain(f"for {len(run_dirs)} runs at once")
     first = run_dirs[0]
     if len(run_dirs) > 1:
@@ -280,7 +281,7 @@ def run_info(
 
 def steps_of(config: Config) -> int | None:
     """Return the number of steps that the trainer is to do; None for a program of the user's own."""
-    return config.train.steps if config.job.kind == "train" else None
+    return config.train.steps if config.job.kind == JobKind.TRAIN else None
 
 
 def _slurm_conf_if_known(config: Config) -> str | None:
@@ -288,7 +289,7 @@ def _slurm_conf_if_known(config: Config) -> str | None:
 
     `status`, `cancel` and `resume` must ask the same SLURM.
     """
-    if config.cluster.backend == "local":
+    if config.cluster.backend == Backend.LOCAL:
         return None
     try:
         return slurm_conf_of(config)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from slurmtrain.checkpoint import retention
 from slurmtrain.checkpoint.commit import step_of
+from slurmtrain.choices import Backend, JobKind, RequeueMode
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
 from slurmtrain.runs import attempts, chain
@@ -57,7 +58,7 @@ def finish_attempt(
     job_id = attempt.job_id or own_job_id()
     facts = client.job(job_id or "") if client is not None else None
     links_left = 0
-    if client is not None and config.requeue.mode == "chain":
+    if client is not None and config.requeue.mode == RequeueMode.CHAIN:
         links_left = len(chain.waiting_after(run_dir, job_id, client))
     _find_last_steps(run_dir, attempt, config)
     request = attempts.take_request(run_dir, attempt)
@@ -68,7 +69,7 @@ def finish_attempt(
         _record(run_dir, attempt, outcome)
     except OSError as error:  # a full disk must not turn a clean stop into a lost run
         log.warning("cannot complete the record of attempt %d: %s", number, error)
-    if config.job.kind == "evaluate" and outcome.verdict is Verdict.END:  # nobody waits for its checkpoint any more
+    if config.job.kind == JobKind.EVALUATE and outcome.verdict is Verdict.END:  # nobody awaits its checkpoint any more
         checkpoint = Path(config.checkpoint.restore_from or "")
         retention.release(checkpoint.parent, step_of(checkpoint), run_dir.path.name)
     return outcome
@@ -204,8 +205,8 @@ def _record(run_dir: RunDir, attempt: Attempt, outcome: AttemptOutcome) -> None:
 def policy(config: Config, links_left: int = 0) -> Policy:
     """Return the part of the config that decides on an attempt."""
     mode = config.requeue.mode
-    if config.cluster.backend == "local" and mode != "off":
-        mode = "requeue"  # there is no queue: whoever started the ranks starts them again
+    if config.cluster.backend == Backend.LOCAL and mode != RequeueMode.OFF:
+        mode = RequeueMode.REQUEUE  # there is no queue: whoever started the ranks starts them again
     return Policy(
         mode=mode,
         links_left=links_left,
@@ -307,7 +308,7 @@ def spent_by(tries: list[Attempt], config: Config) -> str | None:
 
 def _progress_is_visible(attempt: Attempt, config: Config) -> bool:
     return (
-        config.job.kind in ("train", "evaluate")
+        config.job.kind in (JobKind.TRAIN, JobKind.EVALUATE)
         or config.job.progress_file is not None
         or attempt.committed_step is not None
         or attempt.reported_step is not None

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from slurmtrain.choices import JobKind, RequeueMode
 from slurmtrain.config import secrets
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.config.schema import Config
@@ -87,7 +88,7 @@ def _run(
         secrets.take(config.secrets)
         if strict:
             check_world_size(environment, nodes=config.cluster.nodes, tasks_per_node=config.cluster.tasks_per_node)
-        if config.job.kind in ("command", "prepare"):  # whose ranks do not meet
+        if config.job.kind in (JobKind.COMMAND, JobKind.PREPARE):  # whose ranks do not meet
             context = given or attempt_context.alone(config.job.kind, environment, find_or_create)
             watch = _begin(context, environment, config, stop) if environment.rank == 0 else None
             code = _program(config.job.kind)(config, environment, context, stop, watch)
@@ -128,7 +129,7 @@ def _run(
 
 def _program(kind: str) -> Callable[[Config, Environment, AttemptContext, signals.StopFlag, StopWatcher | None], int]:
     """Return the function that a rank of a job of this kind runs, which returns its exit code."""
-    if kind == "command":
+    if kind == JobKind.COMMAND:
         from slurmtrain.runtime.jobs.command import run_command
 
         return run_command
@@ -142,7 +143,7 @@ def _begin(context: AttemptContext, environment: Environment, config: Config, st
     attempt_context.open_attempt(context, environment, config)
     client = SlurmClient() if environment.source == "slurm" else None
     # A program of the user's own does not notice a switch: only a signal reaches it.
-    run_dir = context.run_dir if config.job.kind != "command" else None
+    run_dir = context.run_dir if config.job.kind != JobKind.COMMAND else None
     return StopWatcher(stop, context.attempt_dir, client, signal_lead_s=config.cluster.signal_lead_s, run_dir=run_dir)
 
 
@@ -186,7 +187,7 @@ def _train(
     from slurmtrain.runtime.jobs.train import build_trainer
 
     agreement = StopAgreement(stop, distributed.control_group, watch.take_save if watch is not None else lambda: False)
-    if config.job.kind == "evaluate":
+    if config.job.kind == JobKind.EVALUATE:
         return _evaluate(config, distributed, context, agreement, timeline)
     trainer = build_trainer(config, distributed, context, agreement, timeline, watch)
     try:
@@ -232,7 +233,7 @@ def _finish_by_hand(config: Config, environment: Environment, context: AttemptCo
     """Finish the attempt of ranks started by hand: no batch script does, nor could one start them again."""
     if context.supervised or environment.rank != 0:
         return
-    never = dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode="off"))
+    never = dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode=RequeueMode.OFF))
     outcome = finish_attempt(context.run_dir, context.number, code, never, None)
     run_hook_of(context.run_dir, context.number, config)
     log.info("%s. Run %s in %s", outcome.sentence, context.run_dir.id, context.run_dir.path)

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slurmtrain.choices import Backend
 from slurmtrain.config import secrets
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
@@ -142,7 +143,7 @@ class Tasks:
         function = f"{getattr(self._function, '__module__', '')}.{getattr(self._function, '__qualname__', '')}"
         search = json.dumps([str(folder), function, OmegaConf.to_yaml(asked), self._overrides])
         client = None
-        if first.cluster.backend != "local":
+        if first.cluster.backend != Backend.LOCAL:
             client = SlurmClient(slurm_conf_of(first))
             check_slurm_is_here(client.slurm_conf)
         opened = open_sweep(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from slurmtrain.choices import RequeueMode
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.batch.begin_attempt import cancel_rest
 from slurmtrain.config.compose import load_frozen
@@ -38,6 +39,6 @@ def main(verb: str, words: list[str]) -> int:
 
         for link in chain.waiting_after(run_dir, own_job_id(), SlurmClient())[:1]:
             leave_out([(run_dir, options.attempt)], link, SlurmClient())
-    if config.requeue.mode == "chain" and over:
+    if config.requeue.mode == RequeueMode.CHAIN and over:
         cancel_rest(run_dir, own_job_id())
     return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from slurmtrain.choices import RequeueMode
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.errors import ClusterError
@@ -33,7 +34,7 @@ def _resubmit(runs: list[tuple[RunDir, int]], job_id: str) -> int:
     from slurmtrain.launch.resubmit import requeue, submit_again
 
     config = load_frozen(runs[0][0].config_file, with_secrets=False)
-    if config.requeue.mode == "requeue":
+    if config.requeue.mode == RequeueMode.REQUEUE:
         delay_s = config.requeue.restart_delay_s
         try:
             log.info(requeue(runs, job_id, SlurmClient(), restart_count=own_restart_count(), delay_s=delay_s))

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurmtrain.choices import Device
 from slurmtrain.config.program_words import script_of
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, RendezvousError
@@ -68,7 +69,7 @@ def run_command(
         ConfigError: there is no such program.
         EnvironmentMismatchError: GPUs were asked for, and this node has none.
     """
-    if config.train.device != "cpu":
+    if config.train.device != Device.CPU:
         check_gpu_files(environment, config.cluster.gpus_per_node)
     script = script_of(config.job.command or "")
     if script is not None and not Path(script).exists():
