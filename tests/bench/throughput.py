@@ -290,7 +290,7 @@ class Bench:
     def our_run(self, folder: Path) -> Spent:
         """With all that a run has."""
         loader = self.loader(Beginning, LAYOUTS["DDP"])
-        checkpointer = Checkpointer(folder / "checkpoints", group=self.saving, say=lambda text: None)
+        checkpointer = Checkpointer(folder / "checkpoints", group=self.saving)
 
         def reporter(step: int, evaluated_at: int) -> Reporter:
             if self.rank != 0:
