@@ -93,13 +93,3 @@ class EvaluationJobs:
             # Not to the rank's own log: SLURM waits until nobody has that open any more.
             process = subprocess.Popen(words, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             self._submitting.append(process)
-
-
-class NoJobs:
-    """The protocol on all ranks but 0, which does nothing."""
-
-    def ask(self, step: int) -> None:
-        pass
-
-    def close(self, *, finished: bool) -> None:
-        pass
