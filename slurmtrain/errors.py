@@ -41,7 +41,7 @@ class UsageError(SlurmtrainError):
     exit_code = EXIT_USAGE
 
 
-class UnreadableRecord(UsageError):
+class UnreadableRecordError(UsageError):
     """A file of a run cannot be used: it is damaged, too large, or not what it should be."""
 
 
@@ -51,7 +51,7 @@ class ConfigError(SlurmtrainError):
     exit_code = EXIT_CONFIG
 
 
-class EnvironmentMismatch(SlurmtrainError):
+class EnvironmentMismatchError(SlurmtrainError):
     """The job's surroundings are not what the config was written for: ranks, nodes, devices."""
 
     exit_code = EXIT_CONFIG
@@ -73,29 +73,29 @@ class DataError(SlurmtrainError):
     """Data cannot be read or written now: a disk is full or fails, a file has vanished. A retry may help."""
 
 
-class LostPeers(CheckpointError):
+class LostPeersError(CheckpointError):
     """Another rank went away in the middle of a save or restore: its failure, not this rank's, came first."""
 
 
-class Unreadable(CheckpointError):
+class UnreadableError(CheckpointError):
     """The storage does not give a checkpoint's files now, which says nothing about them. A retry may help."""
 
 
-class Superseded(CheckpointError):
+class SupersededError(CheckpointError):
     """A newer incarnation of the run is at work: this one may not commit any more, and has nothing left to do."""
 
 
-class Discarded(CheckpointError):
+class DiscardedError(CheckpointError):
     """A save was given up on purpose."""
 
 
-class NotFinite(CheckpointError):
+class NonFiniteError(CheckpointError):
     """Parameters are not finite, and are not saved: no later step mends them, and the same bits would do the same again."""
 
     exit_code = EXIT_CONFIG
 
 
-class CheckpointMismatch(CheckpointError):
+class CheckpointMismatchError(CheckpointError):
     """There are checkpoints, but none that this run may continue from: damaged, or of another model. No retry helps."""
 
     exit_code = EXIT_CONFIG

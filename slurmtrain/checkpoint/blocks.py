@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from slurmtrain.errors import Unreadable
+from slurmtrain.errors import UnreadableError
 from slurmtrain.system.modes import file_mode
 
 A = TypeVar("A")
@@ -69,7 +69,7 @@ def patiently(work: Callable[[], T], path: Path, *, late_s: float | None = None)
 
     Raises:
         OSError: the file does not exist or is no regular file, or this process may not read it.
-        Unreadable: the storage still fails after RETRY_S; nothing is known about the file.
+        UnreadableError: the storage still fails after RETRY_S; nothing is known about the file.
     """
     begun, pause = time.monotonic(), 0.1
     while True:
@@ -83,7 +83,7 @@ def patiently(work: Callable[[], T], path: Path, *, late_s: float | None = None)
             if time.monotonic() - begun + pause > patience:
                 if missing:
                     raise
-                raise Unreadable(
+                raise UnreadableError(
                     f"{path} cannot be read: {error.strerror or error}, still after {patience:.0f} s",
                     hint="that is the storage's failure and says nothing about the checkpoint, which stays where it is",
                 ) from None
@@ -317,7 +317,7 @@ def find_damage(
     Args:
         from_disk: drop the files from the page cache first.
         mapped: see `digest_mapped`.
-        patient: wait for a storage that fails, and raise Unreadable if it does not come back, so that only a wrong
+        patient: wait for a storage that fails, and raise UnreadableError if it does not come back, so that only a wrong
             size, a wrong digest or a missing file counts as damage.
         progress: called with the number of bytes of every block, from any thread.
         check: called before every block; an error that it raises ends the comparison.
@@ -359,7 +359,7 @@ def digest_anew(path: Path, number: int, size: int, into: Sequence[memoryview] |
     """Return what `digest_block` returns, patiently and through a new descriptor: one that a server has forgotten stays stale.
 
     Raises:
-        OSError, Unreadable: see `patiently`.
+        OSError, UnreadableError: see `patiently`.
     """
 
     def read() -> bytes:

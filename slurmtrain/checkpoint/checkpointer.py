@@ -43,12 +43,12 @@ from slurmtrain.checkpoint.tensor_index import Index
 from slurmtrain.checkpoint.writing import CheckpointIdentity, SaveJob
 from slurmtrain.errors import (
     CheckpointError,
-    CheckpointMismatch,
-    Discarded,
-    LostPeers,
-    NotFinite,
-    Superseded,
-    Unreadable,
+    CheckpointMismatchError,
+    DiscardedError,
+    LostPeersError,
+    NonFiniteError,
+    SupersededError,
+    UnreadableError,
     nearest,
 )
 
@@ -210,7 +210,7 @@ class Checkpointer:
         on_replica_drift); buffers (BatchNorm) and plain values that differ are reported once, and those of the lowest
         rank are saved.
 
-        Parameters that are trained have to be finite, else the save fails (NotFinite) and the older checkpoints stay.
+        Parameters that are trained have to be finite, else the save fails (NonFiniteError) and the older checkpoints stay.
         The copy is checked, in the background. What was not finite already when `restore` was called is not checked.
 
         Args:
@@ -376,13 +376,13 @@ class Checkpointer:
         step = self._saving.step
         try:
             self.wait()
-        except LostPeers:
+        except LostPeersError:
             raise  # their group cannot be used any more; another attempt has a new one
-        except Superseded:
+        except SupersededError:
             raise  # no later save can be committed either
         except CheckpointError as error:
             if self._max_failures and self._failures >= self._max_failures:
-                kind = NotFinite if isinstance(error, NotFinite) else CheckpointError
+                kind = NonFiniteError if isinstance(error, NonFiniteError) else CheckpointError
                 raise kind(
                     f"{self._failures} saves in a row have failed, the last of step {step}: {error.message}",
                     hint=error.hint or "checkpoint.max_failures says how many are put up with",
@@ -394,7 +394,7 @@ class Checkpointer:
         if saving.error is None:
             self._failures = 0
             self._last_step = saving.step
-        elif not isinstance(saving.error, Discarded):
+        elif not isinstance(saving.error, DiscardedError):
             self._failures += 1
 
     def _check_restorable(self, objects: Mapping[str, Any], own: Mapping[str, Any], tensors: Collection[str]) -> None:
@@ -458,7 +458,7 @@ class Checkpointer:
             retention.prune(self.directory, self._keep, self._bound.incarnation.order, spare=[saved])
 
     def _ended(self, ending: SaveResult | CheckpointError, step: int) -> None:
-        if isinstance(ending, Discarded):
+        if isinstance(ending, DiscardedError):
             return
         if isinstance(ending, CheckpointError) and self._asynchronous and self._ranks.rank == 0:
             self._say(f"the save of step {step} failed, older checkpoints are as they were: {ending.message}")
@@ -491,7 +491,7 @@ class Checkpointer:
             None when there is no checkpoint: a fresh start. Never None when `path` is given.
 
         Raises:
-            CheckpointMismatch: there are checkpoints, but none fits or none is sound.
+            CheckpointMismatchError: there are checkpoints, but none fits or none is sound.
             CheckpointError: `path` is no checkpoint or is damaged.
         """
         compatibility.check_allowed(allow)
@@ -528,7 +528,7 @@ class Checkpointer:
                 # An attempt before this one may have set them aside and failed; this one must not start afresh either.
                 set_aside = set_aside or self._ranks.on_rank_0(self._damaged)
                 if set_aside:
-                    raise CheckpointMismatch(
+                    raise CheckpointMismatchError(
                         f"every checkpoint in {self.directory} is damaged: {'; '.join(set_aside)}",
                         hint="look at the *.damaged-* folders; delete them to start afresh",
                     )
@@ -609,7 +609,7 @@ class Checkpointer:
         try:
             texts = commit.read_manifest_bytes(path, patient=True)
             manifest = commit.parse_manifest(path, *texts)
-        except (CheckpointMismatch, Unreadable):
+        except (CheckpointMismatchError, UnreadableError):
             raise
         except CheckpointError as error:
             return path, (b"", ""), [error.message]
@@ -618,7 +618,7 @@ class Checkpointer:
         if not damage:
             try:
                 check_whole(path, manifest, read_index(path, manifest, patient=True))
-            except Unreadable:
+            except UnreadableError:
                 raise
             except CheckpointError as error:
                 damage = [error.message]

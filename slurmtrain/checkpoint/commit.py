@@ -41,7 +41,7 @@ from typing import Any
 
 from slurmtrain.checkpoint import blocks
 from slurmtrain.checkpoint.blocks import FileRecord, refresh
-from slurmtrain.errors import CheckpointError, CheckpointMismatch, Superseded
+from slurmtrain.errors import CheckpointError, CheckpointMismatchError, SupersededError
 from slurmtrain.system.files import fsync_directory, write_new, write_synced
 from slurmtrain.system.modes import folder_mode
 
@@ -181,7 +181,7 @@ def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") 
             first.
 
     Raises:
-        Superseded: a newer incarnation has claimed the directory.
+        SupersededError: a newer incarnation has claimed the directory.
         CheckpointError: another process claims to be the same incarnation.
     """
     claims = directory / CLAIMS
@@ -221,7 +221,7 @@ def claim_of(directory: Path, incarnation: Incarnation) -> Path:
 
 
 def check_fence(directory: Path, incarnation: Incarnation) -> None:
-    """Raise Superseded if a newer incarnation has claimed `directory`."""
+    """Raise SupersededError if a newer incarnation has claimed `directory`."""
     refresh(directory / CLAIMS)
     _check_claims(directory, incarnation)
 
@@ -229,7 +229,7 @@ def check_fence(directory: Path, incarnation: Incarnation) -> None:
 def _check_claims(directory: Path, incarnation: Incarnation) -> None:
     newest = _newest_claim(directory / CLAIMS)
     if newest > incarnation.order:
-        raise Superseded(
+        raise SupersededError(
             f"incarnation {incarnation.order} ({incarnation.label}) may not commit in {directory}: "
             f"incarnation {newest} of the same run has started",
             hint="this process is left over from before a restart and should be ended",
@@ -388,7 +388,7 @@ def read_manifest(path: Path, *, patient: bool = False) -> Manifest:
         patient: see `blocks.find_damage`.
 
     Raises:
-        CheckpointError: manifest.json is missing, damaged, or of another format. Unreadable: see `blocks.patiently`.
+        CheckpointError: manifest.json is missing, damaged, or of another format. UnreadableError: see `blocks.patiently`.
     """
     return parse_manifest(path, *read_manifest_bytes(path, patient=patient))
 
@@ -430,7 +430,7 @@ def parse_manifest(path: Path, text: bytes, expected: str) -> Manifest:
         values = json.loads(text)
         if values.get("format") != FORMAT:
             # Not damaged, and nothing to set aside: another version of this package wrote it.
-            raise CheckpointMismatch(
+            raise CheckpointMismatchError(
                 f"{path} has format {values.get('format')}, expected {FORMAT}",
                 hint="read it with the version of slurmtrain that wrote it",
             )

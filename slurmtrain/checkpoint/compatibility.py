@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from slurmtrain.checkpoint import restorable, state
 from slurmtrain.checkpoint.save_plan import dtype_name
 from slurmtrain.checkpoint.tensor_index import TensorFacts
-from slurmtrain.errors import CheckpointMismatch, UsageError, nearest
+from slurmtrain.errors import CheckpointMismatchError, UsageError, nearest
 
 KINDS = ("keys", "shapes", "dtypes", "config", "data")
 FINGERPRINT = "data_fingerprint"  # in the config that a checkpoint is bound to: of the data's content
@@ -47,7 +47,7 @@ def check_config(
         asked_for: the checkpoint is of another run and was named by the person.
 
     Raises:
-        CheckpointMismatch: they differ.
+        CheckpointMismatchError: they differ.
     """
     if not saved or not own:
         return
@@ -62,7 +62,7 @@ def check_config(
         _refuse(path, "config", "was saved with another config", unasked)
     if content and FINGERPRINT in before and asked_for and "data" not in allow:
         others = [line for key, line in lines.items() if key.startswith("data.")]
-        raise CheckpointMismatch(
+        raise CheckpointMismatchError(
             f"{path} has seen other data: {'; '.join([*others, content])}: its step, its schedule and its place "
             "among the samples would be carried onto this data",
             hint="begin anew with its weights: checkpoint.restore_only=model; to go on at its step on other data all the same: "
@@ -70,7 +70,7 @@ def check_config(
         )
     # Other data by config is allowed or refused as such; this check is about other content in the same place.
     if content and FINGERPRINT in before and not any(key.startswith("data.") for key in lines) and "data" not in allow:
-        raise CheckpointMismatch(
+        raise CheckpointMismatchError(
             f"{path} was saved with other data in the same place: {content}",
             hint="was the data set prepared or edited again? To go on with what is there now: checkpoint.allow=[data]",
         )
@@ -104,7 +104,7 @@ def check_names(
         plain: names of objects with state that is no tensor; None: not known yet.
 
     Raises:
-        CheckpointMismatch: one has names that the other lacks.
+        CheckpointMismatchError: one has names that the other lacks.
     """
     alone = of_modules(objects, saved) - set(everywhere)
     lines = [
@@ -129,7 +129,7 @@ def check_tensors(
     """Check shapes and dtypes, and return the targets that can be filled.
 
     Raises:
-        CheckpointMismatch: a shape or a dtype differs.
+        CheckpointMismatchError: a shape or a dtype differs.
     """
     shapes, dtypes = [], []
     fit = {}
@@ -156,7 +156,7 @@ def check_tensors(
 def _refuse(path: Path, kind: str, what: str, lines: list[str]) -> None:
     if lines:
         shown = "; ".join(lines[:SHOWN]) + (f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else "")
-        raise CheckpointMismatch(
+        raise CheckpointMismatchError(
             f"{path} {what}: {shown}",
             hint=f"was the model or the config changed since? To go on all the same: checkpoint.allow=[{kind}]",
         )

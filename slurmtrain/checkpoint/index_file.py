@@ -9,7 +9,7 @@ from pathlib import Path
 from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.checkpoint.commit import Manifest
 from slurmtrain.checkpoint.tensor_index import DTYPE_BYTES, Index, check_coverage
-from slurmtrain.errors import CheckpointError, Unreadable
+from slurmtrain.errors import CheckpointError, UnreadableError
 
 HEADER_BYTES = 1 << 30  # more than that of a million tensors
 
@@ -62,12 +62,12 @@ def find_disagreement(path: Path, manifest: Manifest) -> list[str]:
     """Describe what would not be restored, or be restored wrongly, from files whose digests are right: one sentence each.
 
     Raises:
-        Unreadable: the storage fails, and after all retries still does.
+        UnreadableError: the storage fails, and after all retries still does.
     """
     try:
         index = read_index(path, manifest, patient=True)
         check_whole(path, manifest, index)
-    except Unreadable:
+    except UnreadableError:
         raise
     except CheckpointError as error:
         return [error.message.removeprefix(f"{path} is damaged: ")]

@@ -14,13 +14,13 @@ from typing import Any
 
 from slurmtrain.errors import (
     CheckpointError,
-    CheckpointMismatch,
-    Discarded,
-    LostPeers,
-    NotFinite,
+    CheckpointMismatchError,
+    DiscardedError,
+    LostPeersError,
+    NonFiniteError,
     SlurmtrainError,
-    Superseded,
-    Unreadable,
+    SupersededError,
+    UnreadableError,
 )
 
 WORD = b"STM1"
@@ -31,12 +31,12 @@ LONGEST = 1 << 40  # bytes; more is no message
 # The only errors that a message can name. Never a class by its path: importing what somebody names would execute it.
 FAILURES: Mapping[str, type[CheckpointError]] = {
     "checkpoint": CheckpointError,
-    "mismatch": CheckpointMismatch,
-    "unreadable": Unreadable,
-    "superseded": Superseded,
-    "lost": LostPeers,
-    "discarded": Discarded,
-    "not finite": NotFinite,
+    "mismatch": CheckpointMismatchError,
+    "unreadable": UnreadableError,
+    "superseded": SupersededError,
+    "lost": LostPeersError,
+    "discarded": DiscardedError,
+    "not finite": NonFiniteError,
 }
 _WORDS = {kind: word for word, kind in FAILURES.items()}
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurmtrain.checkpoint.messages import LONGEST, decode, decode_failure, encode, encode_failure
-from slurmtrain.errors import CheckpointError, LostPeers
+from slurmtrain.errors import CheckpointError, LostPeersError
 
 T = TypeVar("T")
 
@@ -239,4 +239,4 @@ def _lost_peers() -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         text = re.sub(r"^\[[^]]*\] ?", "", str(error).strip())  # gloo begins with a path of its build
         first = (text or type(error).__name__).splitlines()[0]
-        raise LostPeers(f"the ranks lost each other while they saved or restored: {first}") from None
+        raise LostPeersError(f"the ranks lost each other while they saved or restored: {first}") from None

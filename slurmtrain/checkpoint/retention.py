@@ -33,7 +33,7 @@ from slurmtrain.checkpoint.commit import (
     remove,
     step_of,
 )
-from slurmtrain.errors import CheckpointError, UnreadableRecord
+from slurmtrain.errors import CheckpointError, UnreadableRecordError
 from slurmtrain.system import process
 from slurmtrain.system.modes import file_mode, folder_mode
 from slurmtrain.system.records import is_mine, read_text
@@ -222,7 +222,7 @@ def _reader_lives(marker: Path, host: str, pid: int, now: float) -> bool:
     age = now - marker.stat().st_mtime  # below zero when the clock was set back: young
     try:
         namespace: str | None = read_text(marker)
-    except UnreadableRecord:  # root's
+    except UnreadableRecordError:  # root's
         namespace = None
     # In two containers on one host a pid means two different processes.
     here = host == _host() and namespace == _pid_namespace()

@@ -21,7 +21,7 @@ from slurmtrain.checkpoint.host_memory import ask_for_huge_pages
 from slurmtrain.checkpoint.restorable import Names, entries, extra_owners, plain_optimizer, unwrap
 from slurmtrain.checkpoint.save_plan import dtype_of, local
 from slurmtrain.checkpoint.tensor_index import TensorFacts
-from slurmtrain.errors import CheckpointError, CheckpointMismatch
+from slurmtrain.errors import CheckpointError, CheckpointMismatchError
 
 
 @runtime_checkable
@@ -415,7 +415,7 @@ def _load_optimizer(
     ):
         raise CheckpointError(f"the state of {key} in the checkpoint is not that of an optimiser")
     if len(saved_groups) != len(optimizer.param_groups):
-        raise CheckpointMismatch(
+        raise CheckpointMismatchError(
             f"{key} has {len(optimizer.param_groups)} parameter groups, and {len(saved_groups)} in the checkpoint",
             hint="were parameters frozen, or groups changed, since it was saved?",
         )
@@ -428,7 +428,7 @@ def _load_optimizer(
         # The checkpoint's group may have parameters that other ranks hold.
         different = sorted(set(keys) ^ (set(values["params"]) & here))
         if different and not lenient:
-            raise CheckpointMismatch(
+            raise CheckpointMismatchError(
                 f"{key}: a parameter group holds other parameters than in the checkpoint: {', '.join(different[:5])}",
                 hint="to go on all the same: checkpoint.allow=[keys]",
             )

@@ -38,7 +38,7 @@ from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.save_plan import SavePlan, TensorPiece, file_name
 from slurmtrain.checkpoint.staging import Image
 from slurmtrain.checkpoint.tensor_index import Index, Ints, check_coverage
-from slurmtrain.errors import CheckpointError, CheckpointMismatch, Discarded, NotFinite
+from slurmtrain.errors import CheckpointError, CheckpointMismatchError, DiscardedError, NonFiniteError
 from slurmtrain.system.files import fsync_directory
 
 
@@ -56,9 +56,9 @@ class CheckpointIdentity:
     config: Mapping[str, Any]
 
     def check_run(self, where: Path | str, manifest: Manifest, *, hint: str) -> None:
-        """Raise CheckpointMismatch if the checkpoint at `where` belongs to another run."""
+        """Raise CheckpointMismatchError if the checkpoint at `where` belongs to another run."""
         if self.run_id and manifest.run_id != self.run_id:
-            raise CheckpointMismatch(
+            raise CheckpointMismatchError(
                 f"{where} belongs to run {manifest.run_id or '(none)'}, this is run {self.run_id}", hint=hint
             )
 
@@ -278,7 +278,7 @@ class SaveJob:
         wrong = [piece.name for piece, fine in zip(pieces, blocks.each(pool, find, pieces), strict=True) if not fine]
         if wrong:
             more = f" (and {len(wrong) - 1} more of this rank)" if len(wrong) > 1 else ""
-            raise NotFinite(
+            raise NonFiniteError(
                 f"{wrong[0]}{more} is not finite after step {self._step}, and is not saved",
                 hint="no later step mends that: go on from an older checkpoint with a lower learning rate or other data; what "
                 "is meant to be infinite is not trained: requires_grad_(False), or a buffer",
@@ -389,4 +389,4 @@ class SaveJob:
 
     def _check_discarded(self) -> None:
         if self._discard.is_set():
-            raise Discarded("the save was given up for a newer one, or to leave in time")
+            raise DiscardedError("the save was given up for a newer one, or to leave in time")

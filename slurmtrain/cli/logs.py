@@ -111,7 +111,7 @@ class Tail:
         """Yield what has been added, in pieces of at most 1 MiB: a log may be larger than the memory.
 
         Raises:
-            UnreadableRecord: it is not a regular file, or cannot be read.
+            UnreadableRecordError: it is not a regular file, or cannot be read.
         """
         for piece in records.pieces(self._log, self._position):
             self._position += len(piece)

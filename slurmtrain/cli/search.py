@@ -16,7 +16,7 @@ from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.sweep.adaptive import open_sweep
 from slurmtrain.sweep.plan import SweepPlan
 from slurmtrain.sweep.points import Composer
-from slurmtrain.sweep.search import RunFailed, Search, identity_text, seeds
+from slurmtrain.sweep.search import RunFailedError, Search, identity_text, seeds
 from slurmtrain.system.paths import current_folder
 
 
@@ -54,8 +54,8 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
     with _all_on_stderr() if "--json" in options else contextlib.nullcontext():
         try:
             Search(composer, opened, list(choices), say).sweep(words)
-        except RunFailed as failure:
-            raise RunFailed(
+        except RunFailedError as failure:
+            raise RunFailedError(
                 failure.message,
                 hint=f"sweep retry {opened.sweep.id} tries again what failed, and the same command then goes on; "
                 "hydra.sweeper.max_failure_rate=0.2 bears some, where the sweeper has it",

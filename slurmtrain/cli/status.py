@@ -24,7 +24,7 @@ from slurmtrain.cli.columns import (
 )
 from slurmtrain.cli.json_output import evaluation_object, print_json, run_object
 from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, watch
-from slurmtrain.errors import UnreadableRecord
+from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.status import WAITING, RunState, RunStatus, states
 from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import Attempt
@@ -108,7 +108,7 @@ def _one(run_dir: RunDir, *, as_json: bool) -> int:
     found = states([run_dir, *evaluations])
     now = found[run_dir.id]
     if now.status == RunStatus.UNREADABLE:
-        raise UnreadableRecord(now.explanation)
+        raise UnreadableRecordError(now.explanation)
     if as_json:
         objects = [evaluation_object(each, found[each.id]) for each in evaluations]
         print_json({**run_object(run_dir, now), "evaluations": objects})

@@ -20,7 +20,7 @@ from slurmtrain.launch.memory_check import check_memory
 from slurmtrain.launch.named_paths import check_named_paths
 from slurmtrain.launch.resubmit import submit_links
 from slurmtrain.launch.submit import check_slurm_is_here, dry_run, interrupted, preparing, slurm_conf_of, submit
-from slurmtrain.launch.submit_once import Refused
+from slurmtrain.launch.submit_once import RefusedError
 from slurmtrain.launch.time_limit_check import look_ahead
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.runs import lookup
@@ -57,7 +57,7 @@ def main(arguments: Arguments) -> int:
         return _run_here(plan, arguments)
     try:
         return _submit(plan, arguments)
-    except Refused:  # one of the runs may have ended since, and SLURM may have forgotten its job
+    except RefusedError:  # one of the runs may have ended since, and SLURM may have forgotten its job
         later = starting_after(config, runs) if runs is not None else plan
         if later == plan:
             raise

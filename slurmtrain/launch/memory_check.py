@@ -12,7 +12,7 @@ from pathlib import Path
 from slurmtrain.config.compose import to_values
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import ConfigError, EnvironmentMismatch
+from slurmtrain.errors import ConfigError, EnvironmentMismatchError
 from slurmtrain.planner.fit import StageMemory, check_fits, check_host_memory, share_of_gpu
 
 DOUBTFUL = 0.5  # share of a GPU's memory: a model estimated below it is not built, so that submit answers at once
@@ -35,7 +35,7 @@ def check_memory(config: Config, dims: ParallelDims) -> list[str]:
         return []
     try:
         check_fits(config, dims, memory_by_dry_run(config))
-    except EnvironmentMismatch as error:
+    except EnvironmentMismatchError as error:
         return [f"whether it fits into cluster.gpu_memory_gb={limit:g} is not known: {error.message}"]
     return []
 
@@ -55,7 +55,7 @@ def memory_by_dry_run(config: Config) -> list[StageMemory]:
 
     Raises:
         ConfigError: the model does not support such a layout.
-        EnvironmentMismatch: this machine has no torch, or not the model's code, and so cannot tell.
+        EnvironmentMismatchError: this machine has no torch, or not the model's code, and so cannot tell.
     """
     try:
         done = subprocess.run(
@@ -67,12 +67,12 @@ def memory_by_dry_run(config: Config) -> list[StageMemory]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise EnvironmentMismatch(f"laying out the model took more than {TIMEOUT_S:.0f} s") from None
+        raise EnvironmentMismatchError(f"laying out the model took more than {TIMEOUT_S:.0f} s") from None
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise EnvironmentMismatch(f"the model cannot be laid out here: {said[-1]}")
+        raise EnvironmentMismatchError(f"the model cannot be laid out here: {said[-1]}")
     answer = json.loads(done.stdout.splitlines()[-1])  # the model's own code may have printed before
     if "error" in answer:
-        kind = ConfigError if answer["error"] == "ConfigError" else EnvironmentMismatch
+        kind = ConfigError if answer["error"] == "ConfigError" else EnvironmentMismatchError
         raise kind(answer["message"], hint=answer["hint"])
     return [StageMemory(**stage) for stage in answer["stages"]]

@@ -18,7 +18,7 @@ from slurmtrain.config.compose import load_frozen
 from slurmtrain.errors import ClusterError, SlurmtrainError
 from slurmtrain.launch.script import EXCLUDED_MAX, directive
 from slurmtrain.launch.submit import note, submit_existing_script
-from slurmtrain.launch.submit_once import Passing
+from slurmtrain.launch.submit_once import TransientError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
@@ -37,7 +37,7 @@ LONGEST_PAUSE_S = 15.0
 ENDED = (*GONE, "COMPLETING")
 
 
-class NotRequeued(ClusterError):
+class NotRequeuedError(ClusterError):
     """SLURM has refused to requeue the job, which has as many restarts as before."""
 
 
@@ -120,7 +120,7 @@ def requeue(
     try:
         told = attempts.read_attempt(*going_on[0]).facts_when_told
         requeued = _requeue(job_id, client, restart_count, told, sleep, clock)
-    except NotRequeued as error:
+    except NotRequeuedError as error:
         print(f"slurmtrain: {error.message}; submitting a new job instead", file=sys.stderr, flush=True)
         jobs = [submit_again(run_dir, number, job_id, client, sleep) for run_dir, number in going_on]
         return f"submitted again as job {', '.join(filter(None, jobs)) or 'none: cancelled'}"
@@ -159,7 +159,7 @@ def _requeue(
     not ended it.
 
     Raises:
-        NotRequeued: SLURM answers, and refuses.
+        NotRequeuedError: SLURM answers, and refuses.
         ClusterError: SLURM cannot be reached for UNREACHED_S.
     """
     give_up = clock() + UNREACHED_S
@@ -169,21 +169,21 @@ def _requeue(
         try:
             facts = client.look(job_id)
             if facts is None:
-                raise NotRequeued(f"SLURM does not know job {job_id} any more")
+                raise NotRequeuedError(f"SLURM does not know job {job_id} any more")
             if facts.restarts > restart_count:
                 return True  # requeued by us, or by SLURM itself
             if is_cancelled(facts, restart_count, told):
                 return False
             if refused:  # SLURM is there, and the job is not back in the queue
                 if not pauses:
-                    raise NotRequeued(refused)
+                    raise NotRequeuedError(refused)
                 sleep(pauses.pop(0))
             refused = f"job {job_id} has no more restarts than before"
             try:
                 client.requeue(job_id, ended=facts.state in ENDED)
             except ClusterError as error:
                 refused = error.message
-        except NotRequeued:
+        except NotRequeuedError:
             raise
         except ClusterError:
             if clock() >= give_up:
@@ -319,7 +319,7 @@ def _find_or_submit(
             if pause is not None:
                 sleep(pause)
                 continue
-            found = client.find_by_comment(TOKEN_PREFIX + mine) if isinstance(error, Passing) else []
+            found = client.find_by_comment(TOKEN_PREFIX + mine) if isinstance(error, TransientError) else []
             if not found:
                 raise
             note(run_dir, found[0], found_by=TOKEN_PREFIX + mine)

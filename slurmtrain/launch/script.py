@@ -17,7 +17,7 @@ from slurmtrain.config.compose import SECRET_REFERENCE
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.secrets import path_of
 from slurmtrain.config.validate import SBATCH_OPTIONS
-from slurmtrain.errors import EnvironmentMismatch
+from slurmtrain.errors import EnvironmentMismatchError
 from slurmtrain.launch.arrays import array_option
 from slurmtrain.launch.import_paths import pythonpath_folders
 from slurmtrain.resources import shipped
@@ -128,7 +128,7 @@ def _count_nodes(nodelist: str | None) -> int:
     """Count the nodes in a list that a person has given; a file of them, which only sbatch reads, counts as none."""
     try:
         return len(expand_nodelist(nodelist)) if nodelist else 0
-    except EnvironmentMismatch:
+    except EnvironmentMismatchError:
         return 0
 
 

@@ -22,7 +22,7 @@ from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.program_check import check_in_snapshot
 from slurmtrain.launch.script import JobPaths, render_script, without_past
 from slurmtrain.launch.snapshot import CodeSource, Snapshot, find_source, take_snapshot
-from slurmtrain.launch.submit_once import NotSubmitted, comment_option, export_option, sbatch, submit_exactly_once
+from slurmtrain.launch.submit_once import NotSubmittedError, comment_option, export_option, sbatch, submit_exactly_once
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
@@ -62,7 +62,7 @@ def preparing(
         _write(run_dir, config, overrides, snapshot, source, cwd)
         yield run_dir
     except BaseException as error:
-        if not isinstance(error, NotSubmitted) and _submitting(run_dir):
+        if not isinstance(error, NotSubmittedError) and _submitting(run_dir):
             raise
         shutil.rmtree(run_dir.path, ignore_errors=True)
         for parent in (run_dir.path.parent, run_dir.path.parent.parent):

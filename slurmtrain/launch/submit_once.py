@@ -99,15 +99,15 @@ LIMIT = ("submit limit", "submitjoblimit", "job limit", "maxjobcount", "max_job"
 OTHER_LIMIT = re.compile(r"\b(?:assoc|qos)\w*(?:limit|perjob|peruser|pernode|peraccount)\b", re.IGNORECASE)
 
 
-class NotSubmitted(ClusterError):
+class NotSubmittedError(ClusterError):
     """The job is certainly not in the queue."""
 
 
-class Refused(NotSubmitted):
+class RefusedError(NotSubmittedError):
     """SLURM does not accept the job as it is."""
 
 
-class SubmitLimit(NotSubmitted):
+class SubmitLimitError(NotSubmittedError):
     """The user, the account or the cluster may not have more jobs in the queue now."""
 
 
@@ -154,7 +154,7 @@ def submit_exactly_once(
         say: called with messages about what is waited for.
 
     Raises:
-        NotSubmitted: sbatch refused, in its own words, or could not be reached; or no more jobs may be submitted now.
+        NotSubmittedError: sbatch refused, in its own words, or could not be reached; or no more jobs may be submitted now.
         ClusterError: it is not known whether the job exists.
     """
     with_token = [comment_option(script, token), *options]
@@ -173,21 +173,21 @@ def submit_exactly_once(
         attempt += 1
         try:
             return sbatch(script, folder, client.slurm_conf, with_token, call_s=patience.call_s)
-        except Passing as error:
-            passing = error
-        if passing.may_be_there:
-            say(f"sbatch: {passing.said}; looking whether the job is there all the same")
-            found = _look(token, client, patience, sleep, finds_out, passing.said)
+        except TransientError as error:
+            transient = error
+        if transient.may_be_there:
+            say(f"sbatch: {transient.said}; looking whether the job is there all the same")
+            found = _look(token, client, patience, sleep, finds_out, transient.said)
             if found is not None:
                 return found
-        if isinstance(passing, Unknown):  # it is not there, so whatever was meant, it was no
-            raise passing.as_refusal()
-        if attempt >= (patience.tries if passing.may_be_there else patience.tries / 2):
-            raise NotSubmitted(
-                f"sbatch failed {attempt} times, the last time with: {passing.said}; nothing was submitted",
+        if isinstance(transient, UnknownRefusalError):  # it is not there, so whatever was meant, it was no
+            raise transient.as_refusal()
+        if attempt >= (patience.tries if transient.may_be_there else patience.tries / 2):
+            raise NotSubmittedError(
+                f"sbatch failed {attempt} times, the last time with: {transient.said}; nothing was submitted",
                 hint="try again later",
             )
-        say(f"sbatch: {passing.said}; trying again in about {delay:g} s")
+        say(f"sbatch: {transient.said}; trying again in about {delay:g} s")
         sleep(delay * (1 + random.Random().random() / 4))  # many shells must not come back at the same moment
         delay *= 2
 
@@ -220,7 +220,7 @@ def check(script: Path, client: SlurmClient) -> None:
     again.
 
     Raises:
-        Refused: SLURM would refuse; its own words are in the message.
+        RefusedError: SLURM would refuse; its own words are in the message.
     """
     try:
         code, words = client.test_only(script, without=list(set_aside(script.read_text(), os.environ)))
@@ -230,13 +230,13 @@ def check(script: Path, client: SlurmClient) -> None:
     if code == 0 or any(each in low for each in NOT_NOW):
         return
     error = refusal(words, code, 60)
-    if isinstance(error, Refused):
+    if isinstance(error, RefusedError):
         if NO_SUCH_NODE in low and client.lacks_nodes(directive(script.read_text(), "partition")):
             return
         raise error
 
 
-class Passing(ClusterError):
+class TransientError(ClusterError):
     """sbatch failed with a transient error.
 
     Attributes:
@@ -248,14 +248,14 @@ class Passing(ClusterError):
         self.said, self.may_be_there = said, may_be_there
 
 
-class Unknown(Passing):
+class UnknownRefusalError(TransientError):
     """sbatch failed with words that are in none of the lists: the job may exist; if it does not, it was refused."""
 
     def __init__(self, said: str):
         super().__init__(said, may_be_there=True)
 
-    def as_refusal(self) -> Refused:
-        return Refused(f"sbatch refused the job: {self.said}", hint=advice(self.said))
+    def as_refusal(self) -> RefusedError:
+        return RefusedError(f"sbatch refused the job: {self.said}", hint=advice(self.said))
 
 
 def _look(
@@ -318,7 +318,7 @@ def sbatch(script: str, folder: Path, slurm_conf: str | None, options: Sequence[
         options: further options; they override the script's own.
 
     Raises:
-        Passing, SubmitLimit, ClusterError: as `refusal` returns them.
+        TransientError, SubmitLimitError, ClusterError: as `refusal` returns them.
     """
     from submitit.core.utils import FailedJobError
     from submitit.slurm.slurm import SlurmExecutor
@@ -362,30 +362,30 @@ def _without_prefix(words: str) -> str:
 def refusal(words: str, code: int, call_s: int) -> ClusterError:
     """Return the error that sbatch's words and exit code mean.
 
-    It is a limit, a transient error, a refusal with a hint, or `Unknown`.
+    It is a limit, a transient error, a refusal with a hint, or `UnknownRefusalError`.
     """
     said = _without_prefix(words)
     low = said.lower()
     named = OTHER_LIMIT.findall(said)
     if any(each in low for each in LIMIT) and not (named and not any("submit" in each.lower() for each in named)):
-        return SubmitLimit(
+        return SubmitLimitError(
             f"sbatch refused the job: {said}",
             hint="wait until jobs have ended, then give the same command again: it goes on from here",
         )
     if code == TIMED_OUT:
-        return Passing(f"no answer within {call_s} s", may_be_there=True)
+        return TransientError(f"no answer within {call_s} s", may_be_there=True)
     if code < 0 or code > 128:
-        return Passing(f"it was killed (exit code {code})", may_be_there=True)
+        return TransientError(f"it was killed (exit code {code})", may_be_there=True)
     before = re.search(r"^sbatch: (error|fatal|unrecognized)\b", words, re.MULTILINE) and "submission failed" not in low
     low = low.rpartition("submission failed: ")[2]  # before it may stand what an earlier try of sbatch's own ended with
     if any(each in low for each in NOT_THERE):
-        return Passing(said, may_be_there=False)
+        return TransientError(said, may_be_there=False)
     if any(each in low for each in UNSURE):
-        return Passing(said, may_be_there=True)
+        return TransientError(said, may_be_there=True)
     # Errors of sbatch itself, about its options or its configuration, come before anything is sent.
     if before or any(each in low for each in REFUSED):
-        return Refused(f"sbatch refused the job: {said}", hint=advice(said))
-    return Unknown(said or f"exit code {code}, without a word")
+        return RefusedError(f"sbatch refused the job: {said}", hint=advice(said))
+    return UnknownRefusalError(said or f"exit code {code}, without a word")
 
 
 def advice(said: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from slurmtrain.config.compose import config_hash
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.validate import SLURM_EARLY_S
-from slurmtrain.errors import ConfigError, UnreadableRecord
+from slurmtrain.errors import ConfigError, UnreadableRecordError
 from slurmtrain.runs import attempts, lookup
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
@@ -113,7 +113,7 @@ def measured_before(config: Config, run_dirs: Iterable[RunDir]) -> Measured | No
     for run_dir in reversed(list(run_dirs)):
         try:
             measured = _measured(run_dir, config.world_size) if run_dir.info().get("config_hash") == wanted else None
-        except UnreadableRecord:
+        except UnreadableRecordError:
             continue
         if measured is not None:
             found.append(measured)

@@ -58,7 +58,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return all whole records of a metrics file, in order; none when there is no file. Safe while the run goes on.
 
     Raises:
-        UnreadableRecord: it is not a regular file, too large, or cannot be read.
+        UnreadableRecordError: it is not a regular file, too large, or cannot be read.
     """
     try:
         lines = records.read_bytes(path, at_most=records.METRICS_BYTES).splitlines(keepends=True)

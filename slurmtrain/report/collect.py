@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurmtrain.checkpoint.retention import Keep
-from slurmtrain.errors import UnreadableRecord, UsageError, nearest
+from slurmtrain.errors import UnreadableRecordError, UsageError, nearest
 from slurmtrain.observe import read_metrics
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
@@ -155,7 +155,7 @@ def _read(run_dir: RunDir | None, candidates: Sequence[Goal]) -> _Log:
     try:
         logged = read_metrics(run_dir.metrics_file)
         evaluated = sorted(read_metrics(run_dir.evaluations_file), key=lambda record: record["step"])
-    except UnreadableRecord:  # the point's state says so, and the others get their rows
+    except UnreadableRecordError:  # the point's state says so, and the others get their rows
         return _Log(None, {}, {})
     last: dict[str, float] = {}
     seen, step = {"step"}, None
@@ -205,7 +205,7 @@ def _configured(points: Sequence[Point]) -> Goal:
             try:
                 settings = point.run_dir.config_values()["checkpoint"]
                 return Goal(str(settings["best_metric"]), "max" if settings["best_mode"] == "max" else "min")
-            except (UnreadableRecord, TypeError, KeyError):
+            except (UnreadableRecordError, TypeError, KeyError):
                 break
     return Goal(Keep.metric, Keep.mode)
 

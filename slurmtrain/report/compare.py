@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint.commit import committed, step_of
-from slurmtrain.errors import CheckpointError, ConfigError, UnreadableRecord
+from slurmtrain.errors import CheckpointError, ConfigError, UnreadableRecordError
 from slurmtrain.observe import read_metrics
 from slurmtrain.report.collect import is_scalar
 from slurmtrain.runs.run_dir import RunDir
@@ -100,7 +100,7 @@ def compare(a: RunDir, b: RunDir, *, tolerance: float = 0.0, weights: bool = Fal
 
     Raises:
         ConfigError: one of the configs cannot be read.
-        UnreadableRecord: one of the logs or snapshots cannot be read.
+        UnreadableRecordError: one of the logs or snapshots cannot be read.
     """
     logs = _by_step(_records(a)), _by_step(_records(b))
     return Comparison(
@@ -171,7 +171,7 @@ def code_differences(a: Path, b: Path) -> list[str]:
     try:
         differ = {name for name in both if not filecmp.cmp(left[name], right[name], shallow=False)}
     except OSError as error:
-        raise UnreadableRecord(f"{error.filename} cannot be read: {error.strerror}") from None
+        raise UnreadableRecordError(f"{error.filename} cannot be read: {error.strerror}") from None
     return sorted(differ | (left.keys() ^ right.keys()))
 
 
@@ -224,7 +224,7 @@ def _config(run_dir: RunDir) -> Any:
     """Return the frozen config as plain values, so that runs of another version of the schema can be compared, too."""
     try:
         return run_dir.config_values()
-    except UnreadableRecord as error:
+    except UnreadableRecordError as error:
         raise ConfigError(error.message, hint=error.hint) from None
 
 

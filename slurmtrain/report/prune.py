@@ -20,7 +20,7 @@ from pathlib import Path
 
 from slurmtrain.checkpoint import retention
 from slurmtrain.checkpoint.commit import committed
-from slurmtrain.errors import UnreadableRecord
+from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.status import RunState, RunStatus, states
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.ownership import is_own
@@ -158,7 +158,7 @@ def _sources(runs: Sequence[RunDir]) -> dict[Path, str]:
             if source:
                 path = os.path.join(run.info().get("submit_dir", ""), os.path.expanduser(str(source)))
                 found[Path(os.path.realpath(path))] = run.id
-        except (UnreadableRecord, ValueError, TypeError, KeyError):
+        except (UnreadableRecordError, ValueError, TypeError, KeyError):
             continue
     return found
 

@@ -18,7 +18,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slurmtrain.errors import ClusterError, UnreadableRecord
+from slurmtrain.errors import ClusterError, UnreadableRecordError
 from slurmtrain.report.progress import Progress, at_about, read_progress
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
@@ -114,7 +114,7 @@ def states(run_dirs: Iterable[RunDir]) -> dict[str, RunState]:
     for run_dir in run_dirs:
         try:
             records.append(_read(run_dir, me, known))
-        except UnreadableRecord as error:
+        except UnreadableRecordError as error:
             found[run_dir.id] = _unreadable(error)
     by_owner: dict[_Owner, list[_Record]] = {}
     for record in records:
@@ -126,12 +126,12 @@ def states(run_dirs: Iterable[RunDir]) -> dict[str, RunState]:
         try:
             own = queue.of(record)
             found[record.id] = _state(_at_its_link(record, own), own)
-        except UnreadableRecord as error:
+        except UnreadableRecordError as error:
             found[record.id] = _unreadable(error)
     return found
 
 
-def _unreadable(error: UnreadableRecord) -> RunState:
+def _unreadable(error: UnreadableRecordError) -> RunState:
     return RunState(RunStatus.UNREADABLE, error.message, False, [], None)
 
 
@@ -139,11 +139,11 @@ def state(run_dir: RunDir) -> RunState:
     """Return the state of one run.
 
     Raises:
-        UnreadableRecord: its files cannot be used.
+        UnreadableRecordError: its files cannot be used.
     """
     now = states([run_dir])[run_dir.id]
     if now.status == RunStatus.UNREADABLE:
-        raise UnreadableRecord(now.explanation)
+        raise UnreadableRecordError(now.explanation)
     return now
 
 
@@ -221,7 +221,7 @@ class _Record:
             return False
         try:
             events = self.run_dir.events()
-        except UnreadableRecord:  # it only spares the next look
+        except UnreadableRecordError:  # it only spares the next look
             return True
         return self.possible_jobs not in [
             event.get("job_ids") for event in events if event["event"] == Event.GONE_FROM_QUEUE
@@ -337,7 +337,7 @@ def _latest_job_id(run_dir: RunDir, submitted: list[str], tries: list[Attempt]) 
     try:
         names = os.listdir(run_dir.path)
     except OSError as error:
-        raise UnreadableRecord(f"{run_dir.path} cannot be read: {error.strerror}") from None
+        raise UnreadableRecordError(f"{run_dir.path} cannot be read: {error.strerror}") from None
     for name in names:
         logged = name.removeprefix("slurm-").removesuffix(".log")
         if len(logged) + len("slurm-.log") == len(name) and is_job_id(logged):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint.commit import newest_committed_step
-from slurmtrain.errors import UnreadableRecord
+from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import Reason, Verdict
@@ -155,7 +155,7 @@ def read_attempt(run_dir: RunDir, number: int) -> Attempt:
     """Return the record of an attempt; an empty one when it died before it could write any.
 
     Raises:
-        UnreadableRecord: its files cannot be used.
+        UnreadableRecordError: its files cannot be used.
     """
     folder = run_dir.attempt(number)
     path = folder.record_file
@@ -262,7 +262,7 @@ def tail(path: Path) -> bytes:
     """Return the last part of a file that may be long. Its first line may be cut.
 
     Raises:
-        UnreadableRecord: it is not a regular file, or cannot be read.
+        UnreadableRecordError: it is not a regular file, or cannot be read.
     """
     return records.read_tail(path, TAIL_BYTES)
 
@@ -372,7 +372,7 @@ def claimed_by(attempt_dir: AttemptDir) -> tuple[str | None, int]:
 
 def claimed_at(run_dir: RunDir, number: int) -> float | None:
     """Return when an attempt was claimed by its batch script, or opened by rank 0, in unix seconds; None if not known."""
-    with contextlib.suppress(OSError, UnreadableRecord, ValueError, IndexError):
+    with contextlib.suppress(OSError, UnreadableRecordError, ValueError, IndexError):
         claimed = float(records.read_bytes(run_dir.attempt(number).claim_file).split()[2])
         if records.is_time(claimed):
             return claimed
@@ -392,7 +392,7 @@ def killed_tasks(attempt_dir: AttemptDir) -> str | None:
     """Return srun's own words on a task that was killed, since that rank could not leave a record."""
     try:
         text = records.read_tail(attempt_dir.srun_log, LOG_BYTES).decode(errors="replace")
-    except UnreadableRecord:
+    except UnreadableRecordError:
         return None
     match = re.search(
         r"srun: error: (\S+: tasks? [\d,-]+: (?:Killed|Segmentation fault|Aborted|Bus error|Out Of Memory).*)", text

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from slurmtrain.errors import UnreadableRecord
+from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.runs.lookup import is_sweep
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.files import read_json
@@ -29,7 +29,7 @@ def names_of(run_dir: RunDir) -> list[str]:
         return [run_dir.id]
     try:
         info = read_json(folder / "sweep.json") or {}
-    except UnreadableRecord:
+    except UnreadableRecordError:
         info = {}
     return [run_dir.id, f"sweep-{info.get('token')}"]
 

@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-from slurmtrain.errors import UnreadableRecord, UsageError
+from slurmtrain.errors import UnreadableRecordError, UsageError
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
 
@@ -30,7 +30,7 @@ def check_parts(run_dir: RunDir) -> None:
     Links that the reader has made, for instance to move a folder to a larger disk, are accepted.
 
     Raises:
-        UnreadableRecord: it has others.
+        UnreadableRecordError: it has others.
     """
     try:
         owner = os.stat(run_dir.path).st_uid
@@ -41,11 +41,11 @@ def check_parts(run_dir: RunDir) -> None:
             except FileNotFoundError:
                 continue
             if stat.S_ISLNK(found.st_mode) and (path is info_file or found.st_uid not in (me, 0)):
-                raise UnreadableRecord(f"{path} is a link, and links in a run are not followed")
+                raise UnreadableRecordError(f"{path} is a link, and links in a run are not followed")
             if found.st_uid not in (owner, me, 0):
-                raise UnreadableRecord(f"{path} belongs to user {found.st_uid}, and the run to user {owner}")
+                raise UnreadableRecordError(f"{path} belongs to user {found.st_uid}, and the run to user {owner}")
     except OSError as error:
-        raise UnreadableRecord(f"{run_dir.path} cannot be read: {error.strerror}") from None
+        raise UnreadableRecordError(f"{run_dir.path} cannot be read: {error.strerror}") from None
 
 
 def require_own(run_dir: RunDir) -> None:

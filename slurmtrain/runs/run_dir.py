@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.errors import UnreadableRecord
+from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
 from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
@@ -207,14 +207,14 @@ class RunDir:
                 that.
 
         Raises:
-            UnreadableRecord: this is not a run directory, or its run.json cannot be used.
+            UnreadableRecordError: this is not a run directory, or its run.json cannot be used.
         """
         info = read_json(self.info_file)
         if info is None:
-            raise UnreadableRecord(f"{self.path} is not a run directory: it has no readable run.json")
+            raise UnreadableRecordError(f"{self.path} is not a run directory: it has no readable run.json")
         missing = [name for name in _ALWAYS if name not in info]
         if missing and whole:
-            raise UnreadableRecord(f"{self.info_file} does not say {', '.join(missing)}")
+            raise UnreadableRecordError(f"{self.info_file} does not say {', '.join(missing)}")
         records.check_fields(info, {**_ALWAYS, **_SOMETIMES}, self.info_file)
         return info
 
@@ -222,7 +222,7 @@ class RunDir:
         """Return config.yaml as plain values, of whichever version of the schema.
 
         Raises:
-            UnreadableRecord: there is none, or it is no YAML as `submit` writes it.
+            UnreadableRecordError: there is none, or it is no YAML as `submit` writes it.
         """
         import yaml
 
@@ -240,9 +240,9 @@ class RunDir:
         try:
             return yaml.load(records.read_bytes(self.config_file), Plain)
         except OSError as error:
-            raise UnreadableRecord(f"{self.config_file} cannot be read: {error.strerror}") from None
+            raise UnreadableRecordError(f"{self.config_file} cannot be read: {error.strerror}") from None
         except (ValueError, TypeError, RecursionError, yaml.YAMLError):
-            raise UnreadableRecord(
+            raise UnreadableRecordError(
                 f"{self.config_file} is no YAML", hint="it was written at submit; has it been edited?"
             ) from None
 
@@ -255,7 +255,7 @@ class RunDir:
 
         Raises:
             ClusterError: somebody else can have written one of them.
-            UnreadableRecord: run.json cannot be used.
+            UnreadableRecordError: run.json cannot be used.
         """
         return trusted_slurm_conf(self.info().get("slurm_conf"), named_by=self.info_file)
 
@@ -296,7 +296,7 @@ class RunDir:
             False if the job is recorded already; nothing is changed then.
 
         Raises:
-            UnreadableRecord: there is no usable run.json.
+            UnreadableRecordError: there is no usable run.json.
         """
         with self._changing_info():
             info = self.info()
@@ -355,7 +355,7 @@ class RunDir:
         Torn and foreign lines are left out.
 
         Raises:
-            UnreadableRecord: events.jsonl is not a regular file, or cannot be read.
+            UnreadableRecordError: events.jsonl is not a regular file, or cannot be read.
         """
         lines = records.read_tail(self.events_file, records.EVENTS_BYTES).splitlines()
         found = [records.parse(line) for line in lines if line.endswith(b"}")]
@@ -365,7 +365,7 @@ class RunDir:
         """Return the numbers of the attempts, in order.
 
         Raises:
-            UnreadableRecord: the folder cannot be read.
+            UnreadableRecordError: the folder cannot be read.
         """
         try:
             with os.scandir(self.attempts) as entries:
@@ -373,7 +373,7 @@ class RunDir:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise UnreadableRecord(f"{self.attempts} cannot be read: {error.strerror}") from None
+            raise UnreadableRecordError(f"{self.attempts} cannot be read: {error.strerror}") from None
         return sorted(int(name) for name in found if re.fullmatch("[0-9]{1,9}", name))
 
     def new_attempt(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.errors import UnreadableRecord
+from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.files import read_json
 from slurmtrain.system.records import (
@@ -101,10 +101,10 @@ class Sweep:
         """
         info = read_json(self.info_file)
         if info is None:
-            raise UnreadableRecord(f"{self.path} is not a sweep: it has no readable sweep.json")
+            raise UnreadableRecordError(f"{self.path} is not a sweep: it has no readable sweep.json")
         missing = [name for name in ("created", "slurm_conf", "pack", "backend") if name not in info]
         if missing:
-            raise UnreadableRecord(f"{self.info_file} does not say {', '.join(missing)}")
+            raise UnreadableRecordError(f"{self.info_file} does not say {', '.join(missing)}")
         check_fields(info, _INFO, self.info_file)
         return info
 
@@ -113,13 +113,13 @@ class Sweep:
         try:
             whole, _, _ = read_bytes(self.points_file, at_most=METRICS_BYTES).rpartition(b"\n")
         except OSError as error:
-            raise UnreadableRecord(f"{self.points_file} cannot be read: {error.strerror}") from None
+            raise UnreadableRecordError(f"{self.points_file} cannot be read: {error.strerror}") from None
         return [self._point(parse(line), number) for number, line in enumerate(whole.splitlines(), 1)]
 
     def _point(self, values: Any, line: int) -> Point:
         known = {name: values.get(name) for name in _POINT} if isinstance(values, dict) else dict.fromkeys(_POINT)
         if not all(kind.holds(known[name]) for name, kind in _POINT.items()) or "/" in str(known["run_id"]):
-            raise UnreadableRecord(f"{self.points_file}: line {line} is no point")
+            raise UnreadableRecordError(f"{self.points_file}: line {line} is no point")
         return Point(**known)  # type: ignore[arg-type]
 
     def point_count(self) -> int:

@@ -8,7 +8,7 @@ import socket
 import struct
 from pathlib import Path
 
-from slurmtrain.errors import EnvironmentMismatch
+from slurmtrain.errors import EnvironmentMismatchError
 from slurmtrain.slurm.environment import Environment
 
 
@@ -27,7 +27,7 @@ def own_addresses(environment: Environment, interface: str) -> list[str]:
     if interface not in ("auto", "none"):
         address = interface_addresses().get(interface)
         if address is None:
-            raise EnvironmentMismatch(
+            raise EnvironmentMismatchError(
                 f"cluster.network_interface={interface!r}, but {environment.node} has no such interface with an IPv4 address",
                 hint=f"it has: {', '.join(sorted(interface_addresses()))}",
             )
@@ -49,7 +49,7 @@ def listening_address(environment: Environment, interface: str) -> str:
     the one from which the other nodes are reached.
 
     Raises:
-        EnvironmentMismatch: there are several, and nothing says which it is. Listening on all of them would let in
+        EnvironmentMismatchError: there are several, and nothing says which it is. Listening on all of them would let in
             whoever is on the others.
     """
     if environment.local_world_size == environment.world_size:
@@ -71,7 +71,7 @@ def listening_address(environment: Environment, interface: str) -> str:
         if towards in up:
             return up[towards]
     networks = ", ".join(f"{name} ({address})" for name, address in sorted(up.items()))
-    raise EnvironmentMismatch(
+    raise EnvironmentMismatchError(
         f"rank 0 on {environment.node} cannot know which of its networks the other ranks use: "
         + (
             f"it has {networks}, and neither its own name nor those of the other nodes"

@@ -33,9 +33,9 @@ from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import (
     EXIT_REQUEUE,
     CheckpointError,
-    CheckpointMismatch,
+    CheckpointMismatchError,
     SlurmtrainError,
-    Superseded,
+    SupersededError,
     exit_code_of,
 )
 from slurmtrain.runs import attempts, lookup
@@ -113,7 +113,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
         rendezvous_timeout_s: seconds to wait for the other ranks, unless the job's config sets them.
 
     Raises:
-        EnvironmentMismatch, RendezvousError: shown as one sentence; the process ends with the right exit code.
+        EnvironmentMismatchError, RendezvousError: shown as one sentence; the process ends with the right exit code.
         RuntimeError: it was called before in this process.
     """
     if session.distributed is not None:
@@ -183,7 +183,7 @@ def _let_go() -> None:
                 distributed.environment.rank,
                 exit_code=lost[0].exit_code,
                 sentence=lost[0].message,
-                superseded=isinstance(lost[0], Superseded),
+                superseded=isinstance(lost[0], SupersededError),
             )
         from slurmtrain.runtime.main import leave
 
@@ -216,8 +216,8 @@ def _record_and_show(kind: type[BaseException], error: BaseException, trace: Tra
             rank,
             exit_code=code,
             sentence=sentence,
-            superseded=isinstance(error, Superseded),
-            on_any_node=isinstance(error, CheckpointMismatch),
+            superseded=isinstance(error, SupersededError),
+            on_any_node=isinstance(error, CheckpointMismatchError),
         )
     from slurmtrain.runtime.main import leave
 

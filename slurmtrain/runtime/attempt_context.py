@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import EnvironmentMismatch
+from slurmtrain.errors import EnvironmentMismatchError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
@@ -91,10 +91,10 @@ def alone(kind: str, environment: Environment, find_or_create: Callable[[], RunD
     None of its ranks could tell others the attempt.
 
     Raises:
-        EnvironmentMismatch: there are other ranks.
+        EnvironmentMismatchError: there are other ranks.
     """
     if environment.world_size > 1:
-        raise EnvironmentMismatch(
+        raise EnvironmentMismatchError(
             f"job={kind} was started by hand with {environment.world_size} ranks", hint="let `submit` start it"
         )
     run_dir = find_or_create()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from slurmtrain.config.schema import ClusterConfig
-from slurmtrain.errors import EnvironmentMismatch
+from slurmtrain.errors import EnvironmentMismatchError
 from slurmtrain.runtime.rendezvous import meet
 from slurmtrain.slurm.environment import Environment, no_gpu
 from slurmtrain.system.signals import StopFlag
@@ -65,7 +65,7 @@ def init_distributed(
         directory: folder where rank 0 publishes its address; not needed under torchrun or for a single rank.
 
     Raises:
-        EnvironmentMismatch: a GPU was asked for that does not exist.
+        EnvironmentMismatchError: a GPU was asked for that does not exist.
         RendezvousError: a rank is missing.
     """
     own = choose_device(device, environment, gpus_per_node=cluster.gpus_per_node)
@@ -120,7 +120,7 @@ def choose_device(device: str, environment: Environment, *, gpus_per_node: int =
         gpus_per_node: number of GPUs that the job has asked for.
 
     Raises:
-        EnvironmentMismatch: there is no GPU, or there are fewer than ranks on this node.
+        EnvironmentMismatchError: there is no GPU, or there are fewer than ranks on this node.
     """
     if device == "cpu":
         return torch.device("cpu")
@@ -139,7 +139,7 @@ def choose_device(device: str, environment: Environment, *, gpus_per_node: int =
         return torch.device("cuda", 0)
     if environment.local_rank >= visible:
         asked = f" of cluster.gpus_per_node={gpus_per_node}" if gpus_per_node > visible else ""
-        raise EnvironmentMismatch(
+        raise EnvironmentMismatchError(
             f"{environment.local_world_size} ranks on {environment.node}, but only {visible} GPUs{asked} are visible there",
             hint=f"`nvidia-smi` on {environment.node} shows them; cluster.exclude={environment.node} leaves that node out"
             if asked
@@ -154,7 +154,7 @@ def _check_own_gpu(store: dist.Store, environment: Environment, device: torch.de
     A rank that sees a single GPU cannot tell whether it is its own; two on one would share its memory, or fail in NCCL.
 
     Raises:
-        EnvironmentMismatch: another rank has the same one.
+        EnvironmentMismatchError: another rank has the same one.
     """
     first = environment.rank - environment.local_rank
     neighbours = range(first, min(first + environment.local_world_size, environment.world_size))
@@ -162,7 +162,7 @@ def _check_own_gpu(store: dist.Store, environment: Environment, device: torch.de
     gpus = {rank: store.get(f"gpu/{rank}").decode() for rank in neighbours}
     sharing = [rank for rank, gpu in gpus.items() if gpu == gpus[environment.rank]]
     if len(sharing) > 1:
-        raise EnvironmentMismatch(
+        raise EnvironmentMismatchError(
             f"ranks {', '.join(map(str, sharing))} on {environment.node} see one and the same GPU, and no other",
             hint=f"cluster.gpus_per_node has to be at least the {environment.local_world_size} ranks of a node, and "
             "CUDA_VISIBLE_DEVICES must not hide them",

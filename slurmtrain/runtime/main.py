@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, NoReturn
 from slurmtrain.config import secrets
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import EXIT_REQUEUE, CheckpointMismatch, LostPeers, SlurmtrainError, Superseded, exit_code_of
+from slurmtrain.errors import (
+    EXIT_REQUEUE,
+    CheckpointMismatchError,
+    LostPeersError,
+    SlurmtrainError,
+    SupersededError,
+    exit_code_of,
+)
 from slurmtrain.runs import attempts
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
@@ -105,9 +112,9 @@ def _run(
             environment,
             error.exit_code,
             error.message,
-            because_of_peer=isinstance(error, LostPeers),
-            superseded=isinstance(error, Superseded),
-            on_any_node=isinstance(error, CheckpointMismatch),
+            because_of_peer=isinstance(error, LostPeersError),
+            superseded=isinstance(error, SupersededError),
+            on_any_node=isinstance(error, CheckpointMismatchError),
         )
     except BaseException as error:
         traceback.print_exc()
@@ -268,12 +275,12 @@ def leave(code: int) -> NoReturn:
 
 
 def _stop_during_start() -> tuple[type[BaseException], ...]:
-    """Return the exception class StopDuringStart if its module was ever loaded.
+    """Return the exception class StopDuringStartError if its module was ever loaded.
 
     Importing it here would import torch before signals are handled.
     """
     module = sys.modules.get("slurmtrain.runtime.rendezvous")
-    return (module.StopDuringStart,) if module is not None else ()
+    return (module.StopDuringStartError,) if module is not None else ()
 
 
 def _lost_a_peer(error: BaseException) -> bool:

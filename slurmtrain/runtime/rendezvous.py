@@ -33,7 +33,7 @@ STOP = "stop"  # rank 0's word when a rank was told to stop before all had met
 MISSING_HINT = "their logs say why; cluster.rendezvous_timeout_s is the limit"
 
 
-class StopDuringStart(Exception):
+class StopDuringStartError(Exception):
     """A stop was requested while the ranks were still looking for each other."""
 
 
@@ -68,7 +68,7 @@ def meet(
 
     Raises:
         RendezvousError: ranks are missing; the message says which, and on which nodes.
-        StopDuringStart: a stop was requested before all ranks were there.
+        StopDuringStartError: a stop was requested before all ranks were there.
     """
     deadline = time.monotonic() + timeout_s
     if environment.source == "torchrun":
@@ -131,7 +131,7 @@ def _connect(
                 except (OSError, dist.DistError) as error:
                     failures[host] = str(error).splitlines()[0]
         if stop_requested():
-            raise StopDuringStart
+            raise StopDuringStartError
         if time.monotonic() > deadline:
             tried = "; ".join(f"{host}: {why}" for host, why in failures.items())
             where = f"rank 0, expected on node {environment.expected_node(0)},"
@@ -173,7 +173,7 @@ def _gather_presence(
             break
         if stop_requested() or store.check(["told to stop"]):
             _tell_and_linger(store, STOP, present=[r for r in ranks if r not in missing])
-            raise StopDuringStart
+            raise StopDuringStartError
         if time.monotonic() > deadline:
             message = _who_is_missing(missing, environment, timeout_s)
             _tell_and_linger(store, message, present=[r for r in ranks if r not in missing])
@@ -223,12 +223,12 @@ def _await_word(
         store.set(f"heard/{environment.rank}", "")
     except dist.DistError:  # the store lives in rank 0
         if stop_requested():
-            raise StopDuringStart from None
+            raise StopDuringStartError from None
         raise RendezvousError(
             f"rank 0 on {environment.expected_node(0)} left before all ranks had met", hint="see rank 0's log"
         ) from None
     if word == STOP:
-        raise StopDuringStart
+        raise StopDuringStartError
     if word:
         raise RendezvousError(word, hint=MISSING_HINT)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmtrain.errors import EnvironmentMismatch
+from slurmtrain.errors import EnvironmentMismatchError
 from slurmtrain.slurm.nodelist import expand_counts, expand_nodelist
 
 LAUNCHER_VARIABLE = "SLURMTRAIN_LAUNCHER"  # set to "local" by cluster=local for the ranks that it starts
@@ -73,7 +73,7 @@ class Environment:
         srun started: a shell of salloc, a batch script or `srun --pty` has job variables, too, and is one process.
 
         Raises:
-            EnvironmentMismatch: variables contradict each other or cannot be read.
+            EnvironmentMismatchError: variables contradict each other or cannot be read.
         """
         if "TORCHELASTIC_RUN_ID" in variables or variables.get(LAUNCHER_VARIABLE) == "local":
             return cls._from_torchrun(variables)
@@ -86,7 +86,7 @@ class Environment:
         rank, world_size = _number(variables, "RANK"), _number(variables, "WORLD_SIZE")
         local_rank, local_world_size = _number(variables, "LOCAL_RANK"), _number(variables, "LOCAL_WORLD_SIZE")
         if local_world_size < 1:
-            raise EnvironmentMismatch(f"LOCAL_WORLD_SIZE is {local_world_size}", hint="start ranks with torchrun")
+            raise EnvironmentMismatchError(f"LOCAL_WORLD_SIZE is {local_world_size}", hint="start ranks with torchrun")
         nodes = max(1, world_size // local_world_size)
         node_rank = _number(variables, "GROUP_RANK") if "GROUP_RANK" in variables else rank // local_world_size
         local = variables.get(LAUNCHER_VARIABLE) == "local"
@@ -129,13 +129,13 @@ class Environment:
 
     def _checked(self) -> Environment:
         if len(self.nodes) != len(self.tasks_per_node) or sum(self.tasks_per_node) != self.world_size:
-            raise EnvironmentMismatch(
+            raise EnvironmentMismatchError(
                 f"{self.source} speaks of {self.world_size} ranks, but of {len(self.nodes)} nodes with "
                 f"{', '.join(map(str, self.tasks_per_node))} ranks each",
                 hint="variables of another job may be left over in this shell",
             )
         if not 0 <= self.rank < self.world_size or not 0 <= self.node_rank < len(self.nodes):
-            raise EnvironmentMismatch(
+            raise EnvironmentMismatchError(
                 f"{self.source} gives rank {self.rank} of {self.world_size} on node {self.node_rank}"
             )
         return self
@@ -160,25 +160,25 @@ def check_world_size(environment: Environment, *, nodes: int, tasks_per_node: in
     """Compare the ranks that run with those that were configured.
 
     Raises:
-        EnvironmentMismatch: they differ; the message names both.
+        EnvironmentMismatchError: they differ; the message names both.
     """
     expected = nodes * tasks_per_node
     if environment.world_size != expected:
-        raise EnvironmentMismatch(
+        raise EnvironmentMismatchError(
             f"{environment.source} started {environment.world_size} ranks on {len(environment.nodes)} nodes, but the config "
             f"says cluster.nodes={nodes} x cluster.tasks_per_node={tasks_per_node} = {expected}",
             hint="start it with the same numbers: --nodes, --ntasks-per-node of srun, --nnodes, --nproc-per-node of torchrun",
         )
 
 
-def no_gpu(environment: Environment, asked: str, why: str = "") -> EnvironmentMismatch:
+def no_gpu(environment: Environment, asked: str, why: str = "") -> EnvironmentMismatchError:
     """Return the error of a rank that sees no GPU although the job has `asked` for some.
 
     Without this error, training would run very slowly on the CPU and end well.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     because = f", with CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None else ""
-    return EnvironmentMismatch(
+    return EnvironmentMismatchError(
         f"{asked}, but rank {environment.rank} on {environment.node} sees no GPU{because}{why}",
         hint=f"`nvidia-smi` on {environment.node} shows its GPUs, and cluster.exclude={environment.node} leaves that node out; "
         "train.device=cpu asks for none",
@@ -196,7 +196,7 @@ def check_gpu_files(
     Only certain cases are refused: all GPUs hidden by CUDA_VISIBLE_DEVICES, or no device file of any kind of GPU.
 
     Raises:
-        EnvironmentMismatch: it cannot.
+        EnvironmentMismatchError: it cannot.
     """
     if gpus_per_node == 0:
         return
@@ -212,6 +212,6 @@ def _number(variables: Mapping[str, str], name: str) -> int:
     try:
         return int(variables[name])
     except (KeyError, ValueError):
-        raise EnvironmentMismatch(
+        raise EnvironmentMismatchError(
             f"{name} is {variables.get(name, 'not set')!r}, expected a number", hint="start ranks with srun or torchrun"
         ) from None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 
-from slurmtrain.errors import EnvironmentMismatch
+from slurmtrain.errors import EnvironmentMismatchError
 
 
 def expand_nodelist(text: str) -> list[str]:
     """Return all host names of a node list, in its order; zero padding is kept, several brackets multiply left to right.
 
     Raises:
-        EnvironmentMismatch: brackets do not close, or a range is not valid.
+        EnvironmentMismatchError: brackets do not close, or a range is not valid.
     """
     hosts: list[str] = []
     for group in _split(text, text):
@@ -63,16 +63,16 @@ def expand_counts(text: str) -> list[int]:
     """Expand SLURM_TASKS_PER_NODE and the like: `2(x3),1` -> [2, 2, 2, 1].
 
     Raises:
-        EnvironmentMismatch: it is not of that form.
+        EnvironmentMismatchError: it is not of that form.
     """
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise EnvironmentMismatch(f"cannot read the task counts {text!r}", hint="expected e.g. 2(x3),1")
+            raise EnvironmentMismatchError(f"cannot read the task counts {text!r}", hint="expected e.g. 2(x3),1")
         counts += [int(match.group(1))] * int(match.group(2) or 1)
     return counts
 
 
-def _unreadable(text: str) -> EnvironmentMismatch:
-    return EnvironmentMismatch(f"cannot read the node list {text!r}", hint="expected e.g. node[01-04,7],gpu3")
+def _unreadable(text: str) -> EnvironmentMismatchError:
+    return EnvironmentMismatchError(f"cannot read the node list {text!r}", hint="expected e.g. node[01-04,7],gpu3")

@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from slurmtrain.errors import ClusterError, UnreadableRecord, UsageError
+from slurmtrain.errors import ClusterError, UnreadableRecordError, UsageError
 from slurmtrain.report.status import RunState, RunStatus, states
 from slurmtrain.runs import lookup, ownership
 from slurmtrain.runs.events import Event
@@ -111,7 +111,7 @@ def states_of(sweep: Sweep) -> dict[str, RunState]:
 def states_of_all(found: Sequence[Sweep]) -> list[tuple[Sweep, dict[str, RunState]]]:
     """Return the state of every run of each sweep; one squeue call for all."""
     for sweep in found:
-        with contextlib.suppress(PermissionError, UnreadableRecord):  # it belongs to somebody else
+        with contextlib.suppress(PermissionError, UnreadableRecordError):  # it belongs to somebody else
             for number in sweep.array_numbers():
                 note_jobs(sweep, number)
     runs = [(sweep, sweep.run_dirs()) for sweep in found]

@@ -20,7 +20,14 @@ from slurmtrain.launch.dependencies import waiting_for_runs, with_dependency
 from slurmtrain.launch.own_jobs import in_queue
 from slurmtrain.launch.script import render_script
 from slurmtrain.launch.submit import job_paths
-from slurmtrain.launch.submit_once import Patience, Refused, SubmitLimit, check, export_option, submit_exactly_once
+from slurmtrain.launch.submit_once import (
+    Patience,
+    RefusedError,
+    SubmitLimitError,
+    check,
+    export_option,
+    submit_exactly_once,
+)
 from slurmtrain.report.status import RunStatus, is_over
 from slurmtrain.runs import attempts, staging_dir
 from slurmtrain.runs.events import Event
@@ -50,14 +57,14 @@ class Submission:
     submitted: list[str]
     found: list[str]
     waiting: int = 0
-    limit: SubmitLimit | None = None
+    limit: SubmitLimitError | None = None
 
 
 def check_arrays(sweep: Sweep, client: SlurmClient) -> None:
     """Ask SLURM whether it would accept every array that has not been submitted.
 
     Raises:
-        Refused: it would not. A sweep that nobody has begun to submit is removed again.
+        RefusedError: it would not. A sweep that nobody has begun to submit is removed again.
     """
     numbers = sweep.array_numbers()
     for number in [each for each in numbers if sweep.job_id(each) is None]:
@@ -65,7 +72,7 @@ def check_arrays(sweep: Sweep, client: SlurmClient) -> None:
         try:
             path.write_text(_script(sweep, number))
             check(path, client)
-        except Refused:
+        except RefusedError:
             if not any(claims(sweep.array(each)) or sweep.job_id(each) for each in numbers):
                 remove(sweep)
             raise
@@ -106,7 +113,7 @@ def submit_arrays(
         number = min(left, key=sweep.lineage)
         try:
             job_id, new = _submit_array(sweep, number, client, patience, say)
-        except SubmitLimit as limit:
+        except SubmitLimitError as limit:
             waiting = sum(len(sweep.members(each)) for each in sweep.array_numbers() if each not in done)
             return Submission(submitted, found, waiting, limit)
         (submitted if new else found).append(job_id)
@@ -137,7 +144,7 @@ def _submit_array(
                     try:
                         job_id = _hand_over(sweep, number, client, somebody_before, patience, say)
                         break
-                    except SubmitLimit as limit:
+                    except SubmitLimitError as limit:
                         if not halve_array(sweep, number):
                             raise
                         somebody_before = False  # whatever it has submitted would have been found

@@ -40,7 +40,7 @@ OF_ITS_LENGTH = ("n_trials", "n_jobs", "max_failure_rate")  # settings of Optuna
 LAUNCHER = "hydra/launcher=slurmtrain_search"
 
 
-class RunFailed(ClusterError):
+class RunFailedError(ClusterError):
     """A run of a search has ended without a result."""
 
 
@@ -65,7 +65,7 @@ class Search:
         """Let the sweeper choose until it is done.
 
         Raises:
-            RunFailed: more points failed than the sweeper accepts.
+            RunFailedError: more points failed than the sweeper accepts.
             ClusterError: a job cannot be submitted.
             UsageError: the sweeper itself refuses its settings.
         """
@@ -111,7 +111,7 @@ class Search:
         varied = " ".join(run_dir.info()["varied"])
         try:
             goal, value = _result(run_dir, now)
-        except RunFailed as failure:
+        except RunFailedError as failure:
             self._say(f"{run_dir.id} {varied}: {failure.message}")
             return
         better = self._best is None or goal.best([value, self._best[0]]) == value
@@ -139,16 +139,16 @@ def _result(run_dir: RunDir, now: RunState) -> tuple[collect.Goal, float]:
     """Return goal and best value of a run.
 
     Raises:
-        RunFailed: it has not finished, or has logged no metric.
+        RunFailedError: it has not finished, or has logged no metric.
     """
     if now.status != RunStatus.FINISHED:
-        raise RunFailed(f"run {run_dir.id} {now.status}: {now.explanation}", hint=f"status {run_dir.id}")
+        raise RunFailedError(f"run {run_dir.id} {now.status}: {now.explanation}", hint=f"status {run_dir.id}")
     table = collect.table_of([collect.Point(0, {}, run_dir, now.status)])
     value = table.column(table.goal.column)[0] if table.goal is not None else None
     if table.goal is not None and value is None:
-        raise RunFailed(f"run {run_dir.id} has finished, and its {table.goal.metric} was never a finite number")
+        raise RunFailedError(f"run {run_dir.id} has finished, and its {table.goal.metric} was never a finite number")
     if table.goal is None or value is None:
-        raise RunFailed(f"run {run_dir.id} has finished and logged no metric", hint="set checkpoint.best_metric")
+        raise RunFailedError(f"run {run_dir.id} has finished and logged no metric", hint="set checkpoint.best_metric")
     return table.goal, float(value)
 
 

@@ -33,7 +33,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """Return the object in a JSON file, or None when it is missing or torn.
 
     Raises:
-        UnreadableRecord: it is not a regular file, too large, or cannot be read.
+        UnreadableRecordError: it is not a regular file, too large, or cannot be read.
     """
     try:
         value = records.parse(records.read_bytes(path))

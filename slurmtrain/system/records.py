@@ -3,7 +3,7 @@
 Folders of runs are shared. A file in them may be a link to another file, a pipe that nobody writes to, a device, a
 terabyte of zeros, or JSON of any shape. So a file is opened without following a link and without waiting, must be a
 regular one, and is read up to a limit; the types of its values are checked before they are used. Any error is an
-`UnreadableRecord` with one sentence, so that one bad run does not break the list of all.
+`UnreadableRecordError` with one sentence, so that one bad run does not break the list of all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.errors import UnreadableRecord
+from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.system.modes import file_mode
 
 RECORD_BYTES = 4 << 20  # limit for run.json, attempt.json and the like: a job of 10,000 nodes takes 200 KB
@@ -37,7 +37,7 @@ def open_regular(path: Path) -> int:
 
     Raises:
         FileNotFoundError, NotADirectoryError: there is none.
-        UnreadableRecord: it is a link, a pipe, a device or a folder, or this user may not read it.
+        UnreadableRecordError: it is a link, a pipe, a device or a folder, or this user may not read it.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -47,16 +47,16 @@ def open_regular(path: Path) -> int:
         raise _unreadable(path, error) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise UnreadableRecord(f"{path} is not a regular file")
+        raise UnreadableRecordError(f"{path} is not a regular file")
     return descriptor
 
 
-def _unreadable(path: Path, error: OSError) -> UnreadableRecord:
+def _unreadable(path: Path, error: OSError) -> UnreadableRecordError:
     if error.errno == errno.ELOOP:
-        return UnreadableRecord(f"{path} is a link, and links in a run are not followed")
+        return UnreadableRecordError(f"{path} is a link, and links in a run are not followed")
     if error.errno == errno.ENXIO:
-        return UnreadableRecord(f"{path} is not a regular file")
-    return UnreadableRecord(f"{path} cannot be read: {error.strerror}")
+        return UnreadableRecordError(f"{path} is not a regular file")
+    return UnreadableRecordError(f"{path} cannot be read: {error.strerror}")
 
 
 def read_bytes(path: Path, *, at_most: int = RECORD_BYTES) -> bytes:
@@ -64,13 +64,13 @@ def read_bytes(path: Path, *, at_most: int = RECORD_BYTES) -> bytes:
 
     Raises:
         FileNotFoundError, NotADirectoryError: there is none.
-        UnreadableRecord: it is not a regular file, cannot be read, or has more bytes than `at_most`.
+        UnreadableRecordError: it is not a regular file, cannot be read, or has more bytes than `at_most`.
     """
     descriptor = open_regular(path)
     try:
         size = os.fstat(descriptor).st_size
         if size > at_most:
-            raise UnreadableRecord(f"{path} has {size} bytes, and {at_most} is the most that is read of it")
+            raise UnreadableRecordError(f"{path} has {size} bytes, and {at_most} is the most that is read of it")
         return _read(descriptor, 0, size)
     except OSError as error:
         raise _unreadable(path, error) from None
@@ -99,7 +99,7 @@ def read_tail(path: Path, size: int) -> bytes:
     """Read the last `size` bytes of a file, which may begin in the middle of a line; return nothing if there is no file.
 
     Raises:
-        UnreadableRecord: it is not a regular file, or cannot be read.
+        UnreadableRecordError: it is not a regular file, or cannot be read.
     """
     try:
         descriptor = open_regular(path)
@@ -118,7 +118,7 @@ def pieces(path: Path, begin: int = 0) -> Iterator[bytes]:
     """Yield a file from byte `begin` to its end, in pieces of at most 1 MiB; nothing if there is no file.
 
     Raises:
-        UnreadableRecord: it is not a regular file, or cannot be read.
+        UnreadableRecordError: it is not a regular file, or cannot be read.
     """
     try:
         descriptor = open_regular(path)
@@ -316,11 +316,11 @@ def check_fields(values: Mapping[str, Any], kinds: Mapping[str, Kind], path: Pat
     """Check the fields of a record that are there.
 
     Raises:
-        UnreadableRecord: one is of another kind.
+        UnreadableRecordError: one is of another kind.
     """
     for name, kind in kinds.items():
         if name in values and type(values[name]) not in kind.types and not kind.holds(values[name]):
-            raise UnreadableRecord(f"{path}: {name} is {_shown(values[name])}, not {kind.phrase}")
+            raise UnreadableRecordError(f"{path}: {name} is {_shown(values[name])}, not {kind.phrase}")
 
 
 def _shown(value: object) -> str:

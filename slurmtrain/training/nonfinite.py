@@ -17,7 +17,7 @@ from slurmtrain.checkpoint.finite import not_finite
 from slurmtrain.errors import EXIT_CONFIG, SlurmtrainError
 
 
-class Diverged(SlurmtrainError):
+class DivergedError(SlurmtrainError):
     """Loss, gradients or parameters are not finite.
 
     A retry without a change would compute the same bits, so there is none.

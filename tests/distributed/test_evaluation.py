@@ -22,6 +22,7 @@ from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.data import IGNORED_TARGET
 from slurmtrain.data.loading.loader import Batch
+from slurmtrain.data.sources.protocol import inspect_source
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe import read_metrics
 from slurmtrain.runs import attempts
@@ -130,7 +131,8 @@ def measure(distributed: DistributedContext, overrides: list[str]) -> dict[str, 
     )
     told = signals.StopFlag()
     stop = StopAgreement(told, distributed.control_group)
-    evaluator = build_evaluator(config, laid, forward_backward, build("data", config.data), distributed, stop)
+    source = inspect_source(build("data", config.data))
+    evaluator = build_evaluator(config, laid, forward_backward, source, distributed, stop)
     evaluator.prepare()
     before = torch.get_rng_state()
     measured = evaluator.evaluate()

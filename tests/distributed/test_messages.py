@@ -11,7 +11,7 @@ import pytest
 
 from slurmtrain.checkpoint import ranks
 from slurmtrain.checkpoint.ranks import RankGroup
-from slurmtrain.errors import CheckpointError, CheckpointMismatch, SlurmtrainError, Superseded
+from slurmtrain.errors import CheckpointError, CheckpointMismatchError, SlurmtrainError, SupersededError
 from slurmtrain.runtime.distributed_context import DistributedContext
 from tests.support.gloo import GlooRanks
 
@@ -55,8 +55,8 @@ def talk(distributed: DistributedContext, canary: Path) -> list[Any]:
     hear(lambda: told.gather_on_rank_0(lambda: long, lambda all_: [len(each) for each in all_]))
     hear(lambda: told.gather_on_rank_0(lambda: None, lambda all_: all_))
     hear(lambda: told.all_do(lambda: Path("kept here")).name)
-    hear(lambda: told.all_do(lambda: fail(CheckpointMismatch("another model"), 1)))
-    hear(lambda: told.gather_on_rank_0(lambda: fail(Superseded("a newer one"), 1), lambda all_: "not reached"))
+    hear(lambda: told.all_do(lambda: fail(CheckpointMismatchError("another model"), 1)))
+    hear(lambda: told.gather_on_rank_0(lambda: fail(SupersededError("a newer one"), 1), lambda all_: "not reached"))
     hear(lambda: told.on_rank_0(lambda: fail(FileNotFoundError(2, "no", "/there"), 0)))
     send_pickles(lambda: told.gather(lambda: rank))
     send_pickles(lambda: told.gather_on_rank_0(lambda: rank, lambda all_: all_))
@@ -77,8 +77,8 @@ def test_plain_values_and_failures_are_heard_by_all_and_a_pickle_is_refused_and_
         [0, 100_000],
         [None, None],
         "kept here",
-        ["CheckpointMismatch", "another model"],
-        ["Superseded", "a newer one"],
+        ["CheckpointMismatchError", "another model"],
+        ["SupersededError", "a newer one"],
         ["CheckpointError", "rank 0: /there: No such file or directory"],
     ]
     for kind, message in (gathered, collected):

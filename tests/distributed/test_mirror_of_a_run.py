@@ -13,7 +13,7 @@ from torch import nn
 from slurmtrain.checkpoint import commit
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.retention import Keep
-from slurmtrain.errors import CheckpointError, CheckpointMismatch
+from slurmtrain.errors import CheckpointError, CheckpointMismatchError
 from slurmtrain.runtime.distributed_context import DistributedContext
 from tests.support.gloo import GlooRanks
 
@@ -99,7 +99,7 @@ def test_a_copy_that_is_damaged_is_set_aside_and_the_older_is_fetched(tmp_path: 
 
 def test_copies_of_another_run_are_refused(tmp_path: Path) -> None:
     url = save_two(tmp_path, run_id="one")
-    with pytest.raises(CheckpointMismatch, match="belongs to run one, this is run two"):
+    with pytest.raises(CheckpointMismatchError, match="belongs to run one, this is run two"):
         Rank(None, tmp_path / "checkpoints", url, run_id="two").restore()
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from slurmtrain.checkpoint.commit import committed, step_of
 from slurmtrain.errors import EXIT_CONFIG
 from slurmtrain.models import Decoder
-from slurmtrain.training.nonfinite import Diverged, NonfiniteSteps, all_finite
+from slurmtrain.training.nonfinite import DivergedError, NonfiniteSteps, all_finite
 from tests.distributed.test_training import StopAt, alone, fit, losses
 from tests.support.gloo import GlooRanks
 from tests.support.local_runs import Project
@@ -58,7 +58,7 @@ def saved(run_path: Path) -> list[int]:
 
 
 def test_after_some_steps_in_a_row_that_are_not_finite_it_ends_and_keeps_what_was_sound(tmp_path: Path) -> None:
-    with pytest.raises(Diverged) as caught:
+    with pytest.raises(DivergedError) as caught:
         fit(alone(), tmp_path / "run", [*breaking(12), "train.max_nonfinite=4", "train.steps=100"])
     assert caught.value.exit_code == EXIT_CONFIG
     for words in (
@@ -78,7 +78,10 @@ def test_all_ranks_end_together_when_one_of_them_sees_it(gloo_ranks: GlooRanks, 
     words = [f"model._target_={__name__}.BreakingText", "train.max_nonfinite=2", "cluster.tasks_per_node=2"]
     endings = gloo_ranks.start_joined(2, fit, tmp_path / "run", words).endings()
     for ending in endings:
-        assert ending.error is not None and "Diverged: loss or gradient norm are not finite for 2 steps" in ending.error
+        assert (
+            ending.error is not None
+            and "DivergedError: loss or gradient norm are not finite for 2 steps" in ending.error
+        )
     assert saved(tmp_path / "run") == []
 
 
@@ -93,7 +96,7 @@ def test_a_stop_meanwhile_saves_nothing_and_the_next_attempt_goes_on_from_what_w
 @pytest.mark.parametrize("limit", [0, 5])
 def test_a_run_is_not_finished_when_its_weights_are_no_numbers(limit: int, tmp_path: Path) -> None:
     words = [*breaking(19), "checkpoint.every_steps=20", f"train.max_nonfinite={limit}"]
-    with pytest.raises(Diverged, match="the parameters are not finite after step 20"):
+    with pytest.raises(DivergedError, match="the parameters are not finite after step 20"):
         fit(alone(), tmp_path / "run", words)
     assert saved(tmp_path / "run") == []
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slurmtrain.errors import CheckpointMismatch, ConfigError
+from slurmtrain.errors import CheckpointMismatchError, ConfigError
 from tests.distributed.test_training import StopAt, alone, fit, losses
 from tests.support.gloo import GlooRanks
 from tests.support.local_runs import assert_same_tensors
@@ -100,7 +100,7 @@ def test_stopped_and_resumed_with_workers_it_draws_what_it_would_have(tmp_path: 
     assert losses(tmp_path / "stopped") == losses(tmp_path / "undisturbed")
     stopped, undisturbed = (checkpoint_tensors(tmp_path / run / "checkpoints") for run in ("stopped", "undisturbed"))
     assert_same_tensors(stopped, undisturbed)
-    with pytest.raises(CheckpointMismatch, match=r"train\.shuffle"):  # samples would come twice, or never
+    with pytest.raises(CheckpointMismatchError, match=r"train\.shuffle"):  # samples would come twice, or never
         fit(alone(), tmp_path / "stopped", [*SHORT, "train.shuffle=false"], attempt=3)
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from slurmtrain.errors import RendezvousError
 from slurmtrain.runtime.addresses import machine
 from slurmtrain.runtime.distributed_context import DistributedContext, init_distributed
-from slurmtrain.runtime.rendezvous import StopDuringStart
+from slurmtrain.runtime.rendezvous import StopDuringStartError
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
 from slurmtrain.system.files import read_json, write_json
@@ -47,7 +47,7 @@ def try_to_join(directory: Path, timeout_s: int) -> tuple[str, float]:
     try:
         distributed = init_distributed(cluster_config(timeout_s), "cpu", environment, directory, stop)
         return hear(distributed, "met"), time.monotonic() - started
-    except (RendezvousError, StopDuringStart) as error:
+    except (RendezvousError, StopDuringStartError) as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - started
 
 
@@ -108,14 +108,14 @@ def test_a_stop_request_to_one_rank_ends_the_wait_of_all_at_once(gloo_ranks: Glo
     store = dist.TCPStore("127.0.0.1", published["port"], None, False, timedelta(seconds=60))
     store.wait(["here/0", "here/1"])
     os.kill(waiting.pid(rank), signal.SIGTERM)
-    assert [answer.partition(":")[0] for answer, _ in waiting.results(60)] == ["StopDuringStart"] * 2
+    assert [answer.partition(":")[0] for answer, _ in waiting.results(60)] == ["StopDuringStartError"] * 2
 
 
 def test_a_stop_request_before_rank_0_has_been_found_ends_the_wait(gloo_ranks: GlooRanks) -> None:
     waiting = gloo_ranks.start(2, try_to_join, 600, ranks=[1])
     wait_until((waiting.directory / "looking-1").exists, "looking")
     os.kill(waiting.pid(1), signal.SIGUSR2)
-    assert waiting.results(60)[0][0].startswith("StopDuringStart")
+    assert waiting.results(60)[0][0].startswith("StopDuringStartError")
 
 
 def test_when_rank_0_dies_before_all_have_met_the_others_say_so(gloo_ranks: GlooRanks) -> None:

@@ -19,7 +19,7 @@ from tests.faults.kills import NEWEST, OLDER, RANKS
 from tests.faults.layer import FileLayer
 from tests.faults.outcome import Outcome, Trial
 from tests.faults.processes import LIBC, Lane
-from tests.faults.rows import Skipped, row
+from tests.faults.rows import SkippedError, row
 from tests.faults.training import Training, checkpointer, judge, reference, restore
 
 MS_RDONLY, MS_REMOUNT = 1, 32
@@ -157,7 +157,7 @@ def short_writes(lane: Lane, count: int) -> Iterator[Trial]:
 def mounted(lane: Lane, options: str) -> Iterator[Path]:
     """A tmpfs that only this lane sees."""
     if not lane.private_mounts():
-        raise Skipped("mounting a tmpfs needs root")
+        raise SkippedError("mounting a tmpfs needs root")
     path = lane.directory / "disk"
     path.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(path)], check=True)

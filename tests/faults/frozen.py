@@ -18,7 +18,7 @@ from tests.faults.disks import LATER, attempt, calls_of_a_save, look
 from tests.faults.kills import NEWEST, OLDER, RANKS
 from tests.faults.layer import FileLayer
 from tests.faults.outcome import Outcome, Trial
-from tests.faults.processes import HANG_S, Child, Lane, Unexplained
+from tests.faults.processes import HANG_S, Child, Lane, UnexplainedError
 from tests.faults.rows import row
 from tests.faults.training import Training, checkpointer
 
@@ -59,7 +59,7 @@ def wait_until_frozen(child: Child) -> None:
     deadline = time.monotonic() + HANG_S
     while (known := stat(child.pid)) is None or known.state != "T":
         if time.monotonic() > deadline:
-            raise Unexplained(f"{child.log.stem} has not stopped itself")
+            raise UnexplainedError(f"{child.log.stem} has not stopped itself")
         time.sleep(0.005)
 
 

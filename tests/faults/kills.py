@@ -17,7 +17,7 @@ from slurmtrain.checkpoint.commit import checkpoint_name
 from slurmtrain.errors import CheckpointError
 from tests.faults.layer import FileLayer
 from tests.faults.outcome import Outcome, Trial
-from tests.faults.processes import Child, Lane, Unexplained, tell
+from tests.faults.processes import Child, Lane, UnexplainedError, tell
 from tests.faults.rows import row
 from tests.faults.training import Training, checkpointer, judge, reference, restore
 
@@ -89,7 +89,7 @@ def measured(lane: Lane) -> dict[str, Any]:
         ranks = lane.ranks(RANKS, save_two, directory, Plan((0.0,) * RANKS))
         results = [child.result() for child in ranks]
         if any(result["error"] or not result["calls"] for result in results):
-            raise Unexplained(f"an undisturbed save: {results}")
+            raise UnexplainedError(f"an undisturbed save: {results}")
         lane.memory["kills"] = {
             "calls": [result["calls"] for result in results],
             "seconds": max(result["seconds"] for result in results),

@@ -33,7 +33,7 @@ LEFTOVER_S = 60.0  # a data worker looks for its parent every 5 s
 HANG_S = 180.0  # nothing here takes a tenth of it, even on a loaded machine
 
 
-class Unexplained(Exception):
+class UnexplainedError(Exception):
     """The trial cannot be one of the outcomes that are allowed: a hang, a traceback, something left over."""
 
 
@@ -61,7 +61,7 @@ class Child:
     def _next(self, timeout_s: float) -> tuple[Any] | None:
         ready, _, _ = select.select([self._pipe], [], [], timeout_s)
         if not ready:
-            raise Unexplained(f"{self.log.stem} says nothing for {timeout_s} s\n{self.output()}")
+            raise UnexplainedError(f"{self.log.stem} says nothing for {timeout_s} s\n{self.output()}")
         try:
             message: tuple[Any] = pickle.load(self._pipe)
             return message
@@ -81,7 +81,7 @@ class Child:
         """What its function returned."""
         messages = self.rest(timeout_s)
         if self.status != 0 or not messages:
-            raise Unexplained(f"{self.log.stem} ended with {self.status}\n{self.output()}")
+            raise UnexplainedError(f"{self.log.stem} ended with {self.status}\n{self.output()}")
         return messages[-1]
 
     def send(self, number: int) -> None:
@@ -94,7 +94,7 @@ class Child:
         deadline = time.monotonic() + timeout_s
         while not self.ended():
             if time.monotonic() > deadline:
-                raise Unexplained(f"{self.log.stem} does not end in {timeout_s} s\n{self.output()}")
+                raise UnexplainedError(f"{self.log.stem} does not end in {timeout_s} s\n{self.output()}")
             time.sleep(0.002)
         assert self.status is not None
         return self.status
@@ -205,11 +205,11 @@ class Lane:
         for child in self.children:
             child.wait()
             if "Traceback" in child.output():
-                raise Unexplained(f"{child.log.stem} shows a traceback\n{child.output()}")
+                raise UnexplainedError(f"{child.log.stem} shows a traceback\n{child.output()}")
         deadline = time.monotonic() + LEFTOVER_S
         while _any_child():
             if time.monotonic() > deadline:
-                raise Unexplained("a process is left over")
+                raise UnexplainedError("a process is left over")
             time.sleep(0.005)
 
     def _reap(self) -> None:

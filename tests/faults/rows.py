@@ -11,7 +11,7 @@ from tests.faults.processes import Lane
 Work = Callable[[Lane, int], Iterator[Trial]]
 
 
-class Skipped(Exception):
+class SkippedError(Exception):
     """This row cannot be run here; the text says why."""
 
 

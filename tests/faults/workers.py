@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slurmtrain.checkpoint.commit import committed, step_of
 from tests.faults.outcome import Outcome, Trial
-from tests.faults.processes import Child, Lane, Unexplained
+from tests.faults.processes import Child, Lane, UnexplainedError
 from tests.faults.rows import row
 from tests.support.children import descendants
 
@@ -37,7 +37,7 @@ def losses(*children: Child) -> dict[int, str]:
         for line in child.log.read_text().splitlines():
             words = line.split()
             if words[:1] == ["step"] and found.setdefault(int(words[1]), words[2]) != words[2]:
-                raise Unexplained(f"step {words[1]} has two losses")
+                raise UnexplainedError(f"step {words[1]} has two losses")
     return found
 
 
@@ -45,7 +45,7 @@ def wait_for_step(child: Child, step: int) -> None:
     deadline = time.monotonic() + 60
     while max(losses(child), default=0) < step:
         if child.ended() or time.monotonic() > deadline:
-            raise Unexplained(f"not at step {step}\n{child.output()}")
+            raise UnexplainedError(f"not at step {step}\n{child.output()}")
         time.sleep(0.01)
 
 
@@ -59,7 +59,7 @@ def undisturbed(lane: Lane) -> dict[int, str]:
     if "losses" not in lane.memory:
         child = start(lane)
         if child.wait() != 0:
-            raise Unexplained(child.output())
+            raise UnexplainedError(child.output())
         lane.memory["losses"] = losses(child)
         for path in sorted((lane.directory / "checkpoints").rglob("*"), reverse=True):
             path.unlink() if path.is_file() else path.rmdir()

@@ -14,8 +14,8 @@ import torch
 import slurmtrain.runtime.jobs.train  # noqa: F401  what ranks import, once
 from tests.faults import modules
 from tests.faults.outcome import Outcome, Trial
-from tests.faults.processes import Lane, Unexplained
-from tests.faults.rows import ROWS, Skipped, allowed
+from tests.faults.processes import Lane, UnexplainedError
+from tests.faults.rows import ROWS, SkippedError, allowed
 from tests.faults.training import Training
 
 
@@ -52,10 +52,10 @@ def _be_lane(number: int, share: int, request: dict[str, Any]) -> None:
                     left -= 1
                     _tell(allowed(row, trial))
                 left = 0
-            except Unexplained as error:
+            except UnexplainedError as error:
                 left -= 1
                 _tell(Trial(Outcome.UNEXPLAINED, str(error)))
-    except Skipped as reason:
+    except SkippedError as reason:
         _say(skipped=str(reason))
     except BaseException:
         _tell(Trial(Outcome.UNEXPLAINED, f"the harness: {traceback.format_exc()}"))

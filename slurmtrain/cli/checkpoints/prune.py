@@ -16,7 +16,7 @@ from slurmtrain.checkpoint.retention import Keep, Kept
 from slurmtrain.cli.checkpoints.target import CheckpointTarget, inspect, step_of
 from slurmtrain.cli.checkpoints.verify import compare_with_digests
 from slurmtrain.cli.columns import format_size
-from slurmtrain.errors import CheckpointError, UnreadableRecord, UsageError, nearest
+from slurmtrain.errors import CheckpointError, UnreadableRecordError, UsageError, nearest
 from slurmtrain.runs import ownership
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
@@ -141,7 +141,7 @@ def _keep_of(run: RunDir) -> Keep:
             settings.get("best_metric", Keep.metric),
             settings.get("best_mode", Keep.mode),
         )
-    except (UnreadableRecord, ValueError, TypeError, KeyError, AttributeError):
+    except (UnreadableRecordError, ValueError, TypeError, KeyError, AttributeError):
         raise UsageError(
             f"{run.config_file} does not say what to keep", hint="say it here: prune --keep-last N [--keep-every N]"
         ) from None

@@ -12,7 +12,7 @@ from slurmtrain.cli.checkpoints.progress_bar import progress_bar
 from slurmtrain.cli.checkpoints.target import CheckpointTarget, of_step, step_of
 from slurmtrain.cli.columns import format_size
 from slurmtrain.cli.json_output import print_json
-from slurmtrain.errors import CheckpointError, Unreadable
+from slurmtrain.errors import CheckpointError, UnreadableError
 from slurmtrain.system.records import printable
 
 
@@ -26,7 +26,7 @@ def verify_checkpoints(target: CheckpointTarget, options: argparse.Namespace) ->
         try:
             with retention.reading(path):
                 size, files, damage = compare_with_digests(path)
-        except Unreadable as error:  # nothing is known about this one; the others may lie elsewhere
+        except UnreadableError as error:  # nothing is known about this one; the others may lie elsewhere
             found.append(
                 {"step": step_of(path), "path": str(path), "sound": None, "damage": [], "unread": error.message}
             )
@@ -55,11 +55,11 @@ def compare_with_digests(path: Path) -> tuple[int, int, list[str]]:
     """Return bytes and number of files, and everything that is wrong with their contents.
 
     Raises:
-        Unreadable: the storage fails, and after all retries still does.
+        UnreadableError: the storage fails, and after all retries still does.
     """
     try:
         manifest = commit.read_manifest(path, patient=True)
-    except Unreadable:
+    except UnreadableError:
         raise
     except CheckpointError as error:
         return 0, 0, [error.message.removeprefix(f"{path}: ")]

@@ -190,7 +190,7 @@ def read_manifest(folder: Path) -> Manifest:
         )
     try:
         manifest = _parsed(value)
-    except _Malformed as error:
+    except _MalformedError as error:
         raise ConfigError(f"{path}: {error}", hint="prepare the data set again") from None
     return manifest
 
@@ -209,7 +209,7 @@ def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
     fsync_directory(path.parent)
 
 
-class _Malformed(Exception):
+class _MalformedError(Exception):
     """An error in a manifest's content, described by half a sentence."""
 
 
@@ -222,13 +222,15 @@ def _parsed(value: Any) -> Manifest:
     _keys(value, "the file", ("format", "dtype", "tokenizer", "splits", "sources"))
     tokenizer = _build(TokenizerFacts, value["tokenizer"], "tokenizer")
     if tokenizer.kind not in TOKENIZER_KINDS:
-        raise _Malformed(f"tokenizer.kind is {tokenizer.kind!r}, expected one of {', '.join(TOKENIZER_KINDS)}")
+        raise _MalformedError(f"tokenizer.kind is {tokenizer.kind!r}, expected one of {', '.join(TOKENIZER_KINDS)}")
     if not 0 < tokenizer.vocab_size <= 1 << 32:
-        raise _Malformed(f"tokenizer.vocab_size is {tokenizer.vocab_size}")
+        raise _MalformedError(f"tokenizer.vocab_size is {tokenizer.vocab_size}")
     if value["dtype"] != tokenizer.dtype:
-        raise _Malformed(f"dtype is {value['dtype']!r}, but {tokenizer.vocab_size} token ids need {tokenizer.dtype!r}")
+        raise _MalformedError(
+            f"dtype is {value['dtype']!r}, but {tokenizer.vocab_size} token ids need {tokenizer.dtype!r}"
+        )
     if not isinstance(value["splits"], dict) or not value["splits"]:
-        raise _Malformed("splits is empty")
+        raise _MalformedError("splits is empty")
     splits = {name: _split(name, split) for name, split in value["splits"].items()}
     sources = tuple(_build(InputRecord, source, "sources") for source in _list(value["sources"], "sources"))
     return Manifest(value["dtype"], tokenizer, splits, sources)
@@ -237,19 +239,19 @@ def _parsed(value: Any) -> Manifest:
 def _split(name: str, value: Any) -> Split:
     where = f"splits.{name}"
     if not name or name.startswith(".") or "/" in name:
-        raise _Malformed(f"{name!r} cannot be the name of a split")
+        raise _MalformedError(f"{name!r} cannot be the name of a split")
     _keys(value, where, ("documents", "tokens", "bytes", "shards"))
     split = Split(tuple(_shard(shard, where) for shard in _list(value["shards"], f"{where}.shards")))
     for what in ("documents", "tokens", "bytes"):
         if value[what] != getattr(split, what):
-            raise _Malformed(f"{where}.{what} is {value[what]!r}, but its shards have {getattr(split, what)}")
+            raise _MalformedError(f"{where}.{what} is {value[what]!r}, but its shards have {getattr(split, what)}")
     return split
 
 
 def _shard(value: Any, where: str) -> Shard:
     shard = _build(Shard, value, f"{where}.shards")
     if not shard.name or shard.name.startswith(".") or "/" in shard.name:
-        raise _Malformed(f"{shard.name!r} in {where} cannot be the name of a shard")
+        raise _MalformedError(f"{shard.name!r} in {where} cannot be the name of a shard")
     _keys(shard.sha256, f"shard {shard.name} of {where}: sha256", KINDS)
     return shard
 
@@ -263,17 +265,17 @@ def _build(kind: Callable[..., T], value: Any, where: str) -> T:
         if one is None and str(field.type).endswith("None"):
             continue
         if not isinstance(one, allowed) or isinstance(one, bool) or (isinstance(one, int) and one < 0):
-            raise _Malformed(f"{where}: {field.name} is {one!r}")
+            raise _MalformedError(f"{where}: {field.name} is {one!r}")
     return kind(**value)
 
 
 def _keys(value: Any, where: str, expected: tuple[str, ...]) -> None:
     found = tuple(value) if isinstance(value, dict) else ()
     if set(found) != set(expected):
-        raise _Malformed(f"{where} has {', '.join(found) or 'no fields'}, expected {', '.join(expected)}")
+        raise _MalformedError(f"{where} has {', '.join(found) or 'no fields'}, expected {', '.join(expected)}")
 
 
 def _list(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list):
-        raise _Malformed(f"{where} is no list")
+        raise _MalformedError(f"{where} is no list")
     return value

@@ -84,7 +84,7 @@ def _jsonl(reading: Reading) -> Iterator[Record]:
     try:
         for number, line in enumerate(_lines(reading), start=1):
             yield number, _document(line, reading.text_field) if isinstance(line, bytes) else line
-    except _Torn as torn:
+    except _TornError as torn:
         yield number + 1, Bad(str(torn))
 
 
@@ -167,13 +167,13 @@ def _text(reading: Reading) -> Iterator[Record]:
     try:
         with _opened(reading) as file:
             yield 1, file.read().decode("utf-8-sig")
-    except _Torn as torn:
+    except _TornError as torn:
         yield 1, Bad(str(torn))
     except UnicodeDecodeError as error:
         yield 1, Bad(f"invalid UTF-8 ({error.reason} at byte {error.start})")
 
 
-class _Torn(Exception):
+class _TornError(Exception):
     """A compressed file ends too early, or is damaged."""
 
 
@@ -235,7 +235,7 @@ class _Unpacked(io.RawIOBase):
                 self._reading.done = self._file.tell()
             if not self._packed:
                 if self._frame is not None:
-                    raise _Torn(f"the {self._unpacker.name} file is torn: it ends too early")
+                    raise _TornError(f"the {self._unpacker.name} file is torn: it ends too early")
                 return 0
             self._content = memoryview(self._unpack())
         count = min(len(buffer), len(self._content))
@@ -252,7 +252,7 @@ class _Unpacked(io.RawIOBase):
         try:
             content: bytes = frame.decompress(self._packed)
         except self._unpacker.error as error:
-            raise _Torn(f"the {self._unpacker.name} file is damaged: {error}") from None
+            raise _TornError(f"the {self._unpacker.name} file is damaged: {error}") from None
         self._packed = frame.unused_data if frame.eof else b""
         self._frame, self._after_one = None if frame.eof else frame, True
         return content

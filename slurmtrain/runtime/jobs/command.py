@@ -64,7 +64,7 @@ def run_command(
 
     Raises:
         ConfigError: there is no such program.
-        EnvironmentMismatch: GPUs were asked for, and this node has none.
+        EnvironmentMismatchError: GPUs were asked for, and this node has none.
     """
     if config.train.device != "cpu":
         check_gpu_files(environment, config.cluster.gpus_per_node)

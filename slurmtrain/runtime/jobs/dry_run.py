@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from slurmtrain.config.compose import to_config
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import EnvironmentMismatch, SlurmtrainError
+from slurmtrain.errors import EnvironmentMismatchError, SlurmtrainError
 from slurmtrain.parallel.parallelize import parallelize
 from slurmtrain.planner.fit import StageMemory, memory_of
 from slurmtrain.runtime.jobs.train import build
@@ -36,7 +36,7 @@ def dry_run(config: Config) -> list[StageMemory]:
 
     Raises:
         ConfigError: the model does not support such a layout.
-        EnvironmentMismatch: the model cannot be built here.
+        EnvironmentMismatchError: the model cannot be built here.
     """
     dims = parallel_dims_of(config)
     expected = memory_of(config, dims)
@@ -84,7 +84,9 @@ def _build(config: Config) -> nn.Module:
         with torch.device("meta"):
             model: nn.Module = build("model", config.model)
     except Exception as error:
-        raise EnvironmentMismatch(f"model._target_={config.model['_target_']} cannot be built here: {error}") from None
+        raise EnvironmentMismatchError(
+            f"model._target_={config.model['_target_']} cannot be built here: {error}"
+        ) from None
     return model
 
 

@@ -6,7 +6,7 @@ import torch
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.training.hooks.base import TrainingHook
-from slurmtrain.training.nonfinite import Diverged, NonfiniteSteps
+from slurmtrain.training.nonfinite import DivergedError, NonfiniteSteps
 from slurmtrain.training.state import StepResult, TrainingState
 
 
@@ -41,7 +41,7 @@ class NonfiniteGuard(TrainingHook):
             self._steps.look()
             raise self._diverged(state)
 
-    def _diverged(self, state: TrainingState) -> Diverged:
+    def _diverged(self, state: TrainingState) -> DivergedError:
         """Return the error that ends the run. All ranks call it together."""
         steps = self._steps
         loss = state.ranks.sum(torch.tensor(steps.loss)).item()
@@ -53,7 +53,7 @@ class NonfiniteGuard(TrainingHook):
             what = f"the parameters are not finite after step {state.step}"
         step = self._checkpointer.last_step if self._checkpointer is not None else None
         before = "there is no checkpoint" if step is None else f"the newest checkpoint, of step {step}, is from before"
-        return Diverged(
+        return DivergedError(
             f"{what}; {numbers}; {before}",
             hint="the same steps would do the same again, so nothing is tried again: a smaller optim.lr, more "
             "optim.warmup_steps or optim.grad_clip=1 may help, or other data",

@@ -12,7 +12,7 @@ from torch import nn
 from slurmtrain.checkpoint import compatibility
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.commit import committed
-from slurmtrain.errors import CheckpointError, CheckpointMismatch, UsageError
+from slurmtrain.errors import CheckpointError, CheckpointMismatchError, UsageError
 
 
 class Model(nn.Module):
@@ -36,7 +36,7 @@ def test_what_a_person_has_changed_on_purpose_may_differ_and_nothing_else(tmp_pa
     before = {"optim": {"lr": 1e-3, "eps": 1e-8}, "model": {"wide": {"a": 1}}}
     now = {"optim": {"lr": 1e-4, "eps": 1e-8}, "model": {"wide": {"a": 2}}}
     compatibility.check_config(tmp_path, before, now, (), changed=["optim.lr", "model.wide"])
-    with pytest.raises(CheckpointMismatch, match=r"model\.wide\.a: 1 -> 2") as caught:
+    with pytest.raises(CheckpointMismatchError, match=r"model\.wide\.a: 1 -> 2") as caught:
         compatibility.check_config(tmp_path, before, now, (), changed=["optim.lr"])
     assert "optim.lr" not in caught.value.message
 
@@ -67,7 +67,9 @@ def test_the_step_of_another_run_is_not_carried_onto_other_data_unless_that_is_a
         return checkpointer.restore(path=tmp_path / "checkpoint_0000001", model=model, allow=allow)
 
     saved(tmp_path, Model("a"), config=config("one", "/data"))
-    with pytest.raises(CheckpointMismatch, match=r"other data: data\.path: /data -> /elsewhere.*schedule") as caught:
+    with pytest.raises(
+        CheckpointMismatchError, match=r"other data: data\.path: /data -> /elsewhere.*schedule"
+    ) as caught:
         restore(("config",), "two")
     assert "checkpoint.restore_only=model" in (caught.value.hint or "")
     assert restore(("config", "data"), "two") is not None
@@ -97,11 +99,11 @@ def saved(directory: Path, model: nn.Module, **options: Any) -> dict[str, torch.
     return values(model)
 
 
-def refused(directory: Path, model: nn.Module, allow: tuple[str, ...] = (), **options: Any) -> CheckpointMismatch:
+def refused(directory: Path, model: nn.Module, allow: tuple[str, ...] = (), **options: Any) -> CheckpointMismatchError:
     """That the model is refused, and left as it was."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     before = values(model)
-    with pytest.raises(CheckpointMismatch) as caught:
+    with pytest.raises(CheckpointMismatchError) as caught:
         quiet(directory, **options).restore(model=model, optimizer=optimizer, allow=allow)
     assert_equal(values(model), before)
     assert not optimizer.state
@@ -172,7 +174,7 @@ def test_an_object_that_was_not_saved_is_refused_or_left_alone(tmp_path: Path) -
     quiet(tmp_path).save(1, model=model)
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    with pytest.raises(CheckpointMismatch, match="- optimizer is not in the checkpoint; - schedule is not in the"):
+    with pytest.raises(CheckpointMismatchError, match="- optimizer is not in the checkpoint; - schedule is not in the"):
         quiet(tmp_path).restore(model=model, optimizer=optimizer, schedule=schedule)
     assert quiet(tmp_path).restore(model=model, optimizer=optimizer, schedule=schedule, allow=["keys"]) is not None
     assert not optimizer.state and schedule.last_epoch == 0
@@ -184,9 +186,9 @@ def test_a_parameter_in_another_group_is_refused(tmp_path: Path) -> None:
     one = torch.optim.AdamW([{"params": [*layers[0].parameters()]}, {"params": [*layers[1].parameters()]}])
     quiet(tmp_path).save(1, model=model, optimizer=one)
     other = torch.optim.AdamW([{"params": [*layers[1].parameters()]}, {"params": [*layers[0].parameters()]}])
-    with pytest.raises(CheckpointMismatch, match="optimizer: a parameter group holds other parameters"):
+    with pytest.raises(CheckpointMismatchError, match="optimizer: a parameter group holds other parameters"):
         quiet(tmp_path).restore(model=model, optimizer=other)
-    with pytest.raises(CheckpointMismatch, match="optimizer has 1 parameter groups, and 2 in the checkpoint"):
+    with pytest.raises(CheckpointMismatchError, match="optimizer has 1 parameter groups, and 2 in the checkpoint"):
         quiet(tmp_path).restore(model=model, optimizer=torch.optim.AdamW(model.parameters()))
 
 

@@ -29,7 +29,7 @@ from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.checkpoint.save_plan import make_plan
 from slurmtrain.checkpoint.saving import PendingSave, SaveResult
 from slurmtrain.checkpoint.staging import Staging
-from slurmtrain.errors import EXIT_CONFIG, CheckpointError, NotFinite
+from slurmtrain.errors import EXIT_CONFIG, CheckpointError, NonFiniteError
 
 PATIENCE_S = 60.0  # for what must happen
 GRACE_S = 0.3  # for what must not
@@ -574,7 +574,9 @@ def test_weights_that_are_no_numbers_replace_no_sound_checkpoint_and_end_the_run
         run.model[0].weight[3, 5] = math.nan
     for step in (4, 5, 6):
         run.save(step)
-    with pytest.raises(NotFinite, match=r"^3 saves in a row have failed, .* model\.0\.weight is not finite") as caught:
+    with pytest.raises(
+        NonFiniteError, match=r"^3 saves in a row have failed, .* model\.0\.weight is not finite"
+    ) as caught:
         run.save(7)
     assert caught.value.exit_code == EXIT_CONFIG
     assert run.steps == [2, 3]
@@ -588,7 +590,7 @@ def test_weights_that_are_numbers_again_are_saved(training: Callable[..., Traini
         with torch.no_grad():
             run.model[0].bias.copy_(bias)
         if step == 2:
-            with pytest.raises(NotFinite):
+            with pytest.raises(NonFiniteError):
                 run.save(step).result(PATIENCE_S)
         else:
             run.save(step).result(PATIENCE_S)
@@ -615,7 +617,7 @@ def test_nothing_is_meant_to_be_infinite_that_a_restore_has_filled(training: Cal
     run.save(2).result(PATIENCE_S)
     with torch.no_grad():
         run.model[0].weight.fill_(math.nan)
-    with pytest.raises(NotFinite):
+    with pytest.raises(NonFiniteError):
         run.save(3).result(PATIENCE_S)
 
 

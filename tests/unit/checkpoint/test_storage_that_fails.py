@@ -19,7 +19,7 @@ from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored
 from slurmtrain.checkpoint.retention import Keep, prune
 from slurmtrain.cli import main
-from slurmtrain.errors import Unreadable
+from slurmtrain.errors import UnreadableError
 
 OUTAGES = [errno.EIO, errno.ETIMEDOUT, errno.ESHUTDOWN, errno.ESTALE]
 
@@ -94,7 +94,7 @@ def test_an_outage_that_lasts_ends_the_attempt_and_leaves_all_checkpoints_as_the
     with monkeypatch.context() as patch:
         patch.setattr(blocks, "RETRY_S", 0.2)
         Outage(patch, function, errno.EIO, calls=float("inf"))
-        with pytest.raises(Unreadable, match="cannot be read: Input/output error, still after") as caught:
+        with pytest.raises(UnreadableError, match="cannot be read: Input/output error, still after") as caught:
             restore(directory)
         assert caught.value.exit_code == 1  # to be tried again
     assert names(directory) == before

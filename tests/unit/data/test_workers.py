@@ -131,7 +131,7 @@ def test_what_fails_among_several_is_raised_in_its_turn() -> None:
     results.close()
 
 
-class Picky(SlurmtrainError):
+class PickyError(SlurmtrainError):
     """Cannot be made again from what it says."""
 
     def __init__(self, file: str, line: int):
@@ -140,19 +140,23 @@ class Picky(SlurmtrainError):
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_what_cannot_be_sent_is_an_error_in_its_turn(plain: bool) -> None:
-    class Local(Exception):
+    class LocalError(Exception):
         pass
 
     def work(number: int) -> Any:
         if number == 7:
             return lambda: number
         if number == 15:
-            raise Picky("f", number)
+            raise PickyError("f", number)
         if number == 25:
-            raise Local("only here")
+            raise LocalError("only here")
         return number if plain else torch.tensor(number)
 
-    for first, last, sentence in ((0, 7, "[Pp]ickle"), (8, 15, "Picky: f, line 15"), (16, 25, "Local: only here")):
+    for first, last, sentence in (
+        (0, 7, "[Pp]ickle"),
+        (8, 15, "PickyError: f, line 15"),
+        (16, 25, "LocalError: only here"),
+    ):
         results = workers_on(work, range(first, 40), ahead=40)
         assert [int(next(results)) for _ in range(first, last)] == list(range(first, last))
         with pytest.raises(Exception, match=sentence):

@@ -11,7 +11,15 @@ import pytest
 
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch import submit_once
-from slurmtrain.launch.submit_once import Passing, Patience, Refused, SubmitLimit, check, refusal, submit_exactly_once
+from slurmtrain.launch.submit_once import (
+    Patience,
+    RefusedError,
+    SubmitLimitError,
+    TransientError,
+    check,
+    refusal,
+    submit_exactly_once,
+)
 from slurmtrain.slurm.client import SlurmClient
 
 TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
@@ -98,7 +106,7 @@ def test_a_controller_that_was_never_reached_has_no_job(sbatch: list[str]) -> No
 def test_what_was_killed_may_have_worked() -> None:
     for code in (124, 137, -9):
         passing = refusal("", code, 90)
-        assert isinstance(passing, Passing) and passing.may_be_there
+        assert isinstance(passing, TransientError) and passing.may_be_there
 
 
 def test_it_gives_up_in_the_end(sbatch: list[str]) -> None:
@@ -120,12 +128,12 @@ def test_after_an_interrupted_submission_the_job_is_looked_for_first(sbatch: lis
 
 def test_a_limit_is_no_error_of_the_job_and_a_refusal_is_not_tried_again(sbatch: list[str]) -> None:
     sbatch += [LIMIT]
-    with pytest.raises(SubmitLimit, match="AssocMaxSubmitJobLimit"):
+    with pytest.raises(SubmitLimitError, match="AssocMaxSubmitJobLimit"):
         submit(Scheduler([]))
     sbatch += ["sbatch: error: invalid partition specified: gpux"]
     with pytest.raises(ClusterError, match=r"sbatch refused the job: .*gpux") as refused:
         submit(Scheduler([]))
-    assert not isinstance(refused.value, SubmitLimit) and "sinfo" in (refused.value.hint or "")
+    assert not isinstance(refused.value, SubmitLimitError) and "sinfo" in (refused.value.hint or "")
 
 
 # What slurm_errno.c and sbatch.c have to say.
@@ -175,7 +183,7 @@ def test_after_words_that_leave_it_open_the_job_is_looked_for_and_found(words: s
 @pytest.mark.parametrize("words", MAY_BE_THERE[-3:])
 def test_words_that_nobody_knows_are_a_refusal_when_the_job_is_not_there(words: str, sbatch: list[str]) -> None:
     sbatch += [words]
-    with pytest.raises(Refused, match="sbatch refused the job: "):
+    with pytest.raises(RefusedError, match="sbatch refused the job: "):
         submit(Scheduler([None, None, None]))
 
 
@@ -189,7 +197,7 @@ def test_a_controller_that_is_busy_is_asked_again_after_a_pause(words: str, sbat
 @pytest.mark.parametrize("words", NEVER)
 def test_what_slurm_will_never_take_is_refused_at_once(words: str, sbatch: list[str]) -> None:
     sbatch += [words]
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         submit(Scheduler([]))
 
 
@@ -230,5 +238,5 @@ def test_only_what_sbatch_itself_would_refuse_is_refused_beforehand(
 ) -> None:
     script = tmp_path / "job.sbatch"
     script.write_text("#!/bin/bash\n#SBATCH --partition=low\n")
-    with pytest.raises(Refused) if refused else contextlib.nullcontext():
+    with pytest.raises(RefusedError) if refused else contextlib.nullcontext():
         check(script, Asked(said, lacking))

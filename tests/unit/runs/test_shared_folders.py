@@ -18,7 +18,7 @@ import pytest
 
 from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.cli import main
-from slurmtrain.errors import ClusterError, ConfigError, UnreadableRecord, UsageError
+from slurmtrain.errors import ClusterError, ConfigError, UnreadableRecordError, UsageError
 from slurmtrain.report import status
 from slurmtrain.runs import attempts, lookup
 from slurmtrain.runs.create import create_run_dir
@@ -309,7 +309,7 @@ def test_a_part_that_somebody_has_linked_is_not_followed(
     stranger.does(link)
     assert main(["status"]) == 0
     assert f"{part} is a link" in capsys.readouterr().out
-    with pytest.raises(UnreadableRecord, match=f"{part} is a link"):
+    with pytest.raises(UnreadableRecordError, match=f"{part} is a link"):
         lookup.find(run.id, shared)
 
 
@@ -539,7 +539,7 @@ def test_what_a_run_says_does_not_steer_the_terminal(plant: Plant, asked: Callab
 def test_a_field_of_an_attempt_of_another_type_is_told_by_name(field: str, value: object, mine: RunDir) -> None:
     mine.attempt(1).path.mkdir()
     write_json(mine.attempt(1).path / "attempt.json", {field: value})
-    with pytest.raises(UnreadableRecord, match=f"attempt.json: {field} is .*, not "):
+    with pytest.raises(UnreadableRecordError, match=f"attempt.json: {field} is .*, not "):
         attempts.read_attempt(mine, 1)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from slurmtrain.config.schema import ClusterConfig
-from slurmtrain.errors import EXIT_CONFIG, EnvironmentMismatch
+from slurmtrain.errors import EXIT_CONFIG, EnvironmentMismatchError
 from slurmtrain.runtime.distributed_context import _check_own_gpu, choose_device, init_distributed, threads_of
 from slurmtrain.slurm.environment import Environment, check_gpu_files
 from slurmtrain.system.signals import StopFlag
@@ -72,7 +72,7 @@ def test_an_own_loop_of_a_job_with_gpus_goes_to_the_cpu_only_when_it_is_told_to(
 
 def test_ranks_that_meet_know_what_the_job_has_asked_for(gpus: pytest.MonkeyPatch) -> None:
     see(gpus, 0)
-    with pytest.raises(EnvironmentMismatch, match=r"cluster\.gpus_per_node=2, but rank 3 on n1 sees no GPU"):
+    with pytest.raises(EnvironmentMismatchError, match=r"cluster\.gpus_per_node=2, but rank 3 on n1 sees no GPU"):
         init_distributed(ClusterConfig(gpus_per_node=2), "auto", RANK_3, None, StopFlag())
 
 
@@ -85,7 +85,7 @@ def test_auto_is_a_gpu_where_one_was_asked_for_or_is_visible_and_else_the_cpu(gp
     assert choose_device("auto", RANK_3, gpus_per_node=2) == torch.device("cuda", 0)
     see(gpus, 0)
     assert choose_device("auto", RANK_3) == torch.device("cpu")
-    with pytest.raises(EnvironmentMismatch, match=r"cluster\.gpus_per_node=2, but rank 3 on n1 sees no GPU"):
+    with pytest.raises(EnvironmentMismatchError, match=r"cluster\.gpus_per_node=2, but rank 3 on n1 sees no GPU"):
         choose_device("auto", RANK_3, gpus_per_node=2)
 
 
@@ -95,7 +95,7 @@ def test_a_rank_that_sees_fewer_gpus_than_it_should_names_the_node_and_what_was_
     last = dataclasses.replace(RANK_3, rank=7, world_size=8, local_rank=3, local_world_size=4, tasks_per_node=(4, 4))
     see(gpus, 3)
     with pytest.raises(
-        EnvironmentMismatch, match=r"4 ranks on n1, but only 3 GPUs of cluster\.gpus_per_node=4"
+        EnvironmentMismatchError, match=r"4 ranks on n1, but only 3 GPUs of cluster\.gpus_per_node=4"
     ) as caught:
         choose_device("auto", last, gpus_per_node=4)
     assert caught.value.exit_code == EXIT_CONFIG and "cluster.exclude=n1" in str(caught.value)
@@ -110,7 +110,7 @@ def test_two_ranks_that_see_one_and_the_same_gpu_are_refused(gpus: pytest.Monkey
     store.set("gpu/2", "GPU-0")
     _check_own_gpu(store, RANK_3, torch.device("cuda", 0))
     store.set("gpu/2", "GPU-1")
-    with pytest.raises(EnvironmentMismatch, match="ranks 2, 3 on n1 see one and the same GPU"):
+    with pytest.raises(EnvironmentMismatchError, match="ranks 2, 3 on n1 see one and the same GPU"):
         _check_own_gpu(store, RANK_3, torch.device("cuda", 0))
 
 
@@ -119,7 +119,7 @@ def test_for_a_program_only_what_is_certain_is_refused(tmp_path: Path) -> None:
         variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
         try:
             check_gpu_files(RANK_3, gpus_per_node, variables, tmp_path)
-        except EnvironmentMismatch as error:
+        except EnvironmentMismatchError as error:
             return error.message
         return None
 

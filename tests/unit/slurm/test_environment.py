@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from slurmtrain.errors import EXIT_CONFIG, EnvironmentMismatch
+from slurmtrain.errors import EXIT_CONFIG, EnvironmentMismatchError
 from slurmtrain.slurm.environment import Environment, check_world_size, in_slurm_step
 
 HOST = socket.gethostname()
@@ -149,7 +149,7 @@ def test_cluster_local_starts_ranks_on_one_node() -> None:
 def test_leftovers_that_contradict_each_other_are_an_error_of_the_environment(
     change: dict[str, str], sentence: str
 ) -> None:
-    with pytest.raises(EnvironmentMismatch, match=sentence) as caught:
+    with pytest.raises(EnvironmentMismatchError, match=sentence) as caught:
         Environment.detect(STEP | change)
     assert caught.value.exit_code == EXIT_CONFIG
 
@@ -165,12 +165,12 @@ def test_leftovers_that_contradict_each_other_are_an_error_of_the_environment(
     ],
 )
 def test_contradicting_variables_of_torchrun_are_an_error_too(change: dict[str, str], sentence: str) -> None:
-    with pytest.raises(EnvironmentMismatch, match=sentence):
+    with pytest.raises(EnvironmentMismatchError, match=sentence):
         Environment.detect(TORCHRUN | change)
 
 
 def test_a_missing_variable_is_named() -> None:
-    with pytest.raises(EnvironmentMismatch, match="SLURM_NODEID is 'not set'"):
+    with pytest.raises(EnvironmentMismatchError, match="SLURM_NODEID is 'not set'"):
         Environment.detect({name: value for name, value in STEP.items() if name != "SLURM_NODEID"})
 
 
@@ -179,6 +179,6 @@ def test_another_number_of_ranks_than_configured_names_both() -> None:
     check_world_size(found, nodes=2, tasks_per_node=2)
     check_world_size(found, nodes=1, tasks_per_node=4)
     with pytest.raises(
-        EnvironmentMismatch, match=r"slurm started 4 ranks on 2 nodes.*nodes=2 x .*tasks_per_node=4 = 8"
+        EnvironmentMismatchError, match=r"slurm started 4 ranks on 2 nodes.*nodes=2 x .*tasks_per_node=4 = 8"
     ):
         check_world_size(found, nodes=2, tasks_per_node=4)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmtrain.errors import EnvironmentMismatch
+from slurmtrain.errors import EnvironmentMismatchError
 from slurmtrain.slurm.nodelist import expand_counts, expand_nodelist
 
 
@@ -54,7 +54,7 @@ def test_scontrol_agrees(text: str, tmp_path: Path) -> None:
     ["", ",", "n[", "n]", "n[1-", "n[1-2", "n[2-1]", "n[a-b]", "n[1,]", "n[]", "n[[1]]", "a,,b", "n[1]]", "n[-1]"],
 )
 def test_what_is_no_node_list_is_refused_and_shown(text: str) -> None:
-    with pytest.raises(EnvironmentMismatch, match="cannot read the node list") as caught:
+    with pytest.raises(EnvironmentMismatchError, match="cannot read the node list") as caught:
         expand_nodelist(text)
     assert repr(text) in caught.value.message
 
@@ -90,7 +90,7 @@ def test_every_list_expands_to_the_hosts_it_was_made_of(pair: tuple[str, list[st
 def test_any_text_is_expanded_or_refused(text: str) -> None:
     try:
         hosts = expand_nodelist(text)
-    except EnvironmentMismatch:
+    except EnvironmentMismatchError:
         return
     assert hosts and all(host and not set(host) & set("[],") for host in hosts)
 
@@ -102,5 +102,5 @@ def test_task_counts(text: str, counts: list[int]) -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "2(x", "2(xa)", "2,,1"])
 def test_what_are_no_task_counts_is_refused(text: str) -> None:
-    with pytest.raises(EnvironmentMismatch, match="cannot read the task counts"):
+    with pytest.raises(EnvironmentMismatchError, match="cannot read the task counts"):
         expand_counts(text)

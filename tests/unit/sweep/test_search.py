@@ -124,7 +124,7 @@ def test_a_point_that_cannot_fit_into_the_gpus_is_a_point_that_has_failed(tmp_pa
     assert "gpu_memory_gb" in str(returned[0]._return_value)
 
 
-class Stubborn(Exception):
+class StubbornError(Exception):
     """Cannot be read again: its constructor wants more than it was made of."""
 
     def __init__(self, a: int, b: int):
@@ -134,7 +134,7 @@ class Stubborn(Exception):
 @pytest.mark.parametrize(
     ("status", "value", "words"),
     [
-        (JobStatus.FAILED, Stubborn(1, 2), "Stubborn: 1 and 2"),
+        (JobStatus.FAILED, StubbornError(1, 2), "StubbornError: 1 and 2"),
         (JobStatus.COMPLETED, (each for each in ()), "cannot be handed over"),
         (JobStatus.FAILED, ValueError("no luck"), "no luck"),
     ],
