@@ -22,7 +22,7 @@ from slurmtrain.training.state import StepResult, TrainingState
 class TrainingHook:
     """A concern of training other than its steps. Every method does nothing unless a subclass overrides it.
 
-    Methods that are called in a step must not wait for the device, nor read a tensor that is on it.
+    Methods that are called in every step must not wait for what the device computes in it: reading a tensor would.
     """
 
     def setup(self, state: TrainingState) -> None:
@@ -58,7 +58,10 @@ class TrainingHook:
         """Look at the gradients, or change them. They have been clipped; `grad_norm` is the norm before, a scalar."""
 
     def after_step(self, state: TrainingState, result: StepResult) -> None:
-        """Do what is due after step `state.step`. May set `state.stopping` and `state.save_requested`."""
+        """Do what is due after step `state.step`.
+
+        It may set `state.stopping`; and `state.save_requested` if the hook is in the list before `Checkpointing`.
+        """
 
     def finish(self, state: TrainingState) -> None:
         """Complete what is under way: all steps are done, or training stops early (`state.stopping`)."""
