@@ -49,7 +49,7 @@ def test_the_weights_are_those_of_the_checkpoint(first: Path, tmp_path: Path) ->
     begun = trainer(alone(), tmp_path / "second", words, StopAt(0))
     assert begun.fit().step == 0
     expected = checkpoint_tensors(first.parent)
-    for name, parameter in begun._model.named_parameters():
+    for name, parameter in begun.state.distributed_model.model.named_parameters():
         assert torch.equal(parameter, expected[f"model.{name}"])
 
 
