@@ -134,7 +134,7 @@ def _place(name: str) -> tuple[int, int]:
     return int(match.group(1)), int(match.group(2) or 1)
 
 
-def late(directory: Path) -> list[Path]:
+def newer_without_complete(directory: Path) -> list[Path]:
     """Return the checkpoints newer than all committed ones whose COMPLETE is not visible.
 
     A checkpoint gets its final name with COMPLETE already in it, so the file may only be late. A caller that wants the
@@ -192,7 +192,7 @@ def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") 
     while True:
         own = incarnation or Incarnation(_newest_claim(claims) + 1, label)
         _check_claims(directory, own)
-        path = claim_of(directory, own)
+        path = claim_file(directory, own)
         try:
             write_new(path, own.label.encode())
         except FileExistsError:
@@ -215,7 +215,7 @@ def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") 
     return own
 
 
-def claim_of(directory: Path, incarnation: Incarnation) -> Path:
+def claim_file(directory: Path, incarnation: Incarnation) -> Path:
     """Return the file by which an incarnation claims `directory`."""
     return directory / CLAIMS / f"{incarnation.order:08d}"
 

@@ -28,7 +28,7 @@ from slurmtrain.checkpoint.blocks import BLOCK_BYTES, DIGEST_BYTES
 from slurmtrain.checkpoint.commit import Manifest
 from slurmtrain.checkpoint.host_memory import available_memory
 from slurmtrain.checkpoint.index_file import read_index
-from slurmtrain.checkpoint.restore import need_of
+from slurmtrain.checkpoint.reader import need_of
 from slurmtrain.checkpoint.save_plan import SAFETENSORS_NAMES, check_types, dtype_name, dtype_of
 from slurmtrain.checkpoint.tensor_index import Box, BoxLocation, Index, TensorFacts, check_coverage
 from slurmtrain.errors import CheckpointError, UsageError, nearest

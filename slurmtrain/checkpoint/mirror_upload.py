@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint import commit, retention
+from slurmtrain.checkpoint.background_thread import BackgroundThread
 from slurmtrain.checkpoint.mirror import Mirror, copy_name, share
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.retention import Keep
-from slurmtrain.checkpoint.saving import Writer
-from slurmtrain.checkpoint.writing import CheckpointIdentity
+from slurmtrain.checkpoint.shared_directory import CheckpointIdentity
 from slurmtrain.errors import CheckpointError
 
 SLOWEST_S = 6 * 3600.0  # ranks that are done wait for the slowest upload; a store's hours are not training's
@@ -35,12 +35,14 @@ class MirrorUploader:
         CheckpointError: on every rank: there is no such store.
     """
 
-    def __init__(self, url: str, ranks: RankGroup, bound: CheckpointIdentity, keep: Keep, say: Callable[[str], None]):
+    def __init__(
+        self, url: str, ranks: RankGroup, identity: CheckpointIdentity, keep: Keep, say: Callable[[str], None]
+    ):
         self._mirror = ranks.all_do(lambda: Mirror(url))
-        self._ranks, self._bound, self._keep, self._say = ranks.own_group(SLOWEST_S), bound, keep, say
-        self._thread = Writer()
+        self._ranks, self._identity, self._keep, self._say = ranks.own_group(SLOWEST_S), identity, keep, say
+        self._thread = BackgroundThread("checkpoint-uploader")
         self._leaving = threading.Event()
-        self._left: tuple[Path, list[str]] | None = None  # came too soon after the one before
+        self._skipped: tuple[Path, list[str]] | None = None  # the last one, if it came too soon after the one before
 
     def offer(self, ranks: RankGroup, path: Path, names: list[str]) -> None:
         """Copy a committed checkpoint in the background, unless the one before is still being copied.
@@ -51,16 +53,16 @@ class MirrorUploader:
             names: names of the files that this rank has written.
         """
         if not ranks.on_rank_0(lambda: self._thread.idle):  # rank 0 decides; the others are done within moments
-            self._left = path, names
+            self._skipped = path, names
             return
-        self._left = None
+        self._skipped = None
         held = ExitStack()
         if ranks.rank == 0:
             held.enter_context(retention.reading(path))  # so that it is not removed meanwhile
         self._thread.run(lambda: self._copy(path, names, held))
 
     def _copy(self, path: Path, names: list[str], held: ExitStack) -> None:
-        order = self._bound.incarnation.order
+        order = self._identity.incarnation.order
 
         def finish(_: list[None]) -> None:
             self._mirror.complete(path, order)
@@ -86,8 +88,8 @@ class MirrorUploader:
         """
         if grace_s is None:
             self._thread.wait_idle()
-            if self._left is not None:
-                self.offer(ranks, *self._left)
+            if self._skipped is not None:
+                self.offer(ranks, *self._skipped)
         else:
             self._leaving.set()
         if self._thread.stop(grace_s):
@@ -99,7 +101,7 @@ class MirrorUploader:
         Raises:
             CheckpointError: the store does not answer, which is not the same as a fresh start.
         """
-        directory, incarnation = self._bound.directory, self._bound.incarnation
+        directory, incarnation = self._identity.directory, self._identity.incarnation
 
         def choose() -> list[Any] | None:
             """Return name, manifest, its digest, and where to write."""
@@ -112,7 +114,7 @@ class MirrorUploader:
                     self._mirror.set_aside(name, error.message)
                     continue
                 where = f"{self._mirror.url}/{name}"
-                self._bound.check_run(where, manifest, hint="give each run a mirror of its own")
+                self._identity.check_run(where, manifest, hint="give each run a mirror of its own")
                 return [name, *texts, str(commit.begin(directory, manifest.step, incarnation, size=manifest.size))]
             return None
 

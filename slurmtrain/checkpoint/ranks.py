@@ -11,6 +11,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -65,7 +66,8 @@ class RankGroup:
         # Otherwise it would be torch's 30 minutes, whatever this job's setting.
         own = self.group._get_backend(torch.device("cpu")).options._timeout
         timeout = own if timeout_s is None else timedelta(seconds=timeout_s)
-        return dist.new_group(members, backend="gloo", timeout=timeout, **options)
+        group: dist.ProcessGroup = dist.new_group(members, backend="gloo", timeout=timeout, **options)
+        return group
 
     def end(self) -> None:
         """Destroy the process group."""
@@ -176,6 +178,40 @@ class RankGroup:
             return value
         told: T = self._broadcast([value, None] if self.rank == source else FINE, source)[0]
         return told
+
+
+@dataclass(frozen=True)
+class RankGroups:
+    """The groups on which the ranks of one Checkpointer communicate.
+
+    Attributes:
+        training: all ranks, for the thread that trains.
+        writing: all ranks, for the thread that writes: its messages must not meet those of the thread that trains.
+        on_host: the ranks of this host, for the thread that trains; `training` if there is one host.
+    """
+
+    training: RankGroup
+    writing: RankGroup
+    on_host: RankGroup
+
+    @classmethod
+    def make(cls, training: RankGroup, hosts: Sequence[str]) -> RankGroups:
+        """Make the groups. All ranks call it together.
+
+        Args:
+            hosts: host name of every rank.
+        """
+        writing = training.own_group()
+        if len(set(hosts)) == 1:
+            return cls(training, writing, training)
+        own_host = hosts[training.rank]
+        return cls(training, writing, training.subgroup([rank for rank, host in enumerate(hosts) if host == own_host]))
+
+    def end(self) -> None:
+        """Destroy the groups that were made here."""
+        self.writing.end()
+        if self.on_host is not self.training:
+            self.on_host.end()
 
 
 def _sentence(error: BaseException) -> str:

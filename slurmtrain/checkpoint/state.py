@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from slurmtrain.checkpoint import restorable
 from slurmtrain.checkpoint.host_memory import ask_for_huge_pages
 from slurmtrain.checkpoint.restorable import Names, entries, extra_owners, plain_optimizer, unwrap
-from slurmtrain.checkpoint.save_plan import dtype_of, local
+from slurmtrain.checkpoint.save_plan import OWN, dtype_of, local
 from slurmtrain.checkpoint.tensor_index import TensorFacts
 from slurmtrain.errors import CheckpointError, CheckpointMismatchError
 
@@ -304,7 +304,7 @@ def _parameter_of(name: str, optimizer: Optimizer, parameters: Mapping[str, Tens
     return every[numbers[0]] if numbers and numbers[0] < len(every) else None
 
 
-def put_back(
+def load_objects(
     objects: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     plain: Mapping[str, Any],
@@ -537,6 +537,20 @@ class RandomState:
         numpy = _loaded_numpy()
         if numpy is not None and "numpy" in state:
             numpy.random.set_state(tuple(state["numpy"]))
+
+
+RANDOM_STATE = RandomState()
+
+
+def per_rank_objects(per_rank: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what each rank saves for itself, by names that mark it as such: `per_rank` and the random state.
+
+    Raises:
+        CheckpointError: `per_rank` has an object of that name.
+    """
+    if per_rank and "random" in per_rank:
+        raise CheckpointError("per_rank has an object 'random', a name that is taken", hint="choose another")
+    return {OWN + key: value for key, value in {"random": RANDOM_STATE, **(per_rank or {})}.items()}
 
 
 def _loaded_numpy() -> Any:

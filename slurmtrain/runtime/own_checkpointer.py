@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slurmtrain.checkpoint import checkpointer
-from slurmtrain.checkpoint.checkpointer import Restored
 from slurmtrain.checkpoint.commit import Incarnation
+from slurmtrain.checkpoint.pending_save import SaveResult
+from slurmtrain.checkpoint.restorer import Restored
 from slurmtrain.checkpoint.retention import Keep
-from slurmtrain.checkpoint.saving import SaveResult
 from slurmtrain.errors import CheckpointError
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.api import session

@@ -152,10 +152,11 @@ def epilog(site: Site) -> str:
     """
     return f"""\
 #!/bin/bash
-# A job's processes are known by their environment; this script and its own by SLURM_SCRIPT_CONTEXT.
+# A job's processes are known by their environment; this script and its own by SLURM_SCRIPT_CONTEXT, which newer versions
+# leave in a job's own environment, too, as prolog_task.
 of_this_job="^SLURM_JOB_ID=$SLURM_JOB_ID\\$"
 for file in $(grep -lz "$of_this_job" /proc/[0-9]*/environ 2>/dev/null); do
-  grep -qz "^SLURM_SCRIPT_CONTEXT=" "$file" 2>/dev/null && continue
+  grep -qz "^SLURM_SCRIPT_CONTEXT=epilog" "$file" 2>/dev/null && continue
   grep -qz "^SLURMD_NODENAME=$SLURMD_NODENAME\\$" "$file" 2>/dev/null || continue
   grep -qz "^SLURM_CONF={site.directory}/slurm.conf\\$" "$file" 2>/dev/null || continue
   pid=${{file#/proc/}}

@@ -467,7 +467,7 @@ class OurAsync:
 
     def done(self) -> bool:
         """Committed, read back, and older ones removed."""
-        return self._pending_save.done() and self._checkpointer._writer._work is None
+        return self._pending_save.done() and self._checkpointer._saves._thread.idle
 
     def wait(self) -> None:
         """Until the commit."""

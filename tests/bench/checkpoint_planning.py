@@ -27,9 +27,9 @@ from slurmtrain.checkpoint.blocks import DIGEST_BYTES, FileRecord
 from slurmtrain.checkpoint.commit import Incarnation, Manifest
 from slurmtrain.checkpoint.messages import decode, encode
 from slurmtrain.checkpoint.ranks import RankGroup
+from slurmtrain.checkpoint.save_job import RankContribution
 from slurmtrain.checkpoint.save_plan import SavePlan, make_plan
 from slurmtrain.checkpoint.tensor_index import FileTable, Index, check_coverage
-from slurmtrain.checkpoint.writing import RankContribution
 
 T = TypeVar("T")
 RANKS, TENSORS, BLOCKS = 4096, 1000, 100

@@ -326,7 +326,7 @@ def die_in_second_save(
 
 STAGES = {
     "while a rank writes": ("blocks", "write_all", 1, 1),
-    "before a rank hands in": ("writing", "fsync_directory", 1, 1),
+    "before a rank hands in": ("save_job", "fsync_directory", 1, 1),
     "before the index": ("tensor_index", "_merge", 1, 0),
     "before the manifest": ("commit", "write_synced", 1, 0),
     "before COMPLETE": ("commit", "write_synced", 2, 0),

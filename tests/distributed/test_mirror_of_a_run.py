@@ -77,8 +77,8 @@ def save_two(folder: Path, run_id: str = "") -> str:
     rank = Rank(None, folder / "checkpoints", url, run_id=run_id)
     for step in (1, 2):
         rank.step_and_save(step)
-        rank.checkpointer._writer.wait_idle()
-        rank.checkpointer._copying._thread.wait_idle()
+        rank.checkpointer._saves._thread.wait_idle()
+        rank.checkpointer._saves._mirror_uploader._thread.wait_idle()
     rank.checkpointer.close()
     shutil.rmtree(folder / "checkpoints")
     return url
@@ -111,7 +111,7 @@ def test_a_store_that_fails_is_told_and_the_checkpoint_is_committed_all_the_same
     def refuse(*args: Any, **options: Any) -> None:
         raise CheckpointError("the store says no")
 
-    monkeypatch.setattr(rank.checkpointer._copying._mirror, "upload", refuse)
+    monkeypatch.setattr(rank.checkpointer._saves._mirror_uploader._mirror, "upload", refuse)
     rank.step_and_save(1)
     rank.checkpointer.close()
     assert [path.name for path in commit.committed(tmp_path / "checkpoints")] == ["checkpoint_0000001"]

@@ -20,8 +20,8 @@ from torch import nn
 from slurmtrain.checkpoint import commit
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.commit import committed
+from slurmtrain.checkpoint.pending_save import SaveResult
 from slurmtrain.checkpoint.retention import READERS, Keep
-from slurmtrain.checkpoint.saving import SaveResult
 from slurmtrain.errors import CheckpointError
 from slurmtrain.parallel.ddp import apply_ddp
 from slurmtrain.runtime.distributed_context import DistributedContext

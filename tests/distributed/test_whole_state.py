@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored
+from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.commit import committed, read_manifest
+from slurmtrain.checkpoint.restorer import Restored
 from slurmtrain.data import BatchLoader
 from slurmtrain.errors import CheckpointError
 from slurmtrain.parallel.ddp import apply_ddp

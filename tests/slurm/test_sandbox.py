@@ -325,7 +325,12 @@ def test_the_command_line_says_what_to_type_next(capsys: pytest.CaptureFixture[s
         assert cli.main("sandbox", ["up", "--name", name, "--nodes", "1", "--cpus", "2"]) == 0
         assert f'eval "$(python -m slurmtrain sandbox env --name {name})"' in capsys.readouterr().out
         assert cli.main("sandbox", ["env", "--name", name]) == 0
-        assert capsys.readouterr().out == f"export SLURM_CONF={default_directory(name)}/slurm.conf\n"
+        exports = capsys.readouterr().out.splitlines()
+        assert exports.pop() == f"export SLURM_CONF={default_directory(name)}/slurm.conf"
+        prefix = Path(shutil.which("srun") or "").parent  # of a SLURM that is in no standard directory, too
+        assert exports == (
+            [] if str(prefix) in ("/usr/bin", "/bin", "/usr/local/bin") else [f'export PATH={prefix}:"$PATH"']
+        )
         assert cli.main("sandbox", ["status", "--name", name]) == 0
         assert "n0 idle" in capsys.readouterr().out
     finally:

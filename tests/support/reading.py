@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from slurmtrain.checkpoint.commit import committed, read_manifest
-from slurmtrain.checkpoint.restore import load
+from slurmtrain.checkpoint.reader import load
 
 
 def checkpoint_tensors(directory: Path) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from slurmtrain.checkpoint.commit import Incarnation
 from slurmtrain.checkpoint.compatibility import FINGERPRINT
 from slurmtrain.checkpoint.interval import mean_time_between_failures
 from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.choices import EvalMode
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
 from slurmtrain.config.schema import Config, OptimConfig, ParallelConfig, TrainConfig
 from slurmtrain.data.loading.loader import BatchLoader, RowLength
@@ -79,7 +80,7 @@ def build_trainer(
     loader = _build_loader(config, dims, source, distributed)
     forward_backward = build_forward_backward(distributed_model, loader.accumulation_steps, loader.micro_batch_size)
     evaluator = build_evaluator(config, distributed_model, forward_backward, source, distributed, stop)
-    jobs = EvaluationJobs(context.run_dir) if rank == 0 and config.eval.mode == "job" else None
+    jobs = EvaluationJobs(context.run_dir) if rank == 0 and config.eval.mode == EvalMode.JOB else None
     record = RunRecord(context, timeline, jobs) if rank == 0 else None
     checkpointer = _build_checkpointer(config, distributed, context, source, record)
     timeline.mark("model and data")
@@ -181,7 +182,7 @@ def _rank_0_hooks(
 def _evaluation_hook(
     config: Config, evaluator: Evaluator, source: SourceSpec, jobs: EvaluationJobs | None
 ) -> TrainingHook:
-    if config.eval.mode == "job":
+    if config.eval.mode == EvalMode.JOB:
         return EvaluationByJobs(evaluator, config.train, config.checkpoint, jobs)
     baseline = None if source.unigram_entropy is None else ("byte-unigram entropy", source.unigram_entropy)
     return InlineEvaluation(evaluator, config.train, config.checkpoint, baseline)

@@ -6,9 +6,11 @@ import math
 import time
 from contextlib import suppress
 
-from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored
+from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.interval import Interval, SaveSchedule, choose_last_save
-from slurmtrain.checkpoint.saving import DRAIN_S, PendingSave, SaveResult
+from slurmtrain.checkpoint.pending_save import DRAIN_S, PendingSave, SaveResult
+from slurmtrain.checkpoint.restorer import Restored
+from slurmtrain.choices import RestoreOnly
 from slurmtrain.config.schema import CheckpointConfig
 from slurmtrain.errors import CheckpointError, ConfigError
 from slurmtrain.training.hooks.base import TrainingHook
@@ -79,7 +81,7 @@ class Checkpointing(TrainingHook):
             ConfigError: that run has done all the steps that this run is to do.
         """
         allow = self._config.allow
-        if self._config.restore_only == "model":
+        if self._config.restore_only == RestoreOnly.MODEL:
             model = state.distributed_model.model
             return self._checkpointer.restore(path=path, allow=allow, as_start=True, model=model)
         restored = self._checkpointer.restore(path=path, allow=allow, **state.objects())

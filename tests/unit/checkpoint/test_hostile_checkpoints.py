@@ -31,7 +31,7 @@ import torch
 from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.index_file import find_disagreement
-from slurmtrain.checkpoint.restore import load
+from slurmtrain.checkpoint.reader import load
 from slurmtrain.cli import main
 from slurmtrain.errors import SlurmtrainError
 

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from slurmtrain.checkpoint import blocks, restore
+from slurmtrain.checkpoint import blocks, reader
 from slurmtrain.checkpoint.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.restore import Files, Need, Span, need_of, share_out
+from slurmtrain.checkpoint.reader import Files, Need, Span, need_of, share_out
 from slurmtrain.errors import CheckpointError
 
 SMALL_BLOCK = 1000
@@ -76,7 +76,7 @@ def test_a_few_bytes_in_anothers_file_are_no_reason_to_read_its_blocks() -> None
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (blocks, restore):
+    for module in (blocks, reader):
         monkeypatch.setattr(module, "BLOCK_BYTES", SMALL_BLOCK)
 
 
@@ -96,12 +96,12 @@ def test_straight_or_by_the_buffer_every_byte_arrives(tmp_path: Path, seed: int)
         span = Span(name, "file", begin, end, torch.uint8, (end - begin,), whole, whole)
         spans.append(span)
         if choice.random() < 0.6:
-            straight.append((span, restore._bytes_of(tensors[name])))
+            straight.append((span, reader._bytes_of(tensors[name])))
             if choice.random() < 0.3:  # an index that gives the same bytes to two tensors
                 tensors[name + "'"] = torch.zeros(end - begin, dtype=torch.uint8)
                 twin = Span(name + "'", "file", begin, end, torch.uint8, (end - begin,), whole, whole)
                 spans.append(twin)
-                straight.append((twin, restore._bytes_of(tensors[twin.name])))
+                straight.append((twin, reader._bytes_of(tensors[twin.name])))
     held = {"file": [number for number in range(blocks.block_count(len(data))) if choice.random() < 0.7]}
     digests = {
         "file": b"".join(

@@ -24,10 +24,10 @@ from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.commit import Incarnation, committed, read_manifest, step_of
 from slurmtrain.checkpoint.fingerprints import fingerprint
 from slurmtrain.checkpoint.finite import bytes_are_finite
+from slurmtrain.checkpoint.pending_save import PendingSave, SaveResult
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.checkpoint.save_plan import make_plan
-from slurmtrain.checkpoint.saving import PendingSave, SaveResult
 from slurmtrain.checkpoint.staging import Staging
 from slurmtrain.errors import EXIT_CONFIG, CheckpointError, NonFiniteError
 
@@ -306,7 +306,7 @@ def test_a_discarded_save_is_neither_there_nor_a_failure(
     run = training(max_failures=2)
     saving = run.save(1)
     assert writing.reached.wait(PATIENCE_S)
-    told = run.checkpointer._discard
+    told = run.checkpointer._saves._discard
     threading.Thread(target=lambda: told.wait(PATIENCE_S) and writing.open()).start()
     run.checkpointer.discard()
     assert saving.done() and run.steps == [] and run.checkpointer.in_flight is None

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from slurmtrain.checkpoint import blocks, commit
-from slurmtrain.checkpoint.checkpointer import Checkpointer, Restored
+from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.restorer import Restored
 from slurmtrain.checkpoint.retention import Keep, prune
 from slurmtrain.cli import main
 from slurmtrain.errors import UnreadableError

@@ -14,7 +14,7 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from slurmtrain.checkpoint.restore import spans_of
+from slurmtrain.checkpoint.reader import spans_of
 from slurmtrain.checkpoint.tensor_index import (
     SPLIT_BYTES,
     Box,

@@ -21,7 +21,7 @@ import torch
 
 from slurmtrain.checkpoint import blocks, commit, state
 from slurmtrain.checkpoint.blocks import FileRecord
-from slurmtrain.checkpoint.commit import Incarnation, Manifest
+from slurmtrain.checkpoint.commit import Manifest
 from slurmtrain.checkpoint.fingerprints import (
     BUFFER,
     BUNDLES_ASKED,
@@ -36,31 +36,32 @@ from slurmtrain.checkpoint.fingerprints import (
 from slurmtrain.checkpoint.finite import bytes_are_finite
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.save_plan import SavePlan, TensorPiece, file_name
+from slurmtrain.checkpoint.shared_directory import CheckpointIdentity
 from slurmtrain.checkpoint.staging import Image
 from slurmtrain.checkpoint.tensor_index import Index, Ints, check_coverage
-from slurmtrain.errors import CheckpointError, CheckpointMismatchError, DiscardedError, NonFiniteError
+from slurmtrain.errors import CheckpointError, DiscardedError, NonFiniteError
 from slurmtrain.system.files import fsync_directory
 
 
 @dataclass(frozen=True)
-class CheckpointIdentity:
-    """The identity that every checkpoint of this incarnation is bound to.
+class StagedState:
+    """The state after `step` optimiser steps, as one rank has staged it.
 
     Attributes:
-        config: JSON values.
+        image: this rank's file in memory, or why there is none.
+        plain: state that is no tensor.
+        optimizers: names in `plain` that are optimisers.
+        metrics: metrics of this step.
+        finite: names of the tensors that have to be finite.
     """
 
-    directory: Path
-    incarnation: Incarnation
-    run_id: str
-    config: Mapping[str, Any]
-
-    def check_run(self, where: Path | str, manifest: Manifest, *, hint: str) -> None:
-        """Raise CheckpointMismatchError if the checkpoint at `where` belongs to another run."""
-        if self.run_id and manifest.run_id != self.run_id:
-            raise CheckpointMismatchError(
-                f"{where} belongs to run {manifest.run_id or '(none)'}, this is run {self.run_id}", hint=hint
-            )
+    step: int
+    plan: SavePlan
+    image: Image | CheckpointError
+    plain: Mapping[str, Any]
+    optimizers: Collection[str]
+    metrics: Mapping[str, float]
+    finite: Collection[str]
 
 
 @dataclass(frozen=True)
@@ -115,40 +116,30 @@ class SaveJob:
 
     Args:
         ranks: the ranks on the writing threads' own group.
-        image: this rank's file in memory, or why there is none.
-        plain: state that is no tensor.
-        optimizers: names in `plain` that are optimisers.
         discard: set when the save is to be given up.
-        finite: names of what has to be finite.
-        refuse_drift: fail when ranks differ that should hold the same; else say so.
-        tell: what differs between ranks and may is to be said; else it was said before.
+        refuse_drift: fail when ranks differ that should hold the same; else report it.
+        report_drift: report what differs between ranks and may; else it was reported before.
     """
 
     def __init__(
         self,
         ranks: RankGroup,
-        bound: CheckpointIdentity,
-        step: int,
-        plan: SavePlan,
-        image: Image | CheckpointError,
-        plain: Mapping[str, Any],
-        optimizers: Collection[str],
-        metrics: Mapping[str, float],
+        identity: CheckpointIdentity,
+        staged: StagedState,
         discard: threading.Event,
         *,
-        finite: Collection[str] = frozenset(),
-        refuse_drift: bool = True,
-        tell: bool = True,
+        refuse_drift: bool,
+        report_drift: bool,
     ):
-        self._ranks, self._bound, self._step, self._plan, self._image = ranks, bound, step, plan, image
-        self._plain, self._optimizers, self._metrics, self._discard = plain, optimizers, metrics, discard
-        self._finite, self._refuse_drift, self._tell = frozenset(finite), refuse_drift, tell
+        self._ranks, self._identity, self._discard = ranks, identity, discard
+        self._step, self._plan, self._image, self._staged = staged.step, staged.plan, staged.image, staged
+        self._refuse_drift, self._report_drift = refuse_drift, report_drift
         self._written: list[tuple[str, FileRecord]] = []  # files that this rank has written
         self._bundles: Bundles = {}
-        self._parts: list[RankContribution] = []  # on rank 0, what all have handed in
+        self._contributions: list[RankContribution] = []  # on rank 0, what all have handed in
         self._differing: list[Bundle] = []  # on rank 0
         self._differing_names: list[str] = []  # on rank 0, sentences
-        self.told: str | None = None  # on rank 0: what differs between ranks and may
+        self.drift: str | None = None  # on rank 0: what differs between ranks and may
 
     @property
     def waited_s(self) -> float:
@@ -173,18 +164,19 @@ class SaveJob:
             CheckpointError: on every rank; the older checkpoints are as they were.
         """
         self._finish_copy()  # first of all: the optimiser waits for it
-        directory, incarnation = self._bound.directory, self._bound.incarnation
+        directory, incarnation = self._identity.directory, self._identity.incarnation
         size = max(last_size, self._plan.total_bytes)
         begin = partial(commit.begin, directory, self._step, incarnation, size=size)
         temporary = Path(self._ranks.on_rank_0(lambda: str(begin())))
         with commit.nothing_left(temporary, here=self._ranks.rank == 0):
             answer = self._ranks.gather_on_rank_0(
-                lambda: self._hand_in(temporary).to_json(),
+                lambda: self._write_own_file(temporary).to_json(),
                 lambda parts: self._commit_or_ask(temporary, [RankContribution.from_json(values) for values in parts]),
             )
             if "ask" in answer:
                 answer = self._ranks.gather_on_rank_0(
-                    lambda: self._fingerprints(answer["ask"]), lambda told: self._commit_or_refuse(temporary, told)
+                    lambda: self._fingerprints(answer["ask"]),
+                    lambda answers: self._commit_or_refuse(temporary, answers),
                 )
         return Path(answer["path"]), answer["size"]
 
@@ -216,7 +208,7 @@ class SaveJob:
         def combine(answers: list[list[str] | None]) -> list[str] | None:
             damage = [sentence for found in answers for sentence in found or ()]
             if damage:
-                commit.check_fence(self._bound.directory, self._bound.incarnation)
+                commit.check_fence(self._identity.directory, self._identity.incarnation)
                 commit.set_aside(path)
             return damage if damage or None not in answers else None
 
@@ -234,7 +226,7 @@ class SaveJob:
             except Exception as error:
                 self._image = self._ranks.explain(error)
 
-    def _hand_in(self, temporary: Path) -> RankContribution:
+    def _write_own_file(self, temporary: Path) -> RankContribution:
         """Write this rank's file."""
         if isinstance(self._image, CheckpointError):
             raise self._image
@@ -246,15 +238,14 @@ class SaveJob:
                 self._check_finite(self._image, pool)
                 record, digests = blocks.write(temporary / name, self._image.data, pool, check=self._check_discarded)
         except FileNotFoundError:
-            commit.check_fence(
-                self._bound.directory, self._bound.incarnation
-            )  # a newer incarnation removes what older ones were writing
+            # A newer incarnation removes what older ones were writing.
+            commit.check_fence(self._identity.directory, self._identity.incarnation)
             raise
         self._written = [(name, record)]
         fsync_directory(temporary)
         plan = self._plan
         table = plan.table(self._image.own_bytes).pack()
-        plain = {key: json.dumps(value).encode() for key, value in self._plain.items()}
+        plain = {key: json.dumps(value).encode() for key, value in self._staged.plain.items()}
         self._bundles = bundles_of(self._image.fingerprints, plan.replicas)
         return RankContribution(
             self._step,
@@ -274,7 +265,7 @@ class SaveJob:
         def find(piece: TensorPiece) -> bool:
             return bytes_are_finite(image.data[piece.begin : piece.end], piece.dtype)
 
-        pieces = [piece for piece in self._plan.pieces if piece.name in self._finite]
+        pieces = [piece for piece in self._plan.pieces if piece.name in self._staged.finite]
         wrong = [piece.name for piece, fine in zip(pieces, blocks.each(pool, find, pieces), strict=True) if not fine]
         if wrong:
             more = f" (and {len(wrong) - 1} more of this rank)" if len(wrong) > 1 else ""
@@ -296,11 +287,11 @@ class SaveJob:
                     f"{part.name} is of step {part.step}, but rank 0 saves step {self._step}",
                     hint="save after the same step on every rank: let one decide when, and tell the others",
                 )
-        self._parts = parts
+        self._contributions = parts
         differing = find_differing([part.bundles for part in parts])
-        if not self._refuse_drift and not self._tell:
+        if not self._refuse_drift and not self._report_drift:
             differing = []
-        self._differing = [bundle for bundle in differing if bundle.part != BUFFER or self._tell]
+        self._differing = [bundle for bundle in differing if bundle.part != BUFFER or self._report_drift]
         if self._differing:
             asked = self._differing[:BUNDLES_ASKED]
             return {"ask": [[bundle.group, bundle.part, bundle.asked] for bundle in asked]}
@@ -310,18 +301,18 @@ class SaveJob:
         """Return this rank's fingerprints in each of the bundles, and None where it is not asked for them."""
         return [self._bundles.get((group, part)) if self._ranks.rank in ranks else None for group, part, ranks in asked]
 
-    def _commit_or_refuse(self, temporary: Path, told: list[list[dict[str, int] | None]]) -> dict[str, Any]:
+    def _commit_or_refuse(self, temporary: Path, answers: list[list[dict[str, int] | None]]) -> dict[str, Any]:
         """Commit on rank 0, unless what the ranks have answered shows that replicas differ which may not."""
         found: dict[str, Differing] = {}
         for number, bundle in enumerate(self._differing[:BUNDLES_ASKED]):
-            for differing in name_differing(bundle, [told[rank][number] or {} for rank in bundle.asked]):
+            for differing in name_differing(bundle, [answers[rank][number] or {} for rank in bundle.asked]):
                 found.setdefault(differing.name, differing)
         self._check_replicas(list(found.values()), all_named=len(self._differing) <= BUNDLES_ASKED)
         return self._commit(temporary)
 
     def _commit(self, temporary: Path) -> dict[str, Any]:
-        parts, catalogues = self._parts, self._plan.catalogues
-        self._say_what_differs()
+        parts, catalogues = self._contributions, self._plan.catalogues
+        self._note_drift()
         index = Index(
             catalogues, {part.name: part.table for part in parts}, {part.name: part.digests for part in parts}
         )
@@ -334,10 +325,10 @@ class SaveJob:
         self._written.append((commit.INDEX, index_record))
         manifest = Manifest(
             format=commit.FORMAT,
-            run_id=self._bound.run_id,
+            run_id=self._identity.run_id,
             step=self._step,
-            incarnation=self._bound.incarnation.order,
-            incarnation_label=self._bound.incarnation.label,
+            incarnation=self._identity.incarnation.order,
+            incarnation_label=self._identity.incarnation.label,
             world_size=self._ranks.size,
             torch_version=torch.__version__,
             files={**{part.name: part.record for part in parts}, commit.INDEX: index_record},
@@ -348,14 +339,14 @@ class SaveJob:
                     for part in parts
                     if part.plain is not None
                 ],
-                self._optimizers,
+                self._staged.optimizers,
             ),
-            config=self._bound.config,
-            metrics=self._metrics,
+            config=self._identity.config,
+            metrics=self._staged.metrics,
             created=time.time(),
         )
         self._check_discarded()
-        return {"path": str(commit.commit(temporary, manifest, self._bound.incarnation)), "size": manifest.size}
+        return {"path": str(commit.commit(temporary, manifest, self._identity.incarnation)), "size": manifest.size}
 
     def _check_replicas(self, found: list[Differing], *, all_named: bool) -> None:
         """Check that ranks which should hold the same do; otherwise a mixture would be saved that no rank has ever had."""
@@ -371,21 +362,22 @@ class SaveJob:
             )
         self._differing_names = [str(differing) for differing in found]
 
-    def _say_what_differs(self) -> None:
-        """Tell what is another one on some ranks and may be."""
-        told = list(self._differing_names)
+    def _note_drift(self) -> None:
+        """Note what is another one on some ranks and may be."""
+        sentences = list(self._differing_names)
         for number in range(len(self._plan.catalogues)):
-            alike = [(rank, part.plain_digests) for rank, part in enumerate(self._parts) if part.catalogue == number]
+            alike = [
+                (rank, part.plain_digests) for rank, part in enumerate(self._contributions) if part.catalogue == number
+            ]
             first, digests = alike[0]
             for key in sorted(digests):
                 others = [rank for rank, theirs in alike if theirs.get(key) != digests[key]]
                 if others:
-                    told.append(f"the state of {key} is another one on rank {others[0]} than on rank {first}")
-        if told:
-            more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
-            self.told = (
-                f"{told[0]}{more}: that of the lowest rank is saved; what each is to get back belongs into per_rank="
-            )
+                    sentences.append(f"the state of {key} is another one on rank {others[0]} than on rank {first}")
+        if sentences:
+            more = f" (and {len(sentences) - 1} more)" if len(sentences) > 1 else ""
+            hint = "that of the lowest rank is saved; what each is to get back belongs into per_rank="
+            self.drift = f"{sentences[0]}{more}: {hint}"
 
     def _check_discarded(self) -> None:
         if self._discard.is_set():

@@ -1,0 +1,320 @@
+"""The restore of a training state: rank 0 chooses the newest complete checkpoint, all ranks check it and load it.
+
+A checkpoint that is damaged is set aside, and the next older one is chosen. Where the directory has none, the newest
+copy is fetched from the mirror. Differences between checkpoint and training are refused (`compatibility`); contents are
+verified before the first tensor is touched (`reader`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from slurmtrain.checkpoint import blocks, commit, compatibility, retention, state
+from slurmtrain.checkpoint.commit import Manifest
+from slurmtrain.checkpoint.index_file import check_whole, read_index
+from slurmtrain.checkpoint.ranks import RankGroups
+from slurmtrain.checkpoint.reader import read_tensors
+from slurmtrain.checkpoint.save_plan import check_types, file_name
+from slurmtrain.checkpoint.shared_directory import CheckpointIdentity
+from slurmtrain.checkpoint.tensor_index import Index
+from slurmtrain.errors import CheckpointError, CheckpointMismatchError, UnreadableError
+
+if TYPE_CHECKING:
+    from slurmtrain.checkpoint.mirror_upload import MirrorUploader
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The checkpoint that was restored, and why it was chosen.
+
+    Attributes:
+        path: folder of the checkpoint.
+        step: optimiser steps done.
+        incarnation_label: the incarnation that saved it.
+        size: bytes of all its files.
+        set_aside: what was wrong with newer checkpoints that were set aside.
+        asked_for: the caller named this checkpoint.
+        left_out: names of the objects that it has and that nobody asked for.
+        as_start: another training starts with some of its objects.
+    """
+
+    path: Path
+    step: int
+    incarnation_label: str
+    size: int = 0
+    set_aside: tuple[str, ...] = ()
+    asked_for: bool = False
+    left_out: tuple[str, ...] = ()
+    as_start: bool = False
+
+    @property
+    def sentence(self) -> str:
+        if self.as_start:
+            return f"beginning at step 0 with a part of {self.path}, of its step {self.step}"
+        skipped = f" ({len(self.set_aside)} newer set aside: {'; '.join(self.set_aside)})" if self.set_aside else ""
+        why = "as asked for" if self.asked_for else "the newest complete checkpoint"
+        left_out = f"; it has more that was not asked for: {', '.join(self.left_out)}" if self.left_out else ""
+        return f"resuming at step {self.step} from {self.path.name}, {why}{skipped}{left_out}"
+
+
+@dataclass(frozen=True)
+class RestoreRequest:
+    """What a caller wants restored; see `Checkpointer.restore`.
+
+    Attributes:
+        objects: those that all ranks share.
+        own_objects: those that this rank has for itself.
+        path: the checkpoint that was asked for; None: the newest.
+    """
+
+    objects: Mapping[str, Any]
+    own_objects: Mapping[str, Any]
+    path: Path | None = None
+    allow: Collection[str] = ()
+    as_start: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoint that rank 0 has chosen, so that all ranks see the same.
+
+    Attributes:
+        manifest_text: bytes of its manifest.json.
+        manifest_digest: their digest by COMPLETE.
+        damage: what is wrong with its manifest, its index or the sizes of its files, one sentence each.
+    """
+
+    path: Path
+    manifest_text: bytes
+    manifest_digest: str
+    damage: list[str]
+
+    def to_json(self) -> list[Any]:
+        """Return it as it is sent to the other ranks."""
+        return [str(self.path), self.manifest_text, self.manifest_digest, self.damage]
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Choice:
+        """Return the choice that rank 0 has sent by `to_json`."""
+        path, text, digest, damage = values
+        return cls(Path(path), text, digest, damage)
+
+
+class Restorer:
+    """Restores checkpoints of one directory. All ranks call `restore` together.
+
+    Args:
+        borrow_buffer: returns host memory of a size, to read into.
+        changed, verify, say: see `Checkpointer`.
+    """
+
+    def __init__(
+        self,
+        groups: RankGroups,
+        identity: CheckpointIdentity,
+        borrow_buffer: Callable[[int], memoryview],
+        mirror_uploader: MirrorUploader | None,
+        *,
+        changed: frozenset[str],
+        verify: str,
+        say: Callable[[str], None],
+    ):
+        self._ranks, self._ranks_on_host = groups.training, groups.on_host
+        self._identity, self._borrow_buffer, self._mirror_uploader = identity, borrow_buffer, mirror_uploader
+        self._changed, self._verify, self._say = changed, verify, say
+
+    def restore(self, request: RestoreRequest) -> Restored | None:
+        """Load the newest sound checkpoint, or the one that was asked for; None: there is no checkpoint."""
+        set_aside: list[str] = []
+        fetched: dict[Path, str] = {}  # names in the mirror of the copies that were fetched
+        while True:
+            choice = self._agree_on_choice(request.path)
+            if choice is None:
+                copy = self._mirror_uploader.fetch(self._ranks) if self._mirror_uploader is not None else None
+                if copy is not None:
+                    fetched[copy[0]] = copy[1]
+                    continue
+                self._check_never_damaged(set_aside)
+                return None
+            damage, path = choice.damage, choice.path
+            if not damage:
+                manifest = commit.parse_manifest(path, choice.manifest_text, choice.manifest_digest)
+                with retention.reading(path):
+                    damage = self._load(path, manifest, request)
+            if not damage:
+                break
+            if request.path is not None:
+                raise CheckpointError(
+                    f"{path} was asked for and is damaged: {'; '.join(damage)}", hint="name another checkpoint"
+                )
+            self._ranks.on_rank_0(partial(self._set_aside, path, fetched.get(path), damage))
+            set_aside.append(f"{path.name}: {damage[0]}")
+        left_out = sorted(state.object_names(manifest.tensors, manifest.state) - request.objects.keys())
+        return Restored(
+            path,
+            manifest.step,
+            manifest.incarnation_label,
+            manifest.size,
+            tuple(set_aside),
+            asked_for=request.path is not None,
+            left_out=tuple(left_out),
+            as_start=request.as_start,
+        )
+
+    def _agree_on_choice(self, asked_for: Path | None) -> Choice | None:
+        def choose() -> list[Any] | None:
+            choice = self._choose(asked_for)
+            return choice.to_json() if choice is not None else None
+
+        values = self._ranks.on_rank_0(choose)
+        return Choice.from_json(values) if values is not None else None
+
+    def _choose(self, asked_for: Path | None) -> Choice | None:
+        """Choose, on rank 0, the checkpoint to read, and look at everything but its contents."""
+        if asked_for is not None:
+            path = asked_for
+            if not path.is_dir():
+                raise CheckpointError(
+                    f"{path} was asked for and is not there", hint="`checkpoints RUN list` shows what is"
+                )
+        else:
+            directory = self._identity.directory
+            with suppress(OSError):
+                blocks.refresh(directory)
+            for newer in blocks.patiently(partial(commit.newer_without_complete, directory), directory):
+                with suppress(OSError):
+                    blocks.refresh(newer)
+            candidates = blocks.patiently(partial(commit.committed, directory), directory)
+            if not candidates:
+                return None
+            path = candidates[-1]
+        try:
+            texts = commit.read_manifest_bytes(path, patient=True)
+            manifest = commit.parse_manifest(path, *texts)
+        except (CheckpointMismatchError, UnreadableError):
+            raise
+        except CheckpointError as error:
+            return Choice(path, b"", "", [error.message])
+        with blocks.threads() as pool:
+            damage = blocks.find_damage(path, manifest.files.items(), pool, contents=False, patient=True)
+        if not damage:
+            try:
+                check_whole(path, manifest, read_index(path, manifest, patient=True))
+            except UnreadableError:
+                raise
+            except CheckpointError as error:
+                damage = [error.message]
+        return Choice(path, *texts, damage)
+
+    def _set_aside(self, path: Path, copy: str | None, damage: list[str]) -> None:
+        """Set a damaged checkpoint aside, on rank 0, and the copy in the mirror that it was fetched from."""
+        commit.set_aside(path)
+        if copy is not None and self._mirror_uploader is not None:  # it would be fetched again
+            self._mirror_uploader.set_aside(copy, "; ".join(damage))
+        self._say(f"{path.name} is damaged and was set aside: {'; '.join(damage)}")
+
+    def _check_never_damaged(self, set_aside: list[str]) -> None:
+        """Raise CheckpointMismatchError if there were checkpoints, all of which are damaged.
+
+        An attempt before this one may have set them aside and failed; this one must not start afresh either.
+        """
+
+        def find() -> list[str]:
+            copies = self._mirror_uploader.damaged() if self._mirror_uploader is not None else []
+            return commit.damaged(self._identity.directory) + copies
+
+        set_aside = set_aside or self._ranks.on_rank_0(find)
+        if set_aside:
+            raise CheckpointMismatchError(
+                f"every checkpoint in {self._identity.directory} is damaged: {'; '.join(set_aside)}",
+                hint="look at the *.damaged-* folders; delete them to start afresh",
+            )
+
+    def _load(self, path: Path, manifest: Manifest, request: RestoreRequest) -> list[str]:
+        """Fill the objects, unless the checkpoint is damaged: then return what is wrong, and touch nothing."""
+        if request.path is None:
+            hint = f"move it away, or start from it on purpose: checkpoint.restore_from={path}"
+            self._identity.check_run(path, manifest, hint=hint)
+        index = self._ranks.all_do(lambda: self._read_index(path, manifest))
+        own_file: str | None = file_name(self._ranks.rank)
+        if own_file not in index.tables or request.as_start:
+            own_file = None
+        wanted = self._ranks.all_do(lambda: compatibility.names_of(request.objects))
+        on_any_rank = wanted
+        if self._ranks.maximum(int(bool(compatibility.of_modules(request.objects, index.facts) - wanted))):
+            on_any_rank = set().union(*self._ranks.gather(lambda: sorted(wanted)))
+        targets = self._ranks.all_do(
+            lambda: self._find_targets(path, manifest, index, own_file, request, wanted, on_any_rank)
+        )
+        damage, own_plain = read_tensors(
+            path,
+            index,
+            manifest.files,
+            targets,
+            own_file,
+            live=wanted | compatibility.names_of(request.own_objects),
+            ranks=self._ranks,
+            on_this_host=self._ranks_on_host,
+            mode=self._verify,
+            buffer=self._borrow_buffer,
+        )
+        if damage:
+            return damage
+
+        def load() -> None:
+            lenient, convert = "keys" in request.allow, "dtypes" in request.allow
+            state.load_objects(request.objects, targets, manifest.state, lenient=lenient, convert=convert)
+            state.load_objects(request.own_objects, targets, own_plain, lenient=True)
+
+        self._ranks.all_do(load)
+        return []
+
+    def _read_index(self, path: Path, manifest: Manifest) -> Index:
+        if self._ranks.rank != 0:
+            commit.wait_until_visible(path / commit.INDEX)
+        index = read_index(path, manifest, patient=True)
+        check_types(index.catalogues)
+        return index
+
+    def _find_targets(
+        self,
+        path: Path,
+        manifest: Manifest,
+        index: Index,
+        own_file: str | None,
+        request: RestoreRequest,
+        wanted: Collection[str],
+        on_any_rank: Collection[str],
+    ) -> dict[str, Tensor]:
+        """Return the tensors to fill on this rank, by name, after everything that differs was found to be allowed.
+
+        Args:
+            wanted: names of the tensors of this rank's modules.
+            on_any_rank: names of the tensors of all ranks' modules.
+        """
+        objects, own_objects, allow = request.objects, request.own_objects, request.allow
+        saved_config, config = manifest.config, self._identity.config
+        if request.as_start:
+            saved_config, config = (
+                {key: each[key] for key in objects if key in each} for each in (saved_config, config)
+            )
+        asked_for = request.path is not None
+        compatibility.check_config(path, saved_config, config, allow, changed=self._changed, asked_for=asked_for)
+        facts = index.facts
+        alone = compatibility.check_names(path, objects, wanted, on_any_rank, facts, manifest.state, allow)
+        useful = {name: fact for name, fact in facts.items() if name not in alone}
+        targets = compatibility.check_tensors(path, objects, state.templates(objects, useful), facts, allow)
+        if own_file is not None:
+            own_facts = index.own_facts(own_file)
+            names = compatibility.names_of(own_objects)
+            compatibility.check_names(path, own_objects, names, names, own_facts, None, allow)
+            own_templates = state.templates(own_objects, own_facts)
+            targets.update(compatibility.check_tensors(path, own_objects, own_templates, own_facts, allow))
+        return targets
