@@ -187,10 +187,10 @@ class Restorer:
         else:
             directory = self._identity.directory
             with suppress(OSError):
-                commit.refresh(directory)
+                blocks.refresh(directory)
             for newer in blocks.patiently(partial(commit.newer_without_complete, directory), directory):
                 with suppress(OSError):
-                    commit.refresh(newer)
+                    blocks.refresh(newer)
             candidates = blocks.patiently(partial(commit.committed, directory), directory)
             if not candidates:
                 return None

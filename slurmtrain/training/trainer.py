@@ -22,6 +22,7 @@ from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.interval import Interval, SaveSchedule, choose_last_save
 from slurmtrain.checkpoint.pending_save import DRAIN_S, PendingSave, SaveResult
 from slurmtrain.checkpoint.restorer import Restored
+from slurmtrain.choices import RestoreOnly
 from slurmtrain.config.schema import CheckpointConfig, OptimConfig, TrainConfig
 from slurmtrain.data.loading import sample_digest
 from slurmtrain.data.loading.loader import BatchLoader, Step
@@ -432,7 +433,7 @@ class Trainer:
             ConfigError: that run has done all the steps that this run is to do.
         """
         allow = self._checkpoint.allow
-        if self._checkpoint.restore_only == "model":
+        if self._checkpoint.restore_only == RestoreOnly.MODEL:
             return checkpointer.restore(path=path, allow=allow, as_start=True, model=self._model)
         restored = checkpointer.restore(path=path, allow=allow, **self._state())
         if self._counters.step >= self._train.steps:

@@ -156,7 +156,8 @@ class Message:
         self._elsewhere += 1
         offset = self._reserved(tensor.numel(), tensor.dtype) if plain else None
         if offset is None:
-            return reduce_tensor(tensor)
+            reduced: tuple[Any, ...] = reduce_tensor(tensor)
+            return reduced
         # Strides are kept if the tensor's memory has no gaps, as in torch.channels_last.
         axes = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
         back = None

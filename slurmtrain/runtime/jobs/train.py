@@ -19,6 +19,7 @@ from slurmtrain.checkpoint.interval import Interval, SaveSchedule, mean_time_bet
 from slurmtrain.checkpoint.pending_save import SaveResult
 from slurmtrain.checkpoint.restorer import Restored
 from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.choices import EvalMode
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
 from slurmtrain.config.schema import Config, OptimConfig, ParallelConfig, TrainConfig
 from slurmtrain.data.loading.loader import BatchLoader, RowLength
@@ -95,7 +96,7 @@ def build_trainer(
     _check_repetition(loader, train)
     forward_backward = build_forward_backward(distributed_model, loader.accumulation_steps, loader.micro_batch_size)
     evaluator = build_evaluator(config, distributed_model, forward_backward, source, distributed, stop)
-    jobs = EvaluationJobs(context.run_dir) if rank == 0 and config.eval.mode == "job" else None
+    jobs = EvaluationJobs(context.run_dir) if rank == 0 and config.eval.mode == EvalMode.JOB else None
     record = (
         _Record(config, context, source, f"{parameters:,} parameters; {dims}", timeline, jobs) if rank == 0 else None
     )
@@ -125,7 +126,7 @@ def build_trainer(
         loader=loader,
         forward_backward=forward_backward,
         evaluator=evaluator,
-        jobs=jobs or (NoJobs() if config.eval.mode == "job" else None),
+        jobs=jobs or (NoJobs() if config.eval.mode == EvalMode.JOB else None),
         baseline=None if source.unigram_entropy is None else ("byte-unigram entropy", source.unigram_entropy),
         ranks=TrainingRanks(rank, distributed.device_group, distributed.control_group),
         checkpointer=checkpointer,
