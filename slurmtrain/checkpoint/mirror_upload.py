@@ -127,7 +127,7 @@ class MirrorUploader:
             commit.wait_until_visible(temporary)
             self._mirror.download(name, temporary, share(manifest.sizes, self._ranks.rank, self._ranks.size))
 
-        with commit.nothing_left(temporary, here=ranks.rank == 0):
+        with commit.removed_on_failure(temporary, on_this_rank=ranks.rank == 0):
             final = Path(
                 self._ranks.gather_on_rank_0(
                     download, lambda _: str(commit.publish(temporary, text, manifest.step, incarnation))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slurmtrain.checkpoint import blocks, commit, compatibility, retention, state
 from slurmtrain.checkpoint.commit import Manifest
-from slurmtrain.checkpoint.index_file import check_whole, read_index
+from slurmtrain.checkpoint.index_file import damage_of, read_index, read_whole_index
 from slurmtrain.checkpoint.ranks import RankGroups
 from slurmtrain.checkpoint.reader import read_tensors
 from slurmtrain.checkpoint.save_plan import check_types, file_name
@@ -197,22 +197,14 @@ class Restorer:
             if not candidates:
                 return None
             path = candidates[-1]
+        texts, damage = (b"", ""), []
         try:
-            texts = commit.read_manifest_bytes(path, patient=True)
-            manifest = commit.parse_manifest(path, *texts)
+            texts = commit.read_manifest_bytes(path)
+            read_whole_index(path, commit.parse_manifest(path, *texts))
         except (CheckpointMismatchError, UnreadableError):
             raise
         except CheckpointError as error:
-            return Choice(path, b"", "", [error.message])
-        with blocks.threads() as pool:
-            damage = blocks.find_damage(path, manifest.files.items(), pool, contents=False, patient=True)
-        if not damage:
-            try:
-                check_whole(path, manifest, read_index(path, manifest, patient=True))
-            except UnreadableError:
-                raise
-            except CheckpointError as error:
-                damage = [error.message]
+            damage = [damage_of(path, error)]
         return Choice(path, *texts, damage)
 
     def _set_aside(self, path: Path, copy: str | None, damage: list[str]) -> None:
@@ -281,7 +273,7 @@ class Restorer:
     def _read_index(self, path: Path, manifest: Manifest) -> Index:
         if self._ranks.rank != 0:
             commit.wait_until_visible(path / commit.INDEX)
-        index = read_index(path, manifest, patient=True)
+        index = read_index(path, manifest)
         check_types(index.catalogues)
         return index
 

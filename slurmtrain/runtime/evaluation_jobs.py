@@ -98,13 +98,3 @@ class EvaluationJobs:
             # Not to the rank's own log: SLURM waits until nobody has that open any more.
             process = subprocess.Popen(words, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
             self._submitting.append(process)
-
-
-class NoJobs:
-    """The protocol on all ranks but 0, which does nothing."""
-
-    def ask(self, step: int) -> None:
-        pass
-
-    def close(self, *, finished: bool) -> None:
-        pass

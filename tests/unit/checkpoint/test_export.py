@@ -72,7 +72,8 @@ def by_ranks(
             ).pack()
         index = b"".join(Index([catalogue], tables, digests).chunks())
         records[commit.INDEX], _ = blocks.write(temporary / commit.INDEX, memoryview(index), pool)
-    manifest = Manifest(commit.FORMAT, "r1", 7, 1, "x", len(files), torch.__version__, records, {}, {})
+    tensors = {name: {"shape": list(fact.shape), "dtype": fact.dtype} for name, fact in catalogue.items()}
+    manifest = Manifest(commit.FORMAT, "r1", 7, 1, "x", len(files), torch.__version__, records, tensors, {})
     return commit.commit(temporary, manifest, order)
 
 

@@ -165,6 +165,40 @@ def test_verify_calls_nothing_damaged_that_it_could_not_read(
     assert [each["sound"] for each in json.loads(capsys.readouterr().out)] == [None, None]
 
 
+@pytest.mark.parametrize("number", OUTAGES)
+@pytest.mark.parametrize("function", ["open", "stat"])
+@pytest.mark.parametrize("words", [["list"], ["prune", "--keep-last", "2", "--dry-run"]])
+def test_list_and_prune_call_nothing_damaged_for_a_failure_that_passes(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    function: str,
+    number: int,
+) -> None:
+    outage = Outage(monkeypatch, function, number, calls=2)
+    assert main(["checkpoints", str(directory), *words]) == 0
+    said = capsys.readouterr().out
+    assert "damaged" not in said and "cannot be read" not in said
+    assert said.count("complete") == (2 if words == ["list"] else 0) and outage.left == 0, said
+
+
+def test_list_says_what_it_could_not_read_and_prune_removes_nothing(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(blocks, "RETRY_S", 0.2)
+    Outage(monkeypatch, "open", errno.EIO, calls=float("inf"))
+    assert main(["checkpoints", str(directory), "list"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("was not read") == 2 and "damaged" not in said
+    assert main(["checkpoints", str(directory), "list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [(each["complete"], each["damage"]) for each in listed] == [(None, []), (None, [])]
+    assert main(["checkpoints", str(directory), "prune", "--keep-last", "2"]) == 1
+    assert "says nothing about the checkpoint" in capsys.readouterr().err
+    assert names(directory) == ["checkpoint_0000001", "checkpoint_0000002"]
+
+
 def test_the_best_stays_when_its_metrics_cannot_be_read_for_a_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
