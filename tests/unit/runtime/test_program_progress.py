@@ -7,7 +7,9 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +34,7 @@ def run(project: Path) -> RunDir:
     return run_dir
 
 
-def own(**job: str) -> Config:
+def own(**job: Any) -> Config:
     return Config(job=JobConfig(kind="command", command="x", **job), requeue=RequeueConfig(max_unseen_attempts=3))
 
 
@@ -99,7 +101,7 @@ def test_a_file_that_changes_while_an_attempt_runs_shows_progress(run: RunDir, p
         file.touch()
         os.utime(file, (moment, moment))
 
-    assert [attempt(run, config, work=lambda moment=n: save(moment)).verdict for n in range(1, 5)] == ["requeue"] * 4
+    assert [attempt(run, config, work=partial(save, n)).verdict for n in range(1, 5)] == ["requeue"] * 4
     save(99.0)  # between two attempts: the work of none
     assert [attempt(run, config).verdict for _ in range(3)] == ["requeue", "requeue", "end"]
 
