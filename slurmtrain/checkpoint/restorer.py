@@ -7,6 +7,7 @@ verified before the first tensor is touched (`reader`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from slurmtrain.errors import CheckpointError, CheckpointMismatchError, Unreadab
 
 if TYPE_CHECKING:
     from slurmtrain.checkpoint.mirror_upload import MirrorUploader
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class Restorer:
 
     Args:
         borrow_buffer: returns host memory of a size, to read into.
-        changed, verify, say: see `Checkpointer`.
+        changed, verify: see `Checkpointer`.
     """
 
     def __init__(
@@ -124,11 +127,10 @@ class Restorer:
         *,
         changed: frozenset[str],
         verify: str,
-        say: Callable[[str], None],
     ):
         self._ranks, self._ranks_on_host = groups.training, groups.on_host
         self._identity, self._borrow_buffer, self._mirror_uploader = identity, borrow_buffer, mirror_uploader
-        self._changed, self._verify, self._say = changed, verify, say
+        self._changed, self._verify = changed, verify
 
     def restore(self, request: RestoreRequest) -> Restored | None:
         """Load the newest sound checkpoint, or the one that was asked for; None: there is no checkpoint."""
@@ -210,7 +212,7 @@ class Restorer:
         commit.set_aside(path)
         if copy is not None and self._mirror_uploader is not None:  # it would be fetched again
             self._mirror_uploader.set_aside(copy, "; ".join(damage))
-        self._say(f"{path.name} is damaged and was set aside: {'; '.join(damage)}")
+        log.warning("%s is damaged and was set aside: %s", path.name, "; ".join(damage))
 
     def _check_never_damaged(self, set_aside: list[str]) -> None:
         """Raise CheckpointMismatchError if there were checkpoints, all of which are damaged.

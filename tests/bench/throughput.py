@@ -292,7 +292,7 @@ class Bench:
     def our_run(self, folder: Path) -> Spent:
         """With all that a run has."""
         loader = self.loader(Beginning, LAYOUTS["DDP"])
-        checkpointer = Checkpointer(folder / "checkpoints", group=self.saving, say=lambda text: None)
+        checkpointer = Checkpointer(folder / "checkpoints", group=self.saving)
 
         reporter = RunReporter(folder / "metrics.jsonl", folder / "tensorboard")
         hooks = [Checkpointing(checkpointer, CheckpointConfig(every_steps=SAVE_EVERY))]

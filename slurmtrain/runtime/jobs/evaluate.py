@@ -69,12 +69,12 @@ def _measure(
         )
     evaluator.prepare()
     timeline.mark("model and data")
-    # The settings of its training do not matter for the weights, and nothing is resumed.
+    # The settings of its training do not matter for the weights, and nothing is resumed, as the restore would say.
+    logging.getLogger(Checkpointer.__module__).setLevel(logging.WARNING)
     checkpointer = Checkpointer(
         context.run_dir.checkpoints,
         group=distributed.checkpoint_group,
         verify=config.checkpoint.verify,
-        say=lambda text: None,
     )
     restored = checkpointer.restore(
         path=config.checkpoint.restore_from, allow=["config"], model=distributed_model.model

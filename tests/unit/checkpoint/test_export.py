@@ -41,7 +41,7 @@ class Mixed(torch.nn.Module):
 
 
 def save(directory: Path, **objects: Any) -> Path:
-    checkpointer = Checkpointer(directory, run_id="r1", say=lambda text: None)
+    checkpointer = Checkpointer(directory, run_id="r1")
     checkpointer.save(20, **objects)
     checkpointer.close()
     return commit.committed(directory)[-1]
