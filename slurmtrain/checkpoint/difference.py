@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slurmtrain.checkpoint import commit, retention
-from slurmtrain.checkpoint.index_file import read_index
+from slurmtrain.checkpoint.index_file import read_whole_index
 from slurmtrain.checkpoint.tensor_index import Box, BoxLocation, Index, TensorFacts
-from slurmtrain.errors import CheckpointError
 
 PIECE_BYTES = 64 * 2**20  # bytes of a tensor that are compared in one go
 
@@ -48,12 +47,7 @@ class _Saved:
 
     @classmethod
     def open(cls, path: Path) -> _Saved:
-        manifest = commit.read_manifest(path)
-        for name, size in manifest.sizes.items():
-            found = (path / name).stat().st_size if (path / name).exists() else None
-            if found != size:
-                raise CheckpointError(f"{path} is damaged: {name} has {found} bytes of {size}")
-        return cls(path, read_index(path, manifest))
+        return cls(path, read_whole_index(path, commit.read_manifest(path)))
 
     def tensors(self, of: str) -> dict[str, TensorFacts]:
         return {name: fact for name, fact in self.index.facts.items() if name.startswith(f"{of}.") and not fact.own}
@@ -62,21 +56,13 @@ class _Saved:
         """Return the part `box` of a tensor, assembled from what the files hold of it."""
         result = np.empty(box.size, dtype=f"V{itemsize}")
         for source in sources:
-            ends = [
-                min(own + size, their + extent)
-                for own, size, their, extent in zip(box.start, box.size, source.box.start, source.box.size, strict=True)
-            ]
-            begins = [max(own, their) for own, their in zip(box.start, source.box.start, strict=True)]
-            if any(end <= begin for begin, end in zip(begins, ends, strict=True)):
+            overlap = box.intersection(source.box)
+            if overlap is None:
                 continue
             held = np.memmap(self.path / source.file, np.uint8, "r", source.offset, (source.box.numel * itemsize,))
             whole = held.view(f"V{itemsize}").reshape(source.box.size)
-            result[_within(begins, ends, box.start)] = whole[_within(begins, ends, source.box.start)]
+            result[overlap.within(box)] = whole[overlap.within(source.box)]
         return result
-
-
-def _within(begins: Sequence[int], ends: Sequence[int], start: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(begin - first, end - first) for begin, end, first in zip(begins, ends, start, strict=True))
 
 
 def _equal(left: _Saved, right: _Saved, name: str, fact: TensorFacts) -> bool:

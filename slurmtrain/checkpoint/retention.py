@@ -33,6 +33,7 @@ from slurmtrain.checkpoint.commit import (
     remove,
     step_of,
 )
+from slurmtrain.choices import BestMode
 from slurmtrain.errors import CheckpointError, UnreadableRecordError
 from slurmtrain.system import process
 from slurmtrain.system.modes import file_mode, folder_mode
@@ -83,7 +84,7 @@ class Keep:
                 f"keeping the {self.best} best checkpoints is not possible",
                 hint="give a number of checkpoints, or 0 to keep none for that reason",
             )
-        if self.mode not in ("min", "max"):
+        if self.mode not in (BestMode.MIN, BestMode.MAX):
             raise CheckpointError(
                 f"{self.mode!r} does not say which {self.metric} is the best",
                 hint='write "min" (as for a loss) or "max" (as for an accuracy)',
@@ -117,7 +118,7 @@ def _best(checkpoints: Sequence[Kept], keep: Keep) -> list[int]:
 
     Without a metric, NaN and infinity are never the best.
     """
-    sign = 1 if keep.mode == "min" else -1
+    sign = 1 if keep.mode == BestMode.MIN else -1
     losses: dict[int, float] = {}
     for checkpoint in checkpoints:
         value = (checkpoint.metrics or {}).get(keep.metric)
@@ -225,8 +226,8 @@ def _reader_lives(marker: Path, host: str, pid: int, now: float) -> bool:
     except UnreadableRecordError:  # root's
         namespace = None
     # In two containers on one host a pid means two different processes.
-    here = host == _host() and namespace == _pid_namespace()
-    return age < LOCAL_READER_S and process.lives(pid) if here else age < REMOTE_READER_S
+    on_this_host = host == _host() and namespace == _pid_namespace()
+    return age < LOCAL_READER_S and process.lives(pid) if on_this_host else age < REMOTE_READER_S
 
 
 def _host() -> str:
@@ -297,6 +298,6 @@ def prune(directory: Path, keep: Keep, order: int, *, spare: Collection[int] = (
 def _metrics(path: Path) -> Mapping[str, float] | None:
     """None: not known, of a manifest that cannot be read or is damaged. It may be the best."""
     try:
-        return read_manifest(path, patient=True).metrics
+        return read_manifest(path).metrics
     except (CheckpointError, OSError):
         return None

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from slurmtrain.choices import JobKind
 from slurmtrain.cli import main
 from slurmtrain.config.schema import Config, JobConfig, RequeueConfig
 from slurmtrain.report.progress import read_progress
@@ -35,7 +36,7 @@ def run(project: Path) -> RunDir:
 
 
 def own(**job: Any) -> Config:
-    return Config(job=JobConfig(kind="command", command="x", **job), requeue=RequeueConfig(max_unseen_attempts=3))
+    return Config(job=JobConfig(kind=JobKind.COMMAND, command="x", **job), requeue=RequeueConfig(max_unseen_attempts=3))
 
 
 def attempt(
