@@ -22,7 +22,7 @@ options = parser.parse_args()
 
 run = slurmtrain.init()  # +  instead of dist.init_process_group; signals are seen from here on
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.1), nn.Tanh(), nn.Linear(64, 1)).to(run.device)
+model: nn.Module = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.1), nn.Tanh(), nn.Linear(64, 1)).to(run.device)
 if run.world_size > 1:
     model = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

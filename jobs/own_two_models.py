@@ -10,6 +10,7 @@ python -m slurmtrain +cluster=a100x4 submit -- python jobs/own_two_models.py
 import argparse
 import math
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,8 @@ run = slurmtrain.init()  # instead of dist.init_process_group; signals are seen 
 torch.manual_seed(0)
 draw = nn.Sequential(nn.Linear(NOISE, 32), nn.Tanh(), nn.Linear(32, 2)).to(run.device)
 judge = nn.Sequential(nn.Linear(2, 32), nn.LeakyReLU(0.2), nn.Dropout(0.1), nn.Linear(32, 1)).to(run.device)
-generator, discriminator = draw, judge
+generator: nn.Module = draw
+discriminator: nn.Module = judge
 if run.world_size > 1:
     generator, discriminator = DistributedDataParallel(draw), DistributedDataParallel(judge)
 generator_optimizer = torch.optim.Adam(generator.parameters(), lr=2e-3, betas=(0.5, 0.99))
@@ -74,7 +76,7 @@ def teach_generator() -> Tensor:
 
 
 checkpointer = slurmtrain.Checkpointer()
-state = {
+state: dict[str, Any] = {
     "generator": generator,
     "discriminator": discriminator,
     "generator_optimizer": generator_optimizer,

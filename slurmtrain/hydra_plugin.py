@@ -45,7 +45,8 @@ class SlurmtrainLauncher(Launcher):
         self._tasks = Tasks(hydra_context, task_function, config, **self._settings)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[Any]:
-        return self._tasks.launch(job_overrides, initial_job_idx)
+        results: Sequence[Any] = self._tasks.launch(job_overrides, initial_job_idx)
+        return results
 
 
 class SearchLauncher(Launcher):
@@ -61,7 +62,8 @@ class SearchLauncher(Launcher):
             (overrides, job_config(self._context, self._config, overrides, number))
             for number, overrides in enumerate(job_overrides, initial_job_idx)
         ]
-        return self._search.launch(jobs)
+        results: Sequence[Any] = self._search.launch(jobs)
+        return results
 
 
 ConfigStore.instance().store(group="hydra/launcher", name="slurmtrain", node=LauncherConf, provider="slurmtrain")

@@ -66,7 +66,8 @@ class RankGroup:
         # Otherwise it would be torch's 30 minutes, whatever this job's setting.
         own = self.group._get_backend(torch.device("cpu")).options._timeout
         timeout = own if timeout_s is None else timedelta(seconds=timeout_s)
-        return dist.new_group(members, backend="gloo", timeout=timeout, **options)
+        group: dist.ProcessGroup = dist.new_group(members, backend="gloo", timeout=timeout, **options)
+        return group
 
     def end(self) -> None:
         """Destroy the process group."""

@@ -24,15 +24,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurmtrain.checkpoint.blocks import refresh
 from slurmtrain.checkpoint.commit import (
     FINAL_NAME,
     TEMPORARY_NAME,
     committed,
     read_manifest,
-    refresh,
     remove,
     step_of,
 )
+from slurmtrain.choices import BestMode
 from slurmtrain.errors import CheckpointError, UnreadableRecordError
 from slurmtrain.system import process
 from slurmtrain.system.modes import file_mode, folder_mode
@@ -83,7 +84,7 @@ class Keep:
                 f"keeping the {self.best} best checkpoints is not possible",
                 hint="give a number of checkpoints, or 0 to keep none for that reason",
             )
-        if self.mode not in ("min", "max"):
+        if self.mode not in (BestMode.MIN, BestMode.MAX):
             raise CheckpointError(
                 f"{self.mode!r} does not say which {self.metric} is the best",
                 hint='write "min" (as for a loss) or "max" (as for an accuracy)',
@@ -117,7 +118,7 @@ def _best(checkpoints: Sequence[Kept], keep: Keep) -> list[int]:
 
     Without a metric, NaN and infinity are never the best.
     """
-    sign = 1 if keep.mode == "min" else -1
+    sign = 1 if keep.mode == BestMode.MIN else -1
     losses: dict[int, float] = {}
     for checkpoint in checkpoints:
         value = (checkpoint.metrics or {}).get(keep.metric)
@@ -297,6 +298,6 @@ def prune(directory: Path, keep: Keep, order: int, *, spare: Collection[int] = (
 def _metrics(path: Path) -> Mapping[str, float] | None:
     """None: not known, of a manifest that cannot be read or is damaged. It may be the best."""
     try:
-        return read_manifest(path, patient=True).metrics
+        return read_manifest(path).metrics
     except (CheckpointError, OSError):
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from slurmtrain.choices import JobKind
 from slurmtrain.cli.arguments import Arguments
 from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.json_output import print_json
@@ -20,7 +21,7 @@ def main(arguments: Arguments) -> int:
     """Run the verb and return its exit code."""
     config, dims = compose_and_validate(arguments)
     laid = "--memory" in arguments.options
-    if laid and config.job.kind != "train":
+    if laid and config.job.kind != JobKind.TRAIN:
         raise UsageError(f"--memory is of the trainer's model, and job.kind is {config.job.kind!r}", hint="job=train")
     stages = memory_by_dry_run(config) if laid else memory_of(config, dims)
     places = [_place(dims, rank, config.cluster.tasks_per_node) for rank in range(dims.world_size)]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
-import sys
 from collections.abc import Sequence
 
+from slurmtrain.choices import Backend, JobKind
 from slurmtrain.cli.run_control import (
     claimed_alone,
     client,
@@ -23,6 +24,8 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.paths import current_folder
 
+log = logging.getLogger(__name__)
+
 OVERRIDE = re.compile(r"[+~]{0,2}\w[\w.@-]*=")  # not a path with a = in it
 
 
@@ -39,7 +42,7 @@ def main(verb: str, words: list[str]) -> int:
     parser.add_argument("--code", action="store_true", help="take a new snapshot: continue with the code as it is now")
     options = parser.parse_args(_with_each_set(words))
     run_dir = open_run(options.run)
-    if options.json and run_dir.info()["backend"] == "local":
+    if options.json and run_dir.info()["backend"] == Backend.LOCAL:
         raise UsageError(f"--json: run {run_dir.id} is resumed here, in the foreground, and shows its output")
     said = _resume(run_dir, options.set, code=options.code)
     if isinstance(said, int):
@@ -110,10 +113,10 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
         reopen(run_dir, now.attempts[-1], run_dir.info()["steps"])
     run_dir.request_file.unlink(missing_ok=True)
     run_dir.event(Event.RESUME_ASKED)
-    if run_dir.info()["backend"] == "local":
+    if run_dir.info()["backend"] == Backend.LOCAL:
         from slurmtrain.launch.local import run_local
 
-        return run_local(run_dir, lambda text: print(f"slurmtrain: {text}", flush=True))
+        return run_local(run_dir)
     from slurmtrain.launch import resubmit
 
     try:
@@ -121,7 +124,7 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
     except KeyboardInterrupt:
         from slurmtrain.launch.submit import interrupted
 
-        print(f"slurmtrain: {interrupted(run_dir, client(run_dir))}", file=sys.stderr, flush=True)
+        log.info(interrupted(run_dir, client(run_dir)))
         raise
     return f"run {run_dir.id} is submitted again as job {', then '.join(job_ids)}"
 
@@ -138,7 +141,7 @@ def _check_lengthened(run_dir: RunDir, now: RunState, overrides: Sequence[str]) 
     config = load_frozen(run_dir.config_file, with_secrets=False)
     done = now.attempts[-1].last_step
     more = (
-        config.job.kind == "train"
+        config.job.kind == JobKind.TRAIN
         and done is not None
         and changed(config, overrides, current_folder())[0].train.steps > done
     )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+from slurmtrain.choices import Backend
 from slurmtrain.cli.arguments import RUN_HELP, Parser
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.errors import ClusterError
@@ -15,6 +16,8 @@ from slurmtrain.runs import lookup, ownership
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system.file_claims import Owner, claimed
+
+log = logging.getLogger(__name__)
 
 
 def parser_of(verb: str) -> Parser:
@@ -50,9 +53,9 @@ def claimed_alone(run_dir: RunDir) -> Iterator[None]:
 
     def busy(owner: Owner) -> None:
         who = f"process {owner['pid']} on {owner['host']}"
-        if run_dir.info()["backend"] == "local":  # it is at it until the run has ended
+        if run_dir.info()["backend"] == Backend.LOCAL:  # it is at it until the run has ended
             raise ClusterError(f"{who} is running {run_dir.id} already", hint=f"status {run_dir.id}")
-        print(f"slurmtrain: {who} is resuming it; waiting for that", file=sys.stderr, flush=True)
+        log.info("%s is resuming it; waiting for that", who)
 
     with claimed(claim_folder(run_dir), busy):
         yield
@@ -60,13 +63,13 @@ def claimed_alone(run_dir: RunDir) -> Iterator[None]:
 
 def claim_folder(run_dir: RunDir) -> Path:
     """Return the folder of the claim to resume the run: that of all runs of a sweep, which `sweep retry` resumes together."""
-    in_sweep = lookup.is_sweep(run_dir.path.parent) and run_dir.info()["backend"] == "slurm"
+    in_sweep = lookup.is_sweep(run_dir.path.parent) and run_dir.info()["backend"] == Backend.SLURM
     return run_dir.path.parent / "arrays" if in_sweep else run_dir.path
 
 
 def jobs_in_queue(run_dir: RunDir, now: RunState) -> list[str]:
     """Return all jobs of the run that SLURM still has; none if it has no jobs, or SLURM cannot be asked."""
-    if run_dir.info()["backend"] == "local" or now.slurm_error is not None:
+    if run_dir.info()["backend"] == Backend.LOCAL or now.slurm_error is not None:
         return []
     from slurmtrain.launch.own_jobs import in_queue
 
@@ -75,7 +78,7 @@ def jobs_in_queue(run_dir: RunDir, now: RunState) -> list[str]:
 
 def has_no_job(run_dir: RunDir, now: RunState) -> bool:
     """Return whether the run is not a job of SLURM."""
-    return run_dir.info()["backend"] == "local" or now.job_id is None
+    return run_dir.info()["backend"] == Backend.LOCAL or now.job_id is None
 
 
 def client(run_dir: RunDir) -> SlurmClient:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 
+from slurmtrain.choices import Backend, RequeueMode
 from slurmtrain.cli.run_control import (
     claim_folder,
     claimed_alone,
@@ -25,6 +26,8 @@ from slurmtrain.runs.attempts import write_request
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.file_claims import is_claimed
+
+log = logging.getLogger(__name__)
 
 
 def main(verb: str, words: list[str]) -> int:
@@ -43,7 +46,7 @@ def main(verb: str, words: list[str]) -> int:
 def _cancel(run_dir: RunDir) -> str:
     """End a run, and the jobs that evaluate its checkpoints."""
     said = [_cancel_one(run_dir)]
-    if run_dir.info()["backend"] == "slurm" and is_claimed(claim_folder(run_dir)):
+    if run_dir.info()["backend"] == Backend.SLURM and is_claimed(claim_folder(run_dir)):
         with claimed_alone(run_dir):  # somebody was resuming it at the same moment
             said = [_cancel_one(run_dir)]
     if run_dir.evaluations.exists():
@@ -139,7 +142,7 @@ def _how_long_leaving_took(run_dir: RunDir, now: RunState, asked: float) -> list
     within_s = time_to_leave(times)
     if times is None or within_s is None:
         return []
-    print(f"slurmtrain: waiting until it has stopped, for {within_s:.0f} s at most", file=sys.stderr, flush=True)
+    log.info("waiting until it has stopped, for %.0f s at most", within_s)
     left = wait_until_left(run_dir, now.attempts[-1].number, within_s)
     return [leaving_sentence(left, asked, within_s, times)]
 
@@ -191,10 +194,12 @@ def _next_step(run_dir: RunDir, now: RunState) -> str | None:
     if by_hand:
         return None
     config = load_frozen(run_dir.config_file, with_secrets=False)
-    mode = "requeue" if config.cluster.backend == "local" and config.requeue.mode != "off" else config.requeue.mode
-    if mode == "chain" and not now.following:
+    mode = config.requeue.mode
+    if config.cluster.backend == Backend.LOCAL and mode != RequeueMode.OFF:
+        mode = RequeueMode.REQUEUE
+    if mode == RequeueMode.CHAIN and not now.following:
         return None
-    if mode == "requeue" and now.packed:
+    if mode == RequeueMode.REQUEUE and now.packed:
         return "it is requeued and resumes by itself when the others of its pack have left, too"
     return {
         "requeue": "it is requeued and resumes by itself",

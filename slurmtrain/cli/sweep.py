@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from slurmtrain.choices import Backend
 from slurmtrain.cli.arguments import Parser
 from slurmtrain.cli.collect import add_collect_options, print_collected
 from slurmtrain.cli.columns import (
@@ -24,7 +25,6 @@ from slurmtrain.cli.columns import (
 from slurmtrain.cli.json_output import point_object, print_json
 from slurmtrain.cli.multirun import run_on_this_machine
 from slurmtrain.cli.status import say_doubts, say_unreadable
-from slurmtrain.cli.submit import say
 from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, watch
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.report import collect
@@ -181,10 +181,10 @@ def _run_dir_of(sweep: Sweep, point: Point) -> RunDir | None:
 
 
 def _retry(sweep: Sweep, *, as_json: bool) -> int:
-    if sweep.info()["backend"] == "local":
+    if sweep.info()["backend"] == Backend.LOCAL:
         return run_on_this_machine(sweep, sweep.info()["parallelism"] or sweep.pack, as_json=as_json)
     chosen = add_retry(sweep)
-    submission = submit_arrays(sweep, sweeps.client_of(sweep), say=say)
+    submission = submit_arrays(sweep, sweeps.client_of(sweep))
     if as_json:
         print_json({"sweep": sweep.id, "runs": chosen, "job_ids": submission.submitted})
     elif submission.submitted:
@@ -197,7 +197,7 @@ def _retry(sweep: Sweep, *, as_json: bool) -> int:
 
 
 def _cancel(sweep: Sweep, *, as_json: bool) -> int:
-    if sweep.info()["backend"] == "local":
+    if sweep.info()["backend"] == Backend.LOCAL:
         raise ClusterError(
             f"{sweep.id} runs in the foreground, if at all", hint="Ctrl-C there; cancel RUN ends a single point"
         )

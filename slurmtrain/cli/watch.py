@@ -98,7 +98,7 @@ def watch(
 
 def pause_s(every_s: float, took_s: float, failures: int) -> float:
     """Return the seconds until the next look, by the duration of the last one and the failures so far."""
-    patience_s = min(every_s * 2 ** min(failures, 10), max(every_s, SILENT_AT_MOST_S))
+    patience_s = min(every_s * 2.0 ** min(failures, 10), max(every_s, SILENT_AT_MOST_S))
     return max(patience_s, took_s * (1 / SHARE - 1))
 
 

@@ -13,17 +13,17 @@ import hashlib
 import json
 import os
 import re
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from slurmtrain.config import secrets
-from slurmtrain.config.field_types import check_types, shown
+from slurmtrain.config.field_types import check_types, hints, shown
 from slurmtrain.config.keys import unknown_field
 from slurmtrain.config.migrations import add_constants, header, migrate, version_of
 from slurmtrain.config.schema import Config
+from slurmtrain.config.typed import structured, typed
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, nearest
 from slurmtrain.resources import shipped
 from slurmtrain.system.redaction import hide
@@ -41,7 +41,7 @@ def register_schema() -> None:
     """Register the schema under the name that the defaults list of conf/config.yaml uses."""
     from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store(name="schema", node=Config)
+    ConfigStore.instance().store(name="schema", node=structured(Config))
 
 
 def compose(
@@ -169,13 +169,13 @@ def _lists_of_text() -> frozenset[str]:
     """Return the dotted keys of all fields of the schema that take a list of text."""
 
     def found(part: Any, prefix: str) -> Iterator[str]:
-        for name, kind in get_type_hints(part).items():
+        for name, kind in hints(part).items():
             if kind == list[str]:
                 yield prefix + name
             elif dataclasses.is_dataclass(kind):
                 yield from found(kind, f"{prefix}{name}.")
 
-    return frozenset(found(Config, ""))
+    return frozenset(found(structured(Config), ""))
 
 
 def finish(composed: Any, overrides: Sequence[str]) -> Config:
@@ -183,9 +183,10 @@ def finish(composed: Any, overrides: Sequence[str]) -> Config:
     from omegaconf import OmegaConf
 
     _keep_secrets_unresolved(composed, frozenset(composed.get("secrets") or ()))
-    if OmegaConf.get_type(composed) is Config:
-        config: Config = OmegaConf.to_object(composed)  # type: ignore[assignment]
-        _refuse_unknown(config)  # `+cluster.node=3` gets past Hydra, and omegaconf makes an attribute of it
+    if OmegaConf.get_type(composed) is structured(Config):
+        built = OmegaConf.to_object(composed)
+        _refuse_unknown(built)  # `+cluster.node=3` gets past Hydra, and omegaconf makes an attribute of it
+        config = typed(built, Config)
     else:  # a primary config of somebody's own, that does not begin with our schema
         config = to_config(OmegaConf.to_container(composed, resolve=True))
     check_types(config)
@@ -229,12 +230,13 @@ def to_config(values: Any) -> Config:
 
     Raises:
         OmegaConfBaseException: there is an unknown key or a wrong type.
+        ConfigError: a field does not know the word that it is given.
     """
     from omegaconf import OmegaConf
 
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), _literal(values)))
-    assert isinstance(config, Config)
-    return config
+    return typed(
+        OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(structured(Config)), _literal(values))), Config
+    )
 
 
 def to_values(config: Config) -> dict[str, Any]:
@@ -279,7 +281,9 @@ def load_frozen(path: Path, *, with_secrets: bool = True) -> Config:
             raise ConfigError(f"{path} holds no config", hint="it was written at submit; has it been edited?")
         left_out = migrate(values, version_of(text))
         if left_out:
-            print(f"slurmtrain: not known any more, and left out: {', '.join(left_out)} of {path}", file=sys.stderr)
+            import logging  # here, since --help loads this module and needs none
+
+            logging.getLogger(__name__).warning("not known any more, and left out: %s of %s", ", ".join(left_out), path)
         if with_secrets:
             values = resolve_secrets(values, {**os.environ, **secrets.given(values.get("secrets") or {})})
         return to_config(values)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from slurmtrain.choices import Backend, RequeueMode
 from slurmtrain.config.compose import first_line, to_config, to_values
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
 from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig
@@ -42,7 +43,7 @@ def evaluation_config(
     values["hooks"] = dataclasses.asdict(HooksConfig())
     values["sweep"]["pack"] = 1
     values["job"] |= {"name": f"eval-{config.job.name}"[:64], "singleton": False}
-    if config.requeue.mode == "chain":  # requeueing is forbidden where it is used
+    if config.requeue.mode == RequeueMode.CHAIN:  # requeueing is forbidden where it is used
         values["requeue"]["mode"] = "resubmit"
     return _checked(values)
 
@@ -81,7 +82,7 @@ def _here(config: Config, dims: ParallelDims) -> dict[str, Any]:
     cluster = config.cluster
     return dataclasses.asdict(
         ClusterConfig(
-            backend="local",
+            backend=Backend.LOCAL,
             tasks_per_node=_ranks(config, dims),
             cpus_per_task=cluster.cpus_per_task,
             env=cluster.env,

@@ -15,7 +15,7 @@ from typing import Any, Union
 from slurmtrain.errors import ConfigError
 
 SHOWN = 80  # characters of a value that an error repeats
-_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
+_NAMES = {int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
 
 
 def check_types(part: Any, where: str = "") -> None:
@@ -28,13 +28,13 @@ def check_types(part: Any, where: str = "") -> None:
     Raises:
         ConfigError: a value has a wrong type; the message gives the key, the value and the expected type.
     """
-    hints = _hints(part.__class__)
+    kinds = hints(part.__class__)
     for field in dataclasses.fields(part):
-        _check(f"{where}{field.name}", getattr(part, field.name), hints[field.name])
+        _check(f"{where}{field.name}", getattr(part, field.name), kinds[field.name])
 
 
 @functools.cache
-def _hints(part: type) -> dict[str, Any]:
+def hints(part: type) -> dict[str, Any]:
     """Return the types of a dataclass's annotations. It is cached since it takes longer than all checks together."""
     return typing.get_type_hints(part)
 
@@ -67,7 +67,7 @@ def _check(key: str, value: Any, expected: Any) -> None:
             _check(f"{key}.{name}", item, typing.get_args(expected)[1])
     elif not _is_one_of(value, _alternatives(expected)):
         kinds = _alternatives(expected)
-        raise _wrong(key, value, " or ".join(_NAMES.get(kind, "a list of numbers") for kind in kinds))
+        raise _wrong(key, value, " or ".join(map(_name, kinds)))
     elif isinstance(value, str):
         _check_encodable(key, value)
 
@@ -95,6 +95,12 @@ def _check_encodable(key: str, text: str) -> None:
         raise _wrong(
             key, text, "text in UTF-8", hint="check the locale of the shell, or the file it came from"
         ) from None
+
+
+def _name(kind: Any) -> str:
+    if isinstance(kind, type) and issubclass(kind, str):  # text itself, or a Choice
+        return "text"
+    return _NAMES.get(kind, "a list of numbers")
 
 
 def _alternatives(expected: Any) -> tuple[Any, ...]:

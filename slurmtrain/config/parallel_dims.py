@@ -16,11 +16,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slurmtrain.choices import CpMethod, JobKind, PpSchedule, ReduceDtype
 from slurmtrain.config.schema import Config, ParallelConfig, TrainConfig
 from slurmtrain.errors import ConfigError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # the outermost first
-STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 2}
+STAGES_PER_RANK: dict[str, int] = {
+    schedule: 1 + (schedule in (PpSchedule.INTERLEAVED_1F1B, PpSchedule.ZERO_BUBBLE)) for schedule in PpSchedule
+}
 
 Sizes = dict[str, int]
 Problem = tuple[str, str | None]  # a sentence, and a hint unless another layout is the way out
@@ -68,7 +71,9 @@ class ParallelDims:
 
         The latter's replicas compute with the very parameters that they train.
         """
-        return not self.replicas_only or parallel.param_dtype is not None or parallel.reduce_dtype != "float32"
+        return (
+            not self.replicas_only or parallel.param_dtype is not None or parallel.reduce_dtype != ReduceDtype.FLOAT32
+        )
 
     def sequence_ranks(self, parallel: ParallelConfig) -> int:
         """Return the number of ranks that share the activations of every sequence, which has to divide its length."""
@@ -172,7 +177,7 @@ def _problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
     """Yield what cannot work with these sizes, whose product is the world size."""
     yield from _node_problems(sizes, config)
     yield from _shard_problems(sizes, config)
-    if config.job.kind in ("train", "evaluate"):
+    if config.job.kind in (JobKind.TRAIN, JobKind.EVALUATE):
         yield from _model_problems(sizes, config)
         yield from _sequence_problems(sizes, config)
         yield from _batch_problems(sizes, config)
@@ -208,7 +213,7 @@ def _model_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
     model, parallel, tp, pp, cp = config.model, config.parallel, sizes["tp"], sizes["pp"], sizes["cp"]
     parts = {"heads": tp, "kv_heads": tp, "vocab_size": tp}
     by = f"parallel.tp={tp}"
-    if cp > 1 and parallel.cp_method == "ulysses":
+    if cp > 1 and parallel.cp_method == CpMethod.ULYSSES:
         parts |= {"heads": tp * cp, "kv_heads": tp * cp}
         by += f" x parallel.cp={cp} (parallel.cp_method=ulysses)"
     for name, divisor in parts.items():

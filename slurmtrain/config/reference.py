@@ -12,8 +12,10 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from slurmtrain.choices import Choice
 from slurmtrain.config import schema
 from slurmtrain.config.compose import compose, to_values
+from slurmtrain.config.typed import words_of
 
 COLUMNS = 120
 UNITS = {"_s": "seconds", "_min": "minutes", "_minutes": "minutes", "_hours": "hours", "_gb": "GB", "_mb": "MB"}
@@ -102,7 +104,16 @@ def _fields(owner: ast.ClassDef, defaults: Mapping[str, Any]) -> Iterator[Field]
         beside = [_comment(line) for line in lines[node.lineno - 1 : node.end_lineno]]
         name = node.target.id
         default = _yaml(defaults[name]) if name in defaults else _default(node.value)
-        yield Field(name, ast.unparse(node.annotation), default, " ".join(part for part in [*above, *beside] if part))
+        yield Field(name, _type(node.annotation), default, " ".join(part for part in [*above, *beside] if part))
+
+
+def _type(annotation: ast.expr) -> str:
+    """Return a field's type as a person reads it: the words of a Choice."""
+    text = ast.unparse(annotation)
+    names = (word for word in re.findall(r"[A-Z]\w+", text) if isinstance(getattr(schema, word, None), type(Choice)))
+    for name in names:
+        text = text.replace(name, " | ".join(f"`{word}`" for word in words_of(getattr(schema, name))))
+    return text
 
 
 def _comment(line: str) -> str:
@@ -117,7 +128,7 @@ def _default(value: ast.expr | None) -> str:
     except ValueError:  # default_factory=..., or a member of an enum
         assert value is not None
         if isinstance(value, ast.Attribute):
-            return value.attr.lower()
+            return str(getattr(getattr(schema, ast.unparse(value.value)), value.attr))
         return "{}" if "dict" in ast.unparse(value) else "[]"
 
 

@@ -10,6 +10,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from slurmtrain.choices import (
+    ActivationCheckpointing,
+    Allow,
+    Backend,
+    BestMode,
+    ContainerKind,
+    CpMethod,
+    Device,
+    EvalMode,
+    GradientCompression,
+    JobKind,
+    ParamDtype,
+    PpSchedule,
+    RawFormat,
+    ReduceDtype,
+    ReplicaDrift,
+    RequeueMode,
+    RestoreOnly,
+    SnapshotMode,
+    Verify,
+)
 from slurmtrain.runs.lookup import runs_root
 
 
@@ -17,7 +38,8 @@ from slurmtrain.runs.lookup import runs_root
 class ContainerConfig:
     """The container that the ranks run in, if any."""
 
-    kind: str | None = None  # null: none; "pyxis" (flags on the srun line); "apptainer" (wraps the task's command)
+    # null: none; "pyxis" (flags on the srun line); "apptainer" (wraps the task's command)
+    kind: ContainerKind | None = None
     image: str | None = None  # an image that the runtime accepts: a .sqsh or .sif file, or a registry reference
     mounts: list[str] = field(default_factory=list)  # each host:container[:ro]; the run directory is always mounted
     args: list[str] = field(default_factory=list)  # further flags of the runtime, one word each, passed on unchanged
@@ -27,7 +49,8 @@ class ContainerConfig:
 class ClusterConfig:
     """The machines that the job runs on and the resources that it asks for; one yaml file per cluster in conf/cluster/."""
 
-    backend: str = "slurm"  # "slurm", or "local": the same job as processes of this machine, in the foreground
+    # "slurm", or "local": the same job as processes of this machine, in the foreground
+    backend: Backend = Backend.SLURM
     nodes: int = 1
     tasks_per_node: int = 1  # ranks per node; one rank drives one GPU
     cpus_per_task: int = 1
@@ -72,9 +95,8 @@ class JobConfig:
     """The program to run, its name, and the copy of the code that it uses."""
 
     name: str = "train"  # name of the run's folder under runs_dir, and of the job in squeue
-    kind: str = (
-        "train"  # "train": the trainer of this package; "command": job.command on every rank; "prepare": text -> tokens
-    )
+    # "train": the trainer of this package; "command": job.command on every rank; "prepare": text -> tokens
+    kind: JobKind = JobKind.TRAIN
     # e.g. 'python my_train.py --lr 1e-3', or typed after `submit --`; split into words as a shell would. No shell runs it: each
     # rank replaces $NAME and ${NAME} for the variables that it is given (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...,
     # SLURM_*), and nothing else; the script of an explicit shell (bash -c '...') is left to that shell.
@@ -88,7 +110,8 @@ class JobConfig:
     # A folder that login node and compute nodes share; relative to the folder in which submit is typed. Default: the
     # environment variable SLURMTRAIN_RUNS, else "runs".
     runs_dir: str = field(default_factory=lambda: str(runs_root()))
-    snapshot: str = "auto"  # copy of the code: "auto": the git work tree, if there is one; "cwd": this folder; "none"
+    # copy of the code: "auto": the git work tree, if there is one; "cwd": this folder; "none"
+    snapshot: SnapshotMode = SnapshotMode.AUTO
     snapshot_max_mb: int = 64  # a larger work tree is refused: data does not belong in the snapshot
     singleton: bool = False  # wait until no other job of this name and user exists (--dependency=singleton)
 
@@ -106,22 +129,26 @@ class ParallelConfig:
     pp: int = 1  # pipeline stages; micro batches of a step go through them one after another
     cp: int = 1  # ranks that share every sequence (context parallel)
     sequence_parallel: bool = True  # with tp: also share the activations between the matrices, along the sequence
-    cp_method: str = "all_gather"  # "all_gather": gather keys and values; "ulysses": trade parts of sequences for heads
-    pp_schedule: str = "1f1b"  # "1f1b" or "gpipe"; with two stages per rank: "interleaved_1f1b", "zero_bubble"
+    # "all_gather": gather keys and values; "ulysses": trade parts of sequences for heads
+    cp_method: CpMethod = CpMethod.ALL_GATHER
+    # "1f1b" or "gpipe"; with two stages per rank: "interleaved_1f1b", "zero_bubble"
+    pp_schedule: PpSchedule = PpSchedule.ONE_F_ONE_B
     units: list[str] = field(
         default_factory=list
     )  # class names of the modules that FSDP2 gathers one at a time; []: the model's own choice, or by size
     # Free gathered parameters between forward and backward; null: yes, except with pp. A number: groups of this many shards
     # keep them.
     reshard_after_forward: bool | int | None = None
-    param_dtype: str | None = None  # "bfloat16": compute in bfloat16, with FSDP2; parameters and optimiser stay float32
-    reduce_dtype: str = "float32"  # type in which gradients are added up; "bfloat16" halves what is sent
-    gradient_compression: str = (
-        "none"  # how replicas (DDP) compress gradients to exchange them: "bf16", "fp16", "powersgd"
-    )
+    # "bfloat16": compute in bfloat16, with FSDP2; parameters and optimiser stay float32
+    param_dtype: ParamDtype | None = None
+    # type in which gradients are added up; "bfloat16" halves what is sent
+    reduce_dtype: ReduceDtype = ReduceDtype.FLOAT32
+    # how replicas (DDP) compress gradients to exchange them: "bf16", "fp16", "powersgd"
+    gradient_compression: GradientCompression = GradientCompression.NONE
     powersgd_rank: int = 4  # rank of the matrices that approximate a gradient: higher is more exact, and sends more
     powersgd_start_step: int = 100  # gradients of earlier steps are sent uncompressed
-    activation_checkpointing: str = "none"  # "full": recompute blocks in backward; "selective": all but their matmuls
+    # "full": recompute blocks in backward; "selective": all but their matmuls
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
     compile: bool = False  # compile the model by torch.compile, block by block
 
 
@@ -154,7 +181,8 @@ class TrainConfig:
     log_every: int = 10  # steps between log lines
     eval_every: int = 100  # steps between evaluations; 0: at the end only; see `eval`
     max_nonfinite: int = 5  # this many steps in a row without a finite loss and gradient norm end the run; 0: never
-    device: str = "auto"  # "auto": a GPU if cluster.gpus_per_node is set or one is visible; "cpu"; "cuda"
+    # "auto": a GPU if cluster.gpus_per_node is set or one is visible; "cpu"; "cuda"
+    device: Device = Device.AUTO
     tensorboard: bool = True  # also write TensorBoard events; needs the extra `tensorboard`
 
 
@@ -175,28 +203,30 @@ class CheckpointConfig:
     keep_every: int = 0  # also keep those whose step is a multiple of this; 0: none for that reason
     keep_best: int = 0  # also keep this many of the best by best_metric; 0: none for that reason
     best_metric: str = "valid_loss"  # a metric of the evaluations; known for saved steps that are also evaluated
-    best_mode: str = "min"  # which values of best_metric are good: "min" or "max"
+    best_mode: BestMode = BestMode.MIN  # which values of best_metric are good: "min" or "max"
     asynchronous: bool = (
         True  # write while training goes on; false: wait for each commit, the first failure ends the attempt
     )
     max_failures: int = 3  # this many failed saves in a row end the attempt; 0: train on without
     # what a save does when ranks differ that should hold the same (as on GPUs of several models): "refuse": it fails and names
     # them; "warn": it reports this once and saves what the lowest rank holds, which then writes all of it
-    on_replica_drift: str = "refuse"
-    verify: str = "full"  # compare restored files with their digests: "full", "sampled" (a 16th) or "off" (sizes only)
+    on_replica_drift: ReplicaDrift = ReplicaDrift.REFUSE
+    # compare restored files with their digests: "full", "sampled" (a 16th) or "off" (sizes only)
+    verify: Verify = Verify.FULL
     mirror: str | None = None  # URL of an object store's folder; copies go to <mirror>/<job.name>/<run id>
     restore_from: str | None = None  # path of a checkpoint to start from while this run has none of its own
     # null: continue at the checkpoint's step, with its optimiser, schedule and data. "model": only its weights, at step 0.
-    restore_only: str | None = None
+    restore_only: RestoreOnly | None = None
     # What may differ from the checkpoint restore_from: keys, shapes, dtypes, config, data.
-    allow: list[str] = field(default_factory=list)
+    allow: list[Allow] = field(default_factory=list)
 
 
 @dataclass
 class EvalConfig:
     """The metrics on held-out samples, computed every train.eval_every steps and at the end."""
 
-    mode: str = "inline"  # "inline": training waits for it; "job": a SLURM job of its own for each due checkpoint
+    # "inline": training waits for it; "job": a SLURM job of its own for each due checkpoint
+    mode: EvalMode = EvalMode.INLINE
     # Further sets by name, each a data config with its _target_: a data set, or a source, whose `valid` is used, else its
     # `train`. The data source's own sets are "valid" and those in its `evals`.
     sets: dict[str, Any] = field(default_factory=dict)
@@ -223,7 +253,7 @@ class RequeueConfig:
     "off": a stopped job stays stopped; `resume RUN` continues it.
     """
 
-    mode: str = "requeue"  # "requeue", "resubmit", "chain" or "off"
+    mode: RequeueMode = RequeueMode.REQUEUE  # "requeue", "resubmit", "chain" or "off"
     chain_length: int = 4  # number of jobs of mode=chain; the run ends with the last of them, finished or not
     max_attempts_without_progress: int = (
         3  # the run ends after this many crashes or time limits in a row without progress
@@ -260,7 +290,8 @@ class PrepareConfig:
 
     inputs: list[str] = field(default_factory=list)  # files, glob patterns (also **), folders with all files in them
     output: str | None = None  # the folder of the prepared data set
-    format: str = "auto"  # "auto": by suffix, with or without .gz/.zst; or "jsonl", "parquet", "text", "hf" for all
+    # "auto": by suffix, with or without .gz/.zst; or "jsonl", "parquet", "text", "hf" for all
+    format: RawFormat = RawFormat.AUTO
     text_field: str = "text"  # the field of a JSON line, or the column, that holds a document
     tokenizer: str = "bytes"  # "bytes", or the path of a tokenizer.json, or of tiktoken's ranks in a file NAME.tiktoken
     tiktoken_pattern: str | None = None  # name of an encoding, or a regular expression; null: by the file's name

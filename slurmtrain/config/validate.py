@@ -10,9 +10,10 @@ import math
 import re
 import shlex
 
+from slurmtrain.choices import Backend, EvalMode, GradientCompression, JobKind, PpSchedule, RequeueMode
 from slurmtrain.config.compose import SECRET_REFERENCE, SECRET_VARIABLE
 from slurmtrain.config.evaluation import evaluation_config
-from slurmtrain.config.parallel_dims import STAGES_PER_RANK, ParallelDims, parallel_dims_of, sequence_lengths
+from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of, sequence_lengths
 from slurmtrain.config.schema import (
     ClusterConfig,
     Config,
@@ -22,6 +23,7 @@ from slurmtrain.config.schema import (
     PrepareConfig,
     TrainConfig,
 )
+from slurmtrain.config.typed import words_of
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, nearest
 
 # Options of sbatch that the script sets, or that would break what slurmtrain does with a job -> what decides them. All
@@ -70,16 +72,15 @@ def validate(config: Config) -> ParallelDims:
     _check_ranges(config)
     _check_hooks(config.hooks)
     _check_evaluation(config)
-    if config.job.kind == "prepare":
+    if config.job.kind == JobKind.PREPARE:
         _check_prepare(config.prepare)
-    if config.job.kind == "train":
+    if config.job.kind == JobKind.TRAIN:
         _check_lengths(config)
     return dims
 
 
 def _check_evaluation(config: Config) -> None:
     wanted = config.eval
-    _one_of("eval.mode", wanted.mode, ("inline", "job"))
     for name, values in wanted.sets.items():
         if not SET_NAME.fullmatch(name) or name == "valid":
             raise ConfigError(
@@ -92,9 +93,9 @@ def _check_evaluation(config: Config) -> None:
             _check_target(f"eval.metrics.{name}", value)
         elif name not in BUILT_IN_METRICS:
             raise ConfigError(f"eval.metrics.{name}: there is no such metric", hint=nearest(name, BUILT_IN_METRICS))
-    if wanted.mode == "inline" or config.job.kind != "train":
+    if wanted.mode == EvalMode.INLINE or config.job.kind != JobKind.TRAIN:
         return
-    if config.cluster.backend == "local":
+    if config.cluster.backend == Backend.LOCAL:
         raise ConfigError("eval.mode=job, but cluster.backend=local has no queue for jobs", hint="eval.mode=inline")
     if config.checkpoint.keep_best:
         raise ConfigError(
@@ -136,9 +137,9 @@ def _check_job(job: JobConfig) -> None:
             f"job.name is {job.name!r}: letters, digits and . _ + - are allowed, 64 at most, the first a letter or digit",
             hint="the name becomes a folder and is shown by squeue",
         )
-    _one_of("job.kind", job.kind, ("train", "command", "prepare"))
-    _one_of("job.snapshot", job.snapshot, ("auto", "cwd", "none"))
-    if job.kind == "command":
+    if job.kind == JobKind.EVALUATE:
+        raise ConfigError("job.kind=evaluate is not known", hint=f"one of: {', '.join(words_of(JobKind))}")
+    if job.kind == JobKind.COMMAND:
         if not job.command or not job.command.strip():
             raise ConfigError("job.command is empty", hint="submit -- python my_train.py --lr 1e-3")
         try:
@@ -153,7 +154,7 @@ def _check_job(job: JobConfig) -> None:
             hint="write job=command",
         )
     for name in ("finished_when", "progress_file"):
-        if job.kind != "command" and getattr(job, name) is not None:
+        if job.kind != JobKind.COMMAND and getattr(job, name) is not None:
             raise ConfigError(
                 f"job.{name} is for a job.command, and job.kind is {job.kind!r}", hint=f"leave job.{name} out"
             )
@@ -171,8 +172,6 @@ def _check_finished_when(text: str) -> None:
 
 
 def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
-    _one_of("cluster.backend", cluster.backend, ("slurm", "local"))
-    _one_of("cluster.container.kind", cluster.container.kind, (None, "pyxis", "apptainer"))
     for name in (
         "nodes",
         "tasks_per_node",
@@ -211,7 +210,7 @@ def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
             f"{cluster.gpus_per_node} GPUs",
             hint=f"one rank drives one GPU: set cluster.tasks_per_node={cluster.gpus_per_node}",
         )
-    if cluster.backend == "local" and cluster.nodes != 1:
+    if cluster.backend == Backend.LOCAL and cluster.nodes != 1:
         raise ConfigError(
             f"cluster.nodes={cluster.nodes}, but cluster.backend=local has this machine only",
             hint="use cluster.tasks_per_node for more ranks, or a SLURM cluster: +cluster=sandbox tries it here",
@@ -232,7 +231,7 @@ def _check_cluster(cluster: ClusterConfig, *, singleton: bool) -> None:
             hint="a sandbox has its own slurm.conf",
         )
     latest = cluster.time_limit_min * 60 - SLURM_EARLY_S
-    if cluster.backend == "slurm" and cluster.signal_lead_s >= latest:
+    if cluster.backend == Backend.SLURM and cluster.signal_lead_s >= latest:
         raise ConfigError(
             f"cluster.signal_lead_s={cluster.signal_lead_s} with cluster.time_limit_min={cluster.time_limit_min}: SLURM may "
             f"warn {SLURM_EARLY_S} s early, so the warning could come before the first step",
@@ -305,12 +304,7 @@ def _check_strings(cluster: ClusterConfig) -> None:
 
 
 def _check_parallel(parallel: ParallelConfig) -> None:
-    _one_of("parallel.pp_schedule", parallel.pp_schedule, tuple(STAGES_PER_RANK))
-    _one_of("parallel.cp_method", parallel.cp_method, ("all_gather", "ulysses"))
-    _one_of("parallel.param_dtype", parallel.param_dtype, (None, "bfloat16"))
-    _one_of("parallel.reduce_dtype", parallel.reduce_dtype, ("float32", "bfloat16"))
-    _one_of("parallel.activation_checkpointing", parallel.activation_checkpointing, ("none", "full", "selective"))
-    if parallel.compile and parallel.pp_schedule == "zero_bubble" and parallel.pp != 1:
+    if parallel.compile and parallel.pp_schedule == PpSchedule.ZERO_BUBBLE and parallel.pp != 1:
         raise ConfigError(
             "parallel.compile=true with parallel.pp_schedule=zero_bubble: a compiled backward pass cannot be done in two parts",
             hint="parallel.pp_schedule=interleaved_1f1b, or parallel.compile=false",
@@ -319,8 +313,7 @@ def _check_parallel(parallel: ParallelConfig) -> None:
 
 def _check_compression(parallel: ParallelConfig, dims: ParallelDims) -> None:
     how = f"parallel.gradient_compression={parallel.gradient_compression}"
-    _one_of("parallel.gradient_compression", parallel.gradient_compression, ("none", "bf16", "fp16", "powersgd"))
-    if parallel.gradient_compression != "none" and dims.uses_fsdp(parallel):
+    if parallel.gradient_compression != GradientCompression.NONE and dims.uses_fsdp(parallel):
         what = (
             str(dims) if not dims.replicas_only else "parallel.param_dtype or parallel.reduce_dtype, which need FSDP2"
         )
@@ -346,7 +339,6 @@ def _check_ranges(config: Config) -> None:
         _at_least(f"train.{name}", getattr(train, name), 1)
     for name in ("eval_every", "data_workers", "data_ahead", "seed", "max_nonfinite"):
         _at_least(f"train.{name}", getattr(train, name), 0)
-    _one_of("train.device", train.device, ("auto", "cpu", "cuda"))
     if not 0 < optim.lr < math.inf:  # written so that nan is refused, too; as below
         raise ConfigError(f"optim.lr={optim.lr} must be above 0", hint="for example optim.lr=3e-4")
     if not 0 <= optim.min_lr_ratio <= 1:
@@ -369,18 +361,11 @@ def _check_ranges(config: Config) -> None:
     )
     for name in ("every_minutes", "keep_every", "keep_best", "max_failures"):
         _at_least(f"checkpoint.{name}", getattr(config.checkpoint, name), 0)
-    _one_of("checkpoint.verify", config.checkpoint.verify, ("full", "sampled", "off"))
-    _one_of("checkpoint.on_replica_drift", config.checkpoint.on_replica_drift, ("refuse", "warn"))
-    _one_of("checkpoint.best_mode", config.checkpoint.best_mode, ("min", "max"))
-    if config.checkpoint.restore_only is not None:
-        _one_of("checkpoint.restore_only", config.checkpoint.restore_only, ("model",))
-        if config.checkpoint.restore_from is None:
-            raise ConfigError(
-                "checkpoint.restore_only=model, but there is no checkpoint to take the model from",
-                hint="checkpoint.restore_from=PATH names one",
-            )
-    for kind in config.checkpoint.allow:
-        _one_of("checkpoint.allow", kind, ("keys", "shapes", "dtypes", "config", "data"))
+    if config.checkpoint.restore_only is not None and config.checkpoint.restore_from is None:
+        raise ConfigError(
+            "checkpoint.restore_only=model, but there is no checkpoint to take the model from",
+            hint="checkpoint.restore_from=PATH names one",
+        )
     if not math.isfinite(config.checkpoint.every_minutes):
         raise ConfigError(
             f"checkpoint.every_minutes={config.checkpoint.every_minutes} is no time", hint="0 means: not by time"
@@ -390,15 +375,14 @@ def _check_ranges(config: Config) -> None:
             f"checkpoint.mtbf_hours={config.checkpoint.mtbf_hours} is no time between failures",
             hint="give hours above 0, or null to go by the number of nodes",
         )
-    _one_of("requeue.mode", config.requeue.mode, ("requeue", "resubmit", "chain", "off"))
-    if config.requeue.mode == "chain":
+    if config.requeue.mode == RequeueMode.CHAIN:
         _at_least("requeue.chain_length", config.requeue.chain_length, 2, why="requeue=off submits a single job")
     _at_least("requeue.max_attempts_without_progress", config.requeue.max_attempts_without_progress, 1)
     _at_least("requeue.max_unseen_attempts", config.requeue.max_unseen_attempts, 1)
     _at_least("requeue.long_attempt_min", config.requeue.long_attempt_min, 1)
     _at_least("requeue.restart_delay_s", config.requeue.restart_delay_s, 0)
     _at_least("sweep.pack", config.sweep.pack, 1)
-    if config.job.kind == "train":
+    if config.job.kind == JobKind.TRAIN:
         for group in ("model", "data"):
             if not getattr(config, group).get("_target_"):
                 raise ConfigError(
@@ -412,7 +396,6 @@ def _check_prepare(prepare: PrepareConfig) -> None:
         raise ConfigError("prepare.inputs is empty", hint="prepare.inputs='[/data/raw/*.jsonl]'")
     if not prepare.output:
         raise ConfigError("prepare.output is not set", hint="prepare.output=/data/tokens, a folder that is made")
-    _one_of("prepare.format", prepare.format, ("auto", "jsonl", "parquet", "text", "hf"))
     if not 0 < prepare.unit_mb < math.inf:
         raise ConfigError(f"prepare.unit_mb={prepare.unit_mb} must be above 0", hint="in MB, for example 128")
     if not 0 <= prepare.valid_fraction < 1:
@@ -442,13 +425,6 @@ def _check_hooks(hooks: HooksConfig) -> None:
                 f"hooks.{name} holds the secret {secret.group()!r}, which would show in every list of processes",
                 hint=f"write +secrets.{secret.group(1)}=env; the hook has it in its environment, as ${secret.group(1)}",
             )
-
-
-def _one_of(name: str, value: str | None, allowed: tuple[str | None, ...]) -> None:
-    if value not in allowed:
-        words = ", ".join("null" if word is None else word for word in allowed)
-        shown = value if value is None or value.isprintable() else repr(value)  # a sentence is one line
-        raise ConfigError(f"{name}={shown} is not known", hint=f"one of: {words}")
 
 
 def _at_least(name: str, value: float, least: float, *, why: str | None = None) -> None:

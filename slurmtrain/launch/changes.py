@@ -95,7 +95,8 @@ def change(run_dir: RunDir, overrides: Sequence[str], cwd: Path, *, code: bool =
 
 def _code_taken(info: Mapping[str, Any]) -> float:
     """Return when the run's present snapshot was complete, in unix seconds."""
-    return max([info["created"], *(each["time"] for each in info.get("changes", ()) if "code" in each)])
+    taken: list[float] = [info["created"], *(each["time"] for each in info.get("changes", ()) if "code" in each)]
+    return max(taken)
 
 
 def _take_along(run_dir: RunDir, fresh: Path, *, since: float) -> None:

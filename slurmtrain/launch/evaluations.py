@@ -16,12 +16,13 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint import retention
 from slurmtrain.checkpoint.commit import committed, step_of
+from slurmtrain.choices import Backend, JobKind
 from slurmtrain.config.compose import config_hash, freeze, load_frozen
 from slurmtrain.config.evaluation import CHANGEABLE, evaluation_config
 from slurmtrain.config.schema import Config
@@ -79,7 +80,7 @@ def prepare(
     return evaluation
 
 
-def submit_evaluation(evaluation: RunDir, say: Callable[[str], None] = lambda text: None) -> None:
+def submit_evaluation(evaluation: RunDir) -> None:
     """Submit a prepared evaluation, unless it is in the queue or done.
 
     Raises:
@@ -93,10 +94,10 @@ def submit_evaluation(evaluation: RunDir, say: Callable[[str], None] = lambda te
                 run_dir.checkpoints, step_of(Path(str(config.checkpoint.restore_from))), evaluation.path.name
             )
             evaluation.request_file.unlink(missing_ok=True)  # a cancel of what it was before
-            submit([evaluation], config, say)
+            submit([evaluation], config)
 
 
-def submit_due(run_dir: RunDir, say: Callable[[str], None]) -> None:
+def submit_due(run_dir: RunDir) -> None:
     """Submit an evaluation for every checkpoint that the training holds for one and that has had none.
 
     Checkpoints whose evaluation has ended without releasing them are released.
@@ -112,7 +113,7 @@ def submit_due(run_dir: RunDir, say: Callable[[str], None]) -> None:
             submitted.append((step, evaluation))
         elif step in there:
             if evaluation.id == run_dir.evaluation(step).id and not _is_cancelled(run_dir):
-                _submit_first(run_dir, there[step], say)
+                _submit_first(run_dir, there[step])
         elif there and step < max(there):  # its save has failed
             retention.release(run_dir.checkpoints, step, by)
     found = states(evaluation for _, evaluation in submitted)
@@ -145,7 +146,7 @@ def cancel_all(run_dirs: Iterable[RunDir], client: SlurmClient) -> list[RunDir]:
     return alive
 
 
-def _submit_first(run_dir: RunDir, checkpoint: Path, say: Callable[[str], None]) -> None:
+def _submit_first(run_dir: RunDir, checkpoint: Path) -> None:
     step = step_of(checkpoint)
     evaluation = run_dir.evaluation(step)
     try:
@@ -154,7 +155,7 @@ def _submit_first(run_dir: RunDir, checkpoint: Path, say: Callable[[str], None])
                 return
             config = _config(run_dir, checkpoint, here=False)
             _write(evaluation, run_dir, config)
-            job_id = submit([evaluation], config, say)
+            job_id = submit([evaluation], config)
     except SlurmtrainError as error:
         run_dir.event(Event.EVALUATION_NOT_SUBMITTED, step=step, error=error.message)
         raise
@@ -174,7 +175,7 @@ def _is_cancelled(run_dir: RunDir) -> bool:
 
 def _config(run_dir: RunDir, checkpoint: Path, overrides: Sequence[str] = (), *, here: bool) -> Config:
     trained = load_frozen(run_dir.config_file, with_secrets=False)
-    if trained.job.kind != "train":
+    if trained.job.kind != JobKind.TRAIN:
         raise UsageError(
             f"run {run_dir.id} is a program of your own: what its checkpoints are worth is not known here",
             hint="evaluate is for runs of the trainer",
@@ -185,7 +186,7 @@ def _config(run_dir: RunDir, checkpoint: Path, overrides: Sequence[str] = (), *,
         mounts = [*config.cluster.container.mounts, f"{run_dir.path}:{run_dir.path}"]
         container = dataclasses.replace(config.cluster.container, mounts=mounts)
         config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, container=container))
-    return dataclasses.replace(config, job=dataclasses.replace(config.job, kind="evaluate"))
+    return dataclasses.replace(config, job=dataclasses.replace(config.job, kind=JobKind.EVALUATE))
 
 
 def _changes(overrides: Sequence[str]) -> dict[str, Any]:
@@ -230,7 +231,7 @@ def _write(evaluation: RunDir, run_dir: RunDir, config: Config, overrides: Seque
         "user": getpass.getuser(),
         "host": socket.gethostname(),
         "created": time.time(),
-        "slurm_conf": slurm_conf_of(config) if config.cluster.backend == "slurm" else None,
+        "slurm_conf": slurm_conf_of(config) if config.cluster.backend == Backend.SLURM else None,
         "job_ids": _job_ids(evaluation),
     }
     files.write_text(evaluation.config_file, freeze(config))

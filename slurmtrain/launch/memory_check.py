@@ -9,6 +9,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from slurmtrain.choices import JobKind
 from slurmtrain.config.compose import to_values
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
@@ -28,7 +29,7 @@ def check_memory(config: Config, dims: ParallelDims) -> list[str]:
     has_gpu = next(Path("/dev").glob("nvidia[0-9]*"), None) is not None
     check_host_memory(config, dims, host_memory(), has_gpu=has_gpu)
     limit = config.cluster.gpu_memory_gb
-    if limit is None or config.job.kind != "train":
+    if limit is None or config.job.kind != JobKind.TRAIN:
         return []
     share = share_of_gpu(config, dims)
     if share is not None and share < DOUBTFUL:

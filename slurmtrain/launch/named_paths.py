@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint.commit import FINAL_NAME, MANIFEST, committed, step_of
+from slurmtrain.choices import Backend, JobKind
 from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, PrepareConfig
 from slurmtrain.data.sources import config_check
 from slurmtrain.errors import ConfigError
@@ -137,7 +138,7 @@ def check_named_paths(config: Config, cwd: Path, *, later: bool = False) -> None
             runs.
     """
     runs = str(absolute(config.job.runs_dir, cwd))
-    if config.cluster.backend == "slurm" and "\\" in runs:
+    if config.cluster.backend == Backend.SLURM and "\\" in runs:
         raise ConfigError(
             f"runs cannot lie under {runs}: with a backslash in its name SLURM writes a job's log elsewhere, or not at all",
             hint="job.runs_dir, or SLURMTRAIN_RUNS, names another folder",
@@ -173,7 +174,7 @@ def _check_is_a_checkpoint(config: Config) -> None:
 def _check_steps_are_left(config: Config) -> None:
     """Raise ConfigError if the name of the checkpoint to continue from shows that all steps are done; the job looks into it."""
     source = Path(config.checkpoint.restore_from or "")
-    if config.job.kind != "train" or config.checkpoint.restore_only or not FINAL_NAME.fullmatch(source.name):
+    if config.job.kind != JobKind.TRAIN or config.checkpoint.restore_only or not FINAL_NAME.fullmatch(source.name):
         return
     if step_of(source) >= config.train.steps:
         raise ConfigError(
@@ -201,11 +202,11 @@ def _named(config: Config, cwd: Path, *, later: bool) -> Iterator[tuple[str, Pat
         sourced = _sourced(line)
         if sourced is not None:
             yield f"cluster.setup has {line!r}", absolute(sourced, cwd), "file"
-    if later or cluster.container.kind or config.job.kind == "prepare":
+    if later or cluster.container.kind or config.job.kind == JobKind.PREPARE:
         return
     if config.checkpoint.restore_from and not URL.match(config.checkpoint.restore_from):
         yield "checkpoint.restore_from", Path(config.checkpoint.restore_from), "checkpoint"
-    if config.job.kind != "train":
+    if config.job.kind != JobKind.TRAIN:
         return
     for path in _texts(config.data):
         yield "data.paths", path, "file"

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from slurmtrain.choices import JobKind
 from slurmtrain.config.program_words import PYTHON, module_of, paths_in, script_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
@@ -142,7 +143,7 @@ def _exists(path: Path) -> bool:
 
 
 def _command(config: Config) -> str:
-    return (config.job.command or "") if config.job.kind == "command" else ""
+    return (config.job.command or "") if config.job.kind == JobKind.COMMAND else ""
 
 
 def _interpreter(config: Config) -> str | None:

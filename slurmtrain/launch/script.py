@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain import __version__
+from slurmtrain.choices import ContainerKind, RequeueMode
 from slurmtrain.config.compose import SECRET_REFERENCE
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.secrets import path_of
@@ -163,7 +164,7 @@ def sbatch_directives(config: Config, paths: JobPaths) -> list[str]:
         ("array", array_option(paths.tasks, paths.parallelism)),
         ("dependency", _dependency(config)),
         # Without --requeue a preempted job is cancelled before its first line runs, and a dead node ends it.
-        ("requeue" if config.requeue.mode == "requeue" else "no-requeue", True),
+        ("requeue" if config.requeue.mode == RequeueMode.REQUEUE else "no-requeue", True),
         # A restart would truncate the log of the attempt before.
         ("open-mode", "append"),
         ("chdir", paths.submit_dir),
@@ -292,7 +293,7 @@ def srun_words(cluster: ClusterConfig, paths: JobPaths, variables: Sequence[str]
     mounts = ['"$run_dir:$run_dir"', *(shlex.quote(mount) for mount in container.mounts)]
     if paths.workdir.startswith("/"):
         mounts.append(shlex.quote(f"{paths.workdir}:{paths.workdir}"))
-    if container.kind == "pyxis":
+    if container.kind == ContainerKind.PYXIS:
         words += [f"--container-image={shlex.quote(str(container.image))}", "--container-mounts=" + ",".join(mounts)]
         words.append('--container-workdir="$PWD"')  # otherwise the image's own
         own = [word for word in container.args if word.startswith(CONTAINER_ENV)]
@@ -301,7 +302,7 @@ def srun_words(cluster: ClusterConfig, paths: JobPaths, variables: Sequence[str]
         words += [CONTAINER_ENV + ",".join(dict.fromkeys(filter(None, names)))] if names else []
         words += [shlex.quote(word) for word in container.args if word not in own]
     words += [shlex.quote(word) for word in cluster.srun_args]
-    if container.kind == "apptainer":
+    if container.kind == ContainerKind.APPTAINER:
         words += ["apptainer exec", *(f"--bind {mount}" for mount in mounts), '--pwd "$PWD"']
         words += [*(shlex.quote(word) for word in container.args), shlex.quote(str(container.image))]
     words.append(f'{SHIELDED} {rank_python(cluster, paths)} -u -m slurmtrain train "$run_dir"')

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurmtrain.choices import SnapshotMode
 from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.import_paths import ask, roots_below
@@ -84,7 +85,7 @@ def find_source(job: JobConfig, cwd: Path, interpreter: str | None = None) -> Co
 
 
 def _find_folders(job: JobConfig, cwd: Path) -> CodeSource:
-    if job.snapshot == "auto":
+    if job.snapshot == SnapshotMode.AUTO:
         found = _run_git(cwd, "rev-parse", "--show-toplevel")
         if found.returncode == 0 and found.stdout.strip():
             root = Path(found.stdout.rstrip("\n"))
@@ -93,7 +94,7 @@ def _find_folders(job: JobConfig, cwd: Path) -> CodeSource:
         here = cwd.resolve()
         if any((folder / ".git").exists() for folder in (here, *here.parents)):
             raise _git_failed(here, found)
-    if job.snapshot == "cwd":
+    if job.snapshot == SnapshotMode.CWD:
         return CodeSource(cwd, "code")
     return CodeSource(None, str(cwd))
 

@@ -64,7 +64,7 @@ def attention(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, dropout: float, ma
                 f"model.dropout={dropout}: on a GPU, attention within documents cannot drop weights",
                 hint="set model.dropout=0, or data.document_mask=false to let documents see those before them",
             )
-        o_BHSD = _compiled(flex_attention)(q_BHSD, k_BKTD, v_BKTD, block_mask=mask, enable_gqa=shared)
+        o_BHSD: Tensor = _compiled(flex_attention)(q_BHSD, k_BKTD, v_BKTD, block_mask=mask, enable_gqa=shared)
     else:
         o_BHSD = F.scaled_dot_product_attention(
             q_BHSD, k_BKTD, v_BKTD, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=shared

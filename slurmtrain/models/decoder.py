@@ -217,7 +217,8 @@ class Block(nn.Module):
     def forward(self, x_BSW: Tensor, positions: Tensor, mask: Mask | None = None) -> Tensor:
         """Apply one layer: [B, S, W] -> [B, S, W]."""
         x_BSW = x_BSW + self.dropout(self.attention(self.attention_norm(x_BSW), positions, mask))
-        return x_BSW + self.dropout(self.feed_forward(self.feed_forward_norm(x_BSW)))
+        x_BSW = x_BSW + self.dropout(self.feed_forward(self.feed_forward_norm(x_BSW)))
+        return x_BSW
 
 
 class Attention(nn.Module):
@@ -269,7 +270,8 @@ class Attention(nn.Module):
         cos, sin = rotary_angles(positions, self.head_dim, self.rope_theta, self.rope_scaling)
         q_BSHD, k_BSKD = rotate(q_BSHD, cos, sin), rotate(k_BSKD, cos, sin)
         o_BSHD = self.attend(q_BSHD, k_BSKD, v_BSKD, self.dropout if self.training else 0.0, mask)
-        return self.out(o_BSHD.flatten(-2))
+        output_BSW: Tensor = self.out(o_BSHD.flatten(-2))
+        return output_BSW
 
 
 class FeedForward(nn.Module):
@@ -283,7 +285,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BSW: Tensor) -> Tensor:
         """Apply the feed-forward: [B, S, W] -> [B, S, W]."""
-        return self.down(F.silu(self.gate(x_BSW)) * self.up(x_BSW))
+        output_BSW: Tensor = self.down(F.silu(self.gate(x_BSW)) * self.up(x_BSW))
+        return output_BSW
 
 
 class Linear(nn.Linear):

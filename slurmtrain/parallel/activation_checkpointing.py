@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from slurmtrain.choices import ActivationCheckpointing
 from slurmtrain.config.schema import ParallelConfig
 from slurmtrain.parallel.units import units
 
@@ -25,10 +26,10 @@ _KEPT = (
 
 def prepare_units(model: nn.Module, parallel: ParallelConfig) -> None:
     """Apply activation checkpointing and compilation to the units of `model`, as `parallel` says."""
-    if parallel.activation_checkpointing == "none" and not parallel.compile:
+    if parallel.activation_checkpointing == ActivationCheckpointing.NONE and not parallel.compile:
         return
     for unit in units(model, parallel.units):
-        if parallel.activation_checkpointing != "none":
+        if parallel.activation_checkpointing != ActivationCheckpointing.NONE:
             apply_activation_checkpointing(unit, parallel.activation_checkpointing)
         if parallel.compile:
             compile_unit(unit)
@@ -40,7 +41,7 @@ def apply_activation_checkpointing(unit: nn.Module, which: str) -> None:
     Free all of them ("full") or those that are cheap to recompute ("selective").
     """
     again = functools.partial(checkpoint, unit.forward, use_reentrant=False)
-    if which == "selective":
+    if which == ActivationCheckpointing.SELECTIVE:
         again = functools.partial(again, context_fn=functools.partial(create_selective_checkpoint_contexts, _policy))
     unit.forward = again
 

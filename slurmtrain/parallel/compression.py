@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from slurmtrain.choices import GradientCompression
 from slurmtrain.config.schema import ParallelConfig
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -23,9 +24,9 @@ def compress(
         The compression if it has a state to save, else None.
     """
     how = parallel.gradient_compression
-    if how == "powersgd":
+    if how == GradientCompression.POWERSGD:
         return PowerSGD(model, group, rank=parallel.powersgd_rank, start_step=parallel.powersgd_start_step)
-    if how != "none":
+    if how != GradientCompression.NONE:
         model.register_comm_hook(group, _in_dtype(_DTYPES[how]))
     return None
 

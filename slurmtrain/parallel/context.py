@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from slurmtrain.errors import ConfigError
 from slurmtrain.models.attention import CausalAttention, Mask, attention, document_mask
+from slurmtrain.parallel.autograd import differentiable
 
 
 def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup, method: str) -> None:
@@ -47,7 +48,7 @@ class AllGatherAttention(CausalAttention):
         self, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, dropout: float, mask: Mask | None = None
     ) -> Tensor:
         # [ranks, k and v, B, S, K, D], in the order of the sequence
-        everyones = _AllGather.apply(torch.stack([k_BSKD, v_BSKD]), self._group)
+        everyones = differentiable(_AllGather, torch.stack([k_BSKD, v_BSKD]), self._group)
         k_BTKD, v_BTKD = everyones.movedim(0, 2).flatten(2, 3).unbind()
         if mask is None:
             first = self._group.rank() * q_BSHD.shape[1]
@@ -72,10 +73,10 @@ class AllToAllAttention(CausalAttention):
         # One exchange for all three: every rank's share of query, key and value heads side by side.
         shares = [x.unflatten(2, (ranks, -1)) for x in (q_BSHD, k_BSKD, v_BSKD)]
         sizes = [share.shape[3] for share in shares]
-        all_BTHD = _Exchange.apply(torch.cat(shares, dim=3).movedim(2, 0), self._group).movedim(0, 1).flatten(1, 2)
-        q_BTHD, k_BTKD, v_BTKD = all_BTHD.split(sizes, dim=2)
+        exchanged = differentiable(_Exchange, torch.cat(shares, dim=3).movedim(2, 0), self._group)
+        q_BTHD, k_BTKD, v_BTKD = exchanged.movedim(0, 1).flatten(1, 2).split(sizes, dim=2)
         o_BTHD = attention(q_BTHD, k_BTKD, v_BTKD, dropout, mask)
-        exchanged = _Exchange.apply(o_BTHD.unflatten(1, (ranks, -1)).movedim(1, 0), self._group)
+        exchanged = differentiable(_Exchange, o_BTHD.unflatten(1, (ranks, -1)).movedim(1, 0), self._group)
         return exchanged.movedim(0, 2).flatten(2, 3)
 
 
@@ -87,7 +88,7 @@ class _AllGather(torch.autograd.Function):
         ctx.group = group
         result = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
         dist.all_gather_into_tensor(result, x.contiguous(), group)
-        return result.unflatten(0, (group.size(), x.shape[0]))
+        return result.view(group.size(), *x.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -111,4 +112,4 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Exchange.apply(gradient, ctx.group), None
+        return differentiable(_Exchange, gradient, ctx.group), None

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from slurmtrain.choices import GradientCompression
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import ParallelConfig
 from slurmtrain.parallel.activation_checkpointing import prepare_units
@@ -126,7 +127,7 @@ def _compressed(model: nn.Module, parallel: ParallelConfig, group: dist.ProcessG
 
     Return the compression if it has a state to save.
     """
-    if group is None or parallel.gradient_compression == "none":
+    if group is None or parallel.gradient_compression == GradientCompression.NONE:
         return None
     from slurmtrain.parallel.compression import compress
 

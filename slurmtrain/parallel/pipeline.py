@@ -26,17 +26,18 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.distributed.tensor import DTensor
 
+from slurmtrain.choices import PpSchedule
 from slurmtrain.config.parallel_dims import STAGES_PER_RANK
 from slurmtrain.errors import ConfigError
 from slurmtrain.models import Decoder
 from slurmtrain.parallel.sharded import reshard
 from slurmtrain.planner.memory import layers_of_stages
 
-_TORCH_NAMES = {
-    "gpipe": "GPipe",
-    "1f1b": "1F1B",
-    "interleaved_1f1b": "Interleaved1F1B",
-    "zero_bubble": "InterleavedZeroBubble",
+_TORCH_NAMES: dict[str, str] = {
+    PpSchedule.GPIPE: "GPipe",
+    PpSchedule.ONE_F_ONE_B: "1F1B",
+    PpSchedule.INTERLEAVED_1F1B: "Interleaved1F1B",
+    PpSchedule.ZERO_BUBBLE: "InterleavedZeroBubble",
 }
 
 

@@ -13,7 +13,6 @@ whose output layer leaves the logits divided along the vocabulary (`ColwiseParal
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -108,6 +107,6 @@ class Replicated(ParallelStyle):
         module.register_forward_hook(lambda _, inputs, output: self._leave(output))
         return module
 
-    def _leave(self, output: Any) -> Tensor:
-        placed = output.redistribute(placements=[self._output or self._placement])
+    def _leave(self, output: DTensor) -> Tensor:
+        placed: DTensor = output.redistribute(placements=[self._output or self._placement])
         return placed if self._output is not None else placed.to_local()

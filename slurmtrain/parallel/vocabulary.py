@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slurmtrain.parallel.autograd import differentiable
+
 
 def vocabulary_loss_sum(logits_BSV: Tensor, targets_BS: Tensor, group: dist.ProcessGroup, ignored: int) -> Tensor:
     """Return the sum of the cross-entropies, in nats, of logits whose vocabulary is divided among ranks.
@@ -16,7 +18,8 @@ def vocabulary_loss_sum(logits_BSV: Tensor, targets_BS: Tensor, group: dist.Proc
         logits_BSV: this rank's part, [B, S, V / ranks], in the order of ranks.
         ignored: value of targets that do not count.
     """
-    return _VocabularyLossSum.apply(_local(logits_BSV).flatten(0, -2).float(), targets_BS.flatten(), group, ignored)
+    logits_NV = _local(logits_BSV).flatten(0, -2).float()
+    return differentiable(_VocabularyLossSum, logits_NV, targets_BS.flatten(), group, ignored)
 
 
 def vocabulary_argmax(logits_BSV: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from slurmtrain.choices import ActivationCheckpointing, Backend, Device, JobKind, PpSchedule, ReduceDtype
 from slurmtrain.config.parallel_dims import (
     ParallelDims,
     as_overrides,
@@ -26,7 +27,7 @@ from slurmtrain.planner.shape import DecoderShape
 
 GIB = 2**30
 DECODER = "slurmtrain.models.Decoder"
-CHECKPOINTING = ("none", "selective", "full")  # each keeps less than the one before, and takes longer
+CHECKPOINTING = tuple(ActivationCheckpointing)  # each keeps less than the one before, and takes longer
 # The keys that a proposal may change; those that slow training down least come first.
 CHEAPEST_FIRST = "dp_shard dp_replicate micro_batch_size activation_checkpointing tp cp pp nodes".split()
 NODE_DOUBLINGS = 5  # doublings of the nodes that are tried if nothing else helps
@@ -84,7 +85,7 @@ def memory_of(config: Config, dims: ParallelDims) -> list[StageMemory] | None:
     Returns:
         None if the model is not our decoder, or if its sizes are not valid, which it reports itself when it is built.
     """
-    if config.job.kind != "train" or config.model.get("_target_") != DECODER or not _has_sizes(config.model):
+    if config.job.kind != JobKind.TRAIN or config.model.get("_target_") != DECODER or not _has_sizes(config.model):
         return None
     parallel, reshard = config.parallel, config.parallel.reshard_after_forward
     seq_len = max(sequence_lengths(config.data).values(), default=0)
@@ -92,8 +93,8 @@ def memory_of(config: Config, dims: ParallelDims) -> list[StageMemory] | None:
         micro_batch_size=dims.micro_batch_size(config.train),
         seq_len=seq_len,
         compute_bytes=2 if parallel.param_dtype else 4,
-        reduce_bytes=2 if parallel.reduce_dtype == "bfloat16" else 4,
-        checkpointing=parallel.activation_checkpointing,  # type: ignore[arg-type]  # validated
+        reduce_bytes=2 if parallel.reduce_dtype == ReduceDtype.BFLOAT16 else 4,
+        checkpointing=parallel.activation_checkpointing,
         reshard_after_forward=dims.pp == 1 if reshard is None else reshard,
         in_flight=in_flight(parallel.pp_schedule, dims.pp, dims.micro_batches(config.train)) if dims.pp > 1 else (1,),
         fsdp=dims.uses_fsdp(parallel),
@@ -138,10 +139,12 @@ def check_host_memory(config: Config, dims: ParallelDims, memory: int | None, *,
         ConfigError: parameters, gradients and optimiser state alone take more.
     """
     cluster, limit, whose = config.cluster, memory, "this machine has"
-    if cluster.backend == "slurm":
+    if cluster.backend == Backend.SLURM:
         limit = cluster.mem_per_node_gb * GIB if cluster.mem_per_node_gb else None
         whose = f"cluster.mem_per_node_gb={cluster.mem_per_node_gb} gives"
-    on_gpu = config.train.device == "cuda" or (config.train.device == "auto" and (cluster.gpus_per_node or has_gpu))
+    on_gpu = config.train.device == Device.CUDA or (
+        config.train.device == Device.AUTO and (cluster.gpus_per_node or has_gpu)
+    )
     if limit is None or on_gpu:
         return
     stages = memory_of(config, dims)
@@ -258,10 +261,10 @@ def in_flight(schedule: str, pp: int, micro_batches: int) -> tuple[float, ...]:
     With two stages a rank, each keeps half of a micro batch's. Zero bubble keeps them until the weights' gradients are
     done.
     """
-    if schedule == "gpipe":
+    if schedule == PpSchedule.GPIPE:
         return (micro_batches,) * pp
-    if schedule == "zero_bubble":
+    if schedule == PpSchedule.ZERO_BUBBLE:
         return (min(micro_batches, pp),) * pp
-    if schedule == "1f1b":
+    if schedule == PpSchedule.ONE_F_ONE_B:
         return tuple(min(micro_batches, pp - rank) for rank in range(pp))
     return tuple(min(micro_batches, (2 * (pp - rank - 1) + pp + 1) / 2) for rank in range(pp))

@@ -12,11 +12,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal
 
+from slurmtrain.choices import ActivationCheckpointing
 from slurmtrain.planner.shape import DecoderShape, Parameter
-
-Checkpointing = Literal["none", "selective", "full"]
 
 ADAM_STATES = 2  # mean and mean square of the gradient, in the parameter's own element type
 LOSS_BYTES = 4  # the loss is computed in float32
@@ -48,7 +46,7 @@ class MemorySettings:
     seq_len: int
     parameter_bytes: int = 4
     compute_bytes: int = 2
-    checkpointing: Checkpointing = "none"
+    checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
     reshard_after_forward: bool | int = True
     in_flight: tuple[float, ...] | None = None
     fsdp: bool = True
@@ -141,9 +139,9 @@ def _kept_of_block(shape: DecoderShape, work: MemorySettings, tp: int) -> int:
     streams = shape.width / tp
     heads = (2 * shape.query_width + 2 * shape.kv_width) / tp  # q, k, v and what attention makes of them
     ffn = shape.ffn_width / tp
-    if work.checkpointing == "full":
+    if work.checkpointing == ActivationCheckpointing.FULL:
         kept = streams
-    elif work.checkpointing == "selective":
+    elif work.checkpointing == ActivationCheckpointing.SELECTIVE:
         kept = streams + heads + 2 * ffn + 2 * shape.width
     else:
         normed = 2 * shape.width
@@ -161,8 +159,8 @@ def _kept_beside_blocks(shape: DecoderShape, work: MemorySettings, tp: int, *, l
     back.
     """
     again = 0
-    if work.checkpointing != "none":
-        again = _kept_of_block(shape, dataclasses.replace(work, checkpointing="none"), tp)
+    if work.checkpointing != ActivationCheckpointing.NONE:
+        again = _kept_of_block(shape, dataclasses.replace(work, checkpointing=ActivationCheckpointing.NONE), tp)
     if not last:
         return again
     streams = (shape.width / tp + shape.width) * work.compute_bytes

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurmtrain.checkpoint.retention import Keep
+from slurmtrain.choices import BestMode
 from slurmtrain.errors import UnreadableRecordError, UsageError, nearest
 from slurmtrain.observe import read_metrics
 from slurmtrain.runs.run_dir import RunDir
@@ -57,7 +58,7 @@ class Goal:
         finite = [value for value in values if math.isfinite(value)]
         if not finite:
             return None
-        return min(finite) if self.mode == "min" else max(finite)
+        return min(finite) if self.mode == BestMode.MIN else max(finite)
 
 
 @dataclass(frozen=True)

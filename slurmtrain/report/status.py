@@ -18,6 +18,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slurmtrain.choices import Backend
 from slurmtrain.errors import ClusterError, UnreadableRecordError
 from slurmtrain.report.progress import Progress, at_about, read_progress
 from slurmtrain.runs import attempts
@@ -201,7 +202,7 @@ class _Record:
 
     @property
     def local(self) -> bool:
-        return bool(self.info["backend"] == "local")
+        return bool(self.info["backend"] == Backend.LOCAL)
 
     @property
     def last(self) -> Attempt | None:

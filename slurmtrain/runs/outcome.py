@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from slurmtrain.choices import RequeueMode
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
 from slurmtrain.slurm.client import JobFacts
 
@@ -133,7 +134,7 @@ class Policy:
         signal_lead_s: seconds before the time limit at which the early warning was requested.
     """
 
-    mode: str = "requeue"
+    mode: str = RequeueMode.REQUEUE
     links_left: int = 0
     max_attempts_without_progress: int = 3
     max_unseen_attempts: int = 10
@@ -173,12 +174,12 @@ def decide_outcome(evidence: Evidence, policy: Policy) -> AttemptOutcome:
     outcome = _with_effort(AttemptOutcome(reason, Verdict.END, sentence), evidence, policy)
     if _slurm_restarts(evidence):
         return replace(outcome, verdict=Verdict.RESTARTING, sentence=f"{outcome.sentence}; SLURM starts it again")
-    if policy.mode == "off":
+    if policy.mode == RequeueMode.OFF:
         return replace(outcome, sentence=f"{sentence}; it is not requeued (requeue.mode=off)")
     spent = budget_spent(outcome, evidence, policy)
     if spent is not None:
         return replace(outcome, sentence=f"{sentence}; {spent}")
-    if policy.mode == "chain" and policy.links_left == 0:
+    if policy.mode == RequeueMode.CHAIN and policy.links_left == 0:
         return replace(
             outcome, sentence=f"{outcome.sentence}; no job of the chain is left to go on (requeue.chain_length)"
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from slurmtrain.choices import Device
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import EnvironmentMismatchError
 from slurmtrain.runtime.rendezvous import meet
@@ -122,10 +123,10 @@ def choose_device(device: str, environment: Environment, *, gpus_per_node: int =
     Raises:
         EnvironmentMismatchError: there is no GPU, or there are fewer than ranks on this node.
     """
-    if device == "cpu":
+    if device == Device.CPU:
         return torch.device("cpu")
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "auto" and visible == 0 and gpus_per_node == 0:
+    if device == Device.AUTO and visible == 0 and gpus_per_node == 0:
         return torch.device("cpu")
     if visible == 0:
         raise no_gpu(

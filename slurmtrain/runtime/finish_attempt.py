@@ -6,6 +6,7 @@ a preemption the grace time is still running.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from slurmtrain.checkpoint import retention
 from slurmtrain.checkpoint.commit import step_of
+from slurmtrain.choices import Backend, JobKind, RequeueMode
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
 from slurmtrain.runs import attempts, chain
@@ -36,6 +38,8 @@ from slurmtrain.slurm import versions
 from slurmtrain.slurm.client import LIVE, JobFacts, SlurmClient
 from slurmtrain.system import process
 
+log = logging.getLogger(__name__)
+
 WORD_S = 3.0  # how long a shared file system may take to show here what rank 0 has written
 WORD_POLL_S = 0.2
 REPORTING = ("command", "prepare")  # kinds of jobs whose progress is what they report
@@ -54,7 +58,7 @@ def finish_attempt(
     job_id = attempt.job_id or own_job_id()
     facts = client.job(job_id or "") if client is not None else None
     links_left = 0
-    if client is not None and config.requeue.mode == "chain":
+    if client is not None and config.requeue.mode == RequeueMode.CHAIN:
         links_left = len(chain.waiting_after(run_dir, job_id, client))
     _find_last_steps(run_dir, attempt, config)
     request = attempts.take_request(run_dir, attempt)
@@ -64,8 +68,8 @@ def finish_attempt(
     try:
         _record(run_dir, attempt, outcome)
     except OSError as error:  # a full disk must not turn a clean stop into a lost run
-        print(f"slurmtrain: cannot complete the record of attempt {number}: {error}", file=sys.stderr)
-    if config.job.kind == "evaluate" and outcome.verdict is Verdict.END:  # nobody waits for its checkpoint any more
+        log.warning("cannot complete the record of attempt %d: %s", number, error)
+    if config.job.kind == JobKind.EVALUATE and outcome.verdict is Verdict.END:  # nobody awaits its checkpoint any more
         checkpoint = Path(config.checkpoint.restore_from or "")
         retention.release(checkpoint.parent, step_of(checkpoint), run_dir.path.name)
     return outcome
@@ -99,7 +103,7 @@ def free_dependents(run_dir: RunDir, attempt: Attempt, client: SlurmClient) -> N
     try:
         freed = client.free_dependents(job_id)
     except ClusterError as error:  # if the job ends as PREEMPTED, they show DependencyNeverSatisfied
-        print(f"slurmtrain: jobs that wait for this run may start late or never: {error.message}", file=sys.stderr)
+        log.warning("jobs that wait for this run may start late or never: %s", error.message)
         return
     if freed:
         run_dir.event(Event.DEPENDENTS_FREED, job_ids=freed, job_id=job_id)
@@ -201,8 +205,8 @@ def _record(run_dir: RunDir, attempt: Attempt, outcome: AttemptOutcome) -> None:
 def policy(config: Config, links_left: int = 0) -> Policy:
     """Return the part of the config that decides on an attempt."""
     mode = config.requeue.mode
-    if config.cluster.backend == "local" and mode != "off":
-        mode = "requeue"  # there is no queue: whoever started the ranks starts them again
+    if config.cluster.backend == Backend.LOCAL and mode != RequeueMode.OFF:
+        mode = RequeueMode.REQUEUE  # there is no queue: whoever started the ranks starts them again
     return Policy(
         mode=mode,
         links_left=links_left,
@@ -304,7 +308,7 @@ def spent_by(tries: list[Attempt], config: Config) -> str | None:
 
 def _progress_is_visible(attempt: Attempt, config: Config) -> bool:
     return (
-        config.job.kind in ("train", "evaluate")
+        config.job.kind in (JobKind.TRAIN, JobKind.EVALUATE)
         or config.job.progress_file is not None
         or attempt.committed_step is not None
         or attempt.reported_step is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import multiprocessing
 import os
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from slurmtrain.choices import JobKind, RequeueMode
 from slurmtrain.config import secrets
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.config.schema import Config
@@ -37,11 +39,13 @@ from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import Environment, check_world_size
-from slurmtrain.system import signals
+from slurmtrain.system import logs, signals
 
 if TYPE_CHECKING:
     from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.distributed_context import DistributedContext
+
+log = logging.getLogger(__name__)
 
 
 def run_submitted(run_dir: RunDir) -> NoReturn:
@@ -79,11 +83,12 @@ def _run(
     watch: StopWatcher | None = None
     try:
         environment = Environment.detect()
+        logs.set_up(environment.rank)
         config, find_or_create = find()
         secrets.take(config.secrets)
         if strict:
             check_world_size(environment, nodes=config.cluster.nodes, tasks_per_node=config.cluster.tasks_per_node)
-        if config.job.kind in ("command", "prepare"):  # whose ranks do not meet
+        if config.job.kind in (JobKind.COMMAND, JobKind.PREPARE):  # whose ranks do not meet
             context = given or attempt_context.alone(config.job.kind, environment, find_or_create)
             watch = _begin(context, environment, config, stop) if environment.rank == 0 else None
             code = _program(config.job.kind)(config, environment, context, stop, watch)
@@ -106,7 +111,7 @@ def _run(
             watch.wait_for_record()
         leave(EXIT_REQUEUE)
     except SlurmtrainError as error:
-        print(f"slurmtrain: error: {error}", file=sys.stderr, flush=True)
+        log.error("%s", error)
         _fail(
             context,
             environment,
@@ -124,7 +129,7 @@ def _run(
 
 def _program(kind: str) -> Callable[[Config, Environment, AttemptContext, signals.StopFlag, StopWatcher | None], int]:
     """Return the function that a rank of a job of this kind runs, which returns its exit code."""
-    if kind == "command":
+    if kind == JobKind.COMMAND:
         from slurmtrain.runtime.jobs.command import run_command
 
         return run_command
@@ -138,7 +143,7 @@ def _begin(context: AttemptContext, environment: Environment, config: Config, st
     attempt_context.open_attempt(context, environment, config)
     client = SlurmClient() if environment.source == "slurm" else None
     # A program of the user's own does not notice a switch: only a signal reaches it.
-    run_dir = context.run_dir if config.job.kind != "command" else None
+    run_dir = context.run_dir if config.job.kind != JobKind.COMMAND else None
     return StopWatcher(stop, context.attempt_dir, client, signal_lead_s=config.cluster.signal_lead_s, run_dir=run_dir)
 
 
@@ -182,7 +187,7 @@ def _train(
     from slurmtrain.runtime.jobs.train import build_trainer
 
     agreement = StopAgreement(stop, distributed.control_group, watch.take_save if watch is not None else lambda: False)
-    if config.job.kind == "evaluate":
+    if config.job.kind == JobKind.EVALUATE:
         return _evaluate(config, distributed, context, agreement, timeline)
     trainer = build_trainer(config, distributed, context, agreement, timeline, watch)
     try:
@@ -206,7 +211,7 @@ def _train(
     if not outcome.finished:
         first = stop.first
         cause = first.cause if first else "another rank"
-        print(f"slurmtrain: told to stop ({cause}): leaving after step {outcome.step}", flush=True)
+        log.info("told to stop (%s): leaving after step %d", cause, outcome.step)
     distributed.leave_together()
     return 0 if outcome.finished else EXIT_REQUEUE
 
@@ -228,10 +233,10 @@ def _finish_by_hand(config: Config, environment: Environment, context: AttemptCo
     """Finish the attempt of ranks started by hand: no batch script does, nor could one start them again."""
     if context.supervised or environment.rank != 0:
         return
-    never = dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode="off"))
+    never = dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode=RequeueMode.OFF))
     outcome = finish_attempt(context.run_dir, context.number, code, never, None)
     run_hook_of(context.run_dir, context.number, config)
-    print(f"slurmtrain: {outcome.sentence}. Run {context.run_dir.id} in {context.run_dir.path}", flush=True)
+    log.info("%s. Run %s in %s", outcome.sentence, context.run_dir.id, context.run_dir.path)
 
 
 def _fail(
@@ -260,7 +265,7 @@ def _fail(
             if environment is not None and not context.supervised:
                 _finish_by_hand(load_frozen(context.run_dir.config_file), environment, context, code)
         except OSError as error:
-            print(f"slurmtrain: cannot record the failure: {error}", file=sys.stderr)
+            log.warning("cannot record the failure: %s", error)
     leave(code)
 
 

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slurmtrain.choices import Backend
 from slurmtrain.config import secrets
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
@@ -42,6 +43,7 @@ from slurmtrain.sweep.adaptive import OpenSweep, Wanted, open_sweep
 from slurmtrain.sweep.local import alone
 from slurmtrain.sweep.plan import SweepPlan
 from slurmtrain.sweep.points import values_of
+from slurmtrain.system import logs
 from slurmtrain.system.files import write_json
 from slurmtrain.system.paths import current_folder
 
@@ -96,6 +98,7 @@ class Tasks:
         """
         import cloudpickle
 
+        logs.set_up(leave_to_others=True)
         hydra = self._config.hydra
         folder = Path(str(hydra.sweep.dir)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
@@ -140,7 +143,7 @@ class Tasks:
         function = f"{getattr(self._function, '__module__', '')}.{getattr(self._function, '__qualname__', '')}"
         search = json.dumps([str(folder), function, OmegaConf.to_yaml(asked), self._overrides])
         client = None
-        if first.cluster.backend != "local":
+        if first.cluster.backend != Backend.LOCAL:
             client = SlurmClient(slurm_conf_of(first))
             check_slurm_is_here(client.slurm_conf)
         opened = open_sweep(
@@ -150,7 +153,6 @@ class Tasks:
             parallelism=self._parallelism,
             again=self._again,
             ended=lambda sweep: (sweep.path / OVER).exists(),
-            say=_say,
         )
         atexit.register(self._end, opened.sweep)
         return opened
@@ -255,9 +257,3 @@ def _failed(run_dir: RunDir, now: RunState, config: DictConfig) -> JobReturn:
     returned.return_value = ClusterError(f"run {run_dir.id} {now.status}: {now.explanation}", hint=f"logs {run_dir.id}")
     returned.status = JobStatus.FAILED
     return returned
-
-
-def _say(text: str) -> None:
-    import logging
-
-    logging.getLogger("slurmtrain").info(text)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurmtrain.choices import Backend, RequeueMode
 from slurmtrain.config.compose import freeze, to_values
 from slurmtrain.config.migrations import add_constants
 from slurmtrain.config.schema import Config
@@ -102,7 +103,7 @@ class SweepPlan:
 
     def arrays(self, max_array_size: int | None, parallelism: int | None) -> list[Array]:
         """Return which of the configs, in the order of `run_ids`, are in which array; with cluster=local there are none."""
-        if self.first.cluster.backend == "local":
+        if self.first.cluster.backend == Backend.LOCAL:
             return []
         shapes = [self.shapes[identity] for identity in self.run_ids("")]
         return plan_arrays(shapes, max_size=max_array_size, parallelism=parallelism, pack=self.first.sweep.pack)
@@ -137,11 +138,11 @@ def check_belongs(config: Config, first: Config) -> None:
             f"the points of a sweep share sweep.pack, and these differ: {first.sweep.pack}, {config.sweep.pack}",
             hint="submit a sweep for each",
         )
-    if config.cluster.backend == "local":
+    if config.cluster.backend == Backend.LOCAL:
         return
-    if config.requeue.mode == "chain":
+    if config.requeue.mode == RequeueMode.CHAIN:
         raise no_chain("in a sweep")
-    if config.sweep.pack > 1 and config.requeue.mode == "resubmit":
+    if config.sweep.pack > 1 and config.requeue.mode == RequeueMode.RESUBMIT:
         raise ConfigError(
             f"sweep.pack={config.sweep.pack} with requeue.mode=resubmit: runs of one job cannot each go on in one of their own",
             hint="requeue=requeue, where the cluster allows it, or requeue=off and `sweep retry`",

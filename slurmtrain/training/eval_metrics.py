@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from slurmtrain.data import IGNORED_TARGET
-from slurmtrain.data.loading.loader import Batch
+from slurmtrain.data.loading.batches import Batch
 from slurmtrain.errors import ConfigError
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.parallel.vocabulary import vocabulary_argmax, whole_vocabulary

@@ -74,7 +74,7 @@ def prune_checkpoints(target: CheckpointTarget, options: argparse.Namespace) -> 
         size = disk_usage(removal.path)
         if not options.dry_run:
             try:
-                retention.remove(removal.path, order)
+                commit.remove(removal.path, order)
             except OSError as error:
                 print(f"{removal.path.name} cannot be removed: {error.strerror}", file=sys.stderr)
                 failed += 1

@@ -37,7 +37,8 @@ class ByLength:
         self.once = order.once if order.epoch else order.once // self._together * self._together
 
     def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self.with_lengths(numbers)[0]
+        indices: NDArray[np.int64] = self.with_lengths(numbers)[0]
+        return indices
 
     def with_lengths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the indices that `at` returns and the samples' lengths, int64 [2, B].

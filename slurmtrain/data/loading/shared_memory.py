@@ -123,7 +123,8 @@ class Message:
             return functools.partial(torch.empty, dtype=tensor.dtype), (tuple(tensor.shape),)
         offset = self._reserved(tensor.numel(), tensor.dtype) if plain else None
         if offset is None:
-            return reduce_tensor(tensor)
+            reduced: tuple[Any, ...] = reduce_tensor(tensor)
+            return reduced
         # Strides are kept if the tensor's memory has no gaps, as in torch.channels_last.
         axes = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
         back = None

@@ -116,11 +116,12 @@ class Workers(Generic[Jobs, Result]):
         """
         while not self._received:
             self._receive()
-        result = self._received.popleft()
-        if isinstance(result, SlurmtrainError):  # torch would pack it into another one, without its hint
-            raise result
-        if isinstance(result, ExceptionWrapper):
-            result.reraise()
+        received = self._received.popleft()
+        if isinstance(received, SlurmtrainError):  # torch would pack it into another one, without its hint
+            raise received
+        if isinstance(received, ExceptionWrapper):
+            received.reraise()
+        result: Result = received
         return result
 
     def _receive(self) -> None:

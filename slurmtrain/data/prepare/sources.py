@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurmtrain.choices import RawFormat
 from slurmtrain.errors import ConfigError
 
 FORMATS = {
@@ -44,12 +45,12 @@ class InputFile:
     @property
     def divisible(self) -> bool:
         """Whether reading may begin in the middle of the file."""
-        return self.packing is None and self.format != "text"
+        return self.packing is None and self.format != RawFormat.TEXT
 
     @property
     def group(self) -> str:
         """The name under which the manifest counts the file: text files by their folder, with a slash at the end."""
-        return self.name if self.format != "text" else self.name.rpartition("/")[0] + "/"
+        return self.name if self.format != RawFormat.TEXT else self.name.rpartition("/")[0] + "/"
 
 
 def find_sources(inputs: Sequence[str], format: str, output: Path) -> list[InputFile]:
@@ -101,12 +102,14 @@ def _files_in(path: Path, format: str) -> Iterator[Path]:
         raise ConfigError(f"prepare.inputs: {error.filename} cannot be read: {error.strerror}") from None
 
     for folder, folders, files in os.walk(path, followlinks=True, onerror=unreadable):
-        if format in ("auto", "hf") and "dataset_dict.json" in files:
+        if format in (RawFormat.AUTO, RawFormat.HF) and "dataset_dict.json" in files:
             raise ConfigError(
                 f"prepare.inputs: {folder} holds several splits of a data set: {', '.join(sorted(folders))}",
                 hint=f"name the one that is meant: {folder}/{min(folders, default='train')}",
             )
-        saved = _saved_shards(Path(folder)) if format in ("auto", "hf") and "state.json" in files else None
+        saved = (
+            _saved_shards(Path(folder)) if format in (RawFormat.AUTO, RawFormat.HF) and "state.json" in files else None
+        )
         if saved is not None:
             folders.clear()
             yield from saved
@@ -143,7 +146,7 @@ def _source(path: Path, root: Path, format: str) -> InputFile:
             f"prepare.inputs: {path} is no plain file", hint="a pipe, a socket or a device has no bytes to come back to"
         )
     packing = PACKINGS.get(path.suffix)
-    if format == "auto":
+    if format == RawFormat.AUTO:
         suffix = Path(path.stem).suffix if packing else path.suffix
         known = {suffix: name for name, suffixes in FORMATS.items() for suffix in suffixes}
         if suffix not in known:
@@ -152,9 +155,9 @@ def _source(path: Path, root: Path, format: str) -> InputFile:
                 hint=f"known are {', '.join(known)}; or prepare.format=text (each file is a document), jsonl, parquet, hf",
             )
         format = known[suffix]
-    if packing and format in ("parquet", "hf"):
+    if packing and format in (RawFormat.PARQUET, RawFormat.HF):
         raise ConfigError(f"prepare.inputs: {path} is packed as a whole", hint=f"unpack it: {format} is packed inside")
-    if format == "text" and facts.st_size >= TOO_LONG:
+    if format == RawFormat.TEXT and facts.st_size >= TOO_LONG:
         raise ConfigError(
             f"prepare.inputs: {path} is a single document of {facts.st_size / 1e9:.1f} GB, as a text file is; 4.2 are the most",
             hint="cut it into its documents: files, or JSON lines",

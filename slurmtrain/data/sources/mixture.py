@@ -260,7 +260,8 @@ class MixtureOrder:
 def _count_left(numbers: NDArray[np.int64], share: int, whole: int) -> NDArray[np.int64]:
     """Return floor(k share/whole + 1/2) for each k, without leaving 64 bits."""
     rounds, rest = np.divmod(numbers, whole)
-    return rounds * share + (rest * share + whole // 2) // whole
+    lefts: NDArray[np.int64] = rounds * share + (rest * share + whole // 2) // whole
+    return lefts
 
 
 def _place(number: int, share: int, whole: int, *, up: bool) -> int:

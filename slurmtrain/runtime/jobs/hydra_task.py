@@ -94,7 +94,6 @@ def _pickled(returned: JobReturn) -> bytes:
         pickle.loads(pickled)
         if holds_secret(pickled):
             raise ValueError("it holds a secret")
-        return pickled
     except Exception as problem:
         error = _exception_of(returned)
         if error is not None:
@@ -102,7 +101,8 @@ def _pickled(returned: JobReturn) -> bytes:
         else:
             returned.return_value = TypeError(f"the result cannot be handed over: {problem}")
             returned.status = JobStatus.FAILED
-        return cloudpickle.dumps(returned)
+        pickled = cloudpickle.dumps(returned)
+    return pickled
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf.errors import OmegaConfBaseException
 
+from slurmtrain.choices import Allow, PpSchedule, RequeueMode
 from slurmtrain.config.compose import compose, config_groups, config_hash, freeze, load_frozen, to_config, to_values
 from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig, JobConfig, TrainConfig
 from slurmtrain.config.validate import SBATCH_OPTIONS, validate
@@ -296,3 +297,22 @@ def test_a_key_of_another_option_names_that_option() -> None:
     with pytest.raises(UsageError, match="data has no key 'path'") as caught:
         compose(["data.path=/data/tokens"])
     assert "data=prepared" in str(caught.value.hint)
+
+
+def test_a_field_with_few_words_has_a_member_of_its_enum_and_is_written_as_it_was_typed(tmp_path: Path) -> None:
+    config = compose(["cluster=a100x4", "requeue=chain", "parallel.pp_schedule=gpipe", "checkpoint.allow=[keys]"])
+    assert config.requeue.mode is RequeueMode.CHAIN and config.parallel.pp_schedule is PpSchedule.GPIPE
+    assert config.checkpoint.allow == [Allow.KEYS] and isinstance(config.checkpoint.allow[0], Allow)
+    path = frozen(config, tmp_path)
+    for line in ("  mode: chain\n", "  pp_schedule: gpipe\n", "  allow:\n  - keys\n", "  param_dtype: null\n"):
+        assert line in path.read_text()
+    assert load_frozen(path) == config and isinstance(load_frozen(path).requeue.mode, RequeueMode)
+    assert f"{config.parallel.pp_schedule!r} {compose([]).parallel.pp_schedule}" == "'gpipe' 1f1b"
+
+
+@pytest.mark.parametrize("word", ["job.kind=evaluate", "checkpoint.allow=[keys,all]", "parallel.param_dtype=float32"])
+def test_a_word_that_a_field_does_not_know_is_refused_with_those_that_it_knows(word: str) -> None:
+    known = {"job": "train, command, prepare", "checkpoint": "keys, shapes, ", "parallel": "null, bfloat16"}
+    with pytest.raises(ConfigError, match=r"=(evaluate|all|float32) is not known") as error:
+        validate(compose([word]))
+    assert str(error.value.hint).startswith(f"one of: {known[word.partition('.')[0]]}")
