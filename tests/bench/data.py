@@ -37,6 +37,8 @@ from slurmtrain.data import BatchLoader, Mixture, PreparedText
 from slurmtrain.data.format.manifest import KINDS, Manifest, Shard, Split, TokenizerFacts, shard_file
 from slurmtrain.data.format.packing import best_fit_rows
 from slurmtrain.data.format.reading import _opened
+from slurmtrain.data.format.tokens import PackedTokens
+from slurmtrain.data.sources.mixture import MixedSamples
 from tests.support.prepared import write_shard
 
 TOKENS, BATCH, SEQUENCE, BATCHES = 1 << 26, 8, 2048, 1000
@@ -126,7 +128,7 @@ def batches_by_hand(by_hand: ByHand, turn: int) -> Iterator[Any]:
 def compare_batches(folder: Path, rounds: int) -> None:
     """The same windows and the same tensors."""
     by_hand = ByHand(folder)
-    sources = {
+    sources: dict[str, PackedTokens | MixedSamples] = {
         "concat": PreparedText(str(folder), SEQUENCE).train,
         "concat, masked": PreparedText(str(folder), SEQUENCE, document_mask=True).train,
         "best fit": PreparedText(str(folder), SEQUENCE, packing="best_fit").train,
@@ -141,7 +143,7 @@ def compare_batches(folder: Path, rounds: int) -> None:
     def by_workers(source: Any, workers: int) -> Callable[[int], Iterator[Any]]:
         return lambda turn: loader_batches(source, turn, workers=workers)
 
-    runs: dict[str, Callable[[int], Iterator[Any]]] = {"by hand": lambda turn: batches_by_hand(by_hand, turn)}
+    runs: dict[str, Callable[[int], Iterable[Any]]] = {"by hand": lambda turn: batches_by_hand(by_hand, turn)}
     for workers, where in ((0, "in process"), (1, "one worker")):
         runs |= {f"{name}, {where}": by_workers(source, workers) for name, source in sources.items()}
     print(f"batches of {BATCH} x {SEQUENCE} by our loader, against the memmap sliced by hand in one process")
@@ -151,7 +153,7 @@ def compare_batches(folder: Path, rounds: int) -> None:
 def compare_loaders(folder: Path, rounds: int) -> None:
     """One worker each, over the same tokens."""
     source = PreparedText(str(folder), SEQUENCE).train
-    runs = {"ours": lambda turn: loader_batches(source, turn, workers=1)}
+    runs: dict[str, Callable[[int], Iterable[Any]]] = {"ours": lambda turn: loader_batches(source, turn, workers=1)}
     if importlib.util.find_spec("torchdata"):
         runs["torchdata"] = lambda turn: torchdata_batches(folder, turn)
     if importlib.util.find_spec("streaming"):
@@ -198,7 +200,7 @@ def streaming_batches(folder: Path, turn: int) -> Iterator[Any]:
     from streaming import StreamingDataLoader, StreamingDataset
     from streaming.base.util import clean_stale_shared_memory
 
-    class Windows(StreamingDataset):
+    class Windows(StreamingDataset):  # type: ignore[misc]  # it has no types
         def __getitem__(self, at: int) -> dict[str, torch.Tensor]:
             window = torch.from_numpy(super().__getitem__(at)["tokens"].astype(np.int64))
             return {"inputs": window[:-1], "targets": window[1:]}
