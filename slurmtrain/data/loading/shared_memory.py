@@ -91,11 +91,15 @@ class Message:
         slots: number of the `Slots` object.
         start: offset of this slot in the memory.
         message: number of this message.
+
+    Attributes:
+        tensor_bytes: bytes of all tensors so far.
     """
 
     def __init__(self, memory: mmap.mmap, *, slots: int, start: int, message: int):
         self._memory, self._slots, self._start, self._message = memory, slots, start, message
         self._next, self._end = start + _HEADER_BYTES, start + SLOT_BYTES
+        self.tensor_bytes = 0
         self._file = io.BytesIO()
         self._pickler = ForkingPickler(self._file, pickle.HIGHEST_PROTOCOL)
         self._pickler.dispatch_table[Tensor] = self._reduced
@@ -118,6 +122,7 @@ class Message:
 
     def _reduced(self, tensor: Tensor) -> tuple[Any, ...]:
         plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
+        self.tensor_bytes += tensor.nbytes if plain else 0
         plain = plain and not (tensor.is_nested or tensor.requires_grad)
         if plain and not tensor.numel():
             return functools.partial(torch.empty, dtype=tensor.dtype), (tuple(tensor.shape),)
