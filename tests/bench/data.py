@@ -217,7 +217,7 @@ def compare_mechanisms(folder: Path, rounds: int) -> None:
 def compare_loaders(folder: Path, rounds: int) -> None:
     """One worker each, over the same tokens."""
     source = PreparedText(str(folder), SEQUENCE).train
-    runs = {"ours": lambda turn: loader_batches(source, turn, workers=1)}
+    runs: dict[str, Callable[[int], Iterable[Any]]] = {"ours": lambda turn: loader_batches(source, turn, workers=1)}
     if importlib.util.find_spec("torchdata"):
         runs["torchdata"] = lambda turn: torchdata_batches(folder, turn)
     if importlib.util.find_spec("streaming"):
@@ -264,7 +264,7 @@ def streaming_batches(folder: Path, turn: int) -> Iterator[Any]:
     from streaming import StreamingDataLoader, StreamingDataset
     from streaming.base.util import clean_stale_shared_memory
 
-    class Windows(StreamingDataset):
+    class Windows(StreamingDataset):  # type: ignore[misc]  # it has no types
         def __getitem__(self, at: int) -> dict[str, torch.Tensor]:
             window = torch.from_numpy(super().__getitem__(at)["tokens"].astype(np.int64))
             return {"inputs": window[:-1], "targets": window[1:]}

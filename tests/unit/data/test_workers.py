@@ -75,7 +75,7 @@ def test_tensors_of_any_kind_come_as_they_are(count: int, pin_memory: bool) -> N
             tensor.detach().add_(True if tensor.dtype == torch.bool else 1)  # nobody else's memory, and not read-only
 
 
-def dense(tensor: Any) -> Tensor:
+def dense(tensor: Tensor) -> Tensor:
     return tensor.to_dense() if tensor.layout != torch.strided else tensor.detach()
 
 
@@ -184,7 +184,8 @@ def test_memory_that_a_data_set_uses_again_is_sent_as_it_was() -> None:
 
 def test_samples_are_collated_without_shared_memory_of_their_own() -> None:
     def shared(number: int) -> bool:
-        return collate([{"image": torch.ones(3, 4), "label": 1}] * number)["image"].is_shared()
+        image: Tensor = collate([{"image": torch.ones(3, 4), "label": 1}] * number)["image"]
+        return bool(image.is_shared())
 
     results = workers_on(shared, [2, 3])
     assert list(results) == [False, False]
