@@ -32,7 +32,7 @@ from slurmtrain.config.schema import Config, PrepareConfig
 from slurmtrain.data.format.manifest import Manifest, read_manifest
 from slurmtrain.data.format.tokenizers import TokenizerChoice, load_tokenizer
 from slurmtrain.data.prepare.finish import finish
-from slurmtrain.data.prepare.reading import Bad, Reading
+from slurmtrain.data.prepare.reading import BadRecord, Reading
 from slurmtrain.data.prepare.sources import find_sources
 from slurmtrain.data.prepare.unit import Task, UnitProgress, prepare_unit, recorded
 from slurmtrain.data.prepare.unit_plan import InputPiece, PreparePlan, agree_on, make_plan
@@ -176,7 +176,7 @@ def test_a_line_that_would_not_fit_into_memory_is_a_bad_record(tmp_path: Path, m
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(json_lines(texts)))
     for source in find_sources([str(tmp_path)], "auto", tmp_path.parent / "out"):
         records = list(Reading(InputPiece(source, 0, source.size), "text").records())
-        long = Bad("longer than 100 bytes; a JSON array is no JSON lines")
+        long = BadRecord("longer than 100 bytes; a JSON array is no JSON lines")
         assert records == list(enumerate([texts[0], long, *texts[2:4], long], start=1))
 
 
@@ -552,7 +552,7 @@ def test_a_packed_file_that_is_torn_or_damaged_is_a_bad_record_where_it_ends(
     path.write_bytes(data)
     [source] = find_sources([str(path)], "auto", path.parent / "out")
     *good, (number, last) = list(Reading(InputPiece(source, 0, source.size), "text").records())
-    assert isinstance(last, Bad) and ("ends too early" if damage == "torn" else "is damaged") in last.reason
+    assert isinstance(last, BadRecord) and ("ends too early" if damage == "torn" else "is damaged") in last.reason
     assert number == len(good) + 1 > 100
     assert [record for _, record in good] == texts(200, seed=3)[: len(good)]
 

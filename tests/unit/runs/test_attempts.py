@@ -26,6 +26,7 @@ from slurmtrain.runtime.finish_attempt import close_abandoned, finish_attempt
 from slurmtrain.slurm.client import JobFacts, SlurmClient
 from slurmtrain.slurm.environment import own_job_id
 from slurmtrain.system.files import write_json
+from tests.support.runs import add_attempt
 
 
 @pytest.fixture
@@ -36,12 +37,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return create_run_dir(tmp_path, "train")
 
 
-def begin(run: RunDir, **fields: object) -> Attempt:
+def begin(run: RunDir, **fields: Any) -> Attempt:
     before = attempts.newest_checkpoint_step(run)
-    known = {"started": time.time(), "first_step": 0, "committed_before": before, **fields}
-    attempt = Attempt(number=run.new_attempt(), **known)  # type: ignore[arg-type]
-    attempts.write_attempt(run, attempt)
-    return attempt
+    return add_attempt(run, **{"first_step": 0, "committed_before": before, **fields})
 
 
 def commit(run: RunDir, step: int) -> None:
