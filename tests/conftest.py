@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from slurmtrain.slurm.client import belongs_to_a_job
-from slurmtrain.system import redaction
+from slurmtrain.system import logs, redaction
 from tests.support.commands import Cli, FakeSlurm
 from tests.support.stranger import Stranger, a_stranger
 
@@ -31,6 +32,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test has for a secret is none to the next."""
     monkeypatch.setattr(redaction, "_hidden", {})
+
+
+@pytest.fixture(autouse=True)
+def log_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages are shown as by the command line, and `caplog` has them, too, until the test types a command line."""
+    package = logging.getLogger(logs.PACKAGE)
+    for name, value in (("handlers", [logs.LogHandler()]), ("propagate", True), ("level", logging.INFO)):
+        monkeypatch.setattr(package, name, value)
 
 
 @pytest.fixture(scope="session")

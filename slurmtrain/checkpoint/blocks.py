@@ -61,11 +61,11 @@ class FileRecord:
     sha256: str
 
 
-def patiently(work: Callable[[], T], path: Path, *, late_s: float | None = None) -> T:
+def patiently(work: Callable[[], T], path: Path, *, late_s: float = LATE_S) -> T:
     """Run `work`, which reads from the file `path`, again and again while the storage fails.
 
     Args:
-        late_s: seconds to wait for a file that is missing; None: LATE_S.
+        late_s: seconds to wait for a file that is missing.
 
     Raises:
         OSError: the file does not exist or is no regular file, or this process may not read it.
@@ -79,7 +79,7 @@ def patiently(work: Callable[[], T], path: Path, *, late_s: float | None = None)
             missing = error.errno == errno.ENOENT
             if error.errno in (*_OF_THE_FILE, *_OF_THIS_PROCESS) and not missing:
                 raise
-            patience = RETRY_S if not missing else LATE_S if late_s is None else late_s
+            patience = late_s if missing else RETRY_S
             if time.monotonic() - begun + pause > patience:
                 if missing:
                     raise
@@ -303,38 +303,37 @@ def digest_file(path: Path, pool: ThreadPoolExecutor, *, sync: bool = False) -> 
 def find_damage(
     directory: Path,
     files: Iterable[tuple[str, FileRecord]],
-    pool: ThreadPoolExecutor,
     *,
     contents: bool = True,
+    background: bool = False,
     from_disk: bool = False,
     mapped: bool = False,
-    patient: bool = False,
+    late_s: float = LATE_S,
     progress: Callable[[int], None] = lambda count: None,
     check: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Describe what is wrong with the given files, one sentence each: their sizes, and with `contents` also their digests.
 
+    A storage that fails is waited for, so that only a wrong size, a wrong digest or a missing file counts as damage.
+
     Args:
+        background: see `threads`.
         from_disk: drop the files from the page cache first.
         mapped: see `digest_mapped`.
-        patient: wait for a storage that fails, and raise UnreadableError if it does not come back, so that only a wrong
-            size, a wrong digest or a missing file counts as damage.
+        late_s: seconds to wait for all missing files together.
         progress: called with the number of bytes of every block, from any thread.
         check: called before every block; an error that it raises ends the comparison.
+
+    Raises:
+        UnreadableError: see `patiently`.
     """
     damage = []
     right_size = []
-    files = list(files)
-    late_s = LATE_S  # the wait for all missing files together
     for name, expected in files:
-        path = directory / name
+        path, begun = directory / name, time.monotonic()
         try:
-            if patient:
-                begun = time.monotonic()
-                size = patiently(partial(_size, path), path, late_s=late_s)
-                late_s = max(0.0, late_s - (time.monotonic() - begun))
-            else:
-                size = _size(path)
+            size = patiently(partial(_size, path), path, late_s=late_s)
+            late_s = max(0.0, late_s - (time.monotonic() - begun))
         except OSError as error:
             late_s = 0.0
             damage.append(cannot_be_read(name, error))
@@ -343,11 +342,12 @@ def find_damage(
             damage.append(f"{name} has {size} bytes instead of {expected.size}")
         elif contents:
             right_size.append((name, expected))
-    for begin in range(0, len(right_size), OPEN_FILES):
-        some = right_size[begin : begin + OPEN_FILES]
-        damage += _compare(
-            directory, some, pool, from_disk=from_disk, mapped=mapped, patient=patient, progress=progress, check=check
-        )
+    with threads(background=background) as pool:
+        for begin in range(0, len(right_size), OPEN_FILES):
+            some = right_size[begin : begin + OPEN_FILES]
+            damage += _compare(
+                directory, some, pool, from_disk=from_disk, mapped=mapped, progress=progress, check=check
+            )
     return damage
 
 
@@ -378,7 +378,7 @@ def cannot_be_read(name: str, error: OSError) -> str:
 
 
 def _reason(error: OSError) -> str:
-    if error.errno in (*_OF_THIS_PROCESS, errno.ESTALE):
+    if error.errno in _OF_THIS_PROCESS:
         raise error
     return error.strerror or str(error)
 
@@ -390,7 +390,6 @@ def _compare(
     *,
     from_disk: bool,
     mapped: bool,
-    patient: bool,
     progress: Callable[[int], None],
     check: Callable[[], None],
 ) -> list[str]:
@@ -400,7 +399,7 @@ def _compare(
         for name, expected in files:
             path = directory / name
             try:
-                descriptor = patiently(partial(open_file, path), path) if patient else open_file(path)
+                descriptor = patiently(partial(open_file, path), path)
             except OSError as error:
                 damage.append(cannot_be_read(name, error))
                 continue
@@ -415,8 +414,6 @@ def _compare(
                 try:
                     found = (digest_mapped if mapped else digest_block)(descriptor, number, size)
                 except OSError:
-                    if not patient:
-                        raise
                     found = digest_anew(directory / name, number, size)
             except OSError as error:
                 return _reason(error)

@@ -10,8 +10,8 @@ and remove checkpoints that are no longer kept (`retention`). To restore (`resto
 from __future__ import annotations
 
 import atexit
+import logging
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping
@@ -34,6 +34,8 @@ from slurmtrain.errors import CheckpointError, nearest
 
 if TYPE_CHECKING:
     from slurmtrain.checkpoint.mirror_upload import MirrorUploader
+
+log = logging.getLogger(__name__)
 
 VERIFY = ("full", "sampled", "off")
 ON_REPLICA_DRIFT = ("refuse", "warn")
@@ -60,7 +62,6 @@ class Checkpointer:
             save; "warn" says so once, and of ranks that should hold the same the lowest always writes all of it, alone.
         mirror: URL of a folder of this run's own in an object store (fsspec's: s3://, gs://, file://). Committed
             checkpoints are copied there in the background, and fetched from there if the directory has none.
-        say: prints one line about a restore, a damaged checkpoint or a failed save (rank 0 only).
         on_ending: called by the writing thread of every rank when a save is committed or has failed.
 
     Raises:
@@ -83,7 +84,6 @@ class Checkpointer:
         max_failures: int = 3,
         on_replica_drift: str = "refuse",
         mirror: str | None = None,
-        say: Callable[[str], None] | None = None,
         on_ending: Callable[[SaveResult | CheckpointError], None] = lambda ending: None,
     ):
         _check_is_one_of("verify", verify, VERIFY)
@@ -91,7 +91,6 @@ class Checkpointer:
         shared_directory.check_has_all_ranks(group)
         self.directory = Path(directory)
         self.lost: CheckpointError | None = None  # why a save that a script had begun when it ended was lost
-        say = self._say = say or (lambda text: print(f"slurmtrain: {text}", file=sys.stderr, flush=True))
         json_config = shared_directory.config_as_json(config or {})
 
         ranks = self._ranks = RankGroup(group)
@@ -104,7 +103,7 @@ class Checkpointer:
         if mirror:
             from slurmtrain.checkpoint.mirror_upload import MirrorUploader
 
-            uploader = MirrorUploader(mirror, ranks, identity, keep, say)
+            uploader = MirrorUploader(mirror, ranks, identity, keep)
         shared_directory.check_is_shared(ranks, self.directory, claimed)
 
         staging = Staging()
@@ -114,13 +113,10 @@ class Checkpointer:
             asynchronous=asynchronous,
             max_failures=max_failures,
             refuse_drift=on_replica_drift == "refuse",
-            say=say,
             on_ending=on_ending,
         )
         self._saves = SavePipeline(groups, identity, staging, uploader, settings)
-        self._restorer = Restorer(
-            groups, identity, staging.borrow, uploader, changed=frozenset(changed), verify=verify, say=say
-        )
+        self._restorer = Restorer(groups, identity, staging.borrow, uploader, changed=frozenset(changed), verify=verify)
         # Registered to run before Python's own thread pools end, which the writing needs; `atexit` comes after that.
         register = getattr(threading, "_register_atexit", atexit.register)
         register(_close, weakref.ref(self), os.getpid())
@@ -247,7 +243,7 @@ class Checkpointer:
         if restored is None or not as_start:
             self._saves.reserve(objects, per_rank, restored_size=restored.size if restored is not None else None)
         if restored is not None and self._ranks.rank == 0:
-            self._say(restored.sentence)
+            log.info(restored.sentence)
         # What was not finite before anything was trained is meant to be so, unless only the restore has filled it.
         if self._ranks.maximum(int(bool(non_finite))):
             non_finite &= self._ranks.all_do(lambda: not_finite(state.trained_parameters(objects)))
@@ -270,4 +266,4 @@ def _close(reference: weakref.ref[Checkpointer], owner: int) -> None:
             checkpointer.close()
         except CheckpointError as error:
             checkpointer.lost = error
-            print(f"slurmtrain: error: {error}", file=sys.stderr, flush=True)
+            log.error("%s", error)

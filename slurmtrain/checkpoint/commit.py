@@ -16,6 +16,10 @@ The steps, and why each is needed:
  6. The rename is the commit; the parent is fsynced. A directory that is not empty cannot be renamed over, so nothing that
     was committed is ever replaced: a second checkpoint of one step is `checkpoint_0001000.2`.
 
+An incarnation is one start of the run's job; each requeue or resumption is the next, with a higher number. Processes of an
+older one may live on, on a node that was cut off. Fencing keeps them from doing harm: an incarnation claims the
+directory by a file with its number in `.incarnations` (a fencing token), and older ones look there before they commit.
+
 File systems: local disks, Lustre and NFS. No locks are taken. What another node has written may become visible late on
 NFS (nfs(5), "Data and metadata coherence"): a directory is changed before it is listed, which makes the client ask the
 server, and readers wait for files that rank 0 has named.
@@ -32,7 +36,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -191,7 +195,7 @@ def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") 
         refresh(claims)
     while True:
         own = incarnation or Incarnation(_newest_claim(claims) + 1, label)
-        _check_claims(directory, own)
+        _check_not_superseded(directory, own)
         path = claim_file(directory, own)
         try:
             write_new(path, own.label.encode())
@@ -206,7 +210,7 @@ def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") 
                     hint="give each job a checkpoint directory of its own",
                 ) from None
         fsync_directory(claims)
-        _check_claims(directory, own)  # a newer one may have come between
+        _check_not_superseded(directory, own)  # a newer one may have come between
         break
     for path in directory.iterdir():
         match = TEMPORARY_NAME.fullmatch(path.name)
@@ -223,10 +227,10 @@ def claim_file(directory: Path, incarnation: Incarnation) -> Path:
 def check_fence(directory: Path, incarnation: Incarnation) -> None:
     """Raise SupersededError if a newer incarnation has claimed `directory`."""
     refresh(directory / CLAIMS)
-    _check_claims(directory, incarnation)
+    _check_not_superseded(directory, incarnation)
 
 
-def _check_claims(directory: Path, incarnation: Incarnation) -> None:
+def _check_not_superseded(directory: Path, incarnation: Incarnation) -> None:
     newest = _newest_claim(directory / CLAIMS)
     if newest > incarnation.order:
         raise SupersededError(
@@ -277,16 +281,16 @@ def begin(directory: Path, step: int, incarnation: Incarnation, *, size: int = 0
 
 
 @contextmanager
-def nothing_left(temporary: Path, *, here: bool) -> Iterator[None]:
+def removed_on_failure(temporary: Path, *, on_this_rank: bool) -> Iterator[None]:
     """Remove what was written if it is not committed, so that a full disk does not become fuller with every try.
 
     Args:
-        here: whether this rank is the one that removes it.
+        on_this_rank: whether this rank is the one that removes it.
     """
     try:
         yield
     except CheckpointError:
-        if here:
+        if on_this_rank:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
@@ -381,27 +385,23 @@ def remove(path: Path, order: int) -> None:
 # Reading.
 
 
-def read_manifest(path: Path, *, patient: bool = False) -> Manifest:
+def read_manifest(path: Path, *, late_s: float = blocks.LATE_S) -> Manifest:
     """Read and check manifest.json against COMPLETE.
 
     Args:
-        patient: see `blocks.find_damage`.
+        late_s: seconds to wait for a file that is missing.
 
     Raises:
         CheckpointError: manifest.json is missing, damaged, or of another format. UnreadableError: see `blocks.patiently`.
     """
-    return parse_manifest(path, *read_manifest_bytes(path, patient=patient))
+    return parse_manifest(path, *read_manifest_bytes(path, late_s=late_s))
 
 
-def read_manifest_bytes(path: Path, *, patient: bool = False) -> tuple[bytes, str]:
-    """Return the bytes of manifest.json and the digest in COMPLETE, unchecked.
-
-    Args:
-        patient: see `blocks.find_damage`.
-    """
+def read_manifest_bytes(path: Path, *, late_s: float = blocks.LATE_S) -> tuple[bytes, str]:
+    """Return the bytes of manifest.json and the digest in COMPLETE, unchecked; see `read_manifest`."""
 
     def read(name: str) -> bytes:
-        return blocks.patiently(partial(_read_small, path / name), path / name) if patient else _read_small(path / name)
+        return blocks.patiently(partial(_read_small, path / name), path / name, late_s=late_s)
 
     try:
         return read(MANIFEST), read(COMPLETE).decode().removesuffix("\n")
@@ -470,17 +470,6 @@ def _check_types(manifest: Manifest) -> None:
     for name, record in manifest.files.items():
         if type(record.size) is not int or record.size < 0 or type(record.sha256) is not str:
             raise TypeError(f"{name[:100]!r} has size {str(record.size)[:50]} and digest {str(record.sha256)[:50]}")
-
-
-def find_damage(path: Path, manifest: Manifest, names: Iterable[str] | None = None, *, verify: bool) -> list[str]:
-    """Describe what is wrong with the given files (None: all), one sentence each.
-
-    With `verify`, contents are compared, else sizes.
-    """
-    chosen = sorted(manifest.files) if names is None else names
-    with blocks.threads() as pool:
-        files = [(name, manifest.files[name]) for name in chosen]
-        return blocks.find_damage(path, files, pool, contents=verify, mapped=True)
 
 
 def set_aside(path: Path) -> Path:

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slurmtrain.checkpoint import commit, retention
-from slurmtrain.checkpoint.index_file import read_index
+from slurmtrain.checkpoint.index_file import read_whole_index
 from slurmtrain.checkpoint.tensor_index import Box, BoxLocation, Index, TensorFacts
-from slurmtrain.errors import CheckpointError
 
 PIECE_BYTES = 64 * 2**20  # bytes of a tensor that are compared in one go
 
@@ -48,12 +47,7 @@ class _Saved:
 
     @classmethod
     def open(cls, path: Path) -> _Saved:
-        manifest = commit.read_manifest(path)
-        for name, size in manifest.sizes.items():
-            found = (path / name).stat().st_size if (path / name).exists() else None
-            if found != size:
-                raise CheckpointError(f"{path} is damaged: {name} has {found} bytes of {size}")
-        return cls(path, read_index(path, manifest))
+        return cls(path, read_whole_index(path, commit.read_manifest(path)))
 
     def tensors(self, of: str) -> dict[str, TensorFacts]:
         return {name: fact for name, fact in self.index.facts.items() if name.startswith(f"{of}.") and not fact.own}

@@ -27,10 +27,10 @@ from slurmtrain.checkpoint import blocks, commit, retention
 from slurmtrain.checkpoint.blocks import BLOCK_BYTES, DIGEST_BYTES
 from slurmtrain.checkpoint.commit import Manifest
 from slurmtrain.checkpoint.host_memory import available_memory
-from slurmtrain.checkpoint.index_file import read_index
+from slurmtrain.checkpoint.index_file import read_whole_index
 from slurmtrain.checkpoint.reader import need_of
 from slurmtrain.checkpoint.save_plan import SAFETENSORS_NAMES, check_types, dtype_name, dtype_of
-from slurmtrain.checkpoint.tensor_index import Box, BoxLocation, Index, TensorFacts, check_coverage
+from slurmtrain.checkpoint.tensor_index import Box, BoxLocation, Index, TensorFacts
 from slurmtrain.errors import CheckpointError, UsageError, nearest
 from slurmtrain.system.files import fsync_directory
 
@@ -102,8 +102,8 @@ def export(
     check_output(out, force=force)
     with retention.reading(path):
         manifest = commit.read_manifest(path)
-        index = read_index(path, manifest)
-        _check_whole(path, manifest, index)
+        index = read_whole_index(path, manifest)
+        check_types(index.catalogues)
         entries = _choose(path, index.facts, only, dtype)
         temporary = out.with_name(f".{out.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
         try:
@@ -142,15 +142,6 @@ def check_output(out: Path, *, force: bool) -> None:
         raise UsageError(f"{out} is a folder")
     if os.path.lexists(out) and not force:
         raise UsageError(f"{out} exists", hint="choose another name, or replace it with --force")
-
-
-def _check_whole(path: Path, manifest: Manifest, index: Index) -> None:
-    with blocks.threads() as pool:
-        damage = blocks.find_damage(path, manifest.files.items(), pool, contents=False)
-    if damage:
-        raise CheckpointError(f"{path} is damaged: {'; '.join(damage)}")
-    check_types(index.catalogues)
-    check_coverage(index.catalogues, index.tables.values())
 
 
 def _choose(path: Path, facts: Mapping[str, TensorFacts], only: str, dtype: str | None) -> dict[str, Entry]:

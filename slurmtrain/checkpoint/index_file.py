@@ -14,14 +14,12 @@ from slurmtrain.errors import CheckpointError, UnreadableError
 HEADER_BYTES = 1 << 30  # more than that of a million tensors
 
 
-def read_index(path: Path, manifest: Manifest, *, patient: bool = False) -> Index:
+def read_index(path: Path, manifest: Manifest) -> Index:
     """Return the index of the checkpoint `path`.
 
-    Args:
-        patient: see `blocks.find_damage`.
-
     Raises:
-        CheckpointError: the index is damaged, or does not belong to this manifest.
+        CheckpointError: the index is damaged, or does not belong to this manifest. UnreadableError: see
+            `blocks.patiently`.
     """
     record = manifest.files.get(commit.INDEX)
     if record is None:
@@ -32,7 +30,7 @@ def read_index(path: Path, manifest: Manifest, *, patient: bool = False) -> Inde
         return file.read_bytes() if file.stat().st_size == record.size else b""
 
     try:
-        data = blocks.patiently(read, file) if patient else read()
+        data = blocks.patiently(read, file)
     except OSError as error:
         raise CheckpointError(f"{path} is damaged: {blocks.cannot_be_read(commit.INDEX, error)}") from None
     if len(data) != record.size or blocks.root(blocks.digests_of(data)) != record.sha256:
@@ -44,18 +42,32 @@ def read_index(path: Path, manifest: Manifest, *, patient: bool = False) -> Inde
     return index
 
 
-def check_whole(path: Path, manifest: Manifest, index: Index) -> None:
-    """Check that, by the index, the files hold every element of every tensor exactly once.
+def read_whole_index(path: Path, manifest: Manifest, *, sizes: bool = True) -> Index:
+    """Return the index of a checkpoint, after a look at everything but the contents of its files.
+
+    Args:
+        sizes: look at the sizes of the files, too; else the caller has.
 
     Raises:
-        CheckpointError: they do not, or the manifest has other tensors.
+        CheckpointError: as `read_index`; or a file is missing or has another size, or by the index the files do not hold
+            every element of every tensor of the manifest exactly once.
     """
+    damage = blocks.find_damage(path, manifest.files.items(), contents=False) if sizes else []
+    if damage:
+        raise CheckpointError(f"{path} is damaged: {'; '.join(damage)}")
+    index = read_index(path, manifest)
     try:
         facts = check_coverage(index.catalogues, index.tables.values())
     except CheckpointError as error:
         raise CheckpointError(f"{path} is damaged: by its {commit.INDEX} {error.message}") from None
     if manifest.tensors != {name: {"shape": list(fact.shape), "dtype": fact.dtype} for name, fact in facts.items()}:
         raise CheckpointError(f"{path} is damaged: {commit.INDEX} and manifest.json have other tensors")
+    return index
+
+
+def damage_of(path: Path, error: CheckpointError) -> str:
+    """Return what is wrong with the checkpoint `path` by an error of these functions, without its path."""
+    return error.message.removeprefix(f"{path} is damaged: ").removeprefix(f"{path}: ")
 
 
 def find_disagreement(path: Path, manifest: Manifest) -> list[str]:
@@ -65,12 +77,11 @@ def find_disagreement(path: Path, manifest: Manifest) -> list[str]:
         UnreadableError: the storage fails, and after all retries still does.
     """
     try:
-        index = read_index(path, manifest, patient=True)
-        check_whole(path, manifest, index)
+        index = read_whole_index(path, manifest, sizes=False)
     except UnreadableError:
         raise
     except CheckpointError as error:
-        return [error.message.removeprefix(f"{path} is damaged: ")]
+        return [damage_of(path, error)]
     for catalogue in index.catalogues:
         for name, fact in catalogue.items():
             if DTYPE_BYTES.get(fact.dtype) != fact.itemsize:

@@ -7,8 +7,8 @@ committed.
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.checkpoint.shared_directory import CheckpointIdentity
 from slurmtrain.errors import CheckpointError
 
+log = logging.getLogger(__name__)
+
 SLOWEST_S = 6 * 3600.0  # ranks that are done wait for the slowest upload; a store's hours are not training's
 
 
@@ -29,17 +31,14 @@ class MirrorUploader:
 
     Args:
         url: a folder of this run's own: s3://bucket/run, gs://..., file://...
-        say: prints one line, on rank 0.
 
     Raises:
         CheckpointError: on every rank: there is no such store.
     """
 
-    def __init__(
-        self, url: str, ranks: RankGroup, identity: CheckpointIdentity, keep: Keep, say: Callable[[str], None]
-    ):
+    def __init__(self, url: str, ranks: RankGroup, identity: CheckpointIdentity, keep: Keep):
         self._mirror = ranks.all_do(lambda: Mirror(url))
-        self._ranks, self._identity, self._keep, self._say = ranks.own_group(SLOWEST_S), identity, keep, say
+        self._ranks, self._identity, self._keep = ranks.own_group(SLOWEST_S), identity, keep
         self._thread = BackgroundThread("checkpoint-uploader")
         self._leaving = threading.Event()
         self._skipped: tuple[Path, list[str]] | None = None  # the last one, if it came too soon after the one before
@@ -75,7 +74,7 @@ class MirrorUploader:
                 )
         except CheckpointError as error:
             if self._ranks.rank == 0 and not self._leaving.is_set():
-                self._say(f"{path.name} was not copied to {self._mirror.url}: {error.message}")
+                log.warning("%s was not copied to %s: %s", path.name, self._mirror.url, error.message)
 
     def _check_leaving(self) -> None:
         if self._leaving.is_set():
@@ -110,7 +109,7 @@ class MirrorUploader:
                 try:
                     manifest = self._mirror.parse_manifest(name, *texts)
                 except CheckpointError as error:
-                    self._say(error.message)
+                    log.warning(error.message)
                     self._mirror.set_aside(name, error.message)
                     continue
                 where = f"{self._mirror.url}/{name}"
@@ -128,14 +127,14 @@ class MirrorUploader:
             commit.wait_until_visible(temporary)
             self._mirror.download(name, temporary, share(manifest.sizes, self._ranks.rank, self._ranks.size))
 
-        with commit.nothing_left(temporary, here=ranks.rank == 0):
+        with commit.removed_on_failure(temporary, on_this_rank=ranks.rank == 0):
             final = Path(
                 self._ranks.gather_on_rank_0(
                     download, lambda _: str(commit.publish(temporary, text, manifest.step, incarnation))
                 )
             )
         if ranks.rank == 0:
-            self._say(f"{final.name} was fetched from {self._mirror.url}/{name}")
+            log.info("%s was fetched from %s/%s", final.name, self._mirror.url, name)
         return final, name
 
     def set_aside(self, name: str, why: str) -> None:

@@ -7,6 +7,7 @@ verified before the first tensor is touched (`reader`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from slurmtrain.checkpoint import blocks, commit, compatibility, retention, state
 from slurmtrain.checkpoint.commit import Manifest
-from slurmtrain.checkpoint.index_file import check_whole, read_index
+from slurmtrain.checkpoint.index_file import damage_of, read_index, read_whole_index
 from slurmtrain.checkpoint.ranks import RankGroups
 from slurmtrain.checkpoint.reader import read_tensors
 from slurmtrain.checkpoint.save_plan import check_types, file_name
@@ -28,6 +29,8 @@ from slurmtrain.errors import CheckpointError, CheckpointMismatchError, Unreadab
 
 if TYPE_CHECKING:
     from slurmtrain.checkpoint.mirror_upload import MirrorUploader
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class Restorer:
 
     Args:
         borrow_buffer: returns host memory of a size, to read into.
-        changed, verify, say: see `Checkpointer`.
+        changed, verify: see `Checkpointer`.
     """
 
     def __init__(
@@ -124,11 +127,10 @@ class Restorer:
         *,
         changed: frozenset[str],
         verify: str,
-        say: Callable[[str], None],
     ):
         self._ranks, self._ranks_on_host = groups.training, groups.on_host
         self._identity, self._borrow_buffer, self._mirror_uploader = identity, borrow_buffer, mirror_uploader
-        self._changed, self._verify, self._say = changed, verify, say
+        self._changed, self._verify = changed, verify
 
     def restore(self, request: RestoreRequest) -> Restored | None:
         """Load the newest sound checkpoint, or the one that was asked for; None: there is no checkpoint."""
@@ -195,22 +197,14 @@ class Restorer:
             if not candidates:
                 return None
             path = candidates[-1]
+        texts, damage = (b"", ""), []
         try:
-            texts = commit.read_manifest_bytes(path, patient=True)
-            manifest = commit.parse_manifest(path, *texts)
+            texts = commit.read_manifest_bytes(path)
+            read_whole_index(path, commit.parse_manifest(path, *texts))
         except (CheckpointMismatchError, UnreadableError):
             raise
         except CheckpointError as error:
-            return Choice(path, b"", "", [error.message])
-        with blocks.threads() as pool:
-            damage = blocks.find_damage(path, manifest.files.items(), pool, contents=False, patient=True)
-        if not damage:
-            try:
-                check_whole(path, manifest, read_index(path, manifest, patient=True))
-            except UnreadableError:
-                raise
-            except CheckpointError as error:
-                damage = [error.message]
+            damage = [damage_of(path, error)]
         return Choice(path, *texts, damage)
 
     def _set_aside(self, path: Path, copy: str | None, damage: list[str]) -> None:
@@ -218,7 +212,7 @@ class Restorer:
         commit.set_aside(path)
         if copy is not None and self._mirror_uploader is not None:  # it would be fetched again
             self._mirror_uploader.set_aside(copy, "; ".join(damage))
-        self._say(f"{path.name} is damaged and was set aside: {'; '.join(damage)}")
+        log.warning("%s is damaged and was set aside: %s", path.name, "; ".join(damage))
 
     def _check_never_damaged(self, set_aside: list[str]) -> None:
         """Raise CheckpointMismatchError if there were checkpoints, all of which are damaged.
@@ -279,7 +273,7 @@ class Restorer:
     def _read_index(self, path: Path, manifest: Manifest) -> Index:
         if self._ranks.rank != 0:
             commit.wait_until_visible(path / commit.INDEX)
-        index = read_index(path, manifest, patient=True)
+        index = read_index(path, manifest)
         check_types(index.catalogues)
         return index
 

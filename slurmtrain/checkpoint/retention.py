@@ -298,6 +298,6 @@ def prune(directory: Path, keep: Keep, order: int, *, spare: Collection[int] = (
 def _metrics(path: Path) -> Mapping[str, float] | None:
     """None: not known, of a manifest that cannot be read or is damaged. It may be the best."""
     try:
-        return read_manifest(path, patient=True).metrics
+        return read_manifest(path).metrics
     except (CheckpointError, OSError):
         return None

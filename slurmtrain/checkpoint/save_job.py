@@ -168,7 +168,7 @@ class SaveJob:
         size = max(last_size, self._plan.total_bytes)
         begin = partial(commit.begin, directory, self._step, incarnation, size=size)
         temporary = Path(self._ranks.on_rank_0(lambda: str(begin())))
-        with commit.nothing_left(temporary, here=self._ranks.rank == 0):
+        with commit.removed_on_failure(temporary, on_this_rank=self._ranks.rank == 0):
             answer = self._ranks.gather_on_rank_0(
                 lambda: self._write_own_file(temporary).to_json(),
                 lambda parts: self._commit_or_ask(temporary, [RankContribution.from_json(values) for values in parts]),
@@ -198,10 +198,9 @@ class SaveJob:
         def compare() -> list[str] | None:
             try:
                 check()
-                with blocks.threads(background=True) as pool:
-                    return blocks.find_damage(
-                        path, self._written, pool, contents=contents, from_disk=True, patient=True, check=check
-                    )
+                return blocks.find_damage(
+                    path, self._written, contents=contents, background=True, from_disk=True, check=check
+                )
             except _NoTimeError:
                 return None
 

@@ -6,6 +6,7 @@ At most one save is in flight. How each ends is counted: it is an error to train
 from __future__ import annotations
 
 import json
+import logging
 import operator
 import threading
 import time
@@ -32,6 +33,8 @@ from slurmtrain.errors import CheckpointError, DiscardedError, LostPeersError, N
 if TYPE_CHECKING:
     from slurmtrain.checkpoint.mirror_upload import MirrorUploader
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class SaveSettings:
@@ -47,7 +50,6 @@ class SaveSettings:
     asynchronous: bool
     max_failures: int
     refuse_drift: bool
-    say: Callable[[str], None]
     on_ending: Callable[[SaveResult | CheckpointError], None]
 
 
@@ -357,7 +359,7 @@ class SavePipeline:
         path, self._last_size = job.write(self._last_size)
         if job.drift and not self._drift_reported:
             self._drift_reported = True
-            self._settings.say(job.drift)
+            log.warning(job.drift)
         seconds = time.monotonic() - pending.begun
         stall_s = pending.stall_s + job.waited_s if self._settings.asynchronous else seconds
         return SaveResult(path, pending.step, seconds, stall_s, self._last_size)
@@ -366,7 +368,7 @@ class SavePipeline:
         if isinstance(ending, DiscardedError):
             return
         if isinstance(ending, CheckpointError) and self._settings.asynchronous and self._ranks.rank == 0:
-            self._settings.say(f"the save of step {step} failed, older checkpoints are as they were: {ending.message}")
+            log.warning("the save of step %d failed, older checkpoints are as they were: %s", step, ending.message)
         self._settings.on_ending(ending)
 
     def _finish(self, job: SaveJob, saved: SaveResult) -> None:
@@ -375,14 +377,14 @@ class SavePipeline:
         try:
             damage = job.read_back(path, contents=self._settings.read_back, in_a_hurry=self._hurried.is_set)
             if damage and ranks.rank == 0:
-                self._settings.say(f"{path.name} is not what was written and was set aside: {'; '.join(damage)}")
+                log.warning("%s is not what was written and was set aside: %s", path.name, "; ".join(damage))
             if damage == []:
                 if self._mirror_uploader is not None and not ranks.maximum(int(self._hurried.is_set())):
                     self._mirror_uploader.offer(ranks, path, job.names)
                 ranks.on_rank_0(lambda: self._prune(saved.step))
         except CheckpointError as error:
             if ranks.rank == 0 and not self._hurried.is_set():
-                self._settings.say(f"older checkpoints than {path.name} are kept: {error.message}")
+                log.warning("older checkpoints than %s are kept: %s", path.name, error.message)
 
     def _prune(self, saved_step: int) -> None:
         if not self._hurried.is_set():

@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     verb = arguments.find_verb(words)
     if verb is not None and not VERBS[verb].composes:
+        _log_to_stderr()
         rest = list(words)
         rest.remove(verb)
         module = importlib.import_module(VERBS[verb].module)
@@ -61,6 +62,7 @@ def _run(words: list[str]) -> int:
 
         print(f"slurmtrain {__version__}")
         return 0
+    _log_to_stderr()
     if "--experimental-rerun" in parsed.options:
         raise UsageError(
             "--experimental-rerun is not supported", hint="`resume RUN` continues a run as it was submitted"
@@ -88,3 +90,9 @@ def _run(words: list[str]) -> int:
     interrupts.raise_again()
     code: int = module.main(parsed)
     return code
+
+
+def _log_to_stderr() -> None:
+    from slurmtrain.system import logs  # loads logging, which --help does without
+
+    logs.set_up()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,8 @@ from slurmtrain.launch.local import run_local
 from slurmtrain.report.status import state
 from slurmtrain.runs import lookup, ownership
 from slurmtrain.runs.run_dir import RunDir
+
+log = logging.getLogger(__name__)
 
 
 def main(verb: str, words: list[str]) -> int:
@@ -36,7 +39,7 @@ def main(verb: str, words: list[str]) -> int:
     run_dir = lookup.find(options.run, lookup.runs_root())
     ownership.require_own(run_dir)
     if options.due:
-        submit_due(run_dir, _say)
+        submit_due(run_dir)
         return 0
     checkpoint = checkpoint_of(run_dir, options.step)
     evaluation = prepare(run_dir, checkpoint, overrides, here=not options.submit, again=options.again)
@@ -62,11 +65,12 @@ def _start(evaluation: RunDir, *, submit: bool) -> int:
             f"{evaluation.path.name} of this run is {now.status}: {now.explanation}", hint=f"status {evaluation.path}"
         )
     if submit:
-        submit_evaluation(evaluation, _say)
-        _say(f"{evaluation.path.name} is job {evaluation.info()['job_ids'][-1]}; status {evaluation.path}")
+        submit_evaluation(evaluation)
+        job_id = evaluation.info()["job_ids"][-1]
+        log.info("%s is job %s; status %s", evaluation.path.name, job_id, evaluation.path)
         return 0
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the final answer
-        return run_local(evaluation, _say)
+        return run_local(evaluation)
 
 
 def _object(run_dir: RunDir, evaluation: RunDir, checkpoint: Path) -> dict[str, object]:
@@ -83,7 +87,3 @@ def _object(run_dir: RunDir, evaluation: RunDir, checkpoint: Path) -> dict[str, 
         "measured_at": evaluation.measured_at(),
         "metrics": evaluation.measured(),
     }
-
-
-def _say(text: str) -> None:
-    print(f"slurmtrain: {text}", file=sys.stderr, flush=True)

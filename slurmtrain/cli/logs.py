@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from slurmtrain.cli.arguments import RUN_HELP, Parser
@@ -18,6 +19,8 @@ from slurmtrain.runs.attempts import read_attempt
 from slurmtrain.runs.outcome import Verdict, exit_code_of_run
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
+
+log = logging.getLogger(__name__)
 
 FOLLOW_POLL_S = 0.2  # seconds between looks at a log: a shared file system has no event to await
 ASK_EVERY_S = 5.0  # the controller belongs to everybody
@@ -135,20 +138,14 @@ class Tail:
 
 def follow(run_dir: RunDir, rank: int | None, attempt: int | None) -> int:
     """Print a rank's output as it comes (None: that of all ranks), from attempt to attempt, until the run has ended."""
-    for text in lines_as_they_come(run_dir, rank, attempt, say=_say):
+    for text in lines_as_they_come(run_dir, rank, attempt):
         sys.stdout.write(text)
         sys.stdout.flush()
     return 0
 
 
-def _say(text: str) -> None:
-    print(f"slurmtrain: {text}", file=sys.stderr, flush=True)  # stdout has the log alone
-
-
-def lines_as_they_come(
-    run_dir: RunDir, rank: int | None, attempt: int | None, *, say: Callable[[str], None] = lambda text: None
-) -> Iterator[str]:
-    """Yield the output of the ranks as it comes, and pass to `say` what `status` knows of a run that waits or sets up."""
+def lines_as_they_come(run_dir: RunDir, rank: int | None, attempt: int | None) -> Iterator[str]:
+    """Yield the output of the ranks as it comes, and log what `status` knows of a run that waits or sets up."""
     said = ""
     number = attempt or (run_dir.attempt_numbers() or [1])[-1]
     tails: dict[int, Tail] = {}
@@ -183,7 +180,7 @@ def lines_as_they_come(
             now = state(run_dir)
             ended, asked = not now.alive, time.monotonic()
             if now.status in (*WAITING, RunStatus.STARTING) and said != (said := f"{now.status}: {now.explanation}"):
-                say(said)
+                log.info(said)
         time.sleep(FOLLOW_POLL_S)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 
 from slurmtrain.choices import Backend, RequeueMode
 from slurmtrain.cli.arguments import Arguments
 from slurmtrain.cli.columns import counts, summary
 from slurmtrain.cli.json_output import print_json
-from slurmtrain.cli.submit import awaited_runs, client_of, say, say_unless_awaited
+from slurmtrain.cli.submit import awaited_runs, client_of, say_unless_awaited
 from slurmtrain.config.compose import Primary, search_folders
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
@@ -28,6 +29,8 @@ from slurmtrain.sweep.plan import plan_sweep, preview
 from slurmtrain.sweep.points import Grid, check, composing, naming_point
 from slurmtrain.sweep.throttle import throttle
 from slurmtrain.system.paths import current_folder
+
+log = logging.getLogger(__name__)
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"  # Hydra's own: choices and nothing else
 
@@ -49,7 +52,7 @@ def submit(arguments: Arguments) -> int:
             return search(composer, arguments, parallelism)
         grid = composer.expand(arguments.overrides)
         if not grid.keys:
-            say(
+            log.info(
                 "nothing varies, so this is a sweep of one run; choices are written key=1,2, and a single run needs no -m"
             )
         dry = "--dry-run" in options
@@ -71,7 +74,6 @@ def submit(arguments: Arguments) -> int:
             parallelism=parallelism,
             after=after,
             again="--again" in options,
-            say=say,
         )
     if client is None:
         return run_on_this_machine(sweep, parallelism or sweep.pack, as_json="--json" in options)
@@ -79,7 +81,9 @@ def submit(arguments: Arguments) -> int:
     if there and parallelism not in (None, sweep.info()["parallelism"]):
         throttle(sweep, parallelism, client)
     if parallelism is not None and sweep_plan.first.requeue.mode == RequeueMode.RESUBMIT:
-        say("--array-parallelism does not hold for points that are submitted again, each as a job (requeue=resubmit)")
+        log.info(
+            "--array-parallelism does not hold for points that are submitted again, each as a job (requeue=resubmit)"
+        )
     return _submit(sweep, client, there=there, as_json="--json" in options)
 
 
@@ -100,7 +104,7 @@ def _fitting(points: Iterable[tuple[Config, ParallelDims]], grid: Grid, *, later
     _, number, config, dims = largest
     with naming_point(grid, number):
         for warning in check_memory(config, dims):
-            say(f"warning: {warning}")
+            log.warning(warning)
 
 
 def _dry_run(grid: Grid, scripts: list[str]) -> int:
@@ -112,11 +116,13 @@ def _dry_run(grid: Grid, scripts: list[str]) -> int:
 
 def _submit(sweep: Sweep, client: SlurmClient, *, there: bool, as_json: bool) -> int:
     try:
-        submission = submit_arrays(sweep, client, say=say)
+        submission = submit_arrays(sweep, client)
     except KeyboardInterrupt:
         known = [job for number in sweep.array_numbers() if (job := sweep.job_id(number)) is not None]
         goes_on = f"job {', '.join(known)} is submitted and goes on" if known else "no job of it is known yet"
-        say(f"sweep {sweep.id}: {goes_on}; the same command submits the rest   sweep cancel {sweep.id} ends it")
+        log.info(
+            "sweep %s: %s; the same command submits the rest   sweep cancel %s ends it", sweep.id, goes_on, sweep.id
+        )
         raise
     jobs, points = [*submission.found, *submission.submitted], sweep.point_count()
     if as_json:
@@ -140,7 +146,7 @@ def run_on_this_machine(sweep: Sweep, at_once: int, *, as_json: bool) -> int:
     with alone(sweep):
         now = sweeps.states_of(sweep)
         unfinished = [run_id for run_id, its in now.items() if its.status not in DONE_WITH and not its.alive]
-        to_the_end = run_here(sweep, unfinished, at_once, say, show=at_once == 1 and not as_json)
+        to_the_end = run_here(sweep, unfinished, at_once, show=at_once == 1 and not as_json)
     states = counts(sweeps.states_of(sweep).values())
     if as_json:
         facts = {"sweep": sweep.id, "path": str(sweep.path), "points": sweep.point_count(), "job_ids": []}

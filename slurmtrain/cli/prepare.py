@@ -45,7 +45,7 @@ def _prepare(config: Config, stop: signals.StopFlag) -> int:
             progress.show,
             max_bad_share=config.prepare.max_bad_share,
         )
-        manifest = finish(plan, config.prepare.max_bad_share, progress.say) if finished else None
+        manifest = finish(plan, config.prepare.max_bad_share) if finished else None
     finally:
         progress.close()
     if not finished:

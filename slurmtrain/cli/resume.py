@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import re
-import sys
 from collections.abc import Sequence
 
 from slurmtrain.choices import Backend, JobKind
@@ -23,6 +23,8 @@ from slurmtrain.runs.attempts import reopen
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.paths import current_folder
+
+log = logging.getLogger(__name__)
 
 OVERRIDE = re.compile(r"[+~]{0,2}\w[\w.@-]*=")  # not a path with a = in it
 
@@ -114,7 +116,7 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
     if run_dir.info()["backend"] == Backend.LOCAL:
         from slurmtrain.launch.local import run_local
 
-        return run_local(run_dir, lambda text: print(f"slurmtrain: {text}", flush=True))
+        return run_local(run_dir)
     from slurmtrain.launch import resubmit
 
     try:
@@ -122,7 +124,7 @@ def _resume_alone(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> s
     except KeyboardInterrupt:
         from slurmtrain.launch.submit import interrupted
 
-        print(f"slurmtrain: {interrupted(run_dir, client(run_dir))}", file=sys.stderr, flush=True)
+        log.info(interrupted(run_dir, client(run_dir)))
         raise
     return f"run {run_dir.id} is submitted again as job {', then '.join(job_ids)}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from slurmtrain.runs import lookup, ownership
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system.file_claims import Owner, claimed
+
+log = logging.getLogger(__name__)
 
 
 def parser_of(verb: str) -> Parser:
@@ -53,7 +55,7 @@ def claimed_alone(run_dir: RunDir) -> Iterator[None]:
         who = f"process {owner['pid']} on {owner['host']}"
         if run_dir.info()["backend"] == Backend.LOCAL:  # it is at it until the run has ended
             raise ClusterError(f"{who} is running {run_dir.id} already", hint=f"status {run_dir.id}")
-        print(f"slurmtrain: {who} is resuming it; waiting for that", file=sys.stderr, flush=True)
+        log.info("%s is resuming it; waiting for that", who)
 
     with claimed(claim_folder(run_dir), busy):
         yield

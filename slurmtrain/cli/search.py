@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from slurmtrain.choices import Backend, EvalMode
 from slurmtrain.cli.arguments import Arguments
 from slurmtrain.cli.json_output import print_json
-from slurmtrain.cli.submit import awaited_runs, client_of, say, say_unless_awaited
+from slurmtrain.cli.submit import awaited_runs, client_of, say_unless_awaited
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.named_paths import with_absolute_paths
@@ -19,6 +20,8 @@ from slurmtrain.sweep.plan import SweepPlan
 from slurmtrain.sweep.points import Composer
 from slurmtrain.sweep.search import RunFailedError, Search, identity_text, seeds
 from slurmtrain.system.paths import current_folder
+
+log = logging.getLogger(__name__)
 
 
 def search(composer: Composer, arguments: Arguments, parallelism: int | None) -> int:
@@ -47,14 +50,15 @@ def search(composer: Composer, arguments: Arguments, parallelism: int | None) ->
         parallelism=parallelism,
         after=after,
         again="--again" in options,
-        say=say,
     )
     say_unless_awaited(after, opened.sweep)
-    say(f"sweep {opened.sweep.id}: this shell waits for results; if it dies, the same command goes on where it was")
+    log.info(
+        "sweep %s: this shell waits for results; if it dies, the same command goes on where it was", opened.sweep.id
+    )
     words = [*overrides, *seeds(sweeper, identity)]
     with _all_on_stderr() if "--json" in options else contextlib.nullcontext():
         try:
-            Search(composer, opened, list(choices), say).sweep(words)
+            Search(composer, opened, list(choices)).sweep(words)
         except RunFailedError as failure:
             raise RunFailedError(
                 failure.message,

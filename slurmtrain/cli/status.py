@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +30,8 @@ from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.records import printable
+
+log = logging.getLogger(__name__)
 
 HEADER = ("run", "name", "state", *PROGRESS, "attempts", "")
 EVALUATIONS_HEADER = ("evaluation", "job", "state", "measured", "")
@@ -95,12 +97,12 @@ def runs_or_refuse(root: Path) -> list[RunDir]:
 
 
 def say_unreadable(root: Path) -> None:
-    """Print how many folders are left out because they belong to another user."""
+    """Log how many folders are left out because they belong to another user."""
     closed = lookup.unreadable(root)
     if closed:
         what = "1 folder is" if len(closed) == 1 else f"{len(closed)} folders are"
         first = printable(str(closed[0]))
-        print(f"slurmtrain: {what} left out, being somebody else's: {first} cannot be read", file=sys.stderr)
+        log.warning("%s left out, being somebody else's: %s cannot be read", what, first)
 
 
 def _one(run_dir: RunDir, *, as_json: bool) -> int:

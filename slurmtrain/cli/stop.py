@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -26,6 +26,8 @@ from slurmtrain.runs.attempts import write_request
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.file_claims import is_claimed
+
+log = logging.getLogger(__name__)
 
 
 def main(verb: str, words: list[str]) -> int:
@@ -140,7 +142,7 @@ def _how_long_leaving_took(run_dir: RunDir, now: RunState, asked: float) -> list
     within_s = time_to_leave(times)
     if times is None or within_s is None:
         return []
-    print(f"slurmtrain: waiting until it has stopped, for {within_s:.0f} s at most", file=sys.stderr, flush=True)
+    log.info("waiting until it has stopped, for %.0f s at most", within_s)
     left = wait_until_left(run_dir, now.attempts[-1].number, within_s)
     return [leaving_sentence(left, asked, within_s, times)]
 

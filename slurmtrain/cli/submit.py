@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +34,8 @@ from slurmtrain.system.paths import current_folder
 if TYPE_CHECKING:
     from slurmtrain.runs.sweep_dir import Sweep
 
+log = logging.getLogger(__name__)
+
 
 def main(arguments: Arguments) -> int:
     """Run the verb and return its exit code."""
@@ -53,7 +55,7 @@ def main(arguments: Arguments) -> int:
         print(dry_run(plan, current_folder()), end="")
         return 0
     for warning in check_memory(plan, dims):
-        say(f"warning: {warning}")
+        log.warning(warning)
     if plan.cluster.backend == Backend.LOCAL:
         return _run_here(plan, arguments)
     try:
@@ -98,17 +100,17 @@ def awaited_runs(config: Config, options: Mapping[str, str]) -> list[RunDir]:
 
 
 def say_unless_awaited(after: Sequence[RunDir], sweep: Sweep) -> None:
-    """Print a message if --after names other runs than those that an existing sweep already waits for."""
+    """Log a message if --after names other runs than those that an existing sweep already waits for."""
     if after and [str(run_dir.path) for run_dir in after] != sweep.info()["after"]:
-        say(f"--after does not hold for {sweep.id}, which is there already")
+        log.info("--after does not hold for %s, which is there already", sweep.id)
 
 
 def client_of(config: Config) -> SlurmClient:
-    """Check that SLURM is available before anything is created, print warnings of likely problems, and return its client."""
+    """Check that SLURM is available before anything is created, log warnings of likely problems, and return its client."""
     client = SlurmClient(slurm_conf_of(config))
     check_slurm_is_here(client.slurm_conf)
     for warning in look_ahead(config, Path(config.job.runs_dir).expanduser(), client):
-        say(f"warning: {warning}")
+        log.warning(warning)
     return client
 
 
@@ -125,11 +127,11 @@ def _check_not_in_vain(run_dir: RunDir, runs: str, client: SlurmClient) -> None:
 
 def _submit(config: Config, arguments: Arguments) -> int:
     client = client_of(config)
-    with preparing(config, arguments.overrides, current_folder(), say) as run_dir:
+    with preparing(config, arguments.overrides, current_folder()) as run_dir:
         try:
-            job_id = submit([run_dir], config, say=say)
+            job_id = submit([run_dir], config)
         except KeyboardInterrupt:
-            say(interrupted(run_dir, client))
+            log.info(interrupted(run_dir, client))
             raise
         if config.requeue.mode == RequeueMode.CHAIN:
             links = submit_links(run_dir, job_id, config.requeue.chain_length, client)
@@ -152,10 +154,10 @@ def _submit(config: Config, arguments: Arguments) -> int:
 def _run_here(config: Config, arguments: Arguments) -> int:
     from slurmtrain.launch.local import run_local
 
-    with preparing(config, arguments.overrides, current_folder(), say) as run_dir:
+    with preparing(config, arguments.overrides, current_folder()) as run_dir:
         pass
     print(f"run {run_dir.id} in {run_dir.path}", flush=True)
-    return run_local(run_dir, lambda text: print(f"slurmtrain: {text}", flush=True))
+    return run_local(run_dir)
 
 
 def _render(config: Config, arguments: Arguments) -> int:
@@ -166,13 +168,8 @@ def _render(config: Config, arguments: Arguments) -> int:
     output = Path(target)
     if output.is_dir() or not output.resolve().parent.is_dir():
         raise UsageError(f"cannot write {output}: it is a folder, or its folder does not exist", hint="-o job.sbatch")
-    with preparing(config, arguments.overrides, current_folder(), say) as run_dir:
+    with preparing(config, arguments.overrides, current_folder()) as run_dir:
         shutil.copyfile(run_dir.script, output)
     run_dir.event(Event.RENDERED, file=str(output.resolve()))
     print(f"wrote {output} for run {run_dir.id} in {run_dir.path}\n  start it with: sbatch {output}")
     return 0
-
-
-def say(text: str) -> None:
-    """Print a message to stderr."""
-    print(f"slurmtrain: {text}", file=sys.stderr, flush=True)  # --json has stdout

@@ -25,7 +25,6 @@ from slurmtrain.cli.columns import (
 from slurmtrain.cli.json_output import point_object, print_json
 from slurmtrain.cli.multirun import run_on_this_machine
 from slurmtrain.cli.status import say_doubts, say_unreadable
-from slurmtrain.cli.submit import say
 from slurmtrain.cli.watch import View, add_watch_options, check_watch_options, watch
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.report import collect
@@ -185,7 +184,7 @@ def _retry(sweep: Sweep, *, as_json: bool) -> int:
     if sweep.info()["backend"] == Backend.LOCAL:
         return run_on_this_machine(sweep, sweep.info()["parallelism"] or sweep.pack, as_json=as_json)
     chosen = add_retry(sweep)
-    submission = submit_arrays(sweep, sweeps.client_of(sweep), say=say)
+    submission = submit_arrays(sweep, sweeps.client_of(sweep))
     if as_json:
         print_json({"sweep": sweep.id, "runs": chosen, "job_ids": submission.submitted})
     elif submission.submitted:

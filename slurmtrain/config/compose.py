@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -283,7 +282,9 @@ def load_frozen(path: Path, *, with_secrets: bool = True) -> Config:
             raise ConfigError(f"{path} holds no config", hint="it was written at submit; has it been edited?")
         left_out = migrate(values, version_of(text))
         if left_out:
-            print(f"slurmtrain: not known any more, and left out: {', '.join(left_out)} of {path}", file=sys.stderr)
+            import logging  # here, since --help loads this module and needs none
+
+            logging.getLogger(__name__).warning("not known any more, and left out: %s of %s", ", ".join(left_out), path)
         if with_secrets:
             values = resolve_secrets(values, {**os.environ, **secrets.given(values.get("secrets") or {})})
         return to_config(values)

@@ -16,7 +16,7 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def prepare(
     return evaluation
 
 
-def submit_evaluation(evaluation: RunDir, say: Callable[[str], None] = lambda text: None) -> None:
+def submit_evaluation(evaluation: RunDir) -> None:
     """Submit a prepared evaluation, unless it is in the queue or done.
 
     Raises:
@@ -94,10 +94,10 @@ def submit_evaluation(evaluation: RunDir, say: Callable[[str], None] = lambda te
                 run_dir.checkpoints, step_of(Path(str(config.checkpoint.restore_from))), evaluation.path.name
             )
             evaluation.request_file.unlink(missing_ok=True)  # a cancel of what it was before
-            submit([evaluation], config, say)
+            submit([evaluation], config)
 
 
-def submit_due(run_dir: RunDir, say: Callable[[str], None]) -> None:
+def submit_due(run_dir: RunDir) -> None:
     """Submit an evaluation for every checkpoint that the training holds for one and that has had none.
 
     Checkpoints whose evaluation has ended without releasing them are released.
@@ -113,7 +113,7 @@ def submit_due(run_dir: RunDir, say: Callable[[str], None]) -> None:
             submitted.append((step, evaluation))
         elif step in there:
             if evaluation.id == run_dir.evaluation(step).id and not _is_cancelled(run_dir):
-                _submit_first(run_dir, there[step], say)
+                _submit_first(run_dir, there[step])
         elif there and step < max(there):  # its save has failed
             retention.release(run_dir.checkpoints, step, by)
     found = states(evaluation for _, evaluation in submitted)
@@ -146,7 +146,7 @@ def cancel_all(run_dirs: Iterable[RunDir], client: SlurmClient) -> list[RunDir]:
     return alive
 
 
-def _submit_first(run_dir: RunDir, checkpoint: Path, say: Callable[[str], None]) -> None:
+def _submit_first(run_dir: RunDir, checkpoint: Path) -> None:
     step = step_of(checkpoint)
     evaluation = run_dir.evaluation(step)
     try:
@@ -155,7 +155,7 @@ def _submit_first(run_dir: RunDir, checkpoint: Path, say: Callable[[str], None])
                 return
             config = _config(run_dir, checkpoint, here=False)
             _write(evaluation, run_dir, config)
-            job_id = submit([evaluation], config, say)
+            job_id = submit([evaluation], config)
     except SlurmtrainError as error:
         run_dir.event(Event.EVALUATION_NOT_SUBMITTED, step=step, error=error.message)
         raise

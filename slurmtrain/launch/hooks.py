@@ -9,9 +9,9 @@ The facts are in its environment (`variables`), and attempt.json is its standard
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -30,6 +30,8 @@ from slurmtrain.runtime.finish_attempt import own_job_id
 from slurmtrain.system.process_tree import Process, become_subreaper, descendants, kill_trees
 from slurmtrain.system.redaction import redact
 
+log = logging.getLogger(__name__)
+
 TEXT_LIMIT = 8192  # characters of a variable; the kernel takes 128 KiB
 LINE_LIMIT = 1 << 20  # characters of output without a line's end
 
@@ -43,18 +45,18 @@ def run_hook(run_dir: RunDir, number: int) -> None:
     if command is None:
         return
     try:
-        log = run_dir.attempt(number).hook_log.open("x")
+        log_file = run_dir.attempt(number).hook_log.open("x")
     except FileExistsError:  # it has run, or is running
         return
     run_dir.event(Event.HOOK_STARTED, attempt=number, hook=name)
-    with log:
+    with log_file:
         try:
             secrets.take(config.secrets)
-            outcome = _run(command, config.hooks, run_dir, attempt, log)
+            outcome = _run(command, config.hooks, run_dir, attempt, log_file)
         except (ConfigError, OSError) as error:
             outcome = f"could not be run: {error}"
     run_dir.event(Event.HOOK_ENDED, attempt=number, hook=name, outcome=outcome)
-    print(f"slurmtrain: hooks.{name} {outcome}", file=sys.stderr, flush=True)
+    log.info("hooks.%s %s", name, outcome)
 
 
 def hook_of(attempt: Attempt) -> str | None:

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import BinaryIO
 
 from slurmtrain.choices import RequeueMode
@@ -36,7 +36,7 @@ from slurmtrain.system.signals import STOP_SIGNALS
 PR_SET_PDEATHSIG = 1
 
 
-def run_local(run_dir: RunDir, say: Callable[[str], None]) -> int:
+def run_local(run_dir: RunDir) -> int:
     """Run attempts until one is the last, and return the exit code: 0 finished, 75 stopped, 78 config, else a crash."""
     config = load_frozen(run_dir.config_file)
     secrets.take(config.secrets)
@@ -47,10 +47,9 @@ def run_local(run_dir: RunDir, say: Callable[[str], None]) -> int:
             config = dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode=RequeueMode.OFF))
         outcome = finish_attempt(run_dir, attempt.number, code, config, None)
         run_hook_of(run_dir, attempt.number, config)
-        say(
-            outcome.sentence
-            + ("" if outcome.verdict is not Verdict.END else f". {how_to_continue(run_dir.id, outcome.reason)}")
-        )
+        ended = outcome.verdict is Verdict.END
+        goes_on = f". {how_to_continue(run_dir.id, outcome.reason)}" if ended else ""
+        print(f"slurmtrain: {outcome.sentence}{goes_on}", flush=True)  # the result of the verb
         if outcome.verdict is not Verdict.REQUEUE:
             return exit_code_of_run(outcome.verdict, outcome.reason, code)
 

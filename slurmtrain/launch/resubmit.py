@@ -9,8 +9,8 @@ first. No two jobs of a run work at the same time: each waits for all before it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -27,6 +27,8 @@ from slurmtrain.runs.outcome import Verdict, is_cancelled
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import GONE, JobFacts, SlurmClient
 from slurmtrain.slurm.nodelist import expand_nodelist
+
+log = logging.getLogger(__name__)
 
 TRIES_S = (
     1.0,
@@ -122,7 +124,7 @@ def requeue(
         told = attempts.read_attempt(*going_on[0]).facts_when_told
         requeued = _requeue(job_id, client, restart_count, told, sleep, clock)
     except NotRequeuedError as error:
-        print(f"slurmtrain: {error.message}; submitting a new job instead", file=sys.stderr, flush=True)
+        log.warning("%s; submitting a new job instead", error.message)
         jobs = [submit_again(run_dir, number, job_id, client, sleep) for run_dir, number in going_on]
         return f"submitted again as job {', '.join(filter(None, jobs)) or 'none: cancelled'}"
     except ClusterError as error:
@@ -204,7 +206,7 @@ def leave_out(runs: Sequence[tuple[RunDir, int]], job_id: str, client: SlurmClie
     try:
         client.update_pending(job_id, ExcNodeList=excluded)
     except ClusterError as error:
-        print(f"slurmtrain: {excluded} cannot be left out: {error.message}", file=sys.stderr)
+        log.warning("%s cannot be left out: %s", excluded, error.message)
         return ""
     for run_dir, _ in runs:
         run_dir.event(Event.NODES_LEFT_OUT, nodes=excluded, job_id=job_id)
@@ -234,8 +236,7 @@ def excluding(run_dir: RunDir, number: int, client: SlurmClient, before: str = "
         code, words = 1, error.message
     if code != 0:
         why = words.splitlines()[-1] if words else f"more than {EXCLUDED_MAX} nodes"
-        said = f"{', '.join(bad)} cannot be left out, since the job may then never start: {why}"
-        print(f"slurmtrain: {said}", file=sys.stderr)
+        log.warning("%s cannot be left out, since the job may then never start: %s", ", ".join(bad), why)
         run_dir.event(Event.NODES_NOT_LEFT_OUT, nodes=",".join(bad), why=why)
         return ""
     return nodes
@@ -333,7 +334,7 @@ def _pass_on_dependents(run_dir: RunDir, job_id: str, new: str, client: SlurmCli
     try:
         moved = client.pass_on_dependents(job_id, new)
     except ClusterError as error:  # they show it as DependencyNeverSatisfied, and can be submitted again
-        print(f"slurmtrain: jobs that wait for this run may never start: {error.message}", file=sys.stderr)
+        log.warning("jobs that wait for this run may never start: %s", error.message)
         return
     if moved:
         run_dir.event(Event.DEPENDENTS_PASSED_ON, job_ids=moved, job_id=new)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import logging
 import os
 import shutil
 import socket
@@ -32,6 +33,8 @@ from slurmtrain.slurm.client import INSTALL_HINT, SlurmClient, clean_environment
 from slurmtrain.system import files
 from slurmtrain.system.redaction import redacted
 
+log = logging.getLogger(__name__)
+
 PLACEHOLDER_ID = "RUN_ID"  # stands for the run's id in a dry run, which creates nothing
 
 
@@ -46,9 +49,7 @@ def dry_run(config: Config, cwd: Path) -> str:
 
 
 @contextlib.contextmanager
-def preparing(
-    config: Config, overrides: Sequence[str], cwd: Path, say: Callable[[str], None] = lambda text: None
-) -> Iterator[RunDir]:
+def preparing(config: Config, overrides: Sequence[str], cwd: Path) -> Iterator[RunDir]:
     """Make the run directory: frozen config, snapshot of the code, script.
 
     It is removed again if the block fails, unless a job that needs it may be in the queue.
@@ -59,7 +60,7 @@ def preparing(
     try:
         snapshot = take_snapshot(config.job, source, run_dir.code)
         for warning in check_in_snapshot(config, run_dir.path / snapshot.workdir, source, cwd):
-            say(f"warning: {warning}")
+            log.warning(warning)
         _write(run_dir, config, overrides, snapshot, source, cwd)
         yield run_dir
     except BaseException as error:
@@ -72,7 +73,7 @@ def preparing(
         raise
 
 
-def submit(run_dirs: Sequence[RunDir], config: Config, say: Callable[[str], None] = lambda text: None) -> str:
+def submit(run_dirs: Sequence[RunDir], config: Config) -> str:
     """Pass the script of these runs to sbatch: one job, or an array with one task per run.
 
     Returns:
@@ -91,7 +92,7 @@ def submit(run_dirs: Sequence[RunDir], config: Config, say: Callable[[str], None
         for run_dir in run_dirs:
             files.write_text(run_dir.script, script)
     shared = len(run_dirs) > 1
-    job_id = _hand_over(first.script.read_text(), first, slurm_conf, say, export_option(config), shared=shared)
+    job_id = _hand_over(first.script.read_text(), first, slurm_conf, export_option(config), shared=shared)
     for index, run_dir in enumerate(run_dirs):
         element = f"{job_id}_{index}" if len(run_dirs) > 1 else job_id
         run_dir.add_job(element, slurm_conf=slurm_conf)
@@ -200,7 +201,6 @@ def _hand_over(
     script: str,
     run_dir: RunDir,
     slurm_conf: str | None,
-    say: Callable[[str], None] = lambda text: None,
     options: Sequence[str] = (),
     *,
     shared: bool = False,
@@ -221,7 +221,6 @@ def _hand_over(
         options=options,
         looked_for_before=before,
         finds_out=f"`resume {run_dir.id}` looks for it first",
-        say=say,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import os
 import random
 import re
@@ -27,6 +28,8 @@ from slurmtrain.errors import ClusterError
 from slurmtrain.launch.script import directive, set_aside
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
 from slurmtrain.slurm.client import INSTALL_HINT, SlurmClient, submission_environment
+
+log = logging.getLogger(__name__)
 
 # Messages of sbatch, in the words of slurm_errno.c and sbatch.c (22.05 to 26.05). First transient errors after which
 # the request was certainly not processed: the controller was never reached, or has refused it unread.
@@ -140,7 +143,6 @@ def submit_exactly_once(
     looked_for_before: bool = False,
     finds_out: str = "the same command again looks for it first",
     patience: Patience = Patience(),
-    say: Callable[[str], None] = lambda text: None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
     """Submit `script` and return the job id, for an array that of the array.
@@ -151,7 +153,6 @@ def submit_exactly_once(
         options: further options of sbatch; they override the script's.
         looked_for_before: an earlier call with this token may have been cut short, so look for its job first.
         finds_out: hint on what to do if it stays unknown whether the job exists.
-        say: called with messages about what is waited for.
 
     Raises:
         NotSubmittedError: sbatch refused, in its own words, or could not be reached; or no more jobs may be submitted now.
@@ -161,9 +162,9 @@ def submit_exactly_once(
     aside = set_aside(script, os.environ)
     if aside:
         named = ", ".join(f"{name}={os.environ[name]} ({owner})" for name, owner in sorted(aside.items()))
-        say(f"variables of this shell are set aside, since the config decides: {named}")
+        log.info("variables of this shell are set aside, since the config decides: %s", named)
     if looked_for_before:
-        _wait_for_orphans(token, patience, say, sleep)
+        _wait_for_orphans(token, patience, sleep)
         found = _look(token, client, patience, sleep, finds_out)
         if found is not None:
             return found
@@ -176,7 +177,7 @@ def submit_exactly_once(
         except TransientError as error:
             transient = error
         if transient.may_be_there:
-            say(f"sbatch: {transient.said}; looking whether the job is there all the same")
+            log.info("sbatch: %s; looking whether the job is there all the same", transient.said)
             found = _look(token, client, patience, sleep, finds_out, transient.said)
             if found is not None:
                 return found
@@ -187,7 +188,7 @@ def submit_exactly_once(
                 f"sbatch failed {attempt} times, the last time with: {transient.said}; nothing was submitted",
                 hint="try again later",
             )
-        say(f"sbatch: {transient.said}; trying again in about {delay:g} s")
+        log.info("sbatch: %s; trying again in about %g s", transient.said, delay)
         sleep(delay * (1 + random.Random().random() / 4))  # many shells must not come back at the same moment
         delay *= 2
 
@@ -285,16 +286,14 @@ def _look(
         sleep(patience.confirm_every_s)
 
 
-def _wait_for_orphans(
-    token: str, patience: Patience, say: Callable[[str], None], sleep: Callable[[float], None]
-) -> None:
+def _wait_for_orphans(token: str, patience: Patience, sleep: Callable[[float], None]) -> None:
     """Wait for an sbatch that a killed shell has left behind on this host, and whose job may still be accepted."""
     told = False
     for _ in range(2 * patience.call_s):
         if not _runs_somewhere(TOKEN_PREFIX + token):
             return
         if not told:
-            say("a sbatch that a killed shell has left behind is still at work; waiting for it")
+            log.info("a sbatch that a killed shell has left behind is still at work; waiting for it")
             told = True
         sleep(1.0)
 

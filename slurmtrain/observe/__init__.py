@@ -2,7 +2,7 @@
 
 from slurmtrain.observe.metrics import MetricsLog, read_metrics
 from slurmtrain.observe.progress import ProgressLine
-from slurmtrain.observe.reporter import Reporter, SilentReporter
+from slurmtrain.observe.reporter import Reporter
 from slurmtrain.observe.tensorboard import TensorBoardLog
 from slurmtrain.observe.throughput import Throughput
 
@@ -10,7 +10,6 @@ __all__ = [
     "MetricsLog",
     "ProgressLine",
     "Reporter",
-    "SilentReporter",
     "TensorBoardLog",
     "Throughput",
     "read_metrics",

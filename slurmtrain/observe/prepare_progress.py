@@ -22,10 +22,6 @@ class Preparing:
         """Show the progress."""
         self._display.show(describe(tally, self._clock() - self._began), tally.size, tally.total)
 
-    def say(self, text: str) -> None:
-        """Print a line that stays."""
-        self._display.say(text)
-
     def close(self) -> None:
         """Leave the terminal as it was."""
         self._display.close()

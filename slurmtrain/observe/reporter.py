@@ -10,7 +10,7 @@ from slurmtrain.observe.tensorboard import TensorBoardLog
 
 
 class Reporter:
-    """The output of rank 0. Other ranks have a `SilentReporter`."""
+    """The output of rank 0. Other ranks have none."""
 
     def __init__(
         self, *, metrics_file: Path, tensorboard: Path | None, total_steps: int, resume_step: int, evaluated_at: int
@@ -47,22 +47,3 @@ class Reporter:
         self._metrics.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
-
-
-class SilentReporter(Reporter):
-    """The reporter of all ranks but 0: it writes and shows nothing."""
-
-    def __init__(self) -> None:
-        pass
-
-    def log(self, step: int, **values: float | str | None) -> None:
-        pass
-
-    def record(self, step: int, **values: float) -> None:
-        pass
-
-    def message(self, text: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
+import logging
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger(__name__)
+
 
 class TensorBoardLog:
-    """A writer of scalars as TensorBoard events; without the `tensorboard` package it prints one message and does nothing.
+    """A writer of scalars as TensorBoard events; without the `tensorboard` package it logs one message and does nothing.
 
     Args:
         directory: folder of the event files.
@@ -24,7 +26,7 @@ class TensorBoardLog:
         if importlib.util.find_spec("tensorboard") is None:
             if not TensorBoardLog._said_missing:
                 TensorBoardLog._said_missing = True
-                print("tensorboard is not installed (pip install tensorboard): no event files", file=sys.stderr)
+                log.warning("tensorboard is not installed (pip install tensorboard): no event files")
             return
         # Imported here: it takes about a second, and only one rank ever needs it.
         from torch.utils.tensorboard import SummaryWriter

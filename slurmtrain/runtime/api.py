@@ -17,6 +17,7 @@ in the process, and loads no torch: `init` handles the stop signals first, and o
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import traceback
@@ -43,7 +44,7 @@ from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.slurm.environment import Environment
-from slurmtrain.system import signals
+from slurmtrain.system import logs, signals
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from slurmtrain.checkpoint.checkpointer import Checkpointer
     from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.distributed_context import DistributedContext
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300) -> Run:
     if session.distributed is not None:
         raise RuntimeError("slurmtrain.init() was called already: call it once, and keep the Run that it returns")
     stop = signals.install_signal_handlers()
+    logs.set_up(leave_to_others=True)
     from slurmtrain.runtime.agreement import StopAgreement  # torch, which takes seconds
     from slurmtrain.runtime.distributed_context import init_distributed
 
@@ -199,7 +203,7 @@ def _record_and_show(kind: type[BaseException], error: BaseException, trace: Tra
     """Record an uncaught error in the attempt, and show ours as one sentence, the user's with its traceback."""
     expected = isinstance(error, SlurmtrainError)
     if expected:
-        print(f"slurmtrain: error: {error}", file=sys.stderr, flush=True)
+        log.error("%s", error)
     else:
         traceback.print_exception(kind, error, trace)
     for checkpointer in list(session.checkpointers):

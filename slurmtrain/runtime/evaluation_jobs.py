@@ -8,6 +8,7 @@ latest by the next attempt's.
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import belongs_to_a_job
 from slurmtrain.system.files import read_json
 from slurmtrain.system.modes import folder_mode
+
+log = logging.getLogger(__name__)
 
 CLOSE_WAITS_S = 120.0  # a sbatch that is given up after 90 s, and the look whether its job is there
 # Variables that a rank has set for itself, and that a job submitted from here would inherit.
@@ -63,10 +66,12 @@ class EvaluationJobs:
                 process.terminate()  # it has a token: what it may have submitted is found by the next one
         steps = self._due()
         if steps:
-            print(
-                f"slurmtrain: SLURM has accepted no job within {CLOSE_WAITS_S:g} s for the evaluation of step "
-                f"{', '.join(map(str, steps))}; evaluate {self._run_dir.path} --due submits what is missing",
-                file=sys.stderr,
+            log.warning(
+                "SLURM has accepted no job within %g s for the evaluation of step %s; evaluate %s --due submits what is "
+                "missing",
+                CLOSE_WAITS_S,
+                ", ".join(map(str, steps)),
+                self._run_dir.path,
             )
 
     def _due(self) -> list[int]:
@@ -88,18 +93,8 @@ class EvaluationJobs:
             name: value for name, value in os.environ.items() if not belongs_to_a_job(name) and name not in OF_RANKS
         }
         self._run_dir.evaluations.mkdir(mode=folder_mode(self._run_dir.path), exist_ok=True)
-        with self._lock, (self._run_dir.evaluations / "submitting.log").open("ab") as log:
+        with self._lock, (self._run_dir.evaluations / "submitting.log").open("ab") as output:
             self._submitting = [process for process in self._submitting if process.poll() is None]
             # Not to the rank's own log: SLURM waits until nobody has that open any more.
-            process = subprocess.Popen(words, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            process = subprocess.Popen(words, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
             self._submitting.append(process)
-
-
-class NoJobs:
-    """The protocol on all ranks but 0, which does nothing."""
-
-    def ask(self, step: int) -> None:
-        pass
-
-    def close(self, *, finished: bool) -> None:
-        pass

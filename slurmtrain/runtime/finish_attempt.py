@@ -6,6 +6,7 @@ a preemption the grace time is still running.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -37,6 +38,8 @@ from slurmtrain.slurm import versions
 from slurmtrain.slurm.client import LIVE, JobFacts, SlurmClient
 from slurmtrain.system import process
 
+log = logging.getLogger(__name__)
+
 WORD_S = 3.0  # how long a shared file system may take to show here what rank 0 has written
 WORD_POLL_S = 0.2
 REPORTING = ("command", "prepare")  # kinds of jobs whose progress is what they report
@@ -65,7 +68,7 @@ def finish_attempt(
     try:
         _record(run_dir, attempt, outcome)
     except OSError as error:  # a full disk must not turn a clean stop into a lost run
-        print(f"slurmtrain: cannot complete the record of attempt {number}: {error}", file=sys.stderr)
+        log.warning("cannot complete the record of attempt %d: %s", number, error)
     if config.job.kind == JobKind.EVALUATE and outcome.verdict is Verdict.END:  # nobody awaits its checkpoint any more
         checkpoint = Path(config.checkpoint.restore_from or "")
         retention.release(checkpoint.parent, step_of(checkpoint), run_dir.path.name)
@@ -100,7 +103,7 @@ def free_dependents(run_dir: RunDir, attempt: Attempt, client: SlurmClient) -> N
     try:
         freed = client.free_dependents(job_id)
     except ClusterError as error:  # if the job ends as PREEMPTED, they show DependencyNeverSatisfied
-        print(f"slurmtrain: jobs that wait for this run may start late or never: {error.message}", file=sys.stderr)
+        log.warning("jobs that wait for this run may start late or never: %s", error.message)
         return
     if freed:
         run_dir.event(Event.DEPENDENTS_FREED, job_ids=freed, job_id=job_id)

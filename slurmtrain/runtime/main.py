@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import multiprocessing
 import os
 import sys
@@ -38,11 +39,13 @@ from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import Environment, check_world_size
-from slurmtrain.system import signals
+from slurmtrain.system import logs, signals
 
 if TYPE_CHECKING:
     from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.distributed_context import DistributedContext
+
+log = logging.getLogger(__name__)
 
 
 def run_submitted(run_dir: RunDir) -> NoReturn:
@@ -80,6 +83,7 @@ def _run(
     watch: StopWatcher | None = None
     try:
         environment = Environment.detect()
+        logs.set_up(environment.rank)
         config, find_or_create = find()
         secrets.take(config.secrets)
         if strict:
@@ -107,7 +111,7 @@ def _run(
             watch.wait_for_record()
         leave(EXIT_REQUEUE)
     except SlurmtrainError as error:
-        print(f"slurmtrain: error: {error}", file=sys.stderr, flush=True)
+        log.error("%s", error)
         _fail(
             context,
             environment,
@@ -207,7 +211,7 @@ def _train(
     if not outcome.finished:
         first = stop.first
         cause = first.cause if first else "another rank"
-        print(f"slurmtrain: told to stop ({cause}): leaving after step {outcome.step}", flush=True)
+        log.info("told to stop (%s): leaving after step %d", cause, outcome.step)
     distributed.leave_together()
     return 0 if outcome.finished else EXIT_REQUEUE
 
@@ -232,7 +236,7 @@ def _finish_by_hand(config: Config, environment: Environment, context: AttemptCo
     never = dataclasses.replace(config, requeue=dataclasses.replace(config.requeue, mode=RequeueMode.OFF))
     outcome = finish_attempt(context.run_dir, context.number, code, never, None)
     run_hook_of(context.run_dir, context.number, config)
-    print(f"slurmtrain: {outcome.sentence}. Run {context.run_dir.id} in {context.run_dir.path}", flush=True)
+    log.info("%s. Run %s in %s", outcome.sentence, context.run_dir.id, context.run_dir.path)
 
 
 def _fail(
@@ -261,7 +265,7 @@ def _fail(
             if environment is not None and not context.supervised:
                 _finish_by_hand(load_frozen(context.run_dir.config_file), environment, context, code)
         except OSError as error:
-            print(f"slurmtrain: cannot record the failure: {error}", file=sys.stderr)
+            log.warning("cannot record the failure: %s", error)
     leave(code)
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 
 from slurmtrain.system import process
+
+log = logging.getLogger(__name__)
 
 
 class Timeline:
     """The seconds between marks; the first interval begins with the start of this process.
 
     Attributes:
-        aloud: print what begins, so that a person who follows the log sees progress.
+        aloud: log what begins, so that a person who follows the log sees progress.
     """
 
     aloud = False
@@ -28,9 +31,9 @@ class Timeline:
         self._last = now
 
     def begin(self, what: str) -> None:
-        """Print that a stage begins: "loading PyTorch"."""
+        """Log that a stage begins: "loading PyTorch"."""
         if self.aloud:
-            print(f"slurmtrain: {what} ...", flush=True)
+            log.info("%s ...", what)
 
 
 def process_age_s() -> float:

@@ -7,6 +7,7 @@ its jobs go on; the next one finds the points that it asks for again, with their
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -27,6 +28,8 @@ from slurmtrain.sweep.local import run_here
 from slurmtrain.sweep.plan import SweepPlan, check_belongs
 from slurmtrain.sweep.throttle import throttle
 from slurmtrain.system.paths import current_folder
+
+log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5  # at the runs' own files, which say that they have ended
 ASK_EVERY_S = 20.0  # SLURM, about those that have not: a job may be gone without a word
@@ -50,13 +53,11 @@ class OpenSweep:
 
     Attributes:
         client: client of the cluster; None: the runs are processes of this machine.
-        say: called with messages for a person.
     """
 
     sweep: Sweep
     sweep_plan: SweepPlan
     client: SlurmClient | None
-    say: Callable[[str], None]
 
     def run(
         self, wanted: Sequence[Wanted], on_end: Callable[[RunDir, RunState], None]
@@ -76,9 +77,8 @@ class OpenSweep:
                 on_end(run_dir, now)
         except KeyboardInterrupt:
             if self.client is not None:
-                self.say(
-                    f"the jobs of {self.sweep.id} go on without this shell; sweep cancel {self.sweep.id} ends them"
-                )
+                name = self.sweep.id
+                log.info("the jobs of %s go on without this shell; sweep cancel %s ends them", name, name)
             raise
         return [(run_dir, ended[run_dir.id]) for run_dir in run_dirs]
 
@@ -125,7 +125,7 @@ class OpenSweep:
             arrays = plan_arrays([shapes[run_id] for run_id in new], max_size=size, parallelism=limit, pack=pack)
             if not new or append_arrays(self.sweep, len(numbers), new, arrays):
                 break
-        check_submitted(submit_arrays(self.sweep, self.client, say=self.say))
+        check_submitted(submit_arrays(self.sweep, self.client))
 
     def _has_job(self, run_id: str) -> bool:
         return bool(self.sweep.run_dir(run_id).info()["job_ids"])
@@ -141,7 +141,7 @@ class OpenSweep:
                 if before[run_dir.id].status == RunStatus.STOPPED or not is_over(run_dir)
             ]
             at_once = self.sweep.info()["parallelism"] or self.sweep.pack
-            if not run_here(self.sweep, left, at_once, self.say, show=at_once == 1):
+            if not run_here(self.sweep, left, at_once, show=at_once == 1):
                 raise KeyboardInterrupt  # they were told to stop, and so is this process
             now = states(run_dirs)
             yield from ((run_dir, now[run_dir.id]) for run_dir in dict.fromkeys(run_dirs))
@@ -179,7 +179,6 @@ def open_sweep(
     after: Sequence[RunDir] = (),
     again: bool = False,
     ended: Callable[[Sweep], bool] = lambda sweep: False,
-    say: Callable[[str], None],
 ) -> OpenSweep:
     """Return the sweep of this search: the one that exists, or a new one.
 
@@ -203,11 +202,10 @@ def open_sweep(
             parallelism=parallelism,
             after=after,
             again=found is not None,
-            say=say,
         )
     else:
         if found.points():
-            say(f"sweep {found.id} is there already, with {len(found.points())} points; going on with it")
+            log.info("sweep %s is there already, with %d points; going on with it", found.id, len(found.points()))
         if parallelism not in (None, found.info()["parallelism"]):
             throttle(found, parallelism, client)
-    return OpenSweep(found, sweep_plan, client, say)
+    return OpenSweep(found, sweep_plan, client)

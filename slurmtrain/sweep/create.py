@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -27,6 +28,8 @@ from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.modes import file_mode, folder_mode
 from slurmtrain.system.records import is_mine
 
+log = logging.getLogger(__name__)
+
 OF_THE_SWEEP = ("token", "parallelism", "pack", "after")  # in sweep.json; the rest says the same of every run
 
 
@@ -49,7 +52,6 @@ def create_sweep(
     parallelism: int | None = None,
     after: Sequence[RunDir] = (),
     again: bool = False,
-    say: Callable[[str], None] = lambda text: None,
 ) -> Sweep:
     """Create the sweep's folder, with a run directory for every point.
 
@@ -85,7 +87,7 @@ def create_sweep(
         programs = sweep_plan.asking.values() or [sweep_plan.first]
         missed = [check_in_snapshot(each, temporary.path / snapshot.workdir, source, cwd) for each in programs]
         for warning in dict.fromkeys(sentence for sentences in missed for sentence in sentences):
-            say(f"warning: {warning}")
+            log.warning(warning)
         pack = sweep_plan.first.sweep.pack
         info = {**run_info(sweep_plan.first, overrides, snapshot, source, cwd), "packed": pack > 1}
         stamp = new_run_id()

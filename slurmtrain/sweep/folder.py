@@ -16,8 +16,8 @@ token.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +35,8 @@ from slurmtrain.system.paths import located
 from slurmtrain.system.records import (
     is_mine,
 )
+
+log = logging.getLogger(__name__)
 
 REMOVED = RunState(RunStatus.REMOVED, "its run directory is gone", False, [], None)
 
@@ -64,7 +66,7 @@ def all_sweeps(runs: Path) -> list[Sweep]:
         try:
             dated.append((float(sweep.info()["created"]), sweep))
         except UsageError as error:
-            print(f"slurmtrain: left out: {error.message}", file=sys.stderr)
+            log.warning("left out: %s", error.message)
     return [sweep for _, sweep in sorted(dated, key=lambda pair: pair[0])]
 
 

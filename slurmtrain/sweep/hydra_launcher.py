@@ -43,6 +43,7 @@ from slurmtrain.sweep.adaptive import OpenSweep, Wanted, open_sweep
 from slurmtrain.sweep.local import alone
 from slurmtrain.sweep.plan import SweepPlan
 from slurmtrain.sweep.points import values_of
+from slurmtrain.system import logs
 from slurmtrain.system.files import write_json
 from slurmtrain.system.paths import current_folder
 
@@ -97,6 +98,7 @@ class Tasks:
         """
         import cloudpickle
 
+        logs.set_up(leave_to_others=True)
         hydra = self._config.hydra
         folder = Path(str(hydra.sweep.dir)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
@@ -151,7 +153,6 @@ class Tasks:
             parallelism=self._parallelism,
             again=self._again,
             ended=lambda sweep: (sweep.path / OVER).exists(),
-            say=_say,
         )
         atexit.register(self._end, opened.sweep)
         return opened
@@ -256,9 +257,3 @@ def _failed(run_dir: RunDir, now: RunState, config: DictConfig) -> JobReturn:
     returned.return_value = ClusterError(f"run {run_dir.id} {now.status}: {now.explanation}", hint=f"logs {run_dir.id}")
     returned.status = JobStatus.FAILED
     return returned
-
-
-def _say(text: str) -> None:
-    import logging
-
-    logging.getLogger("slurmtrain").info(text)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +40,8 @@ from slurmtrain.sweep.folder import check_not_cancelled, note_jobs, states_of
 from slurmtrain.system import files
 from slurmtrain.system.file_claims import Owner, claimed, claims
 from slurmtrain.system.files import read_json, write_json
+
+log = logging.getLogger(__name__)
 
 RETRIED = (RunStatus.FAILED, RunStatus.LOST, RunStatus.STOPPED)
 
@@ -92,7 +94,6 @@ def submit_arrays(
     client: SlurmClient,
     *,
     patience: Patience = Patience(),  # noqa: B008 (it is frozen)
-    say: Callable[[str], None] = lambda text: None,
 ) -> Submission:
     """Submit every array that has not been submitted. Several shells may do it at the same time.
 
@@ -112,7 +113,7 @@ def submit_arrays(
     while left := [number for number in sweep.array_numbers() if number not in done]:
         number = min(left, key=sweep.lineage)
         try:
-            job_id, new = _submit_array(sweep, number, client, patience, say)
+            job_id, new = _submit_array(sweep, number, client, patience)
         except SubmitLimitError as limit:
             waiting = sum(len(sweep.members(each)) for each in sweep.array_numbers() if each not in done)
             return Submission(submitted, found, waiting, limit)
@@ -121,15 +122,13 @@ def submit_arrays(
     return Submission(submitted, found)
 
 
-def _submit_array(
-    sweep: Sweep, number: int, client: SlurmClient, patience: Patience, say: Callable[[str], None]
-) -> tuple[str, bool]:
+def _submit_array(sweep: Sweep, number: int, client: SlurmClient, patience: Patience) -> tuple[str, bool]:
     """Return the job id of an array, and whether it was submitted by this call."""
     job_id = sweep.job_id(number)
     if job_id is None:
 
         def busy(owner: Owner) -> None:
-            say(f"process {owner['pid']} on {owner['host']} is submitting this array; waiting for it")
+            log.info("process %s on %s is submitting this array; waiting for it", owner["pid"], owner["host"])
 
         with claimed(sweep.array(number), busy) as somebody_before:
             job_id = sweep.job_id(number)  # the one who had the claim may have finished
@@ -142,13 +141,13 @@ def _submit_array(
                 while True:
                     check_not_cancelled(sweep)
                     try:
-                        job_id = _hand_over(sweep, number, client, somebody_before, patience, say)
+                        job_id = _hand_over(sweep, number, client, somebody_before, patience)
                         break
                     except SubmitLimitError as limit:
                         if not halve_array(sweep, number):
                             raise
                         somebody_before = False  # whatever it has submitted would have been found
-                        say(f"{limit.message}; trying with {len(sweep.members(number))} of its runs")
+                        log.info("%s; trying with %d of its runs", limit.message, len(sweep.members(number)))
                 note_jobs(sweep, number)
                 if sweep.cancelled_file.exists():  # while sbatch was at work: whoever cancelled did not find it
                     cancel(sweep, client)
@@ -164,7 +163,6 @@ def _hand_over(
     client: SlurmClient,
     somebody_before: bool,
     patience: Patience,
-    say: Callable[[str], None],
 ) -> str:
     path = sweep.array(number)
     script = _script(sweep, number)
@@ -179,7 +177,6 @@ def _hand_over(
         options=export_option(load_frozen(sweep.run_dir(sweep.members(number)[0]).config_file, with_secrets=False)),
         looked_for_before=somebody_before,
         patience=patience,
-        say=say,
     )
     _write_job(sweep, number, job_id)
     return job_id

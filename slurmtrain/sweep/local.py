@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import queue
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.local import PR_SET_PDEATHSIG
@@ -21,6 +22,8 @@ from slurmtrain.report.status import state
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Point, Sweep
 from slurmtrain.system.file_claims import Owner, claimed
+
+log = logging.getLogger(__name__)
 
 # A signal's number, or the id of a run whose process has left. SimpleQueue.put may be called from a signal handler.
 Events = queue.SimpleQueue[int | str]
@@ -44,7 +47,7 @@ def alone(sweep: Sweep) -> Iterator[None]:
         yield
 
 
-def run_here(sweep: Sweep, run_ids: Sequence[str], at_once: int, say: Callable[[str], None], *, show: bool) -> bool:
+def run_here(sweep: Sweep, run_ids: Sequence[str], at_once: int, *, show: bool) -> bool:
     """Start or continue these runs; return False when a person stopped it: Ctrl-C, or TERM to this process.
 
     Called within `alone`.
@@ -62,13 +65,13 @@ def run_here(sweep: Sweep, run_ids: Sequence[str], at_once: int, say: Callable[[
         while running or (waiting and not stopped):
             if waiting and not stopped and len(running) < at_once:
                 run_id = waiting.pop(0)
-                say(f"{names[run_id]}: run {run_id} begins")
+                log.info("%s: run %s begins", names[run_id], run_id)
                 running[run_id] = _start(sweep.run_dir(run_id), events, show=show)
                 continue
             event = events.get()
             if isinstance(event, str):
                 del running[event]
-                say(f"{names[event]}: {state(sweep.run_dir(event)).explanation}")
+                log.info("%s: %s", names[event], state(sweep.run_dir(event)).explanation)
                 continue
             stopped = True
             for process in running.values():

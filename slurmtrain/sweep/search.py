@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slurmtrain.config.compose import search_path
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
     from slurmtrain.config.schema import Config
 
+log = logging.getLogger(__name__)
+
 OF_ITS_LENGTH = ("n_trials", "n_jobs", "max_failure_rate")  # settings of Optuna's: with more trials, a search continues
 LAUNCHER = "hydra/launcher=slurmtrain_search"
 
@@ -50,11 +53,10 @@ class Search:
     Args:
         open_sweep: the sweep that gets the points.
         searched: the keys whose values the sweeper chooses.
-        say: called with a message about every run that has ended.
     """
 
-    def __init__(self, composer: Composer, open_sweep: OpenSweep, searched: Sequence[str], say: Callable[[str], None]):
-        self._composer, self._open_sweep, self._say = composer, open_sweep, say
+    def __init__(self, composer: Composer, open_sweep: OpenSweep, searched: Sequence[str]):
+        self._composer, self._open_sweep = composer, open_sweep
         self._searched = searched
         self._best: tuple[float, str] | None = None
 
@@ -104,7 +106,7 @@ class Search:
         check_prepared(config)
         check_named_paths(config, current_folder())
         for warning in check_memory(config, dims):
-            self._say(f"warning: {warning}")
+            log.warning(warning)
         return config
 
     def _tell(self, run_dir: RunDir, now: RunState) -> None:
@@ -112,12 +114,13 @@ class Search:
         try:
             goal, value = _result(run_dir, now)
         except RunFailedError as failure:
-            self._say(f"{run_dir.id} {varied}: {failure.message}")
+            log.info("%s %s: %s", run_dir.id, varied, failure.message)
             return
         better = self._best is None or goal.best([value, self._best[0]]) == value
         if better:
             self._best = (value, varied)
-        self._say(f"{run_dir.id} {varied}: {goal.metric} {value:.6g}" + (", the best so far" if better else ""))
+        best = ", the best so far" if better else ""
+        log.info("%s %s: %s %.6g%s", run_dir.id, varied, goal.metric, value, best)
 
 
 @contextlib.contextmanager

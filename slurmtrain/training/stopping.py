@@ -26,3 +26,13 @@ class StopCheck(Protocol):
 
     def finish(self) -> StepDecision:
         """Wait for the answer, which is the same on all ranks."""
+
+
+class StopPlanner(Protocol):
+    """Rank 0's plan of when to stop before the time limit, and its knowledge of the time left."""
+
+    def plan_stop(self, step_s: float, save_s: float) -> None:
+        """Plan by the longest step and the longest save so far, in seconds, whenever they were measured."""
+
+    def seconds_left(self) -> float | None:
+        """Return the seconds until this job is killed, after it was told to stop; None: not known."""

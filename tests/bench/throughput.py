@@ -21,7 +21,7 @@ import shutil
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,15 +51,17 @@ from slurmtrain.config.schema import CheckpointConfig, OptimConfig, ParallelConf
 from slurmtrain.data import BatchLoader, StdlibText
 from slurmtrain.data.loading.loader import Step
 from slurmtrain.models import Decoder
-from slurmtrain.observe import Reporter, SilentReporter
 from slurmtrain.parallel.parallelize import parallelize
 from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.system.signals import install_signal_handlers
-from slurmtrain.training.eval_metrics import MetricSums
-from slurmtrain.training.evaluation import Evaluator
 from slurmtrain.training.forward_backward import build_forward_backward
+from slurmtrain.training.hooks.base import TrainingHook
+from slurmtrain.training.hooks.checkpointing import Checkpointing
+from slurmtrain.training.hooks.nonfinite_guard import NonfiniteGuard
+from slurmtrain.training.hooks.reporting import RunReporter, StepReports
 from slurmtrain.training.optim import build_optimizer
-from slurmtrain.training.trainer import Trainer, TrainingRanks
+from slurmtrain.training.state import TrainingRanks
+from slurmtrain.training.trainer import Trainer
 from tests.bench.checkpoint_reference import DcpAsync
 
 L = TypeVar("L", bound=BatchLoader)
@@ -290,15 +292,11 @@ class Bench:
     def our_run(self, folder: Path) -> Spent:
         """With all that a run has."""
         loader = self.loader(Beginning, LAYOUTS["DDP"])
-        checkpointer = Checkpointer(folder / "checkpoints", group=self.saving, say=lambda text: None)
+        checkpointer = Checkpointer(folder / "checkpoints", group=self.saving)
 
-        def reporter(step: int, evaluated_at: int) -> Reporter:
-            if self.rank != 0:
-                return SilentReporter()
-            files = {"metrics_file": folder / "metrics.jsonl", "tensorboard": folder / "tensorboard"}
-            return Reporter(**files, total_steps=self.steps, resume_step=step, evaluated_at=evaluated_at)
-
-        trainer = self.trainer("DDP", loader, checkpointer=checkpointer, make_reporter=reporter, data_hash="bench")
+        reporter = RunReporter(folder / "metrics.jsonl", folder / "tensorboard")
+        hooks = [Checkpointing(checkpointer, CheckpointConfig(every_steps=SAVE_EVERY))]
+        trainer = self.trainer("DDP", loader, [reporter, *hooks] if self.rank == 0 else hooks, data_hash="bench")
         with (folder / f"log-{self.rank}").open("w") as log, redirect_stdout(log), redirect_stderr(log):
             trainer.fit()
         return Spent.now().since(loader.began)
@@ -313,7 +311,9 @@ class Bench:
             dp_size=dims.dp,
         )
 
-    def trainer(self, name: str, loader: BatchLoader, **more: Any) -> Trainer:
+    def trainer(
+        self, name: str, loader: BatchLoader, hooks: Sequence[TrainingHook] = (), data_hash: str = ""
+    ) -> Trainer:
         torch.manual_seed(0)
         distributed_model = parallelize(
             Decoder(**MODEL),
@@ -325,25 +325,17 @@ class Bench:
             fill=lambda model: model,
         )
         forward_backward = build_forward_backward(distributed_model, 1, loader.micro_batch_size)
-        settings: dict[str, Any] = {"checkpointer": None, "make_reporter": lambda step, evaluated_at: SilentReporter()}
+        train = TrainConfig(steps=self.steps, global_batch_size=BATCH, eval_every=0, log_every=10)
         return Trainer(
-            train=TrainConfig(steps=self.steps, global_batch_size=BATCH, eval_every=0, log_every=10),
-            optim=OptimConfig(warmup_steps=0),
-            checkpoint=CheckpointConfig(every_steps=SAVE_EVERY),
-            distributed_model=distributed_model,
-            loader=loader,
-            forward_backward=forward_backward,
-            evaluator=Evaluator(
-                distributed_model,
-                forward_backward,
-                {},
-                MetricSums(distributed_model, (), {}),
-                control_group=None,
-                stop=self.stop,
-            ),
+            train,
+            OptimConfig(warmup_steps=0),
+            distributed_model,
+            loader,
+            forward_backward,
             ranks=TrainingRanks(self.rank, dist.group.WORLD, self.control),
             stop=self.stop,
-            **settings | more,
+            hooks=[StepReports(train), NonfiniteGuard(train.max_nonfinite, None), *hooks],
+            data_hash=data_hash,
         )
 
 

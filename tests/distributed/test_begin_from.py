@@ -49,7 +49,7 @@ def test_the_weights_are_those_of_the_checkpoint(first: Path, tmp_path: Path) ->
     begun = trainer(alone(), tmp_path / "second", words, StopAt(0))
     assert begun.fit().step == 0
     expected = checkpoint_tensors(first.parent)
-    for name, parameter in begun._model.named_parameters():
+    for name, parameter in begun.state.distributed_model.model.named_parameters():
         assert torch.equal(parameter, expected[f"model.{name}"])
 
 
@@ -72,7 +72,7 @@ def test_the_optimiser_is_set_as_the_config_of_now_says(first: Path, tmp_path: P
     words += ["optim.weight_decay=0.25", "optim.betas=[0.8,0.9]", "optim.eps=1e-6"]
     goes_on = trainer(alone(), tmp_path / "second", words)
     assert goes_on.fit().first_step == 6
-    matrices, vectors = goes_on._optimizer.param_groups
+    matrices, vectors = goes_on.state.optimizer.param_groups
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.25, 0.0)
     assert [(tuple(group["betas"]), group["eps"]) for group in (matrices, vectors)] == [((0.8, 0.9), 1e-6)] * 2
     assert losses(tmp_path / "second", "lr").keys() == {7, 8}

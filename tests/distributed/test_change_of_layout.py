@@ -9,9 +9,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from slurmtrain.checkpoint.reader import load
-from slurmtrain.checkpoint.restorer import Restored
 from slurmtrain.checkpoint.state import flatten
 from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.training.hooks.base import TrainingHook
+from slurmtrain.training.state import TrainingState
 from tests.distributed.test_training import RAGGED, TOLERANCE, StopAt, alone, fit, losses
 from tests.distributed.test_training import trainer as trainer_of
 from tests.support.gloo import GlooRanks
@@ -33,6 +34,21 @@ CHAIN = [
 STEPS_EACH = 2
 
 
+class Comparison(TrainingHook):
+    """Notes the names of restored tensors that are not as they were saved."""
+
+    def __init__(self) -> None:
+        self.different: list[str] = []
+
+    def start(self, state: TrainingState) -> None:
+        if state.restored is None:
+            return
+        found, _ = flatten({"model": state.distributed_model.model, "optimizer": state.optimizer})
+        assert any(name.endswith("exp_avg_sq") for name in found)
+        saved = load(state.restored.path)
+        self.different += [name for name, tensor in found.items() if not torch.equal(whole(tensor), saved[name])]
+
+
 def on_one_layout(
     distributed: DistributedContext, run_path: Path, overrides: list[str], attempt: int
 ) -> tuple[list[str], str]:
@@ -43,21 +59,13 @@ def on_one_layout(
         which is empty where it has none.
     """
     stop = StopAt(STEPS_EACH) if distributed.environment.rank == 0 else None
-    trainer = trainer_of(distributed, run_path, overrides, stop, attempt)
-    different: list[str] = []
-
-    def compare(restored: Restored | None) -> None:
-        if restored is None:
-            return
-        found, _ = flatten({"model": trainer._model, "optimizer": trainer._optimizer})
-        assert any(name.endswith("exp_avg_sq") for name in found)
-        saved = load(restored.path)
-        different.extend(name for name, tensor in found.items() if not torch.equal(whole(tensor), saved[name]))
-
-    trainer._on_restore = compare
+    comparison = Comparison()
+    trainer = trainer_of(distributed, run_path, overrides, stop, attempt, hooks=[comparison])
     trainer.fit()
-    found, _ = flatten({"model": trainer._model})
-    return different, "".join(str(whole(tensor).tolist()) for name, tensor in found.items() if "embedding" in name)
+    found, _ = flatten({"model": trainer.state.distributed_model.model})
+    return comparison.different, "".join(
+        str(whole(tensor).tolist()) for name, tensor in found.items() if "embedding" in name
+    )
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ from slurmtrain.errors import CheckpointError
 from slurmtrain.parallel.ddp import apply_ddp
 from slurmtrain.runtime.distributed_context import DistributedContext
 from tests.support.gloo import GlooRanks
+from tests.support.logs import collect_messages
 
 
 class Numbers:
@@ -63,12 +64,11 @@ class Rank:
             Numbers(), seed=3, global_batch_size=12, micro_batch_size=1, dp_rank=self.rank, dp_size=size
         )
         torch.manual_seed(100 + 10 * seed + self.rank)  # each rank draws its own masks
-        self.said: list[str] = []
+        self.said = collect_messages()
         self.checkpointer = Checkpointer(
             directory,
             group=distributed.checkpoint_group if distributed else None,
             incarnation=Incarnation(incarnation, f"life {incarnation}"),
-            say=self.said.append,
             **options,
         )
 

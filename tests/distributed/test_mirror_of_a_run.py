@@ -16,6 +16,7 @@ from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.errors import CheckpointError, CheckpointMismatchError
 from slurmtrain.runtime.distributed_context import DistributedContext
 from tests.support.gloo import GlooRanks
+from tests.support.logs import collect_messages
 
 
 class Rank:
@@ -25,14 +26,13 @@ class Rank:
         torch.manual_seed(seed)
         self.model = nn.Linear(300, 500)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.said: list[str] = []
+        self.said = collect_messages()
         self.checkpointer = Checkpointer(
             directory,
             group=distributed.checkpoint_group if distributed else None,
             run_id=run_id,
             mirror=url,
             keep=Keep(last=2),
-            say=self.said.append,
         )
 
     def step_and_save(self, step: int) -> None:

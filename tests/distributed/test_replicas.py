@@ -20,6 +20,7 @@ from slurmtrain.errors import CheckpointError
 from slurmtrain.parallel.ddp import apply_ddp
 from slurmtrain.runtime.distributed_context import DistributedContext
 from tests.support.gloo import GlooRanks
+from tests.support.logs import collect_messages
 
 
 class Own:
@@ -58,11 +59,9 @@ def model_of(width: int = 4) -> nn.Module:
 def save_replicas(distributed: DistributedContext, root: Path) -> dict[str, Any]:
     """What came of each save, as this rank sees it."""
     rank = distributed.environment.rank
-    said: list[str] = []
+    said = collect_messages()
     answers: dict[str, Any] = {"said": said}
-    with closing(
-        Checkpointer(root, group=distributed.checkpoint_group, say=said.append, max_failures=0)
-    ) as checkpointer:
+    with closing(Checkpointer(root, group=distributed.checkpoint_group, max_failures=0)) as checkpointer:
 
         def save(what: str, step: int, **objects: Any) -> None:
             try:
@@ -88,7 +87,7 @@ def save_replicas(distributed: DistributedContext, root: Path) -> dict[str, Any]
         save("buffers again", 14, norm=norm)
         answers["of buffers"] = list(said)
     del said[:]
-    with closing(Checkpointer(root, group=distributed.checkpoint_group, say=said.append)) as checkpointer:
+    with closing(Checkpointer(root, group=distributed.checkpoint_group)) as checkpointer:
         ddp = apply_ddp(nn.BatchNorm1d(4), torch.device("cpu"), distributed.device_group)
         ddp(torch.randn(8, 4) + rank)
         save("buffers of DDP", 15, norm=ddp)
@@ -107,11 +106,9 @@ def save_replicas(distributed: DistributedContext, root: Path) -> dict[str, Any]
 
 def save_drifted(distributed: DistributedContext, root: Path) -> dict[str, Any]:
     """What is said of replicas that differ with on_replica_drift=warn, and whether rank 0's come back everywhere."""
-    said: list[str] = []
+    said = collect_messages()
     rank = distributed.environment.rank
-    with closing(
-        Checkpointer(root, group=distributed.checkpoint_group, say=said.append, on_replica_drift="warn")
-    ) as checkpointer:
+    with closing(Checkpointer(root, group=distributed.checkpoint_group, on_replica_drift="warn")) as checkpointer:
         model = nn.ModuleDict({"small": model_of(), "large": model_of(1024)})
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         for step in (1, 2):
@@ -145,7 +142,7 @@ def averages_go_on(distributed: DistributedContext, root: Path) -> bool:
                 parameter.add_(1)
         average.update(model)
 
-    with closing(Checkpointer(root, group=distributed.checkpoint_group, say=lambda text: None)) as checkpointer:
+    with closing(Checkpointer(root, group=distributed.checkpoint_group)) as checkpointer:
         model, average = make()
         change(model, average)
         checkpointer.save(1, model=model, average=average).result(60)

@@ -151,7 +151,7 @@ class Training:
 
 def training(distributed: DistributedContext, directory: Path, layout: str, *, seed: int) -> Training:
     model = LAYOUTS[layout](reference_model(seed), distributed)
-    checkpointer = Checkpointer(directory, group=distributed.checkpoint_group, say=lambda text: None)
+    checkpointer = Checkpointer(directory, group=distributed.checkpoint_group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     return Training(model, optimizer, checkpointer)
 
@@ -251,7 +251,7 @@ def bits(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
 
 def save_zoo(distributed: DistributedContext, root: Path) -> None:
     for sharded in (False, True):
-        checkpointer = Checkpointer(root / str(sharded), group=distributed.checkpoint_group, say=lambda text: None)
+        checkpointer = Checkpointer(root / str(sharded), group=distributed.checkpoint_group)
         checkpointer.save(1, zoo=Zoo(1, sharded=sharded)).result(60)
         checkpointer.close()
 
@@ -263,7 +263,7 @@ def restore_zoo(distributed: DistributedContext, root: Path) -> list[tuple[bool,
         for sharded in (False, True):
             zoo, expected = Zoo(-1, sharded=sharded), Zoo(1, sharded=False)
             strides = {name: tensor.stride() for name, tensor in zoo.state_dict().items()}
-            checkpointer = Checkpointer(root / str(saved), group=distributed.checkpoint_group, say=lambda text: None)
+            checkpointer = Checkpointer(root / str(saved), group=distributed.checkpoint_group)
             checkpointer.restore(zoo=zoo)
             checkpointer.close()
             assert zoo.tied is zoo.a_float64
@@ -296,7 +296,7 @@ def save_sizes(distributed: DistributedContext, root: Path) -> int:
         if layout != "plain":
             shape, names = ((4,), ("fsdp",)) if layout == "fsdp" else ((2, 2), ("dp", "fsdp"))
             model = fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
-        checkpointer = Checkpointer(root / layout, group=distributed.checkpoint_group, say=lambda text: None)
+        checkpointer = Checkpointer(root / layout, group=distributed.checkpoint_group)
         checkpointer.save(1, model=model).result(60)
         checkpointer.close()
     return expected
@@ -341,14 +341,14 @@ def stage_of(distributed: DistributedContext, stages: int, *, filled: bool) -> t
 
 def save_stages(distributed: DistributedContext, root: Path, stages: int) -> None:
     model, optimizer = stage_of(distributed, stages, filled=True)
-    checkpointer = Checkpointer(root, group=distributed.checkpoint_group, say=lambda text: None)
+    checkpointer = Checkpointer(root, group=distributed.checkpoint_group)
     checkpointer.save(1, model=model, optimizer=optimizer).result(60)
     checkpointer.close()
 
 
 def restore_stages(distributed: DistributedContext, root: Path, stages: int) -> None:
     model, optimizer = stage_of(distributed, stages, filled=False)
-    checkpointer = Checkpointer(root, group=distributed.checkpoint_group, say=lambda text: None)
+    checkpointer = Checkpointer(root, group=distributed.checkpoint_group)
     assert checkpointer.restore(model=model, optimizer=optimizer) is not None
     for name, parameter in model.named_parameters():
         assert (parameter == value_of(name)).all(), name
@@ -517,7 +517,7 @@ def test_a_single_process_reads_and_writes_for_all(answers: Answers, tmp_path: P
     for layout, losses in answers["layouts by 4"][0].items():
         model = reference_model(5)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-        checkpointer = Checkpointer(answers.root / "layouts" / layout, say=lambda text: None)
+        checkpointer = Checkpointer(answers.root / "layouts" / layout)
         assert checkpointer.restore(model=model, optimizer=optimizer) is not None
         single = Training(model, optimizer, checkpointer)
         full, expected = single.full(), torch.load(answers.root / "layouts" / layout / "full.pt")

@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from slurmtrain.runtime.jobs.train import build, build_model, build_trainer, fil
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
+from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.trainer import Outcome, Trainer
 from tests.support.gloo import GlooRanks, wait_until
 from tests.support.local_runs import LocalRun, Project, assert_same_bits, assert_steps_join
@@ -44,13 +45,18 @@ def experiment(*overrides: str) -> Config:
 
 
 def trainer(
-    distributed: DistributedContext, run_path: Path, overrides: list[str], stop: Any = None, attempt: int = 1
+    distributed: DistributedContext,
+    run_path: Path,
+    overrides: list[str],
+    stop: Any = None,
+    attempt: int = 1,
+    hooks: Sequence[TrainingHook] = (),
 ) -> Trainer:
     run_path.mkdir(exist_ok=True)
     where = AttemptContext(RunDir(run_path), attempt, supervised=True)
     where.attempt_dir.path.mkdir(parents=True, exist_ok=True)
     agreement = StopAgreement(stop or signals.StopFlag(), distributed.control_group)
-    return build_trainer(experiment(*overrides), distributed, where, agreement, Timeline())
+    return build_trainer(experiment(*overrides), distributed, where, agreement, Timeline(), hooks=hooks)
 
 
 def fit(
@@ -131,6 +137,35 @@ def test_what_is_there_when_training_begins_is_left_out_of_garbage_collections(
     before = len(gc.get_objects())
     fit(alone(), tmp_path / "run", ["train.steps=2"])
     assert min(frozen) > 0.9 * before and gc.get_freeze_count() == 0
+
+
+class Listener(TrainingHook):
+    """Notes what it is called for, and after how many steps."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, int]] = []
+
+
+for event in vars(TrainingHook):
+    if not event.startswith("_") and event != "message":
+        setattr(
+            Listener,
+            event,
+            lambda self, at, *more, event=event: self.heard.append((event, at if isinstance(at, int) else at.step)),
+        )
+
+
+def test_a_hook_hears_of_everything_in_the_order_that_its_protocol_states(tmp_path: Path) -> None:
+    listener = Listener()
+    trainer(alone(), tmp_path / "run", ["train.steps=2", "train.eval_every=0"], hooks=[listener]).fit()
+    assert listener.heard == [
+        *(("setup", 0), ("load", 0), ("start", 0), ("before_first_step", 0)),
+        *(("before_step", 0), ("wants_save", 0), ("gives_up", 0), ("before_optimizer_step", 0)),
+        *(("log", 1), ("after_step", 1)),
+        *(("before_step", 1), ("wants_save", 1), ("gives_up", 1), ("before_optimizer_step", 1)),
+        *(("log", 2), ("evaluated", 2), ("after_step", 2)),
+        *(("finish", 2), ("close", 2)),
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -89,7 +89,7 @@ class Pair:
         np.random.seed(1000 * seed + self.rank)
         torch.manual_seed(1000 * seed + self.rank)
         self.checkpointer = Checkpointer(
-            directory, group=distributed.checkpoint_group if distributed else None, say=lambda text: None, **options
+            directory, group=distributed.checkpoint_group if distributed else None, **options
         )
 
     def steps(self, count: int) -> list[float]:

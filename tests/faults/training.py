@@ -15,6 +15,7 @@ from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.commit import Incarnation
 from slurmtrain.errors import CheckpointError
 from tests.faults.outcome import Outcome, Trial
+from tests.support.logs import collect_messages
 
 GO_ON = 3  # steps after a restore whose losses have to be those of the undisturbed run
 
@@ -108,9 +109,9 @@ def reference(steps: list[int], *, ranks: int = 2, **options: Any) -> dict[tuple
 def checkpointer(
     directory: Path, group: dist.ProcessGroup | None, order: int | None = 1, **options: Any
 ) -> Checkpointer:
-    said: list[str] = []
+    said = collect_messages()
     incarnation = None if order is None else Incarnation(order, f"life {order}")
-    found = Checkpointer(directory, group=group, incarnation=incarnation, **{"say": said.append, **options})
+    found = Checkpointer(directory, group=group, incarnation=incarnation, **options)
     found.said = said  # type: ignore[attr-defined]  # for the checks
     return found
 

@@ -73,7 +73,7 @@ def test_each_due_checkpoint_is_evaluated_once_by_a_job_with_the_numbers_of_an_e
     assert "told to end" in run.cli("cancel", run.run_dir.id)
     by_hand = next(each for each in evaluations(run) if "-" in each["name"])
     assert len(by_hand["job_ids"]) == 1
-    assert run.cluster.job(by_hand["job_ids"][0])["JobState"] == "CANCELLED"
+    run.cluster.wait_for(by_hand["job_ids"][0], "CANCELLED")
 
 
 def evaluations(run: Run) -> list[dict[str, Any]]:

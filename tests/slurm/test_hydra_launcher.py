@@ -114,7 +114,7 @@ def test_a_program_comes_back_to_its_jobs_and_hears_what_they_raised(sandbox: Cl
     assert states == ["finished", "failed", "finished"]
     failed = sweep.run_dir(sweep.points()[1].run_id)
     assert "ValueError: no luck with 2" in (attempts.all_attempts(failed)[-1].sentence or "")
-    assert sandbox.job(str(failed.info()["job_ids"][-1]))["JobState"] == "FAILED"
+    sandbox.wait_for(str(failed.info()["job_ids"][-1]), "FAILED")
     assert (tmp_path / "sweep" / "2" / ".hydra" / "overrides.yaml").read_text() == "- +x=3\n"
 
     # It has come to its end: given once more, it is another multirun.

@@ -184,7 +184,7 @@ def test_a_job_whose_ranks_were_lost_without_a_word_has_not_finished(project: Pr
         run.logs()
     )
     assert "finished" not in run.status().partition("\n")[0]
-    assert run.cluster.job(run.job_id)["JobState"] == "FAILED"  # so none starts that waits for its success
+    run.cluster.wait_for(run.job_id, "FAILED")  # so none starts that waits for its success
 
 
 def test_an_own_loop_resumes_where_it_stopped(project: Project) -> None:

@@ -191,7 +191,7 @@ def test_a_sweep_survives_its_shell_preemptions_and_points_that_raise(sweeper: S
     assert [point["point"] for point in now["points"] if point["state"] == "failed"] == [3, 5, 7]
     assert all("no luck with" in point["sentence"] for point in now["points"] if point["state"] == "failed")
     assert [[attempt.reason for attempt in run.attempts()] for run in runs[:2]] == [["asked", "finished"]] * 2
-    states = {run.job_id: sweeper.cluster.job(run.job_id)["JobState"] for run in runs}
+    states = {run.job_id: sweeper.cluster.wait_for(run.job_id, {"COMPLETED", "FAILED"})["JobState"] for run in runs}
     assert [states[runs[number].job_id] for number in (3, 5, 7)] == ["FAILED"] * 3
     assert Counter(states.values()) == {"COMPLETED": points - 3, "FAILED": 3}
     # Once more, only what failed; everything stays in its run directory.

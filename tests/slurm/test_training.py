@@ -171,7 +171,7 @@ def test_scancel_saves_ends_and_does_not_come_back(interrupted: Run) -> None:
     interrupted.wait_for_step(8)
     interrupted.cluster.run(["scancel", interrupted.job_id])
     last = interrupted.wait_for_end()
-    assert interrupted.cluster.job(interrupted.job_id)["JobState"] == "CANCELLED"
+    interrupted.cluster.wait_for(interrupted.job_id, "CANCELLED")
     assert last.reason == "cancelled"
     assert last.committed_step == last.last_step
     assert last.last_step >= 8
@@ -206,7 +206,7 @@ def test_a_crash_loop_ends_after_the_budget_and_says_why(project: Project) -> No
     )
     run.wait_for_end()
     assert [attempt.reason for attempt in run.attempts()] == ["crash", "crash"]
-    assert run.cluster.job(run.job_id)["JobState"] == "FAILED"
+    run.cluster.wait_for(run.job_id, "FAILED")
     status = run.status()
     assert "the seventh seal" in status
     assert "2 attempts in a row without a new checkpoint" in status

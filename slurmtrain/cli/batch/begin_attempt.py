@@ -6,7 +6,7 @@ The jobs of its chain after it are taken out of the queue then. See requeue.mode
 from __future__ import annotations
 
 import contextlib
-import sys
+import logging
 from pathlib import Path
 
 from slurmtrain.cli.arguments import Parser
@@ -17,6 +17,8 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import begin_attempt
 from slurmtrain.runtime.finish_attempt import own_job_id, own_restart_count
 from slurmtrain.slurm.client import SlurmClient
+
+log = logging.getLogger(__name__)
 
 
 def main(verb: str, words: list[str]) -> int:
@@ -36,7 +38,7 @@ def _begin(run_dir: RunDir, job_id: str | None) -> int:
         config = load_frozen(run_dir.config_file, with_secrets=False)
         over = begin_attempt.budget_used_up(run_dir, config, SlurmClient())
     if over is not None:
-        print(f"slurmtrain: run {run_dir.id} has ended before this start of job {job_id}: {over}", file=sys.stderr)
+        log.info("run %s has ended before this start of job %s: %s", run_dir.id, job_id, over)
         if restart_count:
             with contextlib.suppress(OSError):  # a full disk must not start what has ended
                 begin_attempt.record_leaving(run_dir, job_id)
@@ -50,4 +52,4 @@ def cancel_rest(run_dir: RunDir, job_id: str | None) -> None:
     try:
         chain.cancel_rest(run_dir, job_id, SlurmClient())
     except ClusterError as error:
-        print(f"slurmtrain: cannot cancel the rest of the chain: {error.message}", file=sys.stderr)
+        log.warning("cannot cancel the rest of the chain: %s", error.message)

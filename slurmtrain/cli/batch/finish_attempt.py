@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from pathlib import Path
 
 from slurmtrain.choices import RequeueMode
@@ -16,6 +16,8 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.finish_attempt import finish_attempt, free_dependents, own_job_id
 from slurmtrain.slurm.client import SlurmClient
 
+log = logging.getLogger(__name__)
+
 
 def main(verb: str, words: list[str]) -> int:
     """Run the verb and return its exit code."""
@@ -27,7 +29,7 @@ def main(verb: str, words: list[str]) -> int:
     run_dir = RunDir(options.run_dir)
     config = load_frozen(run_dir.config_file, with_secrets=False)
     outcome = finish_attempt(run_dir, options.attempt, options.exit_code, config, SlurmClient())
-    print(f"slurmtrain: run {run_dir.id}, attempt {options.attempt}: {outcome.sentence}", file=sys.stderr)
+    log.info("run %s, attempt %d: %s", run_dir.id, options.attempt, outcome.sentence)
     print(outcome.verdict)
     if outcome.verdict is Verdict.DONE:
         free_dependents(run_dir, read_attempt(run_dir, options.attempt), SlurmClient())

@@ -5,7 +5,7 @@ See requeue.mode and sweep.pack.
 
 from __future__ import annotations
 
-import sys
+import logging
 from pathlib import Path
 
 from slurmtrain.choices import RequeueMode
@@ -15,6 +15,8 @@ from slurmtrain.errors import ClusterError
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.finish_attempt import own_job_id, own_restart_count
 from slurmtrain.slurm.client import SlurmClient
+
+log = logging.getLogger(__name__)
 
 
 def main(verb: str, words: list[str]) -> int:
@@ -35,14 +37,12 @@ def _resubmit(runs: list[tuple[RunDir, int]], job_id: str) -> int:
     if config.requeue.mode == RequeueMode.REQUEUE:
         delay_s = config.requeue.restart_delay_s
         try:
-            said = requeue(runs, job_id, SlurmClient(), restart_count=own_restart_count(), delay_s=delay_s)
+            log.info(requeue(runs, job_id, SlurmClient(), restart_count=own_restart_count(), delay_s=delay_s))
         except ClusterError as error:  # 0: all has been tried that the script could try
             resume = ", ".join(f"resume {run_dir.id}" for run_dir, _ in runs)
-            said = f"error: job {job_id} is not requeued: {error.message}; continue with: {resume}"
-        print(f"slurmtrain: {said}", file=sys.stderr)
+            log.error("job %s is not requeued: %s; continue with: %s", job_id, error.message, resume)
         return 0
     for run_dir, number in runs:
         new = submit_again(run_dir, number, job_id, SlurmClient())
-        said = "cancelled: not submitted again" if new is None else f"submitted again as job {new}"
-        print(f"slurmtrain: {said}", file=sys.stderr)
+        log.info("cancelled: not submitted again" if new is None else f"submitted again as job {new}")
     return 0

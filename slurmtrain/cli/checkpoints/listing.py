@@ -13,7 +13,7 @@ from slurmtrain.checkpoint import commit
 from slurmtrain.cli.checkpoints.target import CheckpointTarget, has_final_name, inspect, of_step, step_of
 from slurmtrain.cli.columns import format_size, print_table
 from slurmtrain.cli.json_output import print_json
-from slurmtrain.errors import CheckpointError
+from slurmtrain.errors import CheckpointError, UnreadableError
 from slurmtrain.system.files import disk_usage
 from slurmtrain.system.records import printable
 
@@ -48,7 +48,10 @@ def _row(path: Path, now: float) -> list[str]:
         leaves = ".removed-" in path.name
         state = f"{path.name}: {'being removed' if leaves else 'being written'}, or left by a process that was killed"
         return [str(step_of(path)), format_size(disk_usage(path)), _age(path, now), "", "", "", "", state]
-    manifest, damage = inspect(path)
+    try:
+        manifest, damage = inspect(path)
+    except UnreadableError as error:
+        return [str(step_of(path)), "", "", "", "", "", "", printable(f"{path.name} was not read: {error.message}")]
     state = damage[0] if damage else "complete"
     if aside:
         state = f"{path.name}: set aside as damaged" + (f" ({damage[0]})" if damage else "")
@@ -75,9 +78,13 @@ def _row(path: Path, now: float) -> list[str]:
 def _object(path: Path) -> dict[str, Any]:
     """Return the JSON of a checkpoint.
 
-    `damage` is what is wrong by sizes, in words; `complete` is whether a restore would consider the checkpoint.
+    `damage` is what is wrong by sizes, in words; `complete` is whether a restore would consider the checkpoint. Where the
+    storage fails, `complete` is null and `unread` says why.
     """
-    manifest, damage = inspect(path)
+    try:
+        manifest, damage = inspect(path)
+    except UnreadableError as error:
+        return {"step": step_of(path), "path": str(path), "damage": [], "complete": None, "unread": error.message}
     facts: dict[str, Any] = {"step": step_of(path), "path": str(path), "bytes": disk_usage(path), "damage": damage}
     final = has_final_name(path) and ".damaged-" not in path.name and (path / commit.COMPLETE).is_file()
     facts["complete"] = final and not damage

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.checkpoint.commit import Manifest
-from slurmtrain.errors import CheckpointError, UsageError
+from slurmtrain.errors import CheckpointError, UnreadableError, UsageError
 from slurmtrain.runs import lookup
 from slurmtrain.runs.run_dir import RunDir
 
@@ -82,12 +82,20 @@ def of_step(target: CheckpointTarget, step: int | None) -> list[Path]:
 
 
 def inspect(path: Path) -> tuple[Manifest | None, list[str]]:
-    """Return the manifest, and one sentence for everything that is wrong, by sizes."""
+    """Return the manifest, and one sentence for everything that is wrong, by sizes.
+
+    A file that is missing is not waited for.
+
+    Raises:
+        UnreadableError: the storage fails, and after all retries still does.
+    """
     try:
-        manifest = commit.read_manifest(path)
+        manifest = commit.read_manifest(path, late_s=0.0)
+    except UnreadableError:
+        raise
     except CheckpointError as error:
         return None, [error.message.removeprefix(f"{path}: ")]
-    return manifest, commit.find_damage(path, manifest, verify=False)
+    return manifest, blocks.find_damage(path, manifest.files.items(), contents=False, late_s=0.0)
 
 
 def has_final_name(path: Path) -> bool:

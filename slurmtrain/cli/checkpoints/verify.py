@@ -58,14 +58,14 @@ def compare_with_digests(path: Path) -> tuple[int, int, list[str]]:
         UnreadableError: the storage fails, and after all retries still does.
     """
     try:
-        manifest = commit.read_manifest(path, patient=True)
+        manifest = commit.read_manifest(path)
     except UnreadableError:
         raise
     except CheckpointError as error:
         return 0, 0, [error.message.removeprefix(f"{path}: ")]
     files = sorted(manifest.files.items())
-    with blocks.threads() as pool, progress_bar(path.name, manifest.size) as progress:
-        damage = blocks.find_damage(path, files, pool, mapped=True, patient=True, progress=progress)
+    with progress_bar(path.name, manifest.size) as progress:
+        damage = blocks.find_damage(path, files, mapped=True, progress=progress)
     if not damage:
         from slurmtrain.checkpoint.index_file import find_disagreement  # numpy, which other actions do not need
 

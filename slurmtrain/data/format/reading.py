@@ -13,8 +13,8 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
+import logging
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slurmtrain.errors import ConfigError, DataError, SlurmtrainError
+
+log = logging.getLogger(__name__)
 
 OPEN_FILES = 64
 PAUSES_S = (0.1, 0.5, 2.5)  # between attempts: long enough for a file server to change over, short for a step
@@ -137,11 +139,7 @@ class DataFile:
     def _complain(self, error: OSError) -> None:
         if not self._complained:
             self._complained = True
-            print(
-                f"slurmtrain: {self.path} cannot be read: {error.strerror}; it is tried again",
-                file=sys.stderr,
-                flush=True,
-            )
+            log.warning("%s cannot be read: %s; it is tried again", self.path, error.strerror)
 
     def _unreadable(self, error: OSError) -> SlurmtrainError:
         message = f"{self.path} cannot be read: {error.strerror}"

@@ -13,8 +13,8 @@ import fcntl
 import hashlib
 import io
 import json
+import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +27,8 @@ from slurmtrain.data.format.packing import PIECE, Pieces
 from slurmtrain.data.format.reading import DataFile
 from slurmtrain.data.format.stream import TokenStream
 from slurmtrain.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 FORMAT = 1
 KEPT_SAMPLES = 1 << 13  # that were announced: a process forgets them when it has not read them by then
@@ -230,7 +232,7 @@ def row_index(
             with _one_at_a_time(path.parent):
                 return _kept(path, made_from, verify) or _keep(path, stream, made_from, pack)
         except OSError as error:
-            _say(f"{path.parent} cannot keep the packing of {stream.name}: {error.strerror}")
+            log.warning("%s cannot keep the packing of %s: %s", path.parent, stream.name, error.strerror)
     memory = io.BytesIO()
     header = _write(memory, stream, made_from, pack)
     return RowIndex(_Bytes(memory.getbuffer()), header)
@@ -251,7 +253,7 @@ def _kept(path: Path, made_from: str, verify: str) -> RowIndex | None:
         if verify == "full":
             index.check_digest(header.sha256, first=_HEADER_BYTES)
     except (ValueError, TypeError, ConfigError):
-        _say(f"{path} is damaged and is made anew")
+        log.warning("%s is damaged and is made anew", path)
         return None
     return RowIndex(index, header)
 
@@ -270,7 +272,7 @@ def _keep(path: Path, stream: TokenStream, made_from: str, pack: Pack) -> RowInd
 
 
 def _write(file: BinaryIO, stream: TokenStream, made_from: str, pack: Pack) -> _Header:
-    _say(f"packing the {stream.split.documents:,} documents of {stream.name}")
+    log.info("packing the %s documents of %s", f"{stream.split.documents:,}", stream.name)
     file.write(bytes(_HEADER_BYTES))
     digest, pieces, pairs = hashlib.sha256(), 0, 0
     counts = [np.zeros(1, dtype=np.int64)]
@@ -321,7 +323,3 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _say(text: str) -> None:
-    print(f"slurmtrain: {text}", file=sys.stderr, flush=True)

@@ -6,7 +6,8 @@ Any process writes the same bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from slurmtrain.checkpoint.blocks import refresh
@@ -17,11 +18,13 @@ from slurmtrain.data.prepare.unit import SPLITS, Task, UnitRecord, read_records,
 from slurmtrain.data.prepare.unit_plan import PreparePlan
 from slurmtrain.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 SHOWN = 20  # bad records that are told; all are in the file
 BAD_FILE = "bad.jsonl"
 
 
-def finish(plan: PreparePlan, max_bad_share: float, say: Callable[[str], None]) -> Manifest | None:
+def finish(plan: PreparePlan, max_bad_share: float) -> Manifest | None:
     """Write the manifest if all units are done, and return it; return None when some are not done.
 
     Raises:
@@ -29,10 +32,10 @@ def finish(plan: PreparePlan, max_bad_share: float, say: Callable[[str], None]) 
         DataError: the disk is full.
     """
     with in_a_sentence(plan.output):
-        return _finish(plan, max_bad_share, say)
+        return _finish(plan, max_bad_share)
 
 
-def _finish(plan: PreparePlan, max_bad_share: float, say: Callable[[str], None]) -> Manifest | None:
+def _finish(plan: PreparePlan, max_bad_share: float) -> Manifest | None:
     task = Task.of(plan)
     # If tasks on two nodes end at once, the later one has to see the other's last record.
     refresh(task.units_folder)
@@ -41,7 +44,7 @@ def _finish(plan: PreparePlan, max_bad_share: float, say: Callable[[str], None])
     records = [record for record in read_records(task, plan.units) if record is not None]
     if len(records) < len(plan.units):
         return None
-    _report_bad(plan, records, max_bad_share, say)
+    _report_bad(plan, records, max_bad_share)
     splits = {split: found for split in SPLITS if (found := _split(records, split)).shards}
     if "train" not in splits:
         raise ConfigError(
@@ -74,9 +77,7 @@ def _sources(plan: PreparePlan, records: Sequence[UnitRecord]) -> Iterator[Input
         yield InputRecord(name, size, read, empty, bad)
 
 
-def _report_bad(
-    plan: PreparePlan, records: Sequence[UnitRecord], max_bad_share: float, say: Callable[[str], None]
-) -> None:
+def _report_bad(plan: PreparePlan, records: Sequence[UnitRecord], max_bad_share: float) -> None:
     """Write bad.jsonl, report the first bad records, and raise ConfigError when there are too many."""
     bad = sum(len(piece.bad) for record in records for piece in record.pieces)
     if not bad:
@@ -91,9 +92,9 @@ def _report_bad(
         ),
     )
     for source, number, reason in islice(_bad(plan, records), SHOWN):
-        say(f"bad: {source}:{number}: {reason}")
+        log.info("bad: %s:%d: %s", source, number, reason)
     if bad > SHOWN:
-        say(f"bad: {bad - SHOWN} more in {where}")
+        log.info("bad: %d more in %s", bad - SHOWN, where)
     if bad > max_bad_share * read:
         raise ConfigError(
             f"{bad} of {read} records are bad ({bad / read:.2g} of all), and prepare.max_bad_share is "

@@ -8,6 +8,7 @@ into the exit codes of our contract. Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import re
@@ -15,7 +16,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -39,6 +39,8 @@ from slurmtrain.slurm.environment import Environment, check_gpu_files
 from slurmtrain.system import descendants
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.signals import SLURM_STOP_SIGNALS, StopFlag
+
+log = logging.getLogger(__name__)
 
 # Exit codes of a program that died of a stop signal, directly or as a shell reports it.
 DIED_OF_A_STOP = {sign for number in SLURM_STOP_SIGNALS for sign in (-number, 128 + number)}
@@ -100,11 +102,7 @@ def run_command(
     # Looked for after the wait: the file may be that of another rank.
     left_with = contract_code(code, told=told, rule=rule, there=rule is not None and rule.is_there(context))
     if left_with == EXIT_REQUEUE and code not in (0, EXIT_REQUEUE):
-        print(
-            f"slurmtrain: the program ended with {_described(code)} after it was told to stop",
-            file=sys.stderr,
-            flush=True,
-        )
+        log.info("the program ended with %s after it was told to stop", _described(code))
     has_said_why = context.attempt_dir.failure_file(environment.rank).exists()
     if left_with not in (0, EXIT_REQUEUE, EXIT_CONFIG) and not has_said_why:
         sentence = f"{words[0]} ended with {_described(code)}"
@@ -174,7 +172,7 @@ def _wait_for_descendants(
     left = descendants.wait_until_gone(until)
     if left:
         shown = "; ".join(left[:5]) + ("; ..." if len(left) > 5 else "")
-        print(f"slurmtrain: left behind by the program, and ended: {shown}", file=sys.stderr, flush=True)
+        log.warning("left behind by the program, and ended: %s", shown)
         with contextlib.suppress(OSError):  # a full disk must not make a crash of it
             context.run_dir.event(Event.LEFT_BEHIND, attempt=context.number, rank=environment.rank, processes=left[:20])
 
@@ -200,7 +198,7 @@ def _wait_for_ranks(attempt_dir: AttemptDir, environment: Environment) -> None:
     try:
         attempt_dir.ended_file(environment.rank).touch()
     except OSError as error:  # the disk is full: leaving with what is known is better than a crash
-        print(f"slurmtrain: cannot tell the other ranks that this one has ended: {error}", file=sys.stderr, flush=True)
+        log.warning("cannot tell the other ranks that this one has ended: %s", error)
         return
     began = time.monotonic()
     shortest = max(POLL_S, environment.world_size / LISTINGS_PER_S)

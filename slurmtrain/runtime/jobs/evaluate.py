@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import logging
 import time
 from pathlib import Path
 
@@ -25,6 +25,8 @@ from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.records import append_line
 from slurmtrain.training.forward_backward import build_forward_backward
 from slurmtrain.training.seeds import seed_everything
+
+log = logging.getLogger(__name__)
 
 
 def evaluate_checkpoint(
@@ -67,19 +69,19 @@ def _measure(
         )
     evaluator.prepare()
     timeline.mark("model and data")
-    # The settings of its training do not matter for the weights, and nothing is resumed.
+    # The settings of its training do not matter for the weights, and nothing is resumed, as the restore would say.
+    logging.getLogger(Checkpointer.__module__).setLevel(logging.WARNING)
     checkpointer = Checkpointer(
         context.run_dir.checkpoints,
         group=distributed.checkpoint_group,
         verify=config.checkpoint.verify,
-        say=lambda text: None,
     )
     restored = checkpointer.restore(
         path=config.checkpoint.restore_from, allow=["config"], model=distributed_model.model
     )
     checkpointer.close()
     if restored is not None and distributed.environment.rank == 0:
-        print(f"slurmtrain: measuring the weights of {restored.path}", file=sys.stderr, flush=True)
+        log.info("measuring the weights of %s", restored.path)
     timeline.mark("restore")
     if distributed.environment.rank == 0:
         update_attempt(context, first_step=_step(config), stepping=time.time(), start_up_s=timeline.seconds)

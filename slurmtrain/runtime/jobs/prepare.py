@@ -6,6 +6,7 @@ writes the manifest, and the others wait for rank 0, since srun kills tasks that
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -29,6 +30,8 @@ from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.signals import StopFlag
+
+log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0  # seconds between looks at other tasks' files: a shared file system has no event to await
 
@@ -63,8 +66,8 @@ def run_prepare(
     if report is None:
         finished = finished and _wait_for(context.attempt_dir.prepared_file, stop)
     elif finished and (finished := report.wait_for_all(stop)):
-        manifest = finish(plan, config.prepare.max_bad_share, progress.say)
-        progress.say(f"slurmtrain: {summary(plan, manifest)}")
+        manifest = finish(plan, config.prepare.max_bad_share)
+        log.info(summary(plan, manifest))
         context.attempt_dir.prepared_file.touch()
     progress.close()
     if not finished:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,9 +15,7 @@ from torch import nn
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.commit import Incarnation
 from slurmtrain.checkpoint.compatibility import FINGERPRINT
-from slurmtrain.checkpoint.interval import Interval, SaveSchedule, mean_time_between_failures
-from slurmtrain.checkpoint.pending_save import SaveResult
-from slurmtrain.checkpoint.restorer import Restored
+from slurmtrain.checkpoint.interval import mean_time_between_failures
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.choices import EvalMode
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
@@ -31,24 +29,29 @@ from slurmtrain.data.sources.protocol import (
     inspect_evaluation_set,
     inspect_source,
 )
-from slurmtrain.errors import CheckpointError, ConfigError, SlurmtrainError
-from slurmtrain.observe import Reporter, SilentReporter
+from slurmtrain.errors import ConfigError, SlurmtrainError
 from slurmtrain.parallel.parallelize import DistributedModel, parallelize
 from slurmtrain.runs import attempts
-from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import Reason
 from slurmtrain.runtime.agreement import StopAgreement
-from slurmtrain.runtime.attempt_context import AttemptContext, update_attempt
+from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.runtime.evaluation_jobs import EvaluationJobs, NoJobs
+from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
+from slurmtrain.runtime.jobs.run_record import RunRecord
 from slurmtrain.runtime.startup_times import Timeline
-from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.system.redaction import redacted
 from slurmtrain.training.eval_metrics import MetricSums
 from slurmtrain.training.evaluation import Evaluator
 from slurmtrain.training.forward_backward import ForwardBackward, build_forward_backward
+from slurmtrain.training.hooks.base import TrainingHook
+from slurmtrain.training.hooks.checkpointing import Checkpointing
+from slurmtrain.training.hooks.evaluation import EvaluationByJobs, InlineEvaluation
+from slurmtrain.training.hooks.nonfinite_guard import NonfiniteGuard
+from slurmtrain.training.hooks.reporting import RunReporter, StepReports
 from slurmtrain.training.seeds import seed_everything
-from slurmtrain.training.trainer import Trainer, TrainingRanks
+from slurmtrain.training.state import TrainingRanks
+from slurmtrain.training.stopping import StopPlanner
+from slurmtrain.training.trainer import Trainer
 
 
 def build_trainer(
@@ -57,21 +60,54 @@ def build_trainer(
     context: AttemptContext,
     stop: StopAgreement,
     timeline: Timeline,
-    watch: StopWatcher | None = None,
+    watch: StopPlanner | None = None,
+    hooks: Sequence[TrainingHook] = (),
 ) -> Trainer:
     """Build everything that `fit` needs.
 
     Args:
         watch: rank 0's; None on the others.
+        hooks: further ones, called after those that every training has.
 
     Raises:
         ConfigError: model or data cannot be built from the config.
     """
     rank, dims = distributed.environment.rank, parallel_dims_of(config)
-    train = config.train
     timeline.begin("building the model and the data")
     distributed_model, parameters, vocabulary = distribute_model(config, dims, distributed)
-    seed_everything(train.seed, rank)
+    seed_everything(config.train.seed, rank)
+    source = _build_source(config, vocabulary)
+    loader = _build_loader(config, dims, source, distributed)
+    forward_backward = build_forward_backward(distributed_model, loader.accumulation_steps, loader.micro_batch_size)
+    evaluator = build_evaluator(config, distributed_model, forward_backward, source, distributed, stop)
+    jobs = EvaluationJobs(context.run_dir) if rank == 0 and config.eval.mode == EvalMode.JOB else None
+    record = RunRecord(context, timeline, jobs) if rank == 0 else None
+    checkpointer = _build_checkpointer(config, distributed, context, source, record)
+    timeline.mark("model and data")
+    timeline.begin("looking for a checkpoint")
+    described = source.description or config.data["_target_"]
+    return Trainer(
+        config.train,
+        config.optim,
+        distributed_model,
+        loader,
+        forward_backward,
+        ranks=TrainingRanks(rank, distributed.device_group, distributed.control_group),
+        stop=stop,
+        hooks=[
+            *_rank_0_hooks(config, record, context, f"model: {parameters:,} parameters; {dims}; data: {described}"),
+            StepReports(config.train),
+            NonfiniteGuard(config.train.max_nonfinite, checkpointer),
+            _evaluation_hook(config, evaluator, source, jobs),
+            Checkpointing(checkpointer, config.checkpoint, mtbf_s=_mtbf_s(config, context), planner=watch),
+            *hooks,
+        ],
+        data_hash=source.fingerprint,
+    )
+
+
+def _build_source(config: Config, vocabulary: int | None) -> SourceSpec:
+    """Build the data object, and check that a model of this vocabulary can train on it."""
     source = inspect_source(build("data", config.data))
     if source.train is None:
         raise ConfigError(
@@ -79,6 +115,15 @@ def build_trainer(
             hint="the data object has `train` and, if you like, `valid`: data sets with len() and [i]",
         )
     check_vocabulary(vocabulary, source.vocab_size)
+    return source
+
+
+def _build_loader(
+    config: Config, dims: ParallelDims, source: SourceSpec, distributed: DistributedContext
+) -> BatchLoader:
+    """Build the loader of this rank's micro batches."""
+    train, rank = config.train, distributed.environment.rank
+    assert source.train is not None
     loader = BatchLoader(
         source.train,
         seed=train.seed,
@@ -94,14 +139,19 @@ def build_trainer(
         device=distributed.device,
     )
     _check_repetition(loader, train)
-    forward_backward = build_forward_backward(distributed_model, loader.accumulation_steps, loader.micro_batch_size)
-    evaluator = build_evaluator(config, distributed_model, forward_backward, source, distributed, stop)
-    jobs = EvaluationJobs(context.run_dir) if rank == 0 and config.eval.mode == EvalMode.JOB else None
-    record = (
-        _Record(config, context, source, f"{parameters:,} parameters; {dims}", timeline, jobs) if rank == 0 else None
-    )
+    return loader
+
+
+def _build_checkpointer(
+    config: Config,
+    distributed: DistributedContext,
+    context: AttemptContext,
+    source: SourceSpec,
+    record: RunRecord | None,
+) -> Checkpointer:
+    """Build the checkpointer of the run's directory. All ranks call it together."""
     keeping = config.checkpoint
-    checkpointer = Checkpointer(
+    return Checkpointer(
         context.run_dir.checkpoints,
         group=distributed.checkpoint_group,
         incarnation=Incarnation(context.number, context.incarnation_label(distributed.environment)),
@@ -116,28 +166,26 @@ def build_trainer(
         mirror=f"{keeping.mirror.rstrip('/')}/{config.job.name}/{context.run_dir.id}" if keeping.mirror else None,
         on_ending=record.on_ending if record else lambda ending: None,
     )
-    timeline.mark("model and data")
-    timeline.begin("looking for a checkpoint")
-    return Trainer(
-        train=train,
-        optim=config.optim,
-        checkpoint=config.checkpoint,
-        distributed_model=distributed_model,
-        loader=loader,
-        forward_backward=forward_backward,
-        evaluator=evaluator,
-        jobs=jobs or (NoJobs() if config.eval.mode == EvalMode.JOB else None),
-        baseline=None if source.unigram_entropy is None else ("byte-unigram entropy", source.unigram_entropy),
-        ranks=TrainingRanks(rank, distributed.device_group, distributed.control_group),
-        checkpointer=checkpointer,
-        stop=stop,
-        make_reporter=record.make_reporter if record else lambda step, evaluated_at: SilentReporter(),
-        on_restore=record.on_restore if record else lambda restored: None,
-        make_save_schedule=lambda step: _save_schedule(config, context, step),
-        plan_stop=watch.plan_stop if watch is not None else lambda step_s, save_s: None,
-        grace_left=watch.seconds_left if watch is not None else lambda: None,
-        data_hash=source.fingerprint,
-    )
+
+
+def _rank_0_hooks(
+    config: Config, record: RunRecord | None, context: AttemptContext, heading: str
+) -> Sequence[TrainingHook]:
+    """Return the hooks that write files of the run: those of rank 0."""
+    if record is None:
+        return ()
+    run_dir = context.run_dir
+    curves = run_dir.tensorboard if config.train.tensorboard else None
+    return (record, RunReporter(run_dir.metrics_file, curves, heading))
+
+
+def _evaluation_hook(
+    config: Config, evaluator: Evaluator, source: SourceSpec, jobs: EvaluationJobs | None
+) -> TrainingHook:
+    if config.eval.mode == EvalMode.JOB:
+        return EvaluationByJobs(evaluator, config.train, config.checkpoint, jobs)
+    baseline = None if source.unigram_entropy is None else ("byte-unigram entropy", source.unigram_entropy)
+    return InlineEvaluation(evaluator, config.train, config.checkpoint, baseline)
 
 
 def row_length_of(dims: ParallelDims, parallel: ParallelConfig) -> RowLength:
@@ -204,85 +252,17 @@ def _order_of_samples(train: TrainConfig, source: SourceSpec) -> dict[str, Any]:
     return {} if inspect_dataset(source.train).lengths is None else {"length_sorted_steps": train.length_sorted_steps}
 
 
-def _save_schedule(config: Config, context: AttemptContext, step: int) -> SaveSchedule:
-    """Return the schedule of saves in this attempt; for `auto`, by how often this run has failed so far."""
+def _mtbf_s(config: Config, context: AttemptContext) -> float:
+    """Return the mean seconds between failures for checkpoint.auto, by how often this run has failed so far."""
     keeping = config.checkpoint
-    mtbf_s = math.inf
-    if keeping.auto:
-        earlier = [attempt for attempt in attempts.all_attempts(context.run_dir) if attempt.number < context.number]
-        failures = sum(attempt.reason in (Reason.CRASH, Reason.NODE_FAILURE) for attempt in earlier)
-        seconds = sum(attempt.ended - attempt.started for attempt in earlier if attempt.ended and attempt.started)
-        mtbf_s = (
-            keeping.mtbf_hours * 3600
-            if keeping.mtbf_hours is not None
-            else mean_time_between_failures(config.cluster.nodes, observed_failures=failures, observed_s=seconds)
-        )
-    interval = Interval(keeping.every_steps, keeping.every_minutes, keeping.auto)
-    return SaveSchedule(interval, now=time.monotonic(), step=step, mtbf_s=mtbf_s)
-
-
-class _Record:
-    """The record of the training that rank 0 writes and shows."""
-
-    def __init__(
-        self,
-        config: Config,
-        context: AttemptContext,
-        source: SourceSpec,
-        model: str,
-        timeline: Timeline,
-        jobs: EvaluationJobs | None,
-    ):
-        self._config, self._context, self._source, self._model = config, context, source, model
-        self._timeline, self._jobs = timeline, jobs
-
-    def make_reporter(self, first_step: int, evaluated_at: int) -> Reporter:
-        self._timeline.mark("restore")
-        seconds = self._timeline.seconds
-        update_attempt(self._context, first_step=first_step, stepping=time.time(), start_up_s=seconds)
-        self._context.run_dir.event(
-            Event.TRAINING_STARTED, attempt=self._context.number, step=first_step, start_up_s=seconds
-        )
-        run_dir = self._context.run_dir
-        reporter = Reporter(
-            metrics_file=run_dir.metrics_file,
-            tensorboard=run_dir.tensorboard if self._config.train.tensorboard else None,
-            total_steps=self._config.train.steps,
-            resume_step=first_step,
-            evaluated_at=evaluated_at,
-        )
-        described = self._source.description or self._config.data["_target_"]
-        reporter.message(f"model: {self._model}; data: {described}")
-        return reporter
-
-    def on_restore(self, restored: Restored | None) -> None:
-        if restored is not None and restored.as_start:
-            weights = {"weights_from": str(restored.path), "weights_of_step": restored.step}
-            self._context.run_dir.event(Event.FRESH_START, attempt=self._context.number, step=0, **weights)
-            return
-        self._context.run_dir.event(
-            Event.RESTORED if restored else Event.FRESH_START,
-            attempt=self._context.number,
-            step=restored.step if restored else 0,
-            checkpoint=restored.path.name if restored else None,
-            set_aside=list(restored.set_aside) if restored else [],
-        )
-
-    def on_ending(self, ending: SaveResult | CheckpointError) -> None:
-        """Record the end of a save. Called by the thread that writes checkpoints."""
-        if isinstance(ending, CheckpointError):
-            self._context.run_dir.event(Event.CHECKPOINT_FAILED, attempt=self._context.number, error=ending.message)
-            return
-        self._context.run_dir.event(
-            Event.CHECKPOINT,
-            attempt=self._context.number,
-            step=ending.step,
-            seconds=round(ending.seconds, 3),
-            stall_s=round(ending.stall_s, 3),
-            size=ending.size,
-        )
-        if self._jobs is not None:
-            self._jobs.committed(ending.step)
+    if not keeping.auto:
+        return math.inf
+    if keeping.mtbf_hours is not None:
+        return keeping.mtbf_hours * 3600
+    earlier = [attempt for attempt in attempts.all_attempts(context.run_dir) if attempt.number < context.number]
+    failures = sum(attempt.reason in (Reason.CRASH, Reason.NODE_FAILURE) for attempt in earlier)
+    seconds = sum(attempt.ended - attempt.started for attempt in earlier if attempt.ended and attempt.started)
+    return mean_time_between_failures(config.cluster.nodes, observed_failures=failures, observed_s=seconds)
 
 
 def distribute_model(

@@ -20,6 +20,7 @@ import json
 import platform
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,6 @@ from torch import Tensor
 
 from slurmtrain.config.compose import compose
 from slurmtrain.models import Decoder
-from slurmtrain.observe import SilentReporter
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.attempt_context import AttemptContext
@@ -40,6 +40,9 @@ from slurmtrain.runtime.jobs.train import build_trainer
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
+from slurmtrain.training.hooks.base import TrainingHook, TrainingHooks
+from slurmtrain.training.hooks.nonfinite_guard import NonfiniteGuard
+from slurmtrain.training.hooks.reporting import StepReports
 
 # Dense bfloat16, NVIDIA's data sheets; the first whose name is in the device's.
 PEAKS = {"H200": 989.5e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "A100": 312e12}
@@ -83,14 +86,14 @@ class _Samples:
         return {"inputs": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
 
 
-class Stopwatch(SilentReporter):
+class Stopwatch(TrainingHook):
     """The time of each logged step; its loss has been waited for by then, and all the work before it is done."""
 
     def __init__(self) -> None:
         self.times: dict[int, float] = {}
         self.losses: dict[int, float] = {}
 
-    def log(self, step: int, **values: Any) -> None:
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
         self.times[step], self.losses[step] = time.perf_counter(), values["loss"]
 
 
@@ -114,8 +117,8 @@ def measure(case: Case) -> dict[str, Any]:
         agreement = StopAgreement(signals.StopFlag(), None)
         trainer = build_trainer(config, DistributedContext(environment, device), where, agreement, Timeline())
         watch = Stopwatch()
-        trainer._make_reporter = lambda step, evaluated_at: watch
-        trainer._checkpointer = None
+        kept = [hook for hook in trainer.state.hooks if isinstance(hook, StepReports | NonfiniteGuard)]
+        trainer.state.hooks = TrainingHooks([*kept, watch])  # no files, above all no checkpoint
         trainer.fit()
     tokens = (STEPS - WARM_UP) * case.micro_batch_size * case.seq_len
     tokens_per_s = tokens / (watch.times[STEPS] - watch.times[WARM_UP])

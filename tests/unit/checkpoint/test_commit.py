@@ -58,7 +58,7 @@ def test_what_was_committed_is_read_back(directory: Path) -> None:
     path = save(directory, 3)
     manifest = commit.read_manifest(path)
     assert (manifest.step, manifest.incarnation, manifest.state) == (3, 1, {"step": 3})
-    assert commit.find_damage(path, manifest, manifest.files, verify=True) == []
+    assert blocks.find_damage(path, manifest.files.items()) == []
     assert steps(directory) == [3]
 
 
@@ -122,7 +122,7 @@ def test_a_kill_right_after_the_rename_leaves_the_checkpoint_whole(directory: Pa
     assert steps(directory) == [1, 2]
     newest = commit.committed(directory)[-1]
     manifest = commit.read_manifest(newest)
-    assert commit.find_damage(newest, manifest, manifest.files, verify=True) == []
+    assert blocks.find_damage(newest, manifest.files.items()) == []
 
 
 def test_an_older_incarnation_may_not_begin_once_a_newer_one_has_started(directory: Path) -> None:
@@ -214,7 +214,7 @@ def test_every_kind_of_damage_is_named(directory: Path) -> None:
     manifest = commit.read_manifest(path)
 
     def damage(*, verify: bool = True) -> list[str]:
-        return commit.find_damage(path, manifest, ["shard"], verify=verify)
+        return blocks.find_damage(path, [("shard", manifest.files["shard"])], contents=verify, late_s=0.0)
 
     (path / "shard").write_text("weightz")
     assert damage() == ["shard is not what was written: its digest differs"]

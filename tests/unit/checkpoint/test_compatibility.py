@@ -29,7 +29,7 @@ class Model(nn.Module):
 
 
 def quiet(directory: Path, **options: Any) -> Checkpointer:
-    return Checkpointer(directory, asynchronous=False, say=lambda text: None, **options)
+    return Checkpointer(directory, asynchronous=False, **options)
 
 
 def test_what_a_person_has_changed_on_purpose_may_differ_and_nothing_else(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ class Mixed(torch.nn.Module):
 
 
 def save(directory: Path, **objects: Any) -> Path:
-    checkpointer = Checkpointer(directory, run_id="r1", say=lambda text: None)
+    checkpointer = Checkpointer(directory, run_id="r1")
     checkpointer.save(20, **objects)
     checkpointer.close()
     return commit.committed(directory)[-1]
@@ -72,7 +72,8 @@ def by_ranks(
             ).pack()
         index = b"".join(Index([catalogue], tables, digests).chunks())
         records[commit.INDEX], _ = blocks.write(temporary / commit.INDEX, memoryview(index), pool)
-    manifest = Manifest(commit.FORMAT, "r1", 7, 1, "x", len(files), torch.__version__, records, {}, {})
+    tensors = {name: {"shape": list(fact.shape), "dtype": fact.dtype} for name, fact in catalogue.items()}
+    manifest = Manifest(commit.FORMAT, "r1", 7, 1, "x", len(files), torch.__version__, records, tensors, {})
     return commit.commit(temporary, manifest, order)
 
 

@@ -478,7 +478,7 @@ def objects() -> dict[str, Any]:
 
 def restore(directory: Path, **options: Any) -> None:
     path = options.pop("path", None)
-    checkpointer = Checkpointer(directory, say=lambda text: None, **options)
+    checkpointer = Checkpointer(directory, **options)
     try:
         checkpointer.restore(path=path, **objects())
     finally:
@@ -554,7 +554,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     what = objects()
     what["model"](torch.ones(8)).sum().backward()
     what["optimizer"].step()
-    checkpointer = Checkpointer(directory, say=lambda text: None)
+    checkpointer = Checkpointer(directory)
     checkpointer.save(1000, metrics={"valid_loss": 2.0}, **what)
     checkpointer.close()
     return directory

@@ -43,10 +43,9 @@ class Training:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.said: list[str] = []
         self.endings: list[SaveResult | CheckpointError] = []
         self.checkpointer = Checkpointer(
-            directory, **{"say": self.said.append, "on_ending": self.endings.append, "keep": Keep(last=9), **options}
+            directory, **{"on_ending": self.endings.append, "keep": Keep(last=9), **options}
         )
 
     def forward_backward(self) -> None:
@@ -69,7 +68,7 @@ class Training:
 
     def restored(self, path: Path | None = None) -> dict[str, torch.Tensor]:
         """The values in a checkpoint, through other objects."""
-        other = Training(self.directory, say=lambda text: None)
+        other = Training(self.directory)
         assert other.checkpointer.restore(path=path, model=other.model, optimizer=other.optimizer) is not None
         other.checkpointer.close()
         return other.values()
@@ -203,7 +202,9 @@ def test_a_save_that_is_not_asynchronous_returns_after_its_commit(
 # ---------------------------------------------------------------------------------------------------------------- failures
 
 
-def test_a_failure_is_told_and_the_next_save_tries_again(training: Callable[..., Training], disk: FullDisk) -> None:
+def test_a_failure_is_told_and_the_next_save_tries_again(
+    training: Callable[..., Training], disk: FullDisk, caplog: pytest.LogCaptureFixture
+) -> None:
     run = training()
     disk.full = False
     run.save(1).result(PATIENCE_S)
@@ -215,14 +216,16 @@ def test_a_failure_is_told_and_the_next_save_tries_again(training: Callable[...,
     assert run.checkpointer.last_step == 1
     disk.full = False
     assert run.save(3).result(PATIENCE_S).step == 3
-    (sentence,) = run.said
+    (sentence,) = caplog.messages
     assert sentence.startswith("the save of step 2 failed, older checkpoints are as they were: ")
     assert "No space left" in sentence
     assert run.steps == [1, 3]
 
 
 @pytest.mark.parametrize("most", [1, 3])
-def test_so_many_failures_in_a_row_end_it(training: Callable[..., Training], disk: FullDisk, most: int) -> None:
+def test_so_many_failures_in_a_row_end_it(
+    training: Callable[..., Training], disk: FullDisk, most: int, caplog: pytest.LogCaptureFixture
+) -> None:
     run = training(max_failures=most)
     for step in range(1, most + 1):
         run.save(step)
@@ -230,7 +233,7 @@ def test_so_many_failures_in_a_row_end_it(training: Callable[..., Training], dis
         CheckpointError, match=f"^{most} saves in a row have failed, the last of step {most}: .*No space"
     ):
         run.save(most + 1)
-    assert len(run.said) == most and run.steps == []
+    assert len(caplog.messages) == most and run.steps == []
 
 
 def test_a_success_between_failures_begins_the_count_anew(training: Callable[..., Training], disk: FullDisk) -> None:
@@ -243,14 +246,16 @@ def test_a_success_between_failures_begins_the_count_anew(training: Callable[...
     assert run.steps == [2, 4, 6]
 
 
-def test_no_number_of_failures_ends_it_when_none_is_too_many(training: Callable[..., Training], disk: FullDisk) -> None:
+def test_no_number_of_failures_ends_it_when_none_is_too_many(
+    training: Callable[..., Training], disk: FullDisk, caplog: pytest.LogCaptureFixture
+) -> None:
     run = training(max_failures=0)
     for step in range(1, 8):
         saving = run.save(step)
     saving.wait(PATIENCE_S)
     disk.full = False
     assert run.save(8).result(PATIENCE_S).step == 8
-    assert len(run.said) == 7
+    assert len(caplog.messages) == 7
 
 
 def test_waiting_raises_what_a_save_failed_of(training: Callable[..., Training], disk: FullDisk) -> None:
@@ -382,7 +387,7 @@ def test_what_comes_right_after_a_save_does_not_leak_into_it(training: Callable[
     saving.result(PATIENCE_S)
     assert_equal(run.restored(), expected)
     other = nn.Linear(4, 4)
-    Checkpointer(run.directory, say=lambda text: None).restore(averaged=other)
+    Checkpointer(run.directory).restore(averaged=other)
     assert torch.equal(other.weight, average)
 
 
@@ -398,7 +403,7 @@ def test_every_optimizer_of_a_save_is_restored(training: Callable[..., Training]
     saving.result(PATIENCE_S)
     third = nn.Linear(3, 3)
     fourth = torch.optim.SGD(third.parameters(), lr=1.0, momentum=0.9)
-    Checkpointer(run.directory, say=lambda text: None).restore(other=third, second=fourth)
+    Checkpointer(run.directory).restore(other=third, second=fourth)
     assert torch.equal(third.weight, weight)
     assert torch.equal(fourth.state[third.weight]["momentum_buffer"], momentum)
 
@@ -504,13 +509,13 @@ class Counting(nn.Module):
 def test_a_module_s_extra_state_is_restored_or_refused(tmp_path: Path, kind: Callable[[int], Any]) -> None:
     """Never lost without a word."""
     module = Counting(7, kind)
-    checkpointer = Checkpointer(tmp_path, asynchronous=False, say=lambda text: None)
+    checkpointer = Checkpointer(tmp_path, asynchronous=False)
     ending = outcome(lambda: checkpointer.save(1, module=module))
     if isinstance(ending, CheckpointError):
         assert "_extra_state" in ending.message
     else:
         other = Counting(0, kind)
-        Checkpointer(tmp_path, say=lambda text: None).restore(module=other)
+        Checkpointer(tmp_path).restore(module=other)
         assert other.count == 7
 
 
@@ -565,7 +570,7 @@ def test_a_step_may_be_a_number_of_numpys(training: Callable[..., Training]) -> 
 
 
 def test_weights_that_are_no_numbers_replace_no_sound_checkpoint_and_end_the_run(
-    training: Callable[..., Training],
+    training: Callable[..., Training], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = training(keep=Keep(last=2))
     for step in (1, 2, 3):
@@ -580,7 +585,10 @@ def test_weights_that_are_no_numbers_replace_no_sound_checkpoint_and_end_the_run
         run.save(7)
     assert caught.value.exit_code == EXIT_CONFIG
     assert run.steps == [2, 3]
-    assert "the save of step 4 failed, older checkpoints are as they were: model.0.weight is not finite" in run.said[0]
+    assert (
+        "the save of step 4 failed, older checkpoints are as they were: model.0.weight is not finite"
+        in caplog.messages[0]
+    )
 
 
 def test_weights_that_are_numbers_again_are_saved(training: Callable[..., Training]) -> None:

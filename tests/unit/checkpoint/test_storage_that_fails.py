@@ -48,7 +48,7 @@ class Outage:
 def directory(tmp_path: Path) -> Path:
     """With two checkpoints, of the steps 1 and 2."""
     model = nn.Linear(2, 2)
-    with closing(Checkpointer(tmp_path, say=lambda text: None)) as checkpointer:
+    with closing(Checkpointer(tmp_path)) as checkpointer:
         for step in (1, 2):
             nn.init.constant_(model.weight, step)
             checkpointer.save(step, model=model)
@@ -58,7 +58,7 @@ def directory(tmp_path: Path) -> Path:
 
 def restore(directory: Path) -> tuple[Restored, float]:
     model = nn.Linear(2, 2)
-    with closing(Checkpointer(directory, say=lambda text: None)) as checkpointer:
+    with closing(Checkpointer(directory)) as checkpointer:
         restored = checkpointer.restore(model=model)
     assert restored is not None
     return restored, model.weight[0, 0].item()
@@ -110,16 +110,15 @@ def test_a_file_that_is_gone_is_damage(directory: Path) -> None:
 
 
 def test_what_cannot_be_read_back_is_kept_and_nothing_older_is_removed(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(blocks, "RETRY_S", 0.2)
     Outage(monkeypatch, "preadv", errno.EIO, calls=float("inf"))
-    said: list[str] = []
-    with closing(Checkpointer(directory, say=said.append)) as checkpointer:
+    with closing(Checkpointer(directory)) as checkpointer:
         for step in (3, 4):
             checkpointer.save(step, model=nn.Linear(2, 2)).result()
     assert [commit.step_of(path) for path in commit.committed(directory)] == [1, 2, 3, 4]
-    assert any("older checkpoints than checkpoint_0000004 are kept" in line for line in said)
+    assert any("older checkpoints than checkpoint_0000004 are kept" in line for line in caplog.messages)
 
 
 def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
@@ -130,9 +129,9 @@ def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
     optimizers[0].step()
     torch.set_default_device("meta")
     try:
-        with closing(Checkpointer(tmp_path, say=lambda text: None)) as checkpointer:
+        with closing(Checkpointer(tmp_path)) as checkpointer:
             checkpointer.save(1, model=model, optimizer=optimizers[0]).result()
-        with closing(Checkpointer(tmp_path, say=lambda text: None)) as checkpointer:
+        with closing(Checkpointer(tmp_path)) as checkpointer:
             assert checkpointer.restore(model=other, optimizer=optimizers[1])
     finally:
         torch.set_default_device(None)  # type: ignore[arg-type]
@@ -166,11 +165,45 @@ def test_verify_calls_nothing_damaged_that_it_could_not_read(
     assert [each["sound"] for each in json.loads(capsys.readouterr().out)] == [None, None]
 
 
+@pytest.mark.parametrize("number", OUTAGES)
+@pytest.mark.parametrize("function", ["open", "stat"])
+@pytest.mark.parametrize("words", [["list"], ["prune", "--keep-last", "2", "--dry-run"]])
+def test_list_and_prune_call_nothing_damaged_for_a_failure_that_passes(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    function: str,
+    number: int,
+) -> None:
+    outage = Outage(monkeypatch, function, number, calls=2)
+    assert main(["checkpoints", str(directory), *words]) == 0
+    said = capsys.readouterr().out
+    assert "damaged" not in said and "cannot be read" not in said
+    assert said.count("complete") == (2 if words == ["list"] else 0) and outage.left == 0, said
+
+
+def test_list_says_what_it_could_not_read_and_prune_removes_nothing(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(blocks, "RETRY_S", 0.2)
+    Outage(monkeypatch, "open", errno.EIO, calls=float("inf"))
+    assert main(["checkpoints", str(directory), "list"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("was not read") == 2 and "damaged" not in said
+    assert main(["checkpoints", str(directory), "list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [(each["complete"], each["damage"]) for each in listed] == [(None, []), (None, [])]
+    assert main(["checkpoints", str(directory), "prune", "--keep-last", "2"]) == 1
+    assert "says nothing about the checkpoint" in capsys.readouterr().err
+    assert names(directory) == ["checkpoint_0000001", "checkpoint_0000002"]
+
+
 def test_the_best_stays_when_its_metrics_cannot_be_read_for_a_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep = Keep(last=2, best=1)
-    with closing(Checkpointer(tmp_path, keep=keep, say=lambda text: None)) as checkpointer:
+    with closing(Checkpointer(tmp_path, keep=keep)) as checkpointer:
         for step, loss in ((1, 0.5), (2, 2.0), (3, 2.0)):
             checkpointer.save(step, model=nn.Linear(2, 2), metrics={"valid_loss": loss}).result()
     with monkeypatch.context() as patch:

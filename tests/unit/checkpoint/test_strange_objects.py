@@ -336,9 +336,9 @@ def check_goes_on(root: Path, make: Callable[[int], Training]) -> None:
     training, other = make(1), make(2)
     for _ in range(3):
         training.step()
-    with closing(Checkpointer(root, say=lambda text: None)) as checkpointer:
+    with closing(Checkpointer(root)) as checkpointer:
         checkpointer.save(3, **training.objects).result()
-    with closing(Checkpointer(root, say=lambda text: None)) as checkpointer:
+    with closing(Checkpointer(root)) as checkpointer:
         assert checkpointer.restore(**other.objects)
     compare(training, other)
     for _ in range(2):
@@ -494,7 +494,7 @@ def test_hooks_that_are_not_each_others_inverse_are_told_at_the_restore(tmp_path
             super().__init__()
             self.register_load_state_dict_pre_hook(halve_twice)
 
-    with closing(Checkpointer(tmp_path, say=lambda text: None)) as checkpointer:
+    with closing(Checkpointer(tmp_path)) as checkpointer:
         checkpointer.save(1, model=Drifting()).result()
         with pytest.raises(CheckpointError, match=r"model\.weight is not what was loaded"):
             checkpointer.restore(model=Drifting())

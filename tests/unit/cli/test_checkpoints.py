@@ -37,9 +37,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     run_dir = create_run_dir(tmp_path / "runs", "train")
     run_dir.info_file.write_text(json.dumps({"id": run_dir.id}))
     configure(run_dir)
-    checkpointer = Checkpointer(
-        run_dir.checkpoints, incarnation=Incarnation(3, "attempt 3, job 7"), keep=Keep(last=10), say=lambda text: None
-    )
+    checkpointer = Checkpointer(run_dir.checkpoints, incarnation=Incarnation(3, "attempt 3, job 7"), keep=Keep(last=10))
     for step, loss in LOSSES.items():
         checkpointer.save(step, model=torch.nn.Linear(64, 64), metrics={"valid_loss": loss})
     checkpointer.close()
@@ -124,7 +122,7 @@ def test_a_program_reads_the_same(words: list[str], run: RunDir, capsys: Out) ->
 
 
 def test_a_second_one_of_a_step_is_told_apart(run: RunDir, capsys: Out) -> None:
-    checkpointer = Checkpointer(run.checkpoints, keep=Keep(last=10), say=lambda text: None)
+    checkpointer = Checkpointer(run.checkpoints, keep=Keep(last=10))
     checkpointer.save(40, model=torch.nn.Linear(2, 2))
     checkpointer.close()
     assert main(["checkpoints", "last"]) == 0
@@ -298,7 +296,7 @@ def test_leftovers_go_when_they_are_an_hour_old(run: RunDir) -> None:
 
 def test_a_running_job_is_not_fenced_off_by_it(run: RunDir) -> None:
     own = claim(run.checkpoints, Incarnation(4, "attempt 4"))
-    checkpointer = Checkpointer(run.checkpoints, incarnation=own, keep=Keep(last=10), say=lambda text: None)
+    checkpointer = Checkpointer(run.checkpoints, incarnation=own, keep=Keep(last=10))
     saving = checkpointer.save(50, model=torch.nn.Linear(2, 2))
     assert main(["checkpoints", "last", "prune"]) == 0
     saving.result()

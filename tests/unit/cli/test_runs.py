@@ -235,7 +235,7 @@ def test_two_runs_are_compared_in_the_samples_they_have_seen_and_in_their_weight
                 json.dumps({"step": 10 * (number + 1), "loss": 1.0, "data_hash": value}) + "\n"
                 for number, value in enumerate(hashes)
             )
-        checkpointer = Checkpointer(run.checkpoints, keep=Keep(last=9), asynchronous=False, say=lambda text: None)
+        checkpointer = Checkpointer(run.checkpoints, keep=Keep(last=9), asynchronous=False)
         checkpointer.save(10, model=model)
         with torch.no_grad():
             model.bias += run is b

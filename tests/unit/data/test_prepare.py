@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import logging
 import os
 import random
 import shutil
@@ -79,7 +80,7 @@ def prepare(
             assert work(plan, units, processes, Event(), lambda tally: None, max_bad_share=0.0)
         else:
             do_units(plan, part, parts)
-        manifest = finish(plan, settings.get("max_bad_share", 0.0), lambda text: None)
+        manifest = finish(plan, settings.get("max_bad_share", 0.0))
     return manifest
 
 
@@ -459,17 +460,18 @@ def lines_with_bad_ones() -> bytes:
     return "".join(f"{lines[number]}\n" for number in range(1, 41)).encode(errors="surrogateescape")
 
 
-def test_bad_records_are_listed_with_their_lines_and_fail_the_job_past_the_share(tmp_path: Path) -> None:
+def test_bad_records_are_listed_with_their_lines_and_fail_the_job_past_the_share(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     raw, output = tmp_path / "raw", tmp_path / "out"
     raw.mkdir()
     (raw / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + json_lines(["after a byte order mark"]))
     (raw / "b.jsonl").write_bytes(lines_with_bad_ones())
-    said: list[str] = []
     plan = plan_of(raw, output, unit_mb=0.0001)
     assert len(plan.units) > 20  # most lines stand in a unit that began in the middle of the file
     do_units(plan)
     with pytest.raises(ConfigError) as refused:
-        finish(plan, 0.0, said.append)
+        finish(plan, 0.0)
     assert refused.value.message.startswith(
         f"{len(BAD)} of 40 records are bad (0.2 of all), and prepare.max_bad_share is 0.0"
     )
@@ -477,12 +479,12 @@ def test_bad_records_are_listed_with_their_lines_and_fail_the_job_past_the_share
     assert [(each["source"], each["record"]) for each in found] == [("b.jsonl", number) for number in BAD]
     for each, (_, reason) in zip(found, BAD.values(), strict=True):
         assert each["reason"].startswith(reason)
-    assert said[0] == "bad: b.jsonl:2: 'text' is no string, but int" and len(said) == len(BAD)
+    assert caplog.messages[0] == "bad: b.jsonl:2: 'text' is no string, but int" and len(caplog.messages) == len(BAD)
     assert not (output / "manifest.json").exists()
 
     when = {path: path.stat().st_mtime_ns for path in output.rglob("*.tokens")}
     assert work(plan, plan.units, 1, Event(), lambda tally: None, max_bad_share=0.2)
-    manifest = finish(plan, 0.2, said.append)
+    manifest = finish(plan, 0.2)
     assert manifest is not None and {path: path.stat().st_mtime_ns for path in when} == when
     assert [(one.records, one.empty, one.bad) for one in manifest.sources] == [(1, 0, 0), (39, 1, len(BAD))]
     kept = [bytes(ids[:-1]).decode() for ids, _ in documents_of(output)]
@@ -490,13 +492,13 @@ def test_bad_records_are_listed_with_their_lines_and_fail_the_job_past_the_share
     assert kept == ["after a byte order mark", *good]
 
 
-def test_of_many_bad_records_the_first_twenty_are_told(tmp_path: Path) -> None:
+def test_of_many_bad_records_the_first_twenty_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a.jsonl").write_text("{\n" * 50 + '{"text": "x"}\n')
-    plan, said = plan_of(tmp_path / "a.jsonl", tmp_path / "out"), list[str]()
+    plan = plan_of(tmp_path / "a.jsonl", tmp_path / "out")
     do_units(plan)
     with pytest.raises(ConfigError):
-        finish(plan, 0.5, said.append)
-    assert len(said) == 21 and said[-1] == f"bad: 30 more in {tmp_path}/out/bad.jsonl"
+        finish(plan, 0.5)
+    assert len(caplog.messages) == 21 and caplog.messages[-1] == f"bad: 30 more in {tmp_path}/out/bad.jsonl"
     assert len((tmp_path / "out/bad.jsonl").read_text().splitlines()) == 50
 
 
@@ -566,31 +568,33 @@ def test_zeros_behind_a_gzip_frame_are_padding_and_in_front_of_it_damage(zeros: 
     assert "is damaged" in records(bytes(zeros) + first)[-1].reason
 
 
-def test_bad_rows_of_tables_are_counted_by_row(tmp_path: Path) -> None:
+def test_bad_rows_of_tables_are_counted_by_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     column = pyarrow.array([b"one", None, b"caf\xe9", b"two"], pyarrow.binary()).view("string")
     table = pyarrow.table({"text": column})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=1)
     with pyarrow.ipc.new_stream(tmp_path / "b.arrow", table.schema) as stream:
         stream.write_table(table)
-    plan, said = plan_of([tmp_path / "a.parquet", tmp_path / "b.arrow"], tmp_path / "out", unit_mb=0.0002), list[str]()
+    plan = plan_of([tmp_path / "a.parquet", tmp_path / "b.arrow"], tmp_path / "out", unit_mb=0.0002)
     do_units(plan)
-    finish(plan, 0.5, said.append)
+    finish(plan, 0.5)
     reasons = ("2: 'text' is no string, but null", "3: invalid UTF-8 (unexpected end of data)")
-    assert said == [f"bad: {name}:{reason}" for name in ("a.parquet", "b.arrow") for reason in reasons]
+    assert caplog.messages == [f"bad: {name}:{reason}" for name in ("a.parquet", "b.arrow") for reason in reasons]
     assert [bytes(ids[:-1]) for ids, _ in documents_of(tmp_path / "out")] == [b"one", b"two"] * 2
 
 
-def test_a_column_that_is_stored_as_a_dictionary_is_text(tmp_path: Path) -> None:
+def test_a_column_that_is_stored_as_a_dictionary_is_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     documents = ["one", "naïve", "one", "two"] * 5
     column = pyarrow.array([*(text.encode() for text in documents), None, b"caf\xe9"], pyarrow.binary()).view("string")
     table = pyarrow.table({"text": column.dictionary_encode()})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=5)
     with pyarrow.ipc.new_stream(tmp_path / "b.arrow", table.schema) as stream:
         stream.write_table(table, max_chunksize=5)
-    plan, said = plan_of([tmp_path / "a.parquet", tmp_path / "b.arrow"], tmp_path / "out", unit_mb=0.0002), list[str]()
+    plan = plan_of([tmp_path / "a.parquet", tmp_path / "b.arrow"], tmp_path / "out", unit_mb=0.0002)
     do_units(plan)
-    finish(plan, 0.5, said.append)
-    assert [line.partition(": ")[2].partition(":")[0] for line in said] == ["a.parquet"] * 2 + ["b.arrow"] * 2
+    finish(plan, 0.5)
+    assert [line.partition(": ")[2].partition(":")[0] for line in caplog.messages] == ["a.parquet"] * 2 + [
+        "b.arrow"
+    ] * 2
     assert list(documents_of(tmp_path / "out")) == as_bytes(documents * 2)
 
 
@@ -734,7 +738,7 @@ def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream := io.StringIO(), "isatty", lambda: True)
     bar = Preparing(stream)
     bar.show(Tally(size=40_000_000, total=100_000_000, documents=12))
-    bar.say("bad: a.jsonl:3: no [JSON]")
+    logging.getLogger("slurmtrain.data").info("bad: a.jsonl:3: no [JSON]")  # above the bar
     bar.close()
     assert "━" in stream.getvalue() and "40.0/100.0 MB" in stream.getvalue()
     assert "bad: a.jsonl:3: no [JSON]\n" in stream.getvalue()

@@ -150,7 +150,7 @@ def held(run_dir: RunDir) -> list[int]:
 
 
 def due(run_dir: RunDir) -> None:
-    submit_due(run_dir, lambda text: None)
+    submit_due(run_dir)
 
 
 def test_what_is_held_is_submitted_once_and_with_the_code_of_the_run(trained: RunDir, fake_slurm: FakeSlurm) -> None:

@@ -669,7 +669,11 @@ def test_submit_that_follows_leaves_with_the_runs_own_code(
 
 
 def test_a_resumed_run_is_followed_into_its_next_attempt(
-    make: Make, queue: Queue, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    make: Make,
+    queue: Queue,
+    fake_slurm: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     run = make("1", JOB)
     ended(run, "end", job_id="1", started=1.0)
@@ -682,10 +686,10 @@ def test_a_resumed_run_is_followed_into_its_next_attempt(
             (run.attempt(2).path / "rank-0.log").write_text("second\n")
 
     monkeypatch.setattr(logs, "time", Clock(later))
-    said: list[str] = []
-    assert "".join(logs.lines_as_they_come(run, 0, None, say=said.append)) == "first\nsecond\n"
+    assert "".join(logs.lines_as_they_come(run, 0, None)) == "first\nsecond\n"
     assert len(asked(fake_slurm, but="")) in range(2, 5)
-    assert len(said) == 1 and said[0].startswith("waiting: ") and "(Resources)" in said[0]  # what `status` says, once
+    (said,) = caplog.messages
+    assert said.startswith("waiting: ") and "(Resources)" in said  # what `status` says, once
 
 
 def test_one_attempt_is_followed_to_its_own_end(make: Make, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,5 +56,5 @@ def test_the_checkpointer_names_its_arguments_and_has_the_defaults_of_the_one_be
     assert not [name for name, each in given.items() if each.kind is inspect.Parameter.VAR_KEYWORD]
     for name in given.keys() - {"directory"}:
         assert given[name].default == base[name].default, name
-    # The rest is decided by `init`, or prints for the trainer.
-    assert base.keys() - given.keys() == {"group", "incarnation", "run_id", "say", "on_ending"}
+    # The rest is decided by `init`, or is for the trainer.
+    assert base.keys() - given.keys() == {"group", "incarnation", "run_id", "on_ending"}

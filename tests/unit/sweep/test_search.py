@@ -91,8 +91,9 @@ class Finished:
         return ended
 
 
-def test_a_point_gives_back_its_best_metric_or_the_words_of_its_failure(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_a_point_gives_back_its_best_metric_or_the_words_of_its_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     points = [[f"optim.lr={lr}"] for lr in (1, 0.5, 2, 3)] + [["optim.lr=-1"]]
     with composing(PRIMARY) as composer:
         loader = GlobalHydra.instance().config_loader()
@@ -100,15 +101,15 @@ def test_a_point_gives_back_its_best_metric_or_the_words_of_its_failure(tmp_path
 
         jobs = [(point, loader.load_configuration("config", point, RunMode.RUN)) for point in points]
         opened: Any = Finished(tmp_path)
-        returned = Search(composer, opened, ["optim.lr"], said.append).launch(jobs)
+        returned = Search(composer, opened, ["optim.lr"]).launch(jobs)
     assert [each.status for each in returned] == [JobStatus.COMPLETED] * 2 + [JobStatus.FAILED] * 3
     assert [each.return_value for each in returned[:2]] == [1, 0.5]
     assert returned[0].overrides == ["optim.lr=1"] and returned[0].cfg is not None and "hydra" not in returned[0].cfg
     for each, words in zip(returned[2:], ("logged no metric", "no luck", "optim.lr"), strict=True):
         with pytest.raises(Exception, match=words):
             _ = each.return_value
-    assert isinstance(returned[4]._return_value, ConfigError) and len(said) == 4
-    assert "the best so far" in said[1] and "no luck" in said[3]
+    assert isinstance(returned[4]._return_value, ConfigError) and len(caplog.messages) == 4
+    assert "the best so far" in caplog.messages[1] and "no luck" in caplog.messages[3]
 
 
 def test_a_point_that_cannot_fit_into_the_gpus_is_a_point_that_has_failed(tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_a_point_that_cannot_fit_into_the_gpus_is_a_point_that_has_failed(tmp_pa
         loader = GlobalHydra.instance().config_loader()
         jobs = [(point, loader.load_configuration("config", point, RunMode.RUN)) for point in points]
         opened: Any = Finished(tmp_path)
-        returned = Search(composer, opened, ["model"], lambda text: None).launch(jobs)
+        returned = Search(composer, opened, ["model"]).launch(jobs)
     assert [each.status for each in returned] == [JobStatus.FAILED, JobStatus.COMPLETED]
     assert "gpu_memory_gb" in str(returned[0]._return_value)
 
@@ -229,16 +230,16 @@ def test_a_search_here_goes_on_with_what_ctrl_c_has_stopped(
     monkeypatch.setattr("slurmtrain.sweep.adaptive.run_here", run_here)
     wanted = [Wanted({"optim.lr": "1"}, sweep_plan.first)]
     with pytest.raises(KeyboardInterrupt):
-        open_sweep(sweep_plan, [], None, say=print).run(wanted, lambda run_dir, now: None)
-    ((_, now),) = open_sweep(sweep_plan, [], None, parallelism=3, say=print).run(wanted, lambda run_dir, now: None)
+        open_sweep(sweep_plan, [], None).run(wanted, lambda run_dir, now: None)
+    ((_, now),) = open_sweep(sweep_plan, [], None, parallelism=3).run(wanted, lambda run_dir, now: None)
     assert now.status == "finished" and len(begun) == 2 and begun[0] == begun[1]
     assert find_same_info(sweep_plan)["parallelism"] == 3
-    open_sweep(sweep_plan, [], None, say=print).run(wanted, lambda run_dir, now: None)
+    open_sweep(sweep_plan, [], None).run(wanted, lambda run_dir, now: None)
     assert begun[2:] == [[]]  # what has finished is not begun again
 
 
 def test_a_point_whose_line_was_cut_short_is_asked_for_anew(sweep_plan: SweepPlan, cli: Cli) -> None:
-    opened = open_sweep(sweep_plan, [], None, say=print)
+    opened = open_sweep(sweep_plan, [], None)
     file = opened.sweep.points_file
     with alone(opened.sweep):
         assert is_claimed(opened.sweep.path)  # `sweep status --watch` goes on, though no run is alive
@@ -267,7 +268,7 @@ def test_a_point_that_was_removed_is_submitted_anew(
     cluster = dataclasses.replace(sweep_plan.first.cluster, backend="slurm")
     on_slurm = SweepPlan(dataclasses.replace(sweep_plan.first, cluster=cluster), search="the same")
     wanted = [Wanted({"optim.lr": "1"}, on_slurm.first)]
-    opened = open_sweep(on_slurm, [], SlurmClient(None), say=print)
+    opened = open_sweep(on_slurm, [], SlurmClient(None))
     for removed in (False, True, False):
         if removed:
             shutil.rmtree(opened.sweep.run_dir(opened.sweep.points()[0].run_id).path)
@@ -308,14 +309,14 @@ def test_what_a_sweeper_refuses_is_one_sentence(cli: Cli, setting: str, words: s
 
 
 def test_ctrl_c_says_that_the_jobs_go_on(
-    sweep_plan: SweepPlan, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    sweep_plan: SweepPlan, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def interrupt(run_dir: RunDir) -> bool:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("slurmtrain.sweep.adaptive.is_over", interrupt)
-    said: list[str] = []
-    opened = open_sweep(sweep_plan, [], SlurmClient(None), say=said.append)
+    opened = open_sweep(sweep_plan, [], SlurmClient(None))
     with pytest.raises(KeyboardInterrupt):
         opened.run([Wanted({}, sweep_plan.first)], lambda run_dir, now: None)
-    assert said == [f"the jobs of {opened.sweep.id} go on without this shell; sweep cancel {opened.sweep.id} ends them"]
+    name = opened.sweep.id
+    assert caplog.messages == [f"the jobs of {name} go on without this shell; sweep cancel {name} ends them"]

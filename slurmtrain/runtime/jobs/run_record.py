@@ -1,0 +1,60 @@
+"""The record that rank 0 writes of a training: what it began from, when it began to step, and each checkpoint."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from slurmtrain.checkpoint.pending_save import SaveResult
+from slurmtrain.errors import CheckpointError
+from slurmtrain.runs.events import Event
+from slurmtrain.runtime.attempt_context import AttemptContext, update_attempt
+from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
+from slurmtrain.runtime.startup_times import Timeline
+from slurmtrain.training.hooks.base import TrainingHook
+from slurmtrain.training.state import TrainingState
+
+
+class RunRecord(TrainingHook):
+    """The events of a run and the record of its attempt, on rank 0.
+
+    Args:
+        jobs: evaluates checkpoints; None: no other job does.
+    """
+
+    def __init__(self, context: AttemptContext, timeline: Timeline, jobs: EvaluationJobs | None):
+        self._context, self._timeline, self._jobs = context, timeline, jobs
+
+    def start(self, state: TrainingState) -> None:
+        restored = state.restored
+        if restored is not None and restored.as_start:
+            self._event(Event.FRESH_START, step=0, weights_from=str(restored.path), weights_of_step=restored.step)
+        else:
+            self._event(
+                Event.RESTORED if restored else Event.FRESH_START,
+                step=restored.step if restored else 0,
+                checkpoint=restored.path.name if restored else None,
+                set_aside=list(restored.set_aside) if restored else [],
+            )
+        self._timeline.mark("restore")
+        seconds = self._timeline.seconds
+        update_attempt(self._context, first_step=state.first_step, stepping=time.time(), start_up_s=seconds)
+        self._event(Event.TRAINING_STARTED, step=state.first_step, start_up_s=seconds)
+
+    def on_ending(self, ending: SaveResult | CheckpointError) -> None:
+        """Record the end of a save. Called by the thread that writes checkpoints."""
+        if isinstance(ending, CheckpointError):
+            self._event(Event.CHECKPOINT_FAILED, error=ending.message)
+            return
+        self._event(
+            Event.CHECKPOINT,
+            step=ending.step,
+            seconds=round(ending.seconds, 3),
+            stall_s=round(ending.stall_s, 3),
+            size=ending.size,
+        )
+        if self._jobs is not None:
+            self._jobs.committed(ending.step)
+
+    def _event(self, event: Event, **values: Any) -> None:
+        self._context.run_dir.event(event, attempt=self._context.number, **values)

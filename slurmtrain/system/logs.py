@@ -1,0 +1,76 @@
+"""The log of this package: the loggers below "slurmtrain", and the handler that redacts and shows what they are told.
+
+Modules log to `logging.getLogger(__name__)`, and importing them sets nothing up. The command line and the ranks call
+`set_up`. A program of the user's own calls it by `slurmtrain.init()`; its own handlers are used instead if it has any.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from slurmtrain.system.redaction import redact
+
+PACKAGE = "slurmtrain"
+_LEVELS = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
+
+
+class LogHandler(logging.Handler):
+    """Write messages to stderr as `slurmtrain: SENTENCE`, redacted, as they are then for all later handlers.
+
+    Args:
+        rank: write the time and this rank before each message.
+        leave_to_others: write nothing where another handler, such as one of the root logger, gets the message as well.
+    """
+
+    def __init__(self, rank: int | None = None, *, leave_to_others: bool = False):
+        super().__init__()
+        prefix = "" if rank is None else f"%(asctime)s rank {rank} "
+        self.setFormatter(logging.Formatter(f"{prefix}{PACKAGE}: %(kind)s%(message)s", "%Y-%m-%d %H:%M:%S"))
+        self._leave_to_others = leave_to_others
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            _redact(record)
+            if not (self._leave_to_others and _has_other_handlers()):
+                record.__dict__["kind"] = _LEVELS.get(record.levelno, "")
+                sys.stderr.write(f"{redact(self.format(record))}\n")  # at once: ranks and data workers share the file
+                sys.stderr.flush()
+        except Exception:  # a full disk must not make a crash of a message
+            self.handleError(record)
+
+
+def set_up(rank: int | None = None, *, leave_to_others: bool = False) -> None:
+    """Show what the package logs, from level INFO on, in place of how an earlier call shows it.
+
+    Args:
+        rank: put the time and this rank before each message: for the log of a rank.
+        leave_to_others: this program is the user's own, so handlers and a level that it sets itself take precedence.
+    """
+    package = logging.getLogger(PACKAGE)
+    own = [each for each in package.handlers if not isinstance(each, LogHandler)]
+    package.handlers = [
+        LogHandler(rank, leave_to_others=leave_to_others),
+        *own,
+    ]  # first, so that others get it redacted
+    if not leave_to_others:  # whatever a model's or a data set's code does with the root logger
+        package.propagate = False
+    if package.level == logging.NOTSET and not (leave_to_others and _has_other_handlers()):
+        package.setLevel(logging.INFO)
+
+
+def _has_other_handlers() -> bool:
+    package = logging.getLogger(PACKAGE)
+    root = logging.getLogger().handlers if package.propagate else []
+    return any(not isinstance(each, LogHandler) for each in [*package.handlers, *root])
+
+
+def _redact(record: logging.LogRecord) -> None:
+    """Replace secrets in the message of a record and in its traceback."""
+    text = record.getMessage()
+    if (shown := redact(text)) != text:
+        record.msg, record.args = shown, None
+    if record.exc_info:
+        text = logging.Formatter().formatException(record.exc_info)
+        if (shown := redact(text)) != text:
+            record.exc_text, record.exc_info = shown, None

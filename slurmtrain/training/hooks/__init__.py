@@ -1,0 +1,1 @@
+"""What hangs on the training loop: one module for each concern."""

@@ -1,0 +1,154 @@
+"""Checkpoints of a training: what it begins from, when it saves, and the last save before the process ends."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import suppress
+
+from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.interval import Interval, SaveSchedule, choose_last_save
+from slurmtrain.checkpoint.pending_save import DRAIN_S, PendingSave, SaveResult
+from slurmtrain.checkpoint.restorer import Restored
+from slurmtrain.choices import RestoreOnly
+from slurmtrain.config.schema import CheckpointConfig
+from slurmtrain.errors import CheckpointError, ConfigError
+from slurmtrain.training.hooks.base import TrainingHook
+from slurmtrain.training.optim import apply_settings, settings_of
+from slurmtrain.training.state import StepResult, TrainingState
+from slurmtrain.training.stopping import StopPlanner
+
+LAST_SAVES = ("both", "new", "in flight")
+
+
+class Checkpointing(TrainingHook):
+    """The restore before the first step, saves when they are due, and a last one. On all ranks.
+
+    It comes after the hooks that may ask for a save, and after evaluation, whose metrics a checkpoint has.
+
+    Args:
+        mtbf_s: for checkpoint.auto, mean seconds between failures of the whole job.
+        planner: rank 0's, who knows when the job is killed; None: nobody knows.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        config: CheckpointConfig,
+        *,
+        mtbf_s: float = math.inf,
+        planner: StopPlanner | None = None,
+    ):
+        self._checkpointer, self._config, self._planner = checkpointer, config, planner
+        self._interval, self._mtbf_s = Interval(config.every_steps, config.every_minutes, config.auto), mtbf_s
+        self._pending_save: PendingSave | None = None
+        self._longest_save_s: float | None = None  # of this attempt
+        self._schedule: SaveSchedule
+
+    def load(self, state: TrainingState) -> None:
+        settings = settings_of(state.optimizer)
+        state.restored = self._checkpointer.restore(allow=self._config.allow, **state.objects())
+        if state.restored is None and self._config.restore_from:
+            state.restored = self._begin_from(self._config.restore_from, state)
+        # The config of this run decides the settings, the checkpoint only the learnt state.
+        apply_settings(state.optimizer, settings)
+
+    def start(self, state: TrainingState) -> None:
+        self._schedule = SaveSchedule(self._interval, now=time.monotonic(), step=state.step, mtbf_s=self._mtbf_s)
+
+    def wants_save(self, state: TrainingState) -> bool:
+        return self._schedule.due(state.step + 1, time.monotonic())
+
+    def after_step(self, state: TrainingState, result: StepResult) -> None:
+        if state.save_requested and not state.stopping and not state.is_last_step:
+            self._save(state)
+        self._measure(state)
+
+    def finish(self, state: TrainingState) -> None:
+        if state.step > state.first_step or not state.stopping:
+            state.saved = self._save_last(state)
+        self._checkpointer.close(0 if state.stopping else None)
+
+    def on_error(self, state: TrainingState) -> None:
+        """Wait for the save in flight, without which the next attempt would have to repeat more steps."""
+        with suppress(CheckpointError):
+            self._checkpointer.close(DRAIN_S)
+
+    def _begin_from(self, path: str, state: TrainingState) -> Restored | None:
+        """Continue from another run's checkpoint, or start with its weights.
+
+        Raises:
+            ConfigError: that run has done all the steps that this run is to do.
+        """
+        allow = self._config.allow
+        if self._config.restore_only == RestoreOnly.MODEL:
+            model = state.distributed_model.model
+            return self._checkpointer.restore(path=path, allow=allow, as_start=True, model=model)
+        restored = self._checkpointer.restore(path=path, allow=allow, **state.objects())
+        if state.is_last_step:
+            raise ConfigError(
+                f"checkpoint.restore_from={path} is at step {state.step} already, and "
+                f"train.steps={state.total_steps}: there is nothing left to train",
+                hint="begin anew with its weights: checkpoint.restore_only=model; to go on from its step: more train.steps",
+            )
+        return restored
+
+    def _save(self, state: TrainingState) -> None:
+        """Begin to save, and let training go on."""
+        if self._checkpointer.last_step == state.step:
+            return
+        if not state.is_finite():
+            state.hooks.message(f"step {state.step} is not saved: its parameters are not finite")
+            self._schedule.saved(state.step, time.monotonic(), None)
+            return
+        metrics = state.metrics if state.counters.evaluated_at == state.step else None
+        pending = self._checkpointer.save(state.step, metrics=metrics, **state.objects())
+        self._measure(state)  # the one before is decided by now
+        self._pending_save = pending
+        self._schedule.saved(state.step, time.monotonic(), None)
+        state.throughput.start()
+
+    def _measure(self, state: TrainingState) -> None:
+        """Note the duration of a save that has been committed meanwhile, which decides how early a last save has to begin."""
+        pending = self._pending_save
+        if pending is None or not pending.done():
+            return
+        self._pending_save = None
+        if pending.error is None:
+            saved = pending.result()
+            self._schedule.measured(saved.stall_s)
+            self._longest_save_s = max(self._longest_save_s or 0.0, saved.seconds)
+            if self._planner is not None:
+                self._planner.plan_stop(state.longest_step_s, self._longest_save_s)
+
+    def _save_last(self, state: TrainingState) -> SaveResult | None:
+        """Save before the process ends, and wait for the commit.
+
+        If a save is in flight, choose what is best for the time left.
+        """
+        if state.stopping:
+            self._checkpointer.hurry()
+        choice = self._choose_last_save(state) if state.stopping and state.is_finite() else "both"
+        if choice == "in flight":
+            try:
+                return self._checkpointer.wait()
+            except CheckpointError:  # the error has been reported
+                choice = "both"
+        if choice == "new":
+            self._checkpointer.discard()
+        self._save(state)
+        return self._checkpointer.wait()
+
+    def _choose_last_save(self, state: TrainingState) -> str:
+        """Return rank 0's choice on all ranks, since clocks and the state of the save differ between ranks."""
+        pending, choice = self._pending_save, "both"
+        if pending is not None and not pending.done() and state.ranks.rank == 0:
+            running_s = time.monotonic() - pending.begun
+            longest_s = self._longest_save_s
+            choice = choose_last_save(
+                grace_s=self._planner.seconds_left() if self._planner is not None else None,
+                in_flight_left_s=None if longest_s is None else max(0.0, longest_s - running_s),
+                save_s=longest_s,
+                steps_behind=state.step - pending.step,
+            )
+        return LAST_SAVES[state.ranks.of_rank_0(LAST_SAVES.index(choice))]

@@ -1,0 +1,165 @@
+"""What the training loop and its hooks share: the ranks, the counters, and the state of the attempt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from slurmtrain.checkpoint.pending_save import SaveResult
+from slurmtrain.checkpoint.restorer import Restored
+from slurmtrain.data.loading import sample_digest
+from slurmtrain.data.loading.loader import BatchLoader
+from slurmtrain.observe import Throughput
+from slurmtrain.parallel.parallelize import DistributedModel
+from slurmtrain.training.nonfinite import all_finite
+from slurmtrain.training.stopping import StepDecision
+
+if TYPE_CHECKING:
+    from slurmtrain.training.hooks.base import TrainingHooks
+
+
+@dataclass(frozen=True)
+class TrainingRanks:
+    """This rank and its process groups, as far as training needs to know them.
+
+    Attributes:
+        device_group: all ranks, for tensors on the model's device; None for a single rank.
+        control_group: a gloo group of all ranks for small sums on the CPU; None for a single rank.
+    """
+
+    rank: int = 0
+    device_group: dist.ProcessGroup | None = None
+    control_group: dist.ProcessGroup | None = None
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Return the sum of `value` over all ranks, in float64 on the CPU."""
+        total = value.double().cpu()
+        if self.control_group is not None:
+            dist.all_reduce(total, group=self.control_group)
+        return total
+
+    def all_true(self, value: bool) -> bool:
+        """Return whether `value` is true on all ranks."""
+        common = torch.tensor(int(value))
+        if self.control_group is not None:
+            dist.all_reduce(common, dist.ReduceOp.MIN, self.control_group)
+        return bool(common)
+
+    def of_rank_0(self, value: int) -> int:
+        """Return rank 0's value on all ranks."""
+        common = torch.tensor([value])
+        if self.control_group is not None:
+            dist.broadcast(common, group=self.control_group, group_src=0)
+        return int(common.item())
+
+
+@dataclass
+class Counters:
+    """The trainer's own part of a checkpoint.
+
+    Attributes:
+        data_hash: digest of all samples so far, see `data.loading.sample_digest`; None: not known.
+    """
+
+    step: int = 0
+    evaluated_at: int = 0
+    data_hash: str | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "evaluated_at": self.evaluated_at, "data_hash": self.data_hash}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step, self.evaluated_at = state["step"], state["evaluated_at"]
+        self.data_hash = state.get("data_hash")  # earlier versions did not have it, and half of a digest proves nothing
+
+
+class StepResult(NamedTuple):
+    """The result of an optimiser step on this rank. Reading `loss_sum` or `grad_norm` waits for the device.
+
+    Attributes:
+        loss_sum: sum of this rank's losses, in nats, a scalar on the device; over all ranks they add up to the step's.
+        grad_norm: norm of all gradients before they were clipped, a scalar on the device.
+        tokens: number of targets of the step over all ranks that are not ignored; at least 1.
+        learning_rate: rate of this step.
+        decision: what all ranks have agreed to do after this step.
+    """
+
+    loss_sum: Tensor
+    grad_norm: Tensor
+    tokens: int
+    learning_rate: float
+    decision: StepDecision
+
+
+@dataclass
+class TrainingState:
+    """The state of an attempt to train, which the loop moves on, and hooks read.
+
+    Attributes:
+        hooks: the trainer's, for a hook that has something to report: `state.hooks.message(text)`.
+        parameters: those that are trained.
+        begins_finite: whether all of them were finite when the attempt began; others are meant to be as they are.
+        first_step: step at which this attempt began.
+        restored: the checkpoint that it began from, if any.
+        stopping: training ends before the next step. A hook that was interrupted by a stop sets it.
+        save_requested: the state after this step is to be saved. A hook that needs a checkpoint of this step sets it.
+        finished: all steps are done, and all hooks have finished.
+        saved: the checkpoint written last at the end of this attempt, if any.
+        metrics: metrics of the last evaluation of this attempt.
+        longest_step_s: seconds of the longest step of this attempt.
+    """
+
+    distributed_model: DistributedModel
+    optimizer: Optimizer
+    loader: BatchLoader
+    ranks: TrainingRanks
+    total_steps: int
+    counters: Counters
+    hooks: TrainingHooks
+    parameters: list[nn.Parameter]
+    begins_finite: bool
+    throughput: Throughput = field(default_factory=Throughput)
+    first_step: int = 0
+    restored: Restored | None = None
+    stopping: bool = False
+    save_requested: bool = False
+    finished: bool = False
+    saved: SaveResult | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    longest_step_s: float = 0.0
+
+    @property
+    def step(self) -> int:
+        """Steps done, by this attempt and those before it."""
+        return self.counters.step
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether all steps are done."""
+        return self.step >= self.total_steps
+
+    def advance(self, digest: list[int]) -> None:
+        """Count one more step, whose samples over all ranks have this digest."""
+        self.counters.step += 1
+        if self.counters.data_hash is not None:
+            self.counters.data_hash = sample_digest.chained(self.counters.data_hash, digest)
+
+    def objects(self) -> dict[str, Any]:
+        """Return what a checkpoint consists of, as arguments of `Checkpointer.save` and `Checkpointer.restore`."""
+        compression = self.distributed_model.compression
+        return {
+            "model": self.distributed_model.model,
+            "optimizer": self.optimizer,
+            "loader": self.loader,
+            "trainer": self.counters,
+            "per_rank": {"compression": compression} if compression is not None else {},
+        }
+
+    def is_finite(self) -> bool:
+        """Return whether the parameters are finite on all ranks, which call this together before they save."""
+        return self.ranks.all_true(not self.begins_finite or all_finite(self.parameters))
