@@ -201,7 +201,7 @@ def check_of_one_run(overrides: Sequence[str], varied: Iterable[str]) -> None:
         UsageError: one does. `sweep retry` and the tables of the sweep would still use the former value.
     """
     keys = [each.partition("=")[0].partition("@")[0].replace("/", ".") for each in varied]
-    keys += map(name_of_today, keys)
+    keys += [name_of_today(key) for key in keys]
     for word in overrides:
         field = ".".join(_parsed(word)[0])
         if field.partition(".")[0] in OF_THE_SWEEP:

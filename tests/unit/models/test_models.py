@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from torch.nn import functional as F
 
 from slurmtrain.config.compose import compose
@@ -35,7 +34,7 @@ def tokens(batch: int = 2, seq_len: int = 16) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["tiny", "small"])
 def test_the_shipped_configs_build_a_model_that_runs(name: str) -> None:
-    model = instantiate(OmegaConf.load(CONF / "model" / f"{name}.yaml"))
+    model = instantiate(compose([f"model={name}"]).model)
     assert model(torch.zeros(1, 8, dtype=torch.int64)).shape == (1, 8, 256)
 
 
@@ -64,6 +63,7 @@ PUBLISHED = {
 
 def test_the_presets_have_the_parameters_of_the_published_models() -> None:
     assert PUBLISHED.keys() == {path.stem for path in (CONF / "model").glob("*.yaml")} - {
+        "base",
         "tiny",
         "small",
         "huggingface",
