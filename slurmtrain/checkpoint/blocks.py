@@ -355,21 +355,35 @@ def _size(path: Path) -> int:
     return os.stat(path).st_size
 
 
-def digest_anew(path: Path, number: int, size: int, into: Sequence[memoryview] | None = None) -> bytes:
-    """Return what `digest_block` returns, patiently and through a new descriptor: one that a server has forgotten stays stale.
+def digest_patiently(
+    path: Path,
+    descriptor: int,
+    number: int,
+    size: int,
+    into: Sequence[memoryview] | None = None,
+    *,
+    mapped: bool = False,
+) -> bytes:
+    """Return what `digest_block` returns, also after a failure of the storage that passes.
+
+    It is asked again through a new descriptor: one that a server has forgotten stays stale.
 
     Raises:
+        EOFError: the file ends before the block does.
         OSError, UnreadableError: see `patiently`.
     """
 
-    def read() -> bytes:
+    def read_anew() -> bytes:
         descriptor = open_file(path)
         try:
             return digest_block(descriptor, number, size, into)
         finally:
             os.close(descriptor)
 
-    return patiently(read, path)
+    try:
+        return digest_mapped(descriptor, number, size) if mapped else digest_block(descriptor, number, size, into)
+    except OSError:  # mostly an error of the storage; an error of the file will come again
+        return patiently(read_anew, path)
 
 
 def cannot_be_read(name: str, error: OSError) -> str:
@@ -411,10 +425,7 @@ def _compare(
             name, descriptor, number, size = block
             check()
             try:
-                try:
-                    found = (digest_mapped if mapped else digest_block)(descriptor, number, size)
-                except OSError:
-                    found = digest_anew(directory / name, number, size)
+                found = digest_patiently(directory / name, descriptor, number, size, mapped=mapped)
             except OSError as error:
                 return _reason(error)
             except EOFError as error:

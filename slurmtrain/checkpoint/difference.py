@@ -56,21 +56,13 @@ class _Saved:
         """Return the part `box` of a tensor, assembled from what the files hold of it."""
         result = np.empty(box.size, dtype=f"V{itemsize}")
         for source in sources:
-            ends = [
-                min(own + size, their + extent)
-                for own, size, their, extent in zip(box.start, box.size, source.box.start, source.box.size, strict=True)
-            ]
-            begins = [max(own, their) for own, their in zip(box.start, source.box.start, strict=True)]
-            if any(end <= begin for begin, end in zip(begins, ends, strict=True)):
+            overlap = box.intersection(source.box)
+            if overlap is None:
                 continue
             held = np.memmap(self.path / source.file, np.uint8, "r", source.offset, (source.box.numel * itemsize,))
             whole = held.view(f"V{itemsize}").reshape(source.box.size)
-            result[_within(begins, ends, box.start)] = whole[_within(begins, ends, source.box.start)]
+            result[overlap.within(box)] = whole[overlap.within(source.box)]
         return result
-
-
-def _within(begins: Sequence[int], ends: Sequence[int], start: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(begin - first, end - first) for begin, end, first in zip(begins, ends, start, strict=True))
 
 
 def _equal(left: _Saved, right: _Saved, name: str, fact: TensorFacts) -> bool:

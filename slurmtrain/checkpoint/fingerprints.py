@@ -89,11 +89,11 @@ class Replica:
             yield BUFFER, whole
             return
         partner = (self.index + 1 + turn % (self.holders - 1)) % self.holders
-        mine = [share(self.box, self.itemsize, self.name, index, self.holders) for index in (self.index, partner)]
-        if any(part is None or part == self.box for part in mine):  # small: one rank writes it, all compare it
+        shares = [share(self.box, self.itemsize, self.name, index, self.holders) for index in (self.index, partner)]
+        if any(part is None or part == self.box for part in shares):  # small: one rank writes it, all compare it
             yield WHOLE, whole
             return
-        for index, part in zip((self.index, partner), mine, strict=True):
+        for index, part in zip((self.index, partner), shares, strict=True):
             assert part is not None
             start = [first - origin for first, origin in zip(part.start, self.box.start, strict=True)]
             rows, piece = part.size[0], turn // (self.holders - 1) % turns
@@ -183,24 +183,24 @@ def find_differing(everyone: Sequence[Ints]) -> list[Bundle]:
     differing = np.unique(rows[1:][same & (rows[1:, 2] != rows[:-1, 2]), :2], axis=0)
     found = []
     for group, part in differing.tolist():
-        here = np.flatnonzero((rows[:, 0] == group) & (rows[:, 1] == part))
+        places = np.flatnonzero((rows[:, 0] == group) & (rows[:, 1] == part))
         alike: dict[int, list[int]] = {}
-        for digest, rank in zip(rows[here, 2].tolist(), ranks[here].tolist(), strict=True):
+        for digest, rank in zip(rows[places, 2].tolist(), ranks[places].tolist(), strict=True):
             alike.setdefault(digest, []).append(rank)
         found.append(Bundle(group, part, tuple(sorted(map(tuple, alike.values())))))
     return sorted(found, key=lambda bundle: (bundle.part == BUFFER, bundle.part, bundle.ranks))
 
 
-def name_differing(bundle: Bundle, told: Sequence[Mapping[str, int]]) -> list[Differing]:
+def name_differing(bundle: Bundle, answers: Sequence[Mapping[str, int]]) -> list[Differing]:
     """Return the tensors that differ within a bundle.
 
     Args:
-        told: the fingerprints of each of the ranks that were `asked`.
+        answers: the fingerprints of each of the ranks that were `asked`.
     """
     found = []
-    for name in dict.fromkeys(name for values in told for name in values):
+    for name in dict.fromkeys(name for values in answers for name in values):
         alike: dict[int, list[int]] = {}
-        for values, ranks in zip(told, bundle.ranks, strict=False):
+        for values, ranks in zip(answers, bundle.ranks, strict=False):
             if name in values:
                 alike.setdefault(values[name], []).extend(ranks)
         if len(alike) > 1:

@@ -172,12 +172,12 @@ class RankGroup:
         self.gather(lambda: result.append(work()))  # which is None: nothing is sent where all is well
         return result[0]
 
-    def tell(self, value: T, source: int) -> T:
+    def broadcast(self, value: T, source: int) -> T:
         """Return the value of rank `source` on all ranks."""
         if self.group is None:
             return value
-        told: T = self._broadcast([value, None] if self.rank == source else FINE, source)[0]
-        return told
+        received: T = self._broadcast([value, None] if self.rank == source else FINE, source)[0]
+        return received
 
 
 @dataclass(frozen=True)

@@ -81,29 +81,26 @@ def spans_of(name: str, wanted: Box, dtype: torch.dtype, sources: Sequence[BoxLo
     itemsize = dtype.itemsize
     for source in sources:
         box = source.box
-        start = [max(a, b) for a, b in zip(box.start, wanted.start, strict=True)]
-        end = [min(a + n, b + m) for a, n, b, m in zip(box.start, box.size, wanted.start, wanted.size, strict=True)]
-        if any(first >= last for first, last in zip(start, end, strict=True)):
+        overlap = box.intersection(wanted)
+        if overlap is None:
             continue
-        into = tuple(slice(a - b, z - b) for a, z, b in zip(start, end, wanted.start, strict=True))
-        if not start:
+        if not box.start:
             spans.append(Span(name, source.file, source.offset, source.offset + itemsize, dtype, (), (), ()))
             continue
         row = itemsize
         for extent in box.size[1:]:
             row *= extent
-        first, last = start[0] - box.start[0], end[0] - box.start[0]
-        rest = tuple(slice(a - b, z - b) for a, z, b in zip(start[1:], end[1:], box.start[1:], strict=True))
+        rows, *rest = overlap.within(box)
         spans.append(
             Span(
                 name,
                 source.file,
-                source.offset + first * row,
-                source.offset + last * row,
+                source.offset + rows.start * row,
+                source.offset + rows.stop * row,
                 dtype,
-                (last - first, *box.size[1:]),
-                (slice(0, last - first), *rest),
-                into,
+                (overlap.size[0], *box.size[1:]),
+                (slice(0, overlap.size[0]), *rest),
+                overlap.within(wanted),
             )
         )
     return spans
@@ -268,7 +265,8 @@ class Files:
             expected = digests[file][number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
             targets = [part.target for part in parts if part.target is not None] if into is not None else None
             try:
-                if self._digest(file, descriptor, number, targets) != expected:
+                path, size = self._path / file, self._records[file].size
+                if blocks.digest_patiently(path, descriptor, number, size, targets) != expected:
                     damage[file] = f"{file} is not what was written: its digest differs"
             except OSError as error:
                 damage[file] = blocks.cannot_be_read(file, error)
@@ -279,13 +277,6 @@ class Files:
 
         blocks.each(self._pool, check, work)
         return position
-
-    def _digest(self, file: str, descriptor: int, number: int, targets: list[memoryview] | None) -> bytes:
-        size = self._records[file].size
-        try:
-            return blocks.digest_block(descriptor, number, size, targets)
-        except OSError:  # mostly an error of the storage; an error of the file will come again
-            return blocks.digest_anew(self._path / file, number, size, targets)
 
     def fill(self, spans: Sequence[Span], tensors: Mapping[str, Tensor]) -> None:
         """Copy the bytes of the spans into the local parts of `tensors`, converting to their dtype."""
@@ -419,8 +410,8 @@ def read_tensors(
 
     share: Blocks = {}
     if mode != "off":
-        told = on_this_host.gather(lambda: need_to_json(need_of(ranges)))
-        share = share_out([need_from_json(values) for values in told], on_this_host.rank)
+        needs = on_this_host.gather(lambda: need_to_json(need_of(ranges)))
+        share = share_out([need_from_json(values) for values in needs], on_this_host.rank)
     straight = []
     for span in spans if mode == "full" else ():
         if span.name not in live and span.end - span.begin >= STRAIGHT_BYTES:

@@ -99,10 +99,10 @@ Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 def _place(tensor: Tensor) -> Place:
     """Return an identifier of the memory and shape of a tensor, equal for tensors that are the same view of the same memory."""
-    here = local(tensor.detach())
-    if here.layout != torch.strided:
-        return id(tensor), here.shape, (), here.dtype
-    return here.data_ptr(), here.shape, here.stride(), here.dtype
+    part = local(tensor.detach())
+    if part.layout != torch.strided:
+        return id(tensor), part.shape, (), part.dtype
+    return part.data_ptr(), part.shape, part.stride(), part.dtype
 
 
 def _held(module: nn.Module) -> dict[str, Tensor]:

@@ -226,8 +226,8 @@ def _reader_lives(marker: Path, host: str, pid: int, now: float) -> bool:
     except UnreadableRecordError:  # root's
         namespace = None
     # In two containers on one host a pid means two different processes.
-    here = host == _host() and namespace == _pid_namespace()
-    return age < LOCAL_READER_S and process.lives(pid) if here else age < REMOTE_READER_S
+    on_this_host = host == _host() and namespace == _pid_namespace()
+    return age < LOCAL_READER_S and process.lives(pid) if on_this_host else age < REMOTE_READER_S
 
 
 def _host() -> str:

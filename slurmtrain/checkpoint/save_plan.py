@@ -256,7 +256,7 @@ def make_plan(
     for rank, digest in enumerate(ranks.gather(describe)):
         members.setdefault(digest, []).append(rank)
     # Mostly there is one description, at most a few (pipeline stages): each is told by one of those that have it.
-    texts = [ranks.tell(text, source=owners[0]) for owners in members.values()]
+    texts = [ranks.broadcast(text, source=owners[0]) for owners in members.values()]
     number = next(index for index, owners in enumerate(members.values()) if ranks.rank in owners)
     described = list(zip(texts, members.values(), strict=True))
     return ranks.all_do(
@@ -370,7 +370,7 @@ def _make(
         for name, box, part in written:
             dtype = tensors[name].dtype
             end = position + part.numel * dtype.itemsize
-            pieces.append(TensorPiece(name, part, _within(box, part), dtype, position, end))
+            pieces.append(TensorPiece(name, part, part.within(box), dtype, position, end))
             position = end
         return SavePlan(signature, catalogues, number, pieces, data_start, position, total, spokesmen, replicated)
 
@@ -378,10 +378,3 @@ def _make(
     total = sum(fact.nbytes * (ranks.size if fact.own else 1) for fact in facts.values())
     longest = len(placed(0)._entries(own_bytes=10**15))
     return placed(-(-(8 + longest) // PAGE_BYTES) * PAGE_BYTES)
-
-
-def _within(box: Box, part: Box) -> tuple[slice, ...]:
-    return tuple(
-        slice(first - origin, first - origin + size)
-        for origin, first, size in zip(box.start, part.start, part.size, strict=True)
-    )

@@ -173,9 +173,9 @@ def merge_plain(everyones: Sequence[Mapping[str, Any]], optimizers: Collection[s
             if key not in other or merged[key] is other[key] or OWN_WAY in merged[key] or OWN_WAY in other[key]:
                 continue
             groups = []
-            for mine, theirs in zip(merged[key]["param_groups"], other[key]["param_groups"], strict=True):
-                new = [name for name in theirs["params"] if name not in mine["params"]]
-                groups.append({**mine, "params": [*mine["params"], *new]})
+            for group, other_group in zip(merged[key]["param_groups"], other[key]["param_groups"], strict=True):
+                new = [name for name in other_group["params"] if name not in group["params"]]
+                groups.append({**group, "params": [*group["params"], *new]})
             state = {**other[key]["state"], **merged[key]["state"]}
             merged[key] = {**other[key], **merged[key], "param_groups": groups, "state": state}
     return merged
@@ -419,14 +419,14 @@ def _load_optimizer(
             f"{key} has {len(optimizer.param_groups)} parameter groups, and {len(saved_groups)} in the checkpoint",
             hint="were parameters frozen, or groups changed, since it was saved?",
         )
-    here = set(names.values())
+    on_this_rank = set(names.values())
     state: dict[Any, Any] = {}
     param_groups: list[dict[str, Any]] = []
     number = 0
     for group, values in zip(optimizer.param_groups, saved_groups, strict=True):
         keys = [_name_of(parameter, names) for parameter in group["params"]]
         # The checkpoint's group may have parameters that other ranks hold.
-        different = sorted(set(keys) ^ (set(values["params"]) & here))
+        different = sorted(set(keys) ^ (set(values["params"]) & on_this_rank))
         if different and not lenient:
             raise CheckpointMismatchError(
                 f"{key}: a parameter group holds other parameters than in the checkpoint: {', '.join(different[:5])}",

@@ -60,6 +60,20 @@ class Box:
     def whole(cls, shape: Sequence[int]) -> Box:
         return cls((0,) * len(shape), tuple(shape))
 
+    def intersection(self, other: Box) -> Box | None:
+        """Return the part that both boxes have; None: there is none."""
+        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
+        ends = [min(a + n, b + m) for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True)]
+        size = tuple(end - first for first, end in zip(start, ends, strict=True))
+        return Box(start, size) if all(extent > 0 for extent in size) else None
+
+    def within(self, other: Box) -> tuple[slice, ...]:
+        """Return the index of this box in an array that holds `other`."""
+        return tuple(
+            slice(first - origin, first - origin + extent)
+            for first, extent, origin in zip(self.start, self.size, other.start, strict=True)
+        )
+
 
 @dataclass(frozen=True)
 class TensorFacts:

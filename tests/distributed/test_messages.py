@@ -51,7 +51,7 @@ def talk(distributed: DistributedContext, canary: Path) -> list[Any]:
     long = bytes([rank]) * (100_000 * rank)
     hear(lambda: told.gather(lambda: [rank, bytes([rank]), {"a": None}]))
     hear(lambda: told.on_rank_0(lambda: ["from", rank]))
-    hear(lambda: told.tell(rank, source=1))
+    hear(lambda: told.broadcast(rank, source=1))
     hear(lambda: told.gather_on_rank_0(lambda: long, lambda all_: [len(each) for each in all_]))
     hear(lambda: told.gather_on_rank_0(lambda: None, lambda all_: all_))
     hear(lambda: told.all_do(lambda: Path("kept here")).name)

@@ -26,6 +26,7 @@ from slurmtrain.report import compare, prune
 from slurmtrain.report.compare import MISSING, Parting, config_differences, partings
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.lookup import all_runs, find
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.files import disk_usage, write_json
@@ -50,7 +51,7 @@ def make(project: Path, fake_slurm: FakeSlurm) -> Make:
         with preparing(compose(words), words, project) as run_dir:
             if word == "waiting":
                 run_dir.update_info(job_ids=["1"])
-                run_dir.event("submitted", job_id="1")
+                run_dir.event(Event.SUBMITTED, job_id="1")
         log = MetricsLog(run_dir.metrics_file, -1)
         for step, loss in (losses or {}).items():
             log.write(step, loss=loss, step_time_s=time.time())
@@ -238,7 +239,7 @@ def test_two_runs_are_compared_in_the_samples_they_have_seen_and_in_their_weight
         checkpointer = Checkpointer(run.checkpoints, keep=Keep(last=9), asynchronous=False)
         checkpointer.save(10, model=model)
         with torch.no_grad():
-            model.bias += run is b
+            model.bias.add_(run is b)
         checkpointer.save(20, model=model)
         checkpointer.close()
     text = printed(capsys, "runs", "compare", a.id, b.id)
@@ -411,7 +412,7 @@ def test_what_happens_between_the_decision_and_the_removal_saves_a_run(what: str
     checkpoint = add_checkpoint(run)
     (removal,) = prune.plan(Path("runs"), now=time.time()).removals
     if what == "resumed":
-        run.event("resume asked")
+        run.event(Event.RESUME_ASKED)
         assert not prune.remove(removal, now=time.time())
     else:
         with retention.reading(checkpoint):

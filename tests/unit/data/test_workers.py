@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmtrain.data.loading import shared_memory, workers
+from slurmtrain.data.loading import workers
 from slurmtrain.data.loading.batches import collate
 from slurmtrain.data.loading.shared_memory import SLOT_BYTES, Slots
 from slurmtrain.data.loading.workers import Workers
@@ -46,7 +46,7 @@ def workers_on(
     """Each job's result by itself."""
     coming = iter(jobs)
     return Workers(
-        lambda some, empty: map(work, some),
+        lambda some: map(work, some),
         lambda number: list(itertools.islice(coming, number)),
         count=count,
         ahead=ahead,
@@ -75,7 +75,7 @@ def test_tensors_of_any_kind_come_as_they_are(count: int, pin_memory: bool) -> N
             tensor.detach().add_(True if tensor.dtype == torch.bool else 1)  # nobody else's memory, and not read-only
 
 
-def dense(tensor: Any) -> Tensor:
+def dense(tensor: Tensor) -> Tensor:
     return tensor.to_dense() if tensor.layout != torch.strided else tensor.detach()
 
 
@@ -87,17 +87,17 @@ def test_results_stay_as_they_came_while_the_slots_are_used_again(count: int, ah
     assert [rows["rows"].unique().tolist() for rows in kept] == [[number] for number in range(500)]
 
 
-def test_short_jobs_come_several_at_a_time_and_long_ones_one_by_one() -> None:
-    def together(seconds: float, most: int, results_at_most: int) -> int:
+def test_short_jobs_come_several_at_a_time_and_long_and_large_ones_one_by_one() -> None:
+    def together(work: Callable[[Any], Any], most: int, results_at_most: int) -> int:
         """The most jobs in a message; not asked for more results when there are `most`."""
         sizes = [0]
 
         def take(number: int) -> list[float]:
             sizes.append(number)
-            return [seconds] * number
+            return [0.0] * number
 
-        results: Workers[list[float], None] = Workers(
-            lambda some, empty: map(time.sleep, some), take, count=1, ahead=2, seed=0, pin_memory=False
+        results: Workers[list[float], Any] = Workers(
+            lambda some: map(work, some), take, count=1, ahead=2, seed=0, pin_memory=False
         )
         for _ in range(results_at_most):
             next(results)
@@ -107,8 +107,10 @@ def test_short_jobs_come_several_at_a_time_and_long_ones_one_by_one() -> None:
         return max(sizes)
 
     # A worker that is held up seems to need long for its jobs: it takes as many as it takes.
-    assert together(0, workers.MOST_JOBS, 100_000) == workers.MOST_JOBS
-    assert together(2 * workers.MESSAGE_S, 2, 60) == 1
+    assert together(time.sleep, workers.MAX_JOBS, 100_000) == workers.MAX_JOBS
+    assert together(lambda job: time.sleep(2 * workers.MESSAGE_S), 2, 60) == 1
+    large = torch.zeros(workers.MESSAGE_BYTES, dtype=torch.uint8)
+    assert together(lambda job: large, 2, 60) == 1
 
 
 def test_what_fails_among_several_is_raised_in_its_turn() -> None:
@@ -167,7 +169,7 @@ def test_what_cannot_be_sent_is_an_error_in_its_turn(plain: bool) -> None:
 def test_memory_that_a_data_set_uses_again_is_sent_as_it_was() -> None:
     buffer = np.zeros(1000)
 
-    def work(numbers: list[int], empty: Any) -> Any:
+    def work(numbers: list[int]) -> Any:
         for number in numbers:
             buffer[:] = number
             yield number if number % 3 else torch.from_numpy(buffer)
@@ -182,7 +184,8 @@ def test_memory_that_a_data_set_uses_again_is_sent_as_it_was() -> None:
 
 def test_samples_are_collated_without_shared_memory_of_their_own() -> None:
     def shared(number: int) -> bool:
-        return collate([{"image": torch.ones(3, 4), "label": 1}] * number)["image"].is_shared()
+        image: Tensor = collate([{"image": torch.ones(3, 4), "label": 1}] * number)["image"]
+        return bool(image.is_shared())
 
     results = workers_on(shared, [2, 3])
     assert list(results) == [False, False]
@@ -198,7 +201,7 @@ def test_a_message_that_was_overwritten_before_it_was_read_is_noticed() -> None:
         message.add(torch.tensor([number]))
         packed.append(message.packed().__reduce__())
     unpack, parts = packed[2]
-    assert unpack(*parts)[0].tolist() == [2]
+    assert unpack(*parts) == [torch.tensor([2])]
     with pytest.raises(SlurmtrainError, match="overwritten"):
         unpack(*packed[0][1])
 
@@ -215,15 +218,3 @@ def test_a_message_leaves_nothing_behind() -> None:
         assert gone() is None
     finally:
         gc.enable()
-
-
-def test_a_tensor_made_in_a_slot_is_not_copied_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Slots(workers=1, each=1)
-    message = one.message(0)
-    rows = message.empty((3, 5), dtype=torch.int64)
-    rows.copy_(torch.arange(15).reshape(3, 5))
-    monkeypatch.setattr(shared_memory.Message, "_reserved", None)  # whoever copies has to reserve first
-    message.add([rows, rows[1:], rows[:, 1:].contiguous().numel()])
-    unpack, parts = message.packed().__reduce__()
-    whole, last, _ = unpack(*parts)[0]
-    assert torch.equal(whole, rows) and torch.equal(last, rows[1:])

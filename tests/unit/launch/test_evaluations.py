@@ -27,6 +27,7 @@ from slurmtrain.report.compare import compare
 from slurmtrain.report.prune import plan
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import evaluation_jobs
 from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
@@ -132,7 +133,7 @@ def trained(project: Path, fake_slurm: FakeSlurm) -> RunDir:
     words = composed(*JOB)
     with preparing(compose(words), words, project) as run_dir:
         run_dir.update_info(job_ids=["1"])
-        run_dir.event("submitted", job_id="1")
+        run_dir.event(Event.SUBMITTED, job_id="1")
     for step in (10, 20):
         path = run_dir.checkpoints / checkpoint_name(step)
         path.mkdir()
@@ -196,10 +197,10 @@ def test_a_finished_training_does_not_wait_for_sbatch_for_ever(
 
 def test_a_run_that_was_cancelled_has_no_more_submitted(trained: RunDir, fake_slurm: FakeSlurm) -> None:
     hold(trained, 10)
-    trained.event("cancel asked")
+    trained.event(Event.CANCEL_ASKED)
     due(trained)
     assert fake_slurm.submitted == []
-    trained.event("resume asked")
+    trained.event(Event.RESUME_ASKED)
     due(trained)
     assert len(fake_slurm.submitted) == 1
 

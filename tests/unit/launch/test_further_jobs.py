@@ -19,6 +19,7 @@ from slurmtrain.launch.submit import preparing, submit
 from slurmtrain.report.status import state
 from slurmtrain.runs import attempts, chain
 from slurmtrain.runs.attempts import Attempt, write_request
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.begin_attempt import ended_before
@@ -57,7 +58,7 @@ def make(project: Path) -> Make:
         with preparing(compose(["cluster=a100x4", *words]), list(words), project) as run_dir:
             run_dir.update_info(job_ids=list(job_ids))
         for job_id in job_ids:
-            run_dir.event("submitted", job_id=job_id)
+            run_dir.event(Event.SUBMITTED, job_id=job_id)
         return run_dir
 
     return run
@@ -400,7 +401,7 @@ def test_a_scancel_of_the_job_before_ends_the_one_that_was_to_go_on_when_it_star
     run = make(f"requeue={mode}", job_ids=("100",))
     stopped(run, {"resubmit": "resubmit", "chain": "next"}[mode], sentence="preempted; it goes on")
     run.add_job("101")
-    run.event("submitted", job_id="101", **({} if resumed or mode == "chain" else {"after_attempt": 1}))
+    run.event(Event.SUBMITTED, job_id="101", **({} if resumed or mode == "chain" else {"after_attempt": 1}))
     if mode == "chain":
         run.update_info(chain=["101"] if resumed else ["100", "101"], chain_after=1 if resumed else 0)
     slurm.command("scontrol", f'echo "JobId=100 JobState={state_before} Reason=None Restarts=0"')

@@ -20,6 +20,7 @@ from slurmtrain.launch.submit import preparing
 from slurmtrain.report import status as state_module
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
@@ -71,7 +72,7 @@ def make(project: Path) -> Make:
         with preparing(compose(overrides), overrides, project) as run_dir:
             run_dir.update_info(job_ids=list(job_ids))
         for job_id in job_ids:
-            run_dir.event("submitted", job_id=job_id)
+            run_dir.event(Event.SUBMITTED, job_id=job_id)
         return run_dir
 
     return run

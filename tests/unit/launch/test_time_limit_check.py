@@ -16,6 +16,7 @@ from slurmtrain.launch.submit import preparing
 from slurmtrain.launch.time_limit_check import Measured, check, look_ahead, measured_before
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import PreemptionTimes, SlurmClient
 from tests.support.commands import FakeSlurm
@@ -94,7 +95,7 @@ def trained(project: Path, *, step_s: float, save_s: float, start_s: float = 5.0
     lines = [*records, evaluation]
     run_dir.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 6, "los')
     for seconds in (save_s / 2, save_s, save_s / 3):
-        run_dir.event("checkpoint", step=5, seconds=seconds, stall_s=0.1)
+        run_dir.event(Event.CHECKPOINT, step=5, seconds=seconds, stall_s=0.1)
     return run_dir
 
 

@@ -20,9 +20,10 @@ from slurmtrain.cli.watch import View, pause_s, watch
 from slurmtrain.config.compose import compose
 from slurmtrain.launch.submit import preparing
 from slurmtrain.report.progress import Lowest, Progress, at_about, eta_of_all, lowest, read_progress, roughly
-from slurmtrain.report.status import RunState
+from slurmtrain.report.status import RunState, RunStatus
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm.pending_reasons import in_words, is_held
@@ -40,7 +41,7 @@ def make(project: Path) -> Make:
         words = ["cluster=a100x4", "train.steps=200", *overrides]
         with preparing(compose(words), words, project) as run_dir:
             run_dir.update_info(job_ids=[job_id])
-        run_dir.event("submitted", job_id=job_id)
+        run_dir.event(Event.SUBMITTED, job_id=job_id)
         if logged:
             run_dir.metrics_file.write_text("".join(json.dumps(record) + "\n" for record in logged))
         return run_dir
@@ -422,8 +423,8 @@ def test_what_cannot_be_watched_is_one_sentence(words: list[str], sentence: str,
 def test_the_time_left_of_a_sweep_counts_the_points_that_nobody_has_started_yet(tmp_path: Path) -> None:
     point = Progress(10, 100, step_time_s=2.0)
     now = {
-        "a": RunState("running", "", True, [], None, point),
-        "b": RunState("prepared", "", False, [], None, Progress(None, 100)),
-        "c": RunState("failed", "", False, [], None, Progress(None, 100)),
+        "a": RunState(RunStatus.RUNNING, "", True, [], None, point),
+        "b": RunState(RunStatus.PREPARED, "", False, [], None, Progress(None, 100)),
+        "c": RunState(RunStatus.FAILED, "", False, [], None, Progress(None, 100)),
     }
     assert "about 6 min left" in _headline(Sweep(tmp_path), [], now)

@@ -23,6 +23,7 @@ from slurmtrain.report import status as state_module
 from slurmtrain.report.status import RunState, is_over, state, states
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt, write_request
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import begin_attempt
@@ -44,7 +45,7 @@ def make(project: Path) -> Callable[..., RunDir]:
         with preparing(compose(words), words, project) as run_dir:
             run_dir.update_info(job_ids=list(job_ids))
         for job_id in job_ids:
-            run_dir.event("submitted", job_id=job_id)
+            run_dir.event(Event.SUBMITTED, job_id=job_id)
         return run_dir
 
     return run
@@ -830,7 +831,12 @@ def test_status_opens_each_file_of_an_ended_run_once(
         run.metrics_file.write_text('{"step": 3, "loss": 2.0}\n')
     opened: list[Path] = []
     real = records.open_regular
-    monkeypatch.setattr(records, "open_regular", lambda path: opened.append(path) or real(path))
+
+    def open_and_note(path: Path) -> int:
+        opened.append(path)
+        return real(path)
+
+    monkeypatch.setattr(records, "open_regular", open_and_note)
     found = states(runs)
     assert [found[run.id].status for run in runs] == ["finished"] * 3
     assert len(set(opened)) == len(opened) and {run.info_file for run in runs} < set(opened)
