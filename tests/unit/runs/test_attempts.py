@@ -25,6 +25,7 @@ from slurmtrain.runtime.begin_attempt import budget_used_up, ended_before
 from slurmtrain.runtime.finish_attempt import close_abandoned, finish_attempt, own_job_id
 from slurmtrain.slurm.client import JobFacts, SlurmClient
 from slurmtrain.system.files import write_json
+from tests.support.runs import add_attempt
 
 
 @pytest.fixture
@@ -35,12 +36,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return create_run_dir(tmp_path, "train")
 
 
-def begin(run: RunDir, **fields: object) -> Attempt:
+def begin(run: RunDir, **fields: Any) -> Attempt:
     before = attempts.newest_checkpoint_step(run)
-    known = {"started": time.time(), "first_step": 0, "committed_before": before, **fields}
-    attempt = Attempt(number=run.new_attempt(), **known)  # type: ignore[arg-type]
-    attempts.write_attempt(run, attempt)
-    return attempt
+    return add_attempt(run, **{"first_step": 0, "committed_before": before, **fields})
 
 
 def commit(run: RunDir, step: int) -> None:
