@@ -38,7 +38,7 @@ def fetch(
         numbers: the samples' numbers in the run, int64 [B]; None: their indices.
     """
     numbers = indices if numbers is None else numbers
-    (group,) = fetch_batches(inspect_dataset(dataset), indices[None], numbers[None], seed=seed)
+    group = next(fetch_batches(inspect_dataset(dataset), indices[None], numbers[None], seed=seed))
     return group.split()[0].batch()
 
 
