@@ -15,9 +15,9 @@ from slurmtrain.data.loading.batches import (
     IGNORED_TARGET,
     Batch,
     check_for_model,
+    concatenate,
     filled,
     padded,
-    stacked,
     tokens_per_row,
 )
 from slurmtrain.errors import ConfigError
@@ -159,7 +159,7 @@ class _Pipelined:
     def train(self, micro_batches: list[Batch], count: Callable[[], int]) -> Tensor:
         for batch in micro_batches:
             check_for_model(batch)
-        whole = stacked(micro_batches)
+        whole = concatenate(micro_batches)
         scale = _loss_scale(self._distributed_model, count)
         self._length = tokens_per_row(whole)
         self._at_the_end = lambda logits, targets: loss_sum(self._distributed_model, logits, targets) * scale

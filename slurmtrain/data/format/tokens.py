@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from slurmtrain.data.format.rows import Rows, damaged
 from slurmtrain.data.format.stream import TokenStream
-from slurmtrain.data.loading.compact_rows import CompactRows, RowsTogether, batches_at_once
-from slurmtrain.data.loading.shared_memory import empty
-
-_DTYPES = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+from slurmtrain.data.loading.compact_rows import RowGroup, batches_per_group, row_group
 
 
 class _Plan(NamedTuple):
@@ -82,34 +78,33 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
             ConfigError: the data is not what was prepared.
             DataError: the data cannot be read at the moment.
         """
-        return next(iter(self._together(indices[None], empty))).batch()
+        return self._read_group(indices[None]).split()[0].batch()
 
-    def get_batches(
-        self, indices: NDArray[np.int64], *, empty: Callable[..., Tensor] = empty, **unused: Any
-    ) -> Iterator[CompactRows]:
-        """Yield several batches of the samples `indices` [M, B], see `MapDataset`. Raises as `get_batch`."""
+    def get_batches(self, indices: NDArray[np.int64], **unused: Any) -> Iterator[RowGroup]:
+        """Yield the batches of the samples `indices` [M, B], several at a time. Raises as `get_batch`."""
         # If samples differ in length, each batch has its own width.
-        at_once = 1 if hasattr(self, "lengths") else batches_at_once(indices.shape[1], self.seq_len)
-        for first in range(0, len(indices), at_once):
-            yield from self._together(indices[first : first + at_once], empty)
+        count = 1 if isinstance(self, DocumentTokens) else batches_per_group(indices.shape[1], self.seq_len)
+        for first in range(0, len(indices), count):
+            yield self._read_group(indices[first : first + count])
 
-    def _together(self, indices: NDArray[np.int64], empty: Callable[..., Tensor]) -> Iterator[CompactRows]:
-        """Yield the batches `indices` [M, B], read together."""
+    def _read_group(self, indices: NDArray[np.int64]) -> RowGroup:
+        """Return the batches `indices` [M, B], read together."""
         plan = self._plan(indices.reshape(-1))
         width = self._width(plan)
-        tokens = empty((len(plan.lengths), width + 1), dtype=_DTYPES[self._stream.dtype.itemsize])
-        documents = empty((len(plan.lengths), width), dtype=torch.int32) if self.document_mask else None
+        tokens = np.empty((len(plan.lengths), width + 1), dtype=self._stream.dtype)
+        documents = None
         several = len(plan.starts) > len(plan.lengths)
-        last_targets = self._read(plan, tokens.numpy())
-        places, values = np.empty(0, dtype=np.int64), None
+        last_targets = self._read(plan, tokens)
+        positions, values = np.empty(0, dtype=np.int64), None
         if several:  # each piece but the first of a row was read over the last target of the one before
-            places, values = plan.rows * width + plan.columns + plan.pairs - 1, np.array(last_targets, dtype=np.int64)
-        if documents is not None:
-            outside = self._number(plan, documents.numpy())
+            positions = plan.rows * width + plan.columns + plan.pairs - 1
+            values = np.array(last_targets, dtype=np.int64)
+        if self.document_mask:
+            documents, outside = self._number_documents(plan, width)
             if len(outside):
                 assert not several, "pieces that reach from one document into the next are a row each"
-                places, values = outside, None
-        return RowsTogether(tokens, plan.lengths, places, values, documents).apart(len(indices), empty)
+                positions, values = outside, None
+        return row_group(tokens, plan.lengths, positions, values, documents, batches=len(indices))
 
     def _width(self, plan: _Plan) -> int:
         return self.seq_len
@@ -157,26 +152,24 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
             self._stream.check_ids(plan.starts, plan.pairs + 1)
         return last_targets
 
-    def _number(self, plan: _Plan, documents: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Fill `documents` [B, S] with the number of each token's document in its row.
+    def _number_documents(self, plan: _Plan, width: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Return the number of each token's document in its row, int32 [B, S].
 
-        Returns:
-            Positions in the flat array of targets of those that are in another document than their inputs, increasing.
+        Also return the positions in the flat array of targets of those that are in another document than their inputs,
+        increasing.
         """
-        width = documents.shape[1]
-        begins = np.zeros_like(documents)
-        begins[plan.rows, plan.columns] = 1
+        rows = len(plan.lengths)
         short = np.flatnonzero(plan.lengths < width)
-        begins[short, plan.lengths[short]] = 1  # the padding
+        begins = [np.arange(rows) * width, plan.rows * width + plan.columns, short * width + plan.lengths[short]]
         outside = np.empty(0, dtype=np.int64)
         if self._rows.across_documents:
             pieces, offsets = self._stream.borders(plan.starts, plan.pairs)
             outside = np.unique(plan.rows[pieces] * width + plan.columns[pieces] + offsets - 1)
-            inside = outside[(outside + 1) % width > 0]  # the document does not begin with the next row
-            begins.reshape(-1)[inside + 1] = 1
-        begins[:, 0] = 0
-        np.cumsum(begins, axis=1, out=documents)
-        return outside
+            begins.append(outside[(outside + 1) % width > 0] + 1)  # the document does not begin with the next row
+        starts = np.unique(np.concatenate(begins))
+        numbers = np.arange(len(starts)) - starts.searchsorted(starts // width * width)
+        documents = np.repeat(numbers.astype(np.int32), np.diff(starts, append=rows * width))
+        return documents.reshape(rows, width), outside
 
 
 class DocumentTokens(PackedTokens):

@@ -9,10 +9,11 @@ A data set for another kind of model may use any names and shapes that its model
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data._utils import collate as torch_collate
 
@@ -22,6 +23,32 @@ from slurmtrain.errors import ConfigError
 Batch = dict[str, Tensor]
 
 IGNORED_TARGET = -100  # the target that torch's cross_entropy leaves out
+
+
+class WholeBatch(NamedTuple):
+    """A batch of a data set that makes batches itself, or a collated one, in the form in which a worker sends it.
+
+    Attributes:
+        values: the batch; data sets of one's own loop may give other things than a dict of tensors.
+        num_targets: number of targets that are not ignored.
+    """
+
+    values: Batch
+    num_targets: int
+
+    @property
+    def tokens_per_row(self) -> int:
+        return tokens_per_row(self.values)
+
+    def padded(self, length: int) -> WholeBatch:
+        """Return the batch with rows of at least `length` tokens."""
+        return self._replace(values=padded(self.values, length))
+
+    def split(self) -> list[WholeBatch]:
+        return [self]
+
+    def batch(self) -> Batch:
+        return self.values
 
 
 def collate(samples: Sequence[Any]) -> Batch:
@@ -80,17 +107,17 @@ def filled(batch: Batch, rows: int) -> Batch:
     return {name: torch.cat([values, blank(more)[name]]) for name, values in batch.items()}
 
 
-def joined(parts: Sequence[tuple[Tensor, Batch]]) -> Batch:
+def merge_batches(parts: Sequence[tuple[NDArray[np.int64], Batch]]) -> Batch:
     """Return several batches as one.
 
     Args:
         parts: for each batch, the rows of the result that its samples take, int64 [B of the part], and the batch.
     """
-    order = torch.argsort(torch.cat([rows for rows, _ in parts]))
-    return {name: values[order] for name, values in stacked([batch for _, batch in parts]).items()}
+    order = torch.from_numpy(np.argsort(np.concatenate([rows for rows, _ in parts])))
+    return {name: values[order] for name, values in concatenate([batch for _, batch in parts]).items()}
 
 
-def stacked(batches: Sequence[Batch]) -> Batch:
+def concatenate(batches: Sequence[Batch]) -> Batch:
     """Return one batch with the rows of several, which may differ in length and of which only some may have `documents`."""
     if len(batches) == 1:
         return batches[0]

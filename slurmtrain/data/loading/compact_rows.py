@@ -1,22 +1,23 @@
 """A compact form of rows of prepared tokens, for the way from a worker to the device.
 
-It takes 1, 2 or 4 bytes per token instead of 16.
+It takes 1, 2 or 4 bytes per token instead of 16. A worker sends the rows of several micro batches as one `RowGroup`; the
+rank splits it, and each micro batch is expanded on the device that computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slurmtrain.data.loading.batches import IGNORED_TARGET, Batch
+from slurmtrain.data.loading.batches import IGNORED_TARGET, Batch, padded
 
-TOKENS_AT_ONCE = 1 << 17  # greatest number of tokens in batches that are made in one go
+GROUP_TOKENS = 1 << 17  # greatest number of tokens in a group of several batches
 # The types in the files, with the signed type of the same width, which every device supports.
 _SIGNED = {torch.uint8: torch.int8, torch.uint16: torch.int16, torch.uint32: torch.int32}
 _NONE = np.empty(0, dtype=np.int64)
@@ -28,17 +29,19 @@ class CompactRows(NamedTuple):
     Attributes:
         tokens: unsigned [B, S + 1]; the first S tokens of each row are its inputs, the last S its targets.
         num_targets: number of targets that are not ignored.
+        row_length: tokens of a row of the batch; rows are padded to it if S is less.
         lengths: int64 [B], length of each row without its padding; None: no row is padded.
-        places: int64 [K], positions (row * S + column) of targets that differ from the next token; none lies in the
+        positions: int64 [K], positions (row * S + column) of targets that differ from the next token; none lies in the
             padding. None: there are no such targets.
-        values: int64 [K], the targets at `places`; None: they are ignored.
+        values: int64 [K], the targets at `positions`; None: they are ignored.
         documents: int32 [B, S], as in a batch; None: documents are not masked.
     """
 
     tokens: Tensor
     num_targets: int
+    row_length: int = 0
     lengths: Tensor | None = None
-    places: Tensor | None = None
+    positions: Tensor | None = None
     values: Tensor | None = None
     documents: Tensor | None = None
 
@@ -48,114 +51,147 @@ class CompactRows(NamedTuple):
         Inputs and targets are new tensors.
         """
         inputs, targets = _int64(self.tokens[:, :-1]), _int64(self.tokens[:, 1:])
-        if self.places is not None:
+        if self.positions is not None:
             if self.values is None:
-                targets.view(-1).index_fill_(0, self.places, IGNORED_TARGET)
+                targets.view(-1).index_fill_(0, self.positions, IGNORED_TARGET)
             else:
-                targets.view(-1).index_copy_(0, self.places, self.values)
+                targets.view(-1).index_copy_(0, self.positions, self.values)
         if self.lengths is not None:
             padding = torch.arange(targets.shape[1], device=targets.device) >= self.lengths[:, None]
             inputs.masked_fill_(padding, 0)
             targets.masked_fill_(padding, IGNORED_TARGET)
         batch = {"inputs": inputs, "targets": targets}
-        return batch if self.documents is None else {**batch, "documents": self.documents}
+        if self.documents is not None:
+            batch["documents"] = self.documents
+        return padded(batch, self.row_length)
 
 
-def as_batch(rows: Batch | CompactRows) -> Batch:
-    """Return a batch in the usual form."""
-    return rows.batch() if isinstance(rows, CompactRows) else rows
-
-
-def batches_at_once(samples: int, seq_len: int) -> int:
+def batches_per_group(samples: int, seq_len: int) -> int:
     """Return how many batches of this size to make in one go: numpy takes hardly longer for several small ones than for one."""
-    return max(1, TOKENS_AT_ONCE // max(samples * seq_len, 1))
+    return max(1, GROUP_TOKENS // max(samples * seq_len, 1))
 
 
-class RowsTogether(NamedTuple):
-    """The rows of several batches of equal size, made in one go.
+class RowGroup(NamedTuple):
+    """The rows of M batches of B rows each, in the form in which a worker sends them.
 
     Attributes:
-        tokens, documents: as in `CompactRows`; made by the `empty` that `apart` gets.
-        lengths: int64 [rows], length of each row without its padding.
-        places: int64 [K], increasing; as in `CompactRows`.
-        values: int64 [K], the targets at `places`; None: they are ignored.
+        tokens: unsigned [M * B, S + 1], as in `CompactRows`.
+        num_targets: number of targets that are not ignored, of each batch.
+        is_padded: whether a row of the batch is padded, of each batch.
+        ends: where the batch's own `positions` end, of each batch.
+        row_length, values: as in `CompactRows`, of all batches.
+        lengths: int64 [M * B], length of each row without its padding; None: no row is padded.
+        positions: int64 [K], in each batch as in `CompactRows`; None: there are none.
+        documents: int32 [M * B, S], as in a batch; None: documents are not masked.
     """
 
     tokens: Tensor
-    lengths: NDArray[np.int64]
-    places: NDArray[np.int64]
-    values: NDArray[np.int64] | None
+    num_targets: list[int]
+    is_padded: list[bool]
+    ends: list[int]
+    row_length: int
+    lengths: Tensor | None
+    positions: Tensor | None
+    values: Tensor | None
     documents: Tensor | None
 
-    def apart(self, batches: int, empty: Callable[..., Tensor]) -> Iterator[CompactRows]:
-        """Yield the rows batch by batch.
+    @property
+    def tokens_per_row(self) -> int:
+        return self.tokens.shape[1] - 1
 
-        Args:
-            batches: number of batches to split the rows into.
-            empty: makes an uninitialised tensor of a shape and a dtype.
-        """
-        width = self.tokens.shape[1] - 1
-        tokens = self.tokens.view(batches, -1, width + 1).unbind()
-        documents = None if self.documents is None else self.documents.view(batches, -1, width).unbind()
-        lengths = self.lengths.reshape(batches, -1)
-        numbers = lengths.shape[1] * width  # number of targets in a batch
-        bounds = self.places.searchsorted(numbers * np.arange(batches + 1)).tolist()
-        targets, shortest = lengths.sum(axis=1).tolist(), lengths.min(axis=1, initial=width).tolist()
-        for batch, (begin, end) in enumerate(pairwise(bounds)):
-            own = CompactRows(tokens[batch], targets[batch], documents=None if documents is None else documents[batch])
-            if shortest[batch] < width:
-                own = own._replace(lengths=_sent(lengths[batch], empty))
-            if begin < end:
-                own = own._replace(places=_sent(self.places[begin:end] - batch * numbers, empty))
-                if self.values is None:
-                    own = own._replace(num_targets=own.num_targets - (end - begin))
-                else:
-                    values = self.values[begin:end]
-                    ignored = int(np.count_nonzero(values == IGNORED_TARGET))
-                    own = own._replace(num_targets=own.num_targets - ignored, values=_sent(values, empty))
-            yield own
+    def padded(self, length: int) -> RowGroup:
+        """Return the group with rows of at least `length` tokens, which are padded when they are expanded."""
+        return self._replace(row_length=length)
+
+    def split(self) -> list[CompactRows]:
+        """Return the rows of each batch, in the memory of the group."""
+        size, found = len(self.tokens) // len(self.num_targets), []
+        for number, (begin, end) in enumerate(pairwise([0, *self.ends])):
+            rows = slice(number * size, (number + 1) * size)
+            found.append(
+                CompactRows(
+                    self.tokens[rows],
+                    self.num_targets[number],
+                    self.row_length,
+                    lengths=self.lengths[rows] if self.lengths is not None and self.is_padded[number] else None,
+                    positions=self.positions[begin:end] if self.positions is not None and begin < end else None,
+                    values=self.values[begin:end] if self.values is not None and begin < end else None,
+                    documents=None if self.documents is None else self.documents[rows],
+                )
+            )
+        return found
 
 
-def joined_rows(
-    parts: Sequence[tuple[NDArray[np.int64], CompactRows]], empty: Callable[..., Tensor], *, document_mask: bool
-) -> RowsTogether:
-    """Join the rows of several sources.
+def row_group(
+    tokens: NDArray[Any],
+    lengths: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    values: NDArray[np.int64] | None,
+    documents: NDArray[np.int32] | None,
+    *,
+    batches: int,
+) -> RowGroup:
+    """Return rows as a group.
 
     Args:
-        parts: for each source, the rows of the result that its samples take, int64 [B of the part], and its samples.
-        empty: makes an uninitialised tensor of a shape and a dtype.
+        tokens, lengths, documents: as in `RowGroup`.
+        positions: int64 [K], positions in all rows together of targets that differ from the next token, increasing.
+        values: int64 [K], the targets at `positions`; None: they are ignored.
+        batches: number of batches, M.
+    """
+    width = tokens.shape[1] - 1
+    of_batch = lengths.reshape(batches, -1)
+    targets = of_batch.shape[1] * width  # of a batch, with those of its padding
+    bounds = positions.searchsorted(targets * np.arange(batches + 1))
+    ignored = bounds
+    is_padded = of_batch.min(axis=1, initial=width) < width
+    if values is not None:
+        ignored = np.concatenate([[0], np.cumsum(values == IGNORED_TARGET)])[bounds]
+    return RowGroup(
+        torch.from_numpy(tokens),
+        num_targets=(of_batch.sum(axis=1) - np.diff(ignored)).tolist(),
+        is_padded=is_padded.tolist(),
+        ends=bounds[1:].tolist(),
+        row_length=width,
+        lengths=torch.from_numpy(lengths) if is_padded.any() else None,
+        positions=torch.from_numpy(positions % targets) if len(positions) else None,
+        values=torch.from_numpy(values) if values is not None and len(positions) else None,
+        documents=None if documents is None else torch.from_numpy(documents),
+    )
+
+
+def merge_groups(parts: Sequence[tuple[NDArray[np.int64], RowGroup]], *, batches: int, document_mask: bool) -> RowGroup:
+    """Return the rows of several sources as one group.
+
+    Args:
+        parts: for each source, the rows of the result that its samples take, int64 [B of the part], and its samples as a
+            group of one batch.
+        batches: number of batches of the result.
         document_mask: give the result `documents`, where a row without any counts as one document; parts may have
             `documents` only if this is set.
     """
-    samples, width = sum(len(rows) for rows, _ in parts), max(part.tokens.shape[1] for _, part in parts) - 1
-    tokens = empty(
-        (samples, width + 1), dtype=max((part.tokens.dtype for _, part in parts), key=lambda dtype: dtype.itemsize)
-    )
-    documents = empty((samples, width), dtype=torch.int32) if document_mask else None
-    lengths, places, values = np.empty(samples, dtype=np.int64), [_NONE], [_NONE]
+    samples, width = sum(len(rows) for rows, _ in parts), max(part.tokens_per_row for _, part in parts)
+    dtype = max((part.tokens.numpy().dtype for _, part in parts), key=lambda dtype: dtype.itemsize)
+    tokens = np.empty((samples, width + 1), dtype=dtype)
+    documents = np.empty((samples, width), dtype=np.int32) if document_mask else None
+    lengths, positions, values = np.empty(samples, dtype=np.int64), [_NONE], [_NONE]
     for rows, part in parts:
-        own = part.tokens.shape[1] - 1
-        tokens.numpy()[rows, : own + 1] = part.tokens.numpy()
-        tokens.numpy()[rows, own + 1 :] = 0
+        own = part.tokens_per_row
+        tokens[rows, : own + 1] = part.tokens.numpy()
+        tokens[rows, own + 1 :] = 0
         lengths[rows] = own if part.lengths is None else part.lengths.numpy()
-        if part.places is not None:
-            row, column = np.divmod(part.places.numpy(), own)
-            places.append(rows[row] * width + column)
+        if part.positions is not None:
+            row, column = np.divmod(part.positions.numpy(), own)
+            positions.append(rows[row] * width + column)
             values.append(np.full_like(row, IGNORED_TARGET) if part.values is None else part.values.numpy())
         if documents is not None:
             numbers = np.zeros((len(rows), own), np.int32) if part.documents is None else part.documents.numpy()
-            documents.numpy()[rows, :own] = numbers
-            documents.numpy()[rows, own:] = numbers[:, -1:] + 1  # the padding is a document of its own
-    all_places = np.concatenate(places)
-    order = np.argsort(all_places)
-    return RowsTogether(tokens, lengths, all_places[order], np.concatenate(values)[order], documents)
-
-
-def _sent(numbers: NDArray[np.int64], empty: Callable[..., Tensor]) -> Tensor:
-    """Return a copy of `numbers` in a tensor made by `empty`."""
-    tensor = empty(numbers.shape, dtype=torch.int64)
-    tensor.numpy()[:] = numbers
-    return tensor
+            documents[rows, :own] = numbers
+            documents[rows, own:] = numbers[:, -1:] + 1  # the padding is a document of its own
+    all_positions = np.concatenate(positions)
+    order = np.argsort(all_positions)
+    all_values = np.concatenate(values)[order]
+    return row_group(tokens, lengths, all_positions[order], all_values, documents, batches=batches)
 
 
 def _int64(tokens: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ So which samples a step sees depends on n and G alone, and never on how many ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -22,12 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slurmtrain.data.loading import sample_digest
-from slurmtrain.data.loading.batches import Batch, num_targets, padded, tokens_per_row
-from slurmtrain.data.loading.compact_rows import CompactRows
+from slurmtrain.data.loading.batches import Batch, WholeBatch
+from slurmtrain.data.loading.compact_rows import CompactRows, RowGroup
 from slurmtrain.data.loading.lengths import ByLength, balance_ranks
 from slurmtrain.data.loading.order import EpochOrder, Order
 from slurmtrain.data.loading.samples import fetch, fetch_batches
-from slurmtrain.data.loading.shared_memory import empty
 from slurmtrain.data.loading.workers import Workers
 from slurmtrain.data.sources.protocol import DatasetSpec, MapDataset, inspect_dataset
 from slurmtrain.errors import ConfigError
@@ -118,7 +117,8 @@ class BatchLoader:
         self.order = self._order(shuffle, sorted_steps)
         self._fetch = _Fetch(spec, seed, row_length or RowLength())
         self._gpu = _Gpu(device) if device is not None and device.type == "cuda" else None
-        self._fetched: Iterator[_Fetched] | None = None
+        self._running: Workers[_Samples, _FetchedGroup] | None = None
+        self._micro_batches: Iterator[_MicroBatch] | None = None
 
     @property
     def accumulation_steps(self) -> int:
@@ -139,18 +139,18 @@ class BatchLoader:
         first = np.zeros((1, self.micro_batch_size), dtype=np.int64)
         only = _Samples(first, first)
         if self._num_workers == 0:
-            return self._finished(next(self._fetch(only)).batch)
+            return next(_split(self._fetch(only))).batch.batch()
         jobs = iter([only])
         reader = self._workers(lambda count: next(jobs, _NOTHING), count=1, ahead=1)
         try:
-            return self._finished(next(reader).batch)
+            return next(_split(reader)).batch.batch()
         finally:
             reader.close()
 
     def start(self) -> None:
         """Start the workers, before anything else in this process reads from the data set."""
-        if self._fetched is None and self._num_workers:
-            self._fetched = self._start()
+        if self._micro_batches is None and self._num_workers:
+            self._micro_batches = self._start()
 
     def state_dict(self) -> dict[str, int]:
         """Return the whole state of the loader, which is the same on all ranks."""
@@ -170,27 +170,24 @@ class BatchLoader:
         An error of the data set passes through; the step then does not count, and the next call tries it again.
         """
         try:
-            if self._fetched is None:
-                self._fetched = self._start()
-            step = list(islice(self._fetched, self.accumulation_steps))
+            if self._micro_batches is None:
+                self._micro_batches = self._start()
+            step = list(islice(self._micro_batches, self.accumulation_steps))
         except BaseException:
             self.close()
             raise
         self._samples_consumed += self._global
         return Step(
-            [self._finished(micro.batch if self._gpu is None else self._gpu.receive(micro.batch)) for micro in step],
-            sum(micro.targets for micro in step),
+            [(micro.batch if self._gpu is None else self._gpu.receive(micro.batch)).batch() for micro in step],
+            sum(micro.batch.num_targets for micro in step),
             sample_digest.added([micro.digest for micro in step]),
         )
 
     def close(self) -> None:
         """Stop the workers. The loader can be used again afterwards."""
-        fetched, self._fetched = self._fetched, None
-        if isinstance(fetched, Workers):
-            fetched.close()
-
-    def _finished(self, batch: Batch | CompactRows) -> Batch:
-        return self._fetch.filled_up(batch.batch()) if isinstance(batch, CompactRows) else batch
+        running, self._running, self._micro_batches = self._running, None, None
+        if running is not None:
+            running.close()
 
     def _order(self, shuffle: bool, sorted_steps: int) -> Order:
         own, lengths = self.dataset.order, self.dataset.lengths
@@ -203,16 +200,17 @@ class BatchLoader:
             return order
         return ByLength(order, lengths, global_batch_size=self._global, steps=sorted_steps, seed=self._seed)
 
-    def _start(self) -> Iterator[_Fetched]:
+    def _start(self) -> Iterator[_MicroBatch]:
         announced = self._ahead * self.accumulation_steps if self.dataset.will_need is not None else 0
         coming = _Coming(self._blocks(), announced)
         if self._num_workers == 0:
             steps = iter(lambda: coming.take(self.accumulation_steps), None)
-            return chain.from_iterable(map(self._fetch, steps))
+            return _split(chain.from_iterable(map(self._fetch, steps)))
         ahead = max(2, -(-self._ahead * self.accumulation_steps // self._num_workers))
-        return self._workers(coming.take, count=self._num_workers, ahead=ahead)
+        self._running = self._workers(coming.take, count=self._num_workers, ahead=ahead)
+        return _split(self._running)
 
-    def _workers(self, take: Callable[[int], _Samples], *, count: int, ahead: int) -> Workers[_Samples, _Fetched]:
+    def _workers(self, take: Callable[[int], _Samples], *, count: int, ahead: int) -> Workers[_Samples, _FetchedGroup]:
         pin_memory = self._gpu is not None
         return Workers(self._fetch, take, count=count, ahead=ahead, seed=self._seed, pin_memory=pin_memory)
 
@@ -314,10 +312,22 @@ class _Coming:
         return replace(taken, soon=soon) if self._ahead else taken
 
 
-class _Fetched(NamedTuple):
-    batch: Batch | CompactRows
-    targets: int
+class _FetchedGroup(NamedTuple):
+    """Consecutive micro batches as they were fetched, in the form in which a worker sends them to its rank."""
+
+    group: RowGroup | WholeBatch
+    digests: list[tuple[int, ...]]
+
+
+class _MicroBatch(NamedTuple):
+    """One micro batch on its way to the device, where `batch.batch()` is what the model is called with."""
+
+    batch: CompactRows | WholeBatch
     digest: tuple[int, ...]
+
+
+def _split(groups: Iterable[_FetchedGroup]) -> Iterator[_MicroBatch]:
+    return chain.from_iterable(map(_MicroBatch, fetched.group.split(), fetched.digests) for fetched in groups)
 
 
 class _Fetch:
@@ -326,27 +336,23 @@ class _Fetch:
     def __init__(self, dataset: DatasetSpec, seed: int, row_length: RowLength):
         self._dataset, self._seed, self._row_length = dataset, seed, row_length
 
-    def __call__(self, samples: _Samples, empty: Callable[..., Tensor] = empty) -> Iterator[_Fetched]:
+    def __call__(self, samples: _Samples) -> Iterator[_FetchedGroup]:
         if samples.soon is not None:  # told where samples are fetched: to find out where they lie may take a while
             assert self._dataset.will_need is not None
             self._dataset.will_need(samples.soon)
-        batches = fetch_batches(self._dataset, samples.indices, samples.numbers, seed=self._seed, empty=empty)
+        groups = fetch_batches(self._dataset, samples.indices, samples.numbers, seed=self._seed)
         digests = iter(sample_digest.digests(samples.numbers, samples.indices))
-        for batch in batches:
-            if isinstance(batch, CompactRows):  # filled up where it is used
-                yield _Fetched(batch, batch.num_targets, next(digests))
-            else:
-                rows = self.filled_up(batch)
-                yield _Fetched(rows, num_targets(rows), next(digests))
+        for group in groups:
+            group = group.padded(self._length_for(group.tokens_per_row))
+            count = len(group.num_targets) if isinstance(group, RowGroup) else 1
+            yield _FetchedGroup(group, list(islice(digests, count)))
         if next(digests, None):  # otherwise the step would be smaller
             raise ConfigError("the data set has raised StopIteration for a sample", hint="raise another error there")
 
-    def filled_up(self, batch: Batch) -> Batch:
-        """Return `batch` with rows padded as `row_length` says."""
-        length, multiple = tokens_per_row(batch), self._row_length.multiple
-        return padded(
-            batch, (self._dataset.seq_len or 0) if self._row_length.fixed else -(-length // multiple) * multiple
-        )
+    def _length_for(self, tokens: int) -> int:
+        """Return the length to pad rows of so many tokens to."""
+        multiple = self._row_length.multiple
+        return (self._dataset.seq_len or 0) if self._row_length.fixed else -(-tokens // multiple) * multiple
 
 
 class _Gpu:
@@ -355,25 +361,24 @@ class _Gpu:
     def __init__(self, device: torch.device):
         self._device, self._stream = device, torch.cuda.Stream(device)
 
-    def receive(self, batch: Batch | CompactRows) -> Batch | CompactRows:
+    def receive(self, batch: CompactRows | WholeBatch) -> CompactRows | WholeBatch:
+        """Return the batch with its tensors on the GPU."""
         if isinstance(batch, CompactRows):
             return CompactRows(**self._copied(batch._asdict()))
-        return self._copied(batch) if isinstance(batch, Mapping) else batch
+        return batch._replace(values=self._copied(batch.values)) if isinstance(batch.values, Mapping) else batch
 
     def _copied(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return `values` with their tensors on the GPU and all others as they are."""
-        return {**values, **self._tensors({name: one for name, one in values.items() if isinstance(one, Tensor)})}
-
-    def _tensors(self, batch: Batch) -> Batch:
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         # The host runs ahead of the GPU, so these copies are queued while it computes earlier micro batches.
         with torch.cuda.stream(self._stream):
-            pinned = {name: values if values.is_pinned() else values.pin_memory() for name, values in batch.items()}
-            copied = {name: values.to(self._device, non_blocking=True) for name, values in pinned.items()}
+            pinned = {name: value if value.is_pinned() else value.pin_memory() for name, value in tensors.items()}
+            copied = {name: value.to(self._device, non_blocking=True) for name, value in pinned.items()}
         computing = torch.cuda.current_stream(self._device)
         computing.wait_stream(self._stream)
-        for values in copied.values():
-            values.record_stream(computing)
-        return copied
+        for value in copied.values():
+            value.record_stream(computing)
+        return {**values, **copied}
 
 
 def _check_batch_sizes(global_batch_size: int, micro_batch_size: int, dp_size: int) -> None:

@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from slurmtrain.data.loading.batches import Batch, collate
-from slurmtrain.data.loading.compact_rows import CompactRows, as_batch
+from slurmtrain.data.loading.batches import Batch, WholeBatch, collate, num_targets
+from slurmtrain.data.loading.compact_rows import RowGroup
 from slurmtrain.data.loading.order import mixed
-from slurmtrain.data.loading.shared_memory import empty
 from slurmtrain.data.sources.protocol import DatasetSpec, FetchMethod, MapDataset, inspect_dataset
 
 
@@ -40,7 +38,8 @@ def fetch(
         numbers: the samples' numbers in the run, int64 [B]; None: their indices.
     """
     numbers = indices if numbers is None else numbers
-    return as_batch(next(iter(fetch_batches(inspect_dataset(dataset), indices[None], numbers[None], seed=seed))))
+    (group,) = fetch_batches(inspect_dataset(dataset), indices[None], numbers[None], seed=seed)
+    return group.split()[0].batch()
 
 
 def fetch_batches(
@@ -49,34 +48,38 @@ def fetch_batches(
     numbers: NDArray[np.int64],
     *,
     seed: int,
-    empty: Callable[..., Tensor] = empty,
-) -> Iterable[Batch | CompactRows]:
-    """Yield several batches as `fetch` returns them, each only when it is asked for.
+) -> Iterator[RowGroup | WholeBatch]:
+    """Yield several batches of the samples that `fetch` returns, in the form in which they are sent to a rank.
+
+    A group of batches is made only when it is asked for.
 
     Args:
         indices: the samples' indices in the data set, int64 [M, B].
         numbers: the samples' numbers in the run, int64 [M, B].
-        empty: makes a tensor of a shape and a dtype, for data sets that have `get_batches`.
     """
     if spec.method is FetchMethod.GET_BATCHES:
-        get_batches = functools.partial(spec.dataset.get_batches, seed=seed, empty=empty)
-        return _errors_in_their_turn(get_batches, indices, numbers)
+        get_batches = functools.partial(spec.dataset.get_batches, seed=seed, empty=torch.empty)
+        return map(_sendable, _errors_in_their_turn(get_batches, indices, numbers))
     fetch_one = _drawn_together if spec.method is FetchMethod.GET_BATCH else _collated
-    return map(functools.partial(fetch_one, spec.dataset, seed), indices, numbers)
+    return map(_sendable, map(functools.partial(fetch_one, spec.dataset, seed), indices, numbers))
+
+
+def _sendable(made: Batch | RowGroup) -> RowGroup | WholeBatch:
+    return made if isinstance(made, RowGroup) else WholeBatch(made, num_targets(made))
 
 
 def _errors_in_their_turn(
-    get_batches: Callable[..., Iterable[Batch | CompactRows]], indices: NDArray[np.int64], numbers: NDArray[np.int64]
-) -> Iterator[Batch | CompactRows]:
+    get_batches: Callable[..., Iterable[Batch | RowGroup]], indices: NDArray[np.int64], numbers: NDArray[np.int64]
+) -> Iterator[Batch | RowGroup]:
     """Yield the batches; if making them together fails, make those that are missing one by one.
 
     So all batches before the one that causes the error are yielded.
     """
     done = 0
     try:
-        for batch in get_batches(indices, numbers=numbers):
-            yield batch
-            done += 1
+        for made in get_batches(indices, numbers=numbers):
+            yield made
+            done += len(made.num_targets) if isinstance(made, RowGroup) else 1
         return
     except Exception:
         if len(indices) == 1:

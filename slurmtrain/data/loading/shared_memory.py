@@ -2,12 +2,13 @@
 
 Sent the usual way, each tensor opens shared memory of its own, whose descriptor is sent and whose pages are new to both
 processes: for a micro batch of tokens, that takes several times as long as reading it. Here a worker copies its tensors
-into one of its slots, or makes them there, and the rank copies them out as the message arrives. A tensor that is larger
-than a slot is still sent the usual way, by /dev/shm.
+into one of its slots, and the rank copies them out as the message arrives. A tensor that is larger than a slot is still
+sent the usual way, by /dev/shm.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import math
@@ -65,13 +66,15 @@ class Slots:
         """Return the objects that were added to a message, with copies of their tensors."""
         file, content = io.BytesIO(pickled), []
         while file.tell() < len(pickled):
-            content += pickle.load(file)
+            content.append(pickle.load(file))
         if self._header(start)[0] != message:
             raise SlurmtrainError("a worker has overwritten data before they were read: an error of slurmtrain's own")
         return content
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a copy of the tensor at `offset`."""
+        if dtype in _OF_NUMPY:  # torch copies unsigned types several times as slowly
+            return torch.from_numpy(np.ndarray(shape, _OF_NUMPY[dtype], self._memory, offset).copy())
         return _view(self._memory, offset, shape, dtype).clone()
 
     def _header(self, start: int) -> Any:
@@ -93,67 +96,31 @@ class Message:
     def __init__(self, memory: mmap.mmap, *, slots: int, start: int, message: int):
         self._memory, self._slots, self._start, self._message = memory, slots, start, message
         self._next, self._end = start + _HEADER_BYTES, start + SLOT_BYTES
-        self._address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
         self._file = io.BytesIO()
-        self._kept: list[Any] = []  # not pickled yet
-        self._in_slot = self._elsewhere = 0  # tensors of what was pickled last: made in the slot, and others
-
-    def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """Return a new tensor in the slot, which is not copied when it is added, and must not be used after that."""
-        offset = self._reserved(math.prod(shape), dtype)
-        return empty(shape, dtype=dtype) if offset is None else _view(self._memory, offset, shape, dtype)
+        self._pickler = ForkingPickler(self._file, pickle.HIGHEST_PROTOCOL)
+        self._pickler.dispatch_table[Tensor] = self._reduced
 
     def add(self, item: Any) -> None:
-        """Add one object as it is now. Tensors that were made in the slot must not be changed afterwards."""
-        self._kept.append(item)
-        # Objects like one that lay wholly in the slot are pickled together, which is faster. Others may share their memory
-        # with the next ones.
-        if not self._in_slot or self._elsewhere:
-            self.flush()
-
-    def flush(self) -> None:
-        """Pickle the objects that were added.
-
-        After an error of pickling, the message holds all objects before the one that failed.
-        """
-        items, self._kept = self._kept, []
-        if not items:
-            return
-        try:
-            self._dump(items)
-        except Exception:
-            if len(items) == 1:
-                raise
-            for item in items:
-                self._dump([item])
-
-    def packed(self) -> Packed:
-        self.flush()
-        return Packed(self._slots, self._start, self._message, self._file.getvalue())
-
-    def _dump(self, items: list[Any]) -> None:
+        """Add one object as it is now. After an error of pickling, the message holds the objects before."""
         before = self._file.tell()
-        # A new pickler each time: it remembers what it has pickled, and its table refers to this message.
-        pickler = ForkingPickler(self._file, pickle.HIGHEST_PROTOCOL)
-        pickler.dispatch_table[Tensor] = self._reduced
-        self._in_slot = self._elsewhere = 0
+        self._pickler.clear_memo()
         try:
-            pickler.dump(items)
+            self._pickler.dump(item)
         except BaseException:
             self._file.seek(before)
             self._file.truncate()
             raise
-        finally:
-            del pickler.dispatch_table[Tensor]
+
+    def packed(self) -> Packed:
+        """Return the message in the form that is sent; nothing can be added afterwards."""
+        del self._pickler.dispatch_table[Tensor]  # which refers to this message
+        return Packed(self._slots, self._start, self._message, self._file.getvalue())
 
     def _reduced(self, tensor: Tensor) -> tuple[Any, ...]:
         plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
         plain = plain and not (tensor.is_nested or tensor.requires_grad)
-        there = tensor.data_ptr() - self._address if plain else -1
-        if self._start <= there < self._next and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-            self._in_slot += 1
-            return _tensor, (self._slots, there, tuple(tensor.shape), tensor.dtype)
-        self._elsewhere += 1
+        if plain and not tensor.numel():
+            return functools.partial(torch.empty, dtype=tensor.dtype), (tuple(tensor.shape),)
         offset = self._reserved(tensor.numel(), tensor.dtype) if plain else None
         if offset is None:
             reduced: tuple[Any, ...] = reduce_tensor(tensor)
@@ -164,16 +131,19 @@ class Message:
         if not tensor.is_contiguous() and tensor.permute(axes).is_contiguous():
             tensor = tensor.permute(axes)
             back = sorted(range(tensor.ndim), key=axes.__getitem__)
-        _view(self._memory, offset, tensor.shape, tensor.dtype).copy_(tensor)
+        if tensor.dtype in _OF_NUMPY and not (tensor.is_conj() or tensor.is_neg()):
+            np.ndarray(tensor.shape, _OF_NUMPY[tensor.dtype], self._memory, offset)[...] = tensor.numpy()
+        else:
+            _view(self._memory, offset, tensor.shape, tensor.dtype).copy_(tensor)
         return _tensor, (self._slots, offset, tuple(tensor.shape), tensor.dtype, back)
 
     def _reserved(self, count: int, dtype: torch.dtype) -> int | None:
         """Reserve room for so many numbers and return its offset.
 
-        The result is None for no numbers, for rare types, and when there is no room.
+        The result is None for rare types, and when there is no room.
         """
         offset, end = self._next, self._next + count * dtype.itemsize
-        if not count or dtype not in _PLAIN or end > self._end:
+        if dtype not in _PLAIN or end > self._end:
             return None
         self._next = -(-end // _ALIGNMENT) * _ALIGNMENT
         return offset
@@ -192,14 +162,7 @@ class Packed:
         return _unpacked, self._parts
 
 
-def empty(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-    """Return a new tensor in ordinary memory, with the signature of `Message.empty`."""
-    return torch.empty(shape, dtype=dtype)
-
-
 def _view(memory: mmap.mmap, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    if dtype in _OF_NUMPY:  # several times as fast
-        return torch.from_numpy(np.ndarray(shape, _OF_NUMPY[dtype], memory, offset))
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=offset).view(shape)
 
 

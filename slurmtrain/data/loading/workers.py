@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
@@ -34,8 +33,8 @@ from slurmtrain.system.signals import SLURM_STOP_SIGNALS
 
 Jobs = TypeVar("Jobs", bound=Sized)
 Result = TypeVar("Result")
-# Computes the results of some jobs, in their order, with a function that makes the tensors of the results.
-Work = Callable[[Jobs, Callable[..., Tensor]], Iterable[Result]]
+# Computes the results of some jobs, in their order; a result may be that of several jobs.
+Work = Callable[[Jobs], Iterable[Result]]
 
 CLOSE_GRACE_S = 2.0  # seconds for a worker to exit by itself before it is killed
 MOST_MESSAGES = 8  # under way to and from a worker
@@ -44,13 +43,12 @@ MOST_JOBS = 32  # in a message, for this reason
 
 
 class Workers(Generic[Jobs, Result]):
-    """An iterator over the results of `work` for every job, in the order of the jobs.
+    """An iterator over the results of `work`, in the order of the jobs.
 
     Short jobs are sent several at a time; their number follows from how long the last ones took.
 
     Args:
-        work: called in a worker, with `Message.empty`. Its errors are raised here, after the results of the jobs
-            before.
+        work: called in a worker. Its errors are raised here, after the results of the jobs before.
         take: returns the next jobs, as many as asked for; called by this process as results are asked for. Fewer jobs
             are the last ones.
         count: number of workers.
@@ -111,7 +109,7 @@ class Workers(Generic[Jobs, Result]):
         return self
 
     def __next__(self) -> Result:
-        """Return the result of the next job, or raise its error.
+        """Return the next result, or raise the error of its job.
 
         Raises:
             SlurmtrainError: a worker has died.
@@ -135,9 +133,9 @@ class Workers(Generic[Jobs, Result]):
             if dead is None:
                 raise
             raise _death(dead) from None
-        *results, took_s = message
+        *results, jobs, took_s = message
         self._received.extend(results)
-        worth_it = int(MESSAGE_S * len(results) / took_s)
+        worth_it = int(MESSAGE_S * jobs / took_s)
         self._jobs_each = max(self._least, min(worth_it, 2 * self._jobs_each, MOST_JOBS))
 
     def _to_send(self, take: Callable[[int], Jobs]) -> Iterator[Jobs]:
@@ -234,7 +232,7 @@ class _Work(Dataset[Any]):
         self._work, self._slots = work, slots
 
     def __getitem__(self, jobs: Sized) -> Packed:
-        """Return the results of the jobs, and last the seconds that they took.
+        """Return the results of the jobs, and last the number of jobs and the seconds that they took.
 
         An error stands for the result of its job and of all after it.
         """
@@ -242,11 +240,11 @@ class _Work(Dataset[Any]):
         assert worker is not None
         began, message = time.perf_counter(), self._slots.message(worker.id)
         try:
-            for result in self._work(jobs, message.empty):
+            for result in self._work(jobs):
                 message.add(result)
-            message.flush()
         except Exception as error:
             message.add(_sendable(error, f"in data worker {worker.id}"))
+        message.add(len(jobs))
         message.add(time.perf_counter() - began)
         return message.packed()
 

@@ -9,16 +9,13 @@ from math import gcd, lcm
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from slurmtrain.data.format.tokens import PackedTokens
-from slurmtrain.data.loading.batches import Batch, joined
-from slurmtrain.data.loading.compact_rows import CompactRows, as_batch, batches_at_once, joined_rows
+from slurmtrain.data.loading.batches import Batch, merge_batches
+from slurmtrain.data.loading.compact_rows import RowGroup, batches_per_group, merge_groups
 from slurmtrain.data.loading.order import EpochOrder, Order, samples_at
 from slurmtrain.data.loading.samples import fetch_batches
-from slurmtrain.data.loading.shared_memory import empty
 from slurmtrain.data.sources.protocol import FetchMethod, MapDataset, SourceSpec, inspect_dataset, inspect_source
 from slurmtrain.data.sources.shares import shares_of
 from slurmtrain.errors import ConfigError
@@ -104,42 +101,39 @@ class MixedSamples:
         return self._parts[part][own]
 
     def get_batch(self, indices: NDArray[np.int64]) -> Batch:
-        return as_batch(next(self.get_batches(indices[None], numbers=indices[None])))
+        """Return the samples `indices` [B] as one batch."""
+        made = self._fetch_group(indices[None], indices[None], 0)
+        return made.split()[0].batch() if isinstance(made, RowGroup) else made
 
     def get_batches(
-        self,
-        indices: NDArray[np.int64],
-        *,
-        numbers: NDArray[np.int64],
-        seed: int = 0,
-        empty: Callable[..., Tensor] = empty,
-    ) -> Iterator[Batch | CompactRows]:
-        """Yield the batches `indices` [M, B], see `MapDataset`."""
-        at_once = self._batches_at_once(indices.shape[1])
-        for first in range(0, len(indices), at_once):
-            some = slice(first, first + at_once)
-            yield from self._together(indices[some], numbers[some], seed, empty)
+        self, indices: NDArray[np.int64], *, numbers: NDArray[np.int64], seed: int = 0, **unused: Any
+    ) -> Iterator[Batch | RowGroup]:
+        """Yield the batches `indices` [M, B], several at a time, see `FullMapDataset`."""
+        count = self._batches_per_group(indices.shape[1])
+        for first in range(0, len(indices), count):
+            some = slice(first, first + count)
+            yield self._fetch_group(indices[some], numbers[some], seed)
 
-    def _batches_at_once(self, samples: int) -> int:
+    def _batches_per_group(self, samples: int) -> int:
         # Rows of a user's own class may differ in length, and a batch must not depend on the batches made with it.
         alike = all(
             type(part.dataset) is PackedTokens and part.method is FetchMethod.GET_BATCHES for part in self._parts
         )
-        return batches_at_once(samples, self.seq_len) if alike and self.seq_len is not None else 1
+        return batches_per_group(samples, self.seq_len) if alike and self.seq_len is not None else 1
 
-    def _together(
-        self, indices: NDArray[np.int64], numbers: NDArray[np.int64], seed: int, empty: Callable[..., Tensor]
-    ) -> Iterator[Batch | CompactRows]:
-        """Yield the batches `indices` [M, B]; all samples of one part are fetched by one call."""
+    def _fetch_group(self, indices: NDArray[np.int64], numbers: NDArray[np.int64], seed: int) -> Batch | RowGroup:
+        """Return the batches `indices` [M, B]; all samples of one part are fetched by one call.
+
+        Several batches are asked for only where all parts give groups.
+        """
         found = [
-            (rows, next(iter(fetch_batches(self._parts[part], own[None], numbers.reshape(-1)[rows][None], seed=seed))))
+            (rows, next(fetch_batches(self._parts[part], own[None], numbers.reshape(-1)[rows][None], seed=seed)))
             for part, rows, own in self._split(indices.reshape(-1))
         ]
-        compact = [(rows, batch) for rows, batch in found if isinstance(batch, CompactRows)]
-        if len(compact) == len(found):
-            yield from joined_rows(compact, empty, document_mask=self.document_mask).apart(len(indices), empty)
-        else:  # one batch
-            yield joined([(torch.from_numpy(rows), as_batch(batch)) for rows, batch in found])
+        groups = [(rows, made) for rows, made in found if isinstance(made, RowGroup)]
+        if len(groups) == len(found):
+            return merge_groups(groups, batches=len(indices), document_mask=self.document_mask)
+        return merge_batches([(rows, made.split()[0].batch()) for rows, made in found])
 
     def will_need(self, indices: NDArray[np.int64]) -> None:
         for part, _, own in self._split(indices):

@@ -21,7 +21,7 @@ from slurmtrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from slurmtrain.data.loading.batches import Batch
-    from slurmtrain.data.loading.compact_rows import CompactRows
+    from slurmtrain.data.loading.compact_rows import RowGroup
 
 
 class MapDataset(Protocol):
@@ -64,8 +64,8 @@ class FullMapDataset(MapDataset, Protocol):
 
     def get_batches(
         self, indices: NDArray[np.int64], /, *, numbers: NDArray[np.int64], seed: int, empty: Callable[..., Any]
-    ) -> Iterable[Batch | CompactRows]:
-        """Yield several batches. It seeds its random generators itself.
+    ) -> Iterable[Batch | RowGroup]:
+        """Yield several batches, one by one or as groups. It seeds its random generators itself.
 
         After an error, every batch that is missing is asked for by itself.
 
@@ -73,8 +73,7 @@ class FullMapDataset(MapDataset, Protocol):
             indices: the samples' indices in the data set, int64 [M, B].
             numbers: the samples' numbers in the run, int64 [M, B].
             seed: the seed of the run.
-            empty: empty(shape, dtype=) makes tensors that are sent without a copy, and that must not be changed once
-                their batch has been yielded.
+            empty: `torch.empty`.
         """
 
     def lengths(self, indices: NDArray[np.int64], /) -> NDArray[np.int64]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slurmtrain.data import BatchLoader, Mixture
-from slurmtrain.data.loading.batches import stacked
+from slurmtrain.data.loading.batches import concatenate
 from slurmtrain.data.loading.order import sample_ids
 from slurmtrain.data.sources.mixture import MixedSamples, MixtureOrder
 from slurmtrain.errors import ConfigError
@@ -148,7 +148,7 @@ def test_micro_batches_become_one_though_only_some_tell_documents_apart() -> Non
     plain = {name: masked[name] for name in ("inputs", "targets")}
     for batches in ([masked, plain], [plain, masked]):
         rows = [batch.get("documents", torch.zeros(1, 4)).tolist() for batch in batches]
-        assert stacked(batches)["documents"].tolist() == rows[0] + rows[1]
+        assert concatenate(batches)["documents"].tolist() == rows[0] + rows[1]
 
 
 def test_valid_each_names_the_held_out_samples_of_every_source() -> None:

@@ -28,8 +28,8 @@ from slurmtrain.data import BatchLoader, Mixture, PreparedText, eval_batches
 from slurmtrain.data.format import reading, rows
 from slurmtrain.data.format.manifest import Manifest, Shard, Split, TokenizerFacts, shard_file
 from slurmtrain.data.format.tokens import PackedTokens
-from slurmtrain.data.loading.batches import num_targets, stacked
-from slurmtrain.data.loading.compact_rows import CompactRows
+from slurmtrain.data.loading.batches import concatenate, num_targets
+from slurmtrain.data.loading.compact_rows import RowGroup
 from slurmtrain.data.loading.samples import fetch_batches
 from slurmtrain.data.loading.shared_memory import SLOT_BYTES
 from slurmtrain.data.sources.protocol import inspect_dataset
@@ -173,11 +173,12 @@ def test_batches_of_a_mixture_are_its_samples_stacked(data: Path, other: str, ma
     masked = PreparedText(str(data), 10, packing=other, document_mask=mask)
     train = Mixture({"plain": PreparedText(str(data), 10), "masked": masked}).train
     indices = np.random.default_rng(0).integers(0, len(train), (20_000 // 4, 4))  # more than are made at once
-    batches = list(fetch_batches(inspect_dataset(train), indices, indices, seed=0))
+    groups = list(fetch_batches(inspect_dataset(train), indices, indices, seed=0))
+    assert all(isinstance(group, RowGroup) for group in groups)
+    batches = [batch for group in groups for batch in group.split()]
     assert len(batches) == len(indices)
     for of_batch, batch in zip(indices.tolist(), batches, strict=True):
-        assert isinstance(batch, CompactRows)
-        expected = stacked([{name: row[None] for name, row in train[index].items()} for index in of_batch])
+        expected = concatenate([{name: row[None] for name, row in train[index].items()} for index in of_batch])
         if mask:  # whichever samples it has
             expected.setdefault("documents", torch.zeros_like(expected["inputs"], dtype=torch.int32))
         got = batch.batch()
@@ -340,7 +341,7 @@ def test_all_batches_before_one_that_cannot_be_read_come(data: Path, mixed: bool
     batches = fetch_batches(
         inspect_dataset(train), indices := np.array([[0, 1], [7, 8], [2, 5], [3, 4]]), indices, seed=0
     )
-    assert [next(batches).num_targets, next(batches).num_targets] == [8, 8]
+    assert [next(batches).num_targets, next(batches).num_targets] == [[8], [8]]
     with pytest.raises(ConfigError, match="has the token 300"):
         next(batches)
 
