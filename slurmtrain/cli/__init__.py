@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     verb = arguments.find_verb(words)
     if verb is not None and not VERBS[verb].composes:
-        _log_to_stderr()
+        if verb != "help":
+            _log_to_stderr()
         rest = list(words)
         rest.remove(verb)
         module = importlib.import_module(VERBS[verb].module)
@@ -62,7 +63,6 @@ def _run(words: list[str]) -> int:
 
         print(f"slurmtrain {__version__}")
         return 0
-    _log_to_stderr()
     if "--experimental-rerun" in parsed.options:
         raise UsageError(
             "--experimental-rerun is not supported", hint="`resume RUN` continues a run as it was submitted"
@@ -79,6 +79,7 @@ def _run(words: list[str]) -> int:
         raise UsageError("no verb was given", hint=f"one of: {names}; python -m slurmtrain --help explains them")
     if parsed.positionals and parsed.verb not in ("train", "prepare"):
         raise arguments.no_override(parsed.positionals[0], parsed.verb)
+    _log_to_stderr()
     if "--multirun" in parsed.options:
         if parsed.verb != "submit":
             raise UsageError(f"-m (--multirun) goes with submit, not with {parsed.verb}", hint="-m key=1,2 submit")
@@ -93,6 +94,6 @@ def _run(words: list[str]) -> int:
 
 
 def _log_to_stderr() -> None:
-    from slurmtrain.system import logs  # loads logging, which --help does without
+    from slurmtrain.system import logs  # loads logging, which --help and tab completion do without
 
     logs.set_up()

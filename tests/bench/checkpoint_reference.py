@@ -125,9 +125,10 @@ class DcpAsync:
             async_checkpointer_type=self._type,
             async_stager=self._stager,
         )
-        staged = isinstance(answer, AsyncSaveResponse)
-        self._staged = answer.staging_completion if staged else None
-        self._written = answer.upload_completion if staged else answer
+        if isinstance(answer, AsyncSaveResponse):
+            self._staged, self._written = answer.staging_completion, answer.upload_completion
+        else:
+            self._staged, self._written = None, answer
 
     def before_optimizer_step(self) -> None:
         """Until the state may be changed."""

@@ -1,18 +1,22 @@
 """Loading prepared tokens: against slicing a memmap by hand, against torchdata and mosaicml-streaming; far into 10^11 tokens.
 
-python -m tests.bench data [--rounds 7] [--only batches|loaders|seek|packing|wait]
+python -m tests.bench data [--rounds 7] [--only batches|mechanisms|loaders|seek|packing|wait]
 
 Wanted: with one worker at least half as fast as slicing by hand by the clock, for the same windows and the same int64 tensors,
 and by processor time, of which a node has little to spare, the shares in WANTED; each row says where it falls short (by hand,
 nothing is masked nor packed). And ahead of torchdata's StatefulDataLoader and of mosaicml-streaming over the same tokens (pip
 install torchdata mosaicml-streaming; each is left out when it is not there); the first batch after a resume at 10^11 tokens
 within 50 ms; best-fit packing that leaves less than 1 % free; and less than 1 % of a step of the quick start spent waiting for
-data. All in turn, medians over rounds, since machines are noisy.
+data. And each mechanism of the way from a worker to its rank (shared memory, messages of several batches, compact rows) has to
+make some kind of data at least 10 % faster by processor time, or it has to go. All in turn, medians over rounds, since machines
+are noisy.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import gc
 import importlib.util
 import json
@@ -23,10 +27,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -37,6 +42,10 @@ from slurmtrain.data import BatchLoader, Mixture, PreparedText
 from slurmtrain.data.format.manifest import KINDS, Manifest, Shard, Split, TokenizerFacts, shard_file
 from slurmtrain.data.format.packing import best_fit_rows
 from slurmtrain.data.format.reading import _opened
+from slurmtrain.data.loading import batches, loader, workers
+from slurmtrain.data.loading.batches import WholeBatch
+from slurmtrain.data.loading.samples import fetch_batches
+from slurmtrain.data.loading.shared_memory import Message
 from tests.support.prepared import write_shard
 
 TOKENS, BATCH, SEQUENCE, BATCHES = 1 << 26, 8, 2048, 1000
@@ -54,18 +63,19 @@ TOKENIZER = TokenizerFacts(kind="bytes", file=None, sha256=None, vocab_size=VOCA
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench data")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", choices=("batches", "loaders", "seek", "packing", "wait"))
+    parser.add_argument("--only", choices=("batches", "mechanisms", "loaders", "seek", "packing", "wait"))
     options = parser.parse_args([word for word in sys.argv[1:] if word != "data"])
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         parts: dict[str, Callable[[], None]] = {
             "batches": lambda: compare_batches(Path(folder, "tokens"), options.rounds),
+            "mechanisms": lambda: compare_mechanisms(Path(folder, "tokens"), options.rounds),
             "loaders": lambda: compare_loaders(Path(folder, "tokens"), options.rounds),
             "seek": lambda: measure_seek(Path(folder, "sparse"), options.rounds),
             "packing": measure_packing,
             "wait": lambda: measure_wait(Path(folder)),
         }
-        if options.only in (None, "batches", "loaders"):
+        if options.only in (None, "batches", "mechanisms", "loaders"):
             write_tokens(Path(folder, "tokens"))
         for name, part in parts.items():
             if options.only in (None, name):
@@ -123,10 +133,8 @@ def batches_by_hand(by_hand: ByHand, turn: int) -> Iterator[Any]:
         yield by_hand.get_batch(order[first : first + BATCH])
 
 
-def compare_batches(folder: Path, rounds: int) -> None:
-    """The same windows and the same tensors."""
-    by_hand = ByHand(folder)
-    sources = {
+def sources_of(folder: Path) -> dict[str, Any]:
+    return {
         "concat": PreparedText(str(folder), SEQUENCE).train,
         "concat, masked": PreparedText(str(folder), SEQUENCE, document_mask=True).train,
         "best fit": PreparedText(str(folder), SEQUENCE, packing="best_fit").train,
@@ -134,6 +142,11 @@ def compare_batches(folder: Path, rounds: int) -> None:
             {name: PreparedText(str(folder), SEQUENCE) for name in "ab"}, {"a": 0.7, "b": 0.3}
         ).train,
     }
+
+
+def compare_batches(folder: Path, rounds: int) -> None:
+    """The same windows and the same tensors."""
+    by_hand, sources = ByHand(folder), sources_of(folder)
     last = by_hand.get_batch(np.array([3, 5, 0]))
     for name, rows in sources["concat"].get_batch(np.array([3, 5, 0])).items():
         assert torch.equal(rows, last[name])
@@ -142,16 +155,69 @@ def compare_batches(folder: Path, rounds: int) -> None:
         return lambda turn: loader_batches(source, turn, workers=workers)
 
     runs: dict[str, Callable[[int], Iterator[Any]]] = {"by hand": lambda turn: batches_by_hand(by_hand, turn)}
-    for workers, where in ((0, "in process"), (1, "one worker")):
-        runs |= {f"{name}, {where}": by_workers(source, workers) for name, source in sources.items()}
+    for count, where in ((0, "in process"), (1, "one worker")):
+        runs |= {f"{name}, {where}": by_workers(source, count) for name, source in sources.items()}
     print(f"batches of {BATCH} x {SEQUENCE} by our loader, against the memmap sliced by hand in one process")
     report(in_turn(runs, rounds), "by hand")
+
+
+class Images:
+    """Images as float arrays, some of them again and again, by a user's own `get_batch`."""
+
+    def __init__(self, side: int):
+        self._pixels = np.random.default_rng(0).random((64, 3, side, side), dtype=np.float32)
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def get_batch(self, indices: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        return {"inputs": torch.from_numpy(self._pixels[indices % 64]), "targets": torch.from_numpy(indices)}
+
+
+def expanded_by_the_worker(*arguments: Any, **options: Any) -> Iterator[WholeBatch]:
+    for group in fetch_batches(*arguments, **options):
+        yield from (WholeBatch(rows.batch(), rows.num_targets) for rows in group.split())
+
+
+# What to replace for a loader that lacks it. Without room in shared memory, torch sends tensors its own way.
+MECHANISMS: dict[str, list[tuple[Any, str, Any]]] = {
+    "shared memory": [(Message, "_reserved", lambda *arguments: None), (batches, "SLOT_BYTES", -1)],
+    "messages of several batches": [(workers, "MESSAGE_S", 0.0)],
+    "compact rows": [(loader, "fetch_batches", expanded_by_the_worker)],
+}
+
+
+def batches_without(mechanism: str, source: Any, turn: int) -> Iterator[Any]:
+    with contextlib.ExitStack() as replaced:
+        for place, name, instead in MECHANISMS.get(mechanism, []):
+            replaced.enter_context(mock.patch.object(place, name, instead))
+        yield from loader_batches(source, turn, workers=1)
+
+
+def compare_mechanisms(folder: Path, rounds: int) -> None:
+    """One worker with and without each mechanism."""
+    sources = {**sources_of(folder), **{f"images of {side} x {side}": Images(side) for side in (32, 224)}}
+    gains: dict[str, list[float]] = {mechanism: [] for mechanism in MECHANISMS}
+    for name, source in sources.items():
+        runs = {"as it is": functools.partial(batches_without, "", source)}
+        runs |= {f"no {one}": functools.partial(batches_without, one, source) for one in MECHANISMS}
+        print(f"{name}: batches of {BATCH} from one worker")
+        rates = in_turn(runs, rounds, BATCHES // 10 if source is sources["images of 224 x 224"] else BATCHES)
+        report(rates, "as it is")
+        for one, of_mechanism in gains.items():
+            pairs = zip(rates["as it is"], rates[f"no {one}"], strict=True)
+            of_mechanism.append(statistics.median(whole.cpu / lacking.cpu for whole, lacking in pairs))
+    for one, of_mechanism in gains.items():
+        short = "" if max(of_mechanism) >= 1.1 else ": SHORT"
+        print(
+            f"  {one}: {min(of_mechanism):.2f} to {max(of_mechanism):.2f} times as fast by processor time, wanted 1.1{short}"
+        )
 
 
 def compare_loaders(folder: Path, rounds: int) -> None:
     """One worker each, over the same tokens."""
     source = PreparedText(str(folder), SEQUENCE).train
-    runs = {"ours": lambda turn: loader_batches(source, turn, workers=1)}
+    runs: dict[str, Callable[[int], Iterable[Any]]] = {"ours": lambda turn: loader_batches(source, turn, workers=1)}
     if importlib.util.find_spec("torchdata"):
         runs["torchdata"] = lambda turn: torchdata_batches(folder, turn)
     if importlib.util.find_spec("streaming"):
@@ -164,7 +230,7 @@ def compare_loaders(folder: Path, rounds: int) -> None:
 
 
 def loader_batches(dataset: Any, turn: int, *, workers: int) -> Iterator[Any]:
-    loader = BatchLoader(
+    steps = BatchLoader(
         dataset,
         seed=turn,
         global_batch_size=BATCH,
@@ -172,10 +238,10 @@ def loader_batches(dataset: Any, turn: int, *, workers: int) -> Iterator[Any]:
         num_workers=workers,
     )
     try:
-        for step in islice(loader, BATCHES + 1):
+        for step in islice(steps, BATCHES + 1):
             yield step.micro_batches[0]
     finally:
-        loader.close()
+        steps.close()
 
 
 def torchdata_batches(folder: Path, turn: int) -> Iterator[Any]:
@@ -198,7 +264,7 @@ def streaming_batches(folder: Path, turn: int) -> Iterator[Any]:
     from streaming import StreamingDataLoader, StreamingDataset
     from streaming.base.util import clean_stale_shared_memory
 
-    class Windows(StreamingDataset):
+    class Windows(StreamingDataset):  # type: ignore[misc]  # it has no types
         def __getitem__(self, at: int) -> dict[str, torch.Tensor]:
             window = torch.from_numpy(super().__getitem__(at)["tokens"].astype(np.int64))
             return {"inputs": window[:-1], "targets": window[1:]}
@@ -208,18 +274,20 @@ def streaming_batches(folder: Path, turn: int) -> Iterator[Any]:
     return iter(StreamingDataLoader(dataset, batch_size=BATCH, num_workers=1))
 
 
-def in_turn(runs: dict[str, Callable[[int], Iterable[Any]]], rounds: int) -> dict[str, list[Rate]]:
+def in_turn(
+    runs: Mapping[str, Callable[[int], Iterable[Any]]], rounds: int, count: int = BATCHES
+) -> dict[str, list[Rate]]:
     """Rates of each, round by round; the first batch, for which workers start, does not count."""
     rates: dict[str, list[Rate]] = {name: [] for name in runs}
     for turn in range(rounds + 1):
         for name, run in runs.items():
-            batches = iter(run(turn))
-            next(batches)
+            made = iter(run(turn))
+            next(made)
             tokens, wall, cpu = 0, time.perf_counter(), cpu_seconds()
-            for batch in islice(batches, BATCHES - 1):
+            for batch in islice(made, count - 1):
                 tokens += batch["inputs"].numel()
             rates[name].append(Rate(tokens / (time.perf_counter() - wall) / 1e6, tokens / (cpu_seconds() - cpu) / 1e6))
-            del batches
+            del made
     return {name: of_run[1:] for name, of_run in rates.items()}  # the first round is a warm-up
 
 
@@ -268,10 +336,10 @@ def measure_seek(folder: Path, rounds: int) -> None:
         source = PreparedText(str(folder), SEQUENCE)
         opened = time.perf_counter()
         consumed = (turn + 1) * BATCH * 700_001
-        loader = BatchLoader(
+        steps = BatchLoader(
             source.train, seed=0, global_batch_size=BATCH, micro_batch_size=BATCH, samples_consumed=consumed
         )
-        next(loader)
+        next(steps)
         took.append((opened - began, time.perf_counter() - opened))
     gc.enable()
     opening, batch = (1000 * statistics.median(times) for times in zip(*took[1:], strict=True))

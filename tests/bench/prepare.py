@@ -52,7 +52,11 @@ def main() -> None:
         _write_text(text, options.mb)
         _train(tokenizer, options.vocabulary)
         size = text.stat().st_size / 1e6
-        ways = {"bare loop": [], "prepare, 1 process": [], "prepare, 2 processes": []}
+        ways: dict[str, list[tuple[float, float, int]]] = {
+            "bare loop": [],
+            "prepare, 1 process": [],
+            "prepare, 2 processes": [],
+        }
         for turn in range(options.rounds):
             ways["bare loop"].append(_bare(text, tokenizer))
             for workers in (1, 2):

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from slurmtrain.cli import main as slurmtrain
 from slurmtrain.runs.attempts import TAIL_BYTES, Attempt
+from tests.support.run_info import run_info
 
 RUNS, STEPS, LAST_BYTES, ROUNDS = 3000, 300, TAIL_BYTES, 5
 WANTED = 5.0
@@ -97,9 +98,9 @@ def make_runs(runs: Path, slurm_conf: str | None) -> None:
             checkpoint = run / "checkpoints" / f"checkpoint_{step:07d}"
             checkpoint.mkdir(parents=True)
             (checkpoint / "COMPLETE").write_text("0" * 64 + "\n")
-        facts = {"id": run.name, "name": run.parent.name, "overrides": ["optim.lr=1e-3"], "config_hash": "0" * 12}
-        facts |= {"backend": "slurm", "user": "somebody", "host": "login", "created": ended, "slurm_conf": slurm_conf}
-        facts |= {"job_ids": [job_id], "steps": STEPS, "workdir": "code", "submit_dir": str(runs)}
+        facts = run_info(id=run.name, name=run.parent.name, created=ended, slurm_conf=slurm_conf, job_ids=[job_id])
+        facts |= {"overrides": ["optim.lr=1e-3"], "config_hash": "0" * 12, "host": "login"}
+        facts |= {"steps": STEPS, "workdir": "code", "submit_dir": str(runs)}
         (run / "run.json").write_text(json.dumps(facts, indent=1))
         record = Attempt(
             1, job_id=job_id, nodes=["node1"], world_size=8, pid=1, host="node1", started=ended - 600, ended=ended

@@ -68,7 +68,7 @@ L = TypeVar("L", bound=BatchLoader)
 RANKS, BATCH, SEQUENCE = 2, 16, 256
 SETTLING = 5  # steps of each run that do not count
 SAVE_EVERY = 50  # as the config has it; a step of this model takes a tenth of a second
-MODEL = {
+MODEL: dict[str, Any] = {
     "vocab_size": 256,
     "width": 96,
     "layers": 3,
@@ -138,19 +138,19 @@ def bare_model(name: str) -> nn.Module:
         "norm": SequenceParallel(),
         "output": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
     }
-    for layer in model.blocks:
-        block = f"blocks.{layer}"
-        plan |= {f"{block}.attention.{column}": ColwiseParallel() for column in columns} | {
-            f"{block}.attention_norm": SequenceParallel(),
-            f"{block}.feed_forward_norm": SequenceParallel(),
-            f"{block}.attention": PrepareModuleInput(
+    for number in model.blocks:
+        prefix = f"blocks.{number}"
+        plan |= {f"{prefix}.attention.{column}": ColwiseParallel() for column in columns} | {
+            f"{prefix}.attention_norm": SequenceParallel(),
+            f"{prefix}.feed_forward_norm": SequenceParallel(),
+            f"{prefix}.attention": PrepareModuleInput(
                 input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
             ),
-            f"{block}.attention.out": RowwiseParallel(output_layouts=Shard(1)),
-            f"{block}.feed_forward": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-            f"{block}.feed_forward.gate": ColwiseParallel(),
-            f"{block}.feed_forward.up": ColwiseParallel(),
-            f"{block}.feed_forward.down": RowwiseParallel(output_layouts=Shard(1)),
+            f"{prefix}.attention.out": RowwiseParallel(output_layouts=Shard(1)),
+            f"{prefix}.feed_forward": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+            f"{prefix}.feed_forward.gate": ColwiseParallel(),
+            f"{prefix}.feed_forward.up": ColwiseParallel(),
+            f"{prefix}.feed_forward.down": RowwiseParallel(output_layouts=Shard(1)),
         }
     return parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
 
@@ -163,6 +163,9 @@ class Alternating(BatchLoader):
     """
 
     bare_steps: Iterator[None]
+    began: Spent
+    bare: list[Spent]
+    ours: list[Spent]
 
     def __next__(self) -> Step:
         arrived = Spent.now()

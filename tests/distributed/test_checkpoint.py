@@ -28,6 +28,7 @@ from slurmtrain.data import BatchLoader
 from slurmtrain.errors import CheckpointError
 from slurmtrain.parallel.ddp import apply_ddp
 from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.system.files import write_synced
 from tests.support.gloo import GlooRanks
 from tests.support.logs import collect_messages
 
@@ -353,7 +354,7 @@ def fail_on_one_rank(distributed: DistributedContext, directory: Path, failing: 
     original = blocks.write_all
     if rank.rank == failing:
 
-        def full(*args: Any) -> None:
+        def full(descriptor: int, data: memoryview[int], offset: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         blocks.write_all = full
@@ -400,10 +401,9 @@ def test_a_life_that_is_overtaken_during_its_save_does_not_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = Rank(None, tmp_path, incarnation=1)
-    original = commit.write_synced
 
     def overtaken(path: Path, text: bytes) -> None:
-        original(path, text)
+        write_synced(path, text)
         if path.name == "COMPLETE":
             commit.claim(tmp_path, Incarnation(2, "life 2"))
 

@@ -63,7 +63,7 @@ class Collectives(TorchDispatchMode):
     """Counts collectives."""
 
     def __init__(self) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self.found: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -21,7 +21,7 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.data import IGNORED_TARGET
-from slurmtrain.data.loading.loader import Batch
+from slurmtrain.data.loading.batches import Batch
 from slurmtrain.data.sources.protocol import inspect_source
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe import read_metrics

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from slurmtrain.models import Decoder
 from slurmtrain.runtime.distributed_context import DistributedContext
@@ -23,45 +23,47 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def sharded(model: nn.Module, mesh: DeviceMesh, dimension: int = 0) -> None:
+def sharded(model: Decoder, mesh: DeviceMesh, dimension: int = 0) -> None:
     def place(parameter: nn.Parameter) -> Shard:
         return Shard(min(dimension, parameter.dim() - 1))
 
-    for block in model.blocks.children():  # type: ignore[union-attr]
+    for block in model.blocks.children():
         fully_shard(block, mesh=mesh, shard_placement_fn=place)
     fully_shard(model, mesh=mesh, shard_placement_fn=place)
 
 
-def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+def tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     columns = ["attention.query", "attention.key", "attention.value", "feed_forward.gate", "feed_forward.up"]
     rows = ["attention.out", "feed_forward.down"]
-    for block in model.blocks.children():  # type: ignore[union-attr]
+    for block in model.blocks.children():
         parallelize_module(
             block, mesh, dict.fromkeys(columns, ColwiseParallel()) | dict.fromkeys(rows, RowwiseParallel())
         )
-    ends = {"embedding": RowwiseParallel()} | ({"output": ColwiseParallel()} if model.output is not None else {})
+    ends: dict[str, ParallelStyle] = {"embedding": RowwiseParallel()}
+    if model.output is not None:
+        ends["output"] = ColwiseParallel()
     parallelize_module(model, mesh, ends)
 
 
-def fsdp(model: nn.Module) -> None:
+def fsdp(model: Decoder) -> None:
     sharded(model, init_device_mesh("cpu", (4,)))
 
 
-def fsdp_by_columns(model: nn.Module) -> None:
+def fsdp_by_columns(model: Decoder) -> None:
     sharded(model, init_device_mesh("cpu", (4,)), dimension=1)
 
 
-def hsdp(model: nn.Module) -> None:
+def hsdp(model: Decoder) -> None:
     sharded(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
-def fsdp_tp(model: nn.Module) -> None:
+def fsdp_tp(model: Decoder) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tensor_parallel(model, mesh["tp"])
     sharded(model, mesh["dp"])
 
 
-LAYOUTS: list[Callable[[nn.Module], None]] = [fsdp, fsdp_by_columns, hsdp, fsdp_tp]
+LAYOUTS: list[Callable[[Decoder], None]] = [fsdp, fsdp_by_columns, hsdp, fsdp_tp]
 
 
 def draw_in_all_layouts(distributed: DistributedContext) -> dict[str, list[str]]:

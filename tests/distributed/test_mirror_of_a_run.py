@@ -12,6 +12,7 @@ from torch import nn
 
 from slurmtrain.checkpoint import commit
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.mirror_upload import MirrorUploader
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.errors import CheckpointError, CheckpointMismatchError
 from slurmtrain.runtime.distributed_context import DistributedContext
@@ -34,6 +35,12 @@ class Rank:
             mirror=url,
             keep=Keep(last=2),
         )
+
+    @property
+    def uploader(self) -> MirrorUploader:
+        uploader = self.checkpointer._saves._mirror_uploader
+        assert uploader is not None
+        return uploader
 
     def step_and_save(self, step: int) -> None:
         self.model(torch.ones(2, 300)).square().mean().backward()
@@ -60,8 +67,8 @@ def save_wipe_and_restore(distributed: DistributedContext | None, folder: Path) 
     if distributed is not None:
         distributed.leave_together()
     second = Rank(distributed, directory, url, seed=2)
-    step = second.restore()
-    return step, second.values() == first.values(), [path.name for path in commit.committed(directory)], second.said
+    restored = second.restore()
+    return restored, second.values() == first.values(), [path.name for path in commit.committed(directory)], second.said
 
 
 def test_two_ranks_fetch_what_was_wiped(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
@@ -78,7 +85,7 @@ def save_two(folder: Path, run_id: str = "") -> str:
     for step in (1, 2):
         rank.step_and_save(step)
         rank.checkpointer._saves._thread.wait_idle()
-        rank.checkpointer._saves._mirror_uploader._thread.wait_idle()
+        rank.uploader._thread.wait_idle()
     rank.checkpointer.close()
     shutil.rmtree(folder / "checkpoints")
     return url
@@ -111,7 +118,7 @@ def test_a_store_that_fails_is_told_and_the_checkpoint_is_committed_all_the_same
     def refuse(*args: Any, **options: Any) -> None:
         raise CheckpointError("the store says no")
 
-    monkeypatch.setattr(rank.checkpointer._saves._mirror_uploader._mirror, "upload", refuse)
+    monkeypatch.setattr(rank.uploader._mirror, "upload", refuse)
     rank.step_and_save(1)
     rank.checkpointer.close()
     assert [path.name for path in commit.committed(tmp_path / "checkpoints")] == ["checkpoint_0000001"]

@@ -33,9 +33,9 @@ class Breaking(Decoder):
         super().__init__(**settings)
         self.at, self.until, self.value, self.passes = at, until, float(value), 0
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens_BS: Tensor, *more: Any, **named: Any) -> Tensor:
         self.passes += self.training
-        logits: Tensor = super().forward(tokens)
+        logits = super().forward(tokens_BS, *more, **named)
         broken = self.training and self.at <= self.passes < self.until
         return logits + self.value if broken else logits
 
@@ -43,9 +43,9 @@ class Breaking(Decoder):
 class BreakingText(Decoder):
     """As a `model._target_`: not finite wherever a sequence has a certain byte at a certain place."""
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = super().forward(tokens)
-        return logits + torch.where(tokens[:, :1, None] % 16 == 7, math.nan, 0.0)
+    def forward(self, tokens_BS: Tensor, *more: Any, **named: Any) -> Tensor:
+        logits = super().forward(tokens_BS, *more, **named)
+        return logits + torch.where(tokens_BS[:, :1, None] % 16 == 7, math.nan, 0.0)
 
 
 def breaking(at: int, **more: Any) -> list[str]:

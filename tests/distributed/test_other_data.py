@@ -22,7 +22,7 @@ from tests.support.reading import checkpoint_tensors
 CLASSES = torch.randn(5, 12, generator=torch.Generator().manual_seed(0))
 
 
-class Table:
+class Table(torch.utils.data.Dataset[dict[str, Tensor]]):
     def __init__(self, rows: int):
         self.rows = rows
 

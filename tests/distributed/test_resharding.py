@@ -36,7 +36,8 @@ class Block(nn.Module):
         self.down = nn.Linear(20, 12, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
+        down: Tensor = self.down(torch.relu(self.up(x)))
+        return x + down
 
 
 class Model(nn.Module):
@@ -53,7 +54,8 @@ class Model(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(x * self.scale)
+        logits: Tensor = self.head(x * self.scale)
+        return logits
 
 
 def reference_model(seed: int) -> Model:
@@ -295,7 +297,7 @@ def save_sizes(distributed: DistributedContext, root: Path) -> int:
         expected = sum(tensor.numel() * tensor.itemsize for tensor in model.state_dict().values())
         if layout != "plain":
             shape, names = ((4,), ("fsdp",)) if layout == "fsdp" else ((2, 2), ("dp", "fsdp"))
-            model = fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+            fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
         checkpointer = Checkpointer(root / layout, group=distributed.checkpoint_group)
         checkpointer.save(1, model=model).result(60)
         checkpointer.close()

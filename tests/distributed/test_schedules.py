@@ -24,6 +24,7 @@ from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.jobs.train import build_trainer
 from slurmtrain.runtime.startup_times import Timeline
+from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.system import signals
 from slurmtrain.training.trainer import Outcome
 from tests.distributed.test_training import experiment
@@ -79,7 +80,7 @@ def draw_schedule(seed: int) -> list[Interruption]:
     ]
 
 
-class Grace:
+class Grace(StopWatcher):
     """Stands in for the watchman of rank 0, who asks SLURM how long this job has left."""
 
     def __init__(self, saves: float | None):

@@ -122,7 +122,8 @@ def calls_of_a_save(lane: Lane) -> list[int]:
     if "calls" not in lane.memory:
         lane.memory["calls"] = measure()
         assert min(lane.memory["calls"]) > 0, "the layer sees nothing"
-    return lane.memory["calls"]
+    calls: list[int] = lane.memory["calls"]
+    return calls
 
 
 def enter_errno(name: str, number: int) -> None:

@@ -112,9 +112,9 @@ def save_where_told(
         writer = checkpointer(directory, group, order=None)
     except CheckpointError as error:
         return str(error)
-    error = attempt(writer, training)
+    told = attempt(writer, training)
     writer.close()
-    return error
+    return told
 
 
 def apart(lane: Lane, directories: list[Path], *, ranks_apart: bool = False) -> Trial:

@@ -63,7 +63,8 @@ def undisturbed(lane: Lane) -> dict[int, str]:
         lane.memory["losses"] = losses(child)
         for path in sorted((lane.directory / "checkpoints").rglob("*"), reverse=True):
             path.unlink() if path.is_file() else path.rmdir()
-    return lane.memory["losses"]
+    expected: dict[int, str] = lane.memory["losses"]
+    return expected
 
 
 def signalled(lane: Lane, workers: int, context: str, number: int) -> Trial:

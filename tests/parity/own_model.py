@@ -18,7 +18,8 @@ class Layer(nn.Module):
         self.down = nn.Linear(64, 32, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).relu())
+        down: Tensor = self.down(self.up(x).relu())
+        return x + down
 
 
 class OwnModel(nn.Module):

@@ -96,6 +96,10 @@ class Run:
                 pytest.fail(f"not {what} after {timeout_s} s\n{self.status()}\n{self.logs()}")
             time.sleep(0.05)
 
+    def wait_until_done(self) -> None:
+        """Until its last attempt has finished the run."""
+        self.wait_until(lambda: bool(self.attempts()) and self.attempts()[-1].verdict == "done", "finished")
+
     def wait_for_step(self, step: int, timeout_s: float = 180) -> None:
         self.wait_until(lambda: self.step() >= step, f"at step {step}", timeout_s)
 

@@ -49,8 +49,9 @@ def test_each_due_checkpoint_is_evaluated_once_by_a_job_with_the_numbers_of_an_e
     for each in waiting:
         run.cluster.run(["scontrol", "update", f"JobId={each['job_id']}", "StartTime=now"])
     run.wait_until(lambda: all(each["metrics"] for each in evaluations(run)), "evaluated")
-    for evaluation in run.run_dir.all_evaluations():
-        run.wait_until(lambda of=evaluation: attempts.read_attempt(of, 1).verdict == "done", "settled")
+    its = run.run_dir.all_evaluations()
+    run.wait_until(lambda: all(attempts.read_attempt(each, 1).verdict == "done" for each in its), "decided")
+    for evaluation in its:
         assert evaluation.attempt_numbers() == [1]
     assert [each["job_ids"] for each in evaluations(run)] == [[each["job_id"]] for each in waiting]
     assert len({each["job_id"] for each in waiting}) == len(events(run, "evaluation submitted")) == 3

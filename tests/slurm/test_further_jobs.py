@@ -186,7 +186,7 @@ def test_a_dead_node_is_survived_by_resubmit_where_the_batch_shell_lives_and_by_
         cluster.wait_for(jobs(chained)[0], "NODE_FAIL")
         cluster.start_node("n3")
         for run in (resubmitted, chained):
-            run.wait_until(lambda run=run: run.attempts()[-1].verdict == "done", "finished")
+            run.wait_until_done()
     finally:
         cluster.start_node(dead)
     first, second = resubmitted.attempts()

@@ -86,8 +86,9 @@ def test_two_runs_share_their_nodes(project: Project) -> None:
         run.wait_for_attempt(1)
     for run in runs:
         run.finish()
-    started = [(run.attempts()[0].started, run.attempts()[0].ended) for run in runs]
-    assert max(start for start, _ in started) < min(end for _, end in started), "they did not run side by side"
+    first, second = (run.attempts()[0] for run in runs)
+    assert first.ended is not None and second.ended is not None
+    assert max(first.started, second.started) < min(first.ended, second.ended), "they did not run side by side"
     assert runs[0].losses() == runs[1].losses()
 
 

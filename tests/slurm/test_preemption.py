@@ -40,7 +40,7 @@ def test_a_run_that_was_preempted_ends_when_it_has_finished_and_so_those_start_t
     cluster: Cluster = request.getfixturevalue("sandbox" if mode == "requeue" else "cancelling_sandbox")
     run, after = preempted_once(make_project(tmp_path / "project", cluster), after_it=True)
     assert after is not None
-    after.wait_until(lambda: bool(after.attempts()) and after.attempts()[-1].verdict == "done", "finished")
+    after.wait_until_done()
     once_more = cluster.does(STARTS_PREEMPTED_JOBS_ONCE_MORE)
     job = cluster.wait_for(run.job_id, "PREEMPTED" if mode == "cancel" and once_more else "COMPLETED")
     assert job["Restarts"] == ("2" if mode == "requeue" and once_more else "1")

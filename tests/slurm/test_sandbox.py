@@ -9,7 +9,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -313,10 +313,10 @@ def test_the_folders_of_sandboxes_are_closed_to_others_even_where_they_were_open
     assert [path.stat().st_mode & 0o777 for path in (directory, directory.parent)] == [0o700, 0o700]
 
 
-@pytest.mark.parametrize("field", ["nodes", "cpus", "gpus"])
-def test_a_size_that_cannot_be_is_refused_by_name(field: str) -> None:
-    with pytest.raises(UsageError, match=f"{field}=-1"):
-        SandboxSpec(**{field: -1})
+@pytest.mark.parametrize("sizes", [{"nodes": -1}, {"cpus": -1}, {"gpus": -1}])
+def test_a_size_that_cannot_be_is_refused_by_name(sizes: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"{next(iter(sizes))}=-1"):
+        SandboxSpec(**sizes)
 
 
 def test_the_command_line_says_what_to_type_next(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ import pytest
 
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm.versions import STARTS_PREEMPTED_JOBS_ONCE_MORE
 from slurmtrain.system.files import read_json, write_json
@@ -109,7 +110,7 @@ class Sweeper:
         return done.stdout + (done.stderr if not check else "")
 
     def submit(self, *overrides: str, **env: str) -> Sweep:
-        answer = json.loads(self.cli(*self.words(*overrides), "--json", **env))
+        answer = json.loads(self.cli(*self.words(*overrides), "--json", check=True, **env))
         return Sweep(Path(answer["path"]))
 
     def state(self, sweep: Sweep) -> dict[str, Any]:
@@ -353,7 +354,7 @@ def test_a_submission_that_was_cut_short_is_made_up_for_in_the_right_order(sweep
     for run_dir in (first, second):
         run_dir.update_info(job_ids=[])
     second.update_info(job_ids=["99999"])
-    second.event("submitted", job_id="99999")
+    second.event(Event.SUBMITTED, job_id="99999")
     job = read_json(sweep.array(0) / "job.json")
     assert job is not None
     write_json(sweep.array(0) / "job.json", {"job_id": job["job_id"], "time": job["time"]})
@@ -454,8 +455,8 @@ def test_an_sbatch_that_lies_refuses_and_dawdles_makes_no_double_and_loses_nothi
     assert calls[: len(faults)] == faults
     sizes = [min(1001, points - begin) for begin in range(0, points, 1001)]
     assert sorted(sweeper.queue().values()) == sorted(sizes)
-    jobs = [sweep.job_id(number) for number in sweep.array_numbers()]
-    assert sorted(jobs) == sorted(sweeper.queue())
+    jobs = {sweep.job_id(number) for number in sweep.array_numbers()}
+    assert jobs == sweeper.queue().keys() and len(jobs) == len(sweep.array_numbers())
     elements = [run_dir.info()["job_ids"] for run_dir in sweep.run_dirs().values()]
     assert len({json.dumps(each) for each in elements}) == points and all(len(each) == 1 for each in elements)
 

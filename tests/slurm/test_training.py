@@ -174,7 +174,7 @@ def test_scancel_saves_ends_and_does_not_come_back(interrupted: Run) -> None:
     interrupted.cluster.wait_for(interrupted.job_id, "CANCELLED")
     assert last.reason == "cancelled"
     assert last.committed_step == last.last_step
-    assert last.last_step >= 8
+    assert last.last_step is not None and last.last_step >= 8
     assert len(interrupted.attempts()) == 1
     assert "resume" in interrupted.status()
     interrupted.cli("resume", interrupted.run_dir.id)

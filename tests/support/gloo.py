@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -22,6 +22,8 @@ from slurmtrain.system import signals
 
 # Importing torch takes seconds. The fork server does it once, stays single-threaded, and each rank is a fork of it:
 # cheap, and without a lock that some thread of the test process held.
+Result = TypeVar("Result")
+
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -167,7 +169,7 @@ class GlooRanks:
         return self.started[-1]
 
 
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 120) -> Any:
+def wait_until(condition: Callable[[], Result | None], what: str, timeout_s: float = 120) -> Result:
     """Poll a file or a process: there is no event to await. Returns the condition's first true value."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):

@@ -45,7 +45,8 @@ class Cluster:
         env: dict[str, str] | None = None,
         timeout_s: float = 240,
         check: bool = True,
-        **options: object,
+        cwd: Path | None = None,
+        input: str | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command in this cluster; by default one that fails fails the test, with its output."""
         done = subprocess.run(
@@ -55,7 +56,8 @@ class Cluster:
             text=True,
             timeout=timeout_s,
             check=False,
-            **options,
+            cwd=cwd,
+            input=input,
         )
         if check and done.returncode != 0:
             pytest.fail(f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")

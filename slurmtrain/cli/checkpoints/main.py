@@ -40,7 +40,6 @@ def main(verb: str, words: list[str]) -> int:
 
 
 def _parser(verb: str) -> Parser:
-    prog = f"python -m slurmtrain {verb}"
     parser = Parser.of(verb)
     parser.add_argument(
         "run",
@@ -48,14 +47,13 @@ def _parser(verb: str) -> Parser:
         help="a run id, a unique beginning of one, a path, or last; or the path of a directory of checkpoints, or of one",
     )
     parser.add_argument("--json", action="store_true", help="list and verify print a list of objects, for a program")
-    actions = parser.add_subparsers(dest="action", metavar="list|verify|prune|export", title="actions")
-    listing = actions.add_parser(
-        "list", prog=f"{prog} RUN list", help="print a table of what is there; looks at sizes only (default)"
+    actions = parser.add_subparsers(
+        dest="action", metavar="list|verify|prune|export", title="actions", prog=f"{parser.prog} RUN"
     )
+    listing = actions.add_parser("list", help="print a table of what is there; looks at sizes only (default)")
 
     verify = actions.add_parser(
         "verify",
-        prog=f"{prog} RUN verify",
         help="compare every file with its digest, and what they say with each other",
         description="Reads every file, compares it with its digest, and checks that together they hold every tensor. "
         "Exit code 1 when anything is damaged.",
@@ -68,7 +66,6 @@ def _parser(verb: str) -> Parser:
 
     prune = actions.add_parser(
         "prune",
-        prog=f"{prog} RUN prune",
         help="remove what need not be kept",
         description="Removes checkpoints that no rule wants, once the newest is verified. The newest two always stay, and "
         "what somebody reads. Without an option: by the run's own checkpoint.keep_* (no run: the last 2), and leftovers.",
@@ -86,7 +83,6 @@ def _parser(verb: str) -> Parser:
 
     export = actions.add_parser(
         "export",
-        prog=f"{prog} RUN export",
         help="write the weights to one file for other programs",
         description="Writes the tensors of one object to a file, by their names in it, whatever number of ranks saved them.",
     )

@@ -24,19 +24,15 @@ def main(verb: str, words: list[str]) -> int:
 
 
 def _parser(verb: str) -> Parser:
-    prog = f"python -m slurmtrain {verb}"
     parser = Parser.of(verb)
     actions = parser.add_subparsers(dest="action", metavar="list|compare|prune", title="actions", required=True)
 
-    listing = actions.add_parser(
-        "list", prog=f"{prog} list", help="list all runs", description="List all runs, oldest first."
-    )
+    listing = actions.add_parser("list", help="list all runs", description="List all runs, oldest first.")
     listing.add_argument("--size", action="store_true", help="show the bytes on disk, too, which takes a while")
     listing.add_argument("--json", action="store_true", help="print a list of objects with the keys of `status --json`")
 
     comparing = actions.add_parser(
         "compare",
-        prog=f"{prog} compare",
         help="show what differs between two runs",
         description="Show what differs between two runs: config, code, the first step where the samples that they have seen, "
         "their metrics or their weights part, and the last values. Metrics whose name ends in _s measure speed and always "
@@ -54,7 +50,6 @@ def _parser(verb: str) -> Parser:
 
     pruning = actions.add_parser(
         "prune",
-        prog=f"{prog} prune",
         help="remove runs that have ended",
         description="Removes directories of runs that have ended, checkpoints and all. What is alive, waits, cannot be "
         "asked about, is being read, or is what another run begins from, always stays.",

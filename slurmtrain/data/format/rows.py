@@ -31,7 +31,7 @@ from slurmtrain.errors import ConfigError
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-KEPT_SAMPLES = 1 << 13  # that were announced: a process forgets them when it has not read them by then
+MAX_ANNOUNCED_SAMPLES = 1 << 13  # that were announced: a process forgets them when it has not read them by then
 GROUP_DOCUMENTS = 1 << 21  # packed together: enough to waste nothing, few enough for memory
 _HEADER_BYTES = 512
 # Packs one group of documents: ends uint64 [documents] after a first token -> pieces, and their number in each sample.
@@ -58,7 +58,7 @@ class Rows(Protocol):
         """
         ...
 
-    def coming(self, indices: NDArray[np.int64]) -> Pieces:
+    def announce(self, indices: NDArray[np.int64]) -> Pieces:
         """Return the pieces of samples that are asked for soon."""
         ...
 
@@ -81,7 +81,7 @@ class Windows:
         pieces["pairs"] = np.minimum(self.pairs - indices * self._seq_len, self._seq_len)
         return pieces, np.ones(len(indices), dtype=np.int64)
 
-    def coming(self, indices: NDArray[np.int64]) -> Pieces:
+    def announce(self, indices: NDArray[np.int64]) -> Pieces:
         """Return the pieces of samples that are asked for soon."""
         return self.pieces(indices)[0]
 
@@ -110,7 +110,7 @@ class _Header:
         return _HEADER_BYTES + self.pieces * PIECE.itemsize + (self.rows + 1) * 8
 
 
-class _Bytes:
+class _InMemoryFile:
     """A stand-in for `DataFile` that holds the index in memory, where no folder can be written."""
 
     def __init__(self, content: memoryview):
@@ -120,7 +120,7 @@ class _Bytes:
         array.view(np.uint8)[:] = self._content[offset : offset + array.nbytes]
 
 
-class _Coming(NamedTuple):
+class _AnnouncedSamples(NamedTuple):
     """Samples that are asked for soon, mostly in this order.
 
     Attributes:
@@ -133,32 +133,32 @@ class _Coming(NamedTuple):
     pieces: Pieces
     counts: NDArray[np.int64]
 
-    def followed_by(self, more: _Coming) -> _Coming:
+    def concatenated(self, more: _AnnouncedSamples) -> _AnnouncedSamples:
         """Return both. Another process may be the one to ask, so the oldest ones are forgotten."""
-        before = self if len(self.indices) < KEPT_SAMPLES else _NOTHING
-        return _Coming(*(np.concatenate(both) for both in zip(before, more, strict=True)))
+        before = self if len(self.indices) < MAX_ANNOUNCED_SAMPLES else _NONE_ANNOUNCED
+        return _AnnouncedSamples(*(np.concatenate(both) for both in zip(before, more, strict=True)))
 
-    def taken(self, indices: NDArray[np.int64]) -> tuple[tuple[Pieces, NDArray[np.int64]] | None, _Coming]:
+    def take(self, indices: NDArray[np.int64]) -> tuple[tuple[Pieces, NDArray[np.int64]] | None, _AnnouncedSamples]:
         """Return pieces and counts of these samples, None where they are not all known, and what comes after them."""
         first = int((self.indices == indices[:1]).argmax()) if len(self.indices) and len(indices) else 0
         end = first + len(indices)
         if not np.array_equal(self.indices[first:end], indices):
             return None, self
         begin, stop = self.counts[:first].sum(), self.counts[:end].sum()
-        after = _Coming(self.indices[end:], self.pieces[stop:], self.counts[end:])
+        after = _AnnouncedSamples(self.indices[end:], self.pieces[stop:], self.counts[end:])
         return (self.pieces[begin:stop], self.counts[first:end]), after
 
 
-_NOTHING = _Coming(np.empty(0, dtype=np.int64), np.empty(0, dtype=PIECE), np.empty(0, dtype=np.int64))
+_NONE_ANNOUNCED = _AnnouncedSamples(np.empty(0, dtype=np.int64), np.empty(0, dtype=PIECE), np.empty(0, dtype=np.int64))
 
 
 class RowIndex:
     """The rows of a packing, read from its index."""
 
-    def __init__(self, file: DataFile | _Bytes, header: _Header):
+    def __init__(self, file: DataFile | _InMemoryFile, header: _Header):
         self._file, self._header = file, header
         self.pairs, self.across_documents = header.pairs, False
-        self._coming = _NOTHING
+        self._announced = _NONE_ANNOUNCED
 
     def __len__(self) -> int:
         return self._header.rows
@@ -169,13 +169,13 @@ class RowIndex:
         Raises:
             ConfigError: the index is damaged; also the errors that `DataFile.read_into` raises.
         """
-        found, self._coming = self._coming.taken(indices)
+        found, self._announced = self._announced.take(indices)
         return found or self._read_pieces(indices)
 
-    def coming(self, indices: NDArray[np.int64]) -> Pieces:
+    def announce(self, indices: NDArray[np.int64]) -> Pieces:
         """Return the pieces of samples, and keep them until they are asked for: the index is read once. Raises as `pieces`."""
         pieces, counts = self._read_pieces(indices)
-        self._coming = self._coming.followed_by(_Coming(indices, pieces, counts))
+        self._announced = self._announced.concatenated(_AnnouncedSamples(indices, pieces, counts))
         return pieces
 
     def _read_pieces(self, indices: NDArray[np.int64]) -> tuple[Pieces, NDArray[np.int64]]:
@@ -225,20 +225,20 @@ def row_index(
     """
     paths = [folder / f"{stream.name}-{name}-{made_from[:16]}.idx" for folder in folders]
     for path in paths:
-        if kept := _kept(path, made_from, verify):
+        if kept := _open_index(path, made_from, verify):
             return kept
     for path in paths:
         try:
-            with _one_at_a_time(path.parent):
-                return _kept(path, made_from, verify) or _keep(path, stream, made_from, pack)
+            with _exclusive_lock(path.parent):
+                return _open_index(path, made_from, verify) or _create_index(path, stream, made_from, pack)
         except OSError as error:
             log.warning("%s cannot keep the packing of %s: %s", path.parent, stream.name, error.strerror)
     memory = io.BytesIO()
     header = _write(memory, stream, made_from, pack)
-    return RowIndex(_Bytes(memory.getbuffer()), header)
+    return RowIndex(_InMemoryFile(memory.getbuffer()), header)
 
 
-def _kept(path: Path, made_from: str, verify: str) -> RowIndex | None:
+def _open_index(path: Path, made_from: str, verify: str) -> RowIndex | None:
     try:
         with open(path, "rb") as file:
             first_line = file.read(_HEADER_BYTES)
@@ -258,7 +258,7 @@ def _kept(path: Path, made_from: str, verify: str) -> RowIndex | None:
     return RowIndex(index, header)
 
 
-def _keep(path: Path, stream: TokenStream, made_from: str, pack: Pack) -> RowIndex:
+def _create_index(path: Path, stream: TokenStream, made_from: str, pack: Pack) -> RowIndex:
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
@@ -311,7 +311,7 @@ def _groups(stream: TokenStream) -> Iterator[tuple[int, NDArray[np.uint64]]]:
 
 
 @contextlib.contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
+def _exclusive_lock(folder: Path) -> Iterator[None]:
     """Hold a lock on `folder`, which is created if missing; the lock of a process that dies is released."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)

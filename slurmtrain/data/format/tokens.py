@@ -67,7 +67,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
 
     def will_need(self, indices: NDArray[np.int64]) -> None:
         """Ask the kernel to read the samples `indices` [B] ahead. Raises as `get_batch`."""
-        pieces = self._rows.coming(indices)
+        pieces = self._rows.announce(indices)
         self._stream.will_need(pieces["start"].tolist(), pieces["pairs"].tolist())
 
     def get_batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:

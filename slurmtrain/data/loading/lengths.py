@@ -34,7 +34,7 @@ class ByLength:
         self._batch, self._steps, self._seed = global_batch_size, steps, seed
         self._last: tuple[int, NDArray[np.int64]] | None = None
         self.epoch = order.epoch
-        self.once = order.once if order.epoch else order.once // self._together * self._together
+        self.once = order.once if order.epoch else order.once // self._window_size * self._window_size
 
     def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         indices: NDArray[np.int64] = self.with_lengths(numbers)[0]
@@ -45,22 +45,22 @@ class ByLength:
 
         Both are returned together since looking a length up may mean reading the sample from a file.
         """
-        windows, places = np.divmod(numbers, self._together)
+        windows, offsets = np.divmod(numbers, self._window_size)
         result = np.empty((2, len(numbers)), dtype=np.int64)
         for window in np.unique(windows).tolist():
-            here = windows == window
-            result[:, here] = self._window(window)[:, places[here]]
+            inside = windows == window
+            result[:, inside] = self._window(window)[:, offsets[inside]]
         return result
 
     @property
-    def _together(self) -> int:
+    def _window_size(self) -> int:
         return self._batch * self._steps
 
     def _window(self, number: int) -> NDArray[np.int64]:
         """Return the indices and lengths of the samples that are sorted together, int64 [2, samples]."""
         if self._last is None or self._last[0] != number:
-            begin = number * self._together
-            numbers = np.arange(begin, begin + self._together)
+            begin = number * self._window_size
+            numbers = np.arange(begin, begin + self._window_size)
             ids, epochs = self._order.at(numbers), numbers // (self.epoch or MAX_SAMPLES)
             both = np.stack([ids, self._lengths(ids)])
             steps = both[:, np.lexsort((both[1], epochs))].reshape(2, self._steps, self._batch)

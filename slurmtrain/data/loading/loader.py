@@ -5,7 +5,7 @@ global batch size. Within them, micro batch m of data-parallel rank r takes
 
     n + m * (micro * dp_size) + r * micro  ...  + micro - 1
 
-or, when samples differ in length, as many of them, chosen so that all ranks have about as much to do (`lengths.dealt`).
+or, when samples differ in length, as many of them, chosen so that all ranks have about as much to do (`balance_ranks`).
 So which samples a step sees depends on n and G alone, and never on how many ranks, micro batches or workers share it.
 """
 
@@ -117,7 +117,7 @@ class BatchLoader:
         self.order = self._order(shuffle, sorted_steps)
         self._fetch = _Fetch(spec, seed, row_length or RowLength())
         self._gpu = _Gpu(device) if device is not None and device.type == "cuda" else None
-        self._running: Workers[_Samples, _FetchedGroup] | None = None
+        self._running: Workers[_SampleBlock, _FetchedGroup] | None = None
         self._micro_batches: Iterator[_MicroBatch] | None = None
 
     @property
@@ -137,11 +137,11 @@ class BatchLoader:
         must not be shared by all workers, which this process forks later.
         """
         first = np.zeros((1, self.micro_batch_size), dtype=np.int64)
-        only = _Samples(first, first)
+        only = _SampleBlock(first, first)
         if self._num_workers == 0:
             return next(_split(self._fetch(only))).batch.batch()
         jobs = iter([only])
-        reader = self._workers(lambda count: next(jobs, _NOTHING), count=1, ahead=1)
+        reader = self._workers(lambda count: next(jobs, _NO_SAMPLES), count=1, ahead=1)
         try:
             return next(_split(reader)).batch.batch()
         finally:
@@ -202,24 +202,26 @@ class BatchLoader:
 
     def _start(self) -> Iterator[_MicroBatch]:
         announced = self._ahead * self.accumulation_steps if self.dataset.will_need is not None else 0
-        coming = _Coming(self._blocks(), announced)
+        queue = _SampleQueue(self._blocks(), announced)
         if self._num_workers == 0:
-            steps = iter(lambda: coming.take(self.accumulation_steps), None)
+            steps = iter(lambda: queue.take(self.accumulation_steps), None)
             return _split(chain.from_iterable(map(self._fetch, steps)))
         ahead = max(2, -(-self._ahead * self.accumulation_steps // self._num_workers))
-        self._running = self._workers(coming.take, count=self._num_workers, ahead=ahead)
+        self._running = self._workers(queue.take, count=self._num_workers, ahead=ahead)
         return _split(self._running)
 
-    def _workers(self, take: Callable[[int], _Samples], *, count: int, ahead: int) -> Workers[_Samples, _FetchedGroup]:
+    def _workers(
+        self, take: Callable[[int], _SampleBlock], *, count: int, ahead: int
+    ) -> Workers[_SampleBlock, _FetchedGroup]:
         pin_memory = self._gpu is not None
         return Workers(self._fetch, take, count=count, ahead=ahead, seed=self._seed, pin_memory=pin_memory)
 
-    def _blocks(self) -> Iterator[_Samples]:
+    def _blocks(self) -> Iterator[_SampleBlock]:
         """Yield this rank's micro batches from the next step on, without end, several whole steps at a time."""
         start = self._samples_consumed
         while True:
-            numbers, indices = self._steps(start) if self.dataset.lengths is None else self._dealt_step(start)
-            yield _Samples(numbers, indices)
+            numbers, indices = self._steps(start) if self.dataset.lengths is None else self._balanced_step(start)
+            yield _SampleBlock(numbers, indices)
             start += self._global * (len(numbers) // self.accumulation_steps)
 
     def _steps(self, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -233,7 +235,7 @@ class BatchLoader:
         numbers = (start + self._global * np.arange(steps)[:, None, None] + places).reshape(-1, self.micro_batch_size)
         return numbers, self.order.at(numbers.reshape(-1)).reshape(numbers.shape)
 
-    def _dealt_step(self, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _balanced_step(self, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return numbers and indices of this rank's samples of one step, if samples differ in length.
 
         Both are int64 [micro batches, micro].
@@ -262,34 +264,34 @@ def eval_batches(dataset: MapDataset, batch_size: int, rank: int = 0, world_size
 
 
 @dataclass(frozen=True)
-class _Samples:
+class _SampleBlock:
     """The samples of some micro batches.
 
     Attributes:
         numbers: the samples' numbers in the run, int64 [micro batches, micro].
         indices: the samples' indices in the data set, int64 [micro batches, micro].
-        soon: indices of samples that come some micro batches later, int64 of any number; None: they are not announced.
+        upcoming: indices of samples that come some micro batches later, int64 of any number; None: they are not announced.
     """
 
     numbers: NDArray[np.int64]
     indices: NDArray[np.int64]
-    soon: NDArray[np.int64] | None = None
+    upcoming: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def followed_by(self, more: _Samples) -> _Samples:
-        return _Samples(np.concatenate([self.numbers, more.numbers]), np.concatenate([self.indices, more.indices]))
+    def concatenated(self, more: _SampleBlock) -> _SampleBlock:
+        return _SampleBlock(np.concatenate([self.numbers, more.numbers]), np.concatenate([self.indices, more.indices]))
 
-    def parted(self, at: int) -> tuple[_Samples, _Samples]:
+    def split(self, at: int) -> tuple[_SampleBlock, _SampleBlock]:
         """Return the samples before micro batch `at` and those from there on."""
-        return _Samples(self.numbers[:at], self.indices[:at]), _Samples(self.numbers[at:], self.indices[at:])
+        return _SampleBlock(self.numbers[:at], self.indices[:at]), _SampleBlock(self.numbers[at:], self.indices[at:])
 
 
-_NOTHING = _Samples(np.empty((0, 0), dtype=np.int64), np.empty((0, 0), dtype=np.int64))
+_NO_SAMPLES = _SampleBlock(np.empty((0, 0), dtype=np.int64), np.empty((0, 0), dtype=np.int64))
 
 
-class _Coming:
+class _SampleQueue:
     """The micro batches that are not fetched yet.
 
     Args:
@@ -297,19 +299,19 @@ class _Coming:
         ahead: a micro batch is announced this many micro batches before it is taken.
     """
 
-    def __init__(self, blocks: Iterator[_Samples], ahead: int):
+    def __init__(self, blocks: Iterator[_SampleBlock], ahead: int):
         self._blocks, self._ahead = blocks, ahead
         self._waiting, self._announced = next(blocks), 0
 
-    def take(self, count: int) -> _Samples:
+    def take(self, count: int) -> _SampleBlock:
         """Return the next `count` micro batches."""
         until = count + self._ahead
         while len(self._waiting) < until:
-            self._waiting = self._waiting.followed_by(next(self._blocks))
-        soon = self._waiting.indices[self._announced : until].reshape(-1)
-        taken, self._waiting = self._waiting.parted(count)
+            self._waiting = self._waiting.concatenated(next(self._blocks))
+        upcoming = self._waiting.indices[self._announced : until].reshape(-1)
+        taken, self._waiting = self._waiting.split(count)
         self._announced = self._ahead
-        return replace(taken, soon=soon) if self._ahead else taken
+        return replace(taken, upcoming=upcoming) if self._ahead else taken
 
 
 class _FetchedGroup(NamedTuple):
@@ -336,10 +338,10 @@ class _Fetch:
     def __init__(self, dataset: DatasetSpec, seed: int, row_length: RowLength):
         self._dataset, self._seed, self._row_length = dataset, seed, row_length
 
-    def __call__(self, samples: _Samples) -> Iterator[_FetchedGroup]:
-        if samples.soon is not None:  # told where samples are fetched: to find out where they lie may take a while
+    def __call__(self, samples: _SampleBlock) -> Iterator[_FetchedGroup]:
+        if samples.upcoming is not None:  # told where samples are fetched: to find out where they lie may take a while
             assert self._dataset.will_need is not None
-            self._dataset.will_need(samples.soon)
+            self._dataset.will_need(samples.upcoming)
         groups = fetch_batches(self._dataset, samples.indices, samples.numbers, seed=self._seed)
         digests = iter(sample_digest.digests(samples.numbers, samples.indices))
         for group in groups:

@@ -38,7 +38,7 @@ def fetch(
         numbers: the samples' numbers in the run, int64 [B]; None: their indices.
     """
     numbers = indices if numbers is None else numbers
-    (group,) = fetch_batches(inspect_dataset(dataset), indices[None], numbers[None], seed=seed)
+    group = next(fetch_batches(inspect_dataset(dataset), indices[None], numbers[None], seed=seed))
     return group.split()[0].batch()
 
 
@@ -59,16 +59,16 @@ def fetch_batches(
     """
     if spec.method is FetchMethod.GET_BATCHES:
         get_batches = functools.partial(spec.dataset.get_batches, seed=seed, empty=torch.empty)
-        return map(_sendable, _errors_in_their_turn(get_batches, indices, numbers))
-    fetch_one = _drawn_together if spec.method is FetchMethod.GET_BATCH else _collated
-    return map(_sendable, map(functools.partial(fetch_one, spec.dataset, seed), indices, numbers))
+        return map(_as_group, _retry_one_by_one(get_batches, indices, numbers))
+    fetch_one = _fetch_batch if spec.method is FetchMethod.GET_BATCH else _fetch_and_collate
+    return map(_as_group, map(functools.partial(fetch_one, spec.dataset, seed), indices, numbers))
 
 
-def _sendable(made: Batch | RowGroup) -> RowGroup | WholeBatch:
+def _as_group(made: Batch | RowGroup) -> RowGroup | WholeBatch:
     return made if isinstance(made, RowGroup) else WholeBatch(made, num_targets(made))
 
 
-def _errors_in_their_turn(
+def _retry_one_by_one(
     get_batches: Callable[..., Iterable[Batch | RowGroup]], indices: NDArray[np.int64], numbers: NDArray[np.int64]
 ) -> Iterator[Batch | RowGroup]:
     """Yield the batches; if making them together fails, make those that are missing one by one.
@@ -88,25 +88,25 @@ def _errors_in_their_turn(
         yield from get_batches(indices[at : at + 1], numbers=numbers[at : at + 1])
 
 
-def _drawn_together(dataset: Any, seed: int, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> Batch:
-    with _random_state_kept():
-        _seed_generators(int(_keys(seed, numbers[:1]).sum()))
+def _fetch_batch(dataset: Any, seed: int, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> Batch:
+    with _preserved_random_state():
+        _seed_generators(int(_seeds_of(seed, numbers[:1]).sum()))
         batch: Batch = dataset.get_batch(indices)
         return batch
 
 
-def _keys(seed: int, numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
+def _seeds_of(seed: int, numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Return the number that seeds the random generators for each sample, from the sample's number in the run [B]."""
     return mixed(numbers.astype(np.uint64) ^ mixed(np.array([seed % 2**64], dtype=np.uint64)))
 
 
-def _collated(dataset: MapDataset, seed: int, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> Batch:
-    keys = _keys(seed, numbers)
-    with _random_state_kept():
-        return collate([_drawn(dataset, int(index), int(key)) for index, key in zip(indices, keys, strict=True)])
+def _fetch_and_collate(dataset: MapDataset, seed: int, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> Batch:
+    keys = _seeds_of(seed, numbers)
+    with _preserved_random_state():
+        return collate([_fetch_seeded(dataset, int(index), int(key)) for index, key in zip(indices, keys, strict=True)])
 
 
-def _drawn(dataset: MapDataset, index: int, key: int) -> Any:
+def _fetch_seeded(dataset: MapDataset, index: int, key: int) -> Any:
     _seed_generators(key)
     return dataset[index]
 
@@ -118,7 +118,7 @@ def _seed_generators(key: int) -> None:
 
 
 @contextmanager
-def _random_state_kept() -> Iterator[None]:
+def _preserved_random_state() -> Iterator[None]:
     states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield

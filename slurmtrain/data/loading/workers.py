@@ -3,6 +3,9 @@
 They ignore the signals of a preemption and leave when the rank tells them.
 
 SLURM signals every process of a job step; only the ranks are to act on it.
+
+Short jobs are sent several at a time. `python -m tests.bench data --only mechanisms` shows what this earns by processor
+time: 2.4 to 5 times as many batches of tokens as one at a time, twice as many small images, and no fewer large ones.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from slurmtrain.data.loading.shared_memory import Packed, Slots
+from slurmtrain.data.loading.shared_memory import PackedMessage, Slots
 from slurmtrain.errors import SlurmtrainError, how_it_ended
 from slurmtrain.system.signals import SLURM_STOP_SIGNALS
 
@@ -37,15 +40,19 @@ Result = TypeVar("Result")
 Work = Callable[[Jobs], Iterable[Result]]
 
 CLOSE_GRACE_S = 2.0  # seconds for a worker to exit by itself before it is killed
-MOST_MESSAGES = 8  # under way to and from a worker
-MESSAGE_S = 5e-3  # seconds of work per message: sending one costs a tenth of a millisecond
-MOST_JOBS = 32  # in a message, for this reason
+MAX_MESSAGES = 8  # under way to and from a worker
+# A message has several jobs up to so many, so many seconds of work, and so many bytes of tensors: sending one costs a tenth of
+# a millisecond, and memory that is used again before it has left the caches is several times as fast.
+MAX_JOBS = 32
+MESSAGE_S = 5e-3
+MESSAGE_BYTES = 2 << 20
 
 
 class Workers(Generic[Jobs, Result]):
     """An iterator over the results of `work`, in the order of the jobs.
 
-    Short jobs are sent several at a time; their number follows from how long the last ones took.
+    Short jobs are sent several at a time; their number follows from how long the last ones took and how large their results
+    were.
 
     Args:
         work: called in a worker. Its errors are raised here, after the results of the jobs before.
@@ -69,20 +76,20 @@ class Workers(Generic[Jobs, Result]):
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._messages: Iterator[list[Any]] | None = None  # None when not all workers could be started
         self._received: deque[Any] = deque()  # results of a message that have not been asked for
-        messages = min(ahead, MOST_MESSAGES)
-        self._least = self._jobs_each = -(-ahead // messages)
+        messages = min(ahead, MAX_MESSAGES)
+        self._min_jobs = self._jobs_each = -(-ahead // messages)
         loader: DataLoader[Any] = DataLoader(
             # `messages` slots would do: the DataLoader sends a worker a message only when the results of the one
             # `messages` before it were taken and copied out. One more is for a version that would send it a little
             # earlier.
-            _Work(work, Slots(count, messages + 1)),
+            _MessageDataset(work, Slots(count, messages + 1)),
             batch_size=None,  # an "index" is a whole message
-            sampler=self._to_send(take),
+            sampler=self._job_batches(take),
             num_workers=count,
             prefetch_factor=messages,
-            collate_fn=_as_is,
+            collate_fn=_identity,
             pin_memory=pin_memory,
-            worker_init_fn=functools.partial(_begin, positions=_read_positions()),
+            worker_init_fn=functools.partial(_init_worker, positions=_read_positions()),
             multiprocessing_context="fork",
             # Without one of its own, starting workers would draw from the global generator, which then differs
             # between runs with and without workers, and from that of a resumed run.
@@ -132,13 +139,13 @@ class Workers(Generic[Jobs, Result]):
             dead = next((worker for worker in self._processes if worker.exitcode), None)
             if dead is None:
                 raise
-            raise _death(dead) from None
-        *results, jobs, took_s = message
+            raise _dead_worker_error(dead) from None
+        *results, cost = message
         self._received.extend(results)
-        worth_it = int(MESSAGE_S * jobs / took_s)
-        self._jobs_each = max(self._least, min(worth_it, 2 * self._jobs_each, MOST_JOBS))
+        worth_it = int(cost.jobs * min(MESSAGE_S / cost.seconds, MESSAGE_BYTES / max(cost.tensor_bytes, 1)))
+        self._jobs_each = max(self._min_jobs, min(worth_it, 2 * self._jobs_each, MAX_JOBS))
 
-    def _to_send(self, take: Callable[[int], Jobs]) -> Iterator[Jobs]:
+    def _job_batches(self, take: Callable[[int], Jobs]) -> Iterator[Jobs]:
         while len(some := take(self._jobs_each)):
             yield some
 
@@ -186,10 +193,10 @@ class _Position(NamedTuple):
     offset: int
 
 
-def _begin(worker_id: int, positions: Mapping[int, _Position]) -> None:
+def _init_worker(worker_id: int, positions: Mapping[int, _Position]) -> None:
     """Prepare a worker: ignore stop signals, and give it its own positions in open files."""
     ignore_stop_signals(worker_id)
-    _unshare(positions)
+    _reopen_files(positions)
 
 
 def _read_positions() -> dict[int, _Position]:
@@ -205,7 +212,7 @@ def _read_positions() -> dict[int, _Position]:
     return found
 
 
-def _unshare(positions: Mapping[int, _Position]) -> None:
+def _reopen_files(positions: Mapping[int, _Position]) -> None:
     """Give this process a position of its own in each of these files.
 
     A descriptor that was open before the fork shares its position with the parent and all other workers: if another
@@ -225,14 +232,28 @@ def _unshare(positions: Mapping[int, _Position]) -> None:
                 os.close(own)
 
 
-class _Work(Dataset[Any]):
+class _Cost(NamedTuple):
+    """What the jobs of a message took.
+
+    Attributes:
+        jobs: number of the jobs.
+        tensor_bytes: bytes of the tensors among their results.
+        seconds: seconds that they took in the worker.
+    """
+
+    jobs: int
+    tensor_bytes: int
+    seconds: float
+
+
+class _MessageDataset(Dataset[Any]):
     """A data set whose index is a message: some jobs."""
 
     def __init__(self, work: Work[Any, Any], slots: Slots):
         self._work, self._slots = work, slots
 
-    def __getitem__(self, jobs: Sized) -> Packed:
-        """Return the results of the jobs, and last the number of jobs and the seconds that they took.
+    def __getitem__(self, jobs: Sized) -> PackedMessage:
+        """Return the results of the jobs, and last their `_Cost`.
 
         An error stands for the result of its job and of all after it.
         """
@@ -244,8 +265,7 @@ class _Work(Dataset[Any]):
                 message.add(result)
         except Exception as error:
             message.add(_sendable(error, f"in data worker {worker.id}"))
-        message.add(len(jobs))
-        message.add(time.perf_counter() - began)
+        message.add(_Cost(len(jobs), message.tensor_bytes, time.perf_counter() - began))
         return message.packed()
 
 
@@ -266,7 +286,7 @@ def _sendable(error: Exception, where: str) -> SlurmtrainError | ExceptionWrappe
     return sent
 
 
-def _death(worker: multiprocessing.process.BaseProcess) -> SlurmtrainError:
+def _dead_worker_error(worker: multiprocessing.process.BaseProcess) -> SlurmtrainError:
     code = worker.exitcode or 0
     return SlurmtrainError(
         f"a process that reads data (pid {worker.pid}) {how_it_ended(code)}",
@@ -276,7 +296,7 @@ def _death(worker: multiprocessing.process.BaseProcess) -> SlurmtrainError:
     )
 
 
-def _as_is(result: Any) -> Any:
+def _identity(result: Any) -> Any:
     return result
 
 

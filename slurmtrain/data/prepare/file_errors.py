@@ -9,19 +9,19 @@ from pathlib import Path
 
 from slurmtrain.errors import DataError
 
-AGAIN = "the same command again goes on where this one ended"
+RERUN_HINT = "the same command again goes on where this one ended"
 
 
 @contextlib.contextmanager
-def in_a_sentence(output: Path) -> Iterator[None]:
+def file_errors_reported(output: Path) -> Iterator[None]:
     """Raise errors of the file system as DataError. `output` is the folder that most is written to."""
     try:
         yield
     except FileNotFoundError as error:
         raise DataError(
-            f"{error.filename} has vanished while a data set was being prepared", hint=f"bring it back; {AGAIN}"
+            f"{error.filename} has vanished while a data set was being prepared", hint=f"bring it back; {RERUN_HINT}"
         ) from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DataError(f"there is no space left for {output}", hint=f"make room; {AGAIN}") from None
-        raise DataError(f"{error.filename or output}: {error.strerror or error}", hint=AGAIN) from None
+            raise DataError(f"there is no space left for {output}", hint=f"make room; {RERUN_HINT}") from None
+        raise DataError(f"{error.filename or output}: {error.strerror or error}", hint=RERUN_HINT) from None

@@ -13,7 +13,7 @@ from itertools import islice
 from slurmtrain.checkpoint.blocks import refresh
 from slurmtrain.data.format.manifest import InputRecord, Manifest, Split, replace_file
 from slurmtrain.data.format.tokenizers import load_tokenizer
-from slurmtrain.data.prepare.file_errors import in_a_sentence
+from slurmtrain.data.prepare.file_errors import file_errors_reported
 from slurmtrain.data.prepare.unit import SPLITS, Task, UnitRecord, read_records, recorded, remove_leftovers
 from slurmtrain.data.prepare.unit_plan import PreparePlan
 from slurmtrain.errors import ConfigError
@@ -31,7 +31,7 @@ def finish(plan: PreparePlan, max_bad_share: float) -> Manifest | None:
         ConfigError: there are more bad records than allowed, or no documents.
         DataError: the disk is full.
     """
-    with in_a_sentence(plan.output):
+    with file_errors_reported(plan.output):
         return _finish(plan, max_bad_share)
 
 

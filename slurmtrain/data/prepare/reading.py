@@ -29,14 +29,14 @@ ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # end of a stream; without this check, 
 
 
 @dataclass(frozen=True)
-class Bad:
+class BadRecord:
     """A record that is left out, with the reason."""
 
     reason: str
 
 
 # A record's number in its piece, from 1 on, and its text; None for a blank line, which is no record.
-Record = tuple[int, str | Bad | None]
+Record = tuple[int, str | BadRecord | None]
 
 
 @dataclass
@@ -85,10 +85,10 @@ def _jsonl(reading: Reading) -> Iterator[Record]:
         for number, line in enumerate(_lines(reading), start=1):
             yield number, _document(line, reading.text_field) if isinstance(line, bytes) else line
     except _TornError as torn:
-        yield number + 1, Bad(str(torn))
+        yield number + 1, BadRecord(str(torn))
 
 
-def _lines(reading: Reading) -> Iterator[bytes | Bad]:
+def _lines(reading: Reading) -> Iterator[bytes | BadRecord]:
     """Yield the lines that begin in the piece."""
     piece = reading.piece
     with _opened(reading) as file:
@@ -109,7 +109,7 @@ def _lines(reading: Reading) -> Iterator[bytes | Bad]:
             yield line
 
 
-def _next_line(file: BinaryIO) -> tuple[bytes | Bad, int]:
+def _next_line(file: BinaryIO) -> tuple[bytes | BadRecord, int]:
     """Return the next line and its size in bytes; the size is 0 at the end of the file."""
     line = part = file.readline(LONGEST_LINE)
     size = len(line)
@@ -117,38 +117,38 @@ def _next_line(file: BinaryIO) -> tuple[bytes | Bad, int]:
         part = file.readline(LONGEST_LINE)
         size += len(part)
     if size > LONGEST_LINE:
-        return Bad(f"longer than {LONGEST_LINE:,} bytes; a JSON array is no JSON lines"), size
+        return BadRecord(f"longer than {LONGEST_LINE:,} bytes; a JSON array is no JSON lines"), size
     return line, size
 
 
-def _document(line: bytes, text_field: str) -> str | Bad | None:
+def _document(line: bytes, text_field: str) -> str | BadRecord | None:
     try:
         text = line.decode()
         record = json.loads(text)
     except UnicodeDecodeError as error:
-        return Bad(f"invalid UTF-8 ({error.reason})")
+        return BadRecord(f"invalid UTF-8 ({error.reason})")
     except json.JSONDecodeError as error:
         if not line.strip():
             return None
         if line.startswith(codecs.BOM_UTF8):  # in front of a file's first line
             return _document(line.removeprefix(codecs.BOM_UTF8), text_field)
-        return Bad(f"no JSON ({error.msg} at character {error.pos + 1})")
+        return BadRecord(f"no JSON ({error.msg} at character {error.pos + 1})")
     except (ValueError, RecursionError) as error:  # a number too long, a list too deep
-        return Bad(f"no JSON ({error})")
+        return BadRecord(f"no JSON ({error})")
     if not isinstance(record, dict):
-        return Bad(f"no JSON object, but {type(record).__name__}")
+        return BadRecord(f"no JSON object, but {type(record).__name__}")
     if text_field not in record:
-        return Bad(f"no field {text_field!r}")
+        return BadRecord(f"no field {text_field!r}")
     value = record[text_field]
-    return _checked(value) if isinstance(value, str) else Bad(f"{text_field!r} is no string, but {_kind(value)}")
+    return _checked(value) if isinstance(value, str) else BadRecord(f"{text_field!r} is no string, but {_kind(value)}")
 
 
-def _checked(text: str) -> str | Bad:
+def _checked(text: str) -> str | BadRecord:
     """Return `text`, or a bad record if it holds half of a surrogate pair.
 
     JSON can spell such a half, but it is no Unicode text.
     """
-    return text if text.isascii() or _encodable(text) else Bad("invalid Unicode (half of a surrogate pair)")
+    return text if text.isascii() or _encodable(text) else BadRecord("invalid Unicode (half of a surrogate pair)")
 
 
 def _encodable(text: str) -> bool:
@@ -168,9 +168,9 @@ def _text(reading: Reading) -> Iterator[Record]:
         with _opened(reading) as file:
             yield 1, file.read().decode("utf-8-sig")
     except _TornError as torn:
-        yield 1, Bad(str(torn))
+        yield 1, BadRecord(str(torn))
     except UnicodeDecodeError as error:
-        yield 1, Bad(f"invalid UTF-8 ({error.reason} at byte {error.start})")
+        yield 1, BadRecord(f"invalid UTF-8 ({error.reason} at byte {error.start})")
 
 
 class _TornError(Exception):
@@ -333,9 +333,9 @@ def _rows(column: Any, before: int, name: str) -> Iterator[Record]:
     rows = column.view("large_binary" if str(column.type) == "large_string" else "binary").to_pylist()
     for number, row in enumerate(rows, start=before + 1):
         try:
-            yield number, Bad(f"{name!r} is no string, but null") if row is None else row.decode()
+            yield number, BadRecord(f"{name!r} is no string, but null") if row is None else row.decode()
         except UnicodeDecodeError as error:
-            yield number, Bad(f"invalid UTF-8 ({error.reason})")
+            yield number, BadRecord(f"invalid UTF-8 ({error.reason})")
 
 
 def _unreadable(path: Path, format: str, error: Exception) -> Exception:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from slurmtrain.data.format.manifest import KINDS, Shard, TokenizerFacts, replace_file, shard_file
 from slurmtrain.data.format.tokenizers import Ids, Tokenizer
-from slurmtrain.data.prepare.reading import Bad, Reading
+from slurmtrain.data.prepare.reading import BadRecord, Reading
 from slurmtrain.data.prepare.unit_plan import InputPiece, PreparePlan, Settings, Unit
 from slurmtrain.system import process
 from slurmtrain.system.files import fsync_directory
@@ -220,7 +220,7 @@ def _batches(unit: Unit, pieces: Sequence[PieceCounts], text_field: str) -> Iter
         for number, found in reading.records():
             counts.lines = number
             counts.records += found is not None
-            if isinstance(found, Bad):
+            if isinstance(found, BadRecord):
                 counts.bad.append((number, found.reason))
                 length += BAD_LENGTH
             elif found is not None:

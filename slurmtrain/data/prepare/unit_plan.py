@@ -21,7 +21,7 @@ from typing import Any
 from slurmtrain.config.schema import PrepareConfig
 from slurmtrain.data.format.manifest import SHARED_MODE, TokenizerFacts
 from slurmtrain.data.format.tokenizers import TokenizerChoice, load_tokenizer, needed
-from slurmtrain.data.prepare.file_errors import in_a_sentence
+from slurmtrain.data.prepare.file_errors import file_errors_reported
 from slurmtrain.data.prepare.sources import InputFile, find_sources
 from slurmtrain.errors import ConfigError
 from slurmtrain.system.files import fsync_directory, temporary_beside, write_new
@@ -151,7 +151,7 @@ def agree_on(plan: PreparePlan) -> None:
     except OSError as error:
         raise ConfigError(f"prepare.output={plan.output} cannot be used: {error.strerror}") from None
     if there is None:
-        with in_a_sentence(plan.output):
+        with file_errors_reported(plan.output):
             there = _write_once(path, mine)
     difference = _difference(there, mine)
     if difference is not None:

@@ -20,14 +20,14 @@ from multiprocessing.context import SpawnProcess
 from typing import Protocol
 
 from slurmtrain.data.format.tokenizers import load_tokenizer
-from slurmtrain.data.prepare.file_errors import in_a_sentence
+from slurmtrain.data.prepare.file_errors import file_errors_reported
 from slurmtrain.data.prepare.unit import Task, UnitProgress, UnitRecord, describe, prepare_unit, read_records
 from slurmtrain.data.prepare.unit_plan import PreparePlan, Unit
 from slurmtrain.errors import ConfigError, DataError, SlurmtrainError, how_it_ended
 from slurmtrain.system.signals import STOP_SIGNALS
 
 PR_SET_PDEATHSIG = 1
-HOPELESS = 100  # bad records before the first good one
+MAX_LEADING_BAD_RECORDS = 100  # bad records before the first good one
 
 
 class Stop(Protocol):
@@ -82,7 +82,7 @@ def work(
     task = Task.of(plan)
     ledger = _Ledger(units, hopeless=max_bad_share < 1)
     waiting = deque[Unit]()
-    with in_a_sentence(plan.output):
+    with file_errors_reported(plan.output):
         for unit, record in zip(units, read_records(task, units), strict=True):
             if record is None:
                 waiting.append(unit)
@@ -91,11 +91,11 @@ def work(
     show(ledger.tally())
     if not waiting:
         return True
-    told = _when_told(stop)
+    told = _stop_connection(stop)
     pool: list[_Worker] = []
     try:
         for _ in range(min(workers, len(waiting))):
-            pool.append(_hire(task))
+            pool.append(_start_worker(task))
             pool[-1].begin(waiting.popleft())
         while any(worker.unit is not None for worker in pool):
             ready = wait([told, *(worker.connection for worker in pool if worker.unit is not None)])
@@ -103,7 +103,7 @@ def work(
                 return False
             for worker in pool:
                 if worker.connection in ready:
-                    ledger.note(worker, worker.hear())
+                    ledger.note(worker, worker.receive())
                     if worker.unit is None and waiting:
                         worker.begin(waiting.popleft())
             show(ledger.tally())
@@ -115,7 +115,7 @@ def work(
         told.close()
 
 
-def _when_told(stop: Stop) -> Connection:
+def _stop_connection(stop: Stop) -> Connection:
     """Return a connection that becomes readable when a stop is requested.
 
     `multiprocessing.connection.wait` takes no events of threads.
@@ -143,7 +143,7 @@ class _Worker:
         with contextlib.suppress(BrokenPipeError):  # it has ended: that is heard, too
             self.connection.send(unit)
 
-    def hear(self) -> UnitProgress | UnitRecord:
+    def receive(self) -> UnitProgress | UnitRecord:
         """Return the next message of the process, or raise the error that it reports.
 
         Raises:
@@ -188,7 +188,7 @@ class _Ledger:
         if isinstance(said, UnitProgress):
             self._running[worker.unit.number] = said
             now = self.tally()
-            if self._hopeless and said.first_bad and not now.documents and now.bad >= HOPELESS:
+            if self._hopeless and said.first_bad and not now.documents and now.bad >= MAX_LEADING_BAD_RECORDS:
                 raise ConfigError(
                     f"none of the first {now.bad} records can be used, such as in {said.first_bad}",
                     hint="prepare.text_field, prepare.format",
@@ -213,7 +213,7 @@ class _Ledger:
         self._tally.bad += sum(len(piece.bad) for piece in record.pieces)
 
 
-def _hire(task: Task) -> _Worker:
+def _start_worker(task: Task) -> _Worker:
     """Start a process of the pool.
 
     It inherits that stop signals are blocked, so that there is no moment at which they could reach it.
@@ -241,7 +241,7 @@ def _serve(connection: Connection, task: Task, parent: int) -> None:
             raise ConfigError(f"{task.settings.tokenizer.name} was changed while a data set was being prepared")
         while True:
             unit: Unit = connection.recv()
-            with in_a_sentence(task.output):
+            with file_errors_reported(task.output):
                 record = prepare_unit(task, unit, tokenizer, connection.send)
             connection.send(record)
     except SlurmtrainError as error:

@@ -21,7 +21,7 @@ from slurmtrain.system.paths import absolute
 PREPARED = "slurmtrain.data.PreparedText"
 TEXT_FILES = "slurmtrain.data.TextFiles"
 MIXTURE = "slurmtrain.data.Mixture"
-_OF_EACH_NODE = tuple(map(Path, ("/", "/tmp", "/var/tmp", "/dev/shm")))
+_NODE_LOCAL_FOLDERS = tuple(map(Path, ("/", "/tmp", "/var/tmp", "/dev/shm")))
 HUGGING_FACE = "slurmtrain.models.huggingface.HuggingFace"
 
 
@@ -37,11 +37,11 @@ def check_prepared(config: Config, *, later: bool = False) -> None:
             another tokenizer than the config, or has more token ids than the model knows.
     """
     groups = (config.data, config.eval.sets)
-    for values in (values for group in groups for values in _of(MIXTURE, "sources", Mapping, group)):
+    for values in (values for group in groups for values in _settings_of(MIXTURE, "sources", Mapping, group)):
         weights = values.get("weights")
         if weights is None or isinstance(weights, Mapping):
             shares_of(list(values["sources"]), weights)
-    for values in (values for group in groups for values in _of(PREPARED, "path", object, group)):
+    for values in (values for group in groups for values in _settings_of(PREPARED, "path", object, group)):
         _check_mask(values, config.model)
         if not isinstance(values.get("path"), str):
             raise ConfigError(
@@ -59,7 +59,7 @@ def check_prepared(config: Config, *, later: bool = False) -> None:
 
 def _check_is_there(folder: Path) -> None:
     """Raise ConfigError if `folder` certainly holds no prepared data set; a folder that only compute nodes can see passes."""
-    if folder.parent in _OF_EACH_NODE:
+    if folder.parent in _NODE_LOCAL_FOLDERS:
         return
     if folder.is_file():
         raise ConfigError(
@@ -139,10 +139,10 @@ def _absolute(path: str, cwd: Path) -> str:
     return str(absolute(path, cwd))
 
 
-def _of(target: str, key: str, kind: type, values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _settings_of(target: str, key: str, kind: type, values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the settings of each object with this `_target_`, at any depth of `values`, whose `key` is of the given type."""
     if values.get("_target_") == target and isinstance(values.get(key), kind):
         yield values
     for value in values.values():
         if isinstance(value, Mapping):
-            yield from _of(target, key, kind, value)
+            yield from _settings_of(target, key, kind, value)

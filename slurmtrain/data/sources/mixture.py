@@ -208,7 +208,7 @@ class MixtureOrder:
             self._sums.append(self._sums[-1] + int(weight * whole))
         self._sizes, self._seeds, self._shuffle = list(sizes), list(seeds), shuffle
         self._starts = np.cumsum([0, *sizes])
-        self.once = min(self._until(part, size) for part, size in enumerate(sizes))
+        self.once = min(self._samples_before_repeat(part, size) for part, size in enumerate(sizes))
 
     def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         result = np.empty(len(numbers), dtype=np.int64)
@@ -240,7 +240,7 @@ class MixtureOrder:
         divisor = gcd(share, whole)
         return middle, share // divisor, whole // divisor
 
-    def _until(self, part: int, size: int) -> int:
+    def _samples_before_repeat(self, part: int, size: int) -> int:
         """Return the length of the longest run that needs at most `size` samples of a part.
 
         It is where the part's next sample would come.

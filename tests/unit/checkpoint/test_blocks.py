@@ -139,8 +139,8 @@ class Disk:
         self.calls, self._fail, self._at_most = 0, fail, at_most
         self._lock = threading.Lock()
         self._pwrite, self._preadv = os.pwrite, os.preadv
-        monkeypatch.setattr(blocks.os, "pwrite", self.pwrite)
-        monkeypatch.setattr(blocks.os, "preadv", self.preadv)
+        monkeypatch.setattr(os, "pwrite", self.pwrite)
+        monkeypatch.setattr(os, "preadv", self.preadv)
 
     def _count(self) -> None:
         with self._lock:
@@ -254,7 +254,7 @@ def test_after_a_failed_write_no_thread_writes_into_somebody_else_s_file(
         return pwrite(descriptor, data, offset)
 
     gone_on = threading.Event()
-    monkeypatch.setattr(blocks.os, "pwrite", slow_and_failing)
+    monkeypatch.setattr(os, "pwrite", slow_and_failing)
     with pytest.raises(OSError, match="No space left"):
         blocks.write(tmp_path / "file", memoryview(contents_of(3 * SMALL_BLOCK)), pool)
     with open(tmp_path / "metrics.jsonl", "wb", buffering=0) as other:

@@ -72,7 +72,7 @@ def test_after_enough_saves_each_element_was_compared_with_each_other_rank(
             for other in range(holders):
                 for part in looked[one].keys() & looked[other].keys():
                     assert looked[one][part] == looked[other][part]
-                    met[(one, other, *looked[one][part])] = True
+                    met[one, other][looked[one][part]] = True
     assert met.all(axis=1).any(axis=0).all()  # by the rank that writes it, with every other
 
 

@@ -31,7 +31,7 @@ WORLD = 4
 FILES = {f"rank{rank:05d}.safetensors": os.urandom(1000 + rank) for rank in range(WORLD)} | {"index.bin": b"index"}
 
 
-class FaultyFileSystem(MemoryFileSystem):
+class FaultyFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
     """A store that fails when it is told to, and notes what it was asked for."""
 
     protocol = "faulty"
@@ -64,7 +64,8 @@ class FaultyFileSystem(MemoryFileSystem):
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
         self._asked("read", path)
-        return super().cat_file(path, start, end, **options)
+        content: bytes = super().cat_file(path, start, end, **options)
+        return content
 
     def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
         self._asked("rm", path)

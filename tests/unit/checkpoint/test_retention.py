@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -116,7 +117,7 @@ def test_whatever_is_asked_for_the_newest_and_what_is_read_are_never_removed(
     assert gone == sorted(set(gone)) and set(gone) <= set(steps)
     assert not set(gone) & {*steps[-keep.last :], *reading_them}
     assert not any(keep.every and step % keep.every == 0 for step in gone)
-    measured = [(one.metrics.get(keep.metric, math.nan), one.step) for one in checkpoints]
+    measured = [((one.metrics or {}).get(keep.metric, math.nan), one.step) for one in checkpoints]
     finite = [(value, step) for value, step in measured if math.isfinite(value)]
     if keep.best and finite:
         best = (min if keep.mode == "min" else max)(value for value, _ in finite)
@@ -360,7 +361,7 @@ def test_nobody_sees_a_checkpoint_half_removed(checkpoint: Path, monkeypatch: py
         if path.exists():
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(commit.shutil, "rmtree", killed)
+    monkeypatch.setattr(shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         remove(checkpoint, 7)
     assert names_in(checkpoint.parent) == ["checkpoint_0000010.removed-7"]

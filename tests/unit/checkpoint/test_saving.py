@@ -43,7 +43,8 @@ class Training:
     def __init__(self, directory: Path, **options: Any):
         self.directory = directory
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.linear = nn.Linear(8, 8)
+        self.model = nn.Sequential(self.linear, nn.BatchNorm1d(8))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.endings: list[SaveResult | CheckpointError] = []
         self.checkpointer = Checkpointer(
@@ -314,7 +315,12 @@ def test_a_discarded_save_is_neither_there_nor_a_failure(
     saving = run.save(1)
     assert writing.reached.wait(PATIENCE_S)
     told = run.checkpointer._saves._discard
-    threading.Thread(target=lambda: told.wait(PATIENCE_S) and writing.open()).start()
+
+    def open_when_told() -> None:
+        assert told.wait(PATIENCE_S)
+        writing.open()
+
+    threading.Thread(target=open_when_told).start()
     run.checkpointer.discard()
     assert saving.done() and run.steps == [] and run.checkpointer.in_flight is None
     with pytest.raises(CheckpointError, match="given up"):
@@ -398,7 +404,7 @@ def test_what_comes_right_after_a_save_does_not_leak_into_it(training: Callable[
     averaged = nn.Linear(4, 4)
     expected, average = run.values(), averaged.weight.detach().clone()
     saving = run.save(1, averaged=averaged)
-    run.model[0].weight.data.mul_(2)
+    run.linear.weight.data.mul_(2)
     averaged.weight.data.mul_(2)
     run.step()
     for state in run.optimizer.state.values():
@@ -596,7 +602,7 @@ def test_weights_that_are_no_numbers_replace_no_sound_checkpoint_and_end_the_run
     for step in (1, 2, 3):
         run.save(step).result(PATIENCE_S)
     with torch.no_grad():
-        run.model[0].weight[3, 5] = math.nan
+        run.linear.weight[3, 5] = math.nan
     for step in (4, 5, 6):
         run.save(step)
     with pytest.raises(
@@ -613,10 +619,10 @@ def test_weights_that_are_no_numbers_replace_no_sound_checkpoint_and_end_the_run
 
 def test_weights_that_are_numbers_again_are_saved(training: Callable[..., Training]) -> None:
     run = training()
-    before = run.model[0].bias.detach().clone()
+    before = run.linear.bias.detach().clone()
     for step, bias in enumerate((before, torch.full_like(before, -math.inf), before), start=1):
         with torch.no_grad():
-            run.model[0].bias.copy_(bias)
+            run.linear.bias.copy_(bias)
         if step == 2:
             with pytest.raises(NonFiniteError):
                 run.save(step).result(PATIENCE_S)
@@ -640,11 +646,11 @@ def test_nothing_is_meant_to_be_infinite_that_a_restore_has_filled(training: Cal
     run = training()
     run.save(1).result(PATIENCE_S)
     with torch.no_grad():
-        run.model[0].weight.fill_(math.nan)  # as memory may be that nothing was written to yet
+        run.linear.weight.fill_(math.nan)  # as memory may be that nothing was written to yet
     assert run.checkpointer.restore(model=run.model, optimizer=run.optimizer)
     run.save(2).result(PATIENCE_S)
     with torch.no_grad():
-        run.model[0].weight.fill_(math.nan)
+        run.linear.weight.fill_(math.nan)
     with pytest.raises(NonFiniteError):
         run.save(3).result(PATIENCE_S)
 

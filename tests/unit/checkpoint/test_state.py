@@ -15,6 +15,7 @@ from torch import nn
 
 from slurmtrain.checkpoint import state
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.restorable import unwrap
 from slurmtrain.errors import CheckpointError
 
 
@@ -36,7 +37,8 @@ def trained(*, seed: int = 0, steps: int = 3) -> tuple[nn.Module, torch.optim.Op
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others}], lr=0.01)
+    groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": 0.1}, {"params": others}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
     for _ in range(steps):
         step(model, optimizer)
     return model, optimizer
@@ -126,13 +128,13 @@ def test_plain_values_come_back_equal_and_of_the_same_type(tmp_path: Path, value
 
 
 def test_tensors_inside_a_users_object_come_back(tmp_path: Path) -> None:
-    value = {"mean": torch.arange(3.0), "count": torch.tensor(7), "nested": [(torch.ones(2, dtype=torch.bfloat16),)]}
-    saved, restored = Own(value), Own(None)
+    mean, count, nested = torch.arange(3.0), torch.tensor(7), torch.ones(2, dtype=torch.bfloat16)
+    saved, restored = Own({"mean": mean, "count": count, "nested": [(nested,)]}), Own(None)
     Checkpointer(tmp_path).save(1, own=saved).result()
     Checkpointer(tmp_path).restore(own=restored)
-    assert torch.equal(restored.value["mean"], value["mean"])
-    assert torch.equal(restored.value["count"], value["count"])
-    assert torch.equal(restored.value["nested"][0][0], value["nested"][0][0])
+    assert torch.equal(restored.value["mean"], mean)
+    assert torch.equal(restored.value["count"], count)
+    assert torch.equal(restored.value["nested"][0][0], nested)
     assert restored.value["nested"][0][0].dtype == torch.bfloat16
 
 
@@ -183,7 +185,7 @@ def test_an_optimizer_without_its_model_is_refused(tmp_path: Path) -> None:
 
 def test_checkpoints_do_not_depend_on_the_wrapper() -> None:
     module = nn.Linear(2, 2)
-    assert state.unwrap(module) is module
+    assert unwrap(module) is module
     assert state.flatten({"model": module})[0].keys() == {"model.weight", "model.bias"}
 
 
@@ -207,7 +209,7 @@ def test_random_state_is_restored_for_python_torch_and_numpy() -> None:
 class WithMaster(torch.optim.SGD):
     """Keeps a copy of its parameters in fp32, as optimisers for bf16 do, and a table of bytes."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]

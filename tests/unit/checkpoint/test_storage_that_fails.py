@@ -32,7 +32,7 @@ class Outage:
         self.left, self._number = calls, number
         self._real: Callable[..., Any] = getattr(os, function)
         self._lock = threading.Lock()
-        monkeypatch.setattr(blocks.os, function, self)
+        monkeypatch.setattr(os, function, self)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         meant = not isinstance(args[0], (str, Path)) or Path(args[0]).parent.name.startswith("checkpoint_")
@@ -134,7 +134,7 @@ def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
         with closing(Checkpointer(tmp_path)) as checkpointer:
             assert checkpointer.restore(model=other, optimizer=optimizers[1])
     finally:
-        torch.set_default_device(None)  # type: ignore[arg-type]
+        torch.set_default_device(None)
     assert torch.equal(model.weight, other.weight)
     for one, two in zip(optimizers[0].state.values(), optimizers[1].state.values(), strict=True):
         assert all(torch.equal(one[name], two[name]) for name in one)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,12 +18,24 @@ from slurmtrain.errors import CheckpointError
 # Modules.
 
 
+def after_state_dict(module: nn.Module, hook: Callable[..., None]) -> None:
+    module.register_state_dict_post_hook(hook)
+
+
+def before_load(module: nn.Module, hook: Callable[..., None]) -> None:
+    module.register_load_state_dict_pre_hook(hook)
+
+
+def after_load(module: nn.Module, hook: Callable[..., None]) -> None:
+    module.register_load_state_dict_post_hook(hook)
+
+
 class Cloning(nn.Linear):
     """Gives copies, as modules do that gather their parameters."""
 
     def __init__(self) -> None:
         super().__init__(3, 3)
-        self.register_state_dict_post_hook(clone_all)
+        after_state_dict(self, clone_all)
 
 
 def clone_all(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -36,7 +48,7 @@ class Wider(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(3, 3, dtype=torch.bfloat16)
-        self.register_state_dict_post_hook(to_float32)
+        after_state_dict(self, to_float32)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.bfloat16()).float()
@@ -55,7 +67,8 @@ class Packed(nn.Module):
         self.q, self.k = nn.Linear(3, 3), nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.q(x) * self.k(x)
+        product: Tensor = self.q(x) * self.k(x)
+        return product
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         found = super().state_dict(*args, **kwargs)
@@ -74,9 +87,10 @@ class Derived(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(3, 3)
+        self.seeds: Tensor
         self.register_buffer("seeds", torch.rand(3))
         self.table = torch.outer(self.seeds, self.seeds)
-        self.register_load_state_dict_post_hook(renew_table)
+        after_load(self, renew_table)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + x @ self.table
@@ -92,12 +106,13 @@ class Counting(nn.Linear):
     def __init__(self) -> None:
         super().__init__(3, 3)
         self.calls: dict[str, Any] = {"number": 0, "scale": torch.ones(())}
-        self.register_state_dict_post_hook(give_calls)
-        self.register_load_state_dict_pre_hook(take_calls)
+        after_state_dict(self, give_calls)
+        before_load(self, take_calls)
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls = {"number": self.calls["number"] + 1, "scale": self.calls["scale"] * 1.5}
-        return super().forward(x) * self.calls["number"] * self.calls["scale"]
+        scaled: Tensor = super().forward(x) * self.calls["number"] * self.calls["scale"]
+        return scaled
 
 
 def give_calls(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -115,7 +130,8 @@ class ExtraState(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls = {"number": self.calls["number"] + 1, "scale": self.calls["scale"] * 1.5}
-        return super().forward(x) * self.calls["number"] * self.calls["scale"]
+        scaled: Tensor = super().forward(x) * self.calls["number"] * self.calls["scale"]
+        return scaled
 
     def get_extra_state(self) -> dict[str, Any]:
         return self.calls
@@ -131,15 +147,16 @@ class Tied(nn.Module):
         self.two.weight = self.one.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.two(self.one(x))
+        twice: Tensor = self.two(self.one(x))
+        return twice
 
 
 def compiled() -> nn.Module:
-    return torch.compile(nn.Linear(3, 3), backend="eager")  # type: ignore[return-value]
+    return cast(nn.Module, torch.compile(nn.Linear(3, 3), backend="eager"))
 
 
 def compiled_within() -> nn.Module:
-    return nn.Sequential(torch.compile(nn.Linear(3, 3), backend="eager"), nn.BatchNorm1d(3))  # type: ignore[arg-type]
+    return nn.Sequential(compiled(), nn.BatchNorm1d(3))
 
 
 def normalised() -> nn.Module:
@@ -171,9 +188,10 @@ Parameters = Any
 class Lists(torch.optim.SGD):
     """Keeps names with dots, numbers, lists and texts in its state, and something for all parameters together."""
 
-    def step(self, closure: Any = None) -> None:
-        self.state["all"] = {"steps": self.state.get("all", {}).get("steps", 0) + 1, 3: torch.ones(2)}
-        factor = self.state["all"]["steps"]
+    def step(self, closure: Any = None) -> Any:
+        states: dict[Any, Any] = self.state
+        states["all"] = {"steps": states.get("all", {}).get("steps", 0) + 1, 3: torch.ones(2)}
+        factor = states["all"]["steps"]
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
@@ -195,7 +213,7 @@ class Sam(torch.optim.Optimizer):
         self.param_groups = self.base_optimizer.param_groups
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter]["old"] = parameter.clone()
@@ -221,7 +239,7 @@ class Lookahead(torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         self.optimizer.step()
         self.count += 1
         for group in self.param_groups:
@@ -266,14 +284,14 @@ class Wrapper(torch.optim.Optimizer):
     def __init__(self, params: Parameters):
         self.optimizer = torch.optim.AdamW(params, lr=0.01)
 
-    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
-    state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
-    defaults = property(lambda self: self.optimizer.defaults)  # type: ignore[assignment]
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+    defaults = property(lambda self: self.optimizer.defaults)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         self.optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -411,7 +429,7 @@ class Average:
 class Narrow(nn.Linear):
     def __init__(self) -> None:
         super().__init__(3, 3)
-        self.register_state_dict_post_hook(to_bfloat16)
+        after_state_dict(self, to_bfloat16)
 
 
 def to_bfloat16(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -424,7 +442,7 @@ class Merged(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(3, 3)
-        self.register_state_dict_post_hook(merge)
+        after_state_dict(self, merge)
 
 
 def merge(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -435,13 +453,13 @@ class OneWay(nn.Linear):
     def __init__(self) -> None:
         super().__init__(3, 3)
         self.calls: dict[str, Any] = {}
-        self.register_state_dict_post_hook(give_calls)
+        after_state_dict(self, give_calls)
 
 
 class Renamed(nn.Linear):
     def __init__(self) -> None:
         super().__init__(3, 3)
-        self.register_state_dict_post_hook(rename)
+        after_state_dict(self, rename)
 
 
 def rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -492,7 +510,7 @@ def test_hooks_that_are_not_each_others_inverse_are_told_at_the_restore(tmp_path
     class Drifting(Merged):
         def __init__(self) -> None:
             super().__init__()
-            self.register_load_state_dict_pre_hook(halve_twice)
+            before_load(self, halve_twice)
 
     with closing(Checkpointer(tmp_path)) as checkpointer:
         checkpointer.save(1, model=Drifting()).result()

@@ -405,11 +405,11 @@ print("\\nHEAVY", code, ",".join(heavy))
 @pytest.mark.parametrize(
     ("words", "not_imported"),
     [
-        (["--help"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml"),
-        (["help"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml"),
-        (["help", "requeue"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml"),
-        (["--version"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml"),
-        (["submt"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml"),
+        (["--help"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml,logging"),
+        (["help"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml,logging"),
+        (["help", "requeue"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml,logging"),
+        (["--version"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml,logging"),
+        (["submt"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml,logging"),
         (["submit", "--dry-run", "cluster=a100x4"], "torch,numpy,submitit,rich"),
         (["render", "cluster=a100x4"], "torch,numpy,submitit,rich"),
         (["status"], "torch,numpy,submitit,hydra,omegaconf"),

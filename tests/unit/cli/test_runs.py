@@ -19,17 +19,15 @@ from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.commit import COMPLETE, checkpoint_name
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.cli import main
-from slurmtrain.config.compose import compose
-from slurmtrain.launch.submit import preparing
 from slurmtrain.observe import MetricsLog
 from slurmtrain.report import compare, prune
 from slurmtrain.report.compare import MISSING, Parting, config_differences, partings
-from slurmtrain.runs import attempts
-from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.lookup import all_runs, find
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.files import disk_usage, write_json
 from tests.support.commands import FakeSlurm
+from tests.support.runs import add_attempt, submitted_run
 
 Out = pytest.CaptureFixture[str]
 Make = Callable[..., RunDir]
@@ -46,11 +44,8 @@ def make(project: Path, fake_slurm: FakeSlurm) -> Make:
         word: str = "finished", *overrides: str, losses: dict[int, float] | None = None, days_old: float = 0.0
     ) -> RunDir:
         local = word not in ("waiting", "prepared")
-        words = ["cluster=local" if local else "cluster=a100x4", *overrides]
-        with preparing(compose(words), words, project) as run_dir:
-            if word == "waiting":
-                run_dir.update_info(job_ids=["1"])
-                run_dir.event("submitted", job_id="1")
+        cluster = "cluster=local" if local else "cluster=a100x4"
+        run_dir = submitted_run(project, cluster, *overrides, job_ids=["1"] if word == "waiting" else [])
         log = MetricsLog(run_dir.metrics_file, -1)
         for step, loss in (losses or {}).items():
             log.write(step, loss=loss, step_time_s=time.time())
@@ -58,12 +53,10 @@ def make(project: Path, fake_slurm: FakeSlurm) -> Make:
         verdicts = {"finished": ("done", "finished"), "failed": ("end", "crash"), "stopped": ("end", "asked")}
         if word in verdicts:
             verdict, reason = verdicts[word]
-            ended = Attempt(run_dir.new_attempt(), started=1.0, ended=2.0, verdict=verdict, reason=reason, sentence="x")
-            attempts.write_attempt(run_dir, ended)
+            add_attempt(run_dir, started=1.0, ended=2.0, verdict=verdict, reason=reason, sentence="x")
         elif word in ("running", "lost"):
             pid = os.getpid() if word == "running" else GONE_PID
-            here = Attempt(run_dir.new_attempt(), started=1.0, pid=pid, host=socket.gethostname())
-            attempts.write_attempt(run_dir, here)
+            add_attempt(run_dir, started=1.0, pid=pid, host=socket.gethostname())
         age(run_dir, days_old)
         return run_dir
 
@@ -238,7 +231,7 @@ def test_two_runs_are_compared_in_the_samples_they_have_seen_and_in_their_weight
         checkpointer = Checkpointer(run.checkpoints, keep=Keep(last=9), asynchronous=False)
         checkpointer.save(10, model=model)
         with torch.no_grad():
-            model.bias += run is b
+            model.bias.add_(run is b)
         checkpointer.save(20, model=model)
         checkpointer.close()
     text = printed(capsys, "runs", "compare", a.id, b.id)
@@ -411,7 +404,7 @@ def test_what_happens_between_the_decision_and_the_removal_saves_a_run(what: str
     checkpoint = add_checkpoint(run)
     (removal,) = prune.plan(Path("runs"), now=time.time()).removals
     if what == "resumed":
-        run.event("resume asked")
+        run.event(Event.RESUME_ASKED)
         assert not prune.remove(removal, now=time.time())
     else:
         with retention.reading(checkpoint):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf.errors import OmegaConfBaseException
 
-from slurmtrain.choices import Allow, PpSchedule, RequeueMode
+from slurmtrain.choices import Allow, JobKind, PpSchedule, RequeueMode
 from slurmtrain.config.compose import compose, config_groups, config_hash, freeze, load_frozen, to_config, to_values
 from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig, JobConfig, TrainConfig
 from slurmtrain.config.validate import SBATCH_OPTIONS, validate
@@ -281,7 +281,7 @@ def test_names_that_are_good_folders_are_accepted(name: str) -> None:
 
 
 def test_a_command_needs_neither_model_nor_batch() -> None:
-    job = JobConfig(kind="command", command="python x.py --lr '1e-3'")
+    job = JobConfig(kind=JobKind.COMMAND, command="python x.py --lr '1e-3'")
     validate(Config(job=job, train=TrainConfig(global_batch_size=7), cluster=ClusterConfig(nodes=3)))
 
 

@@ -182,10 +182,19 @@ def test_several_values_may_follow_one_set(
     words: list[str], set_to: list[str], project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(lookup, "find", lambda reference, root: asked.append(reference) or made)
-    monkeypatch.setattr(resume, "_resume", lambda run, overrides, code: asked.append(overrides) or "resumed")
     made = create_run_dir(project / "runs", "train")
     write_json(made.info_file, run_info())
+
+    def find(reference: str, root: object) -> RunDir:
+        asked.append(reference)
+        return made
+
+    def resume_with(run: object, overrides: list[str], code: object) -> str:
+        asked.append(overrides)
+        return "resumed"
+
+    monkeypatch.setattr(lookup, "find", find)
+    monkeypatch.setattr(resume, "_resume", resume_with)
     assert main(["resume", *words]) == 0
     assert asked == [next(word for word in words if word.endswith("last")), set_to]
 
@@ -251,9 +260,10 @@ def ended_run(path: Path) -> RunDir:
     run = RunDir(path)
     run.config_file.write_text("old")
     run.script.write_text("old")
-    info = {"name": "x", "overrides": [], "backend": "local", "user": "u", "host": "h", "created": 1.0}
-    its = {"slurm_conf": None, "job_ids": [], "code": {"revision": "old"}, "workdir": "code", "submit_dir": str(path)}
-    write_json(run.info_file, {**info, **its})
+    write_json(
+        run.info_file,
+        run_info(name="x", backend="local", code={"revision": "old"}, workdir="code", submit_dir=str(path)),
+    )
     return run
 
 

@@ -255,7 +255,7 @@ def test_close_leaves_no_child() -> None:
 
 def test_close_kills_workers_that_are_stuck() -> None:
     with loader(Slow(1000), num_workers=2) as batches:
-        batches._fetched = batches._start()  # next() would wait for a batch that never comes
+        batches._micro_batches = batches._start()  # next() would wait for a batch that never comes
         time.sleep(0.2)
         begin = time.perf_counter()
         batches.close()

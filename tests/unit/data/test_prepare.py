@@ -32,7 +32,7 @@ from slurmtrain.config.schema import Config, PrepareConfig
 from slurmtrain.data.format.manifest import Manifest, read_manifest
 from slurmtrain.data.format.tokenizers import TokenizerChoice, load_tokenizer
 from slurmtrain.data.prepare.finish import finish
-from slurmtrain.data.prepare.reading import Bad, Reading
+from slurmtrain.data.prepare.reading import BadRecord, Reading
 from slurmtrain.data.prepare.sources import find_sources
 from slurmtrain.data.prepare.unit import Task, UnitProgress, prepare_unit, recorded
 from slurmtrain.data.prepare.unit_plan import InputPiece, PreparePlan, agree_on, make_plan
@@ -121,12 +121,11 @@ def test_documents_are_what_the_tokenizer_makes_of_them_between_bos_and_eos(kind
     documents = texts(50, seed=1)
     (tmp_path / "raw.jsonl").write_bytes(json_lines(documents))
     if kind == "tokenizers":
-        file, more = write_tokenizer(tmp_path / "t.json"), {"bos": "1"}
+        file = write_tokenizer(tmp_path / "t.json")
+        more: dict[str, Any] = {"bos": "1"}
     else:
-        file, more = (
-            write_ranks(tmp_path / "t.tiktoken", b"the"),
-            {"tiktoken_pattern": "gpt2", "eos": "257", "bos": "258"},
-        )
+        file = write_ranks(tmp_path / "t.tiktoken", b"the")
+        more = {"tiktoken_pattern": "gpt2", "eos": "257", "bos": "258"}
     prepare(tmp_path / "raw.jsonl", tmp_path / "out", tokenizer=str(file), unit_mb=0.002, **more)
     manifest = read_manifest(tmp_path / "out")
     facts = manifest.tokenizer
@@ -176,7 +175,7 @@ def test_a_line_that_would_not_fit_into_memory_is_a_bad_record(tmp_path: Path, m
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(json_lines(texts)))
     for source in find_sources([str(tmp_path)], "auto", tmp_path.parent / "out"):
         records = list(Reading(InputPiece(source, 0, source.size), "text").records())
-        long = Bad("longer than 100 bytes; a JSON array is no JSON lines")
+        long = BadRecord("longer than 100 bytes; a JSON array is no JSON lines")
         assert records == list(enumerate([texts[0], long, *texts[2:4], long], start=1))
 
 
@@ -349,7 +348,12 @@ def test_a_unit_does_not_look_through_the_records_of_all_that_are_done(
     listed: list[object] = []
     for name in ("listdir", "scandir"):
         real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda path, real=real: (listed.append(path), real(path))[1])
+
+        def look(path: Path, real: Callable[[Path], object] = real) -> object:
+            listed.append(path)
+            return real(path)
+
+        monkeypatch.setattr(os, name, look)
     do_units(plan)
     assert plan.begun_folder in listed and plan.units_folder not in listed
 
@@ -536,9 +540,7 @@ def test_a_zstd_file_may_have_the_longest_window_there_is(tmp_path: Path) -> Non
 def test_a_packed_file_that_is_torn_or_damaged_is_a_bad_record_where_it_ends(
     packing: str, damage: str, tmp_path: Path
 ) -> None:
-    pack = {"gz": gzip.compress, "zst": lambda data: zstandard.ZstdCompressor(write_checksum=True).compress(data)}[
-        packing
-    ]
+    pack = gzip.compress if packing == "gz" else zstandard.ZstdCompressor(write_checksum=True).compress
     first, second = (json_lines(each) for each in halves(texts(200, seed=3)))
     data = bytearray(pack(first) + pack(second))
     if damage == "torn":
@@ -549,7 +551,7 @@ def test_a_packed_file_that_is_torn_or_damaged_is_a_bad_record_where_it_ends(
     path.write_bytes(data)
     [source] = find_sources([str(path)], "auto", path.parent / "out")
     *good, (number, last) = list(Reading(InputPiece(source, 0, source.size), "text").records())
-    assert isinstance(last, Bad) and ("ends too early" if damage == "torn" else "is damaged") in last.reason
+    assert isinstance(last, BadRecord) and ("ends too early" if damage == "torn" else "is damaged") in last.reason
     assert number == len(good) + 1 > 100
     assert [record for _, record in good] == texts(200, seed=3)[: len(good)]
 
@@ -598,8 +600,21 @@ def test_a_column_that_is_stored_as_a_dictionary_is_text(tmp_path: Path, caplog:
     assert list(documents_of(tmp_path / "out")) == as_bytes(documents * 2)
 
 
-def damaged(path: Path, keep: int) -> None:
-    path.write_bytes(path.read_bytes()[:keep])
+def save_damaged(path: Path, keep: int) -> None:
+    """Save a data set whose second file ends after `keep` bytes."""
+    save_to_disk(path, texts(40, 1))
+    second = path / "data-00001-of-00002.arrow"
+    second.write_bytes(second.read_bytes()[:keep])
+
+
+def save_splits(raw: Path) -> None:
+    save_to_disk(raw / "test", ["a"])
+    (raw / "dataset_dict.json").write_text("{}")
+
+
+def write_sparse(path: Path, size: int) -> None:
+    path.touch()
+    os.truncate(path, size)
 
 
 @pytest.mark.parametrize(
@@ -609,16 +624,16 @@ def damaged(path: Path, keep: int) -> None:
         (lambda raw: pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), raw / "a.parquet"), "has no column 'text'"),
         (lambda raw: pyarrow.parquet.write_table(pyarrow.table({"text": [1]}), raw / "a.parquet"), "'text' is int64"),
         (lambda raw: raw.joinpath("a.arrow").write_bytes(b"nothing, but long enough"), "cannot be read as an Arrow stream"),
-        (lambda raw: (save_to_disk(raw / "d", texts(40, 1)), damaged(raw / "d/data-00001-of-00002.arrow", 700)), "00001-of"),
-        (lambda raw: (save_to_disk(raw / "d", texts(40, 1)), damaged(raw / "d/data-00001-of-00002.arrow", -8)), "is torn"),
+        (lambda raw: save_damaged(raw / "d", 700), "00001-of"),
+        (lambda raw: save_damaged(raw / "d", -8), "is torn"),
         (lambda raw: raw.joinpath("a.bin").write_bytes(b"x"), "it is not known what is in"),
         (lambda raw: raw.joinpath("a.parquet.gz").write_bytes(b"x"), "is packed as a whole"),
         (lambda raw: raw.joinpath("a.jsonl").write_bytes(b"\n"), "the inputs hold no document"),
-        (lambda raw: (raw.joinpath("a.txt").touch(), os.truncate(raw / "a.txt", 1 << 32)), "a single document of 4.3 GB"),
+        (lambda raw: write_sparse(raw / "a.txt", 1 << 32), "a single document of 4.3 GB"),
         (lambda raw: os.mkfifo(raw / "a.jsonl"), "a.jsonl is no plain file"),
         (lambda raw: None, "there is no file in"),
         (lambda raw: raw.rmdir(), "prepare.inputs: there is no"),
-        (lambda raw: [save_to_disk(raw / "test", ["a"]), (raw / "dataset_dict.json").write_text("{}")], "several splits"),
+        (save_splits, "several splits"),
         (lambda raw: raw.joinpath("state.json").write_text('{"_data_files": [], "_indices_files": [1]}'), "a selection of"),
     ],
 )  # fmt: skip
@@ -679,14 +694,15 @@ def test_another_data_set_in_the_same_output_is_refused_by_what_differs(tmp_path
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "b.txt").write_text("two")
     first, second = (write_ranks(tmp_path / f"{name}.tiktoken", name.encode()) for name in ("one", "two"))
-    ranks = {"tiktoken_pattern": "gpt2", "eos": "none"}
+    ranks: dict[str, Any] = {"tiktoken_pattern": "gpt2", "eos": "none"}
     prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(first), **ranks)
     digests = [load_tokenizer_digest(path) for path in (first, second)]
-    for settings, differs in [
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"tokenizer": str(second), **ranks}, f"tokenizer.file was {first.name}, now {second.name}"),
         ({"tokenizer": str(first), **ranks, "unit_mb": 2.0}, "prepare.unit_mb was 128.0, now 2.0"),
         ({"tokenizer": str(first), **ranks, "text_field": "x"}, "prepare.text_field was text, now x"),
-    ]:
+    ]
+    for settings, differs in changes:
         with pytest.raises(ConfigError, match="was begun with something else") as refused:
             plan_of(tmp_path / "a.txt", tmp_path / "out", **settings)
         assert differs in refused.value.message

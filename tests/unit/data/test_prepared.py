@@ -27,7 +27,7 @@ from slurmtrain.cli import main
 from slurmtrain.data import BatchLoader, Mixture, PreparedText, eval_batches
 from slurmtrain.data.format import reading, rows
 from slurmtrain.data.format.manifest import Manifest, Shard, Split, TokenizerFacts, shard_file
-from slurmtrain.data.format.tokens import PackedTokens
+from slurmtrain.data.format.tokens import DocumentTokens, PackedTokens
 from slurmtrain.data.loading.batches import concatenate, num_targets
 from slurmtrain.data.loading.compact_rows import RowGroup
 from slurmtrain.data.loading.samples import fetch_batches
@@ -51,7 +51,8 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def everything(dataset: Any) -> dict[str, Tensor]:
-    return dataset.get_batch(np.arange(len(dataset)))
+    batch: dict[str, Tensor] = dataset.get_batch(np.arange(len(dataset)))
+    return batch
 
 
 def pairs(batch: dict[str, Tensor]) -> list[tuple[int, int]]:
@@ -124,6 +125,7 @@ def test_a_document_a_sample_is_as_long_as_it_is(data: Path) -> None:
     train = PreparedText(str(data), 6, packing="documents").train
     long_enough = [document for document in DOCUMENTS if len(document) > 1]
     assert len(train) == len(long_enough)
+    assert isinstance(train, DocumentTokens)
     assert train.lengths(np.arange(len(train))).tolist() == [min(len(d) - 1, 6) for d in long_enough]
     batch = train.get_batch(np.array([0, 2, 3]))
     assert batch["inputs"].tolist() == [[0, 1, 2, 3], [30, 31, 0, 0], [40, 0, 0, 0]]
@@ -202,7 +204,9 @@ def test_a_border_is_found_among_many_documents(tmp_path: Path) -> None:
 
 def test_the_source_says_what_it_is(data: Path) -> None:
     source = PreparedText(str(data), 16, evals={"again": "valid"})
-    assert source.vocab_size == 257 and len(source.valid) == len(source.evals["again"]) == 1
+    assert (
+        source.vocab_size == 257 and source.valid is not None and len(source.valid) == len(source.evals["again"]) == 1
+    )
     assert "12 documents, 60 tokens, 4 + 1 samples of 16 tokens (concat)" in source.description
     fingerprints = {
         PreparedText(str(data), seq_len, packing=packing).fingerprint
@@ -338,9 +342,8 @@ def test_all_batches_before_one_that_cannot_be_read_come(data: Path, mixed: bool
     tokens.tofile(tokens_file(data))
     source = PreparedText(str(data), 4)
     train = Mixture({"a": source, "b": source}).train if mixed else source.train
-    batches = fetch_batches(
-        inspect_dataset(train), indices := np.array([[0, 1], [7, 8], [2, 5], [3, 4]]), indices, seed=0
-    )
+    indices = np.array([[0, 1], [7, 8], [2, 5], [3, 4]])
+    batches = iter(fetch_batches(inspect_dataset(train), indices, indices, seed=0))
     assert [next(batches).num_targets, next(batches).num_targets] == [[8], [8]]
     with pytest.raises(ConfigError, match="has the token 300"):
         next(batches)
@@ -390,7 +393,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], list[int]]:
             return preadv(descriptor, buffers, offset)
 
         monkeypatch.setattr(os, "preadv", read)
-        monkeypatch.setattr(reading.time, "sleep", lambda seconds: None)
+        monkeypatch.setattr(time, "sleep", lambda seconds: None)
         return tried
 
     return arrange
@@ -512,7 +515,7 @@ def test_workers_read_what_this_process_reads(data: Path) -> None:
 
 def test_large_batches_come_from_workers_as_small_ones_do(tmp_path: Path) -> None:
     tokens = SLOT_BYTES // 4 + 1  # each of two bytes, in two batches
-    write_prepared(tmp_path, {"train": [[np.arange(tokens) % 40_000]]}, vocab_size=40_000)
+    write_prepared(tmp_path, {"train": [[[token % 40_000 for token in range(tokens)]]]}, vocab_size=40_000)
     train = PreparedText(str(tmp_path), tokens // 4).train
     batches = []
     for workers in (0, 1):

@@ -137,7 +137,8 @@ def test_what_a_sample_of_a_mixture_draws_is_new_each_epoch_and_another_with_ano
         loader = BatchLoader(
             mixture, seed=seed, shuffle=False, global_batch_size=8, micro_batch_size=8, samples_consumed=first
         )
-        return next(loader).micro_batches[0]["drawn"].tolist()  # type: ignore[no-any-return]
+        rows: list[list[float]] = next(loader).micro_batches[0]["drawn"].tolist()
+        return rows
 
     first, again, second, other = drawn(1, 0), drawn(1, 0), drawn(1, 8), drawn(2, 0)
     assert first == again
@@ -150,7 +151,9 @@ def test_fetching_leaves_the_random_state_of_the_training_alone() -> None:
 
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     expected = draw()
-    random.setstate(states[0]), np.random.set_state(states[1]), torch.set_rng_state(states[2])
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
     next(BatchLoader(Drawn(12), seed=1, global_batch_size=4, micro_batch_size=2))
     assert draw() == expected
 

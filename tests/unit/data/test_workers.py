@@ -75,7 +75,7 @@ def test_tensors_of_any_kind_come_as_they_are(count: int, pin_memory: bool) -> N
             tensor.detach().add_(True if tensor.dtype == torch.bool else 1)  # nobody else's memory, and not read-only
 
 
-def dense(tensor: Any) -> Tensor:
+def dense(tensor: Tensor) -> Tensor:
     return tensor.to_dense() if tensor.layout != torch.strided else tensor.detach()
 
 
@@ -87,17 +87,17 @@ def test_results_stay_as_they_came_while_the_slots_are_used_again(count: int, ah
     assert [rows["rows"].unique().tolist() for rows in kept] == [[number] for number in range(500)]
 
 
-def test_short_jobs_come_several_at_a_time_and_long_ones_one_by_one() -> None:
-    def together(seconds: float, most: int, results_at_most: int) -> int:
+def test_short_jobs_come_several_at_a_time_and_long_and_large_ones_one_by_one() -> None:
+    def together(work: Callable[[Any], Any], most: int, results_at_most: int) -> int:
         """The most jobs in a message; not asked for more results when there are `most`."""
         sizes = [0]
 
         def take(number: int) -> list[float]:
             sizes.append(number)
-            return [seconds] * number
+            return [0.0] * number
 
-        results: Workers[list[float], None] = Workers(
-            lambda some: map(time.sleep, some), take, count=1, ahead=2, seed=0, pin_memory=False
+        results: Workers[list[float], Any] = Workers(
+            lambda some: map(work, some), take, count=1, ahead=2, seed=0, pin_memory=False
         )
         for _ in range(results_at_most):
             next(results)
@@ -107,8 +107,10 @@ def test_short_jobs_come_several_at_a_time_and_long_ones_one_by_one() -> None:
         return max(sizes)
 
     # A worker that is held up seems to need long for its jobs: it takes as many as it takes.
-    assert together(0, workers.MOST_JOBS, 100_000) == workers.MOST_JOBS
-    assert together(2 * workers.MESSAGE_S, 2, 60) == 1
+    assert together(time.sleep, workers.MAX_JOBS, 100_000) == workers.MAX_JOBS
+    assert together(lambda job: time.sleep(2 * workers.MESSAGE_S), 2, 60) == 1
+    large = torch.zeros(workers.MESSAGE_BYTES, dtype=torch.uint8)
+    assert together(lambda job: large, 2, 60) == 1
 
 
 def test_what_fails_among_several_is_raised_in_its_turn() -> None:
@@ -182,7 +184,8 @@ def test_memory_that_a_data_set_uses_again_is_sent_as_it_was() -> None:
 
 def test_samples_are_collated_without_shared_memory_of_their_own() -> None:
     def shared(number: int) -> bool:
-        return collate([{"image": torch.ones(3, 4), "label": 1}] * number)["image"].is_shared()
+        image: Tensor = collate([{"image": torch.ones(3, 4), "label": 1}] * number)["image"]
+        return bool(image.is_shared())
 
     results = workers_on(shared, [2, 3])
     assert list(results) == [False, False]

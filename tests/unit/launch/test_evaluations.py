@@ -21,17 +21,16 @@ from slurmtrain.config.evaluation import evaluation_config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.evaluations import submit_due
-from slurmtrain.launch.submit import preparing
 from slurmtrain.report.collect import Point, table_of
 from slurmtrain.report.compare import compare
 from slurmtrain.report.prune import plan
-from slurmtrain.runs import attempts
-from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import evaluation_jobs
 from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
 from slurmtrain.runtime.finish_attempt import finish_attempt
 from tests.support.commands import FakeSlurm
+from tests.support.runs import add_attempt, submitted_run
 
 Make = Callable[..., RunDir]
 JOB = ["cluster=a100x4", "eval=job"]
@@ -129,10 +128,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(overrides: list[str], words: st
 @pytest.fixture
 def trained(project: Path, fake_slurm: FakeSlurm) -> RunDir:
     """A run of SLURM with a committed checkpoint of step 10 and one of step 20."""
-    words = composed(*JOB)
-    with preparing(compose(words), words, project) as run_dir:
-        run_dir.update_info(job_ids=["1"])
-        run_dir.event("submitted", job_id="1")
+    run_dir = submitted_run(project, *composed(*JOB), job_ids=["1"])
     for step in (10, 20):
         path = run_dir.checkpoints / checkpoint_name(step)
         path.mkdir()
@@ -196,10 +192,10 @@ def test_a_finished_training_does_not_wait_for_sbatch_for_ever(
 
 def test_a_run_that_was_cancelled_has_no_more_submitted(trained: RunDir, fake_slurm: FakeSlurm) -> None:
     hold(trained, 10)
-    trained.event("cancel asked")
+    trained.event(Event.CANCEL_ASKED)
     due(trained)
     assert fake_slurm.submitted == []
-    trained.event("resume asked")
+    trained.event(Event.RESUME_ASKED)
     due(trained)
     assert len(fake_slurm.submitted) == 1
 
@@ -214,8 +210,7 @@ def test_a_checkpoint_is_let_go_when_its_evaluation_has_failed_or_its_save_has(
     assert held(trained) == [10]
     evaluation = trained.evaluation(10)
     config = load_frozen(evaluation.config_file)
-    number = evaluation.new_attempt()
-    attempts.write_attempt(evaluation, Attempt(number, started=1.0))
+    number = add_attempt(evaluation).number
     assert finish_attempt(evaluation, number, 78, config, None).verdict == "end"
     assert held(trained) == []
 
@@ -288,10 +283,7 @@ def test_results_stand_beside_the_metrics_and_what_the_run_has_logged_counts(tra
 
 def test_a_run_is_not_removed_while_it_is_evaluated(trained: RunDir, fake_slurm: FakeSlurm) -> None:
     root = trained.path.parents[1]
-    number = trained.new_attempt()
-    attempts.write_attempt(
-        trained, Attempt(number, job_id="1", started=1.0, ended=2.0, verdict="done", reason="finished")
-    )
+    add_attempt(trained, job_id="1", started=1.0, ended=2.0, verdict="done", reason="finished")
     hold(trained, 20)
     due(trained)
     assert plan(root, now=time.time()).stays == {trained.id: "an evaluation of it has not ended"}

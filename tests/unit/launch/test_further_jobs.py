@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,15 +17,17 @@ from slurmtrain.errors import ClusterError, ConfigError, UsageError
 from slurmtrain.launch import resubmit
 from slurmtrain.launch.dependencies import starting_after, with_dependency
 from slurmtrain.launch.script import directive, without_past
-from slurmtrain.launch.submit import preparing, submit
+from slurmtrain.launch.submit import submit
 from slurmtrain.report.status import state
 from slurmtrain.runs import attempts, chain
 from slurmtrain.runs.attempts import Attempt, write_request
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.begin_attempt import ended_before
 from slurmtrain.slurm.client import JobFacts, SlurmClient
 from tests.support.commands import FakeSlurm
+from tests.support.runs import add_attempt, submitted_run
 from tests.unit.launch.test_script import run_script, script_for
 
 Make = Callable[..., RunDir]
@@ -53,21 +57,12 @@ def in_queue(slurm: FakeSlurm, *rows: str) -> None:
 
 @pytest.fixture
 def make(project: Path) -> Make:
-    def run(*words: str, job_ids: tuple[str, ...] = ()) -> RunDir:
-        with preparing(compose(["cluster=a100x4", *words]), list(words), project) as run_dir:
-            run_dir.update_info(job_ids=list(job_ids))
-        for job_id in job_ids:
-            run_dir.event("submitted", job_id=job_id)
-        return run_dir
-
-    return run
+    return partial(submitted_run, project, "cluster=a100x4")
 
 
-def stopped(run: RunDir, verdict: str, job_id: str = "100", **fields: object) -> Attempt:
-    values = {"started": time.time(), "ended": time.time(), "reason": "preempted", "sentence": "preempted", **fields}
-    record = Attempt(run.new_attempt(), job_id=job_id, verdict=verdict, **values)  # type: ignore[arg-type]
-    attempts.write_attempt(run, record)
-    return record
+def stopped(run: RunDir, verdict: str, job_id: str = "100", **fields: Any) -> Attempt:
+    values = {"ended": time.time(), "reason": "preempted", "sentence": "preempted", **fields}
+    return add_attempt(run, job_id=job_id, verdict=verdict, **values)
 
 
 def no_sleep(seconds: float) -> None:
@@ -400,7 +395,7 @@ def test_a_scancel_of_the_job_before_ends_the_one_that_was_to_go_on_when_it_star
     run = make(f"requeue={mode}", job_ids=("100",))
     stopped(run, {"resubmit": "resubmit", "chain": "next"}[mode], sentence="preempted; it goes on")
     run.add_job("101")
-    run.event("submitted", job_id="101", **({} if resumed or mode == "chain" else {"after_attempt": 1}))
+    run.event(Event.SUBMITTED, job_id="101", **({} if resumed or mode == "chain" else {"after_attempt": 1}))
     if mode == "chain":
         run.update_info(chain=["101"] if resumed else ["100", "101"], chain_after=1 if resumed else 0)
     slurm.command("scontrol", f'echo "JobId=100 JobState={state_before} Reason=None Restarts=0"')
@@ -533,7 +528,7 @@ def test_a_chain_between_two_jobs_says_which_one_goes_on(make: Make, slurm: Fake
     )
     in_queue(slurm, "101|101_N/A|FAILED|N/A|None", "102|102_N/A|RUNNING|N/A|None", "103|103_N/A|PENDING|N/A|Dependency")
     assert (state(run).status, state(run).job_id) == ("starting", "102")
-    attempts.write_attempt(run, Attempt(run.new_attempt(), job_id="102", started=time.time()))
+    add_attempt(run, job_id="102")
     assert (state(run).status, state(run).job_id) == ("running", "102")
     assert main(["cancel", run.id]) == 0
     assert lines(slurm, "cancelled") == ["103 102"]
@@ -548,7 +543,7 @@ def test_a_drill_promises_what_the_chain_will_do(
     make: Make, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], left: tuple[str, ...], promise: str
 ) -> None:
     run = chained(make)
-    attempts.write_attempt(run, Attempt(run.new_attempt(), job_id="101", started=time.time()))
+    add_attempt(run, job_id="101")
     in_queue(slurm, "101|101_N/A|RUNNING|N/A|None", *(f"{job}|{job}_N/A|PENDING|N/A|Dependency" for job in left))
     assert main(["preempt", run.id]) == 0
     assert promise in capsys.readouterr().out
@@ -639,8 +634,7 @@ def test_who_waits_for_a_run_is_freed_when_it_has_finished_in_a_job_that_slurm_w
     make: Make, slurm: FakeSlurm, version: str, restarts: int, preempted: bool, mode: str, freed: bool
 ) -> None:
     run = make(f"requeue.mode={mode}", job_ids=("7",))
-    record = Attempt(run.new_attempt(), job_id="7", started=time.time(), said="finished", restart_count=restarts)
-    attempts.write_attempt(run, record)
+    add_attempt(run, job_id="7", said="finished", restart_count=restarts)
     if preempted:
         at = time.strftime("%Y-%m-%dT%H:%M:%S")
         (run.path / "slurm-7.log").write_text(

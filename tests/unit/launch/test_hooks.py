@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
 from tests.support.commands import Cli
 from tests.support.run_info import run_info
+from tests.support.runs import add_attempt
 from tests.unit.launch.test_script import again_calls, run_script, script_for
 
 ODD = 'crashed: \'a "b" $(touch x) \0 \ud800 ' + "x" * 200_000
@@ -46,12 +48,12 @@ def test_the_hook_for_every_ending(reason: str | None, verdict: str | None, stal
     assert hook_of(Attempt(1, reason=reason, verdict=verdict, stalled=stalled)) == hook
 
 
-def ended_run(folder: Path, hooks: HooksConfig, **facts: object) -> RunDir:
+def ended_run(folder: Path, hooks: HooksConfig, **facts: Any) -> RunDir:
     run_dir = create_run_dir(folder / "runs", "train")
     run_dir.info_file.write_text(json.dumps(run_info(workdir=str(folder))))
     run_dir.config_file.write_text(freeze(Config(hooks=hooks)))
     values = {"reason": "crash", "verdict": "requeue", "sentence": "crashed: x", "job_id": "7", "exit_code": 3, **facts}
-    attempts.write_attempt(run_dir, Attempt(run_dir.new_attempt(), **values))  # type: ignore[arg-type]
+    add_attempt(run_dir, **values)
     return run_dir
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from slurmtrain.choices import ContainerKind
 from slurmtrain.config.schema import ClusterConfig, ContainerConfig
 from slurmtrain.errors import EXIT_CONFIG, ConfigError
 from slurmtrain.launch.import_paths import Hook, ImportPaths, ask, interpreter_of, roots_below
@@ -168,5 +169,5 @@ def test_the_interpreter_that_is_asked_is_that_of_the_ranks(tmp_path: Path) -> N
     for cluster in (ClusterConfig(venv=str(tmp_path / "env")), ClusterConfig(conda_env=str(tmp_path / "env"))):
         assert interpreter_of(cluster) == str(environment / "python")
     assert interpreter_of(ClusterConfig(venv=str(tmp_path / "none"))) is None
-    assert interpreter_of(ClusterConfig(container=ContainerConfig(kind="pyxis", image="a"))) is None
+    assert interpreter_of(ClusterConfig(container=ContainerConfig(kind=ContainerKind.PYXIS, image="a"))) is None
     assert ask("/bin/false") == ask(str(tmp_path / "none")) == ImportPaths()

@@ -15,11 +15,7 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.config.compose import compose
-from slurmtrain.launch.submit import preparing
 from slurmtrain.report import status as state_module
-from slurmtrain.runs import attempts
-from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
@@ -27,6 +23,7 @@ from slurmtrain.system import file_claims
 from slurmtrain.system.file_claims import claimed, is_claimed
 from slurmtrain.system.files import write_json
 from tests.support.commands import FakeSlurm
+from tests.support.runs import add_attempt, submitted_run
 
 Make = Callable[..., RunDir]
 Queue = Callable[..., None]
@@ -66,21 +63,11 @@ def cancelled(slurm: FakeSlurm) -> list[str]:
 
 @pytest.fixture
 def make(project: Path) -> Make:
-    def run(*job_ids: str, words: tuple[str, ...] = ()) -> RunDir:
-        overrides = ["cluster=a100x4", *words]
-        with preparing(compose(overrides), overrides, project) as run_dir:
-            run_dir.update_info(job_ids=list(job_ids))
-        for job_id in job_ids:
-            run_dir.event("submitted", job_id=job_id)
-        return run_dir
-
-    return run
+    return lambda *job_ids, words=(): submitted_run(project, "cluster=a100x4", *words, job_ids=job_ids)
 
 
 def failed(run: RunDir, job_id: str) -> None:
-    times = {"started": time.time(), "ended": time.time()}
-    record = Attempt(run.new_attempt(), job_id=job_id, verdict="end", reason="crash", sentence="crashed: x", **times)  # type: ignore[arg-type]
-    attempts.write_attempt(run, record)
+    add_attempt(run, job_id=job_id, verdict="end", reason="crash", sentence="crashed: x", ended=time.time())
 
 
 def resuming(run: RunDir) -> subprocess.Popen[str]:

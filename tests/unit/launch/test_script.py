@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slurmtrain.choices import ContainerKind
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose, config_groups
 from slurmtrain.config.schema import ClusterConfig, Config, ContainerConfig, HooksConfig
@@ -306,7 +307,7 @@ def test_directives_survive_any_value(value: str) -> None:
 
 @given(value=PRINTABLE)
 def test_srun_words_survive_any_value(value: str) -> None:
-    container = ContainerConfig(kind="pyxis", image=value, mounts=[f"{value}:/x"], args=[f"--a={value}"])
+    container = ContainerConfig(kind=ContainerKind.PYXIS, image=value, mounts=[f"{value}:/x"], args=[f"--a={value}"])
     words = shlex.split(" ".join(srun_words(ClusterConfig(container=container, srun_args=[f"--b={value}"]), PATHS)))
     assert f"--container-image={value}" in words
     assert f"--container-mounts=$run_dir:$run_dir,{value}:/x" in words
@@ -337,7 +338,7 @@ def test_modules_come_first_then_own_lines_then_the_environment() -> None:
         (ClusterConfig(), PYTHON),
         (ClusterConfig(venv="/v"), "python"),
         (ClusterConfig(conda_env="c"), "python"),
-        (ClusterConfig(container=ContainerConfig(kind="pyxis", image="i")), "python"),
+        (ClusterConfig(container=ContainerConfig(kind=ContainerKind.PYXIS, image="i")), "python"),
         (ClusterConfig(venv="/v", python="/opt/my python"), "'/opt/my python'"),
     ],
 )
@@ -763,7 +764,9 @@ def test_a_percent_sign_in_a_path_is_no_pattern_of_slurm() -> None:
 
 def test_what_a_container_image_sets_does_not_overrule_what_the_job_sets() -> None:
     cluster = ClusterConfig(
-        container=ContainerConfig(kind="pyxis", image="a", args=["--container-env=MINE,PYTHONPATH", "--other"]),
+        container=ContainerConfig(
+            kind=ContainerKind.PYXIS, image="a", args=["--container-env=MINE,PYTHONPATH", "--other"]
+        ),
         env={"NCCL_DEBUG": "INFO"},
     )
     words = next(line for line in srun_of(Config(cluster=cluster, secrets={"TOKEN": "env"})) if "container-env" in line)

@@ -216,15 +216,15 @@ def test_what_is_written_has_a_stand_in(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_bytes_and_the_first_standard_output_have_a_stand_in_too(monkeypatch: pytest.MonkeyPatch) -> None:
     redaction.hide({"A": "abcdefgh"})
-    streams = {name: io.TextIOWrapper(io.BytesIO()) for name in ("stdout", "stderr", "__stdout__", "__stderr__")}
-    for name, stream in streams.items():
-        monkeypatch.setattr(sys, name, stream)
+    written = {name: io.BytesIO() for name in ("stdout", "stderr", "__stdout__", "__stderr__")}
+    for name, stream in written.items():
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(stream))
     redaction.redact_output()
     assert sys.stdout.buffer.write(b"<abcdefgh>") == 10
     sys.stdout.buffer.writelines([b"<", b"abcdefgh"])
     print("abcdefgh", end="", file=sys.__stderr__, flush=True)
-    assert streams["stdout"].buffer.getvalue() == b"<***A***><***A***"  # type: ignore[attr-defined]
-    assert streams["__stderr__"].buffer.getvalue() == b"***A***"  # type: ignore[attr-defined]
+    assert written["stdout"].getvalue() == b"<***A***><***A***"
+    assert written["__stderr__"].getvalue() == b"***A***"
 
 
 def test_a_crash_with_a_secret_in_its_words_tells_it_nowhere(cli: Cli, project: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -211,7 +211,7 @@ class Asked(SlurmClient):
     said: str
     lacking: bool = False
 
-    def test_only(self, script: Path, without: Collection[str]) -> tuple[int, str]:
+    def test_only(self, script: Path, options: Sequence[str] = (), *, without: Collection[str] = ()) -> tuple[int, str]:
         return 1, f"allocation failure: {self.said}"
 
     def lacks_nodes(self, partition: str | None) -> bool:

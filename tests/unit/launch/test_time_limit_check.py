@@ -12,13 +12,12 @@ from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.submit import preparing
 from slurmtrain.launch.time_limit_check import Measured, check, look_ahead, measured_before
-from slurmtrain.runs import attempts
-from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import PreemptionTimes, SlurmClient
 from tests.support.commands import FakeSlurm
+from tests.support.runs import add_attempt, submitted_run
 
 SLOW = Measured(step_s=12.0, save_s=41.0, start_s=60.0, run_id="RUN")
 WORDS = ["cluster=a100x4", "cluster.nodes=2"]
@@ -78,23 +77,15 @@ def test_a_grace_time_too_short_for_a_save_is_a_warning(times: PreemptionTimes |
 
 def trained(project: Path, *, step_s: float, save_s: float, start_s: float = 5.0, ranks: int = 8) -> RunDir:
     """A run of the same experiment that has ended."""
-    with preparing(compose(WORDS), WORDS, project) as run_dir:
-        pass
-    attempt = Attempt(
-        run_dir.new_attempt(),
-        world_size=ranks,
-        started=1.0,
-        stepping=2.0,
-        start_up_s={"imports": start_s},
-        verdict="done",
-    )
-    attempts.write_attempt(run_dir, attempt)
+    run_dir = submitted_run(project, *WORDS)
+    times = {"started": 1.0, "stepping": 2.0, "start_up_s": {"imports": start_s}}
+    add_attempt(run_dir, world_size=ranks, verdict="done", **times)
     records = [{"step": step, "loss": 1.0, "step_time_s": step_s} for step in range(1, 6)]
     evaluation = {"step": 5, "valid_loss": 1.0}
     lines = [*records, evaluation]
     run_dir.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 6, "los')
     for seconds in (save_s / 2, save_s, save_s / 3):
-        run_dir.event("checkpoint", step=5, seconds=seconds, stall_s=0.1)
+        run_dir.event(Event.CHECKPOINT, step=5, seconds=seconds, stall_s=0.1)
     return run_dir
 
 

@@ -70,6 +70,7 @@ def test_loss_and_gradients_of_packed_rows_are_those_of_the_documents_one_by_one
         total += part.item()
     assert whole.item() == pytest.approx(total, rel=1e-6)
     for ours, theirs in zip(packed.parameters(), alone.parameters(), strict=True):
+        assert theirs.grad is not None
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-6 * theirs.grad.norm().item())
 
 

@@ -70,6 +70,7 @@ def test_what_cannot_be_counted_is_not_refused(overrides: list[str]) -> None:
 def test_as_many_micro_batches_are_in_flight_as_torch_schedules(schedule: str, pp: int, micro_batches: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=pp)
     try:
+        assert dist.group.WORLD is not None
         numbers, count = stage_numbers(0, pp, schedule)
         pipeline = Pipeline(
             [nn.Linear(1, 1) for _ in numbers],
@@ -97,7 +98,7 @@ def test_compute_in_bfloat16_and_gpipe_count() -> None:
     for name in ("parallel.pp_schedule=1f1b", "parallel.pp_schedule=gpipe", "parallel.param_dtype=bfloat16"):
         config = compose([*words, name])
         stages = memory_of(config, validate(config))
-        assert stages is not None and len(stages) == 2
+        assert stages is not None and len(stages) == 2 and stages[0].activations is not None
         found[name] = stages[0].activations
     one, all_of_them, half = found.values()
     assert all_of_them == 4 * one

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from slurmtrain.choices import ActivationCheckpointing
 from slurmtrain.models import Decoder
 from slurmtrain.planner.memory import MemorySettings, layers_of_stages, memory_per_rank
 from slurmtrain.planner.shape import DecoderShape
@@ -104,7 +105,7 @@ def test_autograd_keeps_what_is_estimated(qk_norm: bool) -> None:
     work = MemorySettings(batch, seq_len, compute_bytes=4)
     (one,), (recomputed,) = (
         memory_per_rank(DecoderShape.of(sizes), each)
-        for each in (work, MemorySettings(batch, seq_len, compute_bytes=4, checkpointing="full"))
+        for each in (work, MemorySettings(batch, seq_len, compute_bytes=4, checkpointing=ActivationCheckpointing.FULL))
     )
     at_the_end = 2 * 36 * 4 + 71 * 12
     per_token = one.activations / (batch * seq_len) - at_the_end

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -17,16 +18,13 @@ from slurmtrain.cli import main
 from slurmtrain.cli.columns import PROGRESS, table_lines
 from slurmtrain.cli.sweep import _headline
 from slurmtrain.cli.watch import View, pause_s, watch
-from slurmtrain.config.compose import compose
-from slurmtrain.launch.submit import preparing
 from slurmtrain.report.progress import Lowest, Progress, at_about, eta_of_all, lowest, read_progress, roughly
-from slurmtrain.report.status import RunState
-from slurmtrain.runs import attempts
-from slurmtrain.runs.attempts import Attempt
+from slurmtrain.report.status import RunState, RunStatus
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm.pending_reasons import in_words, is_held
 from tests.support.commands import FakeSlurm
+from tests.support.runs import add_attempt, submitted_run
 
 Out = pytest.CaptureFixture[str]
 Make = Callable[..., RunDir]
@@ -37,10 +35,7 @@ def make(project: Path) -> Make:
     """A run that is submitted as this job, with what it logged."""
 
     def run(job_id: str = "1", *overrides: str, logged: tuple[dict[str, object], ...] = ()) -> RunDir:
-        words = ["cluster=a100x4", "train.steps=200", *overrides]
-        with preparing(compose(words), words, project) as run_dir:
-            run_dir.update_info(job_ids=[job_id])
-        run_dir.event("submitted", job_id=job_id)
+        run_dir = submitted_run(project, "cluster=a100x4", "train.steps=200", *overrides, job_ids=[job_id])
         if logged:
             run_dir.metrics_file.write_text("".join(json.dumps(record) + "\n" for record in logged))
         return run_dir
@@ -48,9 +43,8 @@ def make(project: Path) -> Make:
     return run
 
 
-def attempt(run: RunDir, **fields: object) -> None:
-    values = {"job_id": "1", "started": time.time() - 60, "host": "elsewhere", "pid": 1, **fields}
-    attempts.write_attempt(run, Attempt(run.new_attempt(), **values))  # type: ignore[arg-type]
+def attempt(run: RunDir, **fields: Any) -> None:
+    add_attempt(run, **{"job_id": "1", "started": time.time() - 60, "host": "elsewhere", "pid": 1, **fields})
 
 
 def stamp(moment: float) -> str:
@@ -422,8 +416,8 @@ def test_what_cannot_be_watched_is_one_sentence(words: list[str], sentence: str,
 def test_the_time_left_of_a_sweep_counts_the_points_that_nobody_has_started_yet(tmp_path: Path) -> None:
     point = Progress(10, 100, step_time_s=2.0)
     now = {
-        "a": RunState("running", "", True, [], None, point),
-        "b": RunState("prepared", "", False, [], None, Progress(None, 100)),
-        "c": RunState("failed", "", False, [], None, Progress(None, 100)),
+        "a": RunState(RunStatus.RUNNING, "", True, [], None, point),
+        "b": RunState(RunStatus.PREPARED, "", False, [], None, Progress(None, 100)),
+        "c": RunState(RunStatus.FAILED, "", False, [], None, Progress(None, 100)),
     }
     assert "about 6 min left" in _headline(Sweep(tmp_path), [], now)

@@ -16,9 +16,7 @@ from typing import Any
 import pytest
 
 from slurmtrain.cli import logs, main
-from slurmtrain.config.compose import compose
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, EXIT_USAGE
-from slurmtrain.launch.submit import preparing
 from slurmtrain.report import status as state_module
 from slurmtrain.report.status import RunState, is_over, state, states
 from slurmtrain.runs import attempts
@@ -30,6 +28,7 @@ from slurmtrain.sandbox import default_directory
 from slurmtrain.system import records
 from slurmtrain.system.files import write_json
 from tests.support.commands import FakeSlurm
+from tests.support.runs import add_attempt, submitted_run
 
 JOB = "4711"
 ELSEWHERE = "another-host"
@@ -38,16 +37,7 @@ ELSEWHERE = "another-host"
 @pytest.fixture
 def make(project: Path) -> Callable[..., RunDir]:
     """A run, submitted as these jobs."""
-
-    def run(*job_ids: str, overrides: tuple[str, ...] = ()) -> RunDir:
-        words = ["cluster=a100x4", *overrides]
-        with preparing(compose(words), words, project) as run_dir:
-            run_dir.update_info(job_ids=list(job_ids))
-        for job_id in job_ids:
-            run_dir.event("submitted", job_id=job_id)
-        return run_dir
-
-    return run
+    return lambda *job_ids, overrides=(): submitted_run(project, "cluster=a100x4", *overrides, job_ids=job_ids)
 
 
 @pytest.fixture
@@ -82,13 +72,11 @@ def asked(fake: FakeSlurm, *, but: str = "squeue") -> list[str]:
     return [line for line in lines if line not in (but, "scontrol show config")]  # which changes nothing
 
 
-def attempt(run: RunDir, **fields: object) -> Attempt:
-    record = Attempt(number=run.new_attempt(), **{"started": time.time(), "host": ELSEWHERE, "pid": 1, **fields})  # type: ignore[arg-type]
-    attempts.write_attempt(run, record)
-    return record
+def attempt(run: RunDir, **fields: Any) -> Attempt:
+    return add_attempt(run, **{"host": ELSEWHERE, "pid": 1, **fields})
 
 
-def ended(run: RunDir, verdict: str, **fields: object) -> Attempt:
+def ended(run: RunDir, verdict: str, **fields: Any) -> Attempt:
     values = {"reason": "crash", "sentence": "crashed: x", "job_id": JOB, **fields}
     return attempt(run, verdict=verdict, ended=time.time(), **values)
 
@@ -823,14 +811,16 @@ def test_status_opens_each_file_of_an_ended_run_once(
     runs = [make(str(number)) for number in range(1, 4)]
     for number, run in enumerate(runs, 1):
         run.update_info(slurm_conf=str(conf))
-        attempt = Attempt(
-            run.new_attempt(), job_id=str(number), started=1.0, ended=2.0, verdict="done", reason="finished"
-        )
-        attempts.write_attempt(run, attempt)
+        add_attempt(run, job_id=str(number), started=1.0, ended=2.0, verdict="done", reason="finished")
         run.metrics_file.write_text('{"step": 3, "loss": 2.0}\n')
     opened: list[Path] = []
     real = records.open_regular
-    monkeypatch.setattr(records, "open_regular", lambda path: opened.append(path) or real(path))
+
+    def open_and_note(path: Path) -> int:
+        opened.append(path)
+        return real(path)
+
+    monkeypatch.setattr(records, "open_regular", open_and_note)
     found = states(runs)
     assert [found[run.id].status for run in runs] == ["finished"] * 3
     assert len(set(opened)) == len(opened) and {run.info_file for run in runs} < set(opened)

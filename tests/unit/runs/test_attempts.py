@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,13 +17,15 @@ from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt, Failure
 from slurmtrain.runs.create import create_run_dir
-from slurmtrain.runs.outcome import Reason, Verdict
+from slurmtrain.runs.events import Event
+from slurmtrain.runs.outcome import Reason, Verdict, decide_outcome
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import finish_attempt as finish_module
 from slurmtrain.runtime.begin_attempt import budget_used_up, ended_before
 from slurmtrain.runtime.finish_attempt import close_abandoned, finish_attempt, own_job_id
 from slurmtrain.slurm.client import JobFacts, SlurmClient
 from slurmtrain.system.files import write_json
+from tests.support.runs import add_attempt
 
 
 @pytest.fixture
@@ -33,12 +36,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return create_run_dir(tmp_path, "train")
 
 
-def begin(run: RunDir, **fields: object) -> Attempt:
+def begin(run: RunDir, **fields: Any) -> Attempt:
     before = attempts.newest_checkpoint_step(run)
-    known = {"started": time.time(), "first_step": 0, "committed_before": before, **fields}
-    attempt = Attempt(number=run.new_attempt(), **known)  # type: ignore[arg-type]
-    attempts.write_attempt(run, attempt)
-    return attempt
+    return add_attempt(run, **{"first_step": 0, "committed_before": before, **fields})
 
 
 def commit(run: RunDir, step: int) -> None:
@@ -194,7 +194,7 @@ def test_what_has_ended_properly_is_left_alone(run: RunDir) -> None:
     ],
 )
 def test_an_abandoned_attempt_is_judged_by_what_it_left_behind(
-    run: RunDir, left_behind: dict[str, object], reason: Reason
+    run: RunDir, left_behind: dict[str, Any], reason: Reason
 ) -> None:
     begin(run, said=left_behind.get("said"))
     if "cause" in left_behind:
@@ -425,11 +425,11 @@ def test_an_attempt_that_a_newer_job_has_superseded_ends(run: RunDir) -> None:
 def test_what_an_earlier_job_with_the_same_id_was_told_ends_no_later_one(run: RunDir, reason: str, again: bool) -> None:
     """SLURM's ids begin anew on a cluster that is set up again."""
     write_json(run.info_file, {"job_ids": ["7"]})
-    run.event("submitted", job_id="7")
+    run.event(Event.SUBMITTED, job_id="7")
     begin(run, job_id="7", reason=reason, verdict=Verdict.END)
-    run.event("attempt ended", attempt=1)
+    run.event(Event.ATTEMPT_ENDED, attempt=1)
     if again:
-        run.event("submitted", job_id="7")
+        run.event(Event.SUBMITTED, job_id="7")
         assert ended_before(run, "7", 0) is None
     assert ended_before(run, "7", 1) == (None if again else Verdict.END)
 
@@ -466,7 +466,7 @@ def test_the_first_rank_that_failed_by_itself_is_the_cause(run: RunDir, monkeypa
     assert attempts.first_failure(directory) is None
     monkeypatch.setenv("SLURMD_NODENAME", "n2")
     clock = iter([10.0, 11.0, 12.0])
-    monkeypatch.setattr(attempts.time, "time", lambda: next(clock))
+    monkeypatch.setattr(time, "time", lambda: next(clock))
     attempts.record_failure(directory, 0, exit_code=1, sentence="Connection closed by peer", because_of_peer=True)
     attempts.record_failure(directory, 3, exit_code=78, sentence="no GPU")
     attempts.record_failure(directory, 2, exit_code=1, sentence="ValueError: later")
@@ -573,11 +573,10 @@ def test_a_cancel_that_comes_while_an_attempt_is_judged_is_not_used_up_by_it(
 ) -> None:
     write_json(run.info_file, {"job_ids": []})
     begin(run, job_id="7", said="stopped")
-    decided = finish_module.decide_outcome
 
-    def slow_decision(*arguments: object) -> object:
+    def slow_decision(*arguments: Any) -> object:
         attempts.write_request(run, "cancel")
-        return decided(*arguments)  # type: ignore[arg-type]
+        return decide_outcome(*arguments)
 
     monkeypatch.setattr(finish_module, "decide_outcome", slow_decision)
     assert finish_attempt(run, 1, 75, Config(), SlurmSays(JobFacts("RUNNING"))).verdict == Verdict.REQUEUE
@@ -622,7 +621,7 @@ def test_a_last_word_that_a_shared_file_system_shows_late_is_heard(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = begin(run, job_id="7")
-    monkeypatch.setattr(finish_module.time, "sleep", lambda _: attempts.write_attempt(run, attempt))
+    monkeypatch.setattr(time, "sleep", lambda _: attempts.write_attempt(run, attempt))
     attempt.said = "finished"
     assert finish_attempt(run, 1, 0, Config(), None).verdict == Verdict.DONE
 

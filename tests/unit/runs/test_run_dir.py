@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.launch.submit import note
 from slurmtrain.runs import create, lookup, run_dir
 from slurmtrain.runs.create import create_run_dir, new_run_id
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import files
 from slurmtrain.system.files import write_json
@@ -51,7 +53,7 @@ def test_an_id_that_is_taken_is_never_reused(tmp_path: Path, monkeypatch: pytest
 def test_ids_sort_by_time_to_the_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = [1_800_000_000.001, 1_800_000_000.002, 1_800_000_000.999, 1_800_000_001.0]
     clock = iter(moments)
-    monkeypatch.setattr(run_dir.time, "time", lambda: next(clock))
+    monkeypatch.setattr(time, "time", lambda: next(clock))
     ids = [new_run_id() for _ in moments]
     assert ids == sorted(ids)
     assert all(run_id[8] == run_id[15] == "-" for run_id in ids)
@@ -79,28 +81,37 @@ def test_the_next_attempt_follows_the_highest_one_and_other_files_do_not_count(t
 
 def test_events_of_several_writers_stay_whole(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    in_threads(8, lambda: [run.event("x", text="y" * 500) for _ in range(50)])
+
+    def write_50() -> None:
+        for _ in range(50):
+            run.event(Event.RESTORED, text="y" * 500)
+
+    in_threads(8, write_50)
     events = run.events()
     assert len(events) == 400
-    assert all(event["event"] == "x" and len(event["text"]) == 500 for event in events)
+    assert all(event["event"] == "restored" and len(event["text"]) == 500 for event in events)
 
 
 def test_a_torn_last_event_is_skipped(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert run.events() == []
-    run.event("first")
+    run.event(Event.RENDERED)
     with run.events_file.open("a") as file:
         file.write('{"time": 1, "ev')
-    assert [event["event"] for event in run.events()] == ["first"]
+    assert [event["event"] for event in run.events()] == ["rendered"]
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     files.write_json(path, {"n": 0})
     stop = threading.Event()
-    writer = threading.Thread(
-        target=lambda: [files.write_json(path, {"n": n, "pad": "x" * 5000}) for n in range(100)] and stop.set()
-    )
+
+    def write_100() -> None:
+        for n in range(100):
+            files.write_json(path, {"n": n, "pad": "x" * 5000})
+        stop.set()
+
+    writer = threading.Thread(target=write_100)
     writer.start()
     while not stop.is_set():
         assert files.read_json(path) is not None
@@ -223,12 +234,12 @@ def test_run_json_is_changed_although_somebody_who_was_suspended_has_the_lock(
 
 def test_an_event_after_a_torn_line_is_told(tmp_path: Path) -> None:
     run = make(tmp_path, "a")
-    run.event("first")
+    run.event(Event.RENDERED)
     with run.events_file.open("a") as file:
         file.write('{"time": 1, "eve')  # whoever wrote it was killed, or the disk was full
-    run.event("submitting", token="T")
-    run.event("last")
-    assert [event["event"] for event in run.events()] == ["first", "submitting", "last"]
+    run.event(Event.SUBMITTING, token="T")
+    run.event(Event.SUBMITTED)
+    assert [event["event"] for event in run.events()] == ["rendered", "submitting", "submitted"]
 
 
 def test_a_line_that_the_system_takes_in_parts_is_written_whole(
@@ -236,6 +247,6 @@ def test_a_line_that_the_system_takes_in_parts_is_written_whole(
 ) -> None:
     run, write = make(tmp_path, "a"), os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
-    run.event("first")
+    run.event(Event.RENDERED)
     monkeypatch.undo()
-    assert [event["event"] for event in run.events()] == ["first"]
+    assert [event["event"] for event in run.events()] == ["rendered"]

@@ -22,6 +22,7 @@ from slurmtrain.errors import ClusterError, ConfigError, UnreadableRecordError, 
 from slurmtrain.report import status
 from slurmtrain.runs import attempts, lookup
 from slurmtrain.runs.create import create_run_dir
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm import trusted_conf
 from slurmtrain.system import files, records
@@ -208,7 +209,12 @@ def test_reading_writes_nothing_into_a_run_of_somebody_else(
     plant: Plant, stranger: Stranger, asked: Callable[[], list[str]]
 ) -> None:
     run = plant()
-    stranger.does(lambda: [path.chmod(0o777) for path in (run.path, run.checkpoints, run.attempts)])
+
+    def open_to_all() -> None:
+        for path in (run.path, run.checkpoints, run.attempts):
+            path.chmod(0o777)
+
+    stranger.does(open_to_all)
     before = sorted(run.path.rglob("*"))
     for words in (["status"], ["status", run.id], ["runs", "list", "--size"], ["runs", "prune", "--dry-run"]):
         main(words)
@@ -229,7 +235,12 @@ def test_checkpoints_that_the_reader_may_not_list_do_not_end_the_table(
 
 def test_an_event_is_appended_to_no_file_but_a_regular_one_of_ones_own(tmp_path: Path, stranger: Stranger) -> None:
     theirs = stranger.folder / "events"
-    stranger.does(lambda: [theirs.touch(), theirs.chmod(0o666)])
+
+    def make_it() -> None:
+        theirs.touch()
+        theirs.chmod(0o666)
+
+    stranger.does(make_it)
     link, pipe, own = tmp_path / "link", tmp_path / "pipe", tmp_path / "own"
     link.symlink_to(own)
     os.mkfifo(pipe)
@@ -371,7 +382,12 @@ def test_nothing_is_submitted_below_a_folder_that_somebody_else_has_made_ready(
     mode: int, shared: Path, stranger: Stranger
 ) -> None:
     """They could put another run in the place of one's own, and the next attempt would run that."""
-    stranger.does(lambda: [(shared / "train").mkdir(), (shared / "train").chmod(mode)])
+
+    def make_it() -> None:
+        (shared / "train").mkdir()
+        (shared / "train").chmod(mode)
+
+    stranger.does(make_it)
     with pytest.raises(ConfigError, match=r"may replace what is in|cannot create"):
         create_run_dir(shared, "train")
 
@@ -480,7 +496,7 @@ def test_a_run_of_ones_own_is_private_whatever_the_umask(project: Path) -> None:
     try:
         run = create_run_dir(project / "runs", "train")
         write_json(run.info_file, INFO)
-        run.event("submitted")
+        run.event(Event.SUBMITTED)
         run.attempt(run.new_attempt())
         modes = {path.stat().st_mode & 0o077 for path in [run.path, *run.path.rglob("*")]}
     finally:
@@ -488,7 +504,12 @@ def test_a_run_of_ones_own_is_private_whatever_the_umask(project: Path) -> None:
     assert modes == {0}
 
 
-BAD = {
+def sparse_terabyte(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+BAD: dict[str, Callable[[Path], object]] = {
     "not UTF-8": lambda path: path.write_bytes(b'{"name": "\xff"}'),
     "empty": lambda path: path.write_text("{}"),
     "no JSON": lambda path: path.write_text("{'name"),
@@ -498,7 +519,7 @@ BAD = {
     "a pipe": lambda path: os.mkfifo(path),
     "a device": lambda path: path.symlink_to("/dev/zero"),
     "a folder": lambda path: path.mkdir(),
-    "a terabyte": lambda path: [path.touch(), os.truncate(path, 1 << 40)],
+    "a terabyte": sparse_terabyte,
 }
 
 

@@ -7,10 +7,13 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from slurmtrain.choices import JobKind
 from slurmtrain.cli import main
 from slurmtrain.config.schema import Config, JobConfig, RequeueConfig
 from slurmtrain.report.progress import read_progress
@@ -32,8 +35,8 @@ def run(project: Path) -> RunDir:
     return run_dir
 
 
-def own(**job: str) -> Config:
-    return Config(job=JobConfig(kind="command", command="x", **job), requeue=RequeueConfig(max_unseen_attempts=3))
+def own(**job: Any) -> Config:
+    return Config(job=JobConfig(kind=JobKind.COMMAND, command="x", **job), requeue=RequeueConfig(max_unseen_attempts=3))
 
 
 def attempt(
@@ -99,7 +102,7 @@ def test_a_file_that_changes_while_an_attempt_runs_shows_progress(run: RunDir, p
         file.touch()
         os.utime(file, (moment, moment))
 
-    assert [attempt(run, config, work=lambda moment=n: save(moment)).verdict for n in range(1, 5)] == ["requeue"] * 4
+    assert [attempt(run, config, work=partial(save, n)).verdict for n in range(1, 5)] == ["requeue"] * 4
     save(99.0)  # between two attempts: the work of none
     assert [attempt(run, config).verdict for _ in range(3)] == ["requeue", "requeue", "end"]
 

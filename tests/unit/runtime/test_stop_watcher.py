@@ -55,7 +55,7 @@ def test_a_preemption_s_grace_time_is_what_is_left(tmp_path: Path) -> None:
     signals.request("SIGTERM")
     before = time.time()
     left = made.seconds_left()
-    assert left is not None and before <= slurm.ends[0] - left <= time.time()
+    assert left is not None and slurm.ends[0] is not None and before <= slurm.ends[0] - left <= time.time()
 
 
 def test_a_time_limit_that_was_extended_is_followed(tmp_path: Path) -> None:

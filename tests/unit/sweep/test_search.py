@@ -16,10 +16,11 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.utils import JobReturn, JobStatus
 
+from slurmtrain.choices import Backend
 from slurmtrain.config.compose import Primary, search_folders
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.report.status import RunState
+from slurmtrain.report.status import RunState, RunStatus
 from slurmtrain.runs.attempts import Attempt, write_attempt
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.outcome import Verdict
@@ -84,7 +85,8 @@ class Finished:
             run_dir.metrics_file.write_text(
                 f'{{"step": 1, "valid_loss": {each.config.optim.lr}}}\n' if each.config.optim.lr != 2 else ""
             )
-            word, sentence = ("failed", "rank 0: no luck") if each.config.optim.lr == 3 else ("finished", "finished")
+            failed = each.config.optim.lr == 3
+            word, sentence = (RunStatus.FAILED, "rank 0: no luck") if failed else (RunStatus.FINISHED, "finished")
             state = RunState(word, sentence, False, [], None)
             on_end(run_dir, state)
             ended.append((run_dir, state))
@@ -136,7 +138,7 @@ class StubbornError(Exception):
     ("status", "value", "words"),
     [
         (JobStatus.FAILED, StubbornError(1, 2), "StubbornError: 1 and 2"),
-        (JobStatus.COMPLETED, (each for each in ()), "cannot be handed over"),
+        (JobStatus.COMPLETED, (number for number in range(0)), "cannot be handed over"),
         (JobStatus.FAILED, ValueError("no luck"), "no luck"),
     ],
 )
@@ -265,7 +267,7 @@ def test_a_point_that_was_removed_is_submitted_anew(
     sweep_plan: SweepPlan, fake_slurm: FakeSlurm, project: Path
 ) -> None:
     fake_slurm.command("squeue", "exit 0")
-    cluster = dataclasses.replace(sweep_plan.first.cluster, backend="slurm")
+    cluster = dataclasses.replace(sweep_plan.first.cluster, backend=Backend.SLURM)
     on_slurm = SweepPlan(dataclasses.replace(sweep_plan.first, cluster=cluster), search="the same")
     wanted = [Wanted({"optim.lr": "1"}, on_slurm.first)]
     opened = open_sweep(on_slurm, [], SlurmClient(None))

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -92,7 +92,7 @@ def as_others_see_it(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def closed(project: Path, slurm: FakeSlurm) -> Callable[[Path], None]:
+def closed(project: Path, slurm: FakeSlurm) -> Iterator[Callable[[Path], None]]:
     """Give a folder away: mode 000 to those who own it is 0700 to those who do not."""
     given: list[Path] = []
 
@@ -114,13 +114,13 @@ def test_what_belongs_to_others_is_left_out_and_counted(
     closed(next(project.glob("runs/train.sweep-*")))
     closed(next(project.glob("runs/train/*")))
     run_id = mine.points()[0].run_id
-    for line, shown in {
+    for words, shown in {
         "status": run_id,
         "runs list": run_id,
         "sweep list": mine.id,
         "runs prune --dry-run": "",
     }.items():
-        done = as_others_see_it(*line.split())
+        done = as_others_see_it(*words.split())
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
         assert done.stderr.count("2 folders are left out, being somebody else's") == 1
         assert shown in done.stdout and "train.sweep" not in done.stdout

@@ -37,7 +37,8 @@ def test_every_event_reaches_the_hooks_that_override_it_in_their_order_and_no_ot
     calls: list[str] = []
 
     def hook(name: str) -> TrainingHook:
-        return type(name, (TrainingHook,), {event: lambda self, *arguments: calls.append(name)})()
+        made: TrainingHook = type(name, (TrainingHook,), {event: lambda self, *arguments: calls.append(name)})()
+        return made
 
     hooks = TrainingHooks([TrainingHook(), hook("first"), TrainingHook(), hook("second")])
     method = getattr(hooks, event)
