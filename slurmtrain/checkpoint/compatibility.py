@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from slurmtrain.checkpoint import restorable, state
 from slurmtrain.checkpoint.save_plan import dtype_name
 from slurmtrain.checkpoint.tensor_index import TensorFacts
+from slurmtrain.earlier_names import is_our_decoder, name_of_today, with_names_of_today
 from slurmtrain.errors import CheckpointMismatchError, UsageError, nearest
 
 KINDS = ("keys", "shapes", "dtypes", "config", "data")
@@ -51,6 +52,8 @@ def check_config(
     """
     if not saved or not own:
         return
+    if is_our_decoder(own.get("model")):
+        saved, changed = with_names_of_today(saved), {*changed, *map(name_of_today, changed)}
     before, now = dict(_leaves(saved)), dict(_leaves(own))
     differing = [
         key for key in sorted({*before, *now}) if before.get(key) != now.get(key) or (key in before) != (key in now)

@@ -21,9 +21,10 @@ from typing import Any
 from slurmtrain.config import secrets
 from slurmtrain.config.field_types import check_types, hints, shown
 from slurmtrain.config.keys import unknown_field
-from slurmtrain.config.migrations import add_constants, header, migrate, version_of
+from slurmtrain.config.migrations import as_first_digested, header, migrate, version_of
 from slurmtrain.config.schema import Config
 from slurmtrain.config.typed import structured, typed
+from slurmtrain.earlier_names import NAMES, is_our_decoder
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, nearest
 from slurmtrain.resources import shipped
 from slurmtrain.system.redaction import hide
@@ -302,8 +303,7 @@ def config_hash(config: Config) -> str:
 
     Name, run folder, cluster and evaluation are left out: the same experiment elsewhere is the same experiment.
     """
-    values = to_values(config)
-    add_constants(values)
+    values = as_first_digested(to_values(config))
     for key in ("cluster", "eval", "hooks", "secrets"):
         del values[key]
     for key in ("name", "runs_dir", "snapshot", "snapshot_max_mb", "singleton"):
@@ -476,6 +476,8 @@ def _unknown_open_key(
     else:
         return None
     wrong = f"{'.'.join(path)} has no key {word!r}"
+    if path == ["model"] and is_our_decoder(node) and word in NAMES:
+        return UsageError(wrong, hint=f"it is called model.{NAMES[word]}, as in Llama's own files")
     if sign == "~":
         return UsageError(wrong, hint=nearest(word, node) if node else "there is nothing to remove")
     added = next(f"+{override}" for override in overrides if override.partition("=")[0] == key)

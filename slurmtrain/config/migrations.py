@@ -13,10 +13,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slurmtrain.config.schema import Config
+from slurmtrain.earlier_names import with_earlier_names, with_names_of_today
 from slurmtrain.errors import ConfigError
 
 # Counted up whenever a field is renamed or removed, which tests/unit/config/frozen keeps an example of.
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 # By the version that changed it: the new name of a field, or None for one that was removed, as in "train.seed".
 CHANGED: dict[int, dict[str, str | None]] = {2: {"parallel.ep": None}}
 # Removed fields that could have one value only. The identity of an experiment counts them still: a config of before and
@@ -47,6 +48,8 @@ def migrate(values: dict[str, Any], version: int, *, now: int = SCHEMA_VERSION) 
     Raises:
         ConfigError: the config is of a newer version, and has fields that are unknown here.
     """
+    if version < 3 <= now:  # only our decoder's fields were renamed, not those of any model
+        values.update(with_names_of_today(values))
     left_out = []
     for changed in range(version + 1, now + 1):
         for field, target in CHANGED.get(changed, {}).items():
@@ -69,10 +72,12 @@ def migrate(values: dict[str, Any], version: int, *, now: int = SCHEMA_VERSION) 
     return left_out
 
 
-def add_constants(values: dict[str, Any]) -> None:
-    """Add the removed fields that could have one value only, in place, before the values of a config are digested."""
+def as_first_digested(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a config with the names and fields of version 1, by which an experiment is identified ever since."""
+    values = with_earlier_names(values)
     for field, value in CONSTANT.items():
         _put(values, field, value)
+    return values
 
 
 def _unknown(values: Mapping[str, Any], schema: Any, where: str = "") -> Iterator[str]:

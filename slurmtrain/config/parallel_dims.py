@@ -211,17 +211,17 @@ def _shard_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
 
 def _model_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
     model, parallel, tp, pp, cp = config.model, config.parallel, sizes["tp"], sizes["pp"], sizes["cp"]
-    parts = {"heads": tp, "kv_heads": tp, "vocab_size": tp}
+    parts = {"n_heads": tp, "n_kv_heads": tp, "vocab_size": tp}
     by = f"parallel.tp={tp}"
     if cp > 1 and parallel.cp_method == CpMethod.ULYSSES:
-        parts |= {"heads": tp * cp, "kv_heads": tp * cp}
+        parts |= {"n_heads": tp * cp, "n_kv_heads": tp * cp}
         by += f" x parallel.cp={cp} (parallel.cp_method=ulysses)"
     for name, divisor in parts.items():
         if isinstance(size := model.get(name), int) and size % divisor:
             yield f"model.{name}={size} does not divide by {by}", None
     stages = pp * STAGES_PER_RANK.get(parallel.pp_schedule, 1)
-    if isinstance(layers := model.get("layers"), int) and pp > 1 and layers < stages:
-        yield f"model.layers={layers} are too few for {stages} stages of parallel.pp={pp}", None
+    if isinstance(layers := model.get("n_layers"), int) and pp > 1 and layers < stages:
+        yield f"model.n_layers={layers} are too few for {stages} stages of parallel.pp={pp}", None
     if tp > 1 and model.get("dropout") and not parallel.sequence_parallel:
         yield (
             f"model.dropout={model['dropout']} with parallel.sequence_parallel=false and parallel.tp={tp}: each rank would "

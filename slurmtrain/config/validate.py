@@ -24,6 +24,7 @@ from slurmtrain.config.schema import (
     TrainConfig,
 )
 from slurmtrain.config.typed import words_of
+from slurmtrain.earlier_names import NAMES, is_our_decoder
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, nearest
 
 # Options of sbatch that the script sets, or that would break what slurmtrain does with a job -> what decides them. All
@@ -75,7 +76,7 @@ def validate(config: Config) -> ParallelDims:
     if config.job.kind == JobKind.PREPARE:
         _check_prepare(config.prepare)
     if config.job.kind == JobKind.TRAIN:
-        _check_lengths(config)
+        _check_our_decoder(config)
     return dims
 
 
@@ -112,11 +113,18 @@ def _check_evaluation(config: Config) -> None:
         ) from None
 
 
-def _check_lengths(config: Config) -> None:
-    """Raise for sequences that are longer than our own model accepts, which it would report only when the job has begun."""
+def _check_our_decoder(config: Config) -> None:
+    """Raise for what our own model would report only when the job has begun: names that it had, and too long sequences."""
+    if not is_our_decoder(config.model):
+        return
+    for name in config.model:
+        if name in NAMES:
+            raise ConfigError(
+                f"model.{name} is called model.{NAMES[name]}, as in Llama's own files",
+                hint=f"write model.{NAMES[name]}={config.model[name]}",
+            )
     longest = config.model.get("max_seq_len")
-    ours = config.model.get("_target_") == "slurmtrain.models.Decoder"
-    if not ours or not isinstance(longest, int) or not str(config.data.get("_target_")).startswith("slurmtrain.data."):
+    if not isinstance(longest, int) or not str(config.data.get("_target_")).startswith("slurmtrain.data."):
         return
     for key, length in sequence_lengths(config.data).items():
         if length > longest:

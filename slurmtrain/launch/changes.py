@@ -20,6 +20,7 @@ from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.data.sources.config_check import check_prepared
+from slurmtrain.earlier_names import is_our_decoder, name_of_today
 from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.named_paths import check_named_paths, with_absolute_paths
@@ -170,10 +171,13 @@ def changed(config: Config, overrides: Sequence[str], cwd: Path) -> tuple[Config
         inside: Any = values
         for number, part in enumerate(path):
             if not isinstance(inside, dict) or (part not in inside and not added):
-                raise UsageError(
-                    f"--set {word}: the config of this run has no {'.'.join(path[: number + 1])}",
-                    hint=f"config.yaml has all fields; `--set +{word}` adds one to an open group (model, data, cluster.env)",
+                hint = (
+                    f"config.yaml has all fields; `--set +{word}` adds one to an open group (model, data, cluster.env)"
                 )
+                key = ".".join(path[: number + 1])
+                if is_our_decoder(values["model"]) and name_of_today(key) != key:
+                    hint = f"it is called {name_of_today(key)}, as in Llama's own files"
+                raise UsageError(f"--set {word}: the config of this run has no {key}", hint=hint)
             if number < len(path) - 1:
                 inside = inside.setdefault(part, {})
         inside[path[-1]] = value
@@ -197,6 +201,7 @@ def check_of_one_run(overrides: Sequence[str], varied: Iterable[str]) -> None:
         UsageError: one does. `sweep retry` and the tables of the sweep would still use the former value.
     """
     keys = [each.partition("=")[0].partition("@")[0].replace("/", ".") for each in varied]
+    keys += [name_of_today(key) for key in keys]
     for word in overrides:
         field = ".".join(_parsed(word)[0])
         if field.partition(".")[0] in OF_THE_SWEEP:

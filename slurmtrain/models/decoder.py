@@ -4,8 +4,8 @@ It computes what Llama 3, Qwen2.5 and Qwen3 compute; `conf/model/` has their siz
 
 Tensor names end in the letters of their axes:
 
-    B batch   S sequence   W width (residual stream)   H query heads   K key/value heads   D head_dim
-    F feed-forward width   V vocabulary
+    B batch   S sequence   W dim (residual stream)   H query heads   K key/value heads   D head_dim
+    F hidden_dim (feed-forward)   V vocabulary
 
 The rotary angles are computed where they are used, from integer positions, instead of being kept in a buffer: a buffer
 would be empty after `to_empty()` and would lose its precision under `.to(bfloat16)`.
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from slurmtrain.errors import ConfigError
 from slurmtrain.models.attention import CausalAttention, Mask, positions_in_documents
 from slurmtrain.models.initial import Normal, initialize
-from slurmtrain.planner.shape import default_ffn_width
+from slurmtrain.planner.shape import default_hidden_dim
 
 INIT_STD = 0.02  # GPT-2 (Radford et al. 2019)
 
@@ -38,12 +38,12 @@ class Decoder(nn.Module):
 
     Args:
         vocab_size: number of distinct tokens, V.
-        width: size of the residual stream, W.
-        layers: number of blocks.
-        heads: query heads, H.
-        kv_heads: key/value heads, K, dividing `heads`; None means as many as `heads` (plain multi-head attention).
-        head_dim: components of a head, D, an even number; None means `width / heads`.
-        ffn_width: inner size of the feed-forward, F; None means 8/3 of `width`, rounded up to a multiple of 16, which
+        dim: size of the residual stream, W.
+        n_layers: number of blocks.
+        n_heads: query heads, H.
+        n_kv_heads: key/value heads, K, dividing `n_heads`; None means as many as `n_heads` (plain multi-head attention).
+        head_dim: components of a head, D, an even number; None means `dim / n_heads`.
+        hidden_dim: inner size of the feed-forward, F; None means 8/3 of `dim`, rounded up to a multiple of 16, which
             gives SwiGLU the parameters of a classic feed-forward of 4 x width (Shazeer 2020, arXiv:2002.05202).
         max_seq_len: longest sequence accepted, in tokens.
         rope_theta: base of the rotary frequencies.
@@ -64,12 +64,12 @@ class Decoder(nn.Module):
         self,
         *,
         vocab_size: int,
-        width: int,
-        layers: int,
-        heads: int,
-        kv_heads: int | None = None,
+        dim: int,
+        n_layers: int,
+        n_heads: int,
+        n_kv_heads: int | None = None,
         head_dim: int | None = None,
-        ffn_width: int | None = None,
+        hidden_dim: int | None = None,
         max_seq_len: int,
         rope_theta: float = 10000.0,
         rope_scaling: Mapping[str, Any] | None = None,
@@ -80,19 +80,19 @@ class Decoder(nn.Module):
         dropout: float = 0.0,
     ):
         super().__init__()
-        kv_heads = heads if kv_heads is None else kv_heads
-        ffn_width = default_ffn_width(width) if ffn_width is None else ffn_width
+        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        hidden_dim = default_hidden_dim(dim) if hidden_dim is None else hidden_dim
         _check_sizes(
             vocab_size=vocab_size,
-            width=width,
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            ffn_width=ffn_width,
+            dim=dim,
+            n_layers=n_layers,
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            hidden_dim=hidden_dim,
             max_seq_len=max_seq_len,
         )
-        head_dim = _split(width, heads) if head_dim is None else head_dim
-        _check_groups(heads, kv_heads)
+        head_dim = _split(dim, n_heads) if head_dim is None else head_dim
+        _check_groups(n_heads, n_kv_heads)
         if head_dim < 2 or head_dim % 2:
             raise ConfigError(
                 f"model.head_dim is {head_dim}; rotary positions turn pairs of components",
@@ -100,22 +100,22 @@ class Decoder(nn.Module):
             )
         if not 0.0 <= dropout < 1.0:
             raise ConfigError(f"model.dropout is {dropout}, not a probability", hint="write a value in [0, 1), often 0")
-        self.vocab_size, self.width, self.layers, self.max_seq_len = vocab_size, width, layers, max_seq_len
-        self.heads, self.head_dim = heads, head_dim
+        self.vocab_size, self.dim, self.n_layers, self.max_seq_len = vocab_size, dim, n_layers, max_seq_len
+        self.n_heads, self.head_dim = n_heads, head_dim
 
-        # Each residual branch adds its variance to the stream; GPT-2 shrinks the 2 x layers projections that feed it.
-        residual_std = INIT_STD / math.sqrt(2 * layers)
+        # Each residual branch adds its variance to the stream; GPT-2 shrinks the 2 x n_layers projections that feed it.
+        residual_std = INIT_STD / math.sqrt(2 * n_layers)
         scaling = None if rope_scaling is None else RopeScaling(**rope_scaling)
-        self.embedding = Embedding(vocab_size, width)
+        self.embedding = Embedding(vocab_size, dim)
         self.dropout = nn.Dropout(dropout)
         # A dict keyed by number, since a list would number the blocks of a pipeline's stage anew.
         self.blocks = nn.ModuleDict(
             {
                 str(layer): Block(
                     Attention(
-                        width,
-                        heads,
-                        kv_heads,
+                        dim,
+                        n_heads,
+                        n_kv_heads,
                         head_dim,
                         rope_theta,
                         scaling,
@@ -124,17 +124,17 @@ class Decoder(nn.Module):
                         residual_std=residual_std,
                         dropout=dropout,
                     ),
-                    FeedForward(width, ffn_width, residual_std),
-                    RMSNorm(width, norm_eps),
-                    RMSNorm(width, norm_eps),
+                    FeedForward(dim, hidden_dim, residual_std),
+                    RMSNorm(dim, norm_eps),
+                    RMSNorm(dim, norm_eps),
                     dropout,
                 )
-                for layer in range(layers)
+                for layer in range(n_layers)
             }
         )
-        self.norm: RMSNorm | None = RMSNorm(width, norm_eps)
+        self.norm: RMSNorm | None = RMSNorm(dim, norm_eps)
         # Tied weights are one parameter under one name, so that checkpoints, sharding and `to_empty` see it once.
-        self.output = None if tie_embeddings else Linear(width, vocab_size)
+        self.output = None if tie_embeddings else Linear(dim, vocab_size)
 
     def forward(self, tokens_BS: Tensor, positions_S: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Return the logits [B, S, V] of the token that follows each of `tokens_BS` (int64 [B, S]).
@@ -194,8 +194,8 @@ class Decoder(nn.Module):
         parameters that are multiplied: an untied input embedding is looked up and left out. As there, attention counts
         as if it were not causal and recomputed activations do not count.
         """
-        multiplied = self.num_parameters() - (0 if self.output is None else self.vocab_size * self.width)
-        return 6 * multiplied + 12 * self.layers * self.heads * self.head_dim * seq_len
+        multiplied = self.num_parameters() - (0 if self.output is None else self.vocab_size * self.dim)
+        return 6 * multiplied + 12 * self.n_layers * self.n_heads * self.head_dim * seq_len
 
 
 class Block(nn.Module):
@@ -231,9 +231,9 @@ class Attention(nn.Module):
 
     def __init__(
         self,
-        width: int,
-        heads: int,
-        kv_heads: int,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int,
         head_dim: int,
         rope_theta: float,
         rope_scaling: RopeScaling | None,
@@ -246,12 +246,12 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim, self.rope_theta, self.rope_scaling = head_dim, rope_theta, rope_scaling
         self.dropout = dropout
-        self.query = Linear(width, heads * head_dim, bias=bias)
-        self.key = Linear(width, kv_heads * head_dim, bias=bias)
-        self.value = Linear(width, kv_heads * head_dim, bias=bias)
+        self.query = Linear(dim, n_heads * head_dim, bias=bias)
+        self.key = Linear(dim, n_kv_heads * head_dim, bias=bias)
+        self.value = Linear(dim, n_kv_heads * head_dim, bias=bias)
         self.query_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
         self.key_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
-        self.out = Linear(heads * head_dim, width, std=residual_std)
+        self.out = Linear(n_heads * head_dim, dim, std=residual_std)
         self.attend = CausalAttention()
 
     def forward(self, x_BSW: Tensor, positions: Tensor, mask: Mask | None = None) -> Tensor:
@@ -277,11 +277,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """The SwiGLU feed-forward (Shazeer 2020, arXiv:2002.05202): down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, width: int, ffn_width: int, residual_std: float):
+    def __init__(self, dim: int, hidden_dim: int, residual_std: float):
         super().__init__()
-        self.gate = Linear(width, ffn_width)
-        self.up = Linear(width, ffn_width)
-        self.down = Linear(ffn_width, width, std=residual_std)
+        self.gate = Linear(dim, hidden_dim)
+        self.up = Linear(dim, hidden_dim)
+        self.down = Linear(hidden_dim, dim, std=residual_std)
 
     def forward(self, x_BSW: Tensor) -> Tensor:
         """Apply the feed-forward: [B, S, W] -> [B, S, W]."""
@@ -386,27 +386,27 @@ def _check_sizes(**sizes: int) -> None:
             raise ConfigError(f"model.{name} is {size}, it must be at least 1", hint=f"set model.{name} to 1 or more")
 
 
-def _check_groups(heads: int, kv_heads: int) -> None:
-    if heads % kv_heads:
-        fitting = [n for n in range(1, heads + 1) if heads % n == 0]
+def _check_groups(n_heads: int, n_kv_heads: int) -> None:
+    if n_heads % n_kv_heads:
+        fitting = [n for n in range(1, n_heads + 1) if n_heads % n == 0]
         raise ConfigError(
-            f"model.heads = {heads} cannot share model.kv_heads = {kv_heads} evenly",
-            hint=f"set model.kv_heads to one of {', '.join(map(str, fitting))}",
+            f"model.n_heads = {n_heads} cannot share model.n_kv_heads = {n_kv_heads} evenly",
+            hint=f"set model.n_kv_heads to one of {', '.join(map(str, fitting))}",
         )
 
 
-def _split(width: int, heads: int) -> int:
-    """Return the head dimension with which `heads` heads are together as wide as the residual stream."""
-    if width % heads:
-        fitting = [n for n in range(1, width + 1) if width % n == 0 and (width // n) % 2 == 0] or [1]
-        near = min(fitting, key=lambda n: abs(n - heads))
+def _split(dim: int, n_heads: int) -> int:
+    """Return the head dimension with which `n_heads` heads are together as wide as the residual stream."""
+    if dim % n_heads:
+        fitting = [n for n in range(1, dim + 1) if dim % n == 0 and (dim // n) % 2 == 0] or [1]
+        near = min(fitting, key=lambda n: abs(n - n_heads))
         raise ConfigError(
-            f"model.width = {width} cannot be divided among model.heads = {heads}",
-            hint=f"set model.heads={near}, or model.width={-(-width // (2 * heads)) * 2 * heads}, or model.head_dim",
+            f"model.dim = {dim} cannot be divided among model.n_heads = {n_heads}",
+            hint=f"set model.n_heads={near}, or model.dim={-(-dim // (2 * n_heads)) * 2 * n_heads}, or model.head_dim",
         )
-    if (width // heads) % 2:
+    if (dim // n_heads) % 2:
         raise ConfigError(
-            f"model.width / model.heads = {width // heads} is odd; rotary positions turn pairs of components",
-            hint=f"set model.width={heads * (width // heads + 1)}, or another number of heads",
+            f"model.dim / model.n_heads = {dim // n_heads} is odd; rotary positions turn pairs of components",
+            hint=f"set model.dim={n_heads * (dim // n_heads + 1)}, or another number of heads",
         )
-    return width // heads
+    return dim // n_heads

@@ -21,12 +21,12 @@ from slurmtrain.config.parallel_dims import (
     sequence_lengths,
 )
 from slurmtrain.config.schema import Config
+from slurmtrain.earlier_names import is_our_decoder
 from slurmtrain.errors import ConfigError
 from slurmtrain.planner.memory import MemorySettings, memory_per_rank
 from slurmtrain.planner.shape import DecoderShape
 
 GIB = 2**30
-DECODER = "slurmtrain.models.Decoder"
 CHECKPOINTING = tuple(ActivationCheckpointing)  # each keeps less than the one before, and takes longer
 # The keys that a proposal may change; those that slow training down least come first.
 CHEAPEST_FIRST = "dp_shard dp_replicate micro_batch_size activation_checkpointing tp cp pp nodes".split()
@@ -85,7 +85,7 @@ def memory_of(config: Config, dims: ParallelDims) -> list[StageMemory] | None:
     Returns:
         None if the model is not our decoder, or if its sizes are not valid, which it reports itself when it is built.
     """
-    if config.job.kind != JobKind.TRAIN or config.model.get("_target_") != DECODER or not _has_sizes(config.model):
+    if config.job.kind != JobKind.TRAIN or not is_our_decoder(config.model) or not _has_sizes(config.model):
         return None
     parallel, reshard = config.parallel, config.parallel.reshard_after_forward
     seq_len = max(sequence_lengths(config.data).values(), default=0)
@@ -116,8 +116,8 @@ def memory_of(config: Config, dims: ParallelDims) -> list[StageMemory] | None:
 
 
 def _has_sizes(model: dict[str, Any]) -> bool:
-    given = [model.get(name) for name in ("vocab_size", "width", "layers", "heads")]
-    given += [model[name] for name in ("kv_heads", "head_dim", "ffn_width") if model.get(name) is not None]
+    given = [model.get(name) for name in ("vocab_size", "dim", "n_layers", "n_heads")]
+    given += [model[name] for name in ("n_kv_heads", "head_dim", "hidden_dim") if model.get(name) is not None]
     return all(isinstance(size, int) and size > 0 for size in given)
 
 
@@ -153,7 +153,7 @@ def check_host_memory(config: Config, dims: ParallelDims, memory: int | None, *,
         raise ConfigError(
             f"the model's parameters, gradients and optimiser state take {in_gb(kept)} GiB on the CPUs of a node, and "
             f"{whose} {in_gb(limit)} GiB",
-            hint="a smaller model, such as model=tiny or model.layers=2, or a cluster with GPUs: +cluster=a100x4",
+            hint="a smaller model, such as model=tiny or model.n_layers=2, or a cluster with GPUs: +cluster=a100x4",
         )
 
 

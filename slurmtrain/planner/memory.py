@@ -87,7 +87,7 @@ def memory_per_rank(
     parallelism includes sequence parallelism.
     """
     found = []
-    for stage, layers in enumerate(layers_of_stages(shape.layers, pp)):
+    for stage, layers in enumerate(layers_of_stages(shape.n_layers, pp)):
         ends = shape.ends(first=stage == 0, last=stage == pp - 1)
         shard = dp_shard * cp
         elements = layers * _elements(shape.block(), tp, shard) + _elements(ends, tp, shard)
@@ -136,15 +136,15 @@ def _kept_of_block(shape: DecoderShape, work: MemorySettings, tp: int) -> int:
     All activations are divided among `tp` ranks except the inputs of projections, which were gathered, and the outputs
     at a branch's end, which are not yet summed up.
     """
-    streams = shape.width / tp
+    streams = shape.dim / tp
     heads = (2 * shape.query_width + 2 * shape.kv_width) / tp  # q, k, v and what attention makes of them
-    ffn = shape.ffn_width / tp
+    ffn = shape.hidden_dim / tp
     if work.checkpointing == ActivationCheckpointing.FULL:
         kept = streams
     elif work.checkpointing == ActivationCheckpointing.SELECTIVE:
-        kept = streams + heads + 2 * ffn + 2 * shape.width
+        kept = streams + heads + 2 * ffn + 2 * shape.dim
     else:
-        normed = 2 * shape.width
+        normed = 2 * shape.dim
         heads_before_norm = (shape.query_width + shape.kv_width) / tp if shape.qk_norm else 0
         kept = 2 * streams + normed + heads_before_norm + heads + 4 * ffn  # gate, up, silu(gate) and their product
     return round(kept * work.compute_bytes)
@@ -163,5 +163,5 @@ def _kept_beside_blocks(shape: DecoderShape, work: MemorySettings, tp: int, *, l
         again = _kept_of_block(shape, dataclasses.replace(work, checkpointing=ActivationCheckpointing.NONE), tp)
     if not last:
         return again
-    streams = (shape.width / tp + shape.width) * work.compute_bytes
+    streams = (shape.dim / tp + shape.dim) * work.compute_bytes
     return again + round(streams + shape.vocab_size / tp * (2 * LOSS_BYTES + work.compute_bytes))

@@ -1,6 +1,6 @@
 """The shape of every parameter of a decoder, by arithmetic. `models/decoder.py` builds it.
 
-The letters are those of that module: W width, H query heads, K key/value heads, D head_dim, F feed-forward width, V
+The letters are those of that module: W dim, H query heads, K key/value heads, D head_dim, F hidden_dim, V
 vocabulary.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 FFN_MULTIPLE = 16  # matrix units like widths that are multiples of 16
 
 
-def default_ffn_width(width: int) -> int:
-    """Return 8/3 of `width`, rounded up to a multiple of 16."""
-    return -(-(8 * width) // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
+def default_hidden_dim(dim: int) -> int:
+    """Return 8/3 of `dim`, rounded up to a multiple of 16."""
+    return -(-(8 * dim) // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class DecoderShape:
     """The sizes of a `slurmtrain.models.Decoder`."""
 
     vocab_size: int
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
     head_dim: int
-    ffn_width: int
+    hidden_dim: int
     tie_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
@@ -63,12 +63,12 @@ class DecoderShape:
         """Return the sizes of the config group `model`, whose nulls have the meaning that `Decoder` gives them."""
         return cls(
             vocab_size=model["vocab_size"],
-            width=model["width"],
-            layers=model["layers"],
-            heads=model["heads"],
-            kv_heads=model.get("kv_heads") or model["heads"],
-            head_dim=model.get("head_dim") or model["width"] // model["heads"],
-            ffn_width=model.get("ffn_width") or default_ffn_width(model["width"]),
+            dim=model["dim"],
+            n_layers=model["n_layers"],
+            n_heads=model["n_heads"],
+            n_kv_heads=model.get("n_kv_heads") or model["n_heads"],
+            head_dim=model.get("head_dim") or model["dim"] // model["n_heads"],
+            hidden_dim=model.get("hidden_dim") or default_hidden_dim(model["dim"]),
             tie_embeddings=model.get("tie_embeddings", True),
             qkv_bias=model.get("qkv_bias", False),
             qk_norm=model.get("qk_norm", False),
@@ -76,19 +76,19 @@ class DecoderShape:
 
     @property
     def query_width(self) -> int:
-        return self.heads * self.head_dim
+        return self.n_heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        return self.kv_heads * self.head_dim
+        return self.n_kv_heads * self.head_dim
 
     def block(self) -> list[Parameter]:
         """Return the parameters of one layer."""
-        width, ffn = self.width, self.ffn_width
+        dim, ffn = self.dim, self.hidden_dim
         into_heads = [self.query_width, self.kv_width, self.kv_width]
-        parameters = [Parameter((rows, width)) for rows in [*into_heads, ffn, ffn]]
-        parameters += [Parameter((width, columns), tp_dim=1) for columns in (self.query_width, ffn)]
-        parameters += [Parameter((width,), tp_dim=None)] * 2
+        parameters = [Parameter((rows, dim)) for rows in [*into_heads, ffn, ffn]]
+        parameters += [Parameter((dim, columns), tp_dim=1) for columns in (self.query_width, ffn)]
+        parameters += [Parameter((dim,), tp_dim=None)] * 2
         if self.qkv_bias:
             parameters += [Parameter((rows,)) for rows in into_heads]
         if self.qk_norm:
@@ -101,10 +101,10 @@ class DecoderShape:
         A tied matrix is needed at both ends, and counts once where one rank has both.
         """
         matrices = int(first) + int(last) - int(first and last and self.tie_embeddings)
-        norm = [Parameter((self.width,), tp_dim=None)] if last else []
-        return [Parameter((self.vocab_size, self.width))] * matrices + norm
+        norm = [Parameter((self.dim,), tp_dim=None)] if last else []
+        return [Parameter((self.vocab_size, self.dim))] * matrices + norm
 
     def num_parameters(self) -> int:
         """Return the number of parameters of the whole model; a tied matrix counts once."""
-        parameters = self.block() * self.layers + self.ends(first=True, last=True)
+        parameters = self.block() * self.n_layers + self.ends(first=True, last=True)
         return sum(math.prod(parameter.shape) for parameter in parameters)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint.commit import committed, step_of
+from slurmtrain.earlier_names import with_names_of_today
 from slurmtrain.errors import CheckpointError, ConfigError, UnreadableRecordError
 from slurmtrain.observe import read_metrics
 from slurmtrain.report.collect import is_scalar
@@ -223,9 +224,10 @@ def _files(tree: Path) -> dict[str, Path]:
 def _config(run_dir: RunDir) -> Any:
     """Return the frozen config as plain values, so that runs of another version of the schema can be compared, too."""
     try:
-        return run_dir.config_values()
+        values = run_dir.config_values()
     except UnreadableRecordError as error:
         raise ConfigError(error.message, hint=error.hint) from None
+    return with_names_of_today(values) if isinstance(values, Mapping) else values
 
 
 def _records(run_dir: RunDir) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slurmtrain.choices import Backend, RequeueMode
 from slurmtrain.config.compose import freeze, to_values
-from slurmtrain.config.migrations import add_constants
+from slurmtrain.config.migrations import as_first_digested
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.arrays import Array, plan_arrays
@@ -30,8 +30,7 @@ def identity_of(config: Config) -> str:
 
     The places of runs and code, hooks, and the sources of secrets are left out.
     """
-    values = to_values(config)
-    add_constants(values)
+    values = as_first_digested(to_values(config))
     del values["hooks"], values["secrets"]
     for key in ("runs_dir", "snapshot", "snapshot_max_mb"):
         del values["job"][key]

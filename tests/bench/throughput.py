@@ -70,10 +70,10 @@ SETTLING = 5  # steps of each run that do not count
 SAVE_EVERY = 50  # as the config has it; a step of this model takes a tenth of a second
 MODEL: dict[str, Any] = {
     "vocab_size": 256,
-    "width": 96,
-    "layers": 3,
-    "heads": 4,
-    "kv_heads": 2,
+    "dim": 96,
+    "n_layers": 3,
+    "n_heads": 4,
+    "n_kv_heads": 2,
     "max_seq_len": SEQUENCE,
     "tie_embeddings": False,
 }

@@ -19,7 +19,7 @@ from tests.support.gloo import GlooRanks
 from tests.support.local_runs import assert_same_tensors
 from tests.support.reading import checkpoint_tensors
 
-MODEL = [*RAGGED, "model.layers=4", "checkpoint.every_steps=0", "train.eval_every=0"]
+MODEL = [*RAGGED, "model.n_layers=4", "checkpoint.every_steps=0", "train.eval_every=0"]
 # Ranks, and the layout.
 CHAIN = [
     (2, ["parallel=ddp"]),

@@ -28,7 +28,13 @@ def counts(
     """Of the second step: the first finds out shapes."""
     torch.manual_seed(0)
     model = Decoder(
-        vocab_size=64, width=32, layers=L, heads=4, kv_heads=2, max_seq_len=16, tie_embeddings=layout.get("pp", 1) == 1
+        vocab_size=64,
+        dim=32,
+        n_layers=L,
+        n_heads=4,
+        n_kv_heads=2,
+        max_seq_len=16,
+        tie_embeddings=layout.get("pp", 1) == 1,
     )
     distributed_model = parallelize(
         model,

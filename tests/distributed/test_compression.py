@@ -28,7 +28,7 @@ REPLICAS = {"dp_replicate": 2}
 
 def bytes_sent(distributed: DistributedContext, layout: dict[str, int], options: dict[str, str | int]) -> int:
     """Among replicas, in the third step: DDP has its final buckets, PowerSGD has begun."""
-    model = Decoder(vocab_size=VOCABULARY, width=WIDTH, layers=1, heads=2, ffn_width=FFN, max_seq_len=16)
+    model = Decoder(vocab_size=VOCABULARY, dim=WIDTH, n_layers=1, n_heads=2, hidden_dim=FFN, max_seq_len=16)
     distributed_model = parallelize(
         model,
         ParallelConfig(**options),  # type: ignore[arg-type]

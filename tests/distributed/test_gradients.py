@@ -16,7 +16,7 @@ from slurmtrain.parallel.parallelize import parallelize
 from slurmtrain.runtime.distributed_context import DistributedContext
 from tests.support.gloo import GlooRanks
 
-SIZES: dict[str, Any] = {"vocab_size": 64, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "max_seq_len": 16}
+SIZES: dict[str, Any] = {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 16}
 
 
 def norms(distributed: DistributedContext, layout: dict[str, int]) -> list[float]:

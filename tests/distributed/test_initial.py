@@ -18,7 +18,7 @@ from tests.support.gloo import GlooRanks
 
 # Rows that four ranks do not divide, parts that end within a tile, and more than one tile along both dimensions.
 SIZES: dict[str, Any] = {
-    "vocab_size": 71, "width": 36, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 14, "ffn_width": 2112,
+    "vocab_size": 71, "dim": 36, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "head_dim": 14, "hidden_dim": 2112,
     "max_seq_len": 16, "tie_embeddings": False, "qkv_bias": True, "qk_norm": True,
 }  # fmt: skip
 

@@ -85,7 +85,7 @@ ROWS = [
     _row("TP 2, untied", 2, "tp=2", UNTIED, slow=True),
     _row("TP 2, biases and qk-norm", 2, "tp=2", QWEN),
     _row("TP 2 without sequence parallel", 2, "tp=2 sequence_parallel=false", QWEN),
-    _row("TP 4", 4, "tp=4", "model.kv_heads=4", slow=True),
+    _row("TP 4", 4, "tp=4", "model.n_kv_heads=4", slow=True),
     _row("CP 2", 2, "cp=2"),
     _row("CP 2, ulysses", 2, "cp=2 cp_method=ulysses"),
     _row("CP 4", 4, "cp=4", QWEN, slow=True),
@@ -226,7 +226,7 @@ def train_row(distributed: DistributedContext, folder: Path, row: Row) -> None:
             f"data._target_={__name__}.RaggedText",
             f"cluster.tasks_per_node={row.ranks}",
             *("train.tensorboard=false", "train.log_every=1", f"train.steps={STEPS}", f"train.eval_every={STEPS}"),
-            *("model.layers=4", "optim.lr=1e-3", "optim.grad_clip=0.5", "checkpoint.every_steps=0"),
+            *("model.n_layers=4", "optim.lr=1e-3", "optim.grad_clip=0.5", "checkpoint.every_steps=0"),
             *row.model,
             *row.overrides,
         ]

@@ -479,7 +479,7 @@ def test_a_model_of_the_users_own_comes_from_a_config_folder(project: Project) -
     own = project.path / "my_conf" / "model"
     own.mkdir(parents=True)
     (own / "mine.yaml").write_text(
-        "_target_: paced.Paced\nvocab_size: 256\nwidth: 16\nlayers: 1\nheads: 2\nmax_seq_len: 64\n"
+        "_target_: paced.Paced\nvocab_size: 256\ndim: 16\nn_layers: 1\nn_heads: 2\nmax_seq_len: 64\n"
     )
     assert "class Paced" in PACED_MODEL
     run = project.submit(

@@ -101,7 +101,7 @@ def test_the_first_command_runs(slurmtrain: Slurmtrain, tmp_path: Path) -> None:
 OWN = {
     "own/cluster/mine.yaml": "backend: local\ncpus_per_task: 1\nnetwork_interface: lo\n",
     "own/cluster/big.yaml": "partition: gpus\nnodes: 2\ntasks_per_node: 4\ngpus_per_node: 4\n",
-    "own/model/half.yaml": "defaults: [tiny]\n_target_: my_models.Half\nlayers: 1\n",
+    "own/model/half.yaml": "defaults: [tiny]\n_target_: my_models.Half\nn_layers: 1\n",
     "my_models.py": "from slurmtrain.models import Decoder\n\nclass Half(Decoder):\n    print('this is my own model')\n",
 }
 

@@ -62,7 +62,7 @@ BAD_CONFIGS = [
     ([*SLURM, "parallel.tp=0"], "parallel.tp=0 must be at least 1", "-1"),
     ([*SLURM, "parallel.dp_shard=-1"], "dp_replicate and parallel.dp_shard are both -1", "parallel=fsdp"),
     ([*SLURM, "cluster.nodes=2", "parallel.tp=8"], "parallel.tp=8 does not divide cluster.tasks_per_node=4", "tp=2"),
-    ([*SLURM, "parallel.tp=4"], "model.kv_heads=2 does not divide by parallel.tp=4", "what can be: parallel.tp=2"),
+    ([*SLURM, "parallel.tp=4"], "model.n_kv_heads=2 does not divide by parallel.tp=4", "what can be: parallel.tp=2"),
     ([*SLURM, "parallel.cp=4", "data.seq_len=6"], "data.seq_len=6 does not divide by parallel.cp=4", "parallel.cp=2"),
     (
         [*SLURM, "data.seq_len=4096"],
@@ -82,7 +82,7 @@ BAD_CONFIGS = [
     ),
     (
         [*SLURM, "parallel.pp=4", "model.tie_embeddings=false"],
-        "model.layers=3 are too few for 4 stages of parallel.pp=4",
+        "model.n_layers=3 are too few for 4 stages of parallel.pp=4",
         "parallel.pp=2",
     ),
     (
@@ -97,7 +97,7 @@ BAD_CONFIGS = [
         "interleaved_1f1b",
     ),
     (
-        [*SLURM, *PIPELINE, "model.layers=4", "parallel.pp_schedule=interleaved_1f1b", "train.global_batch_size=10"],
+        [*SLURM, *PIPELINE, "model.n_layers=4", "parallel.pp_schedule=interleaved_1f1b", "train.global_batch_size=10"],
         "parallel.pp_schedule=interleaved_1f1b wants a multiple of parallel.pp=2 micro batches",
         "train.global_batch_size=8",
     ),

@@ -120,7 +120,7 @@ def test_a_config_path_is_searched_first_and_the_shipped_configs_after_it(
     path = ("--config-path", str(own) if absolute else own.name)
     shown = cli(*path, "--cfg", "job")
     assert "_target_: my_models.Shadow" in shown.stdout and "steps: 31" in shown.stdout, shown
-    assert "partition: null" in shown.stdout and "width: 96" in cli(*path, "--cfg", "job", "model=small").stdout
+    assert "partition: null" in shown.stdout and "dim: 96" in cli(*path, "--cfg", "job", "model=small").stdout
     assert "#SBATCH --gpus-per-node=a100:4\n" in cli("render", *path).stdout
     assert cli("render", *path, "-o", "job.sbatch").returncode == 0
     frozen = next(project.glob("runs/train/*/config.yaml")).read_text()
@@ -346,10 +346,11 @@ def test_completion_for_bash_can_be_installed(cli: Cli) -> None:
         (["logs"], "required: RUN", "logs"),
         (["help", "sekrets"], "there is no topic 'sekrets'", "did you mean secrets"),
         (["submit", "--config-name"], "--config-name needs a value", ""),
-        (["submit", "model.layrs=3"], "model has no key 'layrs'", "did you mean layers?; +model.layrs=3 adds it"),
+        (["submit", "model.layrs=3"], "model has no key 'layrs'", "did you mean n_layers?; +model.layrs=3 adds it"),
         (["submit", "model=tiny", "+model.a.b=1", "model.a.c=2"], "model.a has no key 'c'", "known are: b"),
         (["submit", "model.optm.lr=3"], "model has no key 'optm'", "+model.optm.lr=3 adds it"),
-        (["submit", "~model.layrs"], "model has no key 'layrs'", "did you mean layers?"),
+        (["submit", "model.width=64"], "model has no key 'width'", "it is called model.dim, as in Llama's own files"),
+        (["submit", "~model.layrs"], "model has no key 'layrs'", "did you mean n_layers?"),
         (["submit", "data=files", "data.pths=x"], "data has no key 'pths'", "did you mean paths?"),
         (["submit", "cluster.env.A=1"], "cluster.env has no key 'A'", "write +cluster.env.A=1"),
         (

@@ -141,7 +141,7 @@ def test_the_hash_ignores_key_order_name_place_and_cluster() -> None:
     assert len(config_hash(config)) == 12
 
 
-@pytest.mark.parametrize("override", ["train.seed=5", "optim.lr=0.1", "model.width=8", "+data.x=1", "model=tiny"])
+@pytest.mark.parametrize("override", ["train.seed=5", "optim.lr=0.1", "model.dim=8", "+data.x=1", "model=tiny"])
 def test_the_hash_changes_with_what_decides_the_result(override: str) -> None:
     assert config_hash(compose([override])) != config_hash(compose([]))
 

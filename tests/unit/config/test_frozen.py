@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -17,9 +18,10 @@ import yaml
 from slurmtrain.cli import main, resume
 from slurmtrain.config import migrations
 from slurmtrain.config.compose import compose, freeze, load_frozen, to_values
-from slurmtrain.config.migrations import SCHEMA_VERSION, add_constants, migrate, version_of
+from slurmtrain.config.migrations import SCHEMA_VERSION, as_first_digested, migrate, version_of
 from slurmtrain.config.schema import OptimConfig
-from slurmtrain.errors import EXIT_CONFIG, ConfigError, UsageError
+from slurmtrain.config.validate import validate
+from slurmtrain.errors import EXIT_CONFIG, ConfigError, SlurmtrainError, UsageError
 from slurmtrain.launch import changes
 from slurmtrain.launch.changes import change, changed, check_of_one_run, undo_unfinished
 from slurmtrain.launch.snapshot import Snapshot
@@ -47,22 +49,45 @@ def test_a_config_that_an_earlier_version_froze_still_loads_and_loses_nothing_wi
     assert set(migrate(values, version_of(text))) <= known
 
 
-def test_the_same_experiment_before_and_after_parallel_ep_was_removed_is_one_experiment(
+def test_the_same_experiment_before_and_after_fields_were_removed_and_renamed_is_one_experiment(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    before, after = (load_frozen(FROZEN / f"version_{version}.yaml") for version in (1, 2))
-    assert before == after and capsys.readouterr().err == ""  # nothing of it is lost
+    before, between, after = (load_frozen(FROZEN / f"version_{version}.yaml") for version in (1, 2, 3))
+    assert before == between == after and capsys.readouterr().err == ""  # nothing of it is lost
     # As the code that froze version 1 has digested it.
     values = yaml.safe_load((FROZEN / "version_1.yaml").read_text())
     digested = to_values(before)
-    digested["parallel"]["ep"] = values["parallel"]["ep"]
-    add_constants(after_values := to_values(after))
-    assert after_values == digested
+    digested["parallel"]["ep"], digested["model"] = values["parallel"]["ep"], values["model"]
+    assert as_first_digested(to_values(after)) == digested
     del digested["hooks"], digested["secrets"]
     for key in ("runs_dir", "snapshot", "snapshot_max_mb"):
         del digested["job"][key]
     text = json.dumps(digested, sort_keys=True)
     assert identity_of(after) == hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def test_the_fields_of_our_own_decoder_are_called_as_in_llamas_files_and_other_models_keep_theirs() -> None:
+    ours = {
+        "_target_": "slurmtrain.models.Decoder",
+        "width": 8,
+        "layers": 2,
+        "heads": 2,
+        "kv_heads": None,
+        "ffn_width": 16,
+    }
+    values, other = {"model": ours}, {"model": {**ours, "_target_": "paced.Paced"}}
+    assert migrate(values, 2) == migrate(copied := copy.deepcopy(other), 2) == []
+    assert list(values["model"].values()) == list(ours.values())
+    assert list(values["model"])[1:] == ["dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim"]
+    assert copied == other
+
+
+@pytest.mark.parametrize("word", ["model.width=64", "+model.width=64", "++model.heads=2"])
+def test_a_field_typed_with_its_earlier_name_is_told_the_name_of_today(word: str) -> None:
+    with pytest.raises(SlurmtrainError) as error:
+        validate(compose([word]))
+    assert ("model.dim" if "width" in word else "model.n_heads") in f"{error.value.message} {error.value.hint}"
+    validate(dataclasses.replace(compose([]), model={"_target_": "paced.Paced", "width": 64, "heads": 2}))
 
 
 def test_a_removed_field_with_a_value_that_it_could_not_have_is_told() -> None:
@@ -130,6 +155,7 @@ def test_a_config_of_a_newer_version_names_what_is_not_known_here(tmp_path: Path
     ("override", "told"),
     [
         ("optim.lrr=1", "the config of this run has no optim.lrr"),
+        ("model.width=8", "the config of this run has no model.width"),
         ("optim.lr=[", "cannot read it"),
         ("optim.lr=1,2", "single fields can be set"),
         ("model=small", "single fields can be set"),
@@ -146,7 +172,7 @@ def test_what_cannot_be_set_is_told(override: str, told: str, tmp_path: Path) ->
     ("override", "told"),
     [
         ("optim.lr=1e-5", "its sweep varies optim.lr"),
-        ("model.width=8", "its sweep varies model.width"),
+        ("model.dim=8", "its sweep varies model.dim"),
         ("cluster.nodes=2", "cluster.nodes is the same for all runs that share a job"),
         ("requeue.mode=requeue", "requeue.mode is the same"),
         ("+hooks.end=[true]", "hooks.end is the same"),

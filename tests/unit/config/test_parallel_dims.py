@@ -16,7 +16,7 @@ from slurmtrain.config.parallel_dims import AXES, ParallelDims, parallel_dims_of
 
 KNOWN = [
     *("cluster=a100x8", "cluster.nodes=8", "parallel.tp=4", "parallel.pp=2"),
-    *("model.kv_heads=4", "model.tie_embeddings=false"),
+    *("model.n_kv_heads=4", "model.tie_embeddings=false"),
 ]
 
 

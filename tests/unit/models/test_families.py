@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from slurmtrain.models import Decoder
 from slurmtrain.models.decoder import RopeScaling, rotary_angles
 
-SHAPE: dict[str, Any] = {"vocab_size": 61, "width": 48, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_width": 80}
+SHAPE: dict[str, Any] = {"vocab_size": 61, "dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 80}
 LLAMA3: dict[str, Any] = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 TOKENS = (torch.arange(2 * 40).reshape(2, 40) * 7 + 3) % 61
 

@@ -16,7 +16,7 @@ from slurmtrain.models.decoder import Linear
 from slurmtrain.runtime.jobs.train import build_model, fill
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 70, "width": 40, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_width": 1100, "max_seq_len": 16,
+    "vocab_size": 70, "dim": 40, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 1100, "max_seq_len": 16,
     "tie_embeddings": False, "qkv_bias": True, "qk_norm": True,
 }  # fmt: skip
 
@@ -61,7 +61,7 @@ NAMES = ["feed_forward.gate.weight", "feed_forward.up.weight"]
 
 def test_no_tile_repeats_another() -> None:
     """100 x 1100 numbers are eight tiles; equal numbers are as rare as chance makes them."""
-    value = drawn(width=100, heads=5, kv_heads=5).blocks["0"].get_parameter("feed_forward.down.weight")
+    value = drawn(dim=100, n_heads=5, n_kv_heads=5).blocks["0"].get_parameter("feed_forward.down.weight")
     assert value.unique().numel() > 0.98 * value.numel()
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from torch.nn import functional as F
 
 from slurmtrain.config.compose import compose
@@ -19,7 +18,7 @@ from slurmtrain.planner.shape import DecoderShape
 
 CONF = Path(__file__).parents[3] / "conf"
 SIZES: dict[str, Any] = {
-    "vocab_size": 50, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "max_seq_len": 16,
+    "vocab_size": 50, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 16,
 }  # fmt: skip
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_seq_len": 16}
 
@@ -35,7 +34,7 @@ def tokens(batch: int = 2, seq_len: int = 16) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["tiny", "small"])
 def test_the_shipped_configs_build_a_model_that_runs(name: str) -> None:
-    model = instantiate(OmegaConf.load(CONF / "model" / f"{name}.yaml"))
+    model = instantiate(compose([f"model={name}"]).model)
     assert model(torch.zeros(1, 8, dtype=torch.int64)).shape == (1, 8, 256)
 
 
@@ -64,6 +63,7 @@ PUBLISHED = {
 
 def test_the_presets_have_the_parameters_of_the_published_models() -> None:
     assert PUBLISHED.keys() == {path.stem for path in (CONF / "model").glob("*.yaml")} - {
+        "base",
         "tiny",
         "small",
         "huggingface",
@@ -105,7 +105,7 @@ def test_a_small_text_is_learnt_by_heart() -> None:
 
 
 def test_projections_into_the_residual_stream_start_smaller_with_depth() -> None:
-    model = decoder(width=128, layers=8)
+    model = decoder(dim=128, n_layers=8)
     first: Any = model.blocks["0"]
     assert first.attention.query.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert first.attention.out.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
@@ -113,7 +113,7 @@ def test_projections_into_the_residual_stream_start_smaller_with_depth() -> None
 
 
 def test_grouped_heads_are_multi_head_attention_with_repeated_keys_and_values() -> None:
-    grouped, full = decoder(), decoder(kv_heads=4)
+    grouped, full = decoder(), decoder(n_kv_heads=4)
     state = grouped.state_dict()
     for name in [name for name in state if ".key." in name or ".value." in name]:
         state[name] = state[name].view(2, 8, 32).repeat_interleave(2, dim=0).view(32, 32)
@@ -168,12 +168,12 @@ def test_attention_can_be_replaced() -> None:
 
 
 def test_parameters_and_flops_are_counted_as_published() -> None:
-    model = decoder(ffn_width=96)
+    model = decoder(hidden_dim=96)
     per_layer = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 96 + 2 * 32
     parameters = 50 * 32 + 2 * per_layer + 32
     assert model.num_parameters() == parameters
     assert model.flops_per_token(16) == 6 * parameters + 12 * 2 * 32 * 16
-    untied = decoder(ffn_width=96, tie_embeddings=False)
+    untied = decoder(hidden_dim=96, tie_embeddings=False)
     assert untied.num_parameters() == parameters + 50 * 32
     assert untied.flops_per_token(16) == model.flops_per_token(16)
 
@@ -188,10 +188,10 @@ def test_dropout_acts_in_training_and_never_in_evaluation() -> None:
 @pytest.mark.parametrize(
     ("changes", "message", "hint"),
     [
-        ({"heads": 5}, "model.width = 32 cannot be divided among model.heads = 5", "model.heads=4"),
-        ({"width": 36, "heads": 4}, "is odd", "model.width=40"),
-        ({"kv_heads": 3}, "model.kv_heads = 3", "1, 2, 4"),
-        ({"layers": 0}, "model.layers is 0", "1 or more"),
+        ({"n_heads": 5}, "model.dim = 32 cannot be divided among model.n_heads = 5", "model.n_heads=4"),
+        ({"dim": 36, "n_heads": 4}, "is odd", "model.dim=40"),
+        ({"n_kv_heads": 3}, "model.n_kv_heads = 3", "1, 2, 4"),
+        ({"n_layers": 0}, "model.n_layers is 0", "1 or more"),
         ({"dropout": 1.0}, "model.dropout is 1.0", "[0, 1)"),
         ({"head_dim": 7}, "model.head_dim is 7", "model.head_dim=8"),
         (

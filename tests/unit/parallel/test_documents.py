@@ -33,7 +33,7 @@ TARGETS[:, ::5] = IGNORED_TARGET
 def decoder(**changes: Any) -> Decoder:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
-        "vocab_size": 50, "width": 32, "layers": 3, "heads": 4, "kv_heads": 2, "max_seq_len": 24, "qk_norm": True,
+        "vocab_size": 50, "dim": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 24, "qk_norm": True,
     }  # fmt: skip
     return Decoder(**{**sizes, **changes})
 

@@ -13,7 +13,7 @@ from tests.parity.own_model import OwnModel
 
 
 def decoder(*, tied: bool) -> Decoder:
-    return Decoder(vocab_size=16, width=8, layers=4, heads=2, max_seq_len=8, tie_embeddings=tied)
+    return Decoder(vocab_size=16, dim=8, n_layers=4, n_heads=2, max_seq_len=8, tie_embeddings=tied)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -13,7 +13,7 @@ from slurmtrain.parallel.units import units
 
 def decoder() -> Decoder:
     with torch.device("meta"):
-        return Decoder(vocab_size=64, width=32, layers=3, heads=4, max_seq_len=16)
+        return Decoder(vocab_size=64, dim=32, n_layers=3, n_heads=4, max_seq_len=16)
 
 
 class Net(nn.Module):

@@ -54,8 +54,8 @@ def test_70b_on_one_node_is_refused_with_the_nodes_it_takes(capsys: pytest.Captu
     [
         ["cluster.gpu_memory_gb=null"],
         ["model._target_=my.Model"],
-        ["model.heads=0"],
-        ["model.kv_heads=some"],
+        ["model.n_heads=0"],
+        ["model.n_kv_heads=some"],
         ["~model.vocab_size"],
         ["job=command", "job.command=true"],
     ],

@@ -21,7 +21,7 @@ from tests.distributed.test_initial import sharded, tensor_parallel
 
 QWEN_72B = DecoderShape(152064, 8192, 80, 64, 8, 128, 29568, tie_embeddings=False, qkv_bias=True, qk_norm=False)
 SMALL: dict[str, Any] = {
-    "vocab_size": 71, "width": 36, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 14, "ffn_width": 45,
+    "vocab_size": 71, "dim": 36, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "head_dim": 14, "hidden_dim": 45,
     "max_seq_len": 512, "tie_embeddings": False, "qkv_bias": True, "qk_norm": True,
 }  # fmt: skip
 
@@ -88,7 +88,7 @@ def test_torch_puts_as_many_elements_on_the_first_rank(dp_shard: int, tp: int, s
 def test_autograd_keeps_what_is_estimated(qk_norm: bool) -> None:
     """In float32 on a CPU, whose norms keep what they have normalised besides; a GPU's do not."""
     batch, seq_len = 3, 256
-    sizes = {**SMALL, "layers": 1, "qk_norm": qk_norm}
+    sizes = {**SMALL, "n_layers": 1, "qk_norm": qk_norm}
     block = Decoder(**sizes).blocks["0"]
     own = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
     kept: dict[int, Tensor] = {}

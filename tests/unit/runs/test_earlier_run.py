@@ -37,6 +37,15 @@ def test_it_is_shown_and_its_checkpoint_is_sound(earlier: Path, capsys: pytest.C
     assert "sound" in capsys.readouterr().out
 
 
+def test_its_checkpoint_is_evaluated_and_exported(earlier: Path) -> None:
+    words = [sys.executable, "-m", "slurmtrain"]
+    done = subprocess.run([*words, "evaluate", RUN_ID, "--json"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["step"] == 125
+    assert main(["checkpoints", RUN_ID, "export", "weights.safetensors"]) == 0
+    assert (earlier.parents[2] / "weights.safetensors").exists()
+
+
 def test_it_is_resumed_from_its_checkpoint_and_finishes(earlier: Path) -> None:
     words = [sys.executable, "-m", "slurmtrain", "resume", RUN_ID]
     done = subprocess.run(words, capture_output=True, text=True, timeout=240)

@@ -94,12 +94,12 @@ def test_512_ranks_of_tp_8_pp_8_and_dp_8() -> None:
         ["parallel.tp=1"],
         ["parallel=hsdp", "cluster.nodes=2", "parallel.dp_shard=4"],
         ["parallel=fsdp", "parallel.cp=2", "parallel.tp=2", "model.qkv_bias=true", "model.tie_embeddings=true"],
-        ["parallel.pp=2", "parallel.pp_schedule=interleaved_1f1b", "model.layers=5", "model.tie_embeddings=true"],
+        ["parallel.pp=2", "parallel.pp_schedule=interleaved_1f1b", "model.n_layers=5", "model.tie_embeddings=true"],
     ],
     ids=" ".join,
 )
 def test_arithmetic_agrees_with_what_is_laid_out(words: list[str]) -> None:
-    base = ["cluster=a100x8", "model.tie_embeddings=false", "model.kv_heads=2", "train.global_batch_size=64"]
+    base = ["cluster=a100x8", "model.tie_embeddings=false", "model.n_kv_heads=2", "train.global_batch_size=64"]
     config = compose([*base, *words])
     laid, counted = dry_run(config), memory_of(config, parallel_dims_of(config))
     assert counted is not None and laid[0].parameters > 0
@@ -192,15 +192,15 @@ def test_of_a_sweep_the_largest_point_is_laid_out(
     asked: list[int] = []
 
     def laid_out(config: Config) -> list[object]:
-        asked.append(config.model["layers"])
+        asked.append(config.model["n_layers"])
         return list(dry_run(config))
 
     monkeypatch.setattr(memory_check, "memory_by_dry_run", laid_out)
     sweep = ["-m", *TIGHT, "submit", "--dry-run"]
-    assert main([*sweep, "model.layers=2,32,3"]) == 0
+    assert main([*sweep, "model.n_layers=2,32,3"]) == 0
     assert asked == [32]
-    assert main([*sweep, "model.layers=2,320"]) == 78
-    assert "point 1 (model.layers=320): 8 ranks = " in capsys.readouterr().err
+    assert main([*sweep, "model.n_layers=2,320"]) == 78
+    assert "point 1 (model.n_layers=320): 8 ranks = " in capsys.readouterr().err
     assert asked == [32]
 
 

@@ -16,12 +16,12 @@ from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.sweep.points import Composer, check, composing
 
 LINES = [
-    "optim.lr=1e-4,3e-4 model.width=64,128",
+    "optim.lr=1e-4,3e-4 model.dim=64,128",
     "model=tiny,small train.seed=range(3) optim.lr=1e-3",
     "model=glob(*) data=glob(stdlib*,exclude=*tiny)",
     "optim.betas=[0.9,0.95],[0.8,0.9] '+model.extra=a,b'",
     "train.seed=1,2 train.seed=3,4 job.name=one",
-    "model.width=choice(64,128) optim.lr=sort(3,1,2)",
+    "model.dim=choice(64,128) optim.lr=sort(3,1,2)",
     "cluster=sandbox requeue=off,default cluster.nodes=1,2",
     "+cluster.env.WORD='a b','c\\,d' train.steps=7",
     "experiment=smoke optim.lr=0.5,0.25 ~model.dropout",
