@@ -11,6 +11,7 @@ from slurmtrain.cli.arguments import Parser
 from slurmtrain.errors import UsageError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from slurmtrain.slurm.environment import rank_or_zero
 from slurmtrain.system.records import append_line
 
 
@@ -32,7 +33,7 @@ def main(verb: str, words: list[str]) -> int:
         )
     run_dir = RunDir(Path(directory))
     info = run_dir.info()
-    if os.environ.get("RANK", "0") != "0":
+    if rank_or_zero() != 0:
         return 0
     if options.of is not None and info.get("steps") != options.of:
         run_dir.update_info(steps=options.of)

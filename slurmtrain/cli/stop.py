@@ -24,6 +24,7 @@ from slurmtrain.errors import ClusterError
 from slurmtrain.report.status import WAITING, RunState, RunStatus, process_lives, state
 from slurmtrain.runs.attempts import write_request
 from slurmtrain.runs.events import Event
+from slurmtrain.runs.outcome import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.file_claims import is_claimed
 
@@ -36,8 +37,8 @@ def main(verb: str, words: list[str]) -> int:
     run_dir = open_run(options.run)
     verbs: dict[str, Callable[[RunDir], str]] = {
         "cancel": _cancel,
-        "preempt": lambda run: _stop_and_start_again(run, "preempt", "TERM"),
-        "requeue": lambda run: _stop_and_start_again(run, "requeue", "USR2"),
+        "preempt": lambda run: _stop_and_start_again(run, RunAction.PREEMPT, "TERM"),
+        "requeue": lambda run: _stop_and_start_again(run, RunAction.REQUEUE, "USR2"),
     }
     say(run_dir, verbs[verb](run_dir), as_json=options.json)
     return 0
@@ -64,19 +65,19 @@ def _cancel_one(run_dir: RunDir) -> str:
         client(run_dir).cancel(_job_id(now), *others)
         return f"run {run_dir.id} has ended: {now.status}; its job {now.job_id} is taken out of the queue"
     if others and not (now.alive and now.own_job and not now.packed):
-        with _asking(run_dir, "cancel"):
+        with _asking(run_dir, RunAction.CANCEL):
             client(run_dir).cancel(*others)
     if not now.alive and not others:
         return f"run {run_dir.id} is not running: {now.explanation}"
     if not now.alive:
         pass
     elif has_no_job(run_dir, now) or not now.own_job:
-        _signal_rank_0(run_dir, now, "cancel", signal.SIGTERM)
+        _signal_rank_0(run_dir, now, RunAction.CANCEL, signal.SIGTERM)
     elif now.packed:
         _cancel_in_pack(run_dir, now)
     else:
         job_id = _job_id(now)
-        with _asking(run_dir, "cancel"):
+        with _asking(run_dir, RunAction.CANCEL):
             # The last of a chain first: each would start when those before it are gone.
             client(run_dir).cancel(*reversed(now.following), job_id, *others)
     run_dir.event(Event.CANCEL_ASKED)
@@ -86,18 +87,18 @@ def _cancel_one(run_dir: RunDir) -> str:
 def _cancel_in_pack(run_dir: RunDir, now: RunState) -> None:
     """End this run, but not the others of its job. A run that waits is left out when the job starts (again)."""
     _refuse_while_setting_up(run_dir, now)
-    with _asking(run_dir, "cancel"):
+    with _asking(run_dir, RunAction.CANCEL):
         if now.status in (RunStatus.RUNNING, RunStatus.UNKNOWN):
             client(run_dir).signal(_step_id(now), "TERM")
 
 
-def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> str:
+def _stop_and_start_again(run_dir: RunDir, action: RunAction, name: str) -> str:
     """Stop a running job for `preempt` or `requeue`, with the signal of a preemption or the early warning."""
     now = state(run_dir)
     if not now.alive:
         raise ClusterError(f"run {run_dir.id} is not running: {now.explanation}", hint=f"resume {run_dir.id}")
     if now.status in WAITING:
-        if action == "preempt":
+        if action == RunAction.PREEMPT:
             raise ClusterError(
                 f"run {run_dir.id} is not running but {now.status}", hint=f"requeue {run_dir.id} starts it now"
             )
@@ -119,12 +120,12 @@ def _stop_and_start_again(run_dir: RunDir, action: str, name: str) -> str:
     else:
         with _asking(run_dir, action):
             client(run_dir).signal(_step_id(now) if now.packed else _job_id(now), name)
-    run_dir.event(Event.PREEMPT_ASKED if action == "preempt" else Event.REQUEUE_ASKED)
+    run_dir.event(Event.PREEMPT_ASKED if action == RunAction.PREEMPT else Event.REQUEUE_ASKED)
     goes_on = f"leave; {next_step} (logs {run_dir.id} -f)"
     said = (
         f"run {run_dir.id} is told to save and {goes_on if next_step else f'end; `resume {run_dir.id}` continues it'}"
     )
-    if action != "preempt" or has_no_job(run_dir, now) or not now.own_job:
+    if action != RunAction.PREEMPT or has_no_job(run_dir, now) or not now.own_job:
         return said
     return "\n".join([said, *_how_long_leaving_took(run_dir, now, asked)])
 
@@ -170,7 +171,7 @@ def _step_id(now: RunState) -> str:
 
 
 @contextlib.contextmanager
-def _asking(run_dir: RunDir, action: str) -> Iterator[None]:
+def _asking(run_dir: RunDir, action: RunAction) -> Iterator[None]:
     """Leave the request for `finish-attempt` to find, and remove it again if it could not be passed on."""
     write_request(run_dir, action)
     try:
@@ -202,13 +203,13 @@ def _next_step(run_dir: RunDir, now: RunState) -> str | None:
     if mode == RequeueMode.REQUEUE and now.packed:
         return "it is requeued and resumes by itself when the others of its pack have left, too"
     return {
-        "requeue": "it is requeued and resumes by itself",
-        "resubmit": "it is submitted again and resumes by itself",
-        "chain": f"the next job of its chain, {', '.join(now.following[:1])}, resumes it",
+        RequeueMode.REQUEUE: "it is requeued and resumes by itself",
+        RequeueMode.RESUBMIT: "it is submitted again and resumes by itself",
+        RequeueMode.CHAIN: f"the next job of its chain, {', '.join(now.following[:1])}, resumes it",
     }.get(mode)
 
 
-def _signal_rank_0(run_dir: RunDir, now: RunState, action: str, number: int) -> None:
+def _signal_rank_0(run_dir: RunDir, now: RunState, action: RunAction, number: int) -> None:
     """Signal rank 0 of a run that has no job of its own; rank 0 tells the others.
 
     Raises:

@@ -27,6 +27,7 @@ from slurmtrain.planner.fit import check_fits
 from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import write_request
 from slurmtrain.runs.events import Event
+from slurmtrain.runs.outcome import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system.paths import current_folder
@@ -120,7 +121,7 @@ def _check_not_in_vain(run_dir: RunDir, runs: str, client: SlurmClient) -> None:
     try:
         check_again(runs, lookup.runs_root(), client)
     except UsageError:
-        write_request(run_dir, "cancel")
+        write_request(run_dir, RunAction.CANCEL)
         client.cancel(*reversed(run_dir.info()["job_ids"]))
         raise
 

@@ -26,7 +26,7 @@ from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.finish_attempt import own_job_id
+from slurmtrain.slurm.environment import own_job_id
 from slurmtrain.system.process_tree import Process, become_subreaper, descendants, kill_trees
 from slurmtrain.system.redaction import redact
 

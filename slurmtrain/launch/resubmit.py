@@ -23,7 +23,7 @@ from slurmtrain.launch.submit_once import TransientError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.job_tokens import TOKEN_PREFIX
-from slurmtrain.runs.outcome import Verdict, is_cancelled
+from slurmtrain.runs.outcome import ENDS_RUN, Verdict, is_cancelled
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import GONE, JobFacts, SlurmClient
 from slurmtrain.slurm.nodelist import expand_nodelist
@@ -343,7 +343,7 @@ def _pass_on_dependents(run_dir: RunDir, job_id: str, new: str, client: SlurmCli
 def _ended_by_cancel(run_dir: RunDir, number: int) -> bool:
     """Return whether a person has cancelled the run since the outcome of attempt `number` was decided; if so, record it."""
     request = attempts.read_request(run_dir.request_file)  # `finish-attempt` has taken the one that it has seen
-    if request is None or request.action not in ("cancel", "stop"):
+    if request is None or request.action not in ENDS_RUN:
         return False
     _end(run_dir, number, "cancelled by `cancel RUN`")
     return True

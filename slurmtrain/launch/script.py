@@ -48,7 +48,7 @@ _OPTIONS_OF_VARIABLES = {
     "SBATCH_TIMELIMIT": "time",
     "SBATCH_WAIT4SWITCH": "switches",
 }
-# The person chooses the cluster, and exported variables are only added to (see handover.export_option).
+# The person chooses the cluster, and exported variables are only added to (see submit_once.export_option).
 _LEFT_TO_THE_SHELL = ("SBATCH_CLUSTERS", "SBATCH_EXPORT")
 
 EXCLUDED_MAX = 8  # nodes that one run may leave out; so many bad ones are not the nodes' fault

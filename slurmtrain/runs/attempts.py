@@ -23,7 +23,7 @@ from slurmtrain.checkpoint.commit import newest_committed_step
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import Reason, Verdict
+from slurmtrain.runs.outcome import ENDS_RUN, Reason, RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import JobFacts, parse_time
 from slurmtrain.system import records
@@ -77,11 +77,11 @@ class Attempt:
         unseen: that budget is the one of long attempts, of a program that reports no progress.
         lasted: it was such a long attempt: it may have made progress, and the count of short ones begins anew.
         bad_nodes: nodes that it could not even start on; the next start excludes them.
-        said: rank 0's last word: "finished" or "stopped".
+        said: rank 0's last word, a `LastWord`.
         program_code: exit code of a program of the user's own on rank 0; minus the signal's number when one killed it.
         stepping: when it began to train; None until then.
         start_up_s: seconds of each stage from the start of rank 0's process until then.
-        cause, cause_time: what told the ranks to stop, and when.
+        cause, cause_time: what told the ranks to stop, a `StopCause`, and when.
         started_again: how often SLURM has started its job again although the run had ended with it; each exited at
             once.
     """
@@ -425,7 +425,7 @@ class Request:
         attempt: the number of the last attempt that was seen then; 0 before the first one.
     """
 
-    action: str
+    action: RunAction
     time: float
     attempt: int = 0
 
@@ -451,13 +451,13 @@ def read_request(path: Path) -> Request | None:
     """Return a request; None when there is none, or the file is no request."""
     values = read_json(path) or {}
     action, time, attempt = values.get("action"), values.get("time", 0.0), values.get("attempt", 0)
-    if not isinstance(action, str) or not records.is_time(time):
+    if action not in tuple(RunAction) or not records.is_time(time):
         return None
-    return Request(action, float(time), int(attempt) if records.is_count(attempt) else 0)
+    return Request(RunAction(action), float(time), int(attempt) if records.is_count(attempt) else 0)
 
 
-def take_request(run_dir: RunDir, attempt: Attempt) -> str | None:
-    """Take the request to this attempt, but not to an earlier one: "cancel", "stop", "preempt" or "requeue".
+def take_request(run_dir: RunDir, attempt: Attempt) -> RunAction | None:
+    """Take the request to this attempt, but not to an earlier one.
 
     The file is moved into the attempt's folder atomically, so that a request that is found in the run's folder
     afterwards has come too late for this attempt, and was not seen when the outcome was decided.
@@ -483,12 +483,12 @@ def cancelled_after(run_dir: RunDir, last: Attempt | None) -> bool:
     For an attempt without an outcome, return whether it came after that attempt was claimed.
     """
     request = read_request(run_dir.request_file)  # requests that an outcome has used have been moved away
-    if request is None or request.action not in ("cancel", "stop"):
+    if request is None or request.action not in ENDS_RUN:
         return False
     return last is None or request.is_for_later(run_dir, last.number) or request.is_for(run_dir, last)
 
 
-def write_request(run_dir: RunDir, action: str) -> None:
+def write_request(run_dir: RunDir, action: RunAction) -> None:
     """Write a person's request to the run, with the number of its last attempt."""
     asked = {"action": action, "time": time.time(), "attempt": (run_dir.attempt_numbers() or [0])[-1]}
     write_json(run_dir.request_file, {**asked, "by": os.environ.get("USER", "")})

@@ -17,6 +17,7 @@ from enum import StrEnum
 from slurmtrain.choices import RequeueMode
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
 from slurmtrain.slurm.client import JobFacts
+from slurmtrain.system.signals import StopCause
 
 
 class Reason(StrEnum):
@@ -46,8 +47,27 @@ class Verdict(StrEnum):
     END = "end"
 
 
+class LastWord(StrEnum):
+    """The last word of rank 0 on an attempt, for all ranks."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+
+
+class RunAction(StrEnum):
+    """An action that a person has requested of a run."""
+
+    CANCEL = "cancel"
+    STOP = "stop"  # by a file of this name in the run's directory
+    PREEMPT = "preempt"
+    REQUEUE = "requeue"
+
+
+ENDS_RUN = (RunAction.CANCEL, RunAction.STOP)
+
+
 def exit_code_of_run(verdict: str | None, reason: str | None, code: int | None) -> int:
-    """Return with what a command leaves that has waited for the end of a run, given how the last attempt has ended.
+    """Return the exit code of a command that has waited for the end of a run, given how the last attempt has ended.
 
     Args:
         code: the highest exit code of the attempt's ranks.
@@ -68,9 +88,9 @@ class Evidence:
 
     Attributes:
         exit_code: exit code of srun, the highest of all ranks; 128 + n for a rank killed by signal n.
-        said: rank 0's last word, for all ranks: "finished", "stopped", or None when it had none. srun may exit with 0 when it
-            has lost the ranks, so only the word proves the end. Our launcher writes it, whatever program it has started.
-        cause: what told the ranks to stop: a signal's name, "deadline", ...; None when nothing did.
+        said: rank 0's last word, for all ranks; None when it had none. srun may exit with 0 when it
+            has lost the ranks, so only this word proves the end. Our launcher writes it, whatever program it has started.
+        cause: what told the ranks to stop; None when nothing did.
         seconds_left: seconds from the stop request to the time limit; None when unknown.
         failure: (exit code, sentence) of the first rank that failed by itself.
         set_up: message of a set-up that failed before any rank was started.
@@ -82,7 +102,7 @@ class Evidence:
         program_code: exit code of a program of the user's own on rank 0; None for other kinds of jobs.
         finished_when: job.finished_when.
         killed: srun's words on tasks that were killed, e.g. "n1: task 3: Killed".
-        request: what a person requested of this attempt: "cancel", "stop" (by the file), "preempt", "requeue".
+        request: what a person requested of this attempt.
         facts: what SLURM says of the job; None outside of SLURM.
         told: what SLURM said of the job when the attempt was told to stop; None if it said nothing.
         preempted_when_told: SLURM said that it preempts the job when the attempt was told to stop; a requeue may have
@@ -97,8 +117,8 @@ class Evidence:
     """
 
     exit_code: int
-    said: str | None = None
-    cause: str | None = None
+    said: str | None = None  # a LastWord
+    cause: str | None = None  # a StopCause
     seconds_left: float | None = None
     failure: tuple[int, str] | None = None
     set_up: str | None = None
@@ -110,7 +130,7 @@ class Evidence:
     program_code: int | None = None
     finished_when: str | None = None
     killed: str | None = None
-    request: str | None = None
+    request: str | None = None  # a RunAction
     facts: JobFacts | None = None
     told: JobFacts | None = None
     preempted_when_told: bool = False
@@ -134,7 +154,7 @@ class Policy:
         signal_lead_s: seconds before the time limit at which the early warning was requested.
     """
 
-    mode: str = RequeueMode.REQUEUE
+    mode: RequeueMode = RequeueMode.REQUEUE
     links_left: int = 0
     max_attempts_without_progress: int = 3
     max_unseen_attempts: int = 10
@@ -212,9 +232,9 @@ def is_cancelled(facts: JobFacts, restart_count: int, told: JobFacts | None = No
 
 
 _NEXT_STEPS = {
-    "requeue": (Verdict.REQUEUE, "it is requeued"),
-    "resubmit": (Verdict.RESUBMIT, "it is submitted again"),
-    "chain": (Verdict.NEXT, "the next job of the chain goes on"),
+    RequeueMode.REQUEUE: (Verdict.REQUEUE, "it is requeued"),
+    RequeueMode.RESUBMIT: (Verdict.RESUBMIT, "it is submitted again"),
+    RequeueMode.CHAIN: (Verdict.NEXT, "the next job of the chain goes on"),
 }
 
 
@@ -223,9 +243,9 @@ def decide_abandoned_outcome(evidence: Evidence, policy: Policy) -> AttemptOutco
 
     A run that had finished, or that a person has cancelled, has nothing left to do all the same.
     """
-    if evidence.said == "finished":
+    if evidence.said == LastWord.FINISHED:
         return AttemptOutcome(Reason.FINISHED, Verdict.DONE, "finished")
-    if evidence.request in ("cancel", "stop"):
+    if evidence.request in ENDS_RUN:
         said = "cancelled by a person, and killed before that was on record"
         return AttemptOutcome(Reason.CANCELLED, Verdict.END, said)
     if evidence.preempted_when_told:
@@ -233,7 +253,7 @@ def decide_abandoned_outcome(evidence: Evidence, policy: Policy) -> AttemptOutco
     elif evidence.failure is not None or evidence.killed is not None:
         what = evidence.failure[1] if evidence.failure is not None else evidence.killed
         reason, sentence = Reason.CRASH, f"crashed: {what}"
-    elif evidence.said == "stopped" or evidence.cause is not None:
+    elif evidence.said == LastWord.STOPPED or evidence.cause is not None:
         reason, sentence = _why_told(evidence, policy)
     else:
         # The run itself may have ended it, and would take one node down after the other, so the attempt uses the
@@ -245,7 +265,7 @@ def decide_abandoned_outcome(evidence: Evidence, policy: Policy) -> AttemptOutco
 
 def _doubt(evidence: Evidence) -> str:
     """Say why a program that ended with exit code 0 does not count as finished; return nothing if it did not."""
-    if evidence.program_code != 0 or evidence.said == "finished" or evidence.failure is not None:
+    if evidence.program_code != 0 or evidence.said == LastWord.FINISHED or evidence.failure is not None:
         return ""
     if evidence.finished_when is None:
         return " (exit code 0 after it was told to stop is not taken for finished; job.finished_when says when it is)"
@@ -301,7 +321,7 @@ def budget_spent(outcome: AttemptOutcome, evidence: Evidence, policy: Policy) ->
 
 
 def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
-    if evidence.exit_code == 0 and evidence.said == "finished":
+    if evidence.exit_code == 0 and evidence.said == LastWord.FINISHED:
         return Reason.FINISHED, _finished(evidence)
     if evidence.superseded is not None:
         return Reason.SUPERSEDED, f"superseded: {evidence.superseded}"
@@ -310,9 +330,9 @@ def _reason(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
     if wrong is not None and not blame_node:
         return Reason.CONFIG, wrong
     wrong = wrong or evidence.set_up  # a signal may have ended the set-up: whether there was one comes first
-    if evidence.request == "stop":
+    if evidence.request == RunAction.STOP:
         return Reason.CANCELLED, "stopped by the file `stop` in its directory"
-    if evidence.request == "cancel":
+    if evidence.request == RunAction.CANCEL:
         return Reason.CANCELLED, "cancelled by `cancel RUN`"
     external = _told_by_slurm(evidence)
     if external is not None:
@@ -357,7 +377,7 @@ def _told_by_slurm(evidence: Evidence) -> tuple[Reason, str] | None:
     if facts.state not in ("COMPLETING", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "PENDING", "REQUEUED"):
         return None
     if _slurm_restarts(evidence):
-        if evidence.request in ("preempt", "requeue"):
+        if evidence.request in (RunAction.PREEMPT, RunAction.REQUEUE):
             return Reason.ASKED, f"asked by `{evidence.request} RUN`"
         if evidence.killed is not None or (evidence.said is None and evidence.cause is None):
             return Reason.NODE_FAILURE, "a node failed"
@@ -375,12 +395,14 @@ def _slurm_restarts(evidence: Evidence) -> bool:
 
 def _why_told(evidence: Evidence, policy: Policy) -> tuple[Reason, str]:
     """Return reason and sentence from the clock and the signal, when SLURM's record says nothing."""
-    if evidence.request in ("preempt", "requeue"):
+    if evidence.request in (RunAction.PREEMPT, RunAction.REQUEUE):
         return Reason.ASKED, f"asked by `{evidence.request} RUN`"
     near_limit = evidence.seconds_left is not None and evidence.seconds_left <= policy.signal_lead_s + policy.early_s
-    if evidence.cause == "deadline" or (evidence.cause in ("SIGUSR2", "another rank") and near_limit):
+    if evidence.cause == StopCause.DEADLINE or (
+        evidence.cause in (StopCause.SIGUSR2, StopCause.OTHER_RANK) and near_limit
+    ):
         return Reason.TIME_LIMIT, "the time limit is near"
-    if evidence.cause == "SIGINT":
+    if evidence.cause == StopCause.SIGINT:
         return Reason.CANCELLED, "stopped with Ctrl-C"
     if evidence.cause is None and evidence.program_code is not None:
         return Reason.ASKED, "its program wants to be started again"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from slurmtrain.system.signals import StopFlag
+from slurmtrain.system.signals import StopCause, StopFlag
 
 
 class AgreedDecision(NamedTuple):
@@ -58,5 +58,5 @@ class StopAgreement:
             self._work = None
         stop, save, give_up = self._flags.tolist()
         if stop:
-            self._signals.request("another rank")
+            self._signals.request(StopCause.OTHER_RANK)
         return AgreedDecision(bool(stop), bool(save), bool(give_up))

@@ -43,7 +43,7 @@ from slurmtrain.runs import attempts, lookup
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
-from slurmtrain.slurm.environment import Environment
+from slurmtrain.slurm.environment import Environment, rank_or_zero
 from slurmtrain.system import logs, signals
 
 if TYPE_CHECKING:
@@ -214,10 +214,9 @@ def _record_and_show(kind: type[BaseException], error: BaseException, trace: Tra
     code = exit_code_of(error)
     if session.context is not None:
         sentence = error.message if isinstance(error, SlurmtrainError) else f"{kind.__name__}: {error}"
-        rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
         attempts.record_failure(
             session.context.attempt_dir,
-            rank,
+            rank_or_zero(),
             exit_code=code,
             sentence=sentence,
             superseded=isinstance(error, SupersededError),

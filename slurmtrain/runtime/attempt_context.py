@@ -23,9 +23,9 @@ from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RunDir
-from slurmtrain.runtime.finish_attempt import REPORTING, close_abandoned, own_job_id
+from slurmtrain.runtime.finish_attempt import REPORTING, close_abandoned
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.environment import Environment
+from slurmtrain.slurm.environment import Environment, own_job_id
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.outcome import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.finish_attempt import close_abandoned, own_job_id, own_restart_count, run_hook_of, spent_by
+from slurmtrain.runtime.finish_attempt import close_abandoned, run_hook_of, spent_by
 from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.environment import own_job_id, own_restart_count
 
 
 def ended_before(run_dir: RunDir, job_id: str | None, restart_count: int) -> Verdict | None:

@@ -36,6 +36,7 @@ from slurmtrain.runs.outcome import (
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm import versions
 from slurmtrain.slurm.client import LIVE, JobFacts, SlurmClient
+from slurmtrain.slurm.environment import own_job_id, own_restart_count, own_step_id
 from slurmtrain.system import process
 
 log = logging.getLogger(__name__)
@@ -107,11 +108,6 @@ def free_dependents(run_dir: RunDir, attempt: Attempt, client: SlurmClient) -> N
         return
     if freed:
         run_dir.event(Event.DEPENDENTS_FREED, job_ids=freed, job_id=job_id)
-
-
-def own_restart_count() -> int:
-    """Return how often SLURM has started this very job before."""
-    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def run_hook_of(run_dir: RunDir, number: int, config: Config) -> None:
@@ -215,18 +211,6 @@ def policy(config: Config, links_left: int = 0) -> Policy:
         long_attempt_s=60 * min(config.requeue.long_attempt_min, config.cluster.time_limit_min / 2),
         signal_lead_s=config.cluster.signal_lead_s,
     )
-
-
-def own_job_id() -> str | None:
-    """Return the id by which SLURM knows this very job or array task."""
-    array = os.environ.get("SLURM_ARRAY_JOB_ID")
-    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
-
-
-def own_step_id() -> str | None:
-    """Return the step that this process belongs to, as in "17.0"; None in the batch script and outside of SLURM."""
-    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
-    return f"{job}.{step}" if job and step else None
 
 
 def _was_preempted(run_dir: RunDir, attempt: Attempt) -> bool:

@@ -31,6 +31,7 @@ from slurmtrain.errors import (
 )
 from slurmtrain.runs import attempts
 from slurmtrain.runs.events import Event
+from slurmtrain.runs.outcome import LastWord
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
@@ -38,8 +39,9 @@ from slurmtrain.runtime.finish_attempt import finish_attempt, run_hook_of
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.environment import Environment, check_world_size
+from slurmtrain.slurm.environment import Environment, check_world_size, rank_or_zero
 from slurmtrain.system import logs, signals
+from slurmtrain.system.signals import StopCause
 
 if TYPE_CHECKING:
     from slurmtrain.runtime.agreement import StopAgreement
@@ -200,7 +202,7 @@ def _train(
                 attempt_context.update_attempt(context, last_step=trainer.step)
         raise
     if distributed.environment.rank == 0:
-        said = "finished" if outcome.finished else "stopped"
+        said = LastWord.FINISHED if outcome.finished else LastWord.STOPPED
         attempt_context.update_attempt(context, said=said, last_step=outcome.step)
         context.run_dir.event(
             Event.TRAINING_FINISHED if outcome.finished else Event.TRAINING_STOPPED,
@@ -210,7 +212,7 @@ def _train(
         )
     if not outcome.finished:
         first = stop.first
-        cause = first.cause if first else "another rank"
+        cause = first.cause if first else StopCause.OTHER_RANK
         log.info("told to stop (%s): leaving after step %d", cause, outcome.step)
     distributed.leave_together()
     return 0 if outcome.finished else EXIT_REQUEUE
@@ -224,7 +226,7 @@ def _evaluate(
 
     done = evaluate_checkpoint(config, distributed, context, stop, timeline)
     if distributed.environment.rank == 0:
-        attempt_context.update_attempt(context, said="finished" if done else "stopped")
+        attempt_context.update_attempt(context, said=LastWord.FINISHED if done else LastWord.STOPPED)
     distributed.leave_together()
     return 0 if done else EXIT_REQUEUE
 
@@ -251,7 +253,7 @@ def _fail(
 ) -> NoReturn:
     """Record a failure and exit. No collectives are used: the other ranks may be gone, or wait for something else."""
     if context is not None:
-        rank = environment.rank if environment else int(os.environ.get("SLURM_PROCID", os.environ.get("RANK", "0")))
+        rank = environment.rank if environment else rank_or_zero()
         try:
             attempts.record_failure(
                 context.attempt_dir,

@@ -16,10 +16,11 @@ from slurmtrain.checkpoint.interval import latest_stop
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
+from slurmtrain.runs.outcome import RunAction
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.finish_attempt import own_job_id
 from slurmtrain.slurm.client import JobFacts, SlurmClient
-from slurmtrain.system.signals import StopFlag
+from slurmtrain.slurm.environment import own_job_id
+from slurmtrain.system.signals import StopCause, StopFlag
 
 RECORD_TIMEOUT_S = 5.0
 ANSWER_S = 5.0  # at most, when the clock says that it is time to stop
@@ -81,7 +82,7 @@ class StopWatcher:
 
     def _time_is_up(self) -> None:
         if not self._limit_has_moved():
-            self._signals.request("deadline")
+            self._signals.request(StopCause.DEADLINE)
 
     def _limit_has_moved(self) -> bool:
         """Ask SLURM for the job's end, and plan anew if it has changed. Return False if SLURM does not answer soon."""
@@ -131,7 +132,7 @@ class StopWatcher:
             if due or time.monotonic() >= asked + ASK_EVERY_S:
                 asked = time.monotonic()
                 if not self._limit_has_moved() and due:
-                    self._signals.request("deadline")
+                    self._signals.request(StopCause.DEADLINE)
             self._look_at_switches()
         first = self._signals.first
         assert first is not None
@@ -171,8 +172,8 @@ class StopWatcher:
             self._save_asked.set()
         if self._take(self._run_dir.stop_switch, Event.STOP_FILE_FOUND):
             with contextlib.suppress(OSError):  # a full disk; it stops all the same
-                attempts.write_request(self._run_dir, "stop")
-            self._signals.request("the file stop")
+                attempts.write_request(self._run_dir, RunAction.STOP)
+            self._signals.request(StopCause.STOP_FILE)
 
     def _take(self, switch: Path, event: Event) -> bool:
         """Remove a switch and return whether it was there. It works once: the next attempt must not find it again."""
@@ -192,9 +193,9 @@ class StopWatcher:
             return None
         facts = self._client.job(own_job_id() or "")
         if facts is not None and facts.preempted:
-            self._signals.request("preempted before the start")
+            self._signals.request(StopCause.PREEMPTED)
         elif facts is not None and facts.state == "COMPLETING":
-            self._signals.request("ended before the start")
+            self._signals.request(StopCause.ENDED)
         return _end_time(facts)
 
 

@@ -1,7 +1,6 @@
 """The identity of this rank: rank, world size and nodes, from SLURM's step, from torchrun, or as a single process.
 
-It is the first thing that a rank finds out, and this is the only source of these facts. Pure but for `detect`'s default
-argument.
+It is the first thing that a rank finds out, and this module is the only source of these facts.
 """
 
 from __future__ import annotations
@@ -154,6 +153,34 @@ def in_slurm_step(variables: Mapping[str, str] = os.environ, *, terminal: bool |
     # has no terminal.
     interactive = "SLURM_PTY_PORT" in variables and terminal
     return step.isdigit() and int(step) < SPECIAL_STEPS and "SLURM_PROCID" in variables and not interactive
+
+
+def own_job_id() -> str | None:
+    """Return the id by which SLURM knows this very job or array task."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
+
+
+def own_step_id() -> str | None:
+    """Return the step that this process belongs to, as in "17.0"; None in the batch script and outside of SLURM."""
+    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
+    return f"{job}.{step}" if job and step else None
+
+
+def own_restart_count() -> int:
+    """Return how often SLURM has started this very job before."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+def rank_or_zero() -> int:
+    """Return this process's rank as far as the environment tells it; 0 for a single process.
+
+    It is for what has to work even where `Environment.detect` refuses the variables.
+    """
+    for name in ("RANK", "SLURM_PROCID"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return 0
 
 
 def check_world_size(environment: Environment, *, nodes: int, tasks_per_node: int) -> None:

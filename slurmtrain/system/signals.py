@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
+from enum import StrEnum
 from multiprocessing import forkserver
 
 # USR2 is the early warning (USR1 is taken by NCCL). TERM is what a preemption sends where the site did not set
@@ -24,11 +25,28 @@ SLURM_STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 STOP_SIGNALS = (*SLURM_STOP_SIGNALS, signal.SIGINT)  # INT is Ctrl-C of a person
 
 
+class StopCause(StrEnum):
+    """The reason why a rank was told to stop, as attempt.json records it."""
+
+    SIGUSR2 = "SIGUSR2"
+    SIGTERM = "SIGTERM"
+    SIGINT = "SIGINT"
+    DEADLINE = "deadline"  # the time limit is near
+    OTHER_RANK = "another rank"  # which was told to
+    STOP_FILE = "the file stop"
+    PREEMPTED = "preempted before the start"
+    ENDED = "ended before the start"  # SLURM has ended the job
+
+    @property
+    def is_signal(self) -> bool:
+        return self in (StopCause.SIGUSR2, StopCause.SIGTERM, StopCause.SIGINT)
+
+
 @dataclass(frozen=True)
 class StopRequest:
     """The reason why this rank wants to stop, as far as it can know itself."""
 
-    cause: str  # a signal's name ("SIGTERM"), or "deadline", "requested", "job state ..."
+    cause: StopCause
     time: float  # unix time, seconds
 
 
@@ -48,7 +66,7 @@ class StopFlag:
     def first(self) -> StopRequest | None:
         return self._first
 
-    def request(self, cause: str) -> None:
+    def request(self, cause: StopCause) -> None:
         """Request a stop for another reason than a signal. The first cause is kept."""
         if self._first is None:
             self._first = StopRequest(cause, time.time())
@@ -82,7 +100,7 @@ class StopFlag:
         while True:
             for number in reader.recv(64):
                 if number in STOP_SIGNALS:
-                    self.request(signal.Signals(number).name)
+                    self.request(StopCause(signal.Signals(number).name))
                 if number == signal.SIGINT:
                     self._interrupts += 1
                     if self._interrupts > 1:  # a person who asks twice does not want to wait for a checkpoint

@@ -7,9 +7,11 @@ checkpoints, evaluation and reports, is a hook (`training/hooks/`).
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +30,8 @@ from slurmtrain.training.nonfinite import all_finite
 from slurmtrain.training.optim import build_optimizer, learning_rate, set_learning_rate
 from slurmtrain.training.state import Counters, StepResult, TrainingRanks, TrainingState
 from slurmtrain.training.stopping import StopCheck
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,20 @@ class Trainer:
 
     def fit(self) -> Outcome:
         """Restore, then step until done or told to stop; the hooks save, evaluate and report on the way."""
+        try:
+            outcome = self._fit()
+        except BaseException:
+            # What fails in ending must not hide why training ends, which decides the exit code.
+            with _logged_only():
+                try:
+                    self.state.hooks.on_error(self.state)
+                finally:
+                    self._close()
+            raise
+        self._close()
+        return outcome
+
+    def _fit(self) -> Outcome:
         state, hooks = self.state, self.state.hooks
         hooks.setup(state)
         self._warm_up()
@@ -123,22 +141,21 @@ class Trainer:
         # and more; each rank would do so at another time, and all others wait.
         gc.collect()
         gc.freeze()
+        self._loader.start()  # before a hook opens files that the workers would then share
+        state.stopping = self._is_told_to_stop()
+        hooks.before_first_step(state)
+        while not state.stopping and not state.is_last_step:
+            self._train_step()
+        hooks.finish(state)
+        state.finished = not state.stopping
+        valid_loss = state.metrics.get("valid_loss")
+        return Outcome(state.finished, state.step, state.first_step, state.saved, valid_loss)
+
+    def _close(self) -> None:
+        gc.unfreeze()
         try:
-            self._loader.start()  # before a hook opens files that the workers would then share
-            state.stopping = self._is_told_to_stop()
-            hooks.before_first_step(state)
-            while not state.stopping and not state.is_last_step:
-                self._train_step()
-            hooks.finish(state)
-            state.finished = not state.stopping
-            valid_loss = state.metrics.get("valid_loss")
-            return Outcome(state.finished, state.step, state.first_step, state.saved, valid_loss)
-        except BaseException:
-            hooks.on_error(state)
-            raise
+            self.state.hooks.close(self.state)
         finally:
-            gc.unfreeze()
-            hooks.close(state)
             self._loader.close()
 
     def _train_step(self) -> None:
@@ -221,3 +238,12 @@ class Trainer:
         """Return whether all ranks agree to stop before the first step. No checkpoint can be written at this moment."""
         self._stop.begin()
         return self._stop.finish().stop
+
+
+@contextmanager
+def _logged_only() -> Iterator[None]:
+    """Log an error of the block instead of raising it."""
+    try:
+        yield
+    except Exception as error:
+        log.warning("after an error, training could not end cleanly: %s: %s", type(error).__name__, error)

@@ -8,6 +8,7 @@ import signal
 from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.system import signals
+from slurmtrain.system.signals import StopCause
 from tests.support.gloo import GlooRanks
 
 
@@ -49,7 +50,7 @@ def test_a_single_process_stops_at_the_step_in_which_it_was_told() -> None:
     agreement = StopAgreement(stop, None)
     agreement.begin()
     assert not agreement.finish().stop
-    stop.request("deadline")
+    stop.request(StopCause.DEADLINE)
     agreement.begin()
     assert agreement.finish()
     assert stop.first is not None

@@ -30,6 +30,7 @@ from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.jobs.train import build, build_evaluator, build_model, distribute_model, fill
 from slurmtrain.system import signals
+from slurmtrain.system.signals import StopCause
 from slurmtrain.training.forward_backward import _Pipelined, build_forward_backward
 from tests.distributed.test_training import alone, fit, go_on, hold, losses
 from tests.support.gloo import GlooRanks, wait_until
@@ -139,7 +140,7 @@ def measure(distributed: DistributedContext, overrides: list[str]) -> dict[str, 
     assert measured is not None
     assert evaluator.evaluate() == measured
     if distributed.environment.rank == distributed.environment.world_size - 1:
-        told.request("a test")
+        told.request(StopCause.SIGTERM)
     assert evaluator.evaluate() is None
     assert laid.model.training and torch.equal(torch.get_rng_state(), before)
     if laid.mesh is not None:

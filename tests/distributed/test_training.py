@@ -22,6 +22,7 @@ from slurmtrain.checkpoint.commit import committed
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
 from slurmtrain.data import IGNORED_TARGET, eval_batches
+from slurmtrain.errors import ConfigError
 from slurmtrain.observe import read_metrics
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
@@ -166,6 +167,39 @@ def test_a_hook_hears_of_everything_in_the_order_that_its_protocol_states(tmp_pa
         *(("log", 2), ("evaluated", 2), ("after_step", 2)),
         *(("finish", 2), ("close", 2)),
     ]
+
+
+class FailingAt(Listener):
+    """Fails at one moment, and again in both endings."""
+
+    def __init__(self, moment: str):
+        super().__init__()
+        for event in (moment, "on_error", "close"):
+            setattr(self, event, lambda state, *more, event=event: self._fail(event))
+
+    def _fail(self, event: str) -> None:
+        self.heard.append((event, 0))
+        raise (OSError if event in ("on_error", "close") else ConfigError)(f"failed at {event}")
+
+
+MOMENTS = ("setup", "warm-up", "load", "start", "before_first_step", "before_step", "finish", "close")
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_an_error_at_any_moment_closes_everything_and_stays_the_error_that_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, moment: str
+) -> None:
+    failing, listener = FailingAt(moment), Listener()
+    training = trainer(alone(), tmp_path / "run", ["train.steps=1", "train.eval_every=0"], hooks=[failing, listener])
+    monkeypatch.setattr(training._loader, "close", lambda: listener.heard.append(("loader", training.step)))
+    if moment == "warm-up":
+        monkeypatch.setattr(training, "_warm_up", lambda: failing._fail(moment))
+    with pytest.raises(OSError if moment == "close" else ConfigError, match=f"failed at {moment}"):
+        training.fit()
+    endings = [event for event, _ in listener.heard if event in ("on_error", "close", "loader")]
+    assert endings[-2:] == ["close", "loader"] and ("on_error" in endings) == (moment != "close")
+    assert failing.heard[-1][0] == "close" and gc.get_freeze_count() == 0
+    assert ("could not end cleanly" in caplog.text) == (moment != "close")
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -15,8 +15,8 @@ from slurmtrain.errors import ClusterError
 from slurmtrain.runs import chain
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import begin_attempt
-from slurmtrain.runtime.finish_attempt import own_job_id, own_restart_count
 from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.environment import own_job_id, own_restart_count
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,9 @@ from slurmtrain.runs import chain
 from slurmtrain.runs.attempts import read_attempt
 from slurmtrain.runs.outcome import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.finish_attempt import finish_attempt, free_dependents, own_job_id
+from slurmtrain.runtime.finish_attempt import finish_attempt, free_dependents
 from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.environment import own_job_id
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from slurmtrain.cli.arguments import Parser
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.errors import ClusterError
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.finish_attempt import own_job_id, own_restart_count
 from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.environment import own_job_id, own_restart_count
 
 log = logging.getLogger(__name__)
 

@@ -29,6 +29,7 @@ from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, Rendezvous
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
+from slurmtrain.runs.outcome import LastWord
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.addresses import free_port, machine, own_addresses
@@ -38,7 +39,7 @@ from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.slurm.environment import Environment, check_gpu_files
 from slurmtrain.system import descendants
 from slurmtrain.system.files import read_json, write_json
-from slurmtrain.system.signals import SLURM_STOP_SIGNALS, StopFlag
+from slurmtrain.system.signals import SLURM_STOP_SIGNALS, StopCause, StopFlag
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ def run_command(
     if watch is not None and stop.requested:
         watch.wait_for_record()
     if environment.rank == 0:
-        said = {0: "finished", EXIT_REQUEUE: "stopped"}.get(left_with)
+        said = {0: LastWord.FINISHED, EXIT_REQUEUE: LastWord.STOPPED}.get(left_with)
         attempt_context.update_attempt(context, said=said, program_code=code)
     return left_with if left_with >= 0 else 128 - left_with
 
@@ -302,11 +303,11 @@ def _pass_on(stop: StopFlag, source: str) -> None:
     """
     stop.wait()
     assert stop.first is not None
-    sent_by_signal = stop.first.cause.startswith("SIG")
+    sent_by_signal = stop.first.cause.is_signal
     if source == "slurm" and sent_by_signal:
         return
     below = list(descendants.alive())
-    if source == "local" and sent_by_signal and stop.first.cause != "SIGINT":
+    if source == "local" and sent_by_signal and stop.first.cause != StopCause.SIGINT:
         below = [pid for pid in below if _group(pid) != os.getpgrp()]
     descendants.send(signal.SIGTERM, below)
 

@@ -18,6 +18,7 @@ from slurmtrain.config import secrets
 from slurmtrain.config.compose import load_frozen
 from slurmtrain.runs.attempts import record_failure
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from slurmtrain.slurm.environment import own_job_id, rank_or_zero
 from slurmtrain.system.redaction import holds_secret, redact
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def main(task_file: Path) -> int:
 
     task = json.loads(task_file.read_text())
     sys.path += [folder for folder in task["path"] if folder not in sys.path]  # the folders of the function's modules
-    run_dir, rank = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ.get("RANK", "0"))
+    run_dir, rank = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), rank_or_zero()
     secrets.take(load_frozen(run_dir.config_file, with_secrets=False).secrets)
     if rank == 0:
         (run_dir.path / RESULT).unlink(missing_ok=True)  # left by an attempt in which another rank failed
@@ -62,16 +63,11 @@ def _run(shared: dict[str, Any], task: dict[str, Any], rank: int) -> JobReturn:
     config = context.config_loader.load_sweep_config(shared["config"], task["overrides"])
     with read_write(config.hydra), open_dict(config.hydra):
         config.hydra.job.num = task["number"]
-        config.hydra.job.id = _job_id() or str(task["number"])
+        config.hydra.job.id = own_job_id() or str(task["number"])
         if rank != 0:
             config.hydra.output_subdir = None
             config.hydra.job_logging = {"root": None}  # as hydra/job_logging=none
     return run_job(shared["function"], config, "hydra.sweep.dir", "hydra.sweep.subdir", context)
-
-
-def _job_id() -> str | None:
-    array, index = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{index}" if array and index else os.environ.get("SLURM_JOB_ID")
 
 
 def _exception_of(returned: JobReturn) -> Exception | None:

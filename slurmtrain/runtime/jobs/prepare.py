@@ -25,11 +25,12 @@ from slurmtrain.observe.metrics import MetricsLog
 from slurmtrain.observe.prepare_progress import Preparing
 from slurmtrain.observe.progress import format_count
 from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.runs.outcome import LastWord
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.slurm.environment import Environment
-from slurmtrain.system.signals import StopFlag
+from slurmtrain.system.signals import StopCause, StopFlag
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,9 @@ def run_prepare(
         watch.wait_for_record()
     if report is not None:
         report.close()
-        attempt_context.update_attempt(context, said="finished" if finished else "stopped", last_step=report.done)
+        attempt_context.update_attempt(
+            context, said=LastWord.FINISHED if finished else LastWord.STOPPED, last_step=report.done
+        )
     return 0 if finished else EXIT_REQUEUE
 
 
@@ -172,7 +175,7 @@ def stop_together(stop: StopFlag, attempt_dir: AttemptDir) -> None:
     def tell_and_hear() -> None:
         while not stop.wait(LOOK_EVERY_S):
             if _is_listed(attempt_dir.stopping_file):
-                stop.request("another rank")
+                stop.request(StopCause.OTHER_RANK)
         attempt_dir.stopping_file.touch()
 
     threading.Thread(target=tell_and_hear, name="stop-together", daemon=True).start()

@@ -67,10 +67,16 @@ class TrainingHook:
         """Complete what is under way: all steps are done, or training stops early (`state.stopping`)."""
 
     def on_error(self, state: TrainingState) -> None:
-        """Keep what can be kept after an error. No collectives: the other ranks may be gone."""
+        """Keep what can be kept after an error in any of the methods above, or between them.
+
+        No collectives: the other ranks may be gone. What this method raises is logged, and the first error stays.
+        """
 
     def close(self, state: TrainingState) -> None:
-        """Release what `start` and later methods have opened. Called after every ending, in the reverse order."""
+        """Release what `setup` and later methods have opened, if they have. Called after every ending, in the reverse order.
+
+        After an error, what this method raises is logged, and the first error stays.
+        """
 
     def log(self, step: int, values: Mapping[str, float | str | None]) -> None:
         """Write the numbers of a step of training, every train.log_every steps."""
@@ -137,8 +143,9 @@ class TrainingHooks(TrainingHook):
             hook.finish(state)
 
     def on_error(self, state: TrainingState) -> None:
-        for hook in self._of["on_error"]:
-            hook.on_error(state)
+        with ExitStack() as stack:  # all of them, whatever one of them raises
+            for hook in reversed(self._of["on_error"]):
+                stack.callback(hook.on_error, state)
 
     def close(self, state: TrainingState) -> None:
         with ExitStack() as stack:  # in the reverse order, and all of them, whatever one of them raises

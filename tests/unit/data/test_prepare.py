@@ -44,6 +44,7 @@ from slurmtrain.runtime.jobs.prepare import stop_together, workers_of
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
 from slurmtrain.system.process import lives
+from slurmtrain.system.signals import StopCause
 from tests.support.children import children
 from tests.support.commands import Cli
 from tests.support.raw_text import (
@@ -362,7 +363,7 @@ def test_one_task_that_is_told_to_stop_is_enough(tmp_path: Path) -> None:
     one, other = signals.StopFlag(), signals.StopFlag()
     for stop in (one, other):
         stop_together(stop, AttemptDir(tmp_path))
-    one.request("SIGUSR2")
+    one.request(StopCause.SIGUSR2)
     assert other.wait(timeout_s=60) and other.first is not None and other.first.cause == "another rank"
 
 

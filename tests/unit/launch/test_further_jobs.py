@@ -22,7 +22,7 @@ from slurmtrain.report.status import state
 from slurmtrain.runs import attempts, chain
 from slurmtrain.runs.attempts import Attempt, write_request
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import Verdict
+from slurmtrain.runs.outcome import RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.begin_attempt import ended_before
 from slurmtrain.slurm.client import JobFacts, SlurmClient
@@ -158,7 +158,7 @@ def test_a_cancel_in_the_last_moment_wins(make: Make, slurm: FakeSlurm, when: st
     run = make("requeue=resubmit", job_ids=("100",))
     stopped(run, "resubmit")
     if when == "before":
-        write_request(run, "cancel")
+        write_request(run, RunAction.CANCEL)
     else:
         slurm.command(
             "sbatch", f"echo '{{\"action\": \"cancel\"}}' >{run.request_file}; echo 'Submitted batch job 101'"
@@ -313,7 +313,7 @@ def test_a_cancelled_run_stays_cancelled(make: Make, slurm: FakeSlurm, when: str
     """`scontrol requeue` revives a cancelled job."""
     job = Requeued(slurm, make)
     if when == "before":
-        write_request(job.run, "cancel")
+        write_request(job.run, RunAction.CANCEL)
     else:
         job.file("meanwhile", f'echo \'{{"action": "cancel"}}\' >{job.run.request_file}')
     assert job.go_on().startswith("cancelled")

@@ -21,7 +21,7 @@ from slurmtrain.report import status as state_module
 from slurmtrain.report.status import RunState, is_over, state, states
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt, write_request
-from slurmtrain.runs.outcome import Verdict
+from slurmtrain.runs.outcome import RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import begin_attempt
 from slurmtrain.sandbox import default_directory
@@ -724,7 +724,7 @@ def test_all_ranks_are_followed_line_by_line_and_into_the_next_attempt(
 def test_the_record_is_read_once_for_a_status(make: Make, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make(JOB)
     ended(run, "requeue")
-    write_request(run, "preempt")
+    write_request(run, RunAction.PREEMPT)
     read, calls = attempts.all_attempts, []
 
     def counted(run_dir: RunDir) -> list[Attempt]:

@@ -18,12 +18,13 @@ from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt, Failure
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import Reason, Verdict, decide_outcome
+from slurmtrain.runs.outcome import Reason, RunAction, Verdict, decide_outcome
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import finish_attempt as finish_module
 from slurmtrain.runtime.begin_attempt import budget_used_up, ended_before
-from slurmtrain.runtime.finish_attempt import close_abandoned, finish_attempt, own_job_id
+from slurmtrain.runtime.finish_attempt import close_abandoned, finish_attempt
 from slurmtrain.slurm.client import JobFacts, SlurmClient
+from slurmtrain.slurm.environment import own_job_id
 from slurmtrain.system.files import write_json
 from tests.support.runs import add_attempt
 
@@ -205,7 +206,7 @@ def test_an_abandoned_attempt_is_judged_by_what_it_left_behind(
     if "failure" in left_behind:
         attempts.record_failure(run.attempt(1), 0, exit_code=1, sentence=str(left_behind["failure"]))
     if "request" in left_behind:
-        attempts.write_request(run, str(left_behind["request"]))
+        attempts.write_request(run, RunAction(str(left_behind["request"])))
     begin(run)
     close_abandoned(run, 2, Config(), None)
     assert attempts.read_attempt(run, 1).reason == reason
@@ -358,7 +359,7 @@ def test_what_had_ended_stays_so_although_whoever_was_to_record_it_was_killed(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     attempt = begin(run, job_id="7", said="finished" if what == "finished" else "stopped", cause="SIGTERM")
     if what == "cancel":
-        attempts.write_request(run, "cancel")
+        attempts.write_request(run, RunAction.CANCEL)
         assert attempts.take_request(run, attempt) == "cancel"  # as `finish_attempt` did, which was killed then
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert ended_before(run, "7", 1) is None
@@ -372,7 +373,7 @@ def test_a_person_who_resumes_a_run_whose_cancel_was_never_recorded_starts_it(
 ) -> None:
     write_json(run.info_file, {"job_ids": ["7", "8"]})
     attempt = begin(run, job_id="7", said="stopped", cause="SIGTERM")
-    attempts.write_request(run, "cancel")
+    attempts.write_request(run, RunAction.CANCEL)
     attempts.take_request(run, attempt)
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -541,9 +542,9 @@ def test_a_preemption_without_grace_is_told_from_a_requeue_by_the_jobs_log(run: 
 def test_a_request_is_for_the_attempt_that_was_running_then(run: RunDir) -> None:
     earlier = begin(run)
     assert attempts.take_request(run, earlier) is None
-    attempts.write_request(run, "preempt")
+    attempts.write_request(run, RunAction.PREEMPT)
     assert attempts.take_request(run, earlier) == "preempt"
-    attempts.write_request(run, "preempt")
+    attempts.write_request(run, RunAction.PREEMPT)
     later = begin(run, started=time.time() + 60)
     assert attempts.take_request(run, later) is None
 
@@ -560,7 +561,7 @@ def test_a_cancel_that_is_typed_while_the_next_attempt_sets_itself_up_is_for_tha
     with monkeypatch.context() as seen:
         if listing == "late":
             seen.setattr(RunDir, "attempt_numbers", lambda self: [1])
-        attempts.write_request(run, "cancel")
+        attempts.write_request(run, RunAction.CANCEL)
     attempts.write_attempt(run, Attempt(2, job_id="7", restart_count=1, started=time.time() + 1))
     close_abandoned(run, 2, Config(), None)
     assert attempts.read_attempt(run, 1).reason == Reason.NODE_FAILURE
@@ -575,7 +576,7 @@ def test_a_cancel_that_comes_while_an_attempt_is_judged_is_not_used_up_by_it(
     begin(run, job_id="7", said="stopped")
 
     def slow_decision(*arguments: Any) -> object:
-        attempts.write_request(run, "cancel")
+        attempts.write_request(run, RunAction.CANCEL)
         return decide_outcome(*arguments)
 
     monkeypatch.setattr(finish_module, "decide_outcome", slow_decision)
@@ -591,7 +592,7 @@ def test_settling_completes_the_record_and_uses_the_request_up(run: RunDir) -> N
     begin(run, job_id="7", said="stopped")
     commit(run, 30)
     attempts.record_stop(run.attempt(1), cause="SIGTERM", cause_time=time.time(), seconds_left=None, facts=None)
-    attempts.write_request(run, "preempt")
+    attempts.write_request(run, RunAction.PREEMPT)
     client = SlurmSays(JobFacts("RUNNING", start_time=1.0))
     judgement = finish_attempt(run, 1, 75, Config(), client)
     assert (judgement.reason, judgement.verdict) == (Reason.ASKED, Verdict.REQUEUE)

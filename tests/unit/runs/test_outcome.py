@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slurmtrain.choices import RequeueMode
 from slurmtrain.runs.outcome import Evidence, Policy, Reason, Verdict, decide_outcome, is_cancelled
 from slurmtrain.slurm.client import JobFacts
 
@@ -408,10 +409,10 @@ def test_a_program_that_shows_no_progress_is_told_of_it_each_time_and_does_not_g
 
 NODE_DOWN = JobFacts("COMPLETING", "NodeDown", start_time=1000.0)
 GOES_ON = {
-    "resubmit": (Policy(mode="resubmit"), "resubmit", "it is submitted again"),
-    "chain": (Policy(mode="chain", links_left=2), "next", "the next job of the chain goes on"),
-    "last of a chain": (Policy(mode="chain"), "end", "no job of the chain is left to go on"),
-    "off": (Policy(mode="off"), "end", "it is not requeued"),
+    "resubmit": (Policy(mode=RequeueMode.RESUBMIT), "resubmit", "it is submitted again"),
+    "chain": (Policy(mode=RequeueMode.CHAIN, links_left=2), "next", "the next job of the chain goes on"),
+    "last of a chain": (Policy(mode=RequeueMode.CHAIN), "end", "no job of the chain is left to go on"),
+    "off": (Policy(mode=RequeueMode.OFF), "end", "it is not requeued"),
 }
 
 
@@ -503,10 +504,10 @@ EVIDENCE = st.builds(
 )
 
 
-@given(evidence=EVIDENCE, budget=st.integers(1, 4), mode=st.sampled_from(["resubmit", "chain"]))
-def test_promises_that_hold_for_every_evidence(evidence: Evidence, budget: int, mode: str) -> None:
+@given(evidence=EVIDENCE, budget=st.integers(1, 4), mode=st.sampled_from([RequeueMode.RESUBMIT, RequeueMode.CHAIN]))
+def test_promises_that_hold_for_every_evidence(evidence: Evidence, budget: int, mode: RequeueMode) -> None:
     judgement = decide_outcome(evidence, Policy(max_attempts_without_progress=budget))
-    off = decide_outcome(evidence, Policy(mode="off", max_attempts_without_progress=budget))
+    off = decide_outcome(evidence, Policy(mode=RequeueMode.OFF, max_attempts_without_progress=budget))
     slurm_restarts = evidence.facts is not None and evidence.facts.restarts > 0
     assert judgement.sentence and "\n" not in judgement.sentence
     assert off.verdict is not Verdict.REQUEUE  # requeue.mode=off

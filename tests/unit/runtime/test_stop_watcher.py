@@ -16,7 +16,7 @@ from slurmtrain.runtime import stop_watcher as watch_module
 from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.slurm.client import JobFacts
 from slurmtrain.system.files import read_json
-from slurmtrain.system.signals import StopFlag
+from slurmtrain.system.signals import StopCause, StopFlag
 
 
 class Slurm:
@@ -52,7 +52,7 @@ def test_slow_saves_bring_the_last_one_forward(tmp_path: Path) -> None:
 def test_a_preemption_s_grace_time_is_what_is_left(tmp_path: Path) -> None:
     signals = StopFlag()
     made = watch(signals, tmp_path, slurm := Slurm(3600.0, 30.0))
-    signals.request("SIGTERM")
+    signals.request(StopCause.SIGTERM)
     before = time.time()
     left = made.seconds_left()
     assert left is not None and slurm.ends[0] is not None and before <= slurm.ends[0] - left <= time.time()
@@ -67,7 +67,7 @@ def test_a_time_limit_that_was_extended_is_followed(tmp_path: Path) -> None:
         time.sleep(0.005)
     assert not signals.wait(0.3) and slurm.asked == 2
     made.plan_stop(1.0, 1.0)
-    signals.request("SIGUSR2")
+    signals.request(StopCause.SIGUSR2)
     made.wait_for_record()
     record = read_json(tmp_path / "stop.json")
     assert record is not None and 3500 < record["seconds_left"] <= 3600
@@ -99,7 +99,7 @@ def test_a_time_limit_that_was_lifted_stops_nobody_and_a_later_one_is_followed(
     slurm.ends = [time.time() + 1.0]
     assert made._limit_has_moved()
     assert made._end_time == slurm.ends[0]
-    signals.request("SIGUSR2")
+    signals.request(StopCause.SIGUSR2)
     made.wait_for_record()
 
 
@@ -132,7 +132,7 @@ def test_without_slurm_nothing_is_planned(tmp_path: Path) -> None:
     made = StopWatcher(signals, AttemptDir(tmp_path), None, signal_lead_s=0)
     made.plan_stop(1e6, 1e6)
     assert not signals.wait(0.1)
-    signals.request("SIGTERM")
+    signals.request(StopCause.SIGTERM)
     assert made.seconds_left() is None
 
 
@@ -175,7 +175,7 @@ def test_a_save_that_is_asked_for_while_somebody_looks_is_not_forgotten(tmp_path
     made = StopWatcher(signals, AttemptDir(tmp_path), None, signal_lead_s=0)
     made._save_asked = AskedMeanwhile()
     assert [made.take_save(), made.take_save()] == [False, True]
-    signals.request("SIGTERM")
+    signals.request(StopCause.SIGTERM)
 
 
 def test_a_switch_that_cannot_be_taken_away_is_not_obeyed(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,4 +185,4 @@ def test_a_switch_that_cannot_be_taken_away_is_not_obeyed(run_dir: RunDir, monke
     (run_dir.path / "stop").mkdir()
     StopWatcher(signals, AttemptDir(run_dir.attempts), None, signal_lead_s=0, run_dir=run_dir)
     assert not signals.wait(0.2)
-    signals.request("SIGTERM")
+    signals.request(StopCause.SIGTERM)

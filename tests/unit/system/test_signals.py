@@ -99,7 +99,7 @@ def test_the_first_cause_is_kept_and_nothing_is_raised(start: type[Process]) -> 
         stop.wait()
         print(stop.first.cause)
         sys.stdin.readline()  # the second signal comes meanwhile
-        stop.request("deadline")
+        stop.request(StopCause.DEADLINE)
         print(stop.first.cause, stop.requested)
         """
     )

@@ -13,7 +13,7 @@ STATE: Any = None  # these hooks look at nothing
 
 
 class Noting(TrainingHook):
-    """Notes the calls of `close` and of the two questions."""
+    """Notes the calls of the two endings and of the two questions."""
 
     def __init__(self, name: str, calls: list[str], answer: bool = False):
         self._name, self._calls, self._answer = name, calls, answer
@@ -30,6 +30,8 @@ class Noting(TrainingHook):
         self._calls.append(self._name)
         if self._answer:
             raise OSError("no space left on device")
+
+    on_error = close
 
 
 @pytest.mark.parametrize("event", EVENTS)
@@ -55,9 +57,10 @@ def test_each_hook_is_asked_whatever_the_one_before_it_has_answered() -> None:
     assert not TrainingHooks([Noting("only", calls)]).wants_save(STATE) and not TrainingHooks([]).gives_up(STATE)
 
 
-def test_all_hooks_are_closed_even_if_one_of_them_fails() -> None:
+@pytest.mark.parametrize("event", ["on_error", "close"])
+def test_every_hook_hears_of_an_ending_even_if_one_of_them_fails(event: str) -> None:
     calls: list[str] = []
-    hooks = TrainingHooks([Noting("first", calls), Noting("second", calls, answer=True)])
+    failing = [Noting("first", calls, answer=True), Noting("second", calls, answer=True)]
     with pytest.raises(OSError, match="no space"):
-        hooks.close(STATE)
-    assert calls == ["second", "first"]
+        getattr(TrainingHooks(failing), event)(STATE)
+    assert calls == (["second", "first"] if event == "close" else ["first", "second"])
