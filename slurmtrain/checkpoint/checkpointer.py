@@ -153,6 +153,7 @@ class Checkpointer:
             CheckpointError: on every rank: the state cannot be saved at all, or `max_failures` saves have failed in a
                 row.
         """
+        _unclosed.add(self)
         return self._saves.save(step, objects, per_rank, metrics)
 
     def wait(self, timeout_s: float | None = None) -> SaveResult | None:
@@ -203,6 +204,7 @@ class Checkpointer:
             self._saves.close(grace_s)
         finally:
             shared_directory.unregister_user(self.directory, self._identity.incarnation)
+        _unclosed.discard(self)
 
     def restore(
         self,
@@ -254,6 +256,11 @@ class Checkpointer:
 def _check_is_one_of(name: str, value: str, known: Collection[str]) -> None:
     if value not in known:
         raise CheckpointError(f"{name}={value!r} is not known", hint=nearest(str(value), known))
+
+
+# Those that have saved and were not closed, or have lost a save: the end of the process needs them, even where a script has
+# dropped its own.
+_unclosed: set[Checkpointer] = set()
 
 
 def _close(reference: weakref.ref[Checkpointer], owner: int) -> None:

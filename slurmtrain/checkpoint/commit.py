@@ -128,13 +128,9 @@ def checkpoint_name(step: int, revision: int = 1) -> str:
     return f"checkpoint_{step:07d}" + (f".{revision}" if revision > 1 else "")
 
 
-def _place_in_order(path: Path) -> tuple[int, int]:
-    return _place(path.name)
-
-
-def _place(name: str) -> tuple[int, int]:
-    match = FINAL_NAME.fullmatch(name)
-    assert match is not None, name
+def _step_and_revision(path: Path) -> tuple[int, int]:
+    match = FINAL_NAME.fullmatch(path.name)
+    assert match is not None, path
     return int(match.group(1)), int(match.group(2) or 1)
 
 
@@ -144,14 +140,14 @@ def newer_without_complete(directory: Path) -> list[Path]:
     A checkpoint gets its final name with COMPLETE already in it, so the file may only be late. A caller that wants the
     newest one looks once more, after a change of its own to the folder (see `refresh`).
     """
-    newest = max((_place_in_order(path) for path in committed(directory)), default=(-1, 0))
+    newest = max((_step_and_revision(path) for path in committed(directory)), default=(-1, 0))
     found = [path for path in directory.iterdir() if FINAL_NAME.fullmatch(path.name)] if directory.is_dir() else []
-    return [path for path in found if _place_in_order(path) > newest]
+    return [path for path in found if _step_and_revision(path) > newest]
 
 
 def step_of(path: Path) -> int:
     """Return the step in a checkpoint's name."""
-    return _place_in_order(path)[0]
+    return _step_and_revision(path)[0]
 
 
 def committed(directory: Path) -> list[Path]:
@@ -159,19 +155,19 @@ def committed(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
     found = [path for path in directory.iterdir() if FINAL_NAME.fullmatch(path.name) and (path / COMPLETE).is_file()]
-    return sorted(found, key=_place_in_order)
+    return sorted(found, key=_step_and_revision)
 
 
 def newest_committed_step(directory: Path) -> int | None:
     """Return the step of the newest committed checkpoint; None if there is none. It looks into no other checkpoint."""
     try:
-        names = [name for name in os.listdir(directory) if FINAL_NAME.fullmatch(name)]
+        found = [Path(directory, name) for name in os.listdir(directory) if FINAL_NAME.fullmatch(name)]
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # the same rule as in `committed`
             return None
         raise
-    places = sorted(((_place(name), name) for name in names), reverse=True)
-    return next((step for (step, _), name in places if os.path.isfile(os.path.join(directory, name, COMPLETE))), None)
+    newest_first = sorted(found, key=_step_and_revision, reverse=True)
+    return next((step_of(path) for path in newest_first if os.path.isfile(path / COMPLETE)), None)
 
 
 # Fencing.
@@ -194,29 +190,29 @@ def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") 
     with suppress(OSError):
         refresh(claims)
     while True:
-        own = incarnation or Incarnation(_newest_claim(claims) + 1, label)
-        _check_not_superseded(directory, own)
-        path = claim_file(directory, own)
+        claimed = incarnation or Incarnation(_newest_claim(claims) + 1, label)
+        _check_not_superseded(directory, claimed)
+        path = claim_file(directory, claimed)
         try:
-            write_new(path, own.label.encode())
+            write_new(path, claimed.label.encode())
         except FileExistsError:
             if incarnation is None:
                 continue
             holder = path.read_text()
-            if holder != own.label:
+            if holder != claimed.label:
                 raise CheckpointError(
                     f"{directory} is in use by {holder or 'another process'}, which has the same number "
-                    f"({own.order}) as this one, {own.label}",
+                    f"({claimed.order}) as this one, {claimed.label}",
                     hint="give each job a checkpoint directory of its own",
                 ) from None
         fsync_directory(claims)
-        _check_not_superseded(directory, own)  # a newer one may have come between
+        _check_not_superseded(directory, claimed)  # a newer one may have come between
         break
     for path in directory.iterdir():
         match = TEMPORARY_NAME.fullmatch(path.name)
-        if match and int(match.group(1)) < own.order:
-            remove(path, own.order)
-    return own
+        if match and int(match.group(1)) < claimed.order:
+            remove(path, claimed.order)
+    return claimed
 
 
 def claim_file(directory: Path, incarnation: Incarnation) -> Path:

@@ -561,7 +561,7 @@ def by_hand(project: Project, *command: str) -> LocalRun:
     ],
     ids=["python", "torchrun"],
 )
-def test_started_by_hand_it_makes_one_run_directory_and_settles_its_attempt(
+def test_started_by_hand_it_makes_one_run_directory_and_records_the_outcome_of_its_attempt(
     project: Project, command: list[str], world_size: int
 ) -> None:
     run = by_hand(project, *command)

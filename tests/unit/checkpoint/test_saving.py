@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import hashlib
 import json
 import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -364,6 +366,24 @@ def test_closing_raises_what_the_last_save_failed_of(training: Callable[..., Tra
     run.save(1)
     with pytest.raises(CheckpointError, match="No space left"):
         run.checkpointer.close()
+
+
+def test_a_checkpointer_that_a_script_drops_lives_until_its_save_has_ended(tmp_path: Path, writing: Gate) -> None:
+    incarnation = Incarnation(1, "the only one")
+    dropped = weakref.ref(Checkpointer(tmp_path, incarnation=incarnation))
+    assert dropped() is None, "it has not saved: nothing has to be finished"
+    checkpointer = Checkpointer(tmp_path, incarnation=incarnation)
+    dropped = weakref.ref(checkpointer)
+    checkpointer.save(1, model=nn.Linear(2, 2))
+    del checkpointer
+    gc.collect()
+    with pytest.raises(CheckpointError, match="has a Checkpointer in this process already"):
+        Checkpointer(tmp_path, incarnation=incarnation)
+    writing.open()
+    still = dropped()
+    assert still is not None, "the end of the process has nothing to close"
+    still.close()
+    assert [step_of(path) for path in committed(tmp_path)] == [1]
 
 
 def test_saving_after_closing_is_refused_and_no_hang(training: Callable[..., Training]) -> None:

@@ -158,7 +158,7 @@ def test_hashing_and_freezing_leave_the_config_alone() -> None:
 
 
 @pytest.mark.parametrize("cluster", config_groups()["cluster"])
-@pytest.mark.parametrize("experiment", [[], *([f"experiment={name}"] for name in config_groups()["experiment"])])
+@pytest.mark.parametrize("experiment", [[], ["experiment=smoke"], ["experiment=laptop"]])
 def test_everything_shipped_is_valid_as_it_is(cluster: str, experiment: list[str]) -> None:
     validate(compose([f"cluster={cluster}", *experiment]))
 
