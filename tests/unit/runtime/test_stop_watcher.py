@@ -219,7 +219,7 @@ def test_of_plans_that_are_made_at_the_same_moment_one_timer_is_left(
     go_on.set()
     for thread in planning:
         thread.join(60)
-    signals.request("SIGTERM")
+    signals.request(StopCause.SIGTERM)
     made.wait_for_record()
     assert len(waiting) == 1
 
@@ -246,6 +246,6 @@ def test_two_threads_that_find_the_time_limit_extended_both_go_on(
         thread.start()
     for thread in asking:
         thread.join(60)
-    signals.request("SIGTERM")
+    signals.request(StopCause.SIGTERM)
     made.wait_for_record()
     assert moved == [True, True]
