@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from slurmtrain.checkpoint import compatibility, shared_directory, state
-from slurmtrain.checkpoint.commit import Incarnation
+from slurmtrain.checkpoint.fencing import Incarnation
 from slurmtrain.checkpoint.finite import not_finite
 from slurmtrain.checkpoint.pending_save import PendingSave, SaveResult
 from slurmtrain.checkpoint.ranks import RankGroup, RankGroups
@@ -96,7 +96,7 @@ class Checkpointer:
         ranks = self._ranks = RankGroup(group)
         hosts = shared_directory.agree_on_directory(ranks, self.directory)
         groups = RankGroups.make(ranks, hosts)
-        claimed = shared_directory.claim(ranks, self.directory, incarnation)
+        claimed = shared_directory.claim_together(ranks, self.directory, incarnation)
         ranks.all_do(lambda: shared_directory.register_user(self, self.directory, incarnation))
         identity = self._identity = CheckpointIdentity(self.directory, claimed, run_id, json_config)
         uploader: MirrorUploader | None = None

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slurmtrain.checkpoint import blocks, commit
+from slurmtrain.checkpoint import blocks
 from slurmtrain.checkpoint.blocks import BLOCK_BYTES, DIGEST_BYTES, FileRecord
 from slurmtrain.checkpoint.index_file import read_index
+from slurmtrain.checkpoint.manifest import read_manifest
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.save_plan import box_of, check_types, dtype_of, file_name, local
 from slurmtrain.checkpoint.state import parse
@@ -453,7 +454,7 @@ def load(path: Path, *, own_of: int | None = None) -> dict[str, Tensor]:
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
-    manifest = commit.read_manifest(path)
+    manifest = read_manifest(path)
     index = read_index(path, manifest)
     check_types(index.catalogues)
     own_file = file_name(own_of) if own_of is not None else None
