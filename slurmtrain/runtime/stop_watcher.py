@@ -51,6 +51,8 @@ class StopWatcher:
         self._signals, self._attempt_dir, self._client = signals, attempt_dir, client
         self._signal_lead_s, self._run_dir = signal_lead_s, run_dir
         self._save_asked = threading.Event()
+        # The plan, which training, the watch and the timer replace: only with the lock, or a timer would stay with an old plan.
+        self._plan_lock = threading.Lock()
         self._end_time: float | None = None
         self._planned: threading.Timer | None = None
         self._needs: tuple[float, float] | None = None
@@ -70,11 +72,18 @@ class StopWatcher:
             step_s: seconds of the longest step measured.
             save_s: seconds of the longest save measured.
         """
-        self._needs = (step_s, save_s)
+        with self._plan_lock:
+            self._needs = (step_s, save_s)
+            self._plan_again()
+
+    def _plan_again(self) -> None:
+        """Replace the timer by one for the newest end and needs. The caller holds the lock."""
         if self._planned is not None:
             self._planned.cancel()
-        if self._end_time is None:
+            self._planned = None
+        if self._end_time is None or self._needs is None:
             return
+        step_s, save_s = self._needs
         left = latest_stop(self._end_time, step_s=step_s, save_s=save_s) - time.time()
         self._planned = threading.Timer(max(0.0, left), self._time_is_up)
         self._planned.daemon = True
@@ -88,6 +97,9 @@ class StopWatcher:
         """Ask SLURM for the job's end, and plan anew if it has changed. Return False if SLURM does not answer soon."""
         if self._client is None:
             return False
+        before = (
+            self._end_time
+        )  # before SLURM is asked: another thread may ask, too, and be the first to note the change
         client, answers = self._client, queue.SimpleQueue[JobFacts | None]()
         # Waiting for an overloaded controller would use up the time that is left to save.
         threading.Thread(target=lambda: answers.put(client.job(own_job_id() or "")), daemon=True).start()
@@ -97,16 +109,19 @@ class StopWatcher:
             return False
         if facts is None or facts.preempted:  # a preemption is announced by the signal
             return False
-        before, now = self._end_time, facts.end_time
+        now = facts.end_time
         if now is None and facts.state != "RUNNING":
             return False
         # A job that runs without an end has the time limit UNLIMITED, which can be taken back.
         moved = now != before if now is None or before is None else abs(now - before) > 1.0
         if moved:
-            self._end_time = now
-            if self._needs is not None:
-                self.plan_stop(*self._needs)
+            self._set_end_time(now)
         return moved
+
+    def _set_end_time(self, end_time: float | None) -> None:
+        with self._plan_lock:
+            self._end_time = end_time
+            self._plan_again()
 
     def seconds_left(self) -> float | None:
         """Return the seconds until SLURM kills the job after a stop was requested, waiting for its answer.
@@ -124,7 +139,7 @@ class StopWatcher:
         return True
 
     def _watch(self) -> None:
-        self._end_time = self._ask_once()
+        self._set_end_time(self._ask_once())
         asked = time.monotonic()
         self._look_at_switches()
         while not self._signals.wait(self._pause(asked)):

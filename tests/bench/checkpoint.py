@@ -310,7 +310,7 @@ class Bench:
         committed = time.perf_counter()
         self.note("save and wait", committed - began)
         self.note("ours written", committed - staged)
-        save.settle()
+        save.wait_until_idle()
 
     def dcp_synced(self) -> None:
         directory = self.folder / "dcp"
@@ -345,7 +345,7 @@ class Bench:
         if not commit.committed(self.folder / "ours"):
             save = OurAsync(self.checkpointer)
             save.save(self.training.model, self.training.optimizer)
-            save.settle()
+            save.wait_until_idle()
         return commit.committed(self.folder / "ours")[-1]
 
     def verify(self, number: int) -> None:
@@ -475,7 +475,7 @@ class OurAsync:
         """Until the commit."""
         self._pending_save.result()
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         """Until there is nothing left to do."""
         while not self.done():
             time.sleep(0.01)

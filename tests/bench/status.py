@@ -106,8 +106,8 @@ def make_runs(runs: Path, slurm_conf: str | None) -> None:
             1, job_id=job_id, nodes=["node1"], world_size=8, pid=1, host="node1", started=ended - 600, ended=ended
         )
         said = {"first_step": 0, "last_step": STEPS, "said": "finished", "exit_code": 0}
-        judged = {"reason": "finished", "verdict": "done", "sentence": "finished"}
-        (attempt / "attempt.json").write_text(json.dumps({**asdict(record), **said, **judged}, indent=1))
+        outcome = {"reason": "finished", "verdict": "done", "sentence": "finished"}
+        (attempt / "attempt.json").write_text(json.dumps({**asdict(record), **said, **outcome}, indent=1))
         (run / "metrics.jsonl").write_text(log)
         (run / "events.jsonl").write_text(json.dumps({"time": ended, "event": "submitted", "job_id": job_id}) + "\n")
         (run / f"slurm-{job_id}.log").touch()

@@ -57,7 +57,7 @@ def measure(folder: Path, environment: dict[str, str]) -> None:
         excesses.append(out - step - save)
         print(
             f"attempt {number}: TERM to all ranks out {out:5.2f} s = step {step:.3f} + save {save:.3f} + {excesses[-1]:.2f};"
-            f" settled {record['ended'] - sent:.2f} s after the TERM"
+            f" outcome recorded {record['ended'] - sent:.2f} s after the TERM"
         )
         stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in record["start_up_s"].items())
         print(f"    its start: {stages}, first step {first:.2f} s")

@@ -66,7 +66,7 @@ from tests.bench.checkpoint_reference import DcpAsync
 
 L = TypeVar("L", bound=BatchLoader)
 RANKS, BATCH, SEQUENCE = 2, 16, 256
-SETTLING = 5  # steps of each run that do not count
+WARM_UP_STEPS = 5  # steps of each run that do not count
 SAVE_EVERY = 50  # as the config has it; a step of this model takes a tenth of a second
 MODEL: dict[str, Any] = {
     "vocab_size": 256,
@@ -183,7 +183,7 @@ class Beginning(BatchLoader):
     """Knows when the first step that counts has begun."""
 
     def __next__(self) -> Step:
-        if self.samples_consumed == SETTLING * BATCH:
+        if self.samples_consumed == WARM_UP_STEPS * BATCH:
             dist.barrier()
             self.began = Spent.now()
         return super().__next__()
@@ -203,7 +203,7 @@ class Bench:
             loader = self.loader(Alternating, LAYOUTS[name])
             loader.bare_steps = self.bare_loop(name)
             self.trainer(name, loader).fit()
-            pairs = list(zip(loader.bare, loader.ours, strict=False))[SETTLING:]
+            pairs = list(zip(loader.bare, loader.ours, strict=False))[WARM_UP_STEPS:]
             ratios.append(statistics.median(bare.wall / ours.wall for bare, ours in pairs))
             of_cpu.append(sum(bare.cpu for bare, _ in pairs) / sum(ours.cpu for _, ours in pairs))
             rates.append(BATCH * SEQUENCE / statistics.median(ours.wall for _, ours in pairs))
@@ -283,11 +283,11 @@ class Bench:
         return self.timed_loop(self.bare_loop("DDP", save), lambda: saves[-1][0].wait())
 
     def timed_loop(self, steps: Iterator[None], close: Callable[[], None] = lambda: None) -> Spent:
-        for _ in range(SETTLING):
+        for _ in range(WARM_UP_STEPS):
             next(steps)
         dist.barrier()
         began = Spent.now()
-        for _ in range(self.steps - SETTLING):
+        for _ in range(self.steps - WARM_UP_STEPS):
             next(steps)
         close()
         return Spent.now().since(began)

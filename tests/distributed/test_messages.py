@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,7 @@ from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.errors import CheckpointError, CheckpointMismatchError, SlurmtrainError, SupersededError
 from slurmtrain.runtime.distributed_context import DistributedContext
 from tests.support.gloo import GlooRanks
-
-
-class Evil:
-    """Unpickled, it makes a file."""
-
-    def __init__(self, canary: Path):
-        self.canary = canary
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.canary),)
+from tests.support.pickles import Evil
 
 
 def talk(distributed: DistributedContext, canary: Path) -> list[Any]:

@@ -17,7 +17,7 @@ from tests.faults.kills import NEWEST, OLDER, RANKS, check, facts
 from tests.faults.outcome import Outcome, Trial
 from tests.faults.processes import Lane
 from tests.faults.rows import row
-from tests.faults.training import Report, Training, checkpointer, judge, restore
+from tests.faults.training import Report, Training, checkpointer, classify, restore
 
 FLIPS_A_PROCESS = 250
 SHARDS = "rank*.safetensors"
@@ -196,7 +196,7 @@ def explicit_path(lane: Lane, count: int) -> Iterator[Trial]:
                 child.result()
                 for child in lane.ranks(RANKS, lambda rank, group, at: restore(at.parent, rank, group, path=at), newest)
             ]
-            yield judge(reports, facts(lane), newest=NEWEST, older=OLDER, detail=kind)
+            yield classify(reports, facts(lane), newest=NEWEST, older=OLDER, detail=kind)
 
 
 @row("all checkpoints damaged", Outcome.ERROR, full=50, short=4)
@@ -250,7 +250,7 @@ def flips(lane: Lane, count: int) -> Iterator[Trial]:
             count -= len(bits)
             *reports, last = lane.fork(flip_and_restore, newest, bits, options).result(timeout_s=300)
             for report, (name, bit) in zip(reports, bits, strict=True):
-                yield judge([report], facts(lane), newest=NEWEST, older=OLDER, detail=f"bit {bit} of {name}")
-            undone = judge([last], facts(lane), newest=NEWEST, older=OLDER)
+                yield classify([report], facts(lane), newest=NEWEST, older=OLDER, detail=f"bit {bit} of {name}")
+            undone = classify([last], facts(lane), newest=NEWEST, older=OLDER)
             if undone.outcome != Outcome.NEWEST:
                 yield Trial(Outcome.UNEXPLAINED, f"after all flips were undone: {undone.outcome.value} {undone.detail}")

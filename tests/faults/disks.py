@@ -20,7 +20,7 @@ from tests.faults.layer import FileLayer
 from tests.faults.outcome import Outcome, Trial
 from tests.faults.processes import LIBC, Lane
 from tests.faults.rows import SkippedError, row
-from tests.faults.training import Training, checkpointer, judge, reference, restore
+from tests.faults.training import Training, checkpointer, classify, reference, restore
 
 MS_RDONLY, MS_REMOUNT = 1, 32
 LATER = 7  # saved when the disk is well again
@@ -89,7 +89,7 @@ def facts(lane: Lane) -> Any:
 def look(lane: Lane, directory: Path, *, newest: int, detail: str, order: int | None = 2) -> Trial:
     """What a restore by a single process finds: `newest` or OLDER."""
     found = [child.result() for child in lane.ranks(1, lambda rank, group: restore(directory, order=order))]
-    return judge(found, facts(lane), newest=newest, older=OLDER, detail=detail)
+    return classify(found, facts(lane), newest=newest, older=OLDER, detail=detail)
 
 
 def after(lane: Lane, directory: Path, results: list[dict[str, Any]], detail: str) -> Trial:

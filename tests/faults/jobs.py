@@ -18,7 +18,7 @@ from tests.faults.kills import NEWEST, OLDER, RANKS, check, facts
 from tests.faults.outcome import Outcome, Trial
 from tests.faults.processes import CLONE_NEWNS, LIBC, Lane
 from tests.faults.rows import row
-from tests.faults.training import Facts, Report, Training, checkpointer, judge, restore
+from tests.faults.training import Facts, Report, Training, checkpointer, classify, restore
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def compete(lane: Lane, orders: tuple[int | None, int | None]) -> Trial:
     for run in undisturbed:
         expected = {(step, 0): facts for step, facts in told[run][0].saved.items() if step == newest}
         report = lane.ranks(1, restore_of, directory, run)[0].result()
-        trials.append(judge([report], expected, newest=newest, older=None, detail=detail))
+        trials.append(classify([report], expected, newest=newest, older=None, detail=detail))
     return next((trial for trial in trials if trial.outcome == Outcome.NEWEST), trials[0])
 
 
@@ -209,7 +209,7 @@ def clock(lane: Lane, count: int) -> Iterator[Trial]:
                 child.result()
             date_files(directory, jump_s)
             found = [child.result() for child in lane.ranks(RANKS, go_on_earlier, directory, jump_s)]
-            yield judge(found, facts(lane), newest=NEWEST, older=None, detail=f"by {jump_s} s")
+            yield classify(found, facts(lane), newest=NEWEST, older=None, detail=f"by {jump_s} s")
 
 
 @row("a clock that jumps back between two lives", Outcome.NEWEST, full=20, short=2)

@@ -19,7 +19,7 @@ from tests.faults.layer import FileLayer
 from tests.faults.outcome import Outcome, Trial
 from tests.faults.processes import Child, Lane, UnexplainedError, tell
 from tests.faults.rows import row
-from tests.faults.training import Training, checkpointer, judge, reference, restore
+from tests.faults.training import Training, checkpointer, classify, reference, restore
 
 RANKS = 2
 OLDER, NEWEST = 3, 5
@@ -103,11 +103,11 @@ def facts(lane: Lane) -> Any:
 
 
 def check(lane: Lane, directory: Path, detail: str, *, ranks: int = 1, order: int = 2, newest: int = NEWEST) -> Trial:
-    """Restore on fresh ranks and judge."""
+    """Restore on fresh ranks and classify what they report."""
     found = [
         child.result() for child in lane.ranks(ranks, lambda rank, group: restore(directory, rank, group, order=order))
     ]
-    return judge(found, facts(lane), newest=newest, older=OLDER, detail=detail)
+    return classify(found, facts(lane), newest=newest, older=OLDER, detail=detail)
 
 
 def kill(lane: Lane, *, all_ranks: bool, skew_s: float) -> Trial:

@@ -10,7 +10,7 @@ from tests.faults import modules
 from tests.faults.matrix import Matrix
 from tests.faults.outcome import BAD, Outcome, Tally, table
 from tests.faults.rows import ROWS
-from tests.faults.training import Facts, Report, judge
+from tests.faults.training import Facts, Report, classify
 
 modules.load()
 
@@ -71,5 +71,5 @@ FACTS = {(step, rank): Facts(step, f"{step}", f"{step} {rank}", (0.5 * step,)) f
         ([Report(error="damaged"), Report(FACTS[3, 1])], Outcome.UNEXPLAINED),
     ],
 )
-def test_what_ranks_report_is_judged(reports: list[Report], outcome: Outcome) -> None:
-    assert judge(reports, FACTS, newest=5, older=3).outcome == outcome
+def test_what_ranks_report_is_classified(reports: list[Report], outcome: Outcome) -> None:
+    assert classify(reports, FACTS, newest=5, older=3).outcome == outcome

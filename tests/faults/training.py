@@ -148,7 +148,7 @@ def restore(
     return Report(training.facts(), said=said)
 
 
-def judge(
+def classify(
     reports: list[Report], facts: dict[tuple[int, int], Facts], *, newest: int, older: int | None, detail: str = ""
 ) -> Trial:
     """The outcome of a restore, from the reports of all its ranks. Rank r of it is compared with rank r of the run."""

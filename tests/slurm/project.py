@@ -20,6 +20,7 @@ from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import process
+from tests.support.local_runs import TIMING, assert_same_tensors
 from tests.support.reading import checkpoint_tensors
 from tests.support.slurm_cluster import Cluster
 
@@ -83,8 +84,7 @@ class Run:
 
     def losses(self) -> list[dict[str, Any]]:
         """metrics.jsonl without what depends on the clock."""
-        timing = ("tokens_per_s", "step_time_s", "data_wait_s")
-        return [{k: v for k, v in r.items() if k not in timing} for r in read_metrics(self.run_dir.metrics_file)]
+        return [{k: v for k, v in r.items() if k not in TIMING} for r in read_metrics(self.run_dir.metrics_file)]
 
     def step(self) -> int:
         return max((int(record["step"]) for record in read_metrics(self.run_dir.metrics_file)), default=0)
@@ -112,7 +112,7 @@ class Run:
         )
 
     def wait_for_end(self, timeout_s: float = 300) -> Attempt:
-        """Until the last attempt is settled for good; that attempt."""
+        """Until the outcome of the last attempt is final; that attempt."""
         self.wait_until(
             lambda: bool(self.attempts()) and self.attempts()[-1].verdict in ("done", "end"), "ended", timeout_s
         )
@@ -170,18 +170,7 @@ class Run:
 def assert_same_bits(one: Run, other: Run) -> None:
     """Loss log, weights, optimiser and random state of two finished runs are equal to the last bit."""
     assert one.losses() == other.losses()
-    left, right = one.tensors(), other.tensors()
-    assert left.keys() == right.keys()
-    different = [name for name in left if not torch.equal(left[name], right[name])]
-    assert not different
-
-
-def assert_steps_join(run: Run, *, total: int) -> None:
-    """Every attempt began where the one before had ended: no step was lost, none was done twice."""
-    tries = run.attempts()
-    ends = [0, *(attempt.last_step for attempt in tries)]
-    assert [attempt.first_step for attempt in tries] == ends[:-1]
-    assert ends[-1] == total
+    assert_same_tensors(one.tensors(), other.tensors())
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from slurmtrain.config.compose import compose
 from slurmtrain.launch.submit import preparing, submit
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import PreemptionTimes, SlurmClient
-from tests.slurm.project import SMALL, Project, Run, assert_same_bits, assert_steps_join, events, make_project
+from tests.slurm.project import SMALL, Project, Run, assert_same_bits, events, make_project
+from tests.support.local_runs import assert_steps_join
 from tests.support.slurm_cluster import Cluster
 
 STEPS = 30

@@ -17,7 +17,8 @@ from slurmtrain.launch.submit import preparing, submit
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.nodelist import expand_nodelist
-from tests.slurm.project import PACED_MODEL, SMALL, Project, Run, assert_steps_join, events, make_project
+from tests.slurm.project import PACED_MODEL, SMALL, Project, Run, events, make_project
+from tests.support.local_runs import assert_steps_join
 from tests.support.slurm_cluster import Cluster
 
 ONE = ["cluster.nodes=1", "cluster.tasks_per_node=1"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.slurm.project import Project, assert_same_bits, assert_steps_join, make_project
+from tests.slurm.project import Project, assert_same_bits, make_project
+from tests.support.local_runs import assert_steps_join
 from tests.support.slurm_cluster import Cluster
 
 STEPS = 12

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.system.process import lives
-from tests.slurm.project import Project, Run, assert_same_bits, assert_steps_join, events, make_project
+from tests.slurm.project import Project, Run, assert_same_bits, events, make_project
 from tests.support.children import children
+from tests.support.local_runs import assert_steps_join
 from tests.support.slurm_cluster import Cluster
 
 STEPS = 60

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -210,7 +210,11 @@ def assert_same_bits(one: LocalRun, other: LocalRun) -> None:
     assert json.dumps(states[0], sort_keys=True) == json.dumps(states[1], sort_keys=True)
 
 
-def assert_steps_join(run: LocalRun, *, total: int) -> None:
+class HasAttempts(Protocol):
+    def attempts(self) -> list[Attempt]: ...
+
+
+def assert_steps_join(run: HasAttempts, *, total: int) -> None:
     """Every attempt began where the one before had ended: no step was lost, none was done twice."""
     tries = run.attempts()
     ends = [0, *(attempt.last_step for attempt in tries)]

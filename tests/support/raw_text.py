@@ -113,7 +113,8 @@ def documents_of(output: Path, split: str = "train") -> Iterator[tuple[list[int]
         assert begin == len(files["tokens"]) == shard.tokens
 
 
-# Loaded by every Python at its start: a disk that hangs for prepare's crew when so many units are done, while a file is there.
+# Loaded by every Python at its start: a disk that hangs for prepare's workers when so many units are done, while a file is
+# there.
 HANGING_DISK = """
 import os, sys, time
 fsync, gate = os.fsync, {gate!r}

@@ -234,7 +234,7 @@ def _start_worker(task: Task) -> _Worker:
 def _serve(connection: Connection, task: Task, parent: int) -> None:
     """Run a process of the pool: prepare each unit that comes over the connection."""
     _end_with(parent)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one CPU each; the crew is the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one CPU each; the worker processes are the parallelism
     try:
         tokenizer, _ = load_tokenizer(task.settings.tokenizer)
         if tokenizer.facts != task.settings.facts:

@@ -67,7 +67,7 @@ def build_trainer(
 
     Args:
         watch: rank 0's; None on the others.
-        hooks: further ones, called after those that every training has.
+        hooks: further ones, called like those of train.hooks and after them.
 
     Raises:
         ConfigError: model or data cannot be built from the config.
@@ -99,8 +99,10 @@ def build_trainer(
             StepReports(config.train),
             NonfiniteGuard(config.train.max_nonfinite, checkpointer),
             _evaluation_hook(config, evaluator, source, jobs),
-            Checkpointing(checkpointer, config.checkpoint, mtbf_s=_mtbf_s(config, context), planner=watch),
+            *_configured_hooks(config),
             *hooks,
+            # The last, so that it saves in the same step what any hook before it asks for, and what they have changed.
+            Checkpointing(checkpointer, config.checkpoint, mtbf_s=_mtbf_s(config, context), planner=watch),
         ],
         data_hash=source.fingerprint,
     )
@@ -177,6 +179,24 @@ def _rank_0_hooks(
     run_dir = context.run_dir
     curves = run_dir.tensorboard if config.train.tensorboard else None
     return (record, RunReporter(run_dir.metrics_file, curves, heading))
+
+
+def _configured_hooks(config: Config) -> list[TrainingHook]:
+    """Build the hooks of train.hooks.
+
+    Raises:
+        ConfigError: one cannot be built from the config, or is no TrainingHook.
+    """
+    hooks = []
+    for index, values in enumerate(config.train.hooks):
+        hook = build(f"train.hooks[{index}]", values)
+        if not isinstance(hook, TrainingHook):
+            raise ConfigError(
+                f"train.hooks[{index}]._target_={values['_target_']} is no hook",
+                hint="derive it from slurmtrain.training.hooks.TrainingHook",
+            )
+        hooks.append(hook)
+    return hooks
 
 
 def _evaluation_hook(

@@ -34,22 +34,13 @@ from slurmtrain.checkpoint.index_file import find_disagreement
 from slurmtrain.checkpoint.reader import load
 from slurmtrain.cli import main
 from slurmtrain.errors import SlurmtrainError
+from tests.support.pickles import Evil
 
 MEMORY_BYTES = 1_500_000_000  # beyond what this process has already
 TIME_S = 10
 RANK = "rank00000.safetensors"
 DEEP = "[" * 100_000
 HUGE = 1 << 62
-
-
-class Evil:
-    """Unpickled, it would touch a file."""
-
-    def __init__(self, canary: Path):
-        self.canary = canary
-
-    def __reduce__(self) -> Any:
-        return (os.system, (f"touch {self.canary}",))
 
 
 class Forged:

@@ -18,6 +18,7 @@ import slurmtrain
 from slurmtrain.checkpoint.messages import FAILURES, decode, decode_failure, encode, encode_failure
 from slurmtrain.checkpoint.mirror import MissingError
 from slurmtrain.errors import CheckpointError
+from tests.support.pickles import Evil
 
 PACKAGE = Path(slurmtrain.__file__).parent
 # What these pickle stays between a process and its own workers, or in files of one person's own sweep.
@@ -56,16 +57,6 @@ def test_numbers_that_are_none_and_strange_paths_arrive_too() -> None:
 def test_what_would_arrive_as_something_else_is_not_sent(value: Any) -> None:
     with pytest.raises(TypeError):
         encode([value])
-
-
-class Evil:
-    """Unpickled, it makes a file."""
-
-    def __init__(self, canary: Path):
-        self.canary = canary
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.canary),)
 
 
 def hostile(canary: Path) -> Iterator[bytes]:

@@ -72,7 +72,7 @@ class Event(threading.Event):
 def prepare(
     inputs: Path | Sequence[Path], output: Path, *, parts: int = 1, processes: int = 0, **settings: Any
 ) -> Manifest | None:
-    """All parts, one after another; with `processes` by a crew, else, which is faster, by this process."""
+    """All parts, one after another; with `processes` by worker processes, else, which is faster, by this process."""
     manifest = None
     for part in range(parts):
         plan = plan_of(inputs, output, **settings)

@@ -80,7 +80,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("count", "ahead"), [(1, 1), (1, 2), (2, 3), (3, 40)])
-def test_results_stay_as_they_came_while_the_slots_are_used_again(count: int, ahead: int) -> None:
+def test_results_stay_as_they_came_while_the_shared_memory_is_used_again(count: int, ahead: int) -> None:
     results = workers_on(lambda number: {"rows": torch.full((100,), number)}, range(500), count=count, ahead=ahead)
     kept = list(results)
     results.close()

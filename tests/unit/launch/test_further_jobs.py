@@ -175,7 +175,7 @@ def test_the_next_job_gets_the_environment_that_this_one_was_submitted_with(tmp_
     config = compose(["cluster=a100x4", "requeue=resubmit", "cluster.setup=['export MADE=here A=2']"])
     noted = 'if [ "$3" = resubmit ]; then env -0 >"$here/../environment"; echo "$*" >"$here/../again"; else echo resubmit; fi'
     odd = 'it\'s $(touch x)\ntwo "lines"'
-    done = run_script(script_for(run_dir, config=config), tmp_path, srun="exit 75", settle=noted, A="1", ODD=odd)
+    done = run_script(script_for(run_dir, config=config), tmp_path, srun="exit 75", verbs=noted, A="1", ODD=odd)
     assert done.returncode == 75, done.stderr
     assert (tmp_path / "again").read_text() == f"-m slurmtrain resubmit {run_dir} --attempt 1\n"
     pairs = (tmp_path / "environment").read_text().split("\0")
@@ -189,7 +189,7 @@ def test_a_new_job_that_cannot_be_submitted_is_said_in_the_jobs_log(tmp_path: Pa
     for folder in ("attempts", "code"):
         (run_dir / folder).mkdir(parents=True)
     script = script_for(run_dir, config=compose(["cluster=a100x4", "requeue=resubmit"]))
-    done = run_script(script, tmp_path, srun="exit 75", settle='[ "$3" = resubmit ] && exit 1; echo resubmit')
+    done = run_script(script, tmp_path, srun="exit 75", verbs='[ "$3" = resubmit ] && exit 1; echo resubmit')
     assert done.returncode == 75
     assert "no new job was submitted; continue with: resume run" in done.stderr
 
@@ -580,7 +580,7 @@ def test_a_link_with_nothing_left_to_do_claims_no_attempt(tmp_path: Path, word: 
         (run_dir / folder).mkdir(parents=True)
     script = script_for(run_dir, config=compose(["cluster=a100x4", "requeue=chain"]))
     done = run_script(
-        script, tmp_path, srun='touch "$here/../started"', settle=f'[ "$3" = begin-attempt ] && echo {word}'
+        script, tmp_path, srun='touch "$here/../started"', verbs=f'[ "$3" = begin-attempt ] && echo {word}'
     )
     assert done.returncode == code, done.stderr
     assert not (tmp_path / "started").exists() and list((run_dir / "attempts").iterdir()) == []
@@ -600,7 +600,7 @@ def test_begin_prints_its_word_and_takes_the_rest_out_of_the_queue(
     assert lines(slurm, "cancelled") == ["103"]
 
 
-def test_settle_counts_the_links_that_are_left_and_ends_the_chain_with_the_run(
+def test_finish_attempt_counts_the_links_that_are_left_and_ends_the_chain_with_the_run(
     make: Make, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = chained(make)

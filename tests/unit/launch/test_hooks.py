@@ -124,7 +124,7 @@ def test_what_it_leaves_in_the_background_ends_with_it(tmp_path: Path) -> None:
     assert outcome(run_dir).startswith("ended with exit code 0")
 
 
-def test_a_set_up_that_fails_is_a_failure_although_nobody_judges_it(tmp_path: Path) -> None:
+def test_a_set_up_that_fails_is_a_failure_although_no_outcome_is_decided(tmp_path: Path) -> None:
     run_dir = ended_run(
         tmp_path, HooksConfig(on_failure='echo "$SLURMTRAIN_REASON: $SLURMTRAIN_SENTENCE"'), reason=None
     )
@@ -143,7 +143,7 @@ def test_the_script_runs_it_last_and_goes_its_own_way(setup: str, tmp_path: Path
         script_for(run_dir, config=config),
         tmp_path,
         srun="exit 75",
-        settle='echo "$3" >>"$here/../calls"\n'
+        verbs='echo "$3" >>"$here/../calls"\n'
         'case $3 in finish-attempt) [ "${!#}" != 75 ] || echo requeue ;; hook) exit 1 ;; esac',
     )
     if setup == "true":

@@ -383,15 +383,15 @@ def test_a_secret_is_there_for_local_ranks_too(cli: Cli, project: Path) -> None:
 
 
 def run_script(
-    script: str, tmp_path: Path, *, srun: str, settle: str = "", squeue: str = "", again: str = "", **env: str
+    script: str, tmp_path: Path, *, srun: str, verbs: str = "", squeue: str = "", again: str = "", **env: str
 ) -> subprocess.CompletedProcess[str]:
-    process = start_script(script, tmp_path, srun=srun, settle=settle, squeue=squeue, again=again, **env)
+    process = start_script(script, tmp_path, srun=srun, verbs=verbs, squeue=squeue, again=again, **env)
     out, err = process.communicate(timeout=120)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def start_script(
-    script: str, tmp_path: Path, *, srun: str, settle: str = "", squeue: str = "", again: str = "", **env: str
+    script: str, tmp_path: Path, *, srun: str, verbs: str = "", squeue: str = "", again: str = "", **env: str
 ) -> subprocess.Popen[str]:
     """The script as a batch shell would run it. All but scontrol and `resubmit`, which note their arguments down, are bash."""
     fake = FakeSlurm(tmp_path / "bin")
@@ -400,7 +400,7 @@ def start_script(
     fake.command("scontrol", 'echo "$*" >>"$here/../scontrol-calls"')
     job = '"${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"'
     noted = f'echo "${{@:4}}" >>"$here/../again-calls"; echo {job} >"$here/../again-element"'
-    fake.command("settle-python", f'if [ "$3" = resubmit ]; then {noted}; {again or ":"}; fi\n{settle or "exit 0"}')
+    fake.command("slurmtrain-python", f'if [ "$3" = resubmit ]; then {noted}; {again or ":"}; fi\n{verbs or "exit 0"}')
     fake.command("squeue", squeue or "exit 1")
     variables = {"PATH": f"{fake.directory}:{os.environ['PATH']}", "SLURM_JOB_ID": "77", "HOME": str(tmp_path), **env}
     return subprocess.Popen(
@@ -417,7 +417,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def script_for(*run_dirs: Path, config: Config | None = None) -> str:
-    python = str(run_dirs[0].parent / "bin" / "settle-python")
+    python = str(run_dirs[0].parent / "bin" / "slurmtrain-python")
     return render_script(config or Config(), JobPaths(list(run_dirs), "code", python))
 
 
@@ -434,11 +434,11 @@ def again_calls(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize("code", [0, 1, 75, 78, 137])
 def test_without_a_requeue_the_script_ends_with_the_ranks_code(code: int, run_dir: Path, tmp_path: Path) -> None:
     done = run_script(
-        script_for(run_dir), tmp_path, srun=f"exit {code}", settle='echo "$@" >"$here/../settled"; echo end'
+        script_for(run_dir), tmp_path, srun=f"exit {code}", verbs='echo "$@" >"$here/../finished"; echo end'
     )
     assert done.returncode == (code or 1)  # 0 of srun, which may have lost its ranks, is no success by itself
     assert (
-        tmp_path / "settled"
+        tmp_path / "finished"
     ).read_text() == f"-m slurmtrain finish-attempt {run_dir} --attempt 1 --exit-code {code}\n"
     assert scontrol_calls(tmp_path) == []
 
@@ -450,19 +450,19 @@ def test_a_job_is_a_success_to_those_who_wait_for_it_only_if_its_run_has_finishe
 ) -> None:
     script = script_for(run_dir, config=compose(["cluster=a100x4", f"requeue.mode={mode}"]))
     assert (
-        run_script(script, tmp_path, srun="exit 0", settle=f'[ "$3" != finish-attempt ] || echo {word}').returncode
+        run_script(script, tmp_path, srun="exit 0", verbs=f'[ "$3" != finish-attempt ] || echo {word}').returncode
         == code
     )
 
 
 def test_the_verdict_requeue_lets_the_run_go_on(run_dir: Path, tmp_path: Path) -> None:
-    done = run_script(script_for(run_dir), tmp_path, srun="exit 75", settle="echo requeue")
+    done = run_script(script_for(run_dir), tmp_path, srun="exit 75", verbs="echo requeue")
     assert done.returncode == 75
     assert again_calls(tmp_path) == [f"{run_dir} --attempt 1"] and scontrol_calls(tmp_path) == []
 
 
 def test_where_our_own_python_fails_the_job_is_requeued_all_the_same(run_dir: Path, tmp_path: Path) -> None:
-    done = run_script(script_for(run_dir), tmp_path, srun="exit 75", settle="echo requeue", again="exit 1")
+    done = run_script(script_for(run_dir), tmp_path, srun="exit 75", verbs="echo requeue", again="exit 1")
     assert (done.returncode, scontrol_calls(tmp_path)) == (75, ["requeue incomplete 77"]), done.stderr
 
 
@@ -472,7 +472,7 @@ def test_a_job_that_slurm_starts_again_after_the_run_has_ended_claims_no_attempt
 ) -> None:
     said = f'[ "$3" = begin-attempt ] && echo {word}'
     done = run_script(
-        script_for(run_dir), tmp_path, srun='touch "$here/../started"', settle=said, SLURM_RESTART_COUNT="2"
+        script_for(run_dir), tmp_path, srun='touch "$here/../started"', verbs=said, SLURM_RESTART_COUNT="2"
     )
     assert done.returncode == code, done.stderr
     assert not (tmp_path / "started").exists() and list((run_dir / "attempts").iterdir()) == []
@@ -487,7 +487,7 @@ def test_a_job_that_goes_on_after_another_claims_no_attempt_when_the_run_has_end
     (run_dir / "attempts" / "0001").mkdir()
     script = script_for(run_dir, config=compose(["cluster=a100x4", f"requeue.mode={mode}"]))
     done = run_script(
-        script, tmp_path, srun='touch "$here/../started"', settle=f'[ "$3" = begin-attempt ] && echo {word}'
+        script, tmp_path, srun='touch "$here/../started"', verbs=f'[ "$3" = begin-attempt ] && echo {word}'
     )
     assert done.returncode == code, done.stderr
     assert not (tmp_path / "started").exists() and len(list((run_dir / "attempts").iterdir())) == 1
@@ -497,23 +497,23 @@ def test_a_job_that_goes_on_after_another_claims_no_attempt_when_the_run_has_end
 @pytest.mark.parametrize("mode", ["requeue", "resubmit"])
 def test_the_first_start_of_a_run_asks_nothing(run_dir: Path, tmp_path: Path, mode: str) -> None:
     script = script_for(run_dir, config=compose(["cluster=a100x4", f"requeue.mode={mode}"]))
-    settle = '[ "$3" != begin-attempt ] || touch "$here/../asked"; echo done'
-    run_script(script, tmp_path, srun='touch "$here/../started"', settle=settle)
+    verbs = '[ "$3" != begin-attempt ] || touch "$here/../asked"; echo done'
+    run_script(script, tmp_path, srun='touch "$here/../started"', verbs=verbs)
     assert (tmp_path / "started").exists() and not (tmp_path / "asked").exists()
 
 
-@pytest.mark.parametrize("settle", ["exit 0", "exit 1"])
+@pytest.mark.parametrize("verbs", ["exit 0", "exit 1"])
 def test_a_restart_of_a_run_that_has_not_ended_or_that_cannot_be_asked_goes_on(
-    run_dir: Path, tmp_path: Path, settle: str
+    run_dir: Path, tmp_path: Path, verbs: str
 ) -> None:
-    run_script(script_for(run_dir), tmp_path, srun='touch "$here/../started"', settle=settle, SLURM_RESTART_COUNT="1")
+    run_script(script_for(run_dir), tmp_path, srun='touch "$here/../started"', verbs=verbs, SLURM_RESTART_COUNT="1")
     assert (tmp_path / "started").exists() and (run_dir / "attempts" / "0001").is_dir()
 
 
 def test_an_array_task_requeues_itself_alone(run_dir: Path, tmp_path: Path) -> None:
     script = script_for(tmp_path / "a", run_dir, tmp_path / "b")
     array = {"SLURM_JOB_ID": "70", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "1"}
-    done = run_script(script, tmp_path, srun="exit 75", settle="echo requeue", **array)
+    done = run_script(script, tmp_path, srun="exit 75", verbs="echo requeue", **array)
     assert done.returncode == 75, done.stderr
     assert (tmp_path / "again-element").read_text() == "70_1\n"
     assert (run_dir / "attempts" / "0001").is_dir()
@@ -523,11 +523,11 @@ def test_an_array_task_requeues_itself_alone(run_dir: Path, tmp_path: Path) -> N
     ("code", "state", "requeued"),
     [(75, "RUNNING", True), (75, "COMPLETING", False), (1, "RUNNING", False), (0, "RUNNING", False)],
 )
-def test_a_settle_that_fails_does_not_lose_a_stopped_run(
+def test_a_finish_attempt_that_fails_does_not_lose_a_stopped_run(
     run_dir: Path, tmp_path: Path, code: int, state: str, requeued: bool
 ) -> None:
     """And does not revive a job that SLURM has ended: a requeue while it is COMPLETING would."""
-    done = run_script(script_for(run_dir), tmp_path, srun=f"exit {code}", settle="exit 1", squeue=f"echo {state}")
+    done = run_script(script_for(run_dir), tmp_path, srun=f"exit {code}", verbs="exit 1", squeue=f"echo {state}")
     assert done.returncode == (75 if requeued else code), done.stderr
     assert bool(again_calls(tmp_path)) == requeued
 
@@ -537,7 +537,7 @@ def test_the_script_asks_slurm_without_the_persons_defaults_for_its_commands(run
     squeue = '[ -z "$SQUEUE_STATES$SLURM_CLUSTERS" ] && echo RUNNING'
     env = {"SQUEUE_STATES": "PENDING", "SLURM_CLUSTERS": "a,b", "SLURM_JWT": "expired"}
     srun = 'echo "$SQUEUE_STATES|$SLURM_JWT" >"$here/../seen"; exit 75'
-    done = run_script(script_for(run_dir), tmp_path, srun=srun, settle="exit 1", squeue=squeue, **env)
+    done = run_script(script_for(run_dir), tmp_path, srun=srun, verbs="exit 1", squeue=squeue, **env)
     assert done.returncode == 75 and again_calls(tmp_path)
     assert (tmp_path / "seen").read_text() == "PENDING|\n"
 
@@ -625,9 +625,11 @@ def test_set_up_lines_reach_the_ranks(run_dir: Path, tmp_path: Path) -> None:
     assert (tmp_path / "seen").read_text() == f"x y|$A|3|{run_dir}/code\n"
 
 
-def test_the_batch_shell_outlives_the_signals_and_settles_after_the_last_rank(run_dir: Path, tmp_path: Path) -> None:
+def test_the_batch_shell_outlives_the_signals_and_finishes_the_attempt_after_the_last_rank(
+    run_dir: Path, tmp_path: Path
+) -> None:
     srun = 'trap "" TERM USR2; touch "$here/../started"; while [ ! -e "$here/../go" ]; do sleep 0.02; done; exit 75'
-    process = start_script(script_for(run_dir), tmp_path, srun=srun, settle="echo requeue")
+    process = start_script(script_for(run_dir), tmp_path, srun=srun, verbs="echo requeue")
     deadline = time.monotonic() + 60
     while not (tmp_path / "started").exists():
         assert time.monotonic() < deadline
@@ -661,7 +663,7 @@ REQUEUE_75 = '[ "$3" = begin-attempt ] || [ "${!#}" != 75 ] || echo requeue'
 
 
 def pack_script(packed: list[Path], config: Config | None = None, pack: int = 3) -> str:
-    python = str(packed[0].parent / "bin" / "settle-python")
+    python = str(packed[0].parent / "bin" / "slurmtrain-python")
     return render_script(config or Config(), JobPaths(packed, "code", python, pack=pack))
 
 
@@ -690,7 +692,7 @@ def test_a_pack_is_requeued_once_when_one_is_to_go_on_and_fails_when_one_fails(
 ) -> None:
     for name, its in codes.items():
         (tmp_path / f"code-{name}").write_text(str(its))
-    done = run_script(pack_script(packed[:3]), tmp_path, srun=AS_NAMED, settle=REQUEUE_75)
+    done = run_script(pack_script(packed[:3]), tmp_path, srun=AS_NAMED, verbs=REQUEUE_75)
     assert done.returncode == code, done.stderr
     going_on = " ".join(str(packed["abc".index(name)]) for name, its in codes.items() if its == 75)
     assert again_calls(tmp_path) == ([going_on] if requeued else [])
@@ -699,8 +701,8 @@ def test_a_pack_is_requeued_once_when_one_is_to_go_on_and_fails_when_one_fails(
 def test_every_run_of_a_pack_has_its_hook(packed: list[Path], tmp_path: Path) -> None:
     (tmp_path / "code-b").write_text("75")
     config = Config(hooks=HooksConfig(on_finish="true"))
-    settle = f'[ "$3" = hook ] && echo "$*" >>"$here/../hooks"; {REQUEUE_75}'
-    done = run_script(pack_script(packed[:3], config), tmp_path, srun=AS_NAMED, settle=settle)
+    verbs = f'[ "$3" = hook ] && echo "$*" >>"$here/../hooks"; {REQUEUE_75}'
+    done = run_script(pack_script(packed[:3], config), tmp_path, srun=AS_NAMED, verbs=verbs)
     assert done.returncode == 75 and again_calls(tmp_path), done.stderr
     told = [f"-m slurmtrain hook {run} --attempt 1" for run in packed[:3]]
     assert sorted((tmp_path / "hooks").read_text().splitlines()) == told
@@ -710,7 +712,7 @@ def test_a_run_of_a_pack_that_stopped_for_good_is_not_taken_for_one_that_goes_on
     packed: list[Path], tmp_path: Path
 ) -> None:
     (tmp_path / "code-b").write_text("75")
-    done = run_script(pack_script(packed[:3]), tmp_path, srun=AS_NAMED, settle="exit 0")
+    done = run_script(pack_script(packed[:3]), tmp_path, srun=AS_NAMED, verbs="exit 0")
     assert (done.returncode, again_calls(tmp_path)) == (1, []), done.stderr
 
 
@@ -719,7 +721,7 @@ def test_runs_of_a_pack_with_nothing_left_to_do_claim_no_attempt(
     packed: list[Path], tmp_path: Path, word: str, code: int
 ) -> None:
     begin = f'[ "$3" = begin-attempt ] && [ "$(basename "$4")" != b ] && echo {word}; exit 0'
-    done = run_script(pack_script(packed[:3]), tmp_path, srun="exit 0", settle=begin)
+    done = run_script(pack_script(packed[:3]), tmp_path, srun="exit 0", verbs=begin)
     assert done.returncode == code, done.stderr
     assert [len(list((run / "attempts").iterdir())) for run in packed[:3]] == [0, 1, 0]
 
@@ -727,7 +729,7 @@ def test_runs_of_a_pack_with_nothing_left_to_do_claim_no_attempt(
 def test_the_shells_of_a_pack_outlive_the_signals(packed: list[Path], tmp_path: Path) -> None:
     srun = 'trap "" TERM USR2; echo >>"$here/../started"; while [ ! -e "$here/../go" ]; do sleep 0.02; done; exit 75'
     process = start_script(
-        pack_script(packed[:3]), tmp_path, srun=srun, settle='[ "$3" = begin-attempt ] || echo requeue'
+        pack_script(packed[:3]), tmp_path, srun=srun, verbs='[ "$3" = begin-attempt ] || echo requeue'
     )
     deadline = time.monotonic() + 60
     while not (tmp_path / "started").exists() or len((tmp_path / "started").read_text()) < 3:

@@ -194,7 +194,7 @@ def test_what_has_ended_properly_is_left_alone(run: RunDir) -> None:
         ({}, Reason.NODE_FAILURE),
     ],
 )
-def test_an_abandoned_attempt_is_judged_by_what_it_left_behind(
+def test_the_outcome_of_an_abandoned_attempt_is_decided_by_what_it_left_behind(
     run: RunDir, left_behind: dict[str, Any], reason: Reason
 ) -> None:
     begin(run, said=left_behind.get("said"))
@@ -270,7 +270,7 @@ def test_an_attempt_that_may_still_run_is_never_closed(
 
 
 def test_a_run_that_takes_its_nodes_down_ends_with_the_budget(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is left on such a node who could settle: the next start counts."""
+    """Nobody is left on such a node who could record the outcome: the next start counts."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     config = Config(requeue=RequeueConfig(max_attempts_without_progress=3))
     for life in range(3):
@@ -336,8 +336,8 @@ def test_a_config_that_was_changed_since_the_run_has_trained_is_to_blame_and_no_
     write_json(run.info_file, {"job_ids": [], "changes": [{"time": time.time(), "set": ["optim.lr=1"]}]})
     failed = begin(run)
     attempts.record_failure(run.attempt(2), 0, exit_code=78, sentence="no such thing")
-    judgement = finish_attempt(run, failed.number, 78, Config(), None)
-    assert (judgement.reason, judgement.verdict, judgement.bad_node) == (Reason.CONFIG, Verdict.END, None)
+    outcome = finish_attempt(run, failed.number, 78, Config(), None)
+    assert (outcome.reason, outcome.verdict, outcome.bad_node) == (Reason.CONFIG, Verdict.END, None)
 
 
 def test_a_checkpoint_that_does_not_fit_is_no_nodes_fault(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,8 +347,8 @@ def test_a_checkpoint_that_does_not_fit_is_no_nodes_fault(run: RunDir, monkeypat
     assert finish_attempt(run, trained.number, 75, Config(), None).verdict == Verdict.REQUEUE
     failed = begin(run)
     attempts.record_failure(run.attempt(2), 0, exit_code=78, sentence="another model", on_any_node=True)
-    judgement = finish_attempt(run, failed.number, 78, Config(), None)
-    assert (judgement.reason, judgement.verdict, judgement.bad_node) == (Reason.CONFIG, Verdict.END, None)
+    outcome = finish_attempt(run, failed.number, 78, Config(), None)
+    assert (outcome.reason, outcome.verdict, outcome.bad_node) == (Reason.CONFIG, Verdict.END, None)
 
 
 @pytest.mark.parametrize(("what", "verdict"), [("cancel", Verdict.END), ("finished", Verdict.DONE)])
@@ -406,18 +406,18 @@ def test_a_newer_attempt_that_has_failed_for_good_supersedes_nobody(
     facts = JobFacts("RUNNING", start_time=1.0, preempt_time=5.0)
     if fenced:
         attempts.record_failure(run.attempt(1), 0, exit_code=1, sentence="may not commit", superseded=True)
-    judgement = finish_attempt(run, 1, 1 if fenced else 75, Config(), SlurmSays(facts))
-    assert judgement.reason == reason
-    assert words in judgement.sentence
+    outcome = finish_attempt(run, 1, 1 if fenced else 75, Config(), SlurmSays(facts))
+    assert outcome.reason == reason
+    assert words in outcome.sentence
 
 
 def test_an_attempt_that_a_newer_job_has_superseded_ends(run: RunDir) -> None:
     write_json(run.info_file, {"job_ids": []})
     old = begin(run, job_id="7")
     begin(run, job_id="8")
-    judgement = finish_attempt(run, old.number, 1, Config(), SlurmSays(JobFacts("RUNNING")))
-    assert (judgement.reason, judgement.verdict) == (Reason.SUPERSEDED, Verdict.END)
-    assert "attempt 2 in job 8" in judgement.sentence
+    outcome = finish_attempt(run, old.number, 1, Config(), SlurmSays(JobFacts("RUNNING")))
+    assert (outcome.reason, outcome.verdict) == (Reason.SUPERSEDED, Verdict.END)
+    assert "attempt 2 in job 8" in outcome.sentence
     assert ended_before(run, "7", 1) == Verdict.END and ended_before(run, "8", 1) is None
 
 
@@ -453,9 +453,9 @@ def test_a_crash_before_the_first_step_is_no_progress_whatever_was_saved_before(
             begin(run, committed_before=30)
         else:
             run.new_attempt()
-        judgement = finish_attempt(run, number, 1, Config(requeue=RequeueConfig(max_attempts_without_progress=2)), None)
-        assert judgement.reason == Reason.CRASH
-    assert judgement.verdict == Verdict.END
+        outcome = finish_attempt(run, number, 1, Config(requeue=RequeueConfig(max_attempts_without_progress=2)), None)
+        assert outcome.reason == Reason.CRASH
+    assert outcome.verdict == Verdict.END
 
 
 # Causes and consequences.
@@ -532,8 +532,8 @@ def test_a_preemption_without_grace_is_told_from_a_requeue_by_the_jobs_log(run: 
         attempt = begin(run, job_id="7", said="stopped")
         at = time.strftime("%Y-%m-%dT%H:%M:%S")
         (run.path / "slurm-7.log").write_text(NODES_WORDS["25.05"].format(what="JOB 7", at=at, why=f" DUE TO {why}"))
-        judgement = finish_attempt(run, attempt.number, 75, Config(), SlurmSays(facts))
-        assert (judgement.reason, judgement.verdict) == (reason, Verdict.RESTARTING)
+        outcome = finish_attempt(run, attempt.number, 75, Config(), SlurmSays(facts))
+        assert (outcome.reason, outcome.verdict) == (reason, Verdict.RESTARTING)
 
 
 # What a person asked.
@@ -565,11 +565,11 @@ def test_a_cancel_that_is_typed_while_the_next_attempt_sets_itself_up_is_for_tha
     attempts.write_attempt(run, Attempt(2, job_id="7", restart_count=1, started=time.time() + 1))
     close_abandoned(run, 2, Config(), None)
     assert attempts.read_attempt(run, 1).reason == Reason.NODE_FAILURE
-    judgement = finish_attempt(run, 2, 143, Config(), SlurmSays(None))
-    assert (judgement.reason, judgement.verdict) == (Reason.CANCELLED, Verdict.END)
+    outcome = finish_attempt(run, 2, 143, Config(), SlurmSays(None))
+    assert (outcome.reason, outcome.verdict) == (Reason.CANCELLED, Verdict.END)
 
 
-def test_a_cancel_that_comes_while_an_attempt_is_judged_is_not_used_up_by_it(
+def test_a_cancel_that_comes_while_an_outcome_is_decided_is_not_used_up_by_it(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_json(run.info_file, {"job_ids": []})
@@ -585,7 +585,7 @@ def test_a_cancel_that_comes_while_an_attempt_is_judged_is_not_used_up_by_it(
     assert ended_before(run, None, 1) == Verdict.END
 
 
-# Settling.
+# The outcome.
 
 
 def test_settling_completes_the_record_and_uses_the_request_up(run: RunDir) -> None:
@@ -594,8 +594,8 @@ def test_settling_completes_the_record_and_uses_the_request_up(run: RunDir) -> N
     attempts.record_stop(run.attempt(1), cause="SIGTERM", cause_time=time.time(), seconds_left=None, facts=None)
     attempts.write_request(run, RunAction.PREEMPT)
     client = SlurmSays(JobFacts("RUNNING", start_time=1.0))
-    judgement = finish_attempt(run, 1, 75, Config(), client)
-    assert (judgement.reason, judgement.verdict) == (Reason.ASKED, Verdict.REQUEUE)
+    outcome = finish_attempt(run, 1, 75, Config(), client)
+    assert (outcome.reason, outcome.verdict) == (Reason.ASKED, Verdict.REQUEUE)
     assert client.asked == ["7"]
     attempt = attempts.read_attempt(run, 1)
     assert (attempt.exit_code, attempt.reason, attempt.verdict, attempt.committed_step) == (75, "asked", "requeue", 30)
@@ -612,10 +612,10 @@ def test_an_attempt_without_a_last_word_has_not_finished_whatever_srun_says(
     config = Config(requeue=RequeueConfig(max_attempts_without_progress=2))
     for number, verdict in ((1, Verdict.REQUEUE), (2, Verdict.END)):
         begin(run, job_id="7")
-        judgement = finish_attempt(run, number, 0, config, SlurmSays(JobFacts("RUNNING")))
-        assert (judgement.reason, judgement.verdict) == (Reason.CRASH, verdict)
-        assert "ended without a word" in judgement.sentence
-    assert "2 attempts in a row" in judgement.sentence
+        outcome = finish_attempt(run, number, 0, config, SlurmSays(JobFacts("RUNNING")))
+        assert (outcome.reason, outcome.verdict) == (Reason.CRASH, verdict)
+        assert "ended without a word" in outcome.sentence
+    assert "2 attempts in a row" in outcome.sentence
 
 
 def test_a_last_word_that_a_shared_file_system_shows_late_is_heard(

@@ -294,12 +294,12 @@ ROWS = [
 def test_every_end_has_its_reason_and_its_consequence(
     evidence: dict[str, object], reason: str, verdict: str, sentence: str
 ) -> None:
-    judgement = decide_outcome(Evidence(**evidence), Policy())  # type: ignore[arg-type]
-    assert (judgement.reason, judgement.verdict) == (reason, verdict)
-    assert sentence in judgement.sentence
+    outcome = decide_outcome(Evidence(**evidence), Policy())  # type: ignore[arg-type]
+    assert (outcome.reason, outcome.verdict) == (reason, verdict)
+    assert sentence in outcome.sentence
 
 
-def test_a_restarted_job_is_judged_by_its_own_count_of_restarts() -> None:
+def test_the_outcome_of_a_restarted_job_is_decided_by_its_own_count_of_restarts() -> None:
     second_life = JobFacts("COMPLETING", "None", restarts=1, start_time=1000.0)
     assert (
         decide_outcome(Evidence(75, "stopped", "SIGTERM", facts=second_life, restart_count=1), Policy()).reason
@@ -325,9 +325,9 @@ def with_history(stalled_before: int, progressed: bool = False) -> Evidence:
     [(3, 0, "requeue"), (3, 1, "requeue"), (3, 2, "end"), (3, 7, "end"), (1, 0, "end"), (2, 0, "requeue")],
 )
 def test_a_crash_loop_without_progress_ends_with_the_budget(budget: int, stalled_before: int, verdict: str) -> None:
-    judgement = decide_outcome(with_history(stalled_before), Policy(max_attempts_without_progress=budget))
-    assert judgement.verdict == verdict
-    assert ("giving up" in judgement.sentence) == (verdict == "end")
+    outcome = decide_outcome(with_history(stalled_before), Policy(max_attempts_without_progress=budget))
+    assert outcome.verdict == verdict
+    assert ("giving up" in outcome.sentence) == (verdict == "end")
 
 
 def test_a_checkpoint_resets_the_budget() -> None:
@@ -347,8 +347,8 @@ def test_what_is_not_the_runs_fault_never_uses_up_the_budget(facts: JobFacts) ->
 
 def test_a_program_with_checkpoints_of_its_own_may_reach_the_time_limit_every_day() -> None:
     evidence = Evidence(75, "stopped", "SIGUSR2", seconds_left=60.0, progress_visible=False, stalled_before=9)
-    judgement = decide_outcome(evidence, Policy())
-    assert (judgement.reason, judgement.verdict) == (Reason.TIME_LIMIT, Verdict.REQUEUE)
+    outcome = decide_outcome(evidence, Policy())
+    assert (outcome.reason, outcome.verdict) == (Reason.TIME_LIMIT, Verdict.REQUEUE)
 
 
 def test_a_program_that_asks_to_be_started_again_without_reason_or_progress_uses_up_the_budget() -> None:
@@ -390,9 +390,9 @@ EFFORTS = [
 
 @pytest.mark.parametrize(("evidence", "effort"), [row[1:] for row in EFFORTS], ids=[row[0] for row in EFFORTS])
 def test_what_uses_up_which_budget(evidence: dict[str, object], effort: tuple[bool, bool, bool]) -> None:
-    judgement = decide_outcome(Evidence(**evidence), Policy())  # type: ignore[arg-type]
-    assert (judgement.stalled, judgement.unseen, judgement.lasted) == effort
-    assert judgement.verdict == Verdict.REQUEUE
+    outcome = decide_outcome(Evidence(**evidence), Policy())  # type: ignore[arg-type]
+    assert (outcome.stalled, outcome.unseen, outcome.lasted) == effort
+    assert outcome.verdict == Verdict.REQUEUE
 
 
 @pytest.mark.parametrize("ending", [BOOM, AT_THE_LIMIT, {**WANTS_MORE, "program_code": 75}])
@@ -432,9 +432,9 @@ GOES_ON = {
 )
 def test_each_mode_goes_on_in_its_own_way_and_says_so(mode: str, evidence: dict[str, object], reason: str) -> None:
     policy, verdict, words = GOES_ON[mode]
-    judgement = decide_outcome(Evidence(**evidence), policy)  # type: ignore[arg-type]
-    assert (judgement.reason, judgement.verdict) == (reason, verdict)
-    assert words in judgement.sentence
+    outcome = decide_outcome(Evidence(**evidence), policy)  # type: ignore[arg-type]
+    assert (outcome.reason, outcome.verdict) == (reason, verdict)
+    assert words in outcome.sentence
 
 
 @pytest.mark.parametrize("mode", GOES_ON)
@@ -506,19 +506,19 @@ EVIDENCE = st.builds(
 
 @given(evidence=EVIDENCE, budget=st.integers(1, 4), mode=st.sampled_from([RequeueMode.RESUBMIT, RequeueMode.CHAIN]))
 def test_promises_that_hold_for_every_evidence(evidence: Evidence, budget: int, mode: RequeueMode) -> None:
-    judgement = decide_outcome(evidence, Policy(max_attempts_without_progress=budget))
+    outcome = decide_outcome(evidence, Policy(max_attempts_without_progress=budget))
     off = decide_outcome(evidence, Policy(mode=RequeueMode.OFF, max_attempts_without_progress=budget))
     slurm_restarts = evidence.facts is not None and evidence.facts.restarts > 0
-    assert judgement.sentence and "\n" not in judgement.sentence
+    assert outcome.sentence and "\n" not in outcome.sentence
     assert off.verdict is not Verdict.REQUEUE  # requeue.mode=off
     other = decide_outcome(evidence, Policy(mode=mode, links_left=1, max_attempts_without_progress=budget))
     same = {Verdict.RESUBMIT: Verdict.REQUEUE, Verdict.NEXT: Verdict.REQUEUE}
-    assert other.reason is judgement.reason
-    assert same.get(other.verdict, other.verdict) is judgement.verdict  # a mode decides how a run goes on, not whether
-    if judgement.verdict is Verdict.REQUEUE:
+    assert other.reason is outcome.reason
+    assert same.get(other.verdict, other.verdict) is outcome.verdict  # a mode decides how a run goes on, not whether
+    if outcome.verdict is Verdict.REQUEUE:
         assert not slurm_restarts  # or it would be requeued twice
         assert evidence.request != "cancel"
     if evidence.request == "cancel" or evidence.failure == (78, "rank 1: y"):
-        assert judgement.verdict in (Verdict.END, Verdict.DONE)
+        assert outcome.verdict in (Verdict.END, Verdict.DONE)
     finished = evidence.exit_code == 0 and evidence.said == "finished"
-    assert (judgement.reason is Reason.FINISHED) == finished
+    assert (outcome.reason is Reason.FINISHED) == finished

@@ -98,12 +98,12 @@ def test_512_ranks_of_tp_8_pp_8_and_dp_8() -> None:
     ],
     ids=" ".join,
 )
-def test_arithmetic_agrees_with_what_is_laid_out(words: list[str]) -> None:
+def test_arithmetic_agrees_with_the_model_that_is_built(words: list[str]) -> None:
     base = ["cluster=a100x8", "model.tie_embeddings=false", "model.n_kv_heads=2", "train.global_batch_size=64"]
     config = compose([*base, *words])
-    laid, counted = dry_run(config), memory_of(config, parallel_dims_of(config))
-    assert counted is not None and laid[0].parameters > 0
-    for stage, expected in zip(laid, counted, strict=True):
+    built, counted = dry_run(config), memory_of(config, parallel_dims_of(config))
+    assert counted is not None and built[0].parameters > 0
+    for stage, expected in zip(built, counted, strict=True):
         # Adam's counts of steps are all there is besides.
         assert (stage.parameters, stage.gradients) == (expected.parameters, expected.gradients)
         assert expected.optimizer < stage.optimizer < expected.optimizer + 4 * 200
@@ -139,7 +139,7 @@ print("CODE", main(sys.argv[1:]), "torch" in sys.modules)
 """
 
 
-def test_submit_lays_out_what_is_tight_and_imports_no_torch(cli: Cli, fake_slurm: FakeSlurm) -> None:
+def test_submit_builds_what_is_tight_and_imports_no_torch(cli: Cli, fake_slurm: FakeSlurm) -> None:
     done = cli(*TIGHT, "submit", program=("-c", REPORT), PYTHONPATH=ROOT)
     assert done.stdout.splitlines()[-1] == "CODE 0 False" and "warning" not in done.stderr, done
     assert len(fake_slurm.submitted) == 1
@@ -186,16 +186,16 @@ def test_where_it_cannot_be_known_there_is_a_warning(
 
 
 @pytest.mark.usefixtures("project", "fake_slurm")
-def test_of_a_sweep_the_largest_point_is_laid_out(
+def test_of_a_sweep_the_largest_point_is_built(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
 
-    def laid_out(config: Config) -> list[object]:
+    def built(config: Config) -> list[object]:
         asked.append(config.model["n_layers"])
         return list(dry_run(config))
 
-    monkeypatch.setattr(memory_check, "memory_by_dry_run", laid_out)
+    monkeypatch.setattr(memory_check, "memory_by_dry_run", built)
     sweep = ["-m", *TIGHT, "submit", "--dry-run"]
     assert main([*sweep, "model.n_layers=2,32,3"]) == 0
     assert asked == [32]

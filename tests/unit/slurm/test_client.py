@@ -329,11 +329,11 @@ def test_an_unknown_job_is_none(fake_slurm: FakeSlurm) -> None:
     assert client.job("99") is None
 
 
-def test_a_controller_that_does_not_answer_is_none_for_the_judge(fake_slurm: FakeSlurm) -> None:
+def test_a_controller_that_does_not_answer_is_none_for_the_outcome(fake_slurm: FakeSlurm) -> None:
     assert SlurmClient(run=never_answers).job("1") is None
 
 
-def test_a_machine_without_slurm_is_none_for_the_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_slurm_is_none_for_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     client, ran = answers(SHOW_JOB)
     assert not client.available
