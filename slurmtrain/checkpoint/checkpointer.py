@@ -30,6 +30,7 @@ from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.checkpoint.save_pipeline import SavePipeline, SaveSettings
 from slurmtrain.checkpoint.shared_directory import CheckpointIdentity
 from slurmtrain.checkpoint.staging import Staging
+from slurmtrain.choices import ReplicaDrift, Verify
 from slurmtrain.errors import CheckpointError, nearest
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-VERIFY = ("full", "sampled", "off")
-ON_REPLICA_DRIFT = ("refuse", "warn")
+VERIFY = tuple(Verify)
+ON_REPLICA_DRIFT = tuple(ReplicaDrift)
 
 
 class Checkpointer:
@@ -109,10 +110,10 @@ class Checkpointer:
         staging = Staging()
         settings = SaveSettings(
             keep=keep,
-            read_back=verify != "off",
+            read_back=verify != Verify.OFF,
             asynchronous=asynchronous,
             max_failures=max_failures,
-            refuse_drift=on_replica_drift == "refuse",
+            refuse_drift=on_replica_drift == ReplicaDrift.REFUSE,
             on_ending=on_ending,
         )
         self._saves = SavePipeline(groups, identity, staging, uploader, settings)

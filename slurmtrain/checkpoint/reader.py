@@ -30,6 +30,7 @@ from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.save_plan import box_of, check_types, dtype_of, file_name, local
 from slurmtrain.checkpoint.state import parse
 from slurmtrain.checkpoint.tensor_index import Box, BoxLocation, Index
+from slurmtrain.choices import Verify
 from slurmtrain.errors import CheckpointError
 
 SAMPLED_SHARE = 16  # one block in this many is compared
@@ -410,11 +411,11 @@ def read_tensors(
         ranges.append((own_file, own_begin, own_begin + own_bytes))
 
     share: Blocks = {}
-    if mode != "off":
+    if mode != Verify.OFF:
         needs = on_this_host.gather(lambda: need_to_json(need_of(ranges)))
         share = share_out([need_from_json(values) for values in needs], on_this_host.rank)
     straight = []
-    for span in spans if mode == "full" else ():
+    for span in spans if mode == Verify.FULL else ():
         if span.name not in live and span.end - span.begin >= STRAIGHT_BYTES:
             memory = memory_of(span, local(targets[span.name]).detach())
             if memory is not None:
@@ -422,7 +423,7 @@ def read_tensors(
     with blocks.threads() as pool, closing(Files(path, records, pool, straight)) as files:
 
         def verify() -> list[str]:
-            if mode == "full":
+            if mode == Verify.FULL:
                 found: list[str] = files.verify(share, index.digests, buffer(files.buffer_bytes(share)))
             else:
                 found = files.verify(sampled(share, records), index.digests, None)
