@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.commit import Incarnation
 from slurmtrain.checkpoint.compatibility import FINGERPRINT
+from slurmtrain.checkpoint.fencing import Incarnation
 from slurmtrain.checkpoint.interval import mean_time_between_failures
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.choices import EvalMode
