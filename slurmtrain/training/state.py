@@ -101,9 +101,16 @@ class TrainingState:
     """The state of an attempt to train, which the loop moves on, and hooks read.
 
     Attributes:
+        distributed_model: this rank's part of the model.
+        optimizer: updates `parameters`.
+        loader: this rank's micro batches.
+        ranks: this rank, and its process groups.
+        total_steps: step at which training is done.
+        counters: the trainer's own part of a checkpoint, the steps done among it.
         hooks: the trainer's, for a hook that has something to report: `state.hooks.message(text)`.
         parameters: those that are trained.
         begins_finite: whether all of them were finite when the attempt began; others are meant to be as they are.
+        throughput: tokens and seconds of the last steps.
         first_step: step at which this attempt began.
         restored: the checkpoint that it began from, if any.
         stopping: training ends before the next step. A hook that was interrupted by a stop sets it.
