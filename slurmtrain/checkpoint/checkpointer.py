@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from slurmtrain.checkpoint import compatibility, shared_directory, state
-from slurmtrain.checkpoint.commit import Incarnation
+from slurmtrain.checkpoint.fencing import Incarnation
 from slurmtrain.checkpoint.finite import not_finite
 from slurmtrain.checkpoint.pending_save import PendingSave, SaveResult
 from slurmtrain.checkpoint.ranks import RankGroup, RankGroups
@@ -30,6 +30,7 @@ from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.checkpoint.save_pipeline import SavePipeline, SaveSettings
 from slurmtrain.checkpoint.shared_directory import CheckpointIdentity
 from slurmtrain.checkpoint.staging import Staging
+from slurmtrain.choices import ReplicaDrift, Verify
 from slurmtrain.errors import CheckpointError, nearest
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-VERIFY = ("full", "sampled", "off")
-ON_REPLICA_DRIFT = ("refuse", "warn")
+VERIFY = tuple(Verify)
+ON_REPLICA_DRIFT = tuple(ReplicaDrift)
 
 
 class Checkpointer:
@@ -96,7 +97,7 @@ class Checkpointer:
         ranks = self._ranks = RankGroup(group)
         hosts = shared_directory.agree_on_directory(ranks, self.directory)
         groups = RankGroups.make(ranks, hosts)
-        claimed = shared_directory.claim(ranks, self.directory, incarnation)
+        claimed = shared_directory.claim_together(ranks, self.directory, incarnation)
         ranks.all_do(lambda: shared_directory.register_user(self, self.directory, incarnation))
         identity = self._identity = CheckpointIdentity(self.directory, claimed, run_id, json_config)
         uploader: MirrorUploader | None = None
@@ -109,10 +110,10 @@ class Checkpointer:
         staging = Staging()
         settings = SaveSettings(
             keep=keep,
-            read_back=verify != "off",
+            read_back=verify != Verify.OFF,
             asynchronous=asynchronous,
             max_failures=max_failures,
-            refuse_drift=on_replica_drift == "refuse",
+            refuse_drift=on_replica_drift == ReplicaDrift.REFUSE,
             on_ending=on_ending,
         )
         self._saves = SavePipeline(groups, identity, staging, uploader, settings)

@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from slurmtrain.checkpoint import restorable, state
 from slurmtrain.checkpoint.save_plan import dtype_name
 from slurmtrain.checkpoint.tensor_index import TensorFacts
+from slurmtrain.choices import Allow
 from slurmtrain.earlier_names import is_our_decoder, name_of_today, with_names_of_today
 from slurmtrain.errors import CheckpointMismatchError, UsageError, nearest
 
-KINDS = ("keys", "shapes", "dtypes", "config", "data")
+KINDS = tuple(Allow)
 FINGERPRINT = "data_fingerprint"  # in the config that a checkpoint is bound to: of the data's content
 SHOWN = 5
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from slurmtrain.checkpoint import commit, retention
+from slurmtrain.checkpoint import retention
 from slurmtrain.checkpoint.index_file import read_whole_index
+from slurmtrain.checkpoint.manifest import read_manifest
 from slurmtrain.checkpoint.tensor_index import Box, BoxLocation, Index, TensorFacts
 
 PIECE_BYTES = 64 * 2**20  # bytes of a tensor that are compared in one go
@@ -47,7 +48,7 @@ class _Saved:
 
     @classmethod
     def open(cls, path: Path) -> _Saved:
-        return cls(path, read_whole_index(path, commit.read_manifest(path)))
+        return cls(path, read_whole_index(path, read_manifest(path)))
 
     def tensors(self, of: str) -> dict[str, TensorFacts]:
         return {name: fact for name, fact in self.index.facts.items() if name.startswith(f"{of}.") and not fact.own}

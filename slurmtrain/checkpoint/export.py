@@ -23,11 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slurmtrain.checkpoint import blocks, commit, retention
+from slurmtrain.checkpoint import blocks, retention
 from slurmtrain.checkpoint.blocks import BLOCK_BYTES, DIGEST_BYTES
-from slurmtrain.checkpoint.commit import Manifest
+from slurmtrain.checkpoint.directory import INDEX
 from slurmtrain.checkpoint.host_memory import available_memory
 from slurmtrain.checkpoint.index_file import read_whole_index
+from slurmtrain.checkpoint.manifest import Manifest, read_manifest
 from slurmtrain.checkpoint.reader import need_of
 from slurmtrain.checkpoint.save_plan import SAFETENSORS_NAMES, check_types, dtype_name, dtype_of
 from slurmtrain.checkpoint.tensor_index import Box, BoxLocation, Index, TensorFacts
@@ -101,7 +102,7 @@ def export(
     """
     check_output(out, force=force)
     with retention.reading(path):
-        manifest = commit.read_manifest(path)
+        manifest = read_manifest(path)
         index = read_whole_index(path, manifest)
         check_types(index.catalogues)
         entries = _choose(path, index.facts, only, dtype)
@@ -235,7 +236,7 @@ def _piece(entry: Entry, source: BoxLocation, manifest: Manifest) -> ExportPiece
     record = manifest.files.get(source.file)
     if record is None or not 0 <= source.offset < end <= record.size or source.offset % entry.saved.itemsize:
         raise CheckpointError(
-            f"{commit.INDEX} is damaged: it says that {entry.name} lies at byte {source.offset} of {source.file!r}"
+            f"{INDEX} is damaged: it says that {entry.name} lies at byte {source.offset} of {source.file!r}"
         )
     return ExportPiece(entry, source.box, source.offset, end)
 

@@ -6,8 +6,9 @@ import json
 from functools import partial
 from pathlib import Path
 
-from slurmtrain.checkpoint import blocks, commit
-from slurmtrain.checkpoint.commit import Manifest
+from slurmtrain.checkpoint import blocks
+from slurmtrain.checkpoint.directory import INDEX
+from slurmtrain.checkpoint.manifest import Manifest
 from slurmtrain.checkpoint.tensor_index import DTYPE_BYTES, Index, check_coverage
 from slurmtrain.errors import CheckpointError, UnreadableError
 
@@ -21,10 +22,10 @@ def read_index(path: Path, manifest: Manifest) -> Index:
         CheckpointError: the index is damaged, or does not belong to this manifest. UnreadableError: see
             `blocks.patiently`.
     """
-    record = manifest.files.get(commit.INDEX)
+    record = manifest.files.get(INDEX)
     if record is None:
-        raise CheckpointError(f"{path} is damaged: its manifest.json knows of no {commit.INDEX}")
-    file = path / commit.INDEX
+        raise CheckpointError(f"{path} is damaged: its manifest.json knows of no {INDEX}")
+    file = path / INDEX
 
     def read() -> bytes:
         return file.read_bytes() if file.stat().st_size == record.size else b""
@@ -32,13 +33,13 @@ def read_index(path: Path, manifest: Manifest) -> Index:
     try:
         data = blocks.patiently(read, file)
     except OSError as error:
-        raise CheckpointError(f"{path} is damaged: {blocks.cannot_be_read(commit.INDEX, error)}") from None
+        raise CheckpointError(f"{path} is damaged: {blocks.cannot_be_read(INDEX, error)}") from None
     if len(data) != record.size or blocks.root(blocks.digests_of(data)) != record.sha256:
-        raise CheckpointError(f"{path} is damaged: {commit.INDEX} is not what was written: its digest differs")
+        raise CheckpointError(f"{path} is damaged: {INDEX} is not what was written: its digest differs")
     index = Index.parse(data, manifest.sizes)
     for name, digests in index.digests.items():
         if blocks.root(digests) != manifest.files[name].sha256:
-            raise CheckpointError(f"{path} is damaged: {commit.INDEX} and manifest.json disagree about {name!r}")
+            raise CheckpointError(f"{path} is damaged: {INDEX} and manifest.json disagree about {name!r}")
     return index
 
 
@@ -59,9 +60,9 @@ def read_whole_index(path: Path, manifest: Manifest, *, sizes: bool = True) -> I
     try:
         facts = check_coverage(index.catalogues, index.tables.values())
     except CheckpointError as error:
-        raise CheckpointError(f"{path} is damaged: by its {commit.INDEX} {error.message}") from None
+        raise CheckpointError(f"{path} is damaged: by its {INDEX} {error.message}") from None
     if manifest.tensors != {name: {"shape": list(fact.shape), "dtype": fact.dtype} for name, fact in facts.items()}:
-        raise CheckpointError(f"{path} is damaged: {commit.INDEX} and manifest.json have other tensors")
+        raise CheckpointError(f"{path} is damaged: {INDEX} and manifest.json have other tensors")
     return index
 
 
@@ -97,7 +98,7 @@ def find_disagreement(path: Path, manifest: Manifest) -> list[str]:
         except OSError as error:
             disagreement.append(blocks.cannot_be_read(name, error))
         except (ValueError, RecursionError) as error:
-            disagreement.append(f"{name} and {commit.INDEX} disagree: {error}")
+            disagreement.append(f"{name} and {INDEX} disagree: {error}")
     return disagreement
 
 

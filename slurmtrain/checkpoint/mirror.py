@@ -38,9 +38,10 @@ from typing import Any, TypeVar
 from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 
-from slurmtrain.checkpoint import blocks, commit
+from slurmtrain.checkpoint import blocks
 from slurmtrain.checkpoint.blocks import BLOCK_BYTES
-from slurmtrain.checkpoint.commit import COMPLETE, MANIFEST, Manifest
+from slurmtrain.checkpoint.directory import COMPLETE, MANIFEST, checkpoint_name, step_of
+from slurmtrain.checkpoint.manifest import FILE_NAME, MANIFEST_BYTES, Manifest, parse_manifest, read_manifest_bytes
 from slurmtrain.checkpoint.retention import Keep, Kept, surplus
 from slurmtrain.errors import CheckpointError
 from slurmtrain.system.files import fsync_directory
@@ -148,8 +149,8 @@ class Mirror:
         Raises:
             CheckpointError: a file of the manifest is missing in the store, or has another size.
         """
-        text, expected = commit.read_manifest_bytes(path)
-        manifest = commit.parse_manifest(path, text, expected)
+        text, expected = read_manifest_bytes(path)
+        manifest = parse_manifest(path, text, expected)
         name = copy_name(path, order)
         if self._is_complete(name):
             return
@@ -183,7 +184,7 @@ class Mirror:
         """
         _check_name(name)
         expected = self._get(f"{name}/{COMPLETE}", COMPLETE_BYTES).decode(errors="replace").strip()
-        return self._get(f"{name}/{MANIFEST}", commit.MANIFEST_BYTES), expected
+        return self._get(f"{name}/{MANIFEST}", MANIFEST_BYTES), expected
 
     def manifest(self, name: str) -> Manifest:
         """Read and check manifest.json of a copy against COMPLETE, and both against the copy's name.
@@ -201,7 +202,7 @@ class Mirror:
         """
         step, _, digest = _parts(name)
         try:
-            manifest = commit.parse_manifest(Path(name), text, expected)
+            manifest = parse_manifest(Path(name), text, expected)
         except CheckpointError as error:
             raise CheckpointError(f"in {self.url}: {error.message}", hint=error.hint) from None
         if manifest.step != step or not expected.startswith(digest):
@@ -470,7 +471,7 @@ def copy_name(path: Path, order: int) -> str:
         digest = (path / COMPLETE).read_text(errors="replace").strip()
     if not DIGEST.fullmatch(digest):
         raise CheckpointError(f"{path / COMPLETE} does not hold a digest")
-    return f"{commit.checkpoint_name(commit.step_of(path))}.{order}-{digest[:8]}"
+    return f"{checkpoint_name(step_of(path))}.{order}-{digest[:8]}"
 
 
 def share(sizes: Mapping[str, int], rank: int, world_size: int) -> dict[str, int]:
@@ -493,7 +494,7 @@ def _check_name(name: str) -> re.Match[str]:
 
 def _check_file(file: str) -> None:
     """Check the name of a file: a rank that uploads or downloads COMPLETE would commit."""
-    if not commit.FILE_NAME.fullmatch(file) or file in (MANIFEST, COMPLETE, DAMAGED):
+    if not FILE_NAME.fullmatch(file) or file in (MANIFEST, COMPLETE, DAMAGED):
         raise CheckpointError(f"{file[:100]!r} is not the name of a file of a checkpoint")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from slurmtrain.checkpoint import commit, retention
 from slurmtrain.checkpoint.background_thread import BackgroundThread
+from slurmtrain.checkpoint.fencing import wait_until_visible
 from slurmtrain.checkpoint.mirror import Mirror, copy_name, share
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.retention import Keep
@@ -124,7 +125,7 @@ class MirrorUploader:
         manifest = self._mirror.parse_manifest(name, text, digest)
 
         def download() -> None:
-            commit.wait_until_visible(temporary)
+            wait_until_visible(temporary)
             self._mirror.download(name, temporary, share(manifest.sizes, self._ranks.rank, self._ranks.size))
 
         with commit.removed_on_failure(temporary, on_this_rank=ranks.rank == 0):

@@ -22,13 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slurmtrain.checkpoint import blocks, commit
+from slurmtrain.checkpoint import blocks
 from slurmtrain.checkpoint.blocks import BLOCK_BYTES, DIGEST_BYTES, FileRecord
 from slurmtrain.checkpoint.index_file import read_index
+from slurmtrain.checkpoint.manifest import read_manifest
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.save_plan import box_of, check_types, dtype_of, file_name, local
 from slurmtrain.checkpoint.state import parse
 from slurmtrain.checkpoint.tensor_index import Box, BoxLocation, Index
+from slurmtrain.choices import Verify
 from slurmtrain.errors import CheckpointError
 
 SAMPLED_SHARE = 16  # one block in this many is compared
@@ -409,11 +411,11 @@ def read_tensors(
         ranges.append((own_file, own_begin, own_begin + own_bytes))
 
     share: Blocks = {}
-    if mode != "off":
+    if mode != Verify.OFF:
         needs = on_this_host.gather(lambda: need_to_json(need_of(ranges)))
         share = share_out([need_from_json(values) for values in needs], on_this_host.rank)
     straight = []
-    for span in spans if mode == "full" else ():
+    for span in spans if mode == Verify.FULL else ():
         if span.name not in live and span.end - span.begin >= STRAIGHT_BYTES:
             memory = memory_of(span, local(targets[span.name]).detach())
             if memory is not None:
@@ -421,7 +423,7 @@ def read_tensors(
     with blocks.threads() as pool, closing(Files(path, records, pool, straight)) as files:
 
         def verify() -> list[str]:
-            if mode == "full":
+            if mode == Verify.FULL:
                 found: list[str] = files.verify(share, index.digests, buffer(files.buffer_bytes(share)))
             else:
                 found = files.verify(sampled(share, records), index.digests, None)
@@ -453,7 +455,7 @@ def load(path: Path, *, own_of: int | None = None) -> dict[str, Tensor]:
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
-    manifest = commit.read_manifest(path)
+    manifest = read_manifest(path)
     index = read_index(path, manifest)
     check_types(index.catalogues)
     own_file = file_name(own_of) if own_of is not None else None

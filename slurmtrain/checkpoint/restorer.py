@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from slurmtrain.checkpoint import blocks, commit, compatibility, retention, state
-from slurmtrain.checkpoint.commit import Manifest
+from slurmtrain.checkpoint import blocks, compatibility, retention, state
+from slurmtrain.checkpoint.directory import INDEX, committed, damaged, newer_without_complete, set_aside
+from slurmtrain.checkpoint.fencing import wait_until_visible
 from slurmtrain.checkpoint.index_file import damage_of, read_index, read_whole_index
+from slurmtrain.checkpoint.manifest import Manifest, parse_manifest, read_manifest_bytes
 from slurmtrain.checkpoint.ranks import RankGroups
 from slurmtrain.checkpoint.reader import read_tensors
 from slurmtrain.checkpoint.save_plan import check_types, file_name
@@ -147,7 +149,7 @@ class Restorer:
                 return None
             damage, path = choice.damage, choice.path
             if not damage:
-                manifest = commit.parse_manifest(path, choice.manifest_text, choice.manifest_digest)
+                manifest = parse_manifest(path, choice.manifest_text, choice.manifest_digest)
                 with retention.reading(path):
                     damage = self._load(path, manifest, request)
             if not damage:
@@ -190,17 +192,17 @@ class Restorer:
             directory = self._identity.directory
             with suppress(OSError):
                 blocks.refresh(directory)
-            for newer in blocks.patiently(partial(commit.newer_without_complete, directory), directory):
+            for newer in blocks.patiently(partial(newer_without_complete, directory), directory):
                 with suppress(OSError):
                     blocks.refresh(newer)
-            candidates = blocks.patiently(partial(commit.committed, directory), directory)
+            candidates = blocks.patiently(partial(committed, directory), directory)
             if not candidates:
                 return None
             path = candidates[-1]
         texts, damage = (b"", ""), []
         try:
-            texts = commit.read_manifest_bytes(path)
-            read_whole_index(path, commit.parse_manifest(path, *texts))
+            texts = read_manifest_bytes(path)
+            read_whole_index(path, parse_manifest(path, *texts))
         except (CheckpointMismatchError, UnreadableError):
             raise
         except CheckpointError as error:
@@ -209,7 +211,7 @@ class Restorer:
 
     def _set_aside(self, path: Path, copy: str | None, damage: list[str]) -> None:
         """Set a damaged checkpoint aside, on rank 0, and the copy in the mirror that it was fetched from."""
-        commit.set_aside(path)
+        set_aside(path)
         if copy is not None and self._mirror_uploader is not None:  # it would be fetched again
             self._mirror_uploader.set_aside(copy, "; ".join(damage))
         log.warning("%s is damaged and was set aside: %s", path.name, "; ".join(damage))
@@ -222,7 +224,7 @@ class Restorer:
 
         def find() -> list[str]:
             copies = self._mirror_uploader.damaged() if self._mirror_uploader is not None else []
-            return commit.damaged(self._identity.directory) + copies
+            return damaged(self._identity.directory) + copies
 
         set_aside = set_aside or self._ranks.on_rank_0(find)
         if set_aside:
@@ -272,7 +274,7 @@ class Restorer:
 
     def _read_index(self, path: Path, manifest: Manifest) -> Index:
         if self._ranks.rank != 0:
-            commit.wait_until_visible(path / commit.INDEX)
+            wait_until_visible(path / INDEX)
         index = read_index(path, manifest)
         check_types(index.catalogues)
         return index

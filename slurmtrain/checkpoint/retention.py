@@ -25,14 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.checkpoint.blocks import refresh
-from slurmtrain.checkpoint.commit import (
-    FINAL_NAME,
-    TEMPORARY_NAME,
-    committed,
-    read_manifest,
-    remove,
-    step_of,
-)
+from slurmtrain.checkpoint.directory import FINAL_NAME, TEMPORARY_NAME, committed, remove, step_of
+from slurmtrain.checkpoint.manifest import read_manifest
 from slurmtrain.choices import BestMode
 from slurmtrain.errors import CheckpointError, UnreadableRecordError
 from slurmtrain.system import process

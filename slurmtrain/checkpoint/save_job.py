@@ -21,7 +21,8 @@ import torch
 
 from slurmtrain.checkpoint import blocks, commit, state
 from slurmtrain.checkpoint.blocks import FileRecord
-from slurmtrain.checkpoint.commit import Manifest
+from slurmtrain.checkpoint.directory import INDEX, set_aside
+from slurmtrain.checkpoint.fencing import check_fence, wait_until_visible
 from slurmtrain.checkpoint.fingerprints import (
     BUFFER,
     BUNDLES_ASKED,
@@ -34,6 +35,7 @@ from slurmtrain.checkpoint.fingerprints import (
     name_differing,
 )
 from slurmtrain.checkpoint.finite import bytes_are_finite
+from slurmtrain.checkpoint.manifest import FORMAT, Manifest
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.save_plan import SavePlan, TensorPiece, file_name
 from slurmtrain.checkpoint.shared_directory import CheckpointIdentity
@@ -207,8 +209,8 @@ class SaveJob:
         def combine(answers: list[list[str] | None]) -> list[str] | None:
             damage = [sentence for found in answers for sentence in found or ()]
             if damage:
-                commit.check_fence(self._identity.directory, self._identity.incarnation)
-                commit.set_aside(path)
+                check_fence(self._identity.directory, self._identity.incarnation)
+                set_aside(path)
             return damage if damage or None not in answers else None
 
         found: list[str] | None = self._ranks.gather_on_rank_0(compare, combine)
@@ -230,7 +232,7 @@ class SaveJob:
         if isinstance(self._image, CheckpointError):
             raise self._image
         if self._ranks.rank != 0:
-            commit.wait_until_visible(temporary)
+            wait_until_visible(temporary)
         name = file_name(self._ranks.rank)
         try:
             with blocks.threads(background=True) as pool:
@@ -238,7 +240,7 @@ class SaveJob:
                 record, digests = blocks.write(temporary / name, self._image.data, pool, check=self._check_discarded)
         except FileNotFoundError:
             # A newer incarnation removes what older ones were writing.
-            commit.check_fence(self._identity.directory, self._identity.incarnation)
+            check_fence(self._identity.directory, self._identity.incarnation)
             raise
         self._written = [(name, record)]
         fsync_directory(temporary)
@@ -320,17 +322,17 @@ class SaveJob:
         except CheckpointError as error:
             raise CheckpointError(f"{temporary.name}: {error.message}", hint=error.hint) from None
         with blocks.threads(background=True) as pool:
-            index_record, _ = blocks.write(temporary / commit.INDEX, memoryview(b"".join(index.chunks())), pool)
-        self._written.append((commit.INDEX, index_record))
+            index_record, _ = blocks.write(temporary / INDEX, memoryview(b"".join(index.chunks())), pool)
+        self._written.append((INDEX, index_record))
         manifest = Manifest(
-            format=commit.FORMAT,
+            format=FORMAT,
             run_id=self._identity.run_id,
             step=self._step,
             incarnation=self._identity.incarnation.order,
             incarnation_label=self._identity.incarnation.label,
             world_size=self._ranks.size,
             torch_version=torch.__version__,
-            files={**{part.name: part.record for part in parts}, commit.INDEX: index_record},
+            files={**{part.name: part.record for part in parts}, INDEX: index_record},
             tensors={name: {"shape": list(fact.shape), "dtype": fact.dtype} for name, fact in facts.items()},
             state=state.merge_plain(
                 [

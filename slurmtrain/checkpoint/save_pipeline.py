@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from slurmtrain.checkpoint import commit, retention, state
 from slurmtrain.checkpoint.background_thread import BackgroundThread
+from slurmtrain.checkpoint.fencing import check_fence
 from slurmtrain.checkpoint.pending_save import PendingSave, SaveResult
 from slurmtrain.checkpoint.ranks import RankGroups
 from slurmtrain.checkpoint.retention import Keep
@@ -388,7 +389,7 @@ class SavePipeline:
 
     def _prune(self, saved_step: int) -> None:
         if not self._hurried.is_set():
-            commit.check_fence(self._identity.directory, self._identity.incarnation)
+            check_fence(self._identity.directory, self._identity.incarnation)
             order = self._identity.incarnation.order
             retention.prune(self._identity.directory, self._settings.keep, order, spare=[saved_step])
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from slurmtrain.checkpoint import commit
-from slurmtrain.checkpoint.commit import Incarnation, Manifest
+from slurmtrain.checkpoint.fencing import Incarnation, claim, claim_file, wait_until_visible
+from slurmtrain.checkpoint.manifest import Manifest
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.errors import CheckpointError, CheckpointMismatchError
 
@@ -84,18 +84,18 @@ def agree_on_directory(ranks: RankGroup, directory: Path) -> list[str]:
     return [host for _, host in answers]
 
 
-def claim(ranks: RankGroup, directory: Path, incarnation: Incarnation | None) -> Incarnation:
-    """Claim the directory on rank 0, and return the incarnation; see `commit.claim`."""
+def claim_together(ranks: RankGroup, directory: Path, incarnation: Incarnation | None) -> Incarnation:
+    """Claim the directory on rank 0, and return the incarnation; see `fencing.claim`."""
     label = f"pid {os.getpid()} on {socket.gethostname()}"
-    return Incarnation.from_json(ranks.on_rank_0(lambda: commit.claim(directory, incarnation, label=label).to_json()))
+    return Incarnation.from_json(ranks.on_rank_0(lambda: claim(directory, incarnation, label=label).to_json()))
 
 
 def check_is_shared(ranks: RankGroup, directory: Path, incarnation: Incarnation) -> None:
     """Raise CheckpointError on all ranks if one of them does not see the claim that rank 0 has written."""
 
     def check() -> None:
-        path = commit.claim_file(directory, incarnation)
-        commit.wait_until_visible(path)
+        path = claim_file(directory, incarnation)
+        wait_until_visible(path)
         if not path.exists():
             raise CheckpointError(
                 f"rank {ranks.rank} on {socket.gethostname()} does not see what rank 0 has written in {directory}",

@@ -21,7 +21,7 @@ from typing import Any
 from slurmtrain.config import secrets
 from slurmtrain.config.field_types import check_types, hints, shown
 from slurmtrain.config.keys import unknown_field
-from slurmtrain.config.migrations import as_first_digested, header, migrate, version_of
+from slurmtrain.config.migrations import as_first_digested, header, migrate, version_of, without_unused
 from slurmtrain.config.schema import Config
 from slurmtrain.config.typed import structured, typed
 from slurmtrain.earlier_names import NAMES, is_our_decoder
@@ -257,7 +257,7 @@ def freeze(config: Config) -> str:
     dumper = getattr(
         yaml, "CSafeDumper", yaml.SafeDumper
     )  # libyaml's, where PyYAML was built with it: a third of the time
-    text: str = yaml.dump(to_values(config), Dumper=dumper, sort_keys=False, default_flow_style=False)
+    text: str = yaml.dump(without_unused(to_values(config)), Dumper=dumper, sort_keys=False, default_flow_style=False)
     return header() + text
 
 

@@ -23,6 +23,8 @@ CHANGED: dict[int, dict[str, str | None]] = {2: {"parallel.ep": None}}
 # Removed fields that could have one value only. The identity of an experiment counts them still: a config of before and
 # the same one of today are one experiment.
 CONSTANT: dict[str, Any] = {"parallel.ep": 1}
+# Fields that were added later. A config in which one has this value is frozen and identified as before it was there.
+ADDED: dict[str, Any] = {"train.hooks": []}
 HEADER = "# Frozen by slurmtrain, schema version {}.\n"
 HEADER_LINE = re.compile(r"^# Frozen by slurmtrain, schema version (\d+)\.")
 
@@ -74,9 +76,18 @@ def migrate(values: dict[str, Any], version: int, *, now: int = SCHEMA_VERSION) 
 
 def as_first_digested(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a config with the names and fields of version 1, by which an experiment is identified ever since."""
-    values = with_earlier_names(values)
+    values = without_unused(with_earlier_names(values))
     for field, value in CONSTANT.items():
         _put(values, field, value)
+    return values
+
+
+def without_unused(values: dict[str, Any]) -> dict[str, Any]:
+    """Remove the fields that were added later and are not used, in place, and return the values."""
+    for field, unused in ADDED.items():
+        found, value = _take(values, field)
+        if found and value != unused:
+            _put(values, field, value)
     return values
 
 

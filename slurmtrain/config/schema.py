@@ -184,6 +184,8 @@ class TrainConfig:
     # "auto": a GPU if cluster.gpus_per_node is set or one is visible; "cpu"; "cuda"
     device: Device = Device.AUTO
     tensorboard: bool = True  # also write TensorBoard events; needs the extra `tensorboard`
+    # Hooks of your own in the training loop, called in this order on every rank: each is a config with a _target_.
+    hooks: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass

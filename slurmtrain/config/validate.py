@@ -72,6 +72,8 @@ def validate(config: Config) -> ParallelDims:
     _check_compression(config.parallel, dims)
     _check_ranges(config)
     _check_hooks(config.hooks)
+    for index, values in enumerate(config.train.hooks):
+        _check_target(f"train.hooks[{index}]", values, hint="train.hooks=[{_target_: my_package.MyHook}]")
     _check_evaluation(config)
     if config.job.kind == JobKind.PREPARE:
         _check_prepare(config.prepare)
@@ -134,9 +136,9 @@ def _check_our_decoder(config: Config) -> None:
             )
 
 
-def _check_target(where: str, values: object) -> None:
+def _check_target(where: str, values: object, hint: str | None = None) -> None:
     if not isinstance(values, dict) or not isinstance(values.get("_target_"), str):
-        raise ConfigError(f"{where}={values!r} has no _target_", hint=f"+{where}._target_=my_package.MyClass")
+        raise ConfigError(f"{where}={values!r} has no _target_", hint=hint or f"+{where}._target_=my_package.MyClass")
 
 
 def _check_job(job: JobConfig) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint import retention
-from slurmtrain.checkpoint.commit import committed, step_of
+from slurmtrain.checkpoint.directory import committed, step_of
 from slurmtrain.choices import Backend, JobKind
 from slurmtrain.config.compose import config_hash, freeze, load_frozen
 from slurmtrain.config.evaluation import CHANGEABLE, evaluation_config

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.checkpoint import retention
-from slurmtrain.checkpoint.commit import committed
+from slurmtrain.checkpoint.directory import committed
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.status import RunState, RunStatus, states
 from slurmtrain.runs.lookup import all_runs

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from slurmtrain.checkpoint import retention
-from slurmtrain.checkpoint.commit import step_of
+from slurmtrain.checkpoint.directory import step_of
 from slurmtrain.choices import Backend, JobKind, RequeueMode
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError

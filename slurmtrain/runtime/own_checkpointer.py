@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slurmtrain.checkpoint import checkpointer
-from slurmtrain.checkpoint.commit import Incarnation
+from slurmtrain.checkpoint.fencing import Incarnation
 from slurmtrain.checkpoint.pending_save import SaveResult
 from slurmtrain.checkpoint.restorer import Restored
 from slurmtrain.checkpoint.retention import Keep

@@ -29,28 +29,34 @@ LOOK_EVERY_S = 2.0  # seconds between looks for switches: a shared file system h
 
 
 class StopWatcher:
-    """The watch of rank 0 until a stop is requested, which it then records.
+    """Watches the clock, SLURM's record and the switches until a stop is requested, which it then records. On rank 0.
 
     A signal that came before Python had handlers was ignored. SLURM still has its reason on record, so SLURM is asked
     once at the start; and if the early warning never comes, the clock gives it. Somebody may have changed the time
     limit by then: SLURM is asked again before the clock is believed, and at intervals.
 
     Args:
+        stop_flag: the flag of this rank, which a stop sets.
+        attempt_dir: where the stop is recorded.
+        client: asks SLURM; None: there is none to ask.
+        signal_lead_s: seconds by which the early warning comes before the time limit; 0: there is none.
         run_dir: the run whose switches are watched; None: no switches.
     """
 
     def __init__(
         self,
-        signals: StopFlag,
+        stop_flag: StopFlag,
         attempt_dir: AttemptDir,
         client: SlurmClient | None,
         *,
         signal_lead_s: float,
         run_dir: RunDir | None = None,
     ):
-        self._signals, self._attempt_dir, self._client = signals, attempt_dir, client
+        self._stop_flag, self._attempt_dir, self._client = stop_flag, attempt_dir, client
         self._signal_lead_s, self._run_dir = signal_lead_s, run_dir
         self._save_asked = threading.Event()
+        # The plan, which training, the watch and the timer replace: only with the lock, or a timer would stay with an old plan.
+        self._plan_lock = threading.Lock()
         self._end_time: float | None = None
         self._planned: threading.Timer | None = None
         self._needs: tuple[float, float] | None = None
@@ -70,11 +76,18 @@ class StopWatcher:
             step_s: seconds of the longest step measured.
             save_s: seconds of the longest save measured.
         """
-        self._needs = (step_s, save_s)
+        with self._plan_lock:
+            self._needs = (step_s, save_s)
+            self._plan_again()
+
+    def _plan_again(self) -> None:
+        """Replace the timer by one for the newest end and needs. The caller holds the lock."""
         if self._planned is not None:
             self._planned.cancel()
-        if self._end_time is None:
+            self._planned = None
+        if self._end_time is None or self._needs is None:
             return
+        step_s, save_s = self._needs
         left = latest_stop(self._end_time, step_s=step_s, save_s=save_s) - time.time()
         self._planned = threading.Timer(max(0.0, left), self._time_is_up)
         self._planned.daemon = True
@@ -82,12 +95,15 @@ class StopWatcher:
 
     def _time_is_up(self) -> None:
         if not self._limit_has_moved():
-            self._signals.request(StopCause.DEADLINE)
+            self._stop_flag.request(StopCause.DEADLINE)
 
     def _limit_has_moved(self) -> bool:
         """Ask SLURM for the job's end, and plan anew if it has changed. Return False if SLURM does not answer soon."""
         if self._client is None:
             return False
+        before = (
+            self._end_time
+        )  # before SLURM is asked: another thread may ask, too, and be the first to note the change
         client, answers = self._client, queue.SimpleQueue[JobFacts | None]()
         # Waiting for an overloaded controller would use up the time that is left to save.
         threading.Thread(target=lambda: answers.put(client.job(own_job_id() or "")), daemon=True).start()
@@ -97,16 +113,19 @@ class StopWatcher:
             return False
         if facts is None or facts.preempted:  # a preemption is announced by the signal
             return False
-        before, now = self._end_time, facts.end_time
+        now = facts.end_time
         if now is None and facts.state != "RUNNING":
             return False
         # A job that runs without an end has the time limit UNLIMITED, which can be taken back.
         moved = now != before if now is None or before is None else abs(now - before) > 1.0
         if moved:
-            self._end_time = now
-            if self._needs is not None:
-                self.plan_stop(*self._needs)
+            self._set_end_time(now)
         return moved
+
+    def _set_end_time(self, end_time: float | None) -> None:
+        with self._plan_lock:
+            self._end_time = end_time
+            self._plan_again()
 
     def seconds_left(self) -> float | None:
         """Return the seconds until SLURM kills the job after a stop was requested, waiting for its answer.
@@ -124,17 +143,17 @@ class StopWatcher:
         return True
 
     def _watch(self) -> None:
-        self._end_time = self._ask_once()
+        self._set_end_time(self._ask_once())
         asked = time.monotonic()
         self._look_at_switches()
-        while not self._signals.wait(self._pause(asked)):
+        while not self._stop_flag.wait(self._pause(asked)):
             due = self._deadline is not None and time.time() >= self._deadline
             if due or time.monotonic() >= asked + ASK_EVERY_S:
                 asked = time.monotonic()
                 if not self._limit_has_moved() and due:
-                    self._signals.request(StopCause.DEADLINE)
+                    self._stop_flag.request(StopCause.DEADLINE)
             self._look_at_switches()
-        first = self._signals.first
+        first = self._stop_flag.first
         assert first is not None
         end_time = self._end_time
         facts = self._client.job(own_job_id() or "") if self._client is not None else None
@@ -173,7 +192,7 @@ class StopWatcher:
         if self._take(self._run_dir.stop_switch, Event.STOP_FILE_FOUND):
             with contextlib.suppress(OSError):  # a full disk; it stops all the same
                 attempts.write_request(self._run_dir, RunAction.STOP)
-            self._signals.request(StopCause.STOP_FILE)
+            self._stop_flag.request(StopCause.STOP_FILE)
 
     def _take(self, switch: Path, event: Event) -> bool:
         """Remove a switch and return whether it was there. It works once: the next attempt must not find it again."""
@@ -193,9 +212,9 @@ class StopWatcher:
             return None
         facts = self._client.job(own_job_id() or "")
         if facts is not None and facts.preempted:
-            self._signals.request(StopCause.PREEMPTED)
+            self._stop_flag.request(StopCause.PREEMPTED)
         elif facts is not None and facts.state == "COMPLETING":
-            self._signals.request(StopCause.ENDED)
+            self._stop_flag.request(StopCause.ENDED)
         return _end_time(facts)
 
 

@@ -50,9 +50,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from slurmtrain.checkpoint import blocks, commit, staging
+from slurmtrain.checkpoint import blocks, staging
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.directory import committed
 from slurmtrain.checkpoint.fingerprints import fingerprint
+from slurmtrain.checkpoint.manifest import read_manifest
 from tests.bench import checkpoint_planning
 from tests.bench.checkpoint_reference import (
     Action,
@@ -342,23 +344,23 @@ class Bench:
     def newest(self) -> Path:
         """The last checkpoint that another measurement has left, or a first one."""
         dist.barrier()
-        if not commit.committed(self.folder / "ours"):
+        if not committed(self.folder / "ours"):
             save = OurAsync(self.checkpointer)
             save.save(self.training.model, self.training.optimizer)
             save.wait_until_idle()
-        return commit.committed(self.folder / "ours")[-1]
+        return committed(self.folder / "ours")[-1]
 
     def verify(self, number: int) -> None:
         """All files' digests against SHA-256 of as many bytes in memory, by rank 0."""
         path = self.newest()
-        files = commit.read_manifest(path).files
+        files = read_manifest(path).files
         size = sum(record.size for record in files.values())
         self.on_rank_0(lambda: read_part([path / name for name in files], 0, 1))
         for name, action in rotated((("verify", self.find_damage), ("SHA-256", self.digest_sample)), number):
             self.together(name, partial(action, path, size) if self.rank == 0 else lambda: None)
 
     def find_damage(self, path: Path, size: int) -> None:
-        manifest = commit.read_manifest(path)
+        manifest = read_manifest(path)
         damage = blocks.find_damage(path, sorted(manifest.files.items()), mapped=True)
         assert not damage, damage
 

@@ -24,7 +24,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.checkpoint.blocks import DIGEST_BYTES, FileRecord
-from slurmtrain.checkpoint.commit import Incarnation, Manifest
+from slurmtrain.checkpoint.directory import INDEX
+from slurmtrain.checkpoint.fencing import Incarnation, claim
+from slurmtrain.checkpoint.manifest import FORMAT, Manifest
 from slurmtrain.checkpoint.messages import decode, encode
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.save_job import RankContribution
@@ -117,23 +119,23 @@ def commit_all(plan: SavePlan, messages: Tensor, folder: Path) -> int:
         {part.name: part.table for part in handed_in},
         {part.name: part.digests for part in handed_in},
     )
-    commit.claim(folder, Incarnation(1, "bench"))
+    claim(folder, Incarnation(1, "bench"))
     temporary = commit.begin(folder, 1, Incarnation(1, "bench"))
-    with (temporary / commit.INDEX).open("wb") as file:
+    with (temporary / INDEX).open("wb") as file:
         file.writelines(index.chunks())
         file.flush()
         os.fsync(file.fileno())
     with blocks.threads() as pool:
-        record, _ = blocks.digest_file(temporary / commit.INDEX, pool)
+        record, _ = blocks.digest_file(temporary / INDEX, pool)
     manifest = Manifest(
-        format=commit.FORMAT,
+        format=FORMAT,
         run_id="bench",
         step=1,
         incarnation=1,
         incarnation_label="bench",
         world_size=RANKS,
         torch_version=torch.__version__,
-        files={commit.INDEX: record, **{part.name: part.record for part in handed_in}},
+        files={INDEX: record, **{part.name: part.record for part in handed_in}},
         tensors={key: {"shape": fact.shape, "dtype": fact.dtype} for key, fact in index.facts.items()},
         state={},
     )

@@ -22,7 +22,8 @@ from torch import nn
 
 from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.commit import Incarnation, committed
+from slurmtrain.checkpoint.directory import committed, step_of
+from slurmtrain.checkpoint.fencing import Incarnation, claim
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.data import BatchLoader
 from slurmtrain.errors import CheckpointError
@@ -405,7 +406,7 @@ def test_a_life_that_is_overtaken_during_its_save_does_not_commit(
     def overtaken(path: Path, text: bytes) -> None:
         write_synced(path, text)
         if path.name == "COMPLETE":
-            commit.claim(tmp_path, Incarnation(2, "life 2"))
+            claim(tmp_path, Incarnation(2, "life 2"))
 
     monkeypatch.setattr(commit, "write_synced", overtaken)
     with pytest.raises(CheckpointError, match=r"incarnation 1 \(life 1\) may not commit"):
@@ -418,7 +419,7 @@ def test_only_the_newest_are_kept_and_never_fewer_than_two(tmp_path: Path) -> No
     for step in range(1, 6):
         rank.save(step)
     rank.checkpointer.close()
-    assert [commit.step_of(path) for path in committed(tmp_path)] == [3, 4, 5]
+    assert [step_of(path) for path in committed(tmp_path)] == [3, 4, 5]
     with pytest.raises(CheckpointError, match="at least 2"):
         Keep(last=1)
 

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from slurmtrain.checkpoint.commit import committed, read_manifest
+from slurmtrain.checkpoint.directory import committed
+from slurmtrain.checkpoint.manifest import read_manifest
 from slurmtrain.config.compose import compose
 from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.schema import Config
@@ -211,9 +212,9 @@ def test_the_numbers_are_those_of_one_process(
 def test_a_pipeline_that_has_trained_on_shorter_sequences_says_so() -> None:
     forward_backward = object.__new__(_Pipelined)
     forward_backward._length = 64
-    forward_backward.expect(64)
+    forward_backward.prepare_evaluation(64)
     with pytest.raises(ConfigError, match="sequences of 65 tokens"):
-        forward_backward.expect(65)
+        forward_backward.prepare_evaluation(65)
 
 
 def test_an_empty_set_is_refused() -> None:

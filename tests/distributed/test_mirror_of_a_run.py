@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from slurmtrain.checkpoint import commit
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.directory import committed
 from slurmtrain.checkpoint.mirror_upload import MirrorUploader
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.errors import CheckpointError, CheckpointMismatchError
@@ -68,7 +68,7 @@ def save_wipe_and_restore(distributed: DistributedContext | None, folder: Path) 
         distributed.leave_together()
     second = Rank(distributed, directory, url, seed=2)
     restored = second.restore()
-    return restored, second.values() == first.values(), [path.name for path in commit.committed(directory)], second.said
+    return restored, second.values() == first.values(), [path.name for path in committed(directory)], second.said
 
 
 def test_two_ranks_fetch_what_was_wiped(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
@@ -121,5 +121,5 @@ def test_a_store_that_fails_is_told_and_the_checkpoint_is_committed_all_the_same
     monkeypatch.setattr(rank.uploader._mirror, "upload", refuse)
     rank.step_and_save(1)
     rank.checkpointer.close()
-    assert [path.name for path in commit.committed(tmp_path / "checkpoints")] == ["checkpoint_0000001"]
+    assert [path.name for path in committed(tmp_path / "checkpoints")] == ["checkpoint_0000001"]
     assert any("was not copied to" in line and "the store says no" in line for line in rank.said)

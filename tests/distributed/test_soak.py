@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from slurmtrain.checkpoint import commit
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.commit import committed
+from slurmtrain.checkpoint.directory import COMPLETE, MANIFEST, committed
+from slurmtrain.checkpoint.fencing import CLAIMS
+from slurmtrain.checkpoint.manifest import read_manifest
 from slurmtrain.checkpoint.pending_save import SaveResult
 from slurmtrain.checkpoint.retention import READERS, Keep
 from slurmtrain.errors import CheckpointError
@@ -201,9 +202,9 @@ def test_no_file_is_left_over_but_the_checkpoints_that_are_kept(ranks: list[Soak
     kept = committed(directory)
     assert [int(path.name.rpartition("_")[2]) for path in kept] == [200, SAVES - 2, SAVES - 1, SAVES]
     names = {path.name for path in directory.iterdir()}
-    assert names - {path.name for path in kept} <= {commit.CLAIMS, READERS}
+    assert names - {path.name for path in kept} <= {CLAIMS, READERS}
     assert list((directory / READERS).glob("*")) == []
-    assert len(list((directory / commit.CLAIMS).iterdir())) == 1
+    assert len(list((directory / CLAIMS).iterdir())) == 1
     for path in kept:
-        files = {*commit.read_manifest(path).files, commit.MANIFEST, commit.COMPLETE}
+        files = {*read_manifest(path).files, MANIFEST, COMPLETE}
         assert {file.name for file in path.iterdir()} == files

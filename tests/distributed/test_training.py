@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slurmtrain.checkpoint.commit import committed
+from slurmtrain.checkpoint.directory import committed
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
 from slurmtrain.data import IGNORED_TARGET, eval_batches
@@ -33,7 +33,8 @@ from slurmtrain.runtime.jobs.train import build, build_model, build_trainer, fil
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
-from slurmtrain.training.hooks.base import TrainingHook
+from slurmtrain.training.hooks import TrainingHook
+from slurmtrain.training.state import StepResult, TrainingState
 from slurmtrain.training.trainer import Outcome, Trainer
 from tests.support.gloo import GlooRanks, wait_until
 from tests.support.local_runs import LocalRun, Project, assert_same_bits, assert_steps_join
@@ -167,6 +168,34 @@ def test_a_hook_hears_of_everything_in_the_order_that_its_protocol_states(tmp_pa
         *(("log", 2), ("evaluated", 2), ("after_step", 2)),
         *(("finish", 2), ("close", 2)),
     ]
+
+
+class SaveEarly(TrainingHook):
+    """Asks for a checkpoint after certain steps, as a `train.hooks`."""
+
+    def __init__(self, steps: list[int]):
+        self._steps = steps
+
+    def after_step(self, state: TrainingState, result: StepResult) -> None:
+        if state.step in self._steps:
+            state.save_requested = True
+
+
+HOOKED = ["train.steps=3", "train.eval_every=0", "checkpoint.every_steps=0"]
+
+
+def test_a_hook_of_train_hooks_has_its_step_saved(tmp_path: Path) -> None:
+    fit(alone(), tmp_path / "run", [*HOOKED, f"train.hooks=[{{_target_: {__name__}.SaveEarly, steps: [2]}}]"])
+    assert [path.name for path in committed(RunDir(tmp_path / "run").checkpoints)] == [
+        "checkpoint_0000002",
+        "checkpoint_0000003",
+    ]
+
+
+@pytest.mark.parametrize(("target", "problem"), [("no_such.Hook", "no_such"), ("builtins.dict", "is no hook")])
+def test_what_is_no_hook_is_refused(tmp_path: Path, target: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=rf"train.hooks\[0\]._target_={target}.*{problem}"):
+        fit(alone(), tmp_path / "run", [*HOOKED, f"train.hooks=[{{_target_: {target}}}]"])
 
 
 class FailingAt(Listener):

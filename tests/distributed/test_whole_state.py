@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.commit import committed, read_manifest
+from slurmtrain.checkpoint.directory import committed
+from slurmtrain.checkpoint.manifest import read_manifest
 from slurmtrain.checkpoint.restorer import Restored
 from slurmtrain.data import BatchLoader
 from slurmtrain.errors import CheckpointError

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from slurmtrain.checkpoint.commit import committed, read_manifest
+from slurmtrain.checkpoint.directory import committed
+from slurmtrain.checkpoint.manifest import read_manifest
 from slurmtrain.checkpoint.reader import load
 
 

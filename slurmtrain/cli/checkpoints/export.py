@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from slurmtrain.checkpoint import commit
+from slurmtrain.checkpoint.manifest import read_manifest
 from slurmtrain.cli.checkpoints.progress_bar import progress_bar
 from slurmtrain.cli.checkpoints.target import CheckpointTarget, of_step
 from slurmtrain.cli.columns import format_size
@@ -16,7 +16,7 @@ def export_weights(target: CheckpointTarget, options: argparse.Namespace) -> int
     from slurmtrain.checkpoint.export import check_output, export
 
     check_output(options.out, force=options.force)
-    size = commit.read_manifest(path).size
+    size = read_manifest(path).size
     with progress_bar(path.name, size) as progress:
         done = export(path, options.out, only=options.only, dtype=options.dtype, force=options.force, progress=progress)
     print(f"{done.path}: {done.tensors} tensors of {options.only} from {path.name}, {format_size(done.size)}")

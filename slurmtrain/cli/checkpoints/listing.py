@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.checkpoint import commit
+from slurmtrain.checkpoint.directory import COMPLETE, TEMPORARY_NAME, checkpoint_name
 from slurmtrain.cli.checkpoints.target import CheckpointTarget, has_final_name, inspect, of_step, step_of
 from slurmtrain.cli.columns import format_size, print_table
 from slurmtrain.cli.json_output import print_json
@@ -44,7 +44,7 @@ def _entries(directory: Path) -> list[Path]:
 
 def _row(path: Path, now: float) -> list[str]:
     aside = ".damaged-" in path.name
-    if not aside and commit.TEMPORARY_NAME.fullmatch(path.name):
+    if not aside and TEMPORARY_NAME.fullmatch(path.name):
         leaves = ".removed-" in path.name
         state = f"{path.name}: {'being removed' if leaves else 'being written'}, or left by a process that was killed"
         return [str(step_of(path)), format_size(disk_usage(path)), _age(path, now), "", "", "", "", state]
@@ -55,9 +55,9 @@ def _row(path: Path, now: float) -> list[str]:
     state = damage[0] if damage else "complete"
     if aside:
         state = f"{path.name}: set aside as damaged" + (f" ({damage[0]})" if damage else "")
-    elif not (path / commit.COMPLETE).is_file():
-        state = f"{path.name} was not committed: it has no {commit.COMPLETE}"
-    elif path.name != commit.checkpoint_name(step_of(path)) and has_final_name(path):
+    elif not (path / COMPLETE).is_file():
+        state = f"{path.name} was not committed: it has no {COMPLETE}"
+    elif path.name != checkpoint_name(step_of(path)) and has_final_name(path):
         state += f" ({path.name})"  # a second one of this step
     if manifest is None:
         return [str(step_of(path)), format_size(disk_usage(path)), _age(path, now), "", "", "", "", printable(state)]
@@ -86,7 +86,7 @@ def _object(path: Path) -> dict[str, Any]:
     except UnreadableError as error:
         return {"step": step_of(path), "path": str(path), "damage": [], "complete": None, "unread": error.message}
     facts: dict[str, Any] = {"step": step_of(path), "path": str(path), "bytes": disk_usage(path), "damage": damage}
-    final = has_final_name(path) and ".damaged-" not in path.name and (path / commit.COMPLETE).is_file()
+    final = has_final_name(path) and ".damaged-" not in path.name and (path / COMPLETE).is_file()
     facts["complete"] = final and not damage
     if manifest is not None:
         facts |= {"world_size": manifest.world_size, "tensors": len(manifest.tensors), "metrics": manifest.metrics}
@@ -101,7 +101,7 @@ def _number(value: object) -> str:
 def _age(path: Path, now: float) -> str:
     """Format the time since the commit, or else since the folder changed, roughly."""
     try:
-        marker = path / commit.COMPLETE
+        marker = path / COMPLETE
         seconds = now - (marker if marker.exists() else path).stat().st_mtime
     except OSError:
         return "?"

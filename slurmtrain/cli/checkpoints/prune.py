@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.checkpoint import commit, retention
+from slurmtrain.checkpoint import retention
+from slurmtrain.checkpoint.directory import COMPLETE, damaged, remove
+from slurmtrain.checkpoint.fencing import CLAIMS
 from slurmtrain.checkpoint.retention import Keep, Kept
 from slurmtrain.cli.checkpoints.target import CheckpointTarget, inspect, step_of
 from slurmtrain.cli.checkpoints.verify import compare_with_digests
@@ -49,9 +51,7 @@ def prune_checkpoints(target: CheckpointTarget, options: argparse.Namespace) -> 
     found = target.committed()
     removals = _surplus(found, keep, asked=options.best is not None) if keep is not None else []
     if options.damaged:
-        removals += [
-            Removal(target.directory / name, "set aside as damaged") for name in commit.damaged(target.directory)
-        ]
+        removals += [Removal(target.directory / name, "set aside as damaged") for name in damaged(target.directory)]
     if removals:
         _check_newest(target, found)
         in_use = retention.in_use(target.directory, time.time())  # after the verification, which takes time
@@ -74,7 +74,7 @@ def prune_checkpoints(target: CheckpointTarget, options: argparse.Namespace) -> 
         size = disk_usage(removal.path)
         if not options.dry_run:
             try:
-                commit.remove(removal.path, order)
+                remove(removal.path, order)
             except OSError as error:
                 print(f"{removal.path.name} cannot be removed: {error.strerror}", file=sys.stderr)
                 failed += 1
@@ -183,11 +183,11 @@ def _check_newest(target: CheckpointTarget, found: Sequence[Path]) -> None:
             f"{newest.name}, the newest checkpoint, is damaged, so nothing was removed: {'; '.join(damage)}",
             hint="the next start of the run sets it aside and goes on from an older one",
         )
-    if not (newest / commit.COMPLETE).is_file():
+    if not (newest / COMPLETE).is_file():
         raise CheckpointError(f"{newest.name} went away while it was verified, so nothing was removed")
 
 
 def _newest_order(directory: Path) -> int:
-    claims = directory / commit.CLAIMS
+    claims = directory / CLAIMS
     names = [path.name for path in claims.iterdir()] if claims.is_dir() else []
     return max((int(name) for name in names if re.fullmatch("[0-9]{1,18}", name)), default=0)

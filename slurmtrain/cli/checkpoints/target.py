@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from slurmtrain.checkpoint import blocks, commit
-from slurmtrain.checkpoint.commit import Manifest
+from slurmtrain.checkpoint import blocks
+from slurmtrain.checkpoint.directory import COMPLETE, FINAL_NAME, MANIFEST, committed
+from slurmtrain.checkpoint.fencing import CLAIMS
+from slurmtrain.checkpoint.manifest import Manifest, read_manifest
 from slurmtrain.errors import CheckpointError, UnreadableError, UsageError
 from slurmtrain.runs import lookup
 from slurmtrain.runs.run_dir import RunDir
@@ -33,7 +35,7 @@ class CheckpointTarget:
     def committed(self) -> list[Path]:
         if self.chosen is not None:
             return [self.chosen]
-        return blocks.patiently(partial(commit.committed, self.directory), self.directory)
+        return blocks.patiently(partial(committed, self.directory), self.directory)
 
 
 def find_target(reference: str) -> CheckpointTarget:
@@ -51,9 +53,9 @@ def find_target(reference: str) -> CheckpointTarget:
         path = path.resolve()
         if RunDir(path).exists():
             return CheckpointTarget(RunDir(path).checkpoints, f"run {path.name}", run=RunDir(path))
-        if (path / commit.MANIFEST).is_file() or (path / commit.COMPLETE).is_file() or has_final_name(path):
+        if (path / MANIFEST).is_file() or (path / COMPLETE).is_file() or has_final_name(path):
             return CheckpointTarget(path.parent, str(path), chosen=path)
-        if (path / commit.CLAIMS).is_dir() or any(has_final_name(entry) for entry in path.iterdir()):
+        if (path / CLAIMS).is_dir() or any(has_final_name(entry) for entry in path.iterdir()):
             return CheckpointTarget(path, str(path))
         if os.sep in reference or reference in (".", ".."):
             raise UsageError(
@@ -90,7 +92,7 @@ def inspect(path: Path) -> tuple[Manifest | None, list[str]]:
         UnreadableError: the storage fails, and after all retries still does.
     """
     try:
-        manifest = commit.read_manifest(path, late_s=0.0)
+        manifest = read_manifest(path, late_s=0.0)
     except UnreadableError:
         raise
     except CheckpointError as error:
@@ -100,10 +102,10 @@ def inspect(path: Path) -> tuple[Manifest | None, list[str]]:
 
 def has_final_name(path: Path) -> bool:
     """Return whether a folder has the name of a committed checkpoint."""
-    return commit.FINAL_NAME.match(path.name) is not None
+    return FINAL_NAME.match(path.name) is not None
 
 
 def step_of(path: Path) -> int:
     """Return the step in the name of a checkpoint; -1: its name has none."""
-    match = commit.FINAL_NAME.match(path.name)
+    match = FINAL_NAME.match(path.name)
     return int(match.group(1)) if match else -1

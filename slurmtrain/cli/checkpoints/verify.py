@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.checkpoint import blocks, commit, retention
+from slurmtrain.checkpoint import blocks, retention
+from slurmtrain.checkpoint.directory import damaged
+from slurmtrain.checkpoint.manifest import read_manifest
 from slurmtrain.cli.checkpoints.progress_bar import progress_bar
 from slurmtrain.cli.checkpoints.target import CheckpointTarget, of_step, step_of
 from slurmtrain.cli.columns import format_size
@@ -18,7 +20,7 @@ from slurmtrain.system.records import printable
 
 def verify_checkpoints(target: CheckpointTarget, options: argparse.Namespace) -> int:
     """Compare every file with its digest. The exit code is 1 if anything is damaged."""
-    aside = commit.damaged(target.directory) if target.chosen is None and options.step is None else []
+    aside = damaged(target.directory) if target.chosen is None and options.step is None else []
     paths = of_step(target, options.step) if not aside else target.committed()
     found: list[dict[str, Any]] = []
     for path in paths:
@@ -58,7 +60,7 @@ def compare_with_digests(path: Path) -> tuple[int, int, list[str]]:
         UnreadableError: the storage fails, and after all retries still does.
     """
     try:
-        manifest = commit.read_manifest(path)
+        manifest = read_manifest(path)
     except UnreadableError:
         raise
     except CheckpointError as error:

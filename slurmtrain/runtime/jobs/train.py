@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.commit import Incarnation
 from slurmtrain.checkpoint.compatibility import FINGERPRINT
+from slurmtrain.checkpoint.fencing import Incarnation
 from slurmtrain.checkpoint.interval import mean_time_between_failures
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.choices import EvalMode
@@ -58,16 +58,16 @@ def build_trainer(
     config: Config,
     distributed: DistributedContext,
     context: AttemptContext,
-    stop: StopAgreement,
+    stop_agreement: StopAgreement,
     timeline: Timeline,
-    watch: StopPlanner | None = None,
+    stop_watcher: StopPlanner | None = None,
     hooks: Sequence[TrainingHook] = (),
 ) -> Trainer:
     """Build everything that `fit` needs.
 
     Args:
-        watch: rank 0's; None on the others.
-        hooks: further ones, called after those that every training has.
+        stop_watcher: rank 0's; None on the others.
+        hooks: further ones, called like those of train.hooks and after them.
 
     Raises:
         ConfigError: model or data cannot be built from the config.
@@ -79,7 +79,7 @@ def build_trainer(
     source = _build_source(config, vocabulary)
     loader = _build_loader(config, dims, source, distributed)
     forward_backward = build_forward_backward(distributed_model, loader.accumulation_steps, loader.micro_batch_size)
-    evaluator = build_evaluator(config, distributed_model, forward_backward, source, distributed, stop)
+    evaluator = build_evaluator(config, distributed_model, forward_backward, source, distributed, stop_agreement)
     jobs = EvaluationJobs(context.run_dir) if rank == 0 and config.eval.mode == EvalMode.JOB else None
     record = RunRecord(context, timeline, jobs) if rank == 0 else None
     checkpointer = _build_checkpointer(config, distributed, context, source, record)
@@ -93,14 +93,16 @@ def build_trainer(
         loader,
         forward_backward,
         ranks=TrainingRanks(rank, distributed.device_group, distributed.control_group),
-        stop=stop,
+        stop_check=stop_agreement,
         hooks=[
             *_rank_0_hooks(config, record, context, f"model: {parameters:,} parameters; {dims}; data: {described}"),
             StepReports(config.train),
             NonfiniteGuard(config.train.max_nonfinite, checkpointer),
             _evaluation_hook(config, evaluator, source, jobs),
-            Checkpointing(checkpointer, config.checkpoint, mtbf_s=_mtbf_s(config, context), planner=watch),
+            *_configured_hooks(config),
             *hooks,
+            # The last, so that it saves in the same step what any hook before it asks for, and what they have changed.
+            Checkpointing(checkpointer, config.checkpoint, mtbf_s=_mtbf_s(config, context), planner=stop_watcher),
         ],
         data_hash=source.fingerprint,
     )
@@ -177,6 +179,24 @@ def _rank_0_hooks(
     run_dir = context.run_dir
     curves = run_dir.tensorboard if config.train.tensorboard else None
     return (record, RunReporter(run_dir.metrics_file, curves, heading))
+
+
+def _configured_hooks(config: Config) -> list[TrainingHook]:
+    """Build the hooks of train.hooks.
+
+    Raises:
+        ConfigError: one cannot be built from the config, or is no TrainingHook.
+    """
+    hooks = []
+    for index, values in enumerate(config.train.hooks):
+        hook = build(f"train.hooks[{index}]", values)
+        if not isinstance(hook, TrainingHook):
+            raise ConfigError(
+                f"train.hooks[{index}]._target_={values['_target_']} is no hook",
+                hint="derive it from slurmtrain.training.hooks.TrainingHook",
+            )
+        hooks.append(hook)
+    return hooks
 
 
 def _evaluation_hook(
@@ -289,7 +309,7 @@ def build_evaluator(
     forward_backward: ForwardBackward,
     source: SourceSpec,
     distributed: DistributedContext,
-    stop: StopAgreement,
+    stop_agreement: StopAgreement,
 ) -> Evaluator:
     """Build the evaluator.
 
@@ -305,7 +325,7 @@ def build_evaluator(
         _evaluation_sets(config, source),
         measures,
         control_group=distributed.control_group,
-        stop=stop,
+        stop_check=stop_agreement,
     )
 
 

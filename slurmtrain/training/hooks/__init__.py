@@ -1,1 +1,3 @@
-"""What hangs on the training loop: one module for each concern."""
+"""What hangs on the training loop: one module for each concern. `TrainingHook` is the base class of hooks of your own."""
+
+from slurmtrain.training.hooks.base import TrainingHook as TrainingHook

@@ -60,7 +60,8 @@ class TrainingHook:
     def after_step(self, state: TrainingState, result: StepResult) -> None:
         """Do what is due after step `state.step`.
 
-        It may set `state.stopping`; and `state.save_requested` if the hook is in the list before `Checkpointing`.
+        It may set `state.stopping`; and `state.save_requested`, since hooks other than `Checkpointing` come before it. Both
+        have to be the same on all ranks.
         """
 
     def finish(self, state: TrainingState) -> None:

@@ -13,7 +13,9 @@ import pytest
 
 from slurmtrain.checkpoint import blocks, commit, retention
 from slurmtrain.checkpoint.blocks import FileRecord
-from slurmtrain.checkpoint.commit import Incarnation, Manifest
+from slurmtrain.checkpoint.directory import committed, set_aside, step_of
+from slurmtrain.checkpoint.fencing import Incarnation, check_fence, claim
+from slurmtrain.checkpoint.manifest import FORMAT, Manifest, read_manifest
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.errors import CheckpointError
 
@@ -22,7 +24,7 @@ FIRST, SECOND = Incarnation(1, "job 7, restart 0"), Incarnation(2, "job 7, resta
 
 def manifest_of(step: int, files: dict[str, FileRecord], incarnation: Incarnation = FIRST) -> Manifest:
     return Manifest(
-        format=commit.FORMAT,
+        format=FORMAT,
         run_id="run",
         step=step,
         incarnation=incarnation.order,
@@ -45,18 +47,18 @@ def save(directory: Path, step: int, incarnation: Incarnation = FIRST, content: 
 
 
 def steps(directory: Path) -> list[int]:
-    return [commit.step_of(path) for path in commit.committed(directory)]
+    return [step_of(path) for path in committed(directory)]
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    commit.claim(tmp_path, FIRST)
+    claim(tmp_path, FIRST)
     return tmp_path
 
 
 def test_what_was_committed_is_read_back(directory: Path) -> None:
     path = save(directory, 3)
-    manifest = commit.read_manifest(path)
+    manifest = read_manifest(path)
     assert (manifest.step, manifest.incarnation, manifest.state) == (3, 1, {"step": 3})
     assert blocks.find_damage(path, manifest.files.items()) == []
     assert steps(directory) == [3]
@@ -111,7 +113,7 @@ def test_a_kill_during_the_commit_leaves_the_older_checkpoint_the_newest(directo
     save(directory, 1)
     killed_while_saving(directory, KILLED_AT[stage])
     assert steps(directory) == [1]
-    commit.claim(directory, SECOND)  # the next life
+    claim(directory, SECOND)  # the next life
     assert steps(directory) == [1]
     assert sorted(path.name for path in directory.glob("checkpoint_*")) == ["checkpoint_0000001"]
 
@@ -120,13 +122,13 @@ def test_a_kill_right_after_the_rename_leaves_the_checkpoint_whole(directory: Pa
     save(directory, 1)
     killed_while_saving(directory, "kill_at('fsync_directory', 2)")
     assert steps(directory) == [1, 2]
-    newest = commit.committed(directory)[-1]
-    manifest = commit.read_manifest(newest)
+    newest = committed(directory)[-1]
+    manifest = read_manifest(newest)
     assert blocks.find_damage(newest, manifest.files.items()) == []
 
 
 def test_an_older_incarnation_may_not_begin_once_a_newer_one_has_started(directory: Path) -> None:
-    commit.claim(directory, SECOND)
+    claim(directory, SECOND)
     with pytest.raises(CheckpointError, match=r"incarnation 1 \(job 7, restart 0\) may not commit .* incarnation 2"):
         commit.begin(directory, 1, FIRST)
 
@@ -134,7 +136,7 @@ def test_an_older_incarnation_may_not_begin_once_a_newer_one_has_started(directo
 def test_an_older_incarnation_may_not_commit_what_it_had_begun(directory: Path) -> None:
     save(directory, 1)
     temporary = commit.begin(directory, 2, FIRST)
-    commit.claim(directory, SECOND)
+    claim(directory, SECOND)
     temporary.mkdir(exist_ok=True)  # its files were swept away, but an old rank may still be writing
     with pytest.raises(CheckpointError, match="may not commit"):
         commit.commit(temporary, manifest_of(2, {}), FIRST)
@@ -142,18 +144,18 @@ def test_an_older_incarnation_may_not_commit_what_it_had_begun(directory: Path) 
 
 
 def test_an_older_incarnation_may_not_start_again(directory: Path) -> None:
-    commit.claim(directory, SECOND)
+    claim(directory, SECOND)
     with pytest.raises(CheckpointError, match="left over from before a restart"):
-        commit.claim(directory, FIRST)
+        claim(directory, FIRST)
 
 
 def test_the_same_step_by_an_older_incarnation_is_not_replaced_but_followed(directory: Path) -> None:
     old = save(directory, 2, FIRST, "old")
-    commit.claim(directory, SECOND)
+    claim(directory, SECOND)
     path = save(directory, 2, SECOND, "new")
     assert (old / "shard").read_text() == "old"
     assert (path / "shard").read_text() == "new"
-    assert [found.name for found in commit.committed(directory)] == ["checkpoint_0000002", "checkpoint_0000002.2"]
+    assert [found.name for found in committed(directory)] == ["checkpoint_0000002", "checkpoint_0000002.2"]
     save(directory, 3, SECOND)
     assert steps(directory) == [2, 2, 3]
 
@@ -164,7 +166,7 @@ def test_what_older_incarnations_left_behind_is_removed_by_the_next(directory: P
     removed = directory / "checkpoint_0000002.removed-1"
     removed.mkdir()
     save(directory, 3)
-    commit.claim(directory, SECOND)
+    claim(directory, SECOND)
     assert sorted(found.name for found in directory.glob("checkpoint_*")) == ["checkpoint_0000003"]
 
 
@@ -182,19 +184,19 @@ def test_pruning_keeps_the_newest(directory: Path) -> None:
 
 
 def test_lives_without_a_number_follow_one_another_and_fence_off_those_before(directory: Path) -> None:
-    third = commit.claim(directory, None, label="pid 3")
-    fourth = commit.claim(directory, None, label="pid 4")
+    third = claim(directory, None, label="pid 3")
+    fourth = claim(directory, None, label="pid 4")
     assert (third.order, fourth.order) == (2, 3)
     with pytest.raises(CheckpointError, match=r"incarnation 2 \(pid 3\) may not commit"):
-        commit.check_fence(directory, third)
+        check_fence(directory, third)
 
 
 def test_two_jobs_with_the_same_number_do_not_share_a_directory(directory: Path) -> None:
-    assert commit.claim(directory, FIRST) == FIRST  # the same life may come twice
+    assert claim(directory, FIRST) == FIRST  # the same life may come twice
     with pytest.raises(
         CheckpointError, match=r"is in use by job 7, restart 0, which has the same number \(1\) as this one, job 8"
     ):
-        commit.claim(directory, Incarnation(1, "job 8, restart 0"))
+        claim(directory, Incarnation(1, "job 8, restart 0"))
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(directory: Path) -> None:
@@ -206,12 +208,12 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(directory: Pa
 def test_a_manifest_of_another_step_under_this_name_is_no_checkpoint(directory: Path) -> None:
     save(directory, 1).rename(directory / "checkpoint_0000009")
     with pytest.raises(CheckpointError, match=r"manifest\.json is of step 1, so it belongs to another checkpoint"):
-        commit.read_manifest(directory / "checkpoint_0000009")
+        read_manifest(directory / "checkpoint_0000009")
 
 
 def test_every_kind_of_damage_is_named(directory: Path) -> None:
     path = save(directory, 1)
-    manifest = commit.read_manifest(path)
+    manifest = read_manifest(path)
 
     def damage(*, verify: bool = True) -> list[str]:
         return blocks.find_damage(path, [("shard", manifest.files["shard"])], contents=verify, late_s=0.0)
@@ -230,10 +232,10 @@ def test_a_manifest_that_was_changed_is_refused(directory: Path) -> None:
     text = (path / "manifest.json").read_text()
     (path / "manifest.json").write_text(text.replace('"step": 1', '"step": 9'))
     with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
-        commit.read_manifest(path)
+        read_manifest(path)
     (path / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
-        commit.read_manifest(path)
+        read_manifest(path)
 
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "sub/shard", ".."])
@@ -241,7 +243,7 @@ def test_a_manifest_that_names_a_path_outside_is_refused(directory: Path, name: 
     temporary = commit.begin(directory, 1, FIRST)
     path = commit.commit(temporary, manifest_of(1, {name: FileRecord(1, "00")}), FIRST)
     with pytest.raises(CheckpointError, match="not a plain file name"):
-        commit.read_manifest(path)
+        read_manifest(path)
 
 
 def test_a_manifest_of_another_format_is_refused(directory: Path) -> None:
@@ -252,7 +254,7 @@ def test_a_manifest_of_another_format_is_refused(directory: Path) -> None:
 
     (path / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest())
     with pytest.raises(CheckpointError, match="has format 99, expected 2"):
-        commit.read_manifest(path)
+        read_manifest(path)
 
 
 def test_a_final_name_without_complete_is_no_checkpoint(directory: Path) -> None:
@@ -263,7 +265,7 @@ def test_a_final_name_without_complete_is_no_checkpoint(directory: Path) -> None
 
 def test_a_checkpoint_that_is_set_aside_is_out_of_sight_but_kept(directory: Path) -> None:
     for number in (1, 2):
-        aside = commit.set_aside(save(directory, 1))
+        aside = set_aside(save(directory, 1))
         assert aside.name == f"checkpoint_0000001.damaged-{number}"
         assert (aside / "shard").read_text() == "weights"
     assert steps(directory) == []

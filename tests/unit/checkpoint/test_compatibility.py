@@ -11,7 +11,7 @@ from torch import nn
 
 from slurmtrain.checkpoint import compatibility
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.commit import committed
+from slurmtrain.checkpoint.directory import committed
 from slurmtrain.errors import CheckpointError, CheckpointMismatchError, UsageError
 
 

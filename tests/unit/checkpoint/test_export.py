@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from slurmtrain.checkpoint import blocks, commit
 from slurmtrain.checkpoint.blocks import FileRecord
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.commit import Incarnation, Manifest
+from slurmtrain.checkpoint.directory import INDEX, committed
 from slurmtrain.checkpoint.export import export, runs
+from slurmtrain.checkpoint.fencing import Incarnation, claim
+from slurmtrain.checkpoint.manifest import FORMAT, Manifest, read_manifest
 from slurmtrain.checkpoint.save_plan import dtype_name
 from slurmtrain.checkpoint.tensor_index import Box, Index, TensorFacts, table_of
 from slurmtrain.errors import CheckpointError, UsageError
@@ -44,7 +46,7 @@ def save(directory: Path, **objects: Any) -> Path:
     checkpointer = Checkpointer(directory, run_id="r1")
     checkpointer.save(20, **objects)
     checkpointer.close()
-    return commit.committed(directory)[-1]
+    return committed(directory)[-1]
 
 
 def by_ranks(
@@ -52,7 +54,7 @@ def by_ranks(
 ) -> Path:
     """A checkpoint as several ranks would have written it: every file holds these boxes of these tensors."""
     order = Incarnation(1, "x")
-    commit.claim(directory, order)
+    claim(directory, order)
     temporary = commit.begin(directory, 7, order)
     catalogue = {
         name: TensorFacts(tuple(tensor.shape), dtype_name(tensor.dtype), tensor.itemsize)
@@ -71,9 +73,9 @@ def by_ranks(
                 [(key, box) for key, box, _ in pieces], catalogue, number=0, data_start=64, own_bytes=0
             ).pack()
         index = b"".join(Index([catalogue], tables, digests).chunks())
-        records[commit.INDEX], _ = blocks.write(temporary / commit.INDEX, memoryview(index), pool)
+        records[INDEX], _ = blocks.write(temporary / INDEX, memoryview(index), pool)
     tensors = {name: {"shape": list(fact.shape), "dtype": fact.dtype} for name, fact in catalogue.items()}
-    manifest = Manifest(commit.FORMAT, "r1", 7, 1, "x", len(files), torch.__version__, records, tensors, {})
+    manifest = Manifest(FORMAT, "r1", 7, 1, "x", len(files), torch.__version__, records, tensors, {})
     return commit.commit(temporary, manifest, order)
 
 
@@ -174,7 +176,7 @@ def test_a_tensor_may_span_many_blocks(dimension: int, tmp_path: Path) -> None:
     told: list[int] = []
     export(path, tmp_path / "out.safetensors", progress=told.append)
     same(read(tmp_path / "out.safetensors")[0], {"w": big})
-    assert big.nbytes <= sum(told) <= sum(record.size for record in commit.read_manifest(path).files.values())
+    assert big.nbytes <= sum(told) <= sum(record.size for record in read_manifest(path).files.values())
 
 
 @settings(max_examples=200, deadline=None)

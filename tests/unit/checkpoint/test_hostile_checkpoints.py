@@ -28,9 +28,10 @@ import numpy as np
 import pytest
 import torch
 
-from slurmtrain.checkpoint import blocks, commit
+from slurmtrain.checkpoint import blocks
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.index_file import find_disagreement
+from slurmtrain.checkpoint.manifest import read_manifest
 from slurmtrain.checkpoint.reader import load
 from slurmtrain.cli import main
 from slurmtrain.errors import SlurmtrainError
@@ -681,7 +682,7 @@ def test_what_is_called_sound_is_restored_to_the_same_tensors(sound: Path, tmp_p
             )
         forged.write()
         try:
-            manifest = commit.read_manifest(path)
+            manifest = read_manifest(path)
         except SlurmtrainError:
             continue
         if find_disagreement(path, manifest):

@@ -21,7 +21,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from slurmtrain.checkpoint import blocks, commit, mirror
-from slurmtrain.checkpoint.commit import Incarnation, Manifest
+from slurmtrain.checkpoint.fencing import Incarnation, claim
+from slurmtrain.checkpoint.manifest import FORMAT, Manifest, read_manifest, read_manifest_bytes
 from slurmtrain.checkpoint.mirror import Mirror, MissingError, copy_name, share
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.errors import CheckpointError
@@ -119,12 +120,12 @@ def checkpoint(
     files: dict[str, bytes] = FILES,
     metrics: dict[str, float] | None = None,
 ) -> Path:
-    commit.claim(directory, incarnation)
+    claim(directory, incarnation)
     temporary = commit.begin(directory, step, incarnation)
     with blocks.threads() as pool:
         records = {name: blocks.write(temporary / name, memoryview(data), pool)[0] for name, data in files.items()}
     manifest = Manifest(
-        format=commit.FORMAT,
+        format=FORMAT,
         run_id="run",
         step=step,
         incarnation=incarnation.order,
@@ -140,7 +141,7 @@ def checkpoint(
 
 
 def copy(store: Mirror, path: Path, order: int = 1) -> str:
-    store.upload(path, sorted(commit.read_manifest(path).files), order)
+    store.upload(path, sorted(read_manifest(path).files), order)
     store.complete(path, order)
     return copy_name(path, order)
 
@@ -183,9 +184,9 @@ def test_what_comes_back_is_what_was_committed(store: Mirror, directory: Path, t
     assert name.startswith("checkpoint_0001000.1-")
 
     text, expected = store.manifest_bytes(name)
-    assert (text, expected) == commit.read_manifest_bytes(path)
+    assert (text, expected) == read_manifest_bytes(path)
     manifest = store.manifest(name)
-    assert manifest == commit.read_manifest(path)
+    assert manifest == read_manifest(path)
 
     back = tmp_path / "back"
     back.mkdir()

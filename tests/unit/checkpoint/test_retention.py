@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmtrain.checkpoint import commit
-from slurmtrain.checkpoint.commit import remove
+from slurmtrain.checkpoint import directory as checkpoint_directory
+from slurmtrain.checkpoint.directory import remove
 from slurmtrain.checkpoint.retention import Keep, Kept, in_use, leftovers, reading, surplus
 from slurmtrain.errors import CheckpointError
 
@@ -396,7 +396,7 @@ def test_a_writer_that_lives_after_all_cannot_commit_half_of_what_was_removed(
         except FileNotFoundError:
             outcomes.append("refused")
 
-    monkeypatch.setattr(commit, "fsync_directory", thawed)
+    monkeypatch.setattr(checkpoint_directory, "fsync_directory", thawed)
     remove(temporary, 7)
     assert outcomes == ["refused"] and names_in(tmp_path) == []
 

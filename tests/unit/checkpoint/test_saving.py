@@ -23,9 +23,11 @@ from torch import nn
 
 from slurmtrain.checkpoint import blocks
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.commit import Incarnation, committed, read_manifest, step_of
+from slurmtrain.checkpoint.directory import committed, step_of
+from slurmtrain.checkpoint.fencing import Incarnation
 from slurmtrain.checkpoint.fingerprints import fingerprint
 from slurmtrain.checkpoint.finite import bytes_are_finite
+from slurmtrain.checkpoint.manifest import read_manifest
 from slurmtrain.checkpoint.pending_save import PendingSave, SaveResult
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.retention import Keep

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from slurmtrain.checkpoint import blocks, commit
+from slurmtrain.checkpoint import blocks
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.directory import committed, step_of
 from slurmtrain.checkpoint.restorer import Restored
 from slurmtrain.checkpoint.retention import Keep, prune
 from slurmtrain.cli import main
@@ -117,7 +118,7 @@ def test_what_cannot_be_read_back_is_kept_and_nothing_older_is_removed(
     with closing(Checkpointer(directory)) as checkpointer:
         for step in (3, 4):
             checkpointer.save(step, model=nn.Linear(2, 2)).result()
-    assert [commit.step_of(path) for path in commit.committed(directory)] == [1, 2, 3, 4]
+    assert [step_of(path) for path in committed(directory)] == [1, 2, 3, 4]
     assert any("older checkpoints than checkpoint_0000004 are kept" in line for line in caplog.messages)
 
 

@@ -17,7 +17,8 @@ import yaml
 
 from slurmtrain.checkpoint import blocks, retention
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.commit import Incarnation, claim, committed, set_aside
+from slurmtrain.checkpoint.directory import committed, set_aside
+from slurmtrain.checkpoint.fencing import Incarnation, claim
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.cli import main
 from slurmtrain.runs.create import create_run_dir

@@ -16,7 +16,7 @@ import torch
 
 from slurmtrain.checkpoint import retention
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.commit import COMPLETE, checkpoint_name
+from slurmtrain.checkpoint.directory import COMPLETE, checkpoint_name
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.cli import main
 from slurmtrain.observe import MetricsLog

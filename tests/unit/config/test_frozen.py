@@ -17,7 +17,7 @@ import yaml
 
 from slurmtrain.cli import main, resume
 from slurmtrain.config import migrations
-from slurmtrain.config.compose import compose, freeze, load_frozen, to_values
+from slurmtrain.config.compose import compose, config_hash, freeze, load_frozen, to_values
 from slurmtrain.config.migrations import SCHEMA_VERSION, as_first_digested, migrate, version_of
 from slurmtrain.config.schema import OptimConfig
 from slurmtrain.config.validate import validate
@@ -58,6 +58,7 @@ def test_the_same_experiment_before_and_after_fields_were_removed_and_renamed_is
     values = yaml.safe_load((FROZEN / "version_1.yaml").read_text())
     digested = to_values(before)
     digested["parallel"]["ep"], digested["model"] = values["parallel"]["ep"], values["model"]
+    del digested["train"]["hooks"]  # which was added later, and is not used
     assert as_first_digested(to_values(after)) == digested
     del digested["hooks"], digested["secrets"]
     for key in ("runs_dir", "snapshot", "snapshot_max_mb"):
@@ -88,6 +89,14 @@ def test_a_field_typed_with_its_earlier_name_is_told_the_name_of_today(word: str
         validate(compose([word]))
     assert ("model.dim" if "width" in word else "model.n_heads") in f"{error.value.message} {error.value.hint}"
     validate(dataclasses.replace(compose([]), model={"_target_": "paced.Paced", "width": 64, "heads": 2}))
+
+
+def test_train_hooks_that_are_not_used_change_neither_the_frozen_text_nor_the_identity() -> None:
+    without, hooked = compose([]), compose(["train.hooks=[{_target_: my_package.MyHook, every: 10}]"])
+    text = freeze(without)
+    assert "hooks" not in yaml.safe_load(text)["train"]
+    assert yaml.safe_load(freeze(hooked))["train"]["hooks"] == [{"_target_": "my_package.MyHook", "every": 10}]
+    assert config_hash(hooked) != config_hash(without) and identity_of(hooked) != identity_of(without)
 
 
 def test_a_removed_field_with_a_value_that_it_could_not_have_is_told() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.checkpoint import retention
-from slurmtrain.checkpoint.commit import COMPLETE, checkpoint_name
+from slurmtrain.checkpoint.directory import COMPLETE, checkpoint_name
 from slurmtrain.checkpoint.retention import Keep
 from slurmtrain.cli import main
 from slurmtrain.cli.arguments import normalise

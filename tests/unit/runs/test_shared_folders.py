@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.checkpoint import blocks, commit
+from slurmtrain.checkpoint.fencing import claim
 from slurmtrain.cli import main
 from slurmtrain.errors import ClusterError, ConfigError, UnreadableRecordError, UsageError
 from slurmtrain.report import status
@@ -456,7 +457,7 @@ def test_in_a_teams_folder_the_team_reads_every_attempt_and_checkpoint_of_a_run_
     script = golden_lines("# Claim the next attempt.", 'echo "$job')  # as the batch script begins one
     subprocess.run(["bash", "-ec", f"run_dir={run.path}\n{script}"], check=True)
     assert run.attempt_numbers() == [1, 2, 3]
-    incarnation = commit.claim(run.checkpoints, None)
+    incarnation = claim(run.checkpoints, None)
     saving = commit.begin(run.checkpoints, 1, incarnation)
     with ThreadPoolExecutor(1) as pool:
         blocks.write(saving / "rank-0.safetensors", memoryview(b"weights"), pool)

@@ -186,3 +186,66 @@ def test_a_switch_that_cannot_be_taken_away_is_not_obeyed(run_dir: RunDir, monke
     StopWatcher(signals, AttemptDir(run_dir.attempts), None, signal_lead_s=0, run_dir=run_dir)
     assert not signals.wait(0.2)
     signals.request(StopCause.SIGTERM)
+
+
+def test_of_plans_that_are_made_at_the_same_moment_one_timer_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting: set[object] = set()
+    first_plans, go_on = threading.Event(), threading.Event()
+
+    class Timer:
+        daemon = True
+
+        def __init__(self, seconds: float, action: object):
+            if not first_plans.is_set():
+                first_plans.set()
+                assert go_on.wait(60)
+
+        def start(self) -> None:
+            waiting.add(self)
+
+        def cancel(self) -> None:
+            waiting.discard(self)
+
+    signals = StopFlag()
+    made = watch(signals, tmp_path, Slurm(3600.0))
+    monkeypatch.setattr(threading, "Timer", Timer)
+    planning = [threading.Thread(target=made.plan_stop, args=(1.0, save_s)) for save_s in (1.0, 2.0)]
+    planning[0].start()
+    assert first_plans.wait(60)
+    planning[1].start()
+    planning[1].join(0.3)  # it waits for the first, or would be done by now
+    go_on.set()
+    for thread in planning:
+        thread.join(60)
+    signals.request(StopCause.SIGTERM)
+    made.wait_for_record()
+    assert len(waiting) == 1
+
+
+def test_two_threads_that_find_the_time_limit_extended_both_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock and the timer may both be due: the second must not believe its clock since the first has noted the change."""
+    monkeypatch.setattr(watch_module, "ANSWER_S", 60.0)
+    both_ask = threading.Barrier(2)
+
+    class Extended(Slurm):
+        def job(self, job_id: str) -> JobFacts:
+            facts = super().job(job_id)
+            if 1 < self.asked <= 3:
+                both_ask.wait(60)
+            return facts
+
+    signals = StopFlag()
+    made = watch(signals, tmp_path, Extended(100.0, 3600.0))
+    moved: list[bool] = []
+    asking = [threading.Thread(target=lambda: moved.append(made._limit_has_moved())) for _ in range(2)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join(60)
+    signals.request(StopCause.SIGTERM)
+    made.wait_for_record()
+    assert moved == [True, True]

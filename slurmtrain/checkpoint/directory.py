@@ -1,0 +1,104 @@
+"""The checkpoints of a directory: their names and order, which are complete, and taking one away."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from pathlib import Path
+
+from slurmtrain.system.files import fsync_directory
+
+MANIFEST, COMPLETE, INDEX = "manifest.json", "COMPLETE", "index.bin"
+FINAL_NAME = re.compile(r"checkpoint_(\d{7,})(?:\.(\d+))?")
+TEMPORARY_NAME = re.compile(r"checkpoint_\d{7,}(?:\.\d+)?\.(?:tmp|removed)-(\d+)")
+
+
+def checkpoint_name(step: int, revision: int = 1) -> str:
+    """Return the final name of a checkpoint; a second one of the same step has revision 2."""
+    return f"checkpoint_{step:07d}" + (f".{revision}" if revision > 1 else "")
+
+
+def _step_and_revision(path: Path) -> tuple[int, int]:
+    match = FINAL_NAME.fullmatch(path.name)
+    assert match is not None, path
+    return int(match.group(1)), int(match.group(2) or 1)
+
+
+def newer_without_complete(directory: Path) -> list[Path]:
+    """Return the checkpoints newer than all committed ones whose COMPLETE is not visible.
+
+    A checkpoint gets its final name with COMPLETE already in it, so the file may only be late. A caller that wants the
+    newest one looks once more, after a change of its own to the folder (see `refresh`).
+    """
+    newest = max((_step_and_revision(path) for path in committed(directory)), default=(-1, 0))
+    found = [path for path in directory.iterdir() if FINAL_NAME.fullmatch(path.name)] if directory.is_dir() else []
+    return [path for path in found if _step_and_revision(path) > newest]
+
+
+def step_of(path: Path) -> int:
+    """Return the step in a checkpoint's name."""
+    return _step_and_revision(path)[0]
+
+
+def committed(directory: Path) -> list[Path]:
+    """Return the committed checkpoints, oldest first, without directories that lack COMPLETE."""
+    if not directory.is_dir():
+        return []
+    found = [path for path in directory.iterdir() if FINAL_NAME.fullmatch(path.name) and (path / COMPLETE).is_file()]
+    return sorted(found, key=_step_and_revision)
+
+
+def newest_committed_step(directory: Path) -> int | None:
+    """Return the step of the newest committed checkpoint; None if there is none. It looks into no other checkpoint."""
+    try:
+        found = [Path(directory, name) for name in os.listdir(directory) if FINAL_NAME.fullmatch(name)]
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # the same rule as in `committed`
+            return None
+        raise
+    newest_first = sorted(found, key=_step_and_revision, reverse=True)
+    return next((step_of(path) for path in newest_first if os.path.isfile(path / COMPLETE)), None)
+
+
+def remove(path: Path, order: int) -> None:
+    """Remove a checkpoint or a leftover. It is renamed first, so that nobody sees it half removed.
+
+    A leftover is renamed, too: if its writer is alive after all, the writer still commits either all of it or nothing.
+    Files that cannot be deleted right now (still open over NFS) stay under the name of a leftover until leftovers are
+    cleaned up.
+
+    Args:
+        path: a checkpoint or a leftover of one; may be gone already.
+        order: order of the incarnation that removes it.
+
+    Raises:
+        OSError: it could not be renamed, and is as it was.
+    """
+    checkpoint = FINAL_NAME.match(path.name)
+    assert checkpoint is not None, path
+    removed = path.with_name(f"{checkpoint[0]}.removed-{order}")
+    if path != removed:
+        shutil.rmtree(removed, ignore_errors=True)  # an earlier removal of the same step that was cut short
+        try:
+            path.rename(removed)
+        except FileNotFoundError:
+            return
+        fsync_directory(path.parent)  # otherwise, after a power loss, files may be missing under the old name
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint so that no reader finds it, but keep it for people who want to look at it."""
+    number = 1
+    while (target := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    path.rename(target)
+    fsync_directory(path.parent)
+    return target
+
+
+def damaged(directory: Path) -> list[str]:
+    """Return the names of the checkpoints that were set aside and still exist."""
+    return sorted(path.name for path in directory.glob("checkpoint_*.damaged-*"))

@@ -1,0 +1,130 @@
+"""Fencing: processes of an older incarnation must not commit.
+
+An incarnation is one start of the run's job; each requeue or resumption is the next, with a higher number. Processes of an
+older one may live on, on a node that was cut off. Fencing keeps them from doing harm: an incarnation claims the
+directory by a file with its number in `.incarnations` (a fencing token), and older ones look there before they commit.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.checkpoint.blocks import refresh
+from slurmtrain.checkpoint.directory import TEMPORARY_NAME, remove
+from slurmtrain.errors import CheckpointError, SupersededError
+from slurmtrain.system.files import fsync_directory, write_new
+from slurmtrain.system.modes import folder_mode
+
+CLAIMS = ".incarnations"
+VISIBILITY_S = 60.0  # attribute caches of NFS clients are at most a minute old (acdirmax)
+
+
+@dataclass(frozen=True, order=True)
+class Incarnation:
+    """One incarnation of a job: each requeue or resumption is a new one with a higher `order`.
+
+    Attributes:
+        order: strictly increasing over the incarnations of one run.
+        label: job id and restart count, for people, and to distinguish incarnations of the same order.
+    """
+
+    order: int
+    label: str = ""
+
+    def to_json(self) -> list[Any]:
+        """Return it as ranks tell it to each other."""
+        return [self.order, self.label]
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Incarnation:
+        """Return the incarnation that another rank has told by `to_json`."""
+        order, label = values
+        return cls(int(order), str(label))
+
+
+def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") -> Incarnation:
+    """Announce an incarnation: from now on no older one commits into `directory`, and what older ones left is removed.
+
+    Args:
+        incarnation: None: the next free one, with `label`, so that a second job in the same directory fences off the
+            first.
+
+    Raises:
+        SupersededError: a newer incarnation has claimed the directory.
+        CheckpointError: another process claims to be the same incarnation.
+    """
+    claims = directory / CLAIMS
+    directory.mkdir(parents=True, exist_ok=True)
+    claims.mkdir(mode=folder_mode(directory), exist_ok=True)
+    with suppress(OSError):
+        refresh(claims)
+    while True:
+        claimed = incarnation or Incarnation(_newest_claim(claims) + 1, label)
+        _check_not_superseded(directory, claimed)
+        path = claim_file(directory, claimed)
+        try:
+            write_new(path, claimed.label.encode())
+        except FileExistsError:
+            if incarnation is None:
+                continue
+            holder = path.read_text()
+            if holder != claimed.label:
+                raise CheckpointError(
+                    f"{directory} is in use by {holder or 'another process'}, which has the same number "
+                    f"({claimed.order}) as this one, {claimed.label}",
+                    hint="give each job a checkpoint directory of its own",
+                ) from None
+        fsync_directory(claims)
+        _check_not_superseded(directory, claimed)  # a newer one may have come between
+        break
+    for path in directory.iterdir():
+        match = TEMPORARY_NAME.fullmatch(path.name)
+        if match and int(match.group(1)) < claimed.order:
+            remove(path, claimed.order)
+    return claimed
+
+
+def claim_file(directory: Path, incarnation: Incarnation) -> Path:
+    """Return the file by which an incarnation claims `directory`."""
+    return directory / CLAIMS / f"{incarnation.order:08d}"
+
+
+def check_fence(directory: Path, incarnation: Incarnation) -> None:
+    """Raise SupersededError if a newer incarnation has claimed `directory`."""
+    refresh(directory / CLAIMS)
+    _check_not_superseded(directory, incarnation)
+
+
+def _check_not_superseded(directory: Path, incarnation: Incarnation) -> None:
+    newest = _newest_claim(directory / CLAIMS)
+    if newest > incarnation.order:
+        raise SupersededError(
+            f"incarnation {incarnation.order} ({incarnation.label}) may not commit in {directory}: "
+            f"incarnation {newest} of the same run has started",
+            hint="this process is left over from before a restart and should be ended",
+        )
+
+
+def _newest_claim(claims: Path) -> int:
+    return max(
+        (int(path.name) for path in claims.iterdir() if path.name.isdecimal() and path.name.isascii()), default=0
+    )
+
+
+def wait_until_visible(path: Path, timeout_s: float = VISIBILITY_S) -> None:
+    """Wait for a file that another node has written, at most `timeout_s` seconds.
+
+    There is no event to wait for: the client learns of the file when it asks again.
+    """
+    deadline, pause = time.monotonic() + timeout_s, 0.05
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(1.0, 2 * pause)
+        if path.parent.is_dir():
+            os.listdir(path.parent)

@@ -1,0 +1,150 @@
+"""The manifest of a checkpoint: what it holds and belongs to, and how it is read and checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.checkpoint import blocks
+from slurmtrain.checkpoint.blocks import FileRecord
+from slurmtrain.checkpoint.directory import COMPLETE, FINAL_NAME, MANIFEST, step_of
+from slurmtrain.errors import CheckpointError, CheckpointMismatchError
+
+FORMAT = 2
+
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
+
+MANIFEST_BYTES = 1 << 30  # more than that of a million tensors
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The description of a checkpoint: its contents, and what it belongs to.
+
+    Attributes:
+        step: optimiser steps done.
+        files: record of every file except manifest.json and COMPLETE.
+        tensors: global shape and dtype by name.
+        state: everything that is not a tensor and the same on all ranks.
+        config: config values of the run, so that later changes can be found.
+        metrics: metrics of this step, as they were passed to `save`.
+        created: unix time of the commit in seconds; for people, nothing is decided by it.
+    """
+
+    format: int
+    run_id: str
+    step: int
+    incarnation: int
+    incarnation_label: str
+    world_size: int
+    torch_version: str
+    files: Mapping[str, FileRecord]
+    tensors: Mapping[str, Mapping[str, Any]]
+    state: Mapping[str, Any]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    created: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """The bytes of all files."""
+        return sum(self.sizes.values())
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of every file, by name."""
+        return {name: record.size for name, record in self.files.items()}
+
+
+def read_manifest(path: Path, *, late_s: float = blocks.LATE_S) -> Manifest:
+    """Read and check manifest.json against COMPLETE.
+
+    Args:
+        late_s: seconds to wait for a file that is missing.
+
+    Raises:
+        CheckpointError: manifest.json is missing, damaged, or of another format. UnreadableError: see `blocks.patiently`.
+    """
+    return parse_manifest(path, *read_manifest_bytes(path, late_s=late_s))
+
+
+def read_manifest_bytes(path: Path, *, late_s: float = blocks.LATE_S) -> tuple[bytes, str]:
+    """Return the bytes of manifest.json and the digest in COMPLETE, unchecked; see `read_manifest`."""
+
+    def read(name: str) -> bytes:
+        return blocks.patiently(partial(_read_small, path / name), path / name, late_s=late_s)
+
+    try:
+        return read(MANIFEST), read(COMPLETE).decode().removesuffix("\n")
+    except OSError as error:
+        raise CheckpointError(f"{path}: {blocks.cannot_be_read(MANIFEST, error)}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: manifest.json cannot be read: {error}") from None
+
+
+def _read_small(path: Path) -> bytes:
+    with os.fdopen(blocks.open_file(path), "rb") as file:
+        if os.fstat(file.fileno()).st_size > MANIFEST_BYTES:
+            raise ValueError(f"{path.name} has {os.fstat(file.fileno()).st_size} bytes")
+        return file.read(MANIFEST_BYTES)
+
+
+def parse_manifest(path: Path, text: bytes, expected: str) -> Manifest:
+    """Return the manifest in `text`, checked against the digest `expected`.
+
+    Raises:
+        CheckpointError: the manifest is damaged, or of another format.
+    """
+    if hashlib.sha256(text).hexdigest() != expected:
+        raise CheckpointError(f"{path}: manifest.json is damaged: its digest is not the one in COMPLETE")
+    try:
+        values = json.loads(text)
+        if values.get("format") != FORMAT:
+            # Not damaged, and nothing to set aside: another version of this package wrote it.
+            raise CheckpointMismatchError(
+                f"{path} has format {values.get('format')}, expected {FORMAT}",
+                hint="read it with the version of slurmtrain that wrote it",
+            )
+        files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
+        manifest = Manifest(files=files, **values)
+        _check_types(manifest)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: manifest.json cannot be read: {error}") from None
+    for name in files:
+        if not FILE_NAME.fullmatch(name):
+            raise CheckpointError(f"{path}: manifest.json names {name[:100]!r}, which is not a plain file name")
+    if FINAL_NAME.fullmatch(path.name) and manifest.step != step_of(path):
+        raise CheckpointError(f"{path}: manifest.json is of step {manifest.step}, so it belongs to another checkpoint")
+    return manifest
+
+
+def _check_types(manifest: Manifest) -> None:
+    """Raise TypeError if a field has a wrong type.
+
+    Digests show that the file is as it was written, not that this program wrote it.
+    """
+    for name, kind in {
+        "run_id": str,
+        "step": int,
+        "incarnation": int,
+        "incarnation_label": str,
+        "world_size": int,
+        "torch_version": str,
+        "tensors": dict,
+        "state": dict,
+        "config": dict,
+        "metrics": dict,
+    }.items():
+        value: Any = getattr(manifest, name)
+        if type(value) is not kind or (type(value) is int and value < 0):
+            raise TypeError(f"{name} is {str(value)[:50]!r}")
+    for name, record in manifest.files.items():
+        if type(record.size) is not int or record.size < 0 or type(record.sha256) is not str:
+            raise TypeError(f"{name[:100]!r} has size {str(record.size)[:50]} and digest {str(record.sha256)[:50]}")
